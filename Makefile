@@ -1,0 +1,38 @@
+# All a newcomer needs. Every target sets up what it uses, on a machine with Python 3.11 and make.
+PYTHON ?= python3.11
+BIN := .venv/bin
+TORCH_CPU := https://download.pytorch.org/whl/cpu
+
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo   build a small model, turn a photograph into a video with it"
+	@echo "make test   run the tests"
+	@echo "make lint   ruff and mypy"
+	@echo "make bench  time the small model against diffusers on this CPU"
+	@echo "make clean  remove what the targets above made"
+
+# PyTorch's own CPU wheels first: the default Linux wheel brings gigabytes of CUDA that no TPU host needs. pip passes
+# over an index that can't be reached.
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU) "torch>=2.13,<2.14"
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/python scripts/demo.py
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/installed
+	$(BIN)/python scripts/bench.py --against diffusers
+
+clean:
+	rm -rf .venv build demo *.egg-info

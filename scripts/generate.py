@@ -1,0 +1,9 @@
+#!/usr/bin/env python3
+"""Make one video: see `wan-tpu generate --help`."""
+
+import sys
+
+from wan_tpu.cli import generate, run
+
+if __name__ == "__main__":
+    sys.exit(run(generate))

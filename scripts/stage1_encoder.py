@@ -1,0 +1,10 @@
+#!/usr/bin/env python3
+"""One stage in a process of its own: see wan_tpu/staged.py."""
+
+import sys
+
+from wan_tpu.cli import run
+from wan_tpu.staged import encode
+
+if __name__ == "__main__":
+    sys.exit(run(encode))

@@ -1,0 +1,111 @@
+"""The values that cross from stage to stage: frozen dataclasses of host arrays, and their safetensors codec.
+
+Shapes use one legend: B batch, T latent frames, H W latent height and width, L tokens, C channels.
+"""
+
+import dataclasses
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy, which safetensors' numpy codec needs)
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from wan_tpu.errors import InvalidInput, OutputError
+
+Array = np.ndarray
+Value = TypeVar("Value", "Conditioning", "DenoiseState")
+
+
+@dataclasses.dataclass(frozen=True)
+class Conditioning:
+    """What the encoder stage hands to the experts."""
+
+    prompt: Array  # [1, L=512, C] text embeddings, zero after the prompt's last token
+    negative: Array | None = None  # [1, L=512, C]; None without guidance
+    image: Array | None = None  # [1, L=257, C] CLIP features (Wan 2.1 I2V)
+    image_latents: Array | None = None  # [1, 4+C, T, H, W] mask and latents, or [1, C, 1, H, W] (TI2V 5B)
+
+
+@dataclasses.dataclass(frozen=True)
+class DenoiseState:
+    """Everything a denoise loop needs to go on: what high hands to low, and what a checkpoint holds."""
+
+    latents: Array  # [1, C, T, H, W] float32
+    history: tuple[Array, ...] = ()  # the solver's terms, each [1, C, T, H, W] float32
+    step: int = 0  # steps done, counted over both experts
+
+
+@dataclasses.dataclass(frozen=True)
+class Video:
+    """A finished video.
+
+    pixels  float32 [T, H, W, 3] in [0, 1], T pixel frames, H W in pixels
+    fps     frames per second
+    """
+
+    pixels: Array
+    fps: float
+
+    @cached_property
+    def frames(self) -> Array:
+        """The pixels as uint8 [T, H, W, 3]."""
+        return to_uint8(self.pixels)
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write an mp4 (H.264, yuv420p) at `path`, whole or not at all, and return the path.
+
+        Raises `OutputError` when the file exists and `overwrite` is false, or can't be written.
+        """
+        from wan_tpu.video import VideoWriter  # here, so that the data types need no encoder
+
+        with VideoWriter(path, fps=self.fps, overwrite=overwrite) as writer:
+            writer.write(self.frames)
+        return Path(path)
+
+
+def to_uint8(pixels: Array) -> Array:
+    """Round pixels in [0, 1] to uint8, as `diffusers.image_processor.numpy_to_pil` does."""
+    return (pixels * 255).round().astype(np.uint8)
+
+
+def save_value(value: Conditioning | DenoiseState, path: Path) -> None:
+    """Write one stage value as a safetensors file, whole or not at all; bfloat16 is stored as such."""
+    tensors: dict[str, Array] = {}
+    for field in dataclasses.fields(value):
+        content = getattr(value, field.name)
+        if isinstance(content, tuple):
+            tensors |= {f"{field.name}.{i}": np.ascontiguousarray(term) for i, term in enumerate(content)}
+        elif content is not None:
+            tensors[field.name] = np.ascontiguousarray(content)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        safetensors.numpy.save_file(tensors, partial, metadata={"type": type(value).__name__})
+        os.replace(partial, path)
+    except OSError as error:
+        raise OutputError(f"can't write {path} ({error}); choose a folder that can be written to") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_value(kind: type[Value], path: Path) -> Value:
+    """Read what `save_value` wrote; raises `InvalidInput` when it is missing, cut off or of another kind."""
+    if not path.is_file():
+        raise InvalidInput(f"{path} is missing; run the stage that writes it first")
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            found = (file.metadata() or {}).get("type", "something else")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except safetensors.SafetensorError as error:
+        raise InvalidInput(f"{path} is damaged ({error}); run the stage that writes it again") from None
+    if found != kind.__name__:
+        raise InvalidInput(f"{path} holds {found}, not {kind.__name__}; give the file of the stage before")
+    fields: dict[str, object] = {name: array for name, array in tensors.items() if "." not in name}
+    if kind is DenoiseState:
+        terms = sorted(name for name in tensors if name.startswith("history."))
+        fields["history"] = tuple(tensors[name] for name in terms)
+        fields["step"] = tensors["step"].item()
+    return kind(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,500 @@
+"""The Wan family: Wan 2.1 T2V and I2V, Wan 2.2 T2V A14B, I2V A14B and TI2V 5B.
+
+Everything particular to these models is here and in `wan_modules`: components, conditioning, guidance, the
+latents' normalisation, limits. The reference for every formula is diffusers 0.42, pipelines/wan.
+
+Shapes: B batch (guidance branches), T latent frames, H W latent height and width, L tokens, C channels.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify, unpatchify
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from diffusers.video_processor import VideoProcessor
+from jax.sharding import Mesh
+from PIL import Image
+
+from wan_tpu import flops
+from wan_tpu.bridge import Params, call
+from wan_tpu.checkpoint import Checkpoint, Component
+from wan_tpu.data import Conditioning
+from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.families import wan_presets
+from wan_tpu.families.causal_vae import CausalChunks
+from wan_tpu.families.wan_modules import TEXT_TOKENS, adapt_transformer, adapt_vae
+from wan_tpu.mesh import Rule
+from wan_tpu.request import FRAME_STRIDE, Defaults, GenerationRequest, nearest_multiple
+
+
+@dataclass(frozen=True)
+class WanConfig:
+    """What a checkpoint (or a preset) says about a Wan model."""
+
+    transformer: dict[str, Any]
+    vae: dict[str, Any]
+    text_encoder: dict[str, Any]
+    image_encoder: dict[str, Any] | None
+    text_encoder_class: str
+    image_encoder_class: str | None
+    boundary_ratio: float | None
+    expand_timesteps: bool
+    two_experts: bool
+    shift: float
+
+
+def read_config(checkpoint: Checkpoint) -> WanConfig:
+    """Read a checkpoint's configuration; raises `CheckpointError` for what Wan pipelines don't run."""
+    index = checkpoint.index
+    for component in ("tokenizer", "text_encoder", "transformer", "vae", "scheduler"):
+        if not checkpoint.has(component):
+            raise CheckpointError(f"{checkpoint.source} has no {component}; give a complete Wan checkpoint")
+    has_image_encoder = checkpoint.has("image_encoder")
+    two_experts = checkpoint.has("transformer_2")
+    if two_experts and index.get("boundary_ratio") is None:
+        raise CheckpointError(f"{checkpoint.source} has two experts but no boundary_ratio in model_index.json")
+    if two_experts and _shape(checkpoint.config("transformer_2")) != _shape(checkpoint.config("transformer")):
+        raise CheckpointError(f"{checkpoint.source} has experts of different shapes; both must have one configuration")
+    return WanConfig(
+        transformer=checkpoint.config("transformer"),
+        vae=checkpoint.config("vae"),
+        text_encoder=checkpoint.config("text_encoder"),
+        image_encoder=checkpoint.config("image_encoder") if has_image_encoder else None,
+        text_encoder_class=checkpoint.class_name("text_encoder"),
+        image_encoder_class=checkpoint.class_name("image_encoder") if has_image_encoder else None,
+        boundary_ratio=index.get("boundary_ratio") if two_experts else None,
+        expand_timesteps=bool(index.get("expand_timesteps", False)),
+        two_experts=two_experts,
+        shift=_scheduler_shift(checkpoint),
+    )
+
+
+def _shape(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if not key.startswith("_")}
+
+
+def _scheduler_shift(checkpoint: Checkpoint) -> float:
+    config = checkpoint.config("scheduler", "scheduler_config.json")
+    name = config.get("_class_name")
+    unipc = name == "UniPCMultistepScheduler" and config.get("use_flow_sigmas")
+    if not unipc and name != "FlowMatchEulerDiscreteScheduler":
+        raise CheckpointError(
+            f"{checkpoint.source} has scheduler {name}; supported are UniPCMultistepScheduler with "
+            "use_flow_sigmas and FlowMatchEulerDiscreteScheduler"
+        )
+    plain = {"solver_order": 2, "solver_type": "bh2", "predict_x0": True, "lower_order_final": True}
+    plain |= {"num_train_timesteps": 1000, "final_sigmas_type": "zero", "use_dynamic_shifting": False}
+    for key, value in plain.items():
+        if config.get(key, value) != value:
+            raise CheckpointError(f"{checkpoint.source} has scheduler {key} {config[key]!r}; supported is {value!r}")
+    return float(config.get("flow_shift" if unipc else "shift", 1.0))
+
+
+class WanModel:
+    """One Wan model: its components and the pure functions of its stages.
+
+    Functions that take `module` and `params` are traced by `jax.jit`; all others run on the host.
+    """
+
+    family = "wan"
+
+    def __init__(self, config: WanConfig, checkpoint: Checkpoint | None = None) -> None:
+        """checkpoint: for the tokenizer and the image processor; a preset compiles without."""
+        self.config = config
+        self.checkpoint = checkpoint
+        self.preset = wan_presets.recognise(config)
+        self.heads: int = config.transformer["num_attention_heads"]
+        self.boundary_ratio = config.boundary_ratio
+        self.latent_channels: int = config.vae["z_dim"]
+        self._spatial: int = config.vae.get("scale_factor_spatial", 8)
+        self._patch: list[int] = config.transformer["patch_size"]
+        self._video_processor = VideoProcessor(vae_scale_factor=self._spatial)
+        if (config.vae.get("scale_factor_temporal") or FRAME_STRIDE) != FRAME_STRIDE:
+            raise CheckpointError(f"the VAE compresses time by {config.vae['scale_factor_temporal']}, supported is 4")
+
+    # ---- what it accepts
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Which of "t2v" and "i2v" this model does."""
+        if self.config.transformer["in_channels"] > self.latent_channels:
+            return ("i2v",)
+        return ("t2v", "i2v") if self.config.expand_timesteps else ("t2v",)
+
+    @property
+    def defaults(self) -> Defaults:
+        """The published sampling settings; the shift is the checkpoint's."""
+        return wan_presets.defaults(self.preset, self.tasks[0], self.config.shift)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise `InvalidRequest` when this model can't make what a (resolved) request asks for."""
+        if request.task not in self.tasks:
+            remedy = "give --image" if request.image is None else "leave the image out, or use an I2V checkpoint"
+            raise InvalidRequest(f"this checkpoint ({self.preset}) does {' and '.join(self.tasks)} only; {remedy}")
+        for name, patch in (("height", self._patch[1]), ("width", self._patch[2])):
+            value, multiple = getattr(request, name), self._spatial * patch
+            if value % multiple:
+                nearest = nearest_multiple(value, multiple)
+                raise InvalidRequest(
+                    f"{name} is {value}; {self.preset} needs a multiple of {multiple}, nearest {nearest}"
+                )
+
+    def latent_shape(self, request: GenerationRequest) -> tuple[int, int, int, int, int]:
+        """Return [1, C, T, H, W] of the latents of a resolved request."""
+        assert request.frames and request.height and request.width
+        frames = (request.frames - 1) // FRAME_STRIDE + 1
+        return 1, self.latent_channels, frames, request.height // self._spatial, request.width // self._spatial
+
+    def tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Return L, the transformer's sequence length for latents of a shape."""
+        return int(np.prod([n // p for n, p in zip(latent_shape[2:], self._patch, strict=True)]))
+
+    # ---- components
+
+    @functools.cached_property
+    def components(self) -> dict[str, Component]:
+        """Every component by the name of the work it does; "vae" in the checkpoint serves two."""
+        config = self.config
+        found = {
+            "text_encoder": _text_encoder(config),
+            "vae_encoder": _vae_half(config, "decoder", "post_quant_conv"),
+            "denoise_high": _transformer(config, "transformer"),
+            "decoder": _vae_half(config, "encoder", "quant_conv"),
+        }
+        if config.image_encoder is not None:
+            found["image_encoder"] = _image_encoder(config)
+        if config.two_experts:
+            found["denoise_low"] = _transformer(config, "transformer_2")
+        return found
+
+    @property
+    def needs_image_features(self) -> bool:
+        """Whether the transformer takes CLIP features of the image (Wan 2.1 I2V)."""
+        return self.config.transformer.get("image_dim") is not None and self.config.image_encoder is not None
+
+    # ---- encoder stage
+
+    def tokenize(self, prompts: list[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """Return token ids and mask, both int32 [B, 512], and a warning for each prompt that was cut."""
+        assert self.checkpoint is not None
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(self.checkpoint.path("tokenizer")))
+        cleaned = [prompt_clean(prompt) for prompt in prompts]
+        tokens = tokenizer(cleaned, padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="np")
+        warnings = []
+        for prompt, ids in zip(cleaned, tokens["input_ids"], strict=True):
+            length = len(tokenizer(prompt)["input_ids"])
+            if length > TEXT_TOKENS:
+                end = tokenizer.decode(ids[-9:-1], skip_special_tokens=True)
+                warnings.append(
+                    f"the prompt is {length} tokens long, the model reads {TEXT_TOKENS}: cut after «… {end.strip()}»"
+                )
+        return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32), warnings
+
+    @staticmethod
+    def encode_text(module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        """ids, mask [B, L] -> embeddings [B, L, C], zero where the mask is."""
+
+        def method(module: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return module(ids, mask).last_hidden_state
+
+        return call(module, params, method, ids, mask) * mask[:, :, None]
+
+    def clip_pixels(self, image: Image.Image) -> np.ndarray:
+        """Return the image as CLIP takes it, float32 [1, 3, 224, 224] (sizes from the checkpoint)."""
+        assert self.checkpoint is not None
+        folder = str(self.checkpoint.path("image_processor"))
+        processor = transformers.CLIPImageProcessor.from_pretrained(folder)
+        return np.asarray(processor(images=image, return_tensors="np")["pixel_values"], np.float32)
+
+    @staticmethod
+    def encode_image(module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
+        """pixels [1, 3, 224, 224] -> features [1, L, C] of CLIP's last layer but one (`adapt` dropped the last)."""
+
+        def method(module: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
+            vision = getattr(module, "vision_model", module)
+            hidden = vision.pre_layrnorm(vision.embeddings(pixels))
+            for layer in vision.encoder.layers:
+                hidden = layer(hidden, attention_mask=None)
+            return hidden
+
+        return call(module, params, method, pixels)
+
+    def video_condition(self, request: GenerationRequest) -> list[np.ndarray]:
+        """Return the chunks of pixels the VAE encodes for an image: float32 [1, 3, 1 or 4, H, W] in [-1, 1].
+
+        The image, then black-in-the-middle (zero) frames up to the request's length; TI2V 5B takes the image alone.
+        """
+        assert isinstance(request.image, Image.Image) and request.frames
+        pixels = self._video_processor.preprocess(request.image, height=request.height, width=request.width)
+        first = pixels[:, :, None].numpy().astype(np.float32)
+        if self.config.expand_timesteps:
+            return [first]
+        blank = np.zeros((1, 3, FRAME_STRIDE, *first.shape[3:]), np.float32)
+        return [first, *[blank] * ((request.frames - 1) // FRAME_STRIDE)]
+
+    def image_latents(self, moments: np.ndarray) -> np.ndarray:
+        """Turn the VAE encoder's output [1, 2C, T, H, W] into the image condition of `Conditioning`, float32."""
+        mean, std = self._latent_statistics()
+        latents = (moments[:, : self.latent_channels].astype(np.float32) - mean) * (1 / std)
+        if self.config.expand_timesteps:
+            return latents
+        # One mask channel for each pixel frame of a latent frame: ones for the given image, then zeros.
+        mask = np.zeros((1, FRAME_STRIDE, *latents.shape[2:]), np.float32)
+        mask[:, :, 0] = 1
+        return np.concatenate([mask, latents], axis=1)
+
+    def vae_encoder(self, module: torch.nn.Module) -> CausalChunks:
+        """Pixels [1, 3, 1 or 4, H, W] -> moments [1, 2C, 1, H, W], chunk by chunk."""
+        patch = self.config.vae.get("patch_size")
+
+        def run(module: Any, x: torch.Tensor, cache: list[Any], first: bool) -> torch.Tensor:
+            x = x if patch is None else patchify(x, patch_size=patch)
+            return module.quant_conv(module.encoder(x, feat_cache=cache, feat_idx=[0]))
+
+        return CausalChunks(module, run, cache_entries=_causal_convs(module.encoder), later_frames=FRAME_STRIDE)
+
+    # ---- experts
+
+    def velocity(
+        self,
+        module: torch.nn.Module,
+        params: Params,
+        latents: jax.Array,
+        timestep: jax.Array,
+        guidance: jax.Array,
+        text: jax.Array,
+        image: jax.Array | None,
+        image_latents: jax.Array | None,
+    ) -> jax.Array:
+        """Return the guided velocity, float32 [1, C, T, H, W].
+
+        latents  float32 [1, C, T, H, W]; timestep, guidance  float32 scalars
+        text     [B, L, C]: the prompt's embeddings alone, or the prompt's and the negative prompt's
+        image    [1, L, C] CLIP features; image_latents as in `Conditioning`
+        """
+        branches = text.shape[0]
+        times = jnp.broadcast_to(timestep, (branches,))
+        if image_latents is None:
+            given = latents
+        elif self.config.expand_timesteps:
+            given = latents.at[:, :, :1].set(image_latents)
+            times = jnp.broadcast_to(
+                timestep * self._later_tokens(latents.shape), (branches, self.tokens(latents.shape))
+            )
+        else:
+            given = jnp.concatenate([latents, image_latents], axis=1)
+        given = jnp.broadcast_to(given.astype(text.dtype), (branches, *given.shape[1:]))
+        if image is not None:
+            image = jnp.broadcast_to(image, (branches, *image.shape[1:]))
+
+        def method(module: Any, hidden: torch.Tensor, times: torch.Tensor, text: torch.Tensor, image: Any) -> Any:
+            return module(hidden, times, text, encoder_hidden_states_image=image, return_dict=False)[0]
+
+        out = call(module, params, method, given, times, text, image).astype(jnp.float32)
+        if branches == 1:
+            return out
+        conditional, unconditional = out[:1], out[1:]
+        return unconditional + guidance * (conditional - unconditional)
+
+    def _later_tokens(self, latent_shape: tuple[int, ...]) -> np.ndarray:
+        """0 for the tokens of the first latent frame (the given image: no noise), 1 for all others."""
+        later = np.ones(self.tokens(latent_shape), np.float32)
+        later[: self.tokens((*latent_shape[:2], 1, *latent_shape[3:]))] = 0
+        return later
+
+    def finish(self, latents: np.ndarray, conditioning: Conditioning) -> np.ndarray:
+        """Return the latents to decode: TI2V 5B puts the given first frame back in place."""
+        if conditioning.image_latents is None or not self.config.expand_timesteps:
+            return latents
+        return np.concatenate([conditioning.image_latents, latents[:, :, 1:]], axis=2)
+
+    # ---- decoder stage
+
+    def vae_latents(self, latents: np.ndarray) -> np.ndarray:
+        """Undo the normalisation with the VAE's own statistics; float32 [1, C, T, H, W]."""
+        mean, std = self._latent_statistics()
+        return latents * std + mean
+
+    def vae_decoder(self, module: torch.nn.Module) -> CausalChunks:
+        """Latents [1, C, 1, H, W] -> float32 pixels [1 or 4, H, W, 3] in [0, 1], chunk by chunk."""
+        patch = self.config.vae.get("patch_size")
+
+        def run(module: Any, x: torch.Tensor, cache: list[Any], first: bool) -> torch.Tensor:
+            x = module.decoder(module.post_quant_conv(x), feat_cache=cache, feat_idx=[0], first_chunk=first)
+            x = x if patch is None else unpatchify(x, patch_size=patch)
+            return (torch.clamp(x.float(), min=-1, max=1) / 2 + 0.5)[0].permute(1, 2, 3, 0)
+
+        return CausalChunks(module, run, cache_entries=_causal_convs(module.decoder), later_frames=1)
+
+    # ---- work
+
+    def text_flops(self, prompts: int) -> int:
+        """Floating-point operations of encoding `prompts` prompts."""
+        ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
+        build = self.components["text_encoder"].build
+        return prompts * flops.count(build, lambda module: module.encoder(inputs_embeds=_embedded(module, ids)))
+
+    def step_flops(self, latent_shape: tuple[int, ...], branches: int) -> int:
+        """Floating-point operations of one denoising step."""
+        config = self.config.transformer
+        latents = torch.empty(1, config["in_channels"], *latent_shape[2:], device="meta")
+        text = torch.empty(1, TEXT_TOKENS, config["text_dim"], device="meta")
+        time = torch.empty(1, device="meta")
+        image = None
+        if self.needs_image_features:
+            clip = self.config.image_encoder or {}
+            patches = (clip["image_size"] // clip["patch_size"]) ** 2 + 1
+            image = torch.empty(1, patches, config["image_dim"], device="meta")
+        build = self.components["denoise_high"].build
+        return branches * flops.count(build, lambda module: module(latents, time, text, image))
+
+    def vae_encode_flops(self, request: GenerationRequest) -> int:
+        """Floating-point operations of encoding the image condition of a resolved request."""
+        frames = 1 if self.config.expand_timesteps else min(request.frames or 1, 1 + 2 * FRAME_STRIDE)
+        chunks = 1 if self.config.expand_timesteps else 1 + ((request.frames or 1) - 1) // FRAME_STRIDE
+
+        def work(frames: int) -> int:
+            pixels = torch.empty(1, 3, frames, request.height, request.width, device="meta")  # type: ignore[arg-type]
+            return flops.count(self._build_vae, lambda module: module.encode(pixels))
+
+        return _extrapolate(work, frames, chunks, FRAME_STRIDE)
+
+    def vae_decode_flops(self, latent_shape: tuple[int, ...]) -> int:
+        """Floating-point operations of decoding."""
+
+        def work(frames: int) -> int:
+            latents = torch.empty(*latent_shape[:2], frames, *latent_shape[3:], device="meta")
+            return flops.count(self._build_vae, lambda module: module.decode(latents))
+
+        return _extrapolate(work, min(latent_shape[2], 3), latent_shape[2], 1)
+
+    def _build_vae(self) -> torch.nn.Module:
+        return AutoencoderKLWan.from_config(self.config.vae)
+
+    def _latent_statistics(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and standard deviation of the latents from the VAE's config, [1, C, 1, 1, 1]."""
+        return tuple(  # type: ignore[return-value]
+            np.asarray(self.config.vae[key], np.float32).reshape(1, -1, 1, 1, 1)
+            for key in ("latents_mean", "latents_std")
+        )
+
+
+def _extrapolate(work: Callable[[int], int], frames: int, chunks: int, stride: int) -> int:
+    """Operations of `chunks` chunks, from those of the first three: the third is like all that follow."""
+    if chunks <= 3:
+        return work(frames)
+    three, two = work(1 + 2 * stride), work(1 + stride)
+    return three + (chunks - 3) * (three - two)
+
+
+def _embedded(module: Any, ids: torch.Tensor) -> torch.Tensor:
+    return module.shared(ids)
+
+
+def _causal_convs(module: torch.nn.Module) -> int:
+    return sum(isinstance(child, WanCausalConv3d) for child in module.modules())
+
+
+# Sharding. One letter a dimension: L scanned layers (always whole), O outputs, I inputs of a projection.
+_WHOLE = ()
+_COLUMNS, _COLUMN_BIAS = ("tp", None), ("tp",)  # [O, I] and [O]: heads, or hidden units, split over 'tp'
+_ROWS = (None, "tp")  # [O, I]: the split inputs of the projection that follows; its bias [O] is whole
+
+TRANSFORMER_RULES = (
+    Rule(r"blocks\..*\.attn[12]\.(to_q|to_k|to_v|add_k_proj|add_v_proj)\.weight", _COLUMNS),
+    Rule(r"blocks\..*\.attn[12]\.(to_q|to_k|to_v|add_k_proj|add_v_proj)\.bias", _COLUMN_BIAS),
+    Rule(r"blocks\..*\.attn[12]\.norm_(q|k|added_k)\.weight", _COLUMN_BIAS),  # [N*D], over all heads
+    Rule(r"blocks\..*\.attn[12]\.to_out\.0\.weight", _ROWS),
+    Rule(r"blocks\..*\.ffn\.net\.0\.proj\.weight", _COLUMNS),
+    Rule(r"blocks\..*\.ffn\.net\.0\.proj\.bias", _COLUMN_BIAS),
+    Rule(r"blocks\..*\.ffn\.net\.2\.weight", _ROWS),
+    Rule(r"blocks\..*\.(attn[12]\.to_out\.0|ffn\.net\.2|norm2)\.bias", _WHOLE),  # [C]
+    Rule(r"blocks\..*\.norm2\.weight", _WHOLE),  # [C]
+    Rule(r"blocks\..*\.scale_shift_table", _WHOLE),  # [1, 6, C]
+    Rule(r"(?!blocks\.).*", _WHOLE),  # embeddings and output: 0.6 % of a 14B model
+)
+TEXT_ENCODER_RULES = (
+    Rule(r"shared\.weight", _COLUMNS),  # [vocabulary, C]
+    Rule(r"encoder\.block\..*\.SelfAttention\.(q|k|v)\.weight", _COLUMNS),
+    Rule(r"encoder\.block\..*\.SelfAttention\.o\.weight", _ROWS),
+    Rule(r"encoder\.block\..*\.relative_attention_bias\.weight", (None, "tp")),  # [buckets, N]
+    Rule(r"encoder\.block\..*\.DenseReluDense\.(wi|wi_0|wi_1)\.weight", _COLUMNS),
+    Rule(r"encoder\.block\..*\.DenseReluDense\.wo\.weight", _ROWS),
+    Rule(r"encoder\..*layer_norm\.weight", _WHOLE),  # [C]
+)
+WHOLE_RULES = (Rule(r".*", _WHOLE),)  # CLIP (0.6 G parameters) and the VAE (0.13 to 0.7 G): a copy on every device
+
+
+def _transformer(config: WanConfig, folder: str) -> Component:
+    return Component(
+        folder=folder,
+        build=lambda: WanTransformer3DModel.from_config(config.transformer),
+        adapt=adapt_transformer,
+        scanned=("blocks",),
+        rules=TRANSFORMER_RULES,
+        float32=tuple(WanTransformer3DModel._keep_in_fp32_modules),
+    )
+
+
+def _vae_half(config: WanConfig, *dropped: str) -> Component:
+    def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
+        for part in dropped:
+            delattr(module, part)
+        adapt_vae(module, mesh)
+
+    return Component(
+        folder="vae",
+        build=lambda: AutoencoderKLWan.from_config(config.vae),
+        adapt=adapt,
+        scanned=(),
+        rules=WHOLE_RULES,
+    )
+
+
+def _text_encoder(config: WanConfig) -> Component:
+    kind = getattr(transformers, config.text_encoder_class, None)
+    if config.text_encoder_class not in ("UMT5EncoderModel", "T5EncoderModel"):
+        raise CheckpointError(f"text encoder {config.text_encoder_class} is not supported; Wan's is UMT5EncoderModel")
+    return Component(
+        folder="text_encoder",
+        build=lambda: _from_transformers(kind, config.text_encoder),
+        adapt=lambda module, mesh: None,
+        scanned=("encoder.block",) if config.text_encoder_class == "UMT5EncoderModel" else (),
+        rules=TEXT_ENCODER_RULES,
+    )
+
+
+def _image_encoder(config: WanConfig) -> Component:
+    if config.image_encoder_class not in ("CLIPVisionModel", "CLIPVisionModelWithProjection"):
+        raise CheckpointError(f"image encoder {config.image_encoder_class} is not supported; Wan's is CLIPVisionModel")
+    projected = config.image_encoder_class == "CLIPVisionModelWithProjection"
+    kind = getattr(transformers, config.image_encoder_class)
+    prefix = "vision_model." if projected else ""
+
+    def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
+        vision = module.get_submodule("vision_model") if projected else module
+        vision.encoder.layers = vision.encoder.layers[:-1]  # type: ignore[union-attr,index]
+
+    return Component(
+        folder="image_encoder",
+        build=lambda: _from_transformers(kind, config.image_encoder or {}),
+        adapt=adapt,
+        scanned=(f"{prefix}encoder.layers",),
+        rules=WHOLE_RULES,
+        # transformers 5 dropped the prefix that published CLIPVisionModel files still have.
+        renames=() if projected else ((r"^vision_model\.", ""),),
+    )
+
+
+def _from_transformers(kind: Any, config: dict[str, Any]) -> torch.nn.Module:
+    settings = {key: value for key, value in config.items() if not re.match(r"_|architectures|(torch_)?dtype", key)}
+    return kind._from_config(kind.config_class(**settings), attn_implementation="eager")

@@ -1,0 +1,38 @@
+"""Tell a healthy result from a broken one, and name where it broke."""
+
+import numpy as np
+
+from wan_tpu.errors import UnhealthyResult
+
+SINGLE_COLOUR_RANGE = 1 / 255  # less variation than one level of 8 bits
+
+
+def check_finite(values: np.ndarray | bool, where: str) -> None:
+    """Raise `UnhealthyResult` naming `where` unless all values are finite (or the flag is true)."""
+    healthy = values if isinstance(values, bool) else bool(np.isfinite(values.astype(np.float32)).all())
+    if not healthy:
+        raise UnhealthyResult(
+            f"{where}: NaN or Inf in the result; check that the checkpoint is complete and try --dtype float32"
+        )
+
+
+class ColourRange:
+    """Follows the smallest and largest value of each colour channel over a stream of frames."""
+
+    def __init__(self) -> None:
+        self._low = np.full(3, np.inf)
+        self._high = np.full(3, -np.inf)
+
+    def add(self, pixels: np.ndarray) -> None:
+        """Look at the next pixels, float32 [T, H, W, 3]."""
+        self._low = np.minimum(self._low, pixels.min(axis=(0, 1, 2)))
+        self._high = np.maximum(self._high, pixels.max(axis=(0, 1, 2)))
+
+    def check(self) -> None:
+        """Raise `UnhealthyResult` when the whole video is one single colour."""
+        if (self._high - self._low).max() < SINGLE_COLOUR_RANGE:
+            colour = ", ".join(f"{value:.2f}" for value in self._low)
+            raise UnhealthyResult(
+                f"decoder: every pixel of the video is the same colour ({colour}); "
+                "check the VAE's latents_mean and latents_std, and the shift"
+            )

@@ -1,0 +1,120 @@
+"""The device mesh and how arrays lie on it: axes 'dp' (guidance batch), 'sp' (tokens), 'tp' (heads, weights)."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from wan_tpu.errors import MeshError
+
+AXES = ("dp", "sp", "tp")
+
+
+class MeshShape(NamedTuple):
+    """How many devices lie along each axis."""
+
+    dp: int
+    sp: int
+    tp: int
+
+
+def make_mesh(shape: Sequence[int] | Mesh | None, *, heads: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Return a mesh ('dp', 'sp', 'tp') over `devices` (all, when left out).
+
+    shape  (dp, sp, tp), or a finished mesh, or None for the default: dp 2 when the count is even (guidance
+           runs two branches), tp the largest rest that divides `heads`, sp what remains
+
+    Raises `MeshError` when the shape asks for more devices than there are, or `heads` doesn't divide by tp.
+    """
+    if isinstance(shape, Mesh):
+        if set(shape.axis_names) != set(AXES):
+            raise MeshError(f"the mesh has axes {shape.axis_names}; it needs {AXES}, of size 1 where unused")
+        _check_heads(MeshShape(*(shape.shape[axis] for axis in AXES)), heads)
+        return shape
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = default_shape(len(devices), heads) if shape is None else _checked(shape, len(devices))
+    _check_heads(sizes, heads)
+    # np.array keeps the axes automatic: XLA propagates shardings from the annotations of weights and tokens.
+    return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), AXES)
+
+
+def default_shape(devices: int, heads: int) -> MeshShape:
+    """dp 2 when `devices` is even, then tp as far as `heads` divides, then sp."""
+    dp = 2 if devices % 2 == 0 else 1
+    rest = devices // dp
+    tp = math.gcd(rest, heads)
+    return MeshShape(dp, rest // tp, tp)
+
+
+def _checked(shape: Sequence[int], devices: int) -> MeshShape:
+    if len(shape) != 3 or any(not isinstance(n, int) or n < 1 for n in shape):
+        raise MeshError(f"mesh {tuple(shape)} is not (dp, sp, tp) with three positive integers")
+    needed = math.prod(shape)
+    if needed > devices:
+        raise MeshError(f"mesh {tuple(shape)} needs {needed} devices, there are {devices}; make one axis smaller")
+    return MeshShape(*shape)
+
+
+def _check_heads(shape: MeshShape, heads: int) -> None:
+    if heads % shape.tp:
+        allowed = [n for n in range(1, heads + 1) if heads % n == 0]
+        nearest = max(n for n in allowed if n <= shape.tp)
+        raise MeshError(
+            f"tp is {shape.tp}, which doesn't divide the {heads} attention heads; "
+            f"allowed are {allowed}, nearest {nearest} (give the other devices to --sp)"
+        )
+
+
+def check_tokens(mesh: Mesh, tokens: int) -> None:
+    """Raise `MeshError` when `tokens` can't be split evenly over 'sp'."""
+    sp = mesh.shape["sp"]
+    if tokens % sp:
+        nearest = max(n for n in range(1, sp + 1) if tokens % n == 0)
+        raise MeshError(
+            f"sp is {sp}, which doesn't divide the {tokens} tokens of this size and length; "
+            f"nearest that does: --sp {nearest}"
+        )
+
+
+class Rule(NamedTuple):
+    """Where the weights whose name matches `pattern` (fully) lie: one mesh axis or None for each dimension."""
+
+    pattern: str
+    spec: tuple[str | None, ...]
+
+
+def weight_sharding(
+    mesh: Mesh, rules: Sequence[Rule], name: str, shape: Sequence[int], *, stacked: bool
+) -> NamedSharding:
+    """Return the sharding of one weight.
+
+    name, shape  as in the checkpoint; `stacked` adds an unsharded leading axis over the scanned blocks
+
+    A dimension that its axis doesn't divide is replicated. Raises `MeshError` unless exactly one rule matches.
+    """
+    matching = [rule for rule in rules if re.fullmatch(rule.pattern, name)]
+    if len(matching) != 1:
+        raise MeshError(f"weight {name} matches {len(matching)} sharding rules, it must be exactly one")
+    axes = [
+        axis if axis is not None and shape[i] % mesh.shape[axis] == 0 else None
+        for i, axis in enumerate(matching[0].spec)
+    ]
+    return NamedSharding(mesh, P(*([None] if stacked else []), *axes))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Return the sharding that puts a whole copy on every device."""
+    return NamedSharding(mesh, P())
+
+
+def activation_axes(mesh: Mesh, batch: int, tokens: int) -> tuple[str | None, str | tuple[str, str] | None]:
+    """Return the mesh axes of (batch, tokens): 'dp' takes tokens too when there is one branch only."""
+    if batch % mesh.shape["dp"] == 0:
+        return "dp", "sp"
+    both = mesh.shape["dp"] * mesh.shape["sp"]
+    return None, ("dp", "sp") if tokens % both == 0 else "sp"

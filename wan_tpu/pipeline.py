@@ -1,0 +1,124 @@
+"""The whole job on one machine: load a checkpoint, make videos."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from jax.sharding import Mesh
+
+from wan_tpu import stages
+from wan_tpu.checkpoint import DTYPES, Checkpoint
+from wan_tpu.data import Conditioning, DenoiseState, Video
+from wan_tpu.errors import InvalidInput
+from wan_tpu.families import open_model
+from wan_tpu.health import ColourRange
+from wan_tpu.mesh import check_tokens, make_mesh
+from wan_tpu.progress import Progress, Silent
+from wan_tpu.request import GenerationRequest
+from wan_tpu.runtime import Runtime
+from wan_tpu.solvers import solver_table
+
+
+def load_pipeline(
+    path_or_id: str | Path,
+    dtype: str = "bfloat16",
+    mesh: Mesh | Sequence[int] | None = None,
+    *,
+    keep_weights: bool = True,
+    progress: Progress | None = None,
+) -> "Pipeline":
+    """Open a checkpoint; its weights are read when a stage first needs them.
+
+    path_or_id    diffusers directory, or hub id such as Wan-AI/Wan2.2-I2V-A14B-Diffusers
+    dtype         "bfloat16" or "float32", of weights and activations; latents are float32 in both
+    mesh          (dp, sp, tp) or a jax Mesh with these axes; None takes all devices (`mesh.make_mesh`)
+    keep_weights  False frees each component after its stage: one request in the least memory
+    progress      `Console()` to show bars; silent when left out
+
+    Raises `CheckpointError`, `MeshError` or `InvalidInput` before anything large is read.
+    """
+    if dtype not in DTYPES:
+        raise InvalidInput(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    model = open_model(Checkpoint(path_or_id))
+    placed = make_mesh(mesh, heads=model.heads)
+    return Pipeline(Runtime(model, placed, dtype, keep_weights=keep_weights), progress or Silent())
+
+
+class Pipeline:
+    """A model ready to make videos; `runtime` has its weights, programs and times."""
+
+    def __init__(self, runtime: Runtime, progress: Progress) -> None:
+        self.runtime = runtime
+        self._progress = progress
+
+    def resolve(self, request: GenerationRequest) -> GenerationRequest:
+        """Fill what a request leaves open with the model's settings and check that it fits model and mesh."""
+        model = self.runtime.model
+        resolved = request.resolve(model.defaults)
+        model.check(resolved)
+        check_tokens(self.runtime.mesh, model.tokens(model.latent_shape(resolved)))
+        return resolved
+
+    def generate(
+        self,
+        request: GenerationRequest,
+        noise: np.ndarray | None = None,
+        on_step: stages.OnStep | None = None,
+    ) -> Video:
+        """Make one video.
+
+        noise    initial latents [1, C, T, H, W] in place of those drawn from the seed
+        on_step  called with a `StepEvent` after each denoising step; raising from it stops the run
+
+        Raises `InvalidRequest` before any work, `UnhealthyResult` naming stage and step.
+        """
+        request = self.resolve(request)
+        state = self.initial_state(request, noise)
+        conditioning = self.encode(request)
+        state = self.denoise(request, conditioning, state, on_step=on_step)
+        pixels = np.concatenate(list(self.decode(state.latents)))
+        return Video(pixels=pixels, fps=float(request.fps or 0))
+
+    def initial_state(self, request: GenerationRequest, noise: np.ndarray | None = None) -> DenoiseState:
+        """Return the state before the first step of a resolved request."""
+        assert request.steps and request.shift
+        table = solver_table(request.solver, request.steps, request.shift)
+        return stages.initial_state(self.runtime.model, request, table, noise)
+
+    def encode(self, request: GenerationRequest, warn: Callable[[str], object] = warnings.warn) -> Conditioning:
+        """Encoder stage of a resolved request; `warn` is told when a prompt is cut."""
+        return stages.encode(self.runtime, request, self._progress, warn)
+
+    def denoise(
+        self,
+        request: GenerationRequest,
+        conditioning: Conditioning,
+        state: DenoiseState,
+        *,
+        stop: int | None = None,
+        on_step: stages.OnStep | None = None,
+    ) -> DenoiseState:
+        """Expert stages of a resolved request, from `state.step` up to step `stop` (all when left out)."""
+        return stages.denoise(self.runtime, request, conditioning, state, self._progress, stop=stop, on_step=on_step)
+
+    def decode(self, latents: np.ndarray) -> Iterator[np.ndarray]:
+        """Decoder stage: yield float32 [T, H, W, 3] in [0, 1], chunk by chunk, and check the whole at the end."""
+        colours = ColourRange()
+        for pixels in stages.decode(self.runtime, latents, self._progress):
+            colours.add(pixels)
+            yield pixels
+        colours.check()
+
+    def high_noise_steps(self, request: GenerationRequest) -> int:
+        """Return how many steps of a resolved request the high-noise expert runs."""
+        assert request.steps and request.shift
+        table = solver_table(request.solver, request.steps, request.shift)
+        return table.high_noise_steps(self.runtime.model.boundary_ratio)
+
+
+def with_settings(request: GenerationRequest, **settings: object) -> GenerationRequest:
+    """Return `request` with those of `settings` that aren't None."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    return dataclasses.replace(request, **given)  # type: ignore[arg-type]

@@ -1,0 +1,45 @@
+"""Compiled programs, with their compile time kept apart from their run time."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from wan_tpu.mesh import replicated
+
+
+class Program:
+    """A jitted function over one mesh that times its own compilations.
+
+    Recompiles for: new array shapes, dtypes or shardings, and nothing else (numbers are passed as arrays).
+    """
+
+    def __init__(self, function: Callable[..., Any], mesh: Mesh, *, exact: bool, donate: tuple[int, ...] = ()) -> None:
+        """exact: multiply float32 in float32; TPUs and GPUs otherwise take bfloat16 or TF32 passes."""
+        self._jit = jax.jit(function, donate_argnums=donate)
+        self._mesh = mesh
+        self._precision = "highest" if exact else "default"
+        self._compiled: dict[Any, Any] = {}
+        self.compile_s = 0.0  # summed over all compilations
+
+    def __call__(self, *args: Any) -> Any:
+        """Run; array leaves must be on the mesh (`place`)."""
+        return self.compile(*args)(*args)
+
+    def compile(self, *args: Any) -> Any:
+        """Return the executable for arguments (arrays, or shapes with shardings) like these."""
+        leaves, tree = jax.tree.flatten(args)
+        key = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
+        if key not in self._compiled:
+            start = time.perf_counter()
+            with jax.default_matmul_precision(self._precision), jax.set_mesh(self._mesh):
+                self._compiled[key] = self._jit.lower(*args).compile()
+            self.compile_s += time.perf_counter() - start
+        return self._compiled[key]
+
+
+def place(tree: Any, mesh: Mesh) -> Any:
+    """Copy host arrays (and numbers) to every device of `mesh`."""
+    return jax.device_put(tree, replicated(mesh))

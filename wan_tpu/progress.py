@@ -1,0 +1,77 @@
+"""Show how long work goes on: a bar with ETA on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from typing import Protocol
+
+from tqdm import tqdm
+
+
+class Bar(Protocol):
+    """The progress of one stage."""
+
+    def step(self) -> None:
+        """One more unit of work is done."""
+
+    def close(self) -> None:
+        """The stage ended, well or not."""
+
+
+class Silent:
+    """Shows nothing: the default of the Python interface."""
+
+    def bar(self, stage: str, total: int) -> Bar:
+        """Start a stage of `total` units."""
+        return _SilentBar()
+
+
+class Console:
+    """Shows each stage on stderr."""
+
+    def bar(self, stage: str, total: int) -> Bar:
+        """Start a stage of `total` units."""
+        return _TerminalBar(stage, total) if sys.stderr.isatty() else _LineBar(stage, total)
+
+
+Progress = Silent | Console
+
+
+class _SilentBar:
+    def step(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _TerminalBar:
+    def __init__(self, stage: str, total: int) -> None:
+        self._bar = tqdm(total=total, desc=f"{stage:<13}", unit="step", dynamic_ncols=True)
+
+    def step(self) -> None:
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _LineBar:
+    """A line at the start, at every tenth, and at the end: at most a dozen for any length."""
+
+    def __init__(self, stage: str, total: int) -> None:
+        self._stage, self._total, self._done = stage, total, 0
+        self._start = time.perf_counter()
+        self._say("started")
+
+    def step(self) -> None:
+        before = self._done * 10 // self._total
+        self._done += 1
+        if self._done < self._total and self._done * 10 // self._total > before:
+            left = (time.perf_counter() - self._start) / self._done * (self._total - self._done)
+            self._say(f"ETA {left:.0f} s")
+
+    def close(self) -> None:
+        self._say(f"{time.perf_counter() - self._start:.1f} s")
+
+    def _say(self, what: str) -> None:
+        print(f"{self._stage}: {self._done}/{self._total}, {what}", file=sys.stderr, flush=True)

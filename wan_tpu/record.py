@@ -1,0 +1,159 @@
+"""What a run leaves beside its video: request, settings, versions, seconds and achieved rate of each stage."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from wan_tpu.request import GenerationRequest
+from wan_tpu.runtime import Runtime
+from wan_tpu.stages import StepEvent
+
+_PACKAGES = ("wan-tpu", "jax", "jaxlib", "torch", "torchax", "diffusers", "transformers", "numpy")
+
+
+@dataclasses.dataclass
+class StageRecord:
+    """Seconds of one stage. run_s is what is left after reading weights and compiling: the steady state.
+
+    flops  multiplications and additions of the models in this stage, counted by torch on the meta device
+    """
+
+    stage: str
+    total_s: float = 0.0
+    load_s: float = 0.0
+    compile_s: float = 0.0
+    flops: int = 0
+
+    @property
+    def run_s(self) -> float:
+        return max(self.total_s - self.load_s - self.compile_s, 1e-9)
+
+    @property
+    def tflops_per_s(self) -> float:
+        return self.flops / self.run_s / 1e12
+
+    def to_json(self) -> dict[str, Any]:
+        numbers = dataclasses.asdict(self) | {"run_s": self.run_s, "tflops_per_s": self.tflops_per_s}
+        return {key: round(value, 4) if isinstance(value, float) else value for key, value in numbers.items()}
+
+
+class Recorder:
+    """Times the stages of one run over a runtime."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.stages: dict[str, StageRecord] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[StageRecord]:
+        """Time a block as (part of) stage `name`."""
+        record = self.stages.setdefault(name, StageRecord(name))
+        start, load, compiled = time.perf_counter(), self._load_s(), self._runtime.compile_s
+        try:
+            yield record
+        finally:
+            record.total_s += time.perf_counter() - start
+            record.load_s += self._load_s() - load
+            record.compile_s += self._runtime.compile_s - compiled
+
+    def _load_s(self) -> float:
+        return sum(self._runtime.load_s.values())
+
+    def table(self) -> str:
+        """Return the stages as lines of text, for people."""
+        lines = [f"{'stage':<14}{'total s':>9}{'load s':>9}{'compile s':>11}{'run s':>9}{'TFLOP/s':>10}"]
+        for record in self.stages.values():
+            rate = f"{record.tflops_per_s:10.3f}" if record.flops else f"{'-':>10}"
+            lines.append(
+                f"{record.stage:<14}{record.total_s:9.2f}{record.load_s:9.2f}{record.compile_s:11.2f}"
+                f"{record.run_s:9.2f}{rate}"
+            )
+        return "\n".join(lines)
+
+    def save(self, path: Path, request: GenerationRequest, steps: list[StepEvent]) -> None:
+        """Write the record as JSON, whole or not at all."""
+        write_json(
+            path,
+            {
+                "request": request.to_json(),
+                "settings": describe(self._runtime),
+                "versions": versions(),
+                "stages": [record.to_json() for record in self.stages.values()],
+                "steps": [
+                    {"stage": s.stage, "step": s.step, "timestep": s.timestep, "seconds": round(s.seconds, 4)}
+                    for s in steps
+                ],
+            },
+        )
+
+
+def describe(runtime: Runtime) -> dict[str, Any]:
+    """Return where and how a runtime runs."""
+    device = runtime.mesh.devices.flat[0]
+    return {
+        "model": runtime.model.checkpoint.source if runtime.model.checkpoint else None,
+        "preset": runtime.model.preset,
+        "dtype": runtime.dtype,
+        "mesh": dict(runtime.mesh.shape),
+        "devices": f"{runtime.mesh.size} x {device.platform} {device.device_kind}",
+        "boundary_ratio": runtime.model.boundary_ratio,
+        "host": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that decide the numbers."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` at `path`, whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class Profiler:
+    """An `on_step` callback that traces a few warm steps with jax.profiler.
+
+    The first step (which compiles) is left out; the trace covers the `STEPS` after it, or as many as there are.
+    """
+
+    STEPS = 3
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen = 0
+        self._tracing = False
+
+    def __call__(self, event: StepEvent) -> None:
+        self._seen += 1
+        if self._tracing and (self._seen > self.STEPS or event.step == event.steps):
+            self.stop()
+        elif self._seen == 1 and event.step < event.steps:
+            jax.profiler.start_trace(str(self._folder))
+            self._tracing = True
+
+    def stop(self) -> None:
+        """End the trace, if one runs."""
+        if self._tracing:
+            jax.profiler.stop_trace()
+            self._tracing = False

@@ -1,0 +1,156 @@
+"""What a caller asks for: one frozen value, validated once, when it is made."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.image import load_image
+
+SOLVERS = ("unipc", "euler")
+NAMED_SIZES = ("720*1280", "1280*720", "480*832", "832*480")
+SIZE_MULTIPLE = 16  # pixels: the VAE's 8 x the transformer's patch of 2 (TI2V 5B: 32, checked by the model)
+FRAME_STRIDE = 4  # pixel frames a latent frame: the VAEs of every supported family compress time by four
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """The published sampling settings of a model, used where a request leaves a field open."""
+
+    height: int
+    width: int
+    frames: int
+    fps: int
+    steps: int
+    guidance_scale: float
+    guidance_scale_2: float
+    shift: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One video to make. Fields left `None` take the model's published settings (`resolve`).
+
+    prompt            what is seen; may be empty; cut, with a warning, at the tokenizer's limit
+    negative_prompt   what to steer away from; "" when left open; unused without guidance
+    image             first frame: a path or a PIL image, resized to (height, width); RGB after construction
+    height, width     pixels, multiples of 16 (of 32 for Wan 2.2 TI2V 5B)
+    frames            4n + 1
+    fps               frames per second of the written video
+    steps             denoising steps over both experts
+    guidance_scale    classifier-free guidance of the high-noise expert, or of the only one; none when 1.0
+    guidance_scale_2  the same for the low-noise expert; `guidance_scale` when left open but that is given
+    shift             timestep shift of the flow schedule
+    seed              of the initial noise: `torch.Generator("cpu").manual_seed(seed)`, as diffusers draws it
+    solver            "unipc" or "euler"
+
+    Raises `InvalidRequest` naming the field, what is allowed and the nearest value that works.
+    """
+
+    prompt: str = ""
+    negative_prompt: str | None = None
+    image: str | Path | Image.Image | None = None
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
+    fps: float | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    guidance_scale_2: float | None = None
+    shift: float | None = None
+    seed: int = 0
+    solver: str = "unipc"
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "negative_prompt"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (value is None and name == "negative_prompt"):
+                raise InvalidRequest(f"{name} is a {type(value).__name__}; give a string (it may be empty)")
+        for name in ("height", "width"):
+            _check_size(name, getattr(self, name))
+        _check_frames(self.frames)
+        _check_integer("steps", self.steps, 1, 1000)
+        _check_integer("seed", self.seed, 0, 2**63 - 1)
+        _check_number("fps", self.fps, above=0, at_most=240)
+        _check_number("shift", self.shift, above=0, at_most=100)
+        for name in ("guidance_scale", "guidance_scale_2"):
+            _check_number(name, getattr(self, name), above=-math.ulp(0.0), at_most=100)
+        if self.solver not in SOLVERS:
+            raise InvalidRequest(f"solver {self.solver!r} is unknown; choose one of {', '.join(SOLVERS)}")
+        if self.image is not None:
+            # The one normalisation: decoded here, so that a damaged file fails before any model is loaded.
+            object.__setattr__(self, "image", load_image(self.image))
+
+    @property
+    def task(self) -> str:
+        """ "i2v" with an image, "t2v" without."""
+        return "t2v" if self.image is None else "i2v"
+
+    def resolve(self, defaults: Defaults) -> "GenerationRequest":
+        """Fill every open field from `defaults`; the result has no `None` but in `image`."""
+        filled = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
+        if self.guidance_scale is not None:
+            filled["guidance_scale_2"] = self.guidance_scale
+        filled["negative_prompt"] = ""
+        open_fields = {name: value for name, value in filled.items() if getattr(self, name) is None}
+        return dataclasses.replace(self, **open_fields)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values; the image as its size only (pixels stay out of records)."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.image is not None:
+            fields["image"] = f"{self.image.width}x{self.image.height} pixels"  # type: ignore[union-attr]
+        return fields
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Read "HEIGHT*WIDTH" (also with an x) into (height, width) in pixels.
+
+    Raises `InvalidRequest` when it is not two integers; their values are checked by `GenerationRequest`.
+    """
+    parts = text.lower().replace("x", "*").split("*")
+    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+        raise InvalidRequest(f"size {text!r} is not HEIGHT*WIDTH; for example {' '.join(NAMED_SIZES)}")
+    return int(parts[0]), int(parts[1])
+
+
+def nearest_multiple(value: int, multiple: int) -> int:
+    """Return the positive multiple of `multiple` that is nearest to `value`."""
+    return max(multiple, round(value / multiple) * multiple)
+
+
+def _check_integer(name: str, value: object, lowest: int, highest: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} is {value!r}; give an integer from {lowest} to {highest}")
+    if not lowest <= value <= highest:
+        nearest = min(max(value, lowest), highest)
+        raise InvalidRequest(f"{name} is {value}; allowed are {lowest} to {highest}, nearest {nearest}")
+
+
+def _check_number(name: str, value: object, *, above: float, at_most: float) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidRequest(f"{name} is {value!r}; give a finite number up to {at_most:g}")
+    if not above < value <= at_most:
+        low = "0 or more" if above < 0 else "more than 0"
+        raise InvalidRequest(f"{name} is {value:g}; allowed is {low}, at most {at_most:g}")
+
+
+def _check_size(name: str, value: object) -> None:
+    _check_integer(name, value, SIZE_MULTIPLE, 8192)
+    if isinstance(value, int) and value % SIZE_MULTIPLE:
+        nearest = nearest_multiple(value, SIZE_MULTIPLE)
+        raise InvalidRequest(f"{name} is {value}; it must be a multiple of {SIZE_MULTIPLE}, nearest {nearest}")
+
+
+def _check_frames(value: object) -> None:
+    _check_integer("frames", value, 1, 2001)
+    if isinstance(value, int) and value % FRAME_STRIDE != 1:
+        nearest = max(1, round((value - 1) / FRAME_STRIDE) * FRAME_STRIDE + 1)
+        raise InvalidRequest(f"frames is {value}; it must be 4n + 1, nearest {nearest}")

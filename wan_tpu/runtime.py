@@ -1,0 +1,55 @@
+"""A model on devices: its weights, loaded when a stage first needs them, and its compiled programs."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import Mesh
+
+from wan_tpu.checkpoint import Loaded, load_component
+from wan_tpu.families import Model
+from wan_tpu.program import Program
+
+
+class Runtime:
+    """Weights and programs of one model on one mesh.
+
+    load_s  seconds spent reading weights, by component
+    """
+
+    def __init__(self, model: Model, mesh: Mesh, dtype: str, *, keep_weights: bool) -> None:
+        """keep_weights: keep a component's weights after its stage (a server), or free them (one request)."""
+        self.model = model
+        self.mesh = mesh
+        self.dtype = dtype
+        self.load_s: dict[str, float] = {}
+        self._keep_weights = keep_weights
+        self._components: dict[str, Loaded] = {}
+        self._programs: dict[str, Program] = {}
+
+    def component(self, name: str) -> Loaded:
+        """Return a component, read from the checkpoint if it isn't on the devices."""
+        if name not in self._components:
+            assert self.model.checkpoint is not None
+            start = time.perf_counter()
+            self._components[name] = load_component(
+                self.model.checkpoint, self.model.components[name], self.dtype, self.mesh
+            )
+            self.load_s[name] = self.load_s.get(name, 0.0) + time.perf_counter() - start
+        return self._components[name]
+
+    def done_with(self, name: str) -> None:
+        """Free a component's weights, unless they are kept. Programs stay: they hold no weights."""
+        if not self._keep_weights:
+            self._components.pop(name, None)
+
+    def program(self, name: str, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Program:
+        """Return the program of this name, made from `function` the first time."""
+        if name not in self._programs:
+            self._programs[name] = Program(function, self.mesh, exact=self.dtype == "float32", donate=donate)
+        return self._programs[name]
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds spent compiling so far, over all programs."""
+        return sum(program.compile_s for program in self._programs.values())

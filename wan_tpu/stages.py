@@ -1,0 +1,306 @@
+"""The three stages as functions over a runtime: encode, denoise (both experts), decode.
+
+The loops run on the host, one device call a step: between steps progress is reported, results are checked, and a
+callback may stop the run by raising.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from wan_tpu.checkpoint import DTYPES
+from wan_tpu.data import Conditioning, DenoiseState
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.families import Model
+from wan_tpu.health import check_finite
+from wan_tpu.mesh import check_tokens
+from wan_tpu.program import Program, place
+from wan_tpu.progress import Progress
+from wan_tpu.request import GenerationRequest
+from wan_tpu.runtime import Runtime
+from wan_tpu.solvers import SolverTable, solver_table
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """What a callback is told after each denoising step.
+
+    stage     "denoise_high" or "denoise_low"; step counts from 1 to `steps` over both
+    timestep  in [0, 1000]; seconds  of this step, compilation included
+    """
+
+    stage: str
+    step: int
+    steps: int
+    timestep: float
+    seconds: float
+    state: DenoiseState  # arrays on the device; np.asarray(event.latents) copies them
+
+    @property
+    def latents(self) -> np.ndarray:
+        """The latents after this step, float32 [1, C, T, H, W]."""
+        return np.asarray(self.state.latents)
+
+
+OnStep = Callable[[StepEvent], object]
+
+
+@dataclass(frozen=True)
+class Expert:
+    """A stretch of steps and the transformer that runs it; `stop` is the first step after it."""
+
+    stage: str
+    start: int
+    stop: int
+    guidance: float
+
+
+def experts(model: Model, request: GenerationRequest, table: SolverTable) -> list[Expert]:
+    """Return who denoises which steps of a resolved request, experts with no step left out."""
+    assert request.guidance_scale is not None and request.guidance_scale_2 is not None
+    boundary = table.high_noise_steps(model.boundary_ratio)
+    both = [
+        Expert("denoise_high", 0, boundary, request.guidance_scale),
+        Expert("denoise_low", boundary, table.steps, request.guidance_scale_2),
+    ]
+    return [expert for expert in both if expert.start < expert.stop]
+
+
+def guided(model: Model, request: GenerationRequest) -> bool:
+    """Whether any expert uses guidance, so that the negative prompt is needed."""
+    assert request.guidance_scale is not None and request.guidance_scale_2 is not None
+    return request.guidance_scale > 1 or (model.boundary_ratio is not None and request.guidance_scale_2 > 1)
+
+
+# ---- encoder
+
+
+def encode(
+    runtime: Runtime, request: GenerationRequest, progress: Progress, warn: Callable[[str], object]
+) -> Conditioning:
+    """Encode a resolved request's prompts and image."""
+    model = runtime.model
+    chunks = model.video_condition(request) if request.image is not None else []
+    use_clip = request.image is not None and model.needs_image_features
+    bar = progress.bar("encoder", 1 + use_clip + len(chunks))
+    try:
+        prompt, negative = _encode_text(runtime, request, warn)
+        bar.step()
+        image = None
+        if use_clip:
+            image = _encode_image(runtime, request)
+            bar.step()
+        image_latents = None
+        if chunks:
+            moments = []
+            for moment in _vae_encode(runtime, chunks):
+                moments.append(moment)
+                bar.step()
+            image_latents = model.image_latents(np.concatenate(moments, axis=2))
+    finally:
+        bar.close()
+    return Conditioning(prompt=prompt, negative=negative, image=image, image_latents=image_latents)
+
+
+def _encode_text(
+    runtime: Runtime, request: GenerationRequest, warn: Callable[[str], object]
+) -> tuple[np.ndarray, np.ndarray | None]:
+    prompts = [request.prompt]
+    if guided(runtime.model, request):
+        prompts.append(request.negative_prompt or "")
+    ids, mask, warnings = runtime.model.tokenize(prompts)
+    for warning in warnings:
+        warn(warning)
+    loaded = runtime.component("text_encoder")
+    program = runtime.program("text_encoder", lambda *args: runtime.model.encode_text(loaded.module, *args))
+    # One prompt a call: the same program whether there is guidance or not.
+    embeddings = [
+        np.asarray(program(loaded.params, *place((ids[i : i + 1], mask[i : i + 1]), runtime.mesh)))
+        for i in range(len(prompts))
+    ]
+    runtime.done_with("text_encoder")
+    for embedding in embeddings:
+        check_finite(embedding, "encoder, text encoder")
+    return embeddings[0], embeddings[1] if len(embeddings) > 1 else None
+
+
+def _encode_image(runtime: Runtime, request: GenerationRequest) -> np.ndarray:
+    loaded = runtime.component("image_encoder")
+    program = runtime.program("image_encoder", lambda *args: runtime.model.encode_image(loaded.module, *args))
+    pixels = runtime.model.clip_pixels(request.image).astype(_dtype(runtime))  # type: ignore[arg-type]
+    features = np.asarray(program(loaded.params, place(pixels, runtime.mesh)))
+    runtime.done_with("image_encoder")
+    check_finite(features, "encoder, image encoder")
+    return features
+
+
+def _vae_encode(runtime: Runtime, chunks: list[np.ndarray]) -> Iterator[np.ndarray]:
+    loaded = runtime.component("vae_encoder")
+    halves = runtime.model.vae_encoder(loaded.module)
+    first = runtime.program("vae_encoder first", halves.first)
+    later = runtime.program("vae_encoder later", halves.next, donate=(2,))
+    cache = None
+    for i, chunk in enumerate(chunks):
+        pixels = place(chunk.astype(_dtype(runtime)), runtime.mesh)
+        moments, cache = first(loaded.params, pixels) if cache is None else later(loaded.params, pixels, cache)
+        out = np.asarray(moments)
+        check_finite(out, f"encoder, VAE chunk {i + 1} of {len(chunks)}")
+        yield out
+    runtime.done_with("vae_encoder")
+
+
+# ---- experts
+
+
+def initial_state(
+    model: Model, request: GenerationRequest, table: SolverTable, noise: np.ndarray | None = None
+) -> DenoiseState:
+    """Return the state before step 0: `noise`, or what diffusers draws for the request's seed.
+
+    noise  [1, C, T, H, W]; raises `InvalidRequest` for any other shape
+    """
+    shape = model.latent_shape(request)
+    if noise is None:
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        noise = torch.randn(shape, generator=generator, dtype=torch.float32).numpy()
+    elif tuple(noise.shape) != shape:
+        raise InvalidRequest(f"noise has shape {tuple(noise.shape)}; this request needs {shape}")
+    history = tuple(np.zeros(shape, np.float32) for _ in range(table.history_terms))
+    return DenoiseState(latents=np.array(noise, np.float32), history=history)
+
+
+def denoise(
+    runtime: Runtime,
+    request: GenerationRequest,
+    conditioning: Conditioning,
+    state: DenoiseState,
+    progress: Progress,
+    *,
+    stop: int | None = None,
+    on_step: OnStep | None = None,
+) -> DenoiseState:
+    """Run the steps from `state.step` up to `stop` (all, when left out) and return the state after them.
+
+    The solver's history goes from one expert to the next: nothing restarts at the boundary.
+    """
+    assert request.steps and request.shift
+    table = solver_table(request.solver, request.steps, request.shift)
+    check_tokens(runtime.mesh, runtime.model.tokens(state.latents.shape))
+    for expert in experts(runtime.model, request, table):
+        last = expert.stop if stop is None else min(stop, expert.stop)
+        if state.step < last:
+            state = _run_expert(runtime, expert, last, table, conditioning, state, progress, on_step)
+    if state.step == table.steps:
+        latents = runtime.model.finish(np.asarray(state.latents), conditioning)
+        state = DenoiseState(latents, state.history, state.step)
+    return _to_host(state)
+
+
+def _run_expert(
+    runtime: Runtime,
+    expert: Expert,
+    stop: int,
+    table: SolverTable,
+    conditioning: Conditioning,
+    state: DenoiseState,
+    progress: Progress,
+    on_step: OnStep | None,
+) -> DenoiseState:
+    loaded = runtime.component(expert.stage)
+    program = step_program(runtime, loaded.module)
+    given = place(_device_conditioning(conditioning, guided=expert.guidance > 1), runtime.mesh)
+    # Copied: device_put may alias host memory on CPU, and the caller's state must stay as it is.
+    latents, history = place((np.array(state.latents), tuple(map(np.array, state.history))), runtime.mesh)
+    bar = progress.bar(expert.stage, stop - state.step)
+    try:
+        for i in range(state.step, stop):
+            start = time.perf_counter()
+            numbers = place(step_numbers(table, i, expert.guidance), runtime.mesh)
+            latents, history, finite = program(loaded.params, latents, history, numbers, given)
+            where = f"{expert.stage}, step {i + 1} of {table.steps} (t = {table.timesteps[i]:g})"
+            check_finite(bool(finite), where)
+            bar.step()
+            state = DenoiseState(latents, history, i + 1)
+            if on_step is not None:
+                seconds = time.perf_counter() - start
+                on_step(StepEvent(expert.stage, i + 1, table.steps, float(table.timesteps[i]), seconds, state))
+    finally:
+        bar.close()
+    runtime.done_with(expert.stage)
+    return state
+
+
+def step_numbers(table: SolverTable, i: int, guidance: float) -> dict[str, np.ndarray]:
+    """Return what step i needs to know, as float32 arrays, so that no step recompiles."""
+    return {
+        "timestep": np.float32(table.timesteps[i]),
+        "sigma": np.float32(table.sigmas[i]),
+        "matrix": table.matrices[i].astype(np.float32),
+        "guidance": np.float32(guidance),
+    }
+
+
+def step_program(runtime: Runtime, module: torch.nn.Module) -> Program:
+    """Return the jitted step: (params, latents, history, numbers, conditioning) -> (latents, history, finite).
+
+    Both experts run the same program: they differ in weights only (families refuse experts that don't).
+    """
+
+    def step(params, latents, history, numbers, given):  # type: ignore[no-untyped-def]
+        velocity = runtime.model.velocity(module, params, latents, numbers["timestep"], numbers["guidance"], *given)
+        clean = latents - numbers["sigma"] * velocity
+        terms = (latents, clean, *history)
+        combined = [sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"]]
+        return combined[0], tuple(combined[1:]), jnp.isfinite(combined[0]).all()
+
+    return runtime.program("denoise step", step)
+
+
+def _device_conditioning(
+    conditioning: Conditioning, *, guided: bool
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """Return (text [B, L, C], image, image_latents): the prompt first, then the negative one under guidance."""
+    text = conditioning.prompt
+    if guided:
+        if conditioning.negative is None:
+            raise InvalidRequest("guidance needs the negative prompt's embeddings; run the encoder stage again with it")
+        text = np.concatenate([text, conditioning.negative])
+    return text, conditioning.image, conditioning.image_latents
+
+
+def _to_host(state: DenoiseState) -> DenoiseState:
+    return DenoiseState(np.asarray(state.latents), tuple(map(np.asarray, state.history)), state.step)
+
+
+# ---- decoder
+
+
+def decode(runtime: Runtime, latents: np.ndarray, progress: Progress) -> Iterator[np.ndarray]:
+    """Yield the video of final latents [1, C, T, H, W] as it is decoded: float32 [1 or 4, H, W, 3] in [0, 1]."""
+    loaded = runtime.component("decoder")
+    halves = runtime.model.vae_decoder(loaded.module)
+    first = runtime.program("decoder first", halves.first)
+    later = runtime.program("decoder later", halves.next, donate=(2,))
+    scaled = runtime.model.vae_latents(latents).astype(_dtype(runtime))
+    frames = scaled.shape[2]
+    bar = progress.bar("decoder", frames)
+    cache = None
+    try:
+        for i in range(frames):
+            frame = place(scaled[:, :, i : i + 1], runtime.mesh)
+            pixels, cache = first(loaded.params, frame) if cache is None else later(loaded.params, frame, cache)
+            out = np.asarray(pixels)
+            check_finite(out, f"decoder, latent frame {i + 1} of {frames}")
+            bar.step()
+            yield out
+    finally:
+        bar.close()
+    runtime.done_with("decoder")
+
+
+def _dtype(runtime: Runtime) -> np.dtype:
+    return DTYPES[runtime.dtype]
