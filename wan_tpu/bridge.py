@@ -38,7 +38,7 @@ import torchax  # noqa: E402
 from torchax import interop  # noqa: E402
 
 # torch's default int64 becomes int32 in JAX; torchax asks for int64 each time and JAX warns each time.
-warnings.filterwarnings("ignore", message="Explicitly requested dtype", module="torchax")
+warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")
 
 Params = dict[str, jax.Array]  # flat: torch parameter or buffer name -> array
 
@@ -52,7 +52,12 @@ def call(module: torch.nn.Module, params: Params, method: Callable[..., Any], *a
     named = {f"module.{name}": value for name, value in params.items()}
     with torchax.default_env():
         result = torch.func.functional_call(_Method(module, method), to_torch(named), tuple(to_torch(args)))
-    return to_jax(result)
+    converted = to_jax(result)
+    for leaf in jax.tree.leaves(converted):
+        if not isinstance(leaf, jax.Array | str):
+            # A ModelOutput, say: no pytree to JAX, so its tensors would leak out of the trace unconverted.
+            raise TypeError(f"the method returned a {type(leaf).__name__}; return tensors in tuples, lists or dicts")
+    return converted
 
 
 def to_torch(tree: Any) -> Any:
@@ -90,12 +95,13 @@ class ScannedBlocks(torch.nn.Module):
         self.template = blocks[0]
 
     def __iter__(self) -> Iterator[torch.nn.Module]:
-        yield self
+        yield self  # so the model's loop calls it once
 
     def __len__(self) -> int:
         return self.depth
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run all blocks; hidden is what one passes to the next, all other arguments are the same for each."""
         stacked = to_jax({**dict(self.template.named_parameters()), **dict(self.template.named_buffers())})
 
         def block(carry: jax.Array, weights: Params) -> tuple[jax.Array, None]:

@@ -1,6 +1,7 @@
 """Diffusers checkpoints: open, check and read them, one component at a time."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 import safetensors
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from wan_tpu.bridge import Params, ScannedBlocks, scan_blocks, stackable
 from wan_tpu.errors import CheckpointError
@@ -285,14 +286,21 @@ def _weights(
             continue
         plain, depth = _plain_name(name, depths)
         kind = np.dtype(np.float32) if _keeps_float32(plain, component) else DTYPES[dtype]
-        if depth is None:
-            value = _read(stored[name]).astype(kind, copy=False)
-        else:
-            value = np.empty((depth, *tensor.shape), kind)
-            for i in range(depth):
-                value[i] = _read(stored[plain.replace("*", str(i), 1)])
         sharding = weight_sharding(mesh, component.rules, plain, tensor.shape, stacked=depth is not None)
-        yield name, jax.device_put(value, sharding)
+        parts = [stored[name]] if depth is None else [stored[plain.replace("*", str(i), 1)] for i in range(depth)]
+        shape = tuple(tensor.shape) if depth is None else (depth, *tensor.shape)
+        yield name, _assemble(parts, shape, kind, sharding)
+
+
+def _assemble(parts: list[_Stored], shape: tuple[int, ...], kind: np.dtype, sharding: NamedSharding) -> jax.Array:
+    """Read one weight, or one for each block of a stack, and put it on the mesh before the next is read."""
+    # JAX takes over host memory that is aligned to 64 bytes as a CPU array without a copy.
+    room = np.empty(math.prod(shape) * kind.itemsize + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    value = room[start : start + math.prod(shape) * kind.itemsize].view(kind).reshape(shape)
+    for i, part in enumerate(parts):
+        value[i if len(parts) > 1 else ...] = _read(part)
+    return jax.device_put(value, sharding).block_until_ready()
 
 
 def _read(stored: _Stored) -> np.ndarray:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from wan_tpu.data import to_uint8
+from wan_tpu.data import Conditioning, DenoiseState, to_uint8
 from wan_tpu.errors import WanTpuError
 from wan_tpu.pipeline import Pipeline, load_pipeline
 from wan_tpu.progress import Console
 from wan_tpu.record import Profiler, Recorder
-from wan_tpu.request import NAMED_SIZES, SOLVERS, GenerationRequest, parse_size
+from wan_tpu.request import NAMED_SIZES, SOLVERS, GenerationRequest, ResolvedRequest, parse_size
 from wan_tpu.stages import StepEvent, guided
 from wan_tpu.video import ContactSheet, VideoWriter, check_ffmpeg, check_output
 
@@ -68,26 +68,55 @@ def generate(argv: Sequence[str]) -> None:
     recorder = Recorder(pipe.runtime)
     with recorder.stage("encoder") as record:
         conditioning = pipe.encode(request)
-        record.flops = _encoder_flops(pipe, request)
-    steps: list[StepEvent] = []
-    state = pipe.initial_state(request)
-    state = denoise_recorded(pipe, recorder, request, conditioning, state, None, steps, _profiler(args))
+    record.flops = _encoder_flops(pipe, request)
+    state = denoise_recorded(pipe, recorder, request, conditioning, pipe.initial_state(request), _profiler(args))
     decode_to_files(pipe, recorder, request, state.latents, outputs, overwrite=args.overwrite)
-    recorder.save(outputs[2], request, steps)
+    recorder.save(outputs[2], request)
     report(outputs, recorder)
+
+
+def denoise_recorded(
+    pipe: Pipeline,
+    recorder: Recorder,
+    request: ResolvedRequest,
+    conditioning: Conditioning,
+    state: DenoiseState,
+    profiler: Profiler | None,
+    *,
+    stop: int | None = None,
+) -> DenoiseState:
+    """Run the experts up to step `stop`, each as a stage of its own in the record; return the state reached."""
+
+    def on_step(event: StepEvent) -> None:
+        recorder.step(event)
+        if profiler is not None:
+            profiler.after_step(event)
+
+    for expert in pipe.experts(request):
+        start, end = state.step, expert.stop if stop is None else min(stop, expert.stop)
+        if start >= end:
+            continue
+        with recorder.stage(expert.stage) as record:
+            try:
+                state = pipe.denoise(request, conditioning, state, stop=end, on_step=on_step)
+            finally:
+                if profiler is not None:
+                    profiler.stop()
+        branches = 2 if expert.guidance > 1 else 1
+        record.flops = (end - start) * pipe.runtime.model.step_flops(state.latents.shape, branches)
+    return state
 
 
 def decode_to_files(
     pipe: Pipeline,
     recorder: Recorder,
-    request: GenerationRequest,
+    request: ResolvedRequest,
     latents: np.ndarray,
     outputs: tuple[Path, Path, Path],
     *,
     overwrite: bool,
 ) -> None:
     """Decode latents into the mp4 and the contact sheet as the frames come."""
-    assert request.frames and request.fps
     sheet = ContactSheet(request.frames)
     with recorder.stage("decoder") as record:
         with VideoWriter(outputs[0], fps=request.fps, overwrite=overwrite) as writer:
@@ -96,40 +125,10 @@ def decode_to_files(
                 writer.write(frames)
                 sheet.add(frames)
         sheet.save(outputs[1], overwrite=overwrite)
-        record.flops = pipe.runtime.model.vae_decode_flops(latents.shape)
+    record.flops = pipe.runtime.model.vae_decode_flops(latents.shape)
 
 
-def denoise_recorded(  # type: ignore[no-untyped-def]
-    pipe: Pipeline, recorder: Recorder, request: GenerationRequest, conditioning, state, stop, steps, profiler
-):
-    """Run the experts, each as a stage of its own in the record; returns the state reached."""
-    model = pipe.runtime.model
-    total = request.steps if stop is None else stop
-    boundary = pipe.high_noise_steps(request)
-    for stage, end, guidance in (
-        ("denoise_high", min(boundary, total), request.guidance_scale),
-        ("denoise_low", total, request.guidance_scale_2),
-    ):
-        if state.step >= end:
-            continue
-        start = state.step
-
-        def on_step(event: StepEvent) -> None:
-            steps.append(event)
-            if profiler is not None:
-                profiler(event)
-
-        with recorder.stage(stage) as record:
-            try:
-                state = pipe.denoise(request, conditioning, state, stop=end, on_step=on_step)
-            finally:
-                if profiler is not None:
-                    profiler.stop()
-        record.flops = (end - start) * model.step_flops(state.latents.shape, 2 if guidance > 1 else 1)
-    return state
-
-
-def _encoder_flops(pipe: Pipeline, request: GenerationRequest) -> int:
+def _encoder_flops(pipe: Pipeline, request: ResolvedRequest) -> int:
     model = pipe.runtime.model
     flops = model.text_flops(2 if guided(model, request) else 1)
     return flops + (model.vae_encode_flops(request) if request.image is not None else 0)

@@ -1,6 +1,5 @@
 """The whole job on one machine: load a checkpoint, make videos."""
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,9 +15,9 @@ from wan_tpu.families import open_model
 from wan_tpu.health import ColourRange
 from wan_tpu.mesh import check_tokens, make_mesh
 from wan_tpu.progress import Progress, Silent
-from wan_tpu.request import GenerationRequest
+from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime import Runtime
-from wan_tpu.solvers import solver_table
+from wan_tpu.solvers import SolverTable, solver_table
 
 
 def load_pipeline(
@@ -53,7 +52,7 @@ class Pipeline:
         self.runtime = runtime
         self._progress = progress
 
-    def resolve(self, request: GenerationRequest) -> GenerationRequest:
+    def resolve(self, request: GenerationRequest) -> ResolvedRequest:
         """Fill what a request leaves open with the model's settings and check that it fits model and mesh."""
         model = self.runtime.model
         resolved = request.resolve(model.defaults)
@@ -74,26 +73,23 @@ class Pipeline:
 
         Raises `InvalidRequest` before any work, `UnhealthyResult` naming stage and step.
         """
-        request = self.resolve(request)
-        state = self.initial_state(request, noise)
-        conditioning = self.encode(request)
-        state = self.denoise(request, conditioning, state, on_step=on_step)
-        pixels = np.concatenate(list(self.decode(state.latents)))
-        return Video(pixels=pixels, fps=float(request.fps or 0))
+        resolved = self.resolve(request)
+        state = self.initial_state(resolved, noise)
+        conditioning = self.encode(resolved)
+        state = self.denoise(resolved, conditioning, state, on_step=on_step)
+        return Video(pixels=np.concatenate(list(self.decode(state.latents))), fps=resolved.fps)
 
-    def initial_state(self, request: GenerationRequest, noise: np.ndarray | None = None) -> DenoiseState:
+    def initial_state(self, request: ResolvedRequest, noise: np.ndarray | None = None) -> DenoiseState:
         """Return the state before the first step of a resolved request."""
-        assert request.steps and request.shift
-        table = solver_table(request.solver, request.steps, request.shift)
-        return stages.initial_state(self.runtime.model, request, table, noise)
+        return stages.initial_state(self.runtime.model, request, self.table(request), noise)
 
-    def encode(self, request: GenerationRequest, warn: Callable[[str], object] = warnings.warn) -> Conditioning:
+    def encode(self, request: ResolvedRequest, warn: Callable[[str], object] = warnings.warn) -> Conditioning:
         """Encoder stage of a resolved request; `warn` is told when a prompt is cut."""
         return stages.encode(self.runtime, request, self._progress, warn)
 
     def denoise(
         self,
-        request: GenerationRequest,
+        request: ResolvedRequest,
         conditioning: Conditioning,
         state: DenoiseState,
         *,
@@ -111,14 +107,10 @@ class Pipeline:
             yield pixels
         colours.check()
 
-    def high_noise_steps(self, request: GenerationRequest) -> int:
-        """Return how many steps of a resolved request the high-noise expert runs."""
-        assert request.steps and request.shift
-        table = solver_table(request.solver, request.steps, request.shift)
-        return table.high_noise_steps(self.runtime.model.boundary_ratio)
+    def table(self, request: ResolvedRequest) -> SolverTable:
+        """Return the solver's coefficients for a resolved request."""
+        return solver_table(request.solver, request.steps, request.shift)
 
-
-def with_settings(request: GenerationRequest, **settings: object) -> GenerationRequest:
-    """Return `request` with those of `settings` that aren't None."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    return dataclasses.replace(request, **given)  # type: ignore[arg-type]
+    def experts(self, request: ResolvedRequest) -> list[stages.Expert]:
+        """Return which expert runs which steps of a resolved request."""
+        return stages.experts(self.runtime.model, request, self.table(request))

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from wan_tpu.request import GenerationRequest
+from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime import Runtime
 from wan_tpu.stages import StepEvent
 
@@ -35,13 +35,16 @@ class StageRecord:
 
     @property
     def run_s(self) -> float:
+        """Seconds of the steady state."""
         return max(self.total_s - self.load_s - self.compile_s, 1e-9)
 
     @property
     def tflops_per_s(self) -> float:
+        """Achieved rate in the steady state."""
         return self.flops / self.run_s / 1e12
 
     def to_json(self) -> dict[str, Any]:
+        """Return all figures, rounded to a tenth of a millisecond."""
         numbers = dataclasses.asdict(self) | {"run_s": self.run_s, "tflops_per_s": self.tflops_per_s}
         return {key: round(value, 4) if isinstance(value, float) else value for key, value in numbers.items()}
 
@@ -52,6 +55,7 @@ class Recorder:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.stages: dict[str, StageRecord] = {}
+        self._steps: list[dict[str, Any]] = []
 
     @contextmanager
     def stage(self, name: str) -> Iterator[StageRecord]:
@@ -79,7 +83,12 @@ class Recorder:
             )
         return "\n".join(lines)
 
-    def save(self, path: Path, request: GenerationRequest, steps: list[StepEvent]) -> None:
+    def step(self, event: StepEvent) -> None:
+        """Note the time of a denoising step."""
+        seconds = round(event.seconds, 4)
+        self._steps.append({"stage": event.stage, "step": event.step, "timestep": event.timestep, "seconds": seconds})
+
+    def save(self, path: Path, request: ResolvedRequest) -> None:
         """Write the record as JSON, whole or not at all."""
         write_json(
             path,
@@ -88,10 +97,7 @@ class Recorder:
                 "settings": describe(self._runtime),
                 "versions": versions(),
                 "stages": [record.to_json() for record in self.stages.values()],
-                "steps": [
-                    {"stage": s.stage, "step": s.step, "timestep": s.timestep, "seconds": round(s.seconds, 4)}
-                    for s in steps
-                ],
+                "steps": self._steps,
             },
         )
 
@@ -132,7 +138,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 class Profiler:
-    """An `on_step` callback that traces a few warm steps with jax.profiler.
+    """Traces a few warm denoising steps with jax.profiler.
 
     The first step (which compiles) is left out; the trace covers the `STEPS` after it, or as many as there are.
     """
@@ -144,7 +150,8 @@ class Profiler:
         self._seen = 0
         self._tracing = False
 
-    def __call__(self, event: StepEvent) -> None:
+    def after_step(self, event: StepEvent) -> None:
+        """Start or end the trace, as it is time."""
         self._seen += 1
         if self._tracing and (self._seen > self.STEPS or event.step == event.steps):
             self.stop()

@@ -77,7 +77,7 @@ class GenerationRequest:
         _check_number("fps", self.fps, above=0, at_most=240)
         _check_number("shift", self.shift, above=0, at_most=100)
         for name in ("guidance_scale", "guidance_scale_2"):
-            _check_number(name, getattr(self, name), above=-math.ulp(0.0), at_most=100)
+            _check_number(name, getattr(self, name), above=None, at_most=100)
         if self.solver not in SOLVERS:
             raise InvalidRequest(f"solver {self.solver!r} is unknown; choose one of {', '.join(SOLVERS)}")
         if self.image is not None:
@@ -89,14 +89,14 @@ class GenerationRequest:
         """ "i2v" with an image, "t2v" without."""
         return "t2v" if self.image is None else "i2v"
 
-    def resolve(self, defaults: Defaults) -> "GenerationRequest":
-        """Fill every open field from `defaults`; the result has no `None` but in `image`."""
+    def resolve(self, defaults: Defaults) -> "ResolvedRequest":
+        """Fill every open field from `defaults`."""
         filled = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
         if self.guidance_scale is not None:
             filled["guidance_scale_2"] = self.guidance_scale
         filled["negative_prompt"] = ""
-        open_fields = {name: value for name, value in filled.items() if getattr(self, name) is None}
-        return dataclasses.replace(self, **open_fields)
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return ResolvedRequest(**filled | {name: value for name, value in given.items() if value is not None})
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; the image as its size only (pixels stay out of records)."""
@@ -104,6 +104,21 @@ class GenerationRequest:
         if self.image is not None:
             fields["image"] = f"{self.image.width}x{self.image.height} pixels"  # type: ignore[union-attr]
         return fields
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedRequest(GenerationRequest):
+    """A request with nothing left open: what stages take."""
+
+    negative_prompt: str
+    height: int
+    width: int
+    frames: int
+    fps: float
+    steps: int
+    guidance_scale: float
+    guidance_scale_2: float
+    shift: float
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -132,13 +147,15 @@ def _check_integer(name: str, value: object, lowest: int, highest: int) -> None:
         raise InvalidRequest(f"{name} is {value}; allowed are {lowest} to {highest}, nearest {nearest}")
 
 
-def _check_number(name: str, value: object, *, above: float, at_most: float) -> None:
+def _check_number(name: str, value: object, *, above: float | None, at_most: float) -> None:
+    """Check a finite number in (above, at_most], or in [0, at_most] when `above` is None."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise InvalidRequest(f"{name} is {value!r}; give a finite number up to {at_most:g}")
-    if not above < value <= at_most:
-        low = "0 or more" if above < 0 else "more than 0"
+    enough = value >= 0 if above is None else value > above
+    if not enough or value > at_most:
+        low = "0 or more" if above is None else f"more than {above:g}"
         raise InvalidRequest(f"{name} is {value:g}; allowed is {low}, at most {at_most:g}")
 
 

@@ -34,10 +34,12 @@ class SolverTable:
 
     @property
     def steps(self) -> int:
+        """How many steps there are."""
         return len(self.timesteps)
 
     @property
     def history_terms(self) -> int:
+        """How many arrays one step hands to the next beside the latents."""
         return self.matrices.shape[1] - 1
 
     def high_noise_steps(self, boundary_ratio: float | None) -> int:
@@ -62,7 +64,7 @@ def _shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
 
 def _euler(steps: int, shift: float) -> SolverTable:
     # diffusers shifts the training grid, spaces the steps between its ends, and shifts once more.
-    last = _shifted(np.float32(1 / TRAIN_TIMESTEPS), shift)
+    last = _shifted(np.array(1 / TRAIN_TIMESTEPS, np.float32), shift)
     grid = np.linspace(TRAIN_TIMESTEPS, float(last) * TRAIN_TIMESTEPS, steps) / TRAIN_TIMESTEPS
     sigmas = _shifted(grid, shift).astype(np.float32)
     following = np.append(sigmas[1:], np.float32(0)).astype(np.float64)

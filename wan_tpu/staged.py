@@ -15,10 +15,8 @@ from typing import Any
 from wan_tpu import cli
 from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value
 from wan_tpu.errors import InvalidInput
-from wan_tpu.pipeline import with_settings
 from wan_tpu.record import Profiler, Recorder, write_json
-from wan_tpu.request import GenerationRequest
-from wan_tpu.stages import StepEvent
+from wan_tpu.request import ResolvedRequest
 from wan_tpu.video import check_output
 
 CONFIG = "generation_config.json"
@@ -77,20 +75,19 @@ def denoise(argv: Sequence[str]) -> None:
         raise InvalidInput(f"--warmup_steps is {args.warmup_steps}; give 0 or more")
     check_output(folder / LATENTS, overwrite=args.overwrite or args.resume)
     model_id, dtype, request = _read_config(folder / (SAMPLING if args.resume else CONFIG))
-    request = with_settings(request, **overrides)
+    request = dataclasses.replace(request, **{name: value for name, value in overrides.items() if value is not None})
     conditioning = load_value(Conditioning, folder / EMBEDDINGS)
     resumed = load_value(DenoiseState, folder / LATENTS) if args.resume else None
 
     pipe = cli.pipeline_from(args, model_id, dtype)
     state = resumed or pipe.initial_state(request)
-    stop = pipe.high_noise_steps(request) if args.stop_after_high else None
+    stop = pipe.table(request).high_noise_steps(pipe.runtime.model.boundary_ratio) if args.stop_after_high else None
     if args.warmup_steps:
-        pipe.denoise(request, conditioning, state, stop=min(state.step + args.warmup_steps, request.steps or 1))
+        pipe.denoise(request, conditioning, state, stop=min(state.step + args.warmup_steps, request.steps))
     _write_config(folder / SAMPLING, model_id, pipe.runtime.dtype, request)
     recorder = Recorder(pipe.runtime)
-    steps: list[StepEvent] = []
     profiler = Profiler(args.profile_output_path) if args.profile else None
-    state = cli.denoise_recorded(pipe, recorder, request, conditioning, state, stop, steps, profiler)
+    state = cli.denoise_recorded(pipe, recorder, request, conditioning, state, profiler, stop=stop)
     save_value(state, folder / LATENTS)
     print(recorder.table())
     print(f"wrote {folder / LATENTS}, {state.step} of {request.steps} steps done")
@@ -108,7 +105,7 @@ def decode(argv: Sequence[str]) -> None:
     folder: Path = args.input_dir
     outputs = cli.check_outputs(args.output_video or folder / "video.mp4", overwrite=args.overwrite)
     model_id, dtype, request = _read_config(folder / SAMPLING)
-    request = with_settings(request, fps=args.fps)
+    request = request if args.fps is None else dataclasses.replace(request, fps=args.fps)
     state = load_value(DenoiseState, folder / LATENTS)
     if state.step != request.steps:
         raise InvalidInput(
@@ -117,7 +114,7 @@ def decode(argv: Sequence[str]) -> None:
     pipe = cli.pipeline_from(args, model_id, dtype)
     recorder = Recorder(pipe.runtime)
     cli.decode_to_files(pipe, recorder, request, state.latents, outputs, overwrite=args.overwrite)
-    recorder.save(outputs[2], request, [])
+    recorder.save(outputs[2], request)
     cli.report(outputs, recorder)
 
 
@@ -127,17 +124,17 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     cli.add_device_arguments(parser)
 
 
-def _write_config(path: Path, model_id: str, dtype: str, request: GenerationRequest) -> None:
+def _write_config(path: Path, model_id: str, dtype: str, request: ResolvedRequest) -> None:
     write_json(path, {"model_id": model_id, "dtype": dtype, "request": request.to_json()})
 
 
-def _read_config(path: Path) -> tuple[str, str, GenerationRequest]:
+def _read_config(path: Path) -> tuple[str, str, ResolvedRequest]:
     """Return model id, dtype and request; the image has done its work in stage 1 and is left out."""
     try:
         content: dict[str, Any] = json.loads(path.read_text())
-        known = {field.name for field in dataclasses.fields(GenerationRequest)} - {"image"}
+        known = {field.name for field in dataclasses.fields(ResolvedRequest)} - {"image"}
         fields = {name: value for name, value in content["request"].items() if name in known}
-        return content["model_id"], content["dtype"], GenerationRequest(**fields)
+        return content["model_id"], content["dtype"], ResolvedRequest(**fields)
     except OSError:
         raise InvalidInput(f"{path} is missing; run the stage before this one into the same folder first") from None
     except (ValueError, KeyError, TypeError) as error:

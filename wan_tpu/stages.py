@@ -20,7 +20,7 @@ from wan_tpu.health import check_finite
 from wan_tpu.mesh import check_tokens
 from wan_tpu.program import Program, place
 from wan_tpu.progress import Progress
-from wan_tpu.request import GenerationRequest
+from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime import Runtime
 from wan_tpu.solvers import SolverTable, solver_table
 
@@ -59,9 +59,8 @@ class Expert:
     guidance: float
 
 
-def experts(model: Model, request: GenerationRequest, table: SolverTable) -> list[Expert]:
+def experts(model: Model, request: ResolvedRequest, table: SolverTable) -> list[Expert]:
     """Return who denoises which steps of a resolved request, experts with no step left out."""
-    assert request.guidance_scale is not None and request.guidance_scale_2 is not None
     boundary = table.high_noise_steps(model.boundary_ratio)
     both = [
         Expert("denoise_high", 0, boundary, request.guidance_scale),
@@ -70,9 +69,8 @@ def experts(model: Model, request: GenerationRequest, table: SolverTable) -> lis
     return [expert for expert in both if expert.start < expert.stop]
 
 
-def guided(model: Model, request: GenerationRequest) -> bool:
+def guided(model: Model, request: ResolvedRequest) -> bool:
     """Whether any expert uses guidance, so that the negative prompt is needed."""
-    assert request.guidance_scale is not None and request.guidance_scale_2 is not None
     return request.guidance_scale > 1 or (model.boundary_ratio is not None and request.guidance_scale_2 > 1)
 
 
@@ -80,7 +78,7 @@ def guided(model: Model, request: GenerationRequest) -> bool:
 
 
 def encode(
-    runtime: Runtime, request: GenerationRequest, progress: Progress, warn: Callable[[str], object]
+    runtime: Runtime, request: ResolvedRequest, progress: Progress, warn: Callable[[str], object]
 ) -> Conditioning:
     """Encode a resolved request's prompts and image."""
     model = runtime.model
@@ -107,7 +105,7 @@ def encode(
 
 
 def _encode_text(
-    runtime: Runtime, request: GenerationRequest, warn: Callable[[str], object]
+    runtime: Runtime, request: ResolvedRequest, warn: Callable[[str], object]
 ) -> tuple[np.ndarray, np.ndarray | None]:
     prompts = [request.prompt]
     if guided(runtime.model, request):
@@ -128,7 +126,7 @@ def _encode_text(
     return embeddings[0], embeddings[1] if len(embeddings) > 1 else None
 
 
-def _encode_image(runtime: Runtime, request: GenerationRequest) -> np.ndarray:
+def _encode_image(runtime: Runtime, request: ResolvedRequest) -> np.ndarray:
     loaded = runtime.component("image_encoder")
     program = runtime.program("image_encoder", lambda *args: runtime.model.encode_image(loaded.module, *args))
     pixels = runtime.model.clip_pixels(request.image).astype(_dtype(runtime))  # type: ignore[arg-type]
@@ -157,7 +155,7 @@ def _vae_encode(runtime: Runtime, chunks: list[np.ndarray]) -> Iterator[np.ndarr
 
 
 def initial_state(
-    model: Model, request: GenerationRequest, table: SolverTable, noise: np.ndarray | None = None
+    model: Model, request: ResolvedRequest, table: SolverTable, noise: np.ndarray | None = None
 ) -> DenoiseState:
     """Return the state before step 0: `noise`, or what diffusers draws for the request's seed.
 
@@ -175,7 +173,7 @@ def initial_state(
 
 def denoise(
     runtime: Runtime,
-    request: GenerationRequest,
+    request: ResolvedRequest,
     conditioning: Conditioning,
     state: DenoiseState,
     progress: Progress,
@@ -187,7 +185,6 @@ def denoise(
 
     The solver's history goes from one expert to the next: nothing restarts at the boundary.
     """
-    assert request.steps and request.shift
     table = solver_table(request.solver, request.steps, request.shift)
     check_tokens(runtime.mesh, runtime.model.tokens(state.latents.shape))
     for expert in experts(runtime.model, request, table):

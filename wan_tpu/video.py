@@ -1,6 +1,7 @@
 """Write results people look at: an mp4 and a contact sheet, each whole or not at all."""
 
 import os
+import shutil
 from pathlib import Path
 from types import TracebackType
 
@@ -13,15 +14,19 @@ from wan_tpu.errors import OutputError
 
 CONTACT_SHEET_FRAMES = 12
 
+# imageio-ffmpeg starts ffmpeg with a Python preexec_fn, which forks: unsafe beside JAX's threads. With this it
+# doesn't; Ctrl-C then reaches ffmpeg too, which ends it, and its unfinished file is removed below.
+os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")
+
 
 def check_ffmpeg() -> None:
     """Raise `OutputError` when there is no ffmpeg to write H.264 with."""
     try:
-        imageio_ffmpeg.get_ffmpeg_exe()
+        found = shutil.which(imageio_ffmpeg.get_ffmpeg_exe())
     except RuntimeError:
-        raise OutputError(
-            "ffmpeg is missing: run `pip install imageio-ffmpeg`, or set IMAGEIO_FFMPEG_EXE to its path"
-        ) from None
+        found = None
+    if found is None:
+        raise OutputError("ffmpeg is missing: run `pip install imageio-ffmpeg`, or set IMAGEIO_FFMPEG_EXE to its path")
 
 
 def check_output(path: str | Path, *, overwrite: bool) -> Path:
@@ -58,7 +63,7 @@ class VideoWriter:
         self._partial = self.path.with_name(f".{self.path.name}.partial.mp4")
         self._encoder = imageio.get_writer(
             self._partial,
-            format="FFMPEG",  # type: ignore[arg-type]
+            format="FFMPEG",
             fps=fps,
             codec="libx264",
             pixelformat="yuv420p",

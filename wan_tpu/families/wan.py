@@ -33,7 +33,7 @@ from wan_tpu.families import wan_presets
 from wan_tpu.families.causal_vae import CausalChunks
 from wan_tpu.families.wan_modules import TEXT_TOKENS, adapt_transformer, adapt_vae
 from wan_tpu.mesh import Rule
-from wan_tpu.request import FRAME_STRIDE, Defaults, GenerationRequest, nearest_multiple
+from wan_tpu.request import FRAME_STRIDE, Defaults, ResolvedRequest, nearest_multiple
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class WanModel:
         """The published sampling settings; the shift is the checkpoint's."""
         return wan_presets.defaults(self.preset, self.tasks[0], self.config.shift)
 
-    def check(self, request: GenerationRequest) -> None:
+    def check(self, request: ResolvedRequest) -> None:
         """Raise `InvalidRequest` when this model can't make what a (resolved) request asks for."""
         if request.task not in self.tasks:
             remedy = "give --image" if request.image is None else "leave the image out, or use an I2V checkpoint"
@@ -148,9 +148,8 @@ class WanModel:
                     f"{name} is {value}; {self.preset} needs a multiple of {multiple}, nearest {nearest}"
                 )
 
-    def latent_shape(self, request: GenerationRequest) -> tuple[int, int, int, int, int]:
+    def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
         """Return [1, C, T, H, W] of the latents of a resolved request."""
-        assert request.frames and request.height and request.width
         frames = (request.frames - 1) // FRAME_STRIDE + 1
         return 1, self.latent_channels, frames, request.height // self._spatial, request.width // self._spatial
 
@@ -191,7 +190,7 @@ class WanModel:
         tokens = tokenizer(cleaned, padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="np")
         warnings = []
         for prompt, ids in zip(cleaned, tokens["input_ids"], strict=True):
-            length = len(tokenizer(prompt)["input_ids"])
+            length = len(tokenizer(prompt, verbose=False)["input_ids"])
             if length > TEXT_TOKENS:
                 end = tokenizer.decode(ids[-9:-1], skip_special_tokens=True)
                 warnings.append(
@@ -228,12 +227,12 @@ class WanModel:
 
         return call(module, params, method, pixels)
 
-    def video_condition(self, request: GenerationRequest) -> list[np.ndarray]:
+    def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
         """Return the chunks of pixels the VAE encodes for an image: float32 [1, 3, 1 or 4, H, W] in [-1, 1].
 
         The image, then black-in-the-middle (zero) frames up to the request's length; TI2V 5B takes the image alone.
         """
-        assert isinstance(request.image, Image.Image) and request.frames
+        assert isinstance(request.image, Image.Image)
         pixels = self._video_processor.preprocess(request.image, height=request.height, width=request.width)
         first = pixels[:, :, None].numpy().astype(np.float32)
         if self.config.expand_timesteps:
@@ -357,13 +356,13 @@ class WanModel:
         build = self.components["denoise_high"].build
         return branches * flops.count(build, lambda module: module(latents, time, text, image))
 
-    def vae_encode_flops(self, request: GenerationRequest) -> int:
+    def vae_encode_flops(self, request: ResolvedRequest) -> int:
         """Floating-point operations of encoding the image condition of a resolved request."""
-        frames = 1 if self.config.expand_timesteps else min(request.frames or 1, 1 + 2 * FRAME_STRIDE)
-        chunks = 1 if self.config.expand_timesteps else 1 + ((request.frames or 1) - 1) // FRAME_STRIDE
+        frames = 1 if self.config.expand_timesteps else min(request.frames, 1 + 2 * FRAME_STRIDE)
+        chunks = 1 if self.config.expand_timesteps else 1 + (request.frames - 1) // FRAME_STRIDE
 
         def work(frames: int) -> int:
-            pixels = torch.empty(1, 3, frames, request.height, request.width, device="meta")  # type: ignore[arg-type]
+            pixels = torch.empty(1, 3, frames, request.height, request.width, device="meta")
             return flops.count(self._build_vae, lambda module: module.encode(pixels))
 
         return _extrapolate(work, frames, chunks, FRAME_STRIDE)
@@ -482,7 +481,7 @@ def _image_encoder(config: WanConfig) -> Component:
 
     def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
         vision = module.get_submodule("vision_model") if projected else module
-        vision.encoder.layers = vision.encoder.layers[:-1]  # type: ignore[union-attr,index]
+        vision.encoder.layers = vision.encoder.layers[:-1]
 
     return Component(
         folder="image_encoder",

@@ -95,7 +95,7 @@ def adapt_vae(module: torch.nn.Module, mesh: Mesh) -> None:
 
 
 def _override(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 Convolve = Callable[[jax.Array, jax.Array, tuple[int, ...], tuple[tuple[int, int], ...]], jax.Array]
@@ -122,7 +122,7 @@ def _conv2d(conv: torch.nn.Conv2d, convolve: Convolve, x: torch.Tensor) -> torch
         array[:, :, None],
         weight[:, :, None],
         (1, *conv.stride),
-        ((0, 0), (vertical, vertical), (horizontal, horizontal)),  # type: ignore[arg-type]
+        ((0, 0), (vertical, vertical), (horizontal, horizontal)),
     )
     return to_torch(out[:, :, 0] + bias[:, None, None])
 

@@ -45,6 +45,7 @@ TRANSFORMER_5B = TRANSFORMER_14B | {
     "out_channels": 48,
 }
 
+# fmt: off
 VAE_21: dict[str, Any] = {
     "base_dim": 96,
     "z_dim": 16,
@@ -53,7 +54,6 @@ VAE_21: dict[str, Any] = {
     "attn_scales": [],
     "temperal_downsample": [False, True, True],
     "dropout": 0.0,
-    # fmt: off
     "latents_mean": [
         -0.7571,
         -0.7089,
@@ -90,7 +90,6 @@ VAE_21: dict[str, Any] = {
         2.8251,
         1.9160,
     ],
-    # fmt: on
 }
 VAE_22: dict[str, Any] = VAE_21 | {
     "base_dim": 160,
@@ -102,7 +101,6 @@ VAE_22: dict[str, Any] = VAE_21 | {
     "patch_size": 2,
     "scale_factor_spatial": 16,
     "scale_factor_temporal": 4,
-    # fmt: off
     "latents_mean": [
         -0.2289,
         -0.0052,
@@ -203,8 +201,8 @@ VAE_22: dict[str, Any] = VAE_21 | {
         0.7468,
         0.7744,
     ],
-    # fmt: on
 }
+# fmt: on
 
 UMT5_XXL: dict[str, Any] = {
     "vocab_size": 256384,

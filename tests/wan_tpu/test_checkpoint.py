@@ -1,0 +1,193 @@
+"""Checkpoints are read whole or refused by name."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from tests.conftest import PHOTO, ROOT
+from wan_tpu import CheckpointError, GenerationRequest, load_pipeline
+from wan_tpu.tiny import make_checkpoint
+
+KIND = "wan2.2-i2v-a14b"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture
+def copy(checkpoint, tmp_path):
+    return shutil.copytree(checkpoint(KIND), tmp_path / "copy")
+
+
+def load_high(folder):
+    return load_pipeline(folder, dtype="float32", mesh=(1, 1, 1)).runtime.component("denoise_high")
+
+
+def edit(file, change):
+    tensors = safetensors.torch.load_file(file)
+    change(tensors)
+    safetensors.torch.save_file(tensors, file)
+
+
+def test_missing_tensor_is_named(copy):
+    edit(copy / "transformer" / WEIGHTS, lambda t: t.pop("blocks.1.attn1.to_q.weight"))
+    with pytest.raises(CheckpointError, match=r"transformer lacks blocks\.1\.attn1\.to_q\.weight"):
+        load_high(copy)
+
+
+def test_extra_tensor_is_named(copy):
+    edit(copy / "transformer" / WEIGHTS, lambda t: t.update({"blocks.9.surprise": torch.zeros(1)}))
+    with pytest.raises(CheckpointError, match=r"unknown blocks\.9\.surprise"):
+        load_high(copy)
+
+
+def test_wrong_shape_is_named(copy):
+    edit(copy / "transformer" / WEIGHTS, lambda t: t.update({"proj_out.bias": torch.zeros(3)}))
+    with pytest.raises(CheckpointError, match=r"wrong shape of proj_out\.bias \[3\] instead of \[64\]"):
+        load_high(copy)
+
+
+def test_truncated_file_is_refused(copy):
+    file = copy / "transformer" / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="damaged or cut off"):
+        load_high(copy)
+
+
+def test_pickles_are_not_read(copy):
+    (copy / "transformer" / WEIGHTS).rename(copy / "transformer" / "diffusion_pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
+        load_high(copy)
+
+
+def test_sharded_files_equal_one_file(copy):
+    whole = load_high(copy).params
+    folder = copy / "transformer"
+    tensors = safetensors.torch.load_file(folder / WEIGHTS)
+    names = sorted(tensors)
+    weight_map = {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        file = f"diffusion_pytorch_model-0000{i + 1}-of-00002.safetensors"
+        safetensors.torch.save_file({name: tensors[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / WEIGHTS).unlink()
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    sharded = load_high(copy).params
+    assert set(sharded) == set(whole)
+    assert all(np.array_equal(sharded[name], whole[name]) for name in whole)
+    (folder / "diffusion_pytorch_model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"00002-of-00002.safetensors is missing"):
+        load_high(copy)
+
+
+def test_text_encoder_stored_under_either_tied_name(copy):
+    """Published text encoders name the embedding shared.weight, encoder.embed_tokens.weight, or both."""
+    file = copy / "text_encoder" / "model.safetensors"
+
+    def embedding():
+        pipe = load_pipeline(copy, dtype="float32", mesh=(1, 1, 1))
+        return np.asarray(pipe.runtime.component("text_encoder").params["shared.weight"])
+
+    expected = embedding()
+    edit(file, lambda t: t.update({"encoder.embed_tokens.weight": t.pop("shared.weight")}))
+    assert np.array_equal(embedding(), expected)
+    edit(file, lambda t: t.update({"shared.weight": t["encoder.embed_tokens.weight"].clone()}))
+    assert np.array_equal(embedding(), expected)
+
+
+def test_image_encoder_with_and_without_the_old_prefix(checkpoint, tmp_path):
+    copy = shutil.copytree(checkpoint("wan2.1-i2v-14b-480p"), tmp_path / "copy")
+    file = copy / "image_encoder" / "model.safetensors"
+    bare = {name.removeprefix("vision_model."): t for name, t in safetensors.torch.load_file(file).items()}
+    for prefix in ("", "vision_model."):
+        safetensors.torch.save_file({prefix + name: t for name, t in bare.items()}, file)
+        pipe = load_pipeline(copy, dtype="float32", mesh=(1, 1, 1))
+        assert pipe.runtime.component("image_encoder").params
+
+
+def test_float32_parts_stay_float32(pipeline):
+    params = pipeline(KIND, "bfloat16").runtime.component("denoise_high").params
+    float32 = {name for name, value in params.items() if value.dtype == np.float32}
+    assert "condition_embedder.time_embedder.linear_1.weight" in float32
+    assert "blocks.template.norm2.weight" in float32
+    assert "blocks.template.attn1.to_q.weight" not in float32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"transformer": ["diffusers", "CogVideoXTransformer3DModel"]}, "supported are Wan 2.1 and 2.2"),
+        ({"vae": [None, None]}, "has no vae"),
+        ({"boundary_ratio": None}, "no boundary_ratio"),
+        ({"text_encoder": ["transformers", "BertModel"]}, "BertModel is not supported"),
+    ],
+)
+def test_other_families_are_refused(copy, change, message):
+    index = json.loads((copy / "model_index.json").read_text()) | change
+    (copy / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        load_pipeline(copy, mesh=(1, 1, 1)).runtime.model.components  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["nowhere/to/be/found", "./nowhere", "nowhere", "Wan-AI/not-there"])
+def test_unknown_models_are_refused(name):
+    with pytest.raises(CheckpointError, match="hub"):
+        load_pipeline(name)
+
+
+def test_folder_without_index_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no model_index\.json"):
+        load_pipeline(tmp_path)
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from wan_tpu import load_pipeline
+
+def kib(field):
+    return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+pipe = load_pipeline(sys.argv[1], dtype=sys.argv[2], mesh=(1, 1, 1))
+pipe.runtime.component("decoder")  # warms up what every load imports
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+before = kib("VmRSS")
+params = pipe.runtime.component("denoise_high").params
+size = sum(value.nbytes for value in params.values())
+print((kib("VmHWM") - before) * 1024 / size, size)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peak_memory_of_loading_stays_below_1_3_times_the_component(tmp_path, dtype):
+    """On CPU the component itself is in host memory too: what is left for the reader is 0.3 of it."""
+    expert = {"num_attention_heads": 8, "attention_head_dim": 96, "ffn_dim": 2048, "num_layers": 10}
+    folder = make_checkpoint(tmp_path / "checkpoint", "wan2.1-t2v-14b", transformer=expert)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, folder, dtype], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    ratio, size = (float(word) for word in done.stdout.split())
+    print(f"peak {ratio:.2f} x {size / 1e6:.0f} MB")
+    assert size > 150e6
+    assert 0.9 < ratio < 1.3
+
+
+def test_weights_are_freed_after_their_stage_unless_kept(checkpoint):
+    request = GenerationRequest(image=PHOTO, height=32, width=32, frames=1, steps=1, guidance_scale=1.0)
+    for keep in (True, False):
+        pipe = load_pipeline(checkpoint(KIND), dtype="float32", mesh=(1, 1, 1), keep_weights=keep)
+        pipe.generate(request)
+        assert bool(pipe.runtime._components) is keep
+
+
+def test_tokenizer_is_trained(checkpoint):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(checkpoint(KIND) / "tokenizer"))
+    ids = tokenizer("A cat looks into the camera")["input_ids"]
+    assert ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids[:-1]) == "A cat looks into the camera"

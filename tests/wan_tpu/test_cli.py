@@ -1,0 +1,174 @@
+"""The commands, as a person types them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import imageio.v3 as iio
+import numpy as np
+import pytest
+import safetensors.torch
+from PIL import Image
+
+from tests.conftest import PHOTO, ROOT
+from wan_tpu import DenoiseState, cli, staged
+from wan_tpu.data import load_value
+
+SETTINGS = ["--size", "32*48", "--frames", "5", "--num_steps", "4", "--guidance_scale", "2", "--dtype", "float32"]
+SETTINGS += ["--fps", "8", "--seed", "3", "--dp", "1"]
+REQUEST = ["--prompt", "A cat", "--negative_prompt", "ugly", "--image", str(PHOTO), *SETTINGS]
+
+
+@pytest.fixture(scope="module")
+def made(checkpoint, tmp_path_factory):
+    """A video made by `generate` with a shift that isn't the checkpoint's."""
+    out = tmp_path_factory.mktemp("generate") / "new" / "video.mp4"
+    model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b"))]
+    profile = ["--profile", "--profile_output_path", str(out.parent / "profile")]
+    assert cli.run(cli.generate, [*model, *REQUEST, "--shift", "8", "--output", str(out), *profile]) == 0
+    return out
+
+
+def test_generate_writes_video_sheet_and_record(made):
+    assert sorted(p.name for p in made.parent.iterdir()) == ["profile", "video.json", "video.mp4", "video.png"]
+    assert iio.imread(made, plugin="FFMPEG").shape == (5, 32, 48, 3)
+    record = json.loads(made.with_suffix(".json").read_text())
+    assert record["request"]["shift"] == 8
+    assert record["request"]["guidance_scale_2"] == 2
+    assert record["settings"]["mesh"] == {"dp": 1, "sp": 1, "tp": 1}
+    assert record["versions"]["jax"]
+    stages = {stage["stage"]: stage for stage in record["stages"]}
+    assert list(stages) == ["encoder", "denoise_high", "denoise_low", "decoder"]
+    for stage in stages.values():
+        assert stage["total_s"] == pytest.approx(stage["load_s"] + stage["compile_s"] + stage["run_s"], abs=0.01)
+        assert stage["tflops_per_s"] > 0
+    assert stages["denoise_high"]["compile_s"] > stages["denoise_low"]["compile_s"] == 0  # one program for both
+    assert [step["step"] for step in record["steps"]] == [1, 2, 3, 4]
+    assert list((made.parent / "profile").rglob("*.xplane.pb"))
+
+
+def test_staged_equals_one_command(made, checkpoint, tmp_path):
+    """Also where stage 2 stops at the boundary, and with a shift that only stage 1 was told."""
+    folder = tmp_path / "stages"
+    model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b"))]
+    assert cli.run(staged.encode, [*model, *REQUEST, "--shift", "8", "--output_dir", str(folder)]) == 0
+    where = ["--input_dir", str(folder)]
+    assert cli.run(staged.denoise, [*where, "--warmup_steps", "1"]) == 0
+    whole = load_value(DenoiseState, folder / staged.LATENTS)
+    assert whole.step == 4
+    assert cli.run(staged.denoise, [*where, "--stop_after_high", "--overwrite"]) == 0
+    assert 0 < load_value(DenoiseState, folder / staged.LATENTS).step < 4
+    assert cli.run(staged.decode, where) == 2  # not finished: refused
+    assert cli.run(staged.denoise, [*where, "--resume"]) == 0
+    resumed = load_value(DenoiseState, folder / staged.LATENTS)
+    assert np.array_equal(resumed.latents, whole.latents)
+    assert cli.run(staged.decode, [*where, "--output_video", str(folder / "video.mp4")]) == 0
+    assert np.array_equal(iio.imread(folder / "video.mp4", plugin="FFMPEG"), iio.imread(made, plugin="FFMPEG"))
+    overridden = [*where, "--num_steps", "2", "--guidance_scale", "1", "--seed", "4", "--overwrite"]
+    assert cli.run(staged.denoise, overridden) == 0
+    sampled = json.loads((folder / staged.SAMPLING).read_text())["request"]
+    assert (sampled["steps"], sampled["guidance_scale_2"], sampled["seed"], sampled["shift"]) == (2, 1, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--size", "30*48"], "nearest 32"),
+        (["--size", "big"], "HEIGHT*WIDTH"),
+        (["--frames", "6"], "4n + 1"),
+        (["--num_steps", "-1"], "allowed are 1 to 1000"),
+        (["--guidance_scale", "nan"], "finite number"),
+        (["--image", "none.png"], "is not a file"),
+        (["--model_id", "no/model/here"], "hub id"),
+        (["--model_id", "no-owner/no-such-model"], "check the id and the network"),
+        (["--dp", "3"], "there are 1"),
+        (["--output", "/proc/nothing/video.mp4"], "choose a folder that can be written to"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(change, message, checkpoint, tmp_path, capsys):
+    model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), "--output", str(tmp_path / "video.mp4")]
+    start = time.perf_counter()
+    assert cli.run(cli.generate, [*model, *REQUEST, *change]) == 2
+    captured = capsys.readouterr().err
+    assert message in captured
+    assert captured.startswith("error: ")
+    assert captured.count("\n") == 1
+    assert time.perf_counter() - start < 3  # nothing was loaded or compiled
+    assert not list(tmp_path.iterdir())
+
+
+def test_existing_output_is_kept(made, checkpoint, capsys):
+    before = made.read_bytes()
+    model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b"))]
+    assert cli.run(cli.generate, [*model, *REQUEST, "--output", str(made)]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert made.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("component", "where"),
+    [
+        ("text_encoder", "encoder, text encoder"),
+        ("transformer", "denoise_high, step 1 of"),
+        ("vae", "encoder, VAE chunk 1 of 2"),
+    ],
+)
+def test_nan_weights_fail_the_run_with_the_stage_named(component, where, checkpoint, tmp_path, capsys):
+    folder = shutil.copytree(checkpoint("wan2.2-i2v-a14b"), tmp_path / "checkpoint")
+    file = next((folder / component).glob("*.safetensors"))
+    tensors = safetensors.torch.load_file(file)
+    name = next(
+        n for n in tensors if n.startswith(("encoder.conv_in.bias", "blocks.0.ffn", "encoder.final_layer_norm"))
+    )
+    tensors[name][:] = float("nan")
+    safetensors.torch.save_file(tensors, file)
+    out = tmp_path / "out" / "video.mp4"
+    assert cli.run(cli.generate, ["--model_id", str(folder), *REQUEST, "--output", str(out)]) == 1
+    assert f"error: {where}" in capsys.readouterr().err.splitlines()[-1]
+    assert not list(out.parent.iterdir())
+
+
+def test_constant_video_fails_the_run(checkpoint, tmp_path, capsys):
+    folder = shutil.copytree(checkpoint("wan2.1-t2v-1.3b"), tmp_path / "checkpoint")
+    file = next((folder / "vae").glob("*.safetensors"))
+    tensors = safetensors.torch.load_file(file)
+    tensors["decoder.conv_out.weight"][:] = 0
+    safetensors.torch.save_file(tensors, file)
+    out = tmp_path / "out" / "video.mp4"
+    assert cli.run(cli.generate, ["--model_id", str(folder), *SETTINGS, "--output", str(out)]) == 1
+    assert "same colour" in capsys.readouterr().err
+    assert not list(out.parent.iterdir())
+
+
+@pytest.mark.parametrize("stage", ["encoder: 1", "denoise_high: 1", "decoder: 1"])
+def test_ctrl_c_leaves_nothing_half_written(stage, checkpoint, tmp_path):
+    command = [sys.executable, "scripts/generate.py", "--model_id", str(checkpoint("wan2.2-i2v-a14b")), *REQUEST]
+    process = subprocess.Popen(
+        [*command, "--output", str(tmp_path / "video.mp4")], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    for line in process.stderr:
+        if line.startswith(stage):
+            process.send_signal(signal.SIGINT)
+            break
+    assert "interrupted" in process.stderr.read()
+    assert process.wait(60) == 130
+    assert not list(tmp_path.iterdir())
+
+
+def test_console_script_lists_its_commands():
+    command = Path(sys.executable).with_name("wan-tpu")
+    shown = subprocess.run([command, "--help"], capture_output=True, text=True, check=True).stdout
+    for name in ("generate", "stage1", "stage2", "stage3"):
+        assert name in shown
+    wrong = subprocess.run([command, "fly"], capture_output=True, text=True, env=os.environ, check=False)
+    assert wrong.returncode == 2
+    assert "choose from" in wrong.stderr
+
+
+def test_photo_is_a_real_photograph():
+    assert np.asarray(Image.open(PHOTO)).std() > 20

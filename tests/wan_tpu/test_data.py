@@ -1,0 +1,122 @@
+"""What crosses a stage boundary comes back as it went; results are written whole or not at all."""
+
+import imageio.v3 as iio
+import ml_dtypes
+import numpy as np
+import pytest
+from PIL import Image
+
+from wan_tpu import Conditioning, DenoiseState, InvalidInput, OutputError, UnhealthyResult, Video
+from wan_tpu.data import load_value, save_value
+from wan_tpu.health import ColourRange, check_finite
+from wan_tpu.video import ContactSheet, VideoWriter, check_output
+
+RNG = np.random.default_rng(0)
+
+
+def test_bfloat16_round_trips_without_loss(tmp_path):
+    every_pattern = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(1, 256, 256)
+    save_value(Conditioning(prompt=every_pattern, image=RNG.standard_normal((1, 3, 4))), tmp_path / "c.safetensors")
+    got = load_value(Conditioning, tmp_path / "c.safetensors")
+    assert got.prompt.dtype == ml_dtypes.bfloat16
+    assert np.array_equal(got.prompt.view(np.uint16), every_pattern.view(np.uint16))
+    assert got.negative is None
+    assert got.image.dtype == np.float64
+
+
+def test_state_round_trips_with_its_history(tmp_path):
+    terms = tuple(RNG.standard_normal((1, 2, 3, 4, 5)).astype(np.float32) for _ in range(4))
+    save_value(DenoiseState(terms[0], terms[1:], 7), tmp_path / "s.safetensors")
+    got = load_value(DenoiseState, tmp_path / "s.safetensors")
+    assert got.step == 7
+    for a, b in zip((got.latents, *got.history), terms, strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_damaged_files_are_refused(tmp_path):
+    path = tmp_path / "s.safetensors"
+    with pytest.raises(InvalidInput, match="is missing; run the stage"):
+        load_value(DenoiseState, path)
+    save_value(DenoiseState(np.zeros((1, 1), np.float32)), path)
+    with pytest.raises(InvalidInput, match="holds DenoiseState, not Conditioning"):
+        load_value(Conditioning, path)
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(InvalidInput, match="damaged"):
+        load_value(DenoiseState, path)
+
+
+def moving_square():
+    pixels = np.zeros((9, 64, 96, 3), np.float32)
+    for t in range(9):
+        pixels[t, 16:48, 4 + 6 * t : 36 + 6 * t] = (1.0, 0.5, 0.0)
+    return Video(pixels=pixels, fps=8)
+
+
+def test_video_is_h264_yuv420p_and_looks_the_same(tmp_path):
+    video = moving_square()
+    path = video.save(tmp_path / "video.mp4")
+    meta = iio.immeta(path, plugin="FFMPEG")
+    assert meta["codec"] == "h264"
+    assert "yuv420p" in meta["pix_fmt"]
+    assert meta["fps"] == 8
+    assert meta["size"] == (96, 64)
+    frames = iio.imread(path, plugin="FFMPEG")
+    assert frames.shape == video.frames.shape
+    assert np.abs(frames.astype(int) - video.frames).mean() < 6  # lossy, chroma at half resolution
+    assert video.frames.dtype == np.uint8
+    assert [p.name for p in tmp_path.iterdir()] == ["video.mp4"]
+
+
+def test_nothing_is_overwritten_unless_asked(tmp_path):
+    video, path = moving_square(), tmp_path / "video.mp4"
+    path.write_text("mine")
+    with pytest.raises(OutputError, match=r"video\.mp4 exists; choose another path"):
+        video.save(path)
+    assert path.read_text() == "mine"
+    video.save(path, overwrite=True)
+    assert path.stat().st_size > 500
+
+
+def test_an_error_while_writing_leaves_nothing(tmp_path):
+    with pytest.raises(ZeroDivisionError), VideoWriter(tmp_path / "video.mp4", fps=8) as writer:
+        writer.write(moving_square().frames)
+        1 / 0  # noqa: B018
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unwritable_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="choose a folder that can be written to"):
+        check_output(tmp_path / "file" / "video.mp4", overwrite=False)
+
+
+def test_missing_ffmpeg_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(tmp_path / "none"))
+    with pytest.raises(OutputError, match="pip install imageio-ffmpeg"):
+        moving_square().save(tmp_path / "video.mp4")
+
+
+def test_contact_sheet_shows_first_and_last_frame(tmp_path):
+    frames = moving_square().frames
+    sheet = ContactSheet(len(frames))
+    sheet.add(frames[:1])
+    sheet.add(frames[1:])
+    image = np.asarray(Image.open(sheet.save(tmp_path / "sheet.png")))
+    assert np.array_equal(image[4:68, 4:100], frames[0])
+    assert np.array_equal(image[4 + 2 * 68 : 68 + 2 * 68, 4:100], frames[-1])
+
+
+@pytest.mark.parametrize("colour", [0.0, 1.0, 0.5])
+def test_single_colour_is_unhealthy(colour):
+    colours = ColourRange()
+    colours.add(np.full((4, 8, 8, 3), colour, np.float32))
+    colours.add(np.full((4, 8, 8, 3), colour + 0.001, np.float32))
+    with pytest.raises(UnhealthyResult, match="same colour"):
+        colours.check()
+    colours.add(np.full((1, 8, 8, 3), abs(colour - 0.1), np.float32))
+    colours.check()
+
+
+def test_nan_is_named(tmp_path):
+    with pytest.raises(UnhealthyResult, match="denoise_low, step 7: NaN or Inf"):
+        check_finite(np.array([1, np.nan], ml_dtypes.bfloat16), "denoise_low, step 7")

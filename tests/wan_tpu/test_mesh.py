@@ -1,0 +1,72 @@
+"""Shardings change where numbers are computed, not what they are."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from tests.conftest import PHOTO, ROOT
+from wan_tpu import MeshError
+from wan_tpu.checkpoint import abstract_component
+from wan_tpu.families.wan import WanConfig, WanModel
+from wan_tpu.families.wan_presets import PRESETS
+from wan_tpu.mesh import Rule, check_tokens, default_shape, make_mesh, weight_sharding
+from wan_tpu.tiny import make_checkpoint
+
+
+def test_eight_devices_give_the_latents_of_one(tmp_path):
+    experts = {"num_attention_heads": 8, "attention_head_dim": 16}
+    folder = make_checkpoint(tmp_path / "checkpoint", "wan2.2-i2v-a14b", transformer=experts)
+    out = tmp_path / "latents.npz"
+    subprocess.run(
+        [sys.executable, "-m", "tests.wan_tpu.mesh_worker", folder, PHOTO, out],
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        cwd=ROOT,
+        check=True,
+    )
+    latents = np.load(out)
+    expected = latents["1x1x1"]
+    assert len(latents.files) == 5
+    for mesh in latents.files:
+        # 1e-4: float32 sums in another order, over three steps and two experts
+        assert np.abs(latents[mesh] - expected).max() <= 1e-4 * np.abs(expected).max(), mesh
+
+
+@pytest.mark.parametrize("kind", PRESETS)
+def test_every_weight_of_the_published_models_matches_one_rule(kind):
+    """abstract_component refuses a weight that matches none or several."""
+    model = WanModel(WanConfig(**PRESETS[kind]))
+    assert model.preset == kind
+    mesh = make_mesh((1, 1, 1), heads=model.heads)
+    sizes = {}
+    for name, component in model.components.items():
+        params = abstract_component(component, "bfloat16", mesh).params
+        sizes[name] = sum(p.size for p in jax.tree.leaves(params)) / 1e9
+    billions = {"1.3b": 1.4, "5b": 5.0, "14b": 14.3, "a14b": 14.3, "480p": 16.4, "720p": 16.4}[kind.split("-")[-1]]
+    assert sizes["denoise_high"] == pytest.approx(billions, rel=0.03)
+    assert sizes["text_encoder"] == pytest.approx(5.68, rel=0.01)
+
+
+def test_default_mesh():
+    assert default_shape(1, 40) == (1, 1, 1)
+    assert default_shape(8, 40) == (2, 1, 4)
+    assert default_shape(16, 12) == (2, 2, 4)  # 12 heads don't divide by 8: the rest goes to the tokens
+    assert default_shape(5, 40) == (1, 1, 5)
+
+
+def test_heads_and_tokens_that_do_not_divide_are_refused_with_the_nearest():
+    with pytest.raises(MeshError, match=r"doesn't divide the 40 attention heads.*nearest 5"):
+        make_mesh((1, 1, 6), heads=40, devices=jax.devices() * 6)
+    with pytest.raises(MeshError, match=r"doesn't divide the 9 tokens.*--sp 3"):
+        check_tokens(jax.sharding.AbstractMesh((1, 4, 1), ("dp", "sp", "tp")), 9)
+
+
+def test_a_weight_needs_exactly_one_rule():
+    mesh = make_mesh((1, 1, 1), heads=1)
+    rules = (Rule(r"a\..*", ()), Rule(r".*\.b", ()))
+    for name, count in (("a.b", 2), ("c", 0)):
+        with pytest.raises(MeshError, match=f"{name} matches {count}"):
+            weight_sharding(mesh, rules, name, (1,), stacked=False)

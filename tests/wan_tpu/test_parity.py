@@ -1,0 +1,154 @@
+"""The reference for numbers is diffusers: same checkpoint, same initial noise, float32, on CPU."""
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.conftest import PHOTO
+from wan_tpu import GenerationRequest
+from wan_tpu.tiny import KINDS
+
+FRAMES, STEPS = 9, 6
+PIXEL_TOLERANCE = 2e-3  # half a level of 8 bits; float32 rounding gives about 2e-6
+LATENT_TOLERANCE = 1e-4  # relative to the largest latent; float32 rounding gives about 5e-7
+
+CASES = [
+    (kind, task)
+    for kind in KINDS
+    for task in {"wan2.2-ti2v-5b": ("t2v", "i2v")}.get(kind, ("i2v",) if "i2v" in kind else ("t2v",))
+]
+
+
+@pytest.mark.parametrize("solver", ["unipc", "euler"])
+@pytest.mark.parametrize(("kind", "task"), CASES)
+def test_same_latents_and_pixels_as_diffusers(kind, task, solver, checkpoint, pipeline):
+    ours = pipeline(kind)
+    request = GenerationRequest(
+        prompt="A cat &amp; a dog\n look into  the camera",
+        negative_prompt="ugly",
+        image=PHOTO if task == "i2v" else None,
+        height=128 if "5b" in kind else 64,
+        width=192 if "5b" in kind else 96,
+        frames=FRAMES,
+        steps=STEPS,
+        guidance_scale=3.5,
+        guidance_scale_2=2.5 if "2.2" in kind and "a14b" in kind else None,
+        shift=5.0,
+        solver=solver,
+    )
+    shape = ours.runtime.model.latent_shape(ours.resolve(request))
+    noise = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    expected_pixels, expected_latents = run_diffusers(checkpoint(kind), request, task, noise)
+
+    events = []
+    video = ours.generate(request, noise=noise, on_step=lambda event: events.append((event.stage, event.latents)))
+
+    assert len(events) == STEPS
+    if ours.runtime.model.boundary_ratio is not None:
+        assert {stage for stage, _ in events} == {"denoise_high", "denoise_low"}
+    for (_, got), expected in zip(events, expected_latents, strict=True):
+        assert np.abs(got - expected).max() <= LATENT_TOLERANCE * np.abs(expected).max()
+    assert video.pixels.std() > 0.05  # a flat picture would pass any comparison
+    assert np.abs(video.pixels - expected_pixels).max() <= PIXEL_TOLERANCE
+
+
+def run_diffusers(folder, request, task, noise):
+    """Return pixels [T, H, W, 3] and the latents after each step, by diffusers' own pipeline."""
+    pipeline_class = diffusers.WanImageToVideoPipeline if task == "i2v" else diffusers.WanPipeline
+    pipe = pipeline_class.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    if request.solver == "euler":
+        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=request.shift)
+    else:
+        pipe.scheduler = diffusers.UniPCMultistepScheduler.from_config(pipe.scheduler.config, flow_shift=request.shift)
+    latents = []
+
+    def keep(pipe, i, t, values):
+        latents.append(values["latents"].numpy().copy())
+        return values
+
+    image = {"image": request.image} if task == "i2v" else {}
+    second = {"guidance_scale_2": request.guidance_scale_2} if request.guidance_scale_2 else {}
+    frames = pipe(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        height=request.height,
+        width=request.width,
+        num_frames=request.frames,
+        num_inference_steps=request.steps,
+        guidance_scale=request.guidance_scale,
+        latents=torch.from_numpy(noise),
+        callback_on_step_end=keep,
+        output_type="np",
+        **image,
+        **second,
+    ).frames[0]
+    return frames, latents
+
+
+def test_seed_draws_diffusers_noise(checkpoint, pipeline):
+    request = GenerationRequest(height=64, width=96, frames=5, steps=2, guidance_scale=1.0, seed=7)
+    got = pipeline("wan2.1-t2v-1.3b").generate(request)
+    pipe = diffusers.WanPipeline.from_pretrained(checkpoint("wan2.1-t2v-1.3b"))
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator("cpu").manual_seed(7)
+    expected = pipe(
+        prompt="",
+        height=64,
+        width=96,
+        num_frames=5,
+        num_inference_steps=2,
+        guidance_scale=1.0,
+        generator=generator,
+        output_type="np",
+    ).frames[0]
+    assert np.abs(got.pixels - expected).max() <= PIXEL_TOLERANCE
+
+
+def test_bfloat16_stays_within_its_bound(pipeline):
+    """Bound on the root mean square of the latents' error, relative to the latents.
+
+    Unit roundoff of bfloat16 is u = 2^-8. The residual stream is rounded to it 3 times a block, and about 6 times
+    on the way in and out; independent roundings add up to sqrt(3 blocks + 6) u in the velocity. Guidance g
+    multiplies the two branches' errors by up to g + (g - 1). The steps of a flow solver weigh velocities by
+    sigma_i - sigma_i+1, which sum to one, so the latents inherit that bound. It doesn't grow with the steps.
+    """
+    guidance, blocks = 3.5, 2
+    bound = (2 * guidance - 1) * np.sqrt(3 * blocks + 6) * 2**-8
+    request = GenerationRequest(
+        prompt="A cat looks into the camera",
+        image=PHOTO,
+        height=64,
+        width=96,
+        frames=9,
+        steps=6,
+        guidance_scale=guidance,
+        shift=5.0,
+        seed=3,
+    )
+    latents, pixels = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        pipe = pipeline("wan2.2-i2v-a14b", dtype)
+        events = []
+        pixels[dtype] = pipe.generate(request, on_step=lambda e, events=events: events.append(e.latents)).pixels
+        latents[dtype] = events[-1]
+    error = rms(latents["bfloat16"] - latents["float32"]) / rms(latents["float32"])
+    print(f"latents {error:.4f} of bound {bound:.4f}, pixels {rms(pixels['bfloat16'] - pixels['float32']):.4f}")
+    assert latents["bfloat16"].dtype == np.float32
+    assert 1e-4 < error < bound
+    # The decoder's own 30 roundings add sqrt(30) u of the picture's amplitude (at most 1/2).
+    assert rms(pixels["bfloat16"] - pixels["float32"]) < (bound + np.sqrt(30) * 2**-8) / 2
+
+
+def rms(values):
+    return float(np.sqrt(np.mean(np.square(values))))
+
+
+def test_image_changes_the_video(pipeline):
+    settings = dict(height=64, width=96, frames=5, steps=2, guidance_scale=1.0)
+    pipe = pipeline("wan2.2-i2v-a14b")
+    photo = pipe.generate(GenerationRequest(image=PHOTO, **settings))
+    mirrored = Image.open(PHOTO).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    assert np.abs(photo.pixels - pipe.generate(GenerationRequest(image=mirrored, **settings)).pixels).max() > 0.01

@@ -1,0 +1,139 @@
+"""Bad input is refused in one line that says what works; odd but good input is taken."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, load_pipeline
+from wan_tpu.image import load_image
+from wan_tpu.request import parse_size
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"height": 719}, r"height is 719; it must be a multiple of 16, nearest 720"),
+        ({"width": 8}, r"width is 8; allowed are 16 to 8192, nearest 16"),
+        ({"height": 480.0}, r"height is 480.0; give an integer"),
+        ({"frames": 80}, r"frames is 80; it must be 4n \+ 1, nearest 81"),
+        ({"frames": 0}, r"frames is 0; allowed are 1"),
+        ({"steps": -3}, r"steps is -3; allowed are 1 to 1000, nearest 1"),
+        ({"steps": True}, r"steps is True"),
+        ({"guidance_scale": math.nan}, r"guidance_scale is nan; give a finite number"),
+        ({"guidance_scale_2": math.inf}, r"guidance_scale_2 is inf"),
+        ({"guidance_scale": -1}, r"guidance_scale is -1; allowed is 0 or more"),
+        ({"shift": 0}, r"shift is 0; allowed is more than 0"),
+        ({"fps": "16"}, r"fps is '16'"),
+        ({"seed": -1}, r"seed is -1"),
+        ({"solver": "ddim"}, r"solver 'ddim' is unknown; choose one of unipc, euler"),
+        ({"prompt": None}, r"prompt is a NoneType; give a string"),
+        ({"image": 7}, r"image is a int; give a path"),
+    ],
+)
+def test_bad_fields_are_refused_with_the_remedy(fields, message):
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        GenerationRequest(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_empty_prompt_is_allowed():
+    assert GenerationRequest(prompt="").prompt == ""
+
+
+@pytest.mark.parametrize("text", ["720*1280", "720x1280", "720X1280"])
+def test_size_is_height_by_width(text):
+    assert parse_size(text) == (720, 1280)
+
+
+@pytest.mark.parametrize("text", ["720", "720*", "a*b", "720*1280*3", "-720*1280"])
+def test_bad_size(text):
+    with pytest.raises(InvalidRequest, match=r"HEIGHT\*WIDTH; for example 720\*1280"):
+        parse_size(text)
+
+
+def test_broken_images_are_refused(tmp_path):
+    text, cut, huge = tmp_path / "text.png", tmp_path / "cut.png", tmp_path / "huge.png"
+    text.write_text("no picture")
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
+    noise.save(cut)
+    cut.write_bytes(cut.read_bytes()[:2000])
+    Image.new("1", (20_000, 20_000)).save(huge)
+    for path, message in [
+        (tmp_path / "none.png", "is not a file"),
+        (text, "no image that Pillow can read"),
+        (cut, "damaged"),
+        (huge, "64 megapixels"),
+    ]:
+        with pytest.raises(InvalidRequest, match=message):
+            GenerationRequest(image=path)
+
+
+def test_medium_bomb_is_refused_by_our_limit():
+    with pytest.raises(InvalidRequest, match="9000x9000; at most 64 megapixels"):
+        load_image(Image.new("1", (9000, 9000)))
+
+
+def test_any_mode_and_rotation_becomes_upright_rgb(tmp_path):
+    ramp = np.tile(np.arange(64, dtype=np.uint8) * 4, (32, 1))
+    for mode in ("L", "P", "RGBA", "CMYK", "1", "LA"):
+        assert load_image(Image.fromarray(ramp).convert("RGB").convert(mode)).mode == "RGB"
+    sixteen = tmp_path / "sixteen.png"
+    Image.fromarray((ramp.astype(np.uint16) * 256)).save(sixteen)
+    assert np.abs(np.asarray(load_image(sixteen))[..., 0].astype(int) - ramp).max() <= 1
+    rotated = tmp_path / "rotated.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6  # shown a quarter turn clockwise
+    Image.fromarray(ramp).save(rotated, exif=exif)
+    upright = load_image(rotated)
+    assert upright.size == (32, 64)
+    assert np.asarray(upright)[0].mean() < np.asarray(upright)[-1].mean()
+
+
+def test_requests_that_the_model_cannot_make(checkpoint):
+    image = Image.new("RGB", (64, 64))
+    for kind, fields, message in [
+        ("wan2.2-i2v-a14b", {}, "does i2v only; give --image"),
+        ("wan2.1-t2v-1.3b", {"image": image}, "does t2v only; leave the image out"),
+        ("wan2.2-ti2v-5b", {"height": 48, "width": 64}, "needs a multiple of 32, nearest 64"),
+    ]:
+        pipe = load_pipeline(checkpoint(kind), mesh=(1, 1, 1))
+        with pytest.raises(InvalidRequest, match=message):
+            pipe.generate(GenerationRequest(**fields))
+        assert not pipe.runtime._components  # refused before any weight was read
+
+
+def test_unknown_dtype(checkpoint):
+    with pytest.raises(InvalidInput, match="choose one of float32, bfloat16"):
+        load_pipeline(checkpoint("wan2.1-t2v-1.3b"), dtype="float16")
+
+
+def test_noise_of_another_shape(pipeline):
+    with pytest.raises(InvalidRequest, match=r"this request needs \(1, 16, 1, 4, 4\)"):
+        pipeline("wan2.1-t2v-1.3b").generate(
+            GenerationRequest(height=32, width=32, frames=1, steps=1), noise=np.zeros((1, 16, 1, 2, 2))
+        )
+
+
+def test_open_fields_take_the_published_settings(checkpoint):
+    pipe = load_pipeline(checkpoint("wan2.2-i2v-a14b"), mesh=(1, 1, 1))
+    image = Image.new("RGB", (64, 64))
+    resolved = pipe.resolve(GenerationRequest(image=image))
+    assert (resolved.height, resolved.width, resolved.frames, resolved.fps) == (720, 1280, 81, 16)
+    assert (resolved.steps, resolved.guidance_scale, resolved.guidance_scale_2, resolved.shift) == (40, 3.5, 3.5, 5.0)
+    assert pipe.resolve(GenerationRequest(image=image, guidance_scale=2.0)).guidance_scale_2 == 2.0
+
+
+def test_long_prompt_is_cut_with_a_warning_that_says_where(pipeline):
+    pipe = pipeline("wan2.1-t2v-1.3b")
+    request = GenerationRequest(
+        prompt="a cat and a dog " * 300, height=32, width=32, frames=1, steps=1, guidance_scale=1.0
+    )
+    with pytest.warns(UserWarning, match="the model reads 512") as caught:
+        pipe.generate(request)
+    cut = [re.search("cut after «… (.+)»", str(w.message)) for w in caught if "512" in str(w.message)]
+    assert len(cut) == 1
+    assert len(cut[0][1]) > 3
+    assert cut[0][1] in request.prompt
