@@ -14,7 +14,8 @@ from wan_tpu.program import Program
 class Runtime:
     """Weights and programs of one model on one mesh.
 
-    load_s  seconds spent reading weights, by component
+    load_s    seconds spent reading weights, by component
+    programs  compiled programs by name; each knows the seconds its compilations took
     """
 
     def __init__(self, model: Model, mesh: Mesh, dtype: str, *, keep_weights: bool) -> None:
@@ -25,7 +26,7 @@ class Runtime:
         self.load_s: dict[str, float] = {}
         self._keep_weights = keep_weights
         self._components: dict[str, Loaded] = {}
-        self._programs: dict[str, Program] = {}
+        self.programs: dict[str, Program] = {}
 
     def component(self, name: str) -> Loaded:
         """Return a component, read from the checkpoint if it isn't on the devices."""
@@ -45,11 +46,11 @@ class Runtime:
 
     def program(self, name: str, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Program:
         """Return the program of this name, made from `function` the first time."""
-        if name not in self._programs:
-            self._programs[name] = Program(function, self.mesh, exact=self.dtype == "float32", donate=donate)
-        return self._programs[name]
+        if name not in self.programs:
+            self.programs[name] = Program(function, self.mesh, exact=self.dtype == "float32", donate=donate)
+        return self.programs[name]
 
     @property
     def compile_s(self) -> float:
         """Seconds spent compiling so far, over all programs."""
-        return sum(program.compile_s for program in self._programs.values())
+        return sum(program.compile_s for program in self.programs.values())

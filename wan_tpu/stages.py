@@ -95,7 +95,7 @@ def encode(
         image_latents = None
         if chunks:
             moments = []
-            for moment in _vae_encode(runtime, chunks):
+            for moment in vae_encode(runtime, chunks):
                 moments.append(moment)
                 bar.step()
             image_latents = model.image_latents(np.concatenate(moments, axis=2))
@@ -136,7 +136,8 @@ def _encode_image(runtime: Runtime, request: ResolvedRequest) -> np.ndarray:
     return features
 
 
-def _vae_encode(runtime: Runtime, chunks: list[np.ndarray]) -> Iterator[np.ndarray]:
+def vae_encode(runtime: Runtime, chunks: list[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield the VAE's moments [1, 2C, 1, H, W] of chunks of pixels, float32 [1, 3, 1 or 4, H, W] in [-1, 1]."""
     loaded = runtime.component("vae_encoder")
     halves = runtime.model.vae_encoder(loaded.module)
     first = runtime.program("vae_encoder first", halves.first)
@@ -209,7 +210,7 @@ def _run_expert(
 ) -> DenoiseState:
     loaded = runtime.component(expert.stage)
     program = step_program(runtime, loaded.module)
-    given = place(_device_conditioning(conditioning, guided=expert.guidance > 1), runtime.mesh)
+    given = place(device_conditioning(conditioning, guided=expert.guidance > 1), runtime.mesh)
     # Copied: device_put may alias host memory on CPU, and the caller's state must stay as it is.
     latents, history = place((np.array(state.latents), tuple(map(np.array, state.history))), runtime.mesh)
     bar = progress.bar(expert.stage, stop - state.step)
@@ -257,10 +258,13 @@ def step_program(runtime: Runtime, module: torch.nn.Module) -> Program:
     return runtime.program("denoise step", step)
 
 
-def _device_conditioning(
+def device_conditioning(
     conditioning: Conditioning, *, guided: bool
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Return (text [B, L, C], image, image_latents): the prompt first, then the negative one under guidance."""
+    """Return (text [B, L, C], image, image_latents), what `step_program` takes last.
+
+    text holds the prompt's embeddings and, under guidance, the negative prompt's after them.
+    """
     text = conditioning.prompt
     if guided:
         if conditioning.negative is None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -72,7 +73,7 @@ class VideoWriter:
             output_params=["-movflags", "+faststart"],
         )
 
-    def write(self, frames: np.ndarray) -> None:
+    def write(self, frames: Iterable[np.ndarray]) -> None:
         """Append frames, uint8 [T, H, W, 3]."""
         for frame in frames:
             self._encoder.append_data(frame)

@@ -78,9 +78,12 @@ def test_nothing_is_overwritten_unless_asked(tmp_path):
 
 
 def test_an_error_while_writing_leaves_nothing(tmp_path):
+    def broken():
+        yield from moving_square().frames
+        raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError), VideoWriter(tmp_path / "video.mp4", fps=8) as writer:
-        writer.write(moving_square().frames)
-        1 / 0  # noqa: B018
+        writer.write(broken())
     assert list(tmp_path.iterdir()) == []
 
 

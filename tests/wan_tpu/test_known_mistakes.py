@@ -16,11 +16,20 @@ from wan_tpu import DenoiseState, GenerationRequest, bridge, load_pipeline
 from wan_tpu.attention import attention
 from wan_tpu.mesh import make_mesh
 from wan_tpu.program import place
-from wan_tpu.stages import _device_conditioning, step_numbers, step_program
+from wan_tpu.stages import device_conditioning, step_numbers, step_program
 from wan_tpu.tiny import make_checkpoint
 
 KIND = "wan2.2-i2v-a14b"
-REQUEST = dict(prompt="A cat", image=PHOTO, height=32, width=48, frames=5, steps=2, guidance_scale=2.0, shift=5.0)
+REQUEST = {
+    "prompt": "A cat",
+    "image": PHOTO,
+    "height": 32,
+    "width": 48,
+    "frames": 5,
+    "steps": 2,
+    "guidance_scale": 2.0,
+    "shift": 5.0,
+}
 
 
 def test_vae_statistics_come_from_the_checkpoint(tmp_path):
@@ -103,7 +112,7 @@ def test_the_bfloat16_step_solves_nothing_and_combines_in_float32(pipeline):
     request = pipe.resolve(GenerationRequest(**REQUEST))
     conditioning = pipe.encode(request)
     table = pipe.table(request)
-    given = place(_device_conditioning(conditioning, guided=True), runtime.mesh)
+    given = place(device_conditioning(conditioning, guided=True), runtime.mesh)
     rng = np.random.default_rng(0)
     shape = runtime.model.latent_shape(request)
     latents, *history = (rng.standard_normal(shape).astype(np.float32) for _ in range(4))

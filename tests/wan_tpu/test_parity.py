@@ -147,7 +147,7 @@ def rms(values):
 
 
 def test_image_changes_the_video(pipeline):
-    settings = dict(height=64, width=96, frames=5, steps=2, guidance_scale=1.0)
+    settings = {"height": 64, "width": 96, "frames": 5, "steps": 2, "guidance_scale": 1.0}
     pipe = pipeline("wan2.2-i2v-a14b")
     photo = pipe.generate(GenerationRequest(image=PHOTO, **settings))
     mirrored = Image.open(PHOTO).transpose(Image.Transpose.FLIP_LEFT_RIGHT)

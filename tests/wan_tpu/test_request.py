@@ -81,7 +81,7 @@ def test_any_mode_and_rotation_becomes_upright_rgb(tmp_path):
     for mode in ("L", "P", "RGBA", "CMYK", "1", "LA"):
         assert load_image(Image.fromarray(ramp).convert("RGB").convert(mode)).mode == "RGB"
     sixteen = tmp_path / "sixteen.png"
-    Image.fromarray((ramp.astype(np.uint16) * 256)).save(sixteen)
+    Image.fromarray(ramp.astype(np.uint16) * 256).save(sixteen)
     assert np.abs(np.asarray(load_image(sixteen))[..., 0].astype(int) - ramp).max() <= 1
     rotated = tmp_path / "rotated.jpg"
     exif = Image.Exif()
