@@ -205,23 +205,13 @@ def request_from(args: argparse.Namespace) -> GenerationRequest:
 
 def pipeline_from(args: argparse.Namespace, model_id: str | None = None, dtype: str | None = None) -> Pipeline:
     """Load the pipeline from parsed arguments: one request, so weights are freed after their stage."""
-    given = [args.dp, args.sp, args.tp]
-    mesh = None if all(n is None for n in given) else _mesh_shape(*given)
     return load_pipeline(
         model_id or args.model_id,
         dtype=args.dtype or dtype or "bfloat16",
-        mesh=mesh,
+        mesh=(args.dp, args.sp, args.tp),
         keep_weights=False,
         progress=Console(),
     )
-
-
-def _mesh_shape(dp: int | None, sp: int | None, tp: int | None) -> tuple[int, int, int]:
-    """Give what is left of the devices to tp, unless tp is given."""
-    import jax
-
-    dp, sp = dp or 1, sp or 1
-    return dp, sp, tp or max(1, jax.device_count() // (dp * sp))
 
 
 def check_outputs(video: Path, *, overwrite: bool) -> tuple[Path, Path, Path]:

@@ -23,49 +23,54 @@ class MeshShape(NamedTuple):
     tp: int
 
 
-def make_mesh(shape: Sequence[int] | Mesh | None, *, heads: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    shape: Sequence[int | None] | Mesh | None, *, heads: int, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
     """Return a mesh ('dp', 'sp', 'tp') over `devices` (all, when left out).
 
-    shape  (dp, sp, tp), or a finished mesh, or None for the default: dp 2 when the count is even (guidance
-           runs two branches), tp the largest rest that divides `heads`, sp what remains
+    shape  (dp, sp, tp), or a finished mesh with these axes; None, also for one axis, as `fill_shape` chooses
 
     Raises `MeshError` when the shape asks for more devices than there are, or `heads` doesn't divide by tp.
     """
+    # Mesh(...) keeps the axes automatic: XLA propagates shardings from the annotations of weights and tokens.
     if isinstance(shape, Mesh):
         if set(shape.axis_names) != set(AXES):
             raise MeshError(f"the mesh has axes {shape.axis_names}; it needs {AXES}, of size 1 where unused")
-        _check_heads(MeshShape(*(shape.shape[axis] for axis in AXES)), heads)
-        return shape
+        _check_heads(shape.shape["tp"], heads)
+        return Mesh(shape.devices, shape.axis_names)
     devices = list(jax.devices() if devices is None else devices)
-    sizes = default_shape(len(devices), heads) if shape is None else _checked(shape, len(devices))
-    _check_heads(sizes, heads)
-    # np.array keeps the axes automatic: XLA propagates shardings from the annotations of weights and tokens.
-    return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), AXES)
+    filled = fill_shape(shape or (None, None, None), len(devices), heads)
+    _check_heads(filled.tp, heads)
+    return Mesh(np.array(devices[: math.prod(filled)]).reshape(filled), AXES)
 
 
-def default_shape(devices: int, heads: int) -> MeshShape:
-    """dp 2 when `devices` is even, then tp as far as `heads` divides, then sp."""
-    dp = 2 if devices % 2 == 0 else 1
-    rest = devices // dp
-    tp = math.gcd(rest, heads)
-    return MeshShape(dp, rest // tp, tp)
+def fill_shape(shape: Sequence[int | None], devices: int, heads: int) -> MeshShape:
+    """Return (dp, sp, tp) with a default for every axis that is None, at most `devices` in all.
 
-
-def _checked(shape: Sequence[int], devices: int) -> MeshShape:
-    if len(shape) != 3 or any(not isinstance(n, int) or n < 1 for n in shape):
+    dp 2 when the free devices are even in number (guidance runs two branches), tp as many of the rest as divide
+    `heads`, sp what remains.
+    """
+    if len(shape) != 3 or any(n is not None and (not isinstance(n, int) or n < 1) for n in shape):
         raise MeshError(f"mesh {tuple(shape)} is not (dp, sp, tp) with three positive integers")
-    needed = math.prod(shape)
-    if needed > devices:
-        raise MeshError(f"mesh {tuple(shape)} needs {needed} devices, there are {devices}; make one axis smaller")
-    return MeshShape(*shape)
+    dp, sp, tp = shape
+    if dp is None:
+        free = devices // ((sp or 1) * (tp or 1))
+        dp = 2 if free > 0 and free % 2 == 0 else 1
+    if tp is None:
+        tp = math.gcd(max(1, devices // (dp * (sp or 1))), heads)
+    if sp is None:
+        sp = max(1, devices // (dp * tp))
+    if dp * sp * tp > devices:
+        raise MeshError(f"mesh ({dp}, {sp}, {tp}) needs {dp * sp * tp} devices, there are {devices}; lower one axis")
+    return MeshShape(dp, sp, tp)
 
 
-def _check_heads(shape: MeshShape, heads: int) -> None:
-    if heads % shape.tp:
+def _check_heads(tp: int, heads: int) -> None:
+    if heads % tp:
         allowed = [n for n in range(1, heads + 1) if heads % n == 0]
-        nearest = max(n for n in allowed if n <= shape.tp)
+        nearest = max(n for n in allowed if n <= tp)
         raise MeshError(
-            f"tp is {shape.tp}, which doesn't divide the {heads} attention heads; "
+            f"tp is {tp}, which doesn't divide the {heads} attention heads; "
             f"allowed are {allowed}, nearest {nearest} (give the other devices to --sp)"
         )
 

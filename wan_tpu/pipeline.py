@@ -23,7 +23,7 @@ from wan_tpu.solvers import SolverTable, solver_table
 def load_pipeline(
     path_or_id: str | Path,
     dtype: str = "bfloat16",
-    mesh: Mesh | Sequence[int] | None = None,
+    mesh: Mesh | Sequence[int | None] | None = None,
     *,
     keep_weights: bool = True,
     progress: Progress | None = None,
@@ -32,7 +32,7 @@ def load_pipeline(
 
     path_or_id    diffusers directory, or hub id such as Wan-AI/Wan2.2-I2V-A14B-Diffusers
     dtype         "bfloat16" or "float32", of weights and activations; latents are float32 in both
-    mesh          (dp, sp, tp) or a jax Mesh with these axes; None takes all devices (`mesh.make_mesh`)
+    mesh          (dp, sp, tp) or a jax Mesh with these axes; None, also for one axis, as `mesh.fill_shape` chooses
     keep_weights  False frees each component after its stage: one request in the least memory
     progress      `Console()` to show bars; silent when left out
 

@@ -2,11 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Iterable
+import signal
+import subprocess
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-import imageio.v2 as imageio
 import imageio_ffmpeg
 import numpy as np
 from PIL import Image
@@ -14,10 +17,6 @@ from PIL import Image
 from wan_tpu.errors import OutputError
 
 CONTACT_SHEET_FRAMES = 12
-
-# imageio-ffmpeg starts ffmpeg with a Python preexec_fn, which forks: unsafe beside JAX's threads. With this it
-# doesn't; Ctrl-C then reaches ffmpeg too, which ends it, and its unfinished file is removed below.
-os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")
 
 
 def check_ffmpeg() -> None:
@@ -60,23 +59,35 @@ class VideoWriter:
     def __init__(self, path: str | Path, *, fps: float, overwrite: bool = False) -> None:
         check_ffmpeg()
         self.path = check_output(path, overwrite=overwrite)
+        self._fps = fps
         self._overwrite = overwrite
         self._partial = self.path.with_name(f".{self.path.name}.partial.mp4")
-        self._encoder = imageio.get_writer(
-            self._partial,
-            format="FFMPEG",
-            fps=fps,
-            codec="libx264",
-            pixelformat="yuv420p",
-            quality=8,
-            macro_block_size=1,  # sizes are multiples of 16 already; never let it resize
-            output_params=["-movflags", "+faststart"],
-        )
+        self._ffmpeg: subprocess.Popen[bytes] | None = None
 
     def write(self, frames: Iterable[np.ndarray]) -> None:
-        """Append frames, uint8 [T, H, W, 3]."""
+        """Append frames, uint8 [T, H, W, 3], all of one size; raises `OutputError` when ffmpeg gives up."""
         for frame in frames:
-            self._encoder.append_data(frame)
+            if self._ffmpeg is None:
+                with _interrupt_deferred():  # or a process could start that nobody knows of
+                    self._ffmpeg = self._start(*frame.shape[:2])
+            assert self._ffmpeg.stdin is not None
+            try:
+                self._ffmpeg.stdin.write(np.ascontiguousarray(frame, np.uint8).data)
+            except BrokenPipeError:
+                raise self._failure(self._ffmpeg) from None
+
+    def _start(self, height: int, width: int) -> "subprocess.Popen[bytes]":
+        source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{self._fps:g}", "-i", "-"]
+        # crf 18 is what x264's authors call visually lossless.
+        target = ["-c:v", "libx264", "-crf", "18", "-pix_fmt", "yuv420p", "-movflags", "+faststart", str(self._partial)]
+        # Not imageio's writer: it starts ffmpeg through a Python fork, which is unsafe beside JAX's threads, and
+        # loses hold of it when Ctrl-C comes meanwhile. A session of its own keeps Ctrl-C away from it.
+        return subprocess.Popen(
+            [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-loglevel", "error", *source, *target],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     def __enter__(self) -> "VideoWriter":
         return self
@@ -85,11 +96,23 @@ class VideoWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._encoder.close()
-            if kind is None:
+            if kind is None and self._ffmpeg is not None:
+                _, message = self._ffmpeg.communicate()
+                if self._ffmpeg.returncode:
+                    raise self._failure(self._ffmpeg, message)
                 _publish(self._partial, self.path, overwrite=self._overwrite)
         finally:
+            if self._ffmpeg is not None:
+                self._ffmpeg.kill()
+                self._ffmpeg.wait()
             self._partial.unlink(missing_ok=True)
+
+    def _failure(self, ffmpeg: "subprocess.Popen[bytes]", message: bytes | None = None) -> OutputError:
+        if message is None:
+            assert ffmpeg.stderr is not None
+            message = ffmpeg.stderr.read()
+        lines = message.decode(errors="replace").strip().splitlines() or [f"exit code {ffmpeg.returncode}"]
+        return OutputError(f"ffmpeg can't write {self.path} ({lines[-1]}); is the disk full?")
 
 
 class ContactSheet:
@@ -128,6 +151,22 @@ class ContactSheet:
         finally:
             partial.unlink(missing_ok=True)
         return path
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Hold back Ctrl-C until the block is done; other threads than the main one never get it anyway."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if caught:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _publish(partial: Path, path: Path, *, overwrite: bool) -> None:

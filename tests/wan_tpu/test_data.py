@@ -87,6 +87,14 @@ def test_an_error_while_writing_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_ffmpeg_refuses_is_told_and_leaves_nothing(tmp_path):
+    odd = np.zeros((2000, 63, 65, 3), np.uint8)  # yuv420p has no odd sizes
+    with pytest.raises(OutputError, match=r"ffmpeg can't write .*video\.mp4"):
+        with VideoWriter(tmp_path / "video.mp4", fps=8) as writer:
+            writer.write(odd)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="choose a folder that can be written to"):

@@ -13,7 +13,7 @@ from wan_tpu import MeshError
 from wan_tpu.checkpoint import abstract_component
 from wan_tpu.families.wan import WanConfig, WanModel
 from wan_tpu.families.wan_presets import PRESETS
-from wan_tpu.mesh import Rule, check_tokens, default_shape, make_mesh, weight_sharding
+from wan_tpu.mesh import Rule, check_tokens, fill_shape, make_mesh, weight_sharding
 from wan_tpu.tiny import make_checkpoint
 
 
@@ -50,11 +50,28 @@ def test_every_weight_of_the_published_models_matches_one_rule(kind):
     assert sizes["text_encoder"] == pytest.approx(5.68, rel=0.01)
 
 
-def test_default_mesh():
-    assert default_shape(1, 40) == (1, 1, 1)
-    assert default_shape(8, 40) == (2, 1, 4)
-    assert default_shape(16, 12) == (2, 2, 4)  # 12 heads don't divide by 8: the rest goes to the tokens
-    assert default_shape(5, 40) == (1, 1, 5)
+@pytest.mark.parametrize(
+    ("devices", "heads", "given", "expected"),
+    [
+        (1, 40, (None, None, None), (1, 1, 1)),
+        (8, 40, (None, None, None), (2, 1, 4)),
+        (16, 12, (None, None, None), (2, 2, 4)),  # 12 heads don't divide by 8: the rest goes to the tokens
+        (5, 40, (None, None, None), (1, 1, 5)),
+        (8, 40, (1, None, None), (1, 1, 8)),
+        (8, 40, (None, 2, None), (2, 2, 2)),
+        (8, 40, (None, None, 8), (1, 1, 8)),
+        (8, 40, (2, 1, 2), (2, 1, 2)),
+    ],
+)
+def test_open_axes_take_the_default(devices, heads, given, expected):
+    assert fill_shape(given, devices, heads) == expected
+
+
+def test_a_mesh_of_jax_is_taken_whatever_its_axis_types():
+    explicit = jax.make_mesh((1, 1, 1), ("dp", "sp", "tp"))
+    assert make_mesh(explicit, heads=2).axis_types == (jax.sharding.AxisType.Auto,) * 3
+    with pytest.raises(MeshError, match="it needs"):
+        make_mesh(jax.make_mesh((1,), ("tp",)), heads=2)
 
 
 def test_heads_and_tokens_that_do_not_divide_are_refused_with_the_nearest():
