@@ -3,7 +3,8 @@
 
 import sys
 
-from wan_tpu.cli import generate, run
+from wan_tpu.cli import run
+from wan_tpu.commands.generate import generate
 
 if __name__ == "__main__":
     sys.exit(run(generate))

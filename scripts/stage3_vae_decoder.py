@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""One stage in a process of its own: see wan_tpu/staged.py."""
+"""One stage in a process of its own: see wan_tpu/commands/staged.py."""
 
 import sys
 
 from wan_tpu.cli import run
-from wan_tpu.staged import decode
+from wan_tpu.commands.staged import decode
 
 if __name__ == "__main__":
     sys.exit(run(decode))

@@ -13,7 +13,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from wan_tpu.families.wan_presets import PRESETS, VAE_21, VAE_22
+from wan_tpu.families.wan_presets import PRESETS, VAE_21, VAE_22, WanConfig
 
 KINDS = tuple(PRESETS)
 
@@ -63,13 +63,13 @@ def make_checkpoint(
     """
     preset = PRESETS[kind]
     torch.manual_seed(seed)
-    experts = ["transformer", "transformer_2"] if preset["two_experts"] else ["transformer"]
-    clip = preset["image_encoder"] is not None
-    settings = preset["transformer"] | _TRANSFORMER
+    experts = ["transformer", "transformer_2"] if preset.two_experts else ["transformer"]
+    clip = preset.image_encoder is not None
+    settings = preset.transformer | _TRANSFORMER
     if clip:
         settings |= {"image_dim": _IMAGE_WIDTH, "added_kv_proj_dim": _HEADS * _HEAD_WIDTH}
     settings |= transformer or {}
-    residual = preset["vae"] is VAE_22
+    residual = preset.vae is VAE_22
     for name in experts:
         diffusers.WanTransformer3DModel.from_config(settings).save_pretrained(folder / name)
     small_vae = (VAE_22 | {"base_dim": 8, "decoder_base_dim": 8, "num_res_blocks": 1}) if residual else VAE_21 | _VAE
@@ -77,14 +77,14 @@ def make_checkpoint(
     tokenizer = train_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
     text = _TEXT_ENCODER | {"vocab_size": len(tokenizer), "d_model": settings["text_dim"]}
-    config = transformers.UMT5Config(**(preset["text_encoder"] | text))
+    config = transformers.UMT5Config(**(preset.text_encoder | text))
     transformers.UMT5EncoderModel(config).save_pretrained(folder / "text_encoder")
     if clip:
         _save_image_encoder(folder)
     diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction",
         use_flow_sigmas=True,
-        flow_shift=preset["shift"] if shift is None else shift,
+        flow_shift=preset.shift if shift is None else shift,
     ).save_pretrained(folder / "scheduler")
     _write_index(folder, preset, clip=clip)
     return folder
@@ -99,21 +99,21 @@ def _save_image_encoder(folder: Path) -> None:
     )
 
 
-def _write_index(folder: Path, preset: dict[str, Any], *, clip: bool) -> None:
+def _write_index(folder: Path, preset: WanConfig, *, clip: bool) -> None:
     """Write model_index.json as diffusers' save_pretrained does."""
     import json
 
-    image_to_video = preset["transformer"]["in_channels"] == 36
+    image_to_video = preset.transformer["in_channels"] == 36
     index: dict[str, Any] = {
         "_class_name": "WanImageToVideoPipeline" if image_to_video else "WanPipeline",
         "_diffusers_version": diffusers.__version__,
-        "boundary_ratio": preset["boundary_ratio"],
-        "expand_timesteps": preset["expand_timesteps"],
+        "boundary_ratio": preset.boundary_ratio,
+        "expand_timesteps": preset.expand_timesteps,
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
         "text_encoder": ["transformers", "UMT5EncoderModel"],
         "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
         "transformer": ["diffusers", "WanTransformer3DModel"],
-        "transformer_2": ["diffusers", "WanTransformer3DModel"] if preset["two_experts"] else [None, None],
+        "transformer_2": ["diffusers", "WanTransformer3DModel"] if preset.two_experts else [None, None],
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
     if image_to_video:

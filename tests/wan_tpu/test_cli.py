@@ -16,7 +16,9 @@ import safetensors.torch
 from PIL import Image
 
 from tests.conftest import PHOTO, ROOT
-from wan_tpu import DenoiseState, cli, staged
+from wan_tpu import DenoiseState, cli
+from wan_tpu.commands import staged
+from wan_tpu.commands.generate import generate
 from wan_tpu.data import load_value
 
 SETTINGS = ["--size", "32*48", "--frames", "5", "--num_steps", "4", "--guidance_scale", "2", "--dtype", "float32"]
@@ -30,7 +32,7 @@ def made(checkpoint, tmp_path_factory):
     out = tmp_path_factory.mktemp("generate") / "new" / "video.mp4"
     model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b"))]
     profile = ["--profile", "--profile_output_path", str(out.parent / "profile")]
-    assert cli.run(cli.generate, [*model, *REQUEST, "--shift", "8", "--output", str(out), *profile]) == 0
+    assert cli.run(generate, [*model, *REQUEST, "--shift", "8", "--output", str(out), *profile]) == 0
     return out
 
 
@@ -93,7 +95,7 @@ def test_staged_equals_one_command(made, checkpoint, tmp_path):
 def test_bad_input_is_one_line_and_exit_code_2(change, message, checkpoint, tmp_path, capsys):
     model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), "--output", str(tmp_path / "video.mp4")]
     start = time.perf_counter()
-    assert cli.run(cli.generate, [*model, *REQUEST, *change]) == 2
+    assert cli.run(generate, [*model, *REQUEST, *change]) == 2
     captured = capsys.readouterr().err
     assert message in captured
     assert captured.startswith("error: ")
@@ -105,7 +107,7 @@ def test_bad_input_is_one_line_and_exit_code_2(change, message, checkpoint, tmp_
 def test_existing_output_is_kept(made, checkpoint, capsys):
     before = made.read_bytes()
     model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b"))]
-    assert cli.run(cli.generate, [*model, *REQUEST, "--output", str(made)]) == 2
+    assert cli.run(generate, [*model, *REQUEST, "--output", str(made)]) == 2
     assert "exists" in capsys.readouterr().err
     assert made.read_bytes() == before
 
@@ -128,7 +130,7 @@ def test_nan_weights_fail_the_run_with_the_stage_named(component, where, checkpo
     tensors[name][:] = float("nan")
     safetensors.torch.save_file(tensors, file)
     out = tmp_path / "out" / "video.mp4"
-    assert cli.run(cli.generate, ["--model_id", str(folder), *REQUEST, "--output", str(out)]) == 1
+    assert cli.run(generate, ["--model_id", str(folder), *REQUEST, "--output", str(out)]) == 1
     assert f"error: {where}" in capsys.readouterr().err.splitlines()[-1]
     assert not list(out.parent.iterdir())
 
@@ -140,7 +142,7 @@ def test_constant_video_fails_the_run(checkpoint, tmp_path, capsys):
     tensors["decoder.conv_out.weight"][:] = 0
     safetensors.torch.save_file(tensors, file)
     out = tmp_path / "out" / "video.mp4"
-    assert cli.run(cli.generate, ["--model_id", str(folder), *SETTINGS, "--output", str(out)]) == 1
+    assert cli.run(generate, ["--model_id", str(folder), *SETTINGS, "--output", str(out)]) == 1
     assert "same colour" in capsys.readouterr().err
     assert not list(out.parent.iterdir())
 

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import PHOTO, ROOT
 from wan_tpu import MeshError
 from wan_tpu.checkpoint import abstract_component
-from wan_tpu.families.wan import WanConfig, WanModel
+from wan_tpu.families.wan import WanModel
 from wan_tpu.families.wan_presets import PRESETS
 from wan_tpu.mesh import Rule, check_tokens, fill_shape, make_mesh, weight_sharding
 from wan_tpu.tiny import make_checkpoint
@@ -38,7 +38,7 @@ def test_eight_devices_give_the_latents_of_one(tmp_path):
 @pytest.mark.parametrize("kind", PRESETS)
 def test_every_weight_of_the_published_models_matches_one_rule(kind):
     """abstract_component refuses a weight that matches none or several."""
-    model = WanModel(WanConfig(**PRESETS[kind]))
+    model = WanModel(PRESETS[kind])
     assert model.preset == kind
     mesh = make_mesh((1, 1, 1), heads=model.heads)
     sizes = {}

@@ -7,9 +7,7 @@ Shapes: B batch (guidance branches), T latent frames, H W latent height and widt
 """
 
 import functools
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,11 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify, unpatchify
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from diffusers.video_processor import VideoProcessor
-from jax.sharding import Mesh
 from PIL import Image
 
 from wan_tpu import flops
@@ -29,27 +26,11 @@ from wan_tpu.bridge import Params, call
 from wan_tpu.checkpoint import Checkpoint, Component
 from wan_tpu.data import Conditioning
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.families import wan_presets
+from wan_tpu.families import wan_components, wan_presets
 from wan_tpu.families.causal_vae import CausalChunks
-from wan_tpu.families.wan_modules import TEXT_TOKENS, adapt_transformer, adapt_vae
-from wan_tpu.mesh import Rule
+from wan_tpu.families.wan_modules import TEXT_TOKENS
+from wan_tpu.families.wan_presets import WanConfig
 from wan_tpu.request import FRAME_STRIDE, Defaults, ResolvedRequest, nearest_multiple
-
-
-@dataclass(frozen=True)
-class WanConfig:
-    """What a checkpoint (or a preset) says about a Wan model."""
-
-    transformer: dict[str, Any]
-    vae: dict[str, Any]
-    text_encoder: dict[str, Any]
-    image_encoder: dict[str, Any] | None
-    text_encoder_class: str
-    image_encoder_class: str | None
-    boundary_ratio: float | None
-    expand_timesteps: bool
-    two_experts: bool
-    shift: float
 
 
 def read_config(checkpoint: Checkpoint) -> WanConfig:
@@ -164,15 +145,15 @@ class WanModel:
         """Every component by the name of the work it does; "vae" in the checkpoint serves two."""
         config = self.config
         found = {
-            "text_encoder": _text_encoder(config),
-            "vae_encoder": _vae_half(config, "decoder", "post_quant_conv"),
-            "denoise_high": _transformer(config, "transformer"),
-            "decoder": _vae_half(config, "encoder", "quant_conv"),
+            "text_encoder": wan_components.text_encoder(config),
+            "vae_encoder": wan_components.vae_half(config, "decoder", "post_quant_conv"),
+            "denoise_high": wan_components.transformer(config, "transformer"),
+            "decoder": wan_components.vae_half(config, "encoder", "quant_conv"),
         }
         if config.image_encoder is not None:
-            found["image_encoder"] = _image_encoder(config)
+            found["image_encoder"] = wan_components.image_encoder(config)
         if config.two_experts:
-            found["denoise_low"] = _transformer(config, "transformer_2")
+            found["denoise_low"] = wan_components.transformer(config, "transformer_2")
         return found
 
     @property
@@ -401,99 +382,3 @@ def _embedded(module: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def _causal_convs(module: torch.nn.Module) -> int:
     return sum(isinstance(child, WanCausalConv3d) for child in module.modules())
-
-
-# Sharding. One letter a dimension: L scanned layers (always whole), O outputs, I inputs of a projection.
-_WHOLE = ()
-_COLUMNS, _COLUMN_BIAS = ("tp", None), ("tp",)  # [O, I] and [O]: heads, or hidden units, split over 'tp'
-_ROWS = (None, "tp")  # [O, I]: the split inputs of the projection that follows; its bias [O] is whole
-
-TRANSFORMER_RULES = (
-    Rule(r"blocks\..*\.attn[12]\.(to_q|to_k|to_v|add_k_proj|add_v_proj)\.weight", _COLUMNS),
-    Rule(r"blocks\..*\.attn[12]\.(to_q|to_k|to_v|add_k_proj|add_v_proj)\.bias", _COLUMN_BIAS),
-    Rule(r"blocks\..*\.attn[12]\.norm_(q|k|added_k)\.weight", _COLUMN_BIAS),  # [N*D], over all heads
-    Rule(r"blocks\..*\.attn[12]\.to_out\.0\.weight", _ROWS),
-    Rule(r"blocks\..*\.ffn\.net\.0\.proj\.weight", _COLUMNS),
-    Rule(r"blocks\..*\.ffn\.net\.0\.proj\.bias", _COLUMN_BIAS),
-    Rule(r"blocks\..*\.ffn\.net\.2\.weight", _ROWS),
-    Rule(r"blocks\..*\.(attn[12]\.to_out\.0|ffn\.net\.2|norm2)\.bias", _WHOLE),  # [C]
-    Rule(r"blocks\..*\.norm2\.weight", _WHOLE),  # [C]
-    Rule(r"blocks\..*\.scale_shift_table", _WHOLE),  # [1, 6, C]
-    Rule(r"(?!blocks\.).*", _WHOLE),  # embeddings and output: 0.6 % of a 14B model
-)
-TEXT_ENCODER_RULES = (
-    Rule(r"shared\.weight", _COLUMNS),  # [vocabulary, C]
-    Rule(r"encoder\.block\..*\.SelfAttention\.(q|k|v)\.weight", _COLUMNS),
-    Rule(r"encoder\.block\..*\.SelfAttention\.o\.weight", _ROWS),
-    Rule(r"encoder\.block\..*\.relative_attention_bias\.weight", (None, "tp")),  # [buckets, N]
-    Rule(r"encoder\.block\..*\.DenseReluDense\.(wi|wi_0|wi_1)\.weight", _COLUMNS),
-    Rule(r"encoder\.block\..*\.DenseReluDense\.wo\.weight", _ROWS),
-    Rule(r"encoder\..*layer_norm\.weight", _WHOLE),  # [C]
-)
-WHOLE_RULES = (Rule(r".*", _WHOLE),)  # CLIP (0.6 G parameters) and the VAE (0.13 to 0.7 G): a copy on every device
-
-
-def _transformer(config: WanConfig, folder: str) -> Component:
-    return Component(
-        folder=folder,
-        build=lambda: WanTransformer3DModel.from_config(config.transformer),
-        adapt=adapt_transformer,
-        scanned=("blocks",),
-        rules=TRANSFORMER_RULES,
-        float32=tuple(WanTransformer3DModel._keep_in_fp32_modules),
-    )
-
-
-def _vae_half(config: WanConfig, *dropped: str) -> Component:
-    def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
-        for part in dropped:
-            delattr(module, part)
-        adapt_vae(module, mesh)
-
-    return Component(
-        folder="vae",
-        build=lambda: AutoencoderKLWan.from_config(config.vae),
-        adapt=adapt,
-        scanned=(),
-        rules=WHOLE_RULES,
-    )
-
-
-def _text_encoder(config: WanConfig) -> Component:
-    kind = getattr(transformers, config.text_encoder_class, None)
-    if config.text_encoder_class not in ("UMT5EncoderModel", "T5EncoderModel"):
-        raise CheckpointError(f"text encoder {config.text_encoder_class} is not supported; Wan's is UMT5EncoderModel")
-    return Component(
-        folder="text_encoder",
-        build=lambda: _from_transformers(kind, config.text_encoder),
-        adapt=lambda module, mesh: None,
-        scanned=("encoder.block",) if config.text_encoder_class == "UMT5EncoderModel" else (),
-        rules=TEXT_ENCODER_RULES,
-    )
-
-
-def _image_encoder(config: WanConfig) -> Component:
-    if config.image_encoder_class not in ("CLIPVisionModel", "CLIPVisionModelWithProjection"):
-        raise CheckpointError(f"image encoder {config.image_encoder_class} is not supported; Wan's is CLIPVisionModel")
-    projected = config.image_encoder_class == "CLIPVisionModelWithProjection"
-    kind = getattr(transformers, config.image_encoder_class)
-    prefix = "vision_model." if projected else ""
-
-    def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
-        vision = module.get_submodule("vision_model") if projected else module
-        vision.encoder.layers = vision.encoder.layers[:-1]
-
-    return Component(
-        folder="image_encoder",
-        build=lambda: _from_transformers(kind, config.image_encoder or {}),
-        adapt=adapt,
-        scanned=(f"{prefix}encoder.layers",),
-        rules=WHOLE_RULES,
-        # transformers 5 dropped the prefix that published CLIPVisionModel files still have.
-        renames=() if projected else ((r"^vision_model\.", ""),),
-    )
-
-
-def _from_transformers(kind: Any, config: dict[str, Any]) -> torch.nn.Module:
-    settings = {key: value for key, value in config.items() if not re.match(r"_|architectures|(torch_)?dtype", key)}
-    return kind._from_config(kind.config_class(**settings), attn_implementation="eager")

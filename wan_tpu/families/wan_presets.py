@@ -5,16 +5,29 @@ stand in diffusers' scripts/convert_wan_to_diffusers.py), google/umt5-xxl and la
 encoders; sampling settings from wan/configs of github.com/Wan-Video/Wan2.1 and Wan2.2.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from wan_tpu.request import Defaults
 
-if TYPE_CHECKING:
-    from wan_tpu.families.wan import WanConfig
-
 CUSTOM = "a custom Wan"
+
+
+@dataclass(frozen=True)
+class WanConfig:
+    """What a checkpoint (or a preset) says about a Wan model."""
+
+    transformer: dict[str, Any]
+    vae: dict[str, Any]
+    text_encoder: dict[str, Any]
+    image_encoder: dict[str, Any] | None
+    text_encoder_class: str
+    image_encoder_class: str | None
+    boundary_ratio: float | None
+    expand_timesteps: bool
+    two_experts: bool
+    shift: float
+
 
 TRANSFORMER_14B: dict[str, Any] = {
     "patch_size": [1, 2, 2],
@@ -237,22 +250,22 @@ def _preset(
     clip: bool = False,
     boundary_ratio: float | None = None,
     expand_timesteps: bool = False,
-) -> dict[str, Any]:
-    return {
-        "transformer": transformer,
-        "vae": vae,
-        "text_encoder": UMT5_XXL,
-        "image_encoder": CLIP_VIT_H if clip else None,
-        "text_encoder_class": "UMT5EncoderModel",
-        "image_encoder_class": "CLIPVisionModel" if clip else None,
-        "boundary_ratio": boundary_ratio,
-        "expand_timesteps": expand_timesteps,
-        "two_experts": boundary_ratio is not None,
-        "shift": shift,
-    }
+) -> WanConfig:
+    return WanConfig(
+        transformer=transformer,
+        vae=vae,
+        text_encoder=UMT5_XXL,
+        image_encoder=CLIP_VIT_H if clip else None,
+        text_encoder_class="UMT5EncoderModel",
+        image_encoder_class="CLIPVisionModel" if clip else None,
+        boundary_ratio=boundary_ratio,
+        expand_timesteps=expand_timesteps,
+        two_experts=boundary_ratio is not None,
+        shift=shift,
+    )
 
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, WanConfig] = {
     "wan2.1-t2v-1.3b": _preset(TRANSFORMER_1_3B, 5.0),
     "wan2.1-t2v-14b": _preset(TRANSFORMER_14B, 5.0),
     "wan2.1-i2v-14b-480p": _preset(TRANSFORMER_14B_I2V_21, 3.0, clip=True),
@@ -277,12 +290,11 @@ _SAMPLING: dict[str, tuple[int, int, int, int, int, float, float]] = {
 def recognise(config: WanConfig) -> str:
     """Return the name of the published model that a configuration is, or `CUSTOM`."""
     for name, preset in PRESETS.items():
-        same_transformer = all(config.transformer.get(k, v) == v for k, v in preset["transformer"].items())
-        same_rest = all(
-            getattr(config, key) == preset[key] for key in ("boundary_ratio", "expand_timesteps", "two_experts")
-        )
-        same_shift = config.shift == preset["shift"] or not name.startswith("wan2.1-i2v")
-        if same_transformer and same_rest and same_shift and config.vae["z_dim"] == preset["vae"]["z_dim"]:
+        same_transformer = all(config.transformer.get(k, v) == v for k, v in preset.transformer.items())
+        settings = ("boundary_ratio", "expand_timesteps", "two_experts")
+        same_rest = all(getattr(config, key) == getattr(preset, key) for key in settings)
+        same_shift = config.shift == preset.shift or not name.startswith("wan2.1-i2v")
+        if same_transformer and same_rest and same_shift and config.vae["z_dim"] == preset.vae["z_dim"]:
             return name
     return CUSTOM
 

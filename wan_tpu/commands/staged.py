@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wan_tpu import cli
+from wan_tpu.commands import arguments, generate
 from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value
 from wan_tpu.errors import InvalidInput
-from wan_tpu.record import Profiler, Recorder, write_json
+from wan_tpu.record import Recorder, write_json
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.video import check_output
 
@@ -28,16 +28,16 @@ LATENTS = "stage2_latents.safetensors"
 def encode(argv: Sequence[str]) -> None:
     """Encoder stage: write the embeddings and all settings, the resolved shift included, into a folder."""
     parser = argparse.ArgumentParser(prog="stage1_encoder", description=encode.__doc__)
-    cli.add_model_arguments(parser)
-    cli.add_request_arguments(parser)
+    arguments.add_model_arguments(parser)
+    arguments.add_request_arguments(parser)
     parser.add_argument("--output_dir", type=Path, default=Path("stages"), help="default %(default)s")
     parser.add_argument("--overwrite", action="store_true")
     args = parser.parse_args(argv)
 
-    request = cli.request_from(args)
+    request = arguments.request_from(args)
     for name in (CONFIG, EMBEDDINGS):
         check_output(args.output_dir / name, overwrite=args.overwrite)
-    pipe = cli.pipeline_from(args)
+    pipe = arguments.pipeline_from(args)
     request = pipe.resolve(request)
     recorder = Recorder(pipe.runtime)
     with recorder.stage("encoder"):
@@ -52,8 +52,8 @@ def denoise(argv: Sequence[str]) -> None:
     """Expert stages: read the embeddings, write the latents; may stop at the boundary and go on from there."""
     parser = argparse.ArgumentParser(prog="stage2_transformer", description=denoise.__doc__)
     _add_input(parser)
-    cli.add_sampling_arguments(parser)
-    cli.add_profile_arguments(parser)
+    arguments.add_sampling_arguments(parser)
+    arguments.add_profile_arguments(parser)
     parser.add_argument(
         "--warmup_steps", type=int, default=0, help="steps run and thrown away first, to time warm ones"
     )
@@ -79,15 +79,15 @@ def denoise(argv: Sequence[str]) -> None:
     conditioning = load_value(Conditioning, folder / EMBEDDINGS)
     resumed = load_value(DenoiseState, folder / LATENTS) if args.resume else None
 
-    pipe = cli.pipeline_from(args, model_id, dtype)
+    pipe = arguments.pipeline_from(args, model_id, dtype)
     state = resumed or pipe.initial_state(request)
     stop = pipe.table(request).high_noise_steps(pipe.runtime.model.boundary_ratio) if args.stop_after_high else None
     if args.warmup_steps:
         pipe.denoise(request, conditioning, state, stop=min(state.step + args.warmup_steps, request.steps))
     _write_config(folder / SAMPLING, model_id, pipe.runtime.dtype, request)
     recorder = Recorder(pipe.runtime)
-    profiler = Profiler(args.profile_output_path) if args.profile else None
-    state = cli.denoise_recorded(pipe, recorder, request, conditioning, state, profiler, stop=stop)
+    profiler = arguments.profiler_from(args)
+    state = generate.denoise_recorded(pipe, recorder, request, conditioning, state, profiler, stop=stop)
     save_value(state, folder / LATENTS)
     print(recorder.table())
     print(f"wrote {folder / LATENTS}, {state.step} of {request.steps} steps done")
@@ -103,7 +103,7 @@ def decode(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
 
     folder: Path = args.input_dir
-    outputs = cli.check_outputs(args.output_video or folder / "video.mp4", overwrite=args.overwrite)
+    outputs = arguments.check_outputs(args.output_video or folder / "video.mp4", overwrite=args.overwrite)
     model_id, dtype, request = _read_config(folder / SAMPLING)
     request = request if args.fps is None else dataclasses.replace(request, fps=args.fps)
     state = load_value(DenoiseState, folder / LATENTS)
@@ -111,17 +111,17 @@ def decode(argv: Sequence[str]) -> None:
         raise InvalidInput(
             f"{folder / LATENTS} has {state.step} of {request.steps} steps; run stage 2 with --resume first"
         )
-    pipe = cli.pipeline_from(args, model_id, dtype)
+    pipe = arguments.pipeline_from(args, model_id, dtype)
     recorder = Recorder(pipe.runtime)
-    cli.decode_to_files(pipe, recorder, request, state.latents, outputs, overwrite=args.overwrite)
+    generate.decode_to_files(pipe, recorder, request, state.latents, outputs, overwrite=args.overwrite)
     recorder.save(outputs[2], request)
-    cli.report(outputs, recorder)
+    generate.report(outputs, recorder)
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input_dir", type=Path, default=Path("stages"), help="folder of stage 1; default %(default)s")
     parser.add_argument("--model_id", help="default: as in stage 1")
-    cli.add_device_arguments(parser)
+    arguments.add_device_arguments(parser)
 
 
 def _write_config(path: Path, model_id: str, dtype: str, request: ResolvedRequest) -> None:

@@ -1,0 +1,103 @@
+"""Arguments that several commands share, and what is made from them."""
+
+import argparse
+from pathlib import Path
+
+from wan_tpu.pipeline import Pipeline, load_pipeline
+from wan_tpu.progress import Console
+from wan_tpu.record import Profiler
+from wan_tpu.request import NAMED_SIZES, SOLVERS, GenerationRequest, parse_size
+from wan_tpu.video import check_ffmpeg, check_output
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, where and how."""
+    group = parser.add_argument_group("model and devices")
+    group.add_argument(
+        "--model_id", required=True, help="diffusers directory, or hub id (Wan-AI/Wan2.2-I2V-A14B-Diffusers)"
+    )
+    add_device_arguments(group)
+
+
+def add_device_arguments(group: argparse._ActionsContainer) -> None:
+    """Where and how; the mesh takes all devices unless told."""
+    group.add_argument("--dtype", choices=("bfloat16", "float32"), help="of weights and activations; default bfloat16")
+    for axis, what in (("dp", "guidance branches"), ("sp", "tokens"), ("tp", "heads and weights")):
+        group.add_argument(f"--{axis}", type=int, help=f"devices along the mesh axis of {what}")
+
+
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to make."""
+    group = parser.add_argument_group("request (open settings are the model's published ones)")
+    group.add_argument("--prompt", default="")
+    group.add_argument("--negative_prompt")
+    group.add_argument("--image", help="first frame, for image-to-video models")
+    group.add_argument("--size", help=f"HEIGHT*WIDTH in pixels, multiples of 16; usual: {' '.join(NAMED_SIZES)}")
+    group.add_argument("--frames", type=int, help="4n + 1")
+    group.add_argument("--fps", type=float)
+    group.add_argument(
+        "--shift", type=float, help="timestep shift; default the checkpoint's (usual: 5 at 720p, 3 at 480p)"
+    )
+    group.add_argument("--solver", choices=SOLVERS, default="unipc")
+    add_sampling_arguments(group)
+
+
+def add_sampling_arguments(group: argparse._ActionsContainer) -> None:
+    """What the experts can be told anew."""
+    group.add_argument("--num_steps", type=int)
+    group.add_argument("--guidance_scale", type=float, help="of the high-noise (or only) expert; 1 turns it off")
+    group.add_argument("--guidance_scale_2", type=float, help="of the low-noise expert; default --guidance_scale")
+    group.add_argument("--seed", type=int)
+
+
+def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    """Profiling of a few warm denoise steps."""
+    parser.add_argument("--profile", action="store_true", help="trace a few warm denoise steps with jax.profiler")
+    parser.add_argument("--profile_output_path", type=Path, default=Path("profile"), help="default %(default)s")
+
+
+def request_from(args: argparse.Namespace) -> GenerationRequest:
+    """Build the request from parsed arguments."""
+    height, width = parse_size(args.size) if args.size else (None, None)
+    return GenerationRequest(
+        prompt=args.prompt,
+        negative_prompt=args.negative_prompt,
+        image=args.image,
+        height=height,
+        width=width,
+        frames=args.frames,
+        fps=args.fps,
+        steps=args.num_steps,
+        guidance_scale=args.guidance_scale,
+        guidance_scale_2=args.guidance_scale_2,
+        shift=args.shift,
+        seed=0 if args.seed is None else args.seed,
+        solver=args.solver,
+    )
+
+
+def pipeline_from(args: argparse.Namespace, model_id: str | None = None, dtype: str | None = None) -> Pipeline:
+    """Load the pipeline from parsed arguments: one request, so weights are freed after their stage."""
+    return load_pipeline(
+        model_id or args.model_id,
+        dtype=args.dtype or dtype or "bfloat16",
+        mesh=(args.dp, args.sp, args.tp),
+        keep_weights=False,
+        progress=Console(),
+    )
+
+
+def check_outputs(video: Path, *, overwrite: bool) -> tuple[Path, Path, Path]:
+    """Return the paths of mp4, contact sheet and record; raises `OutputError` when one can't be written."""
+    check_ffmpeg()
+    if video.suffix.lower() != ".mp4":
+        video = video.with_name(video.name + ".mp4")
+    paths = (video, video.with_suffix(".png"), video.with_suffix(".json"))
+    for path in paths:
+        check_output(path, overwrite=overwrite)
+    return paths
+
+
+def profiler_from(args: argparse.Namespace) -> Profiler | None:
+    """Return the profiler that was asked for."""
+    return Profiler(args.profile_output_path) if args.profile else None

@@ -1,0 +1,106 @@
+"""`wan-tpu generate`: the whole job in one process; its pieces also serve the stage commands."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from wan_tpu.commands import arguments
+from wan_tpu.data import Conditioning, DenoiseState, to_uint8
+from wan_tpu.pipeline import Pipeline
+from wan_tpu.record import Profiler, Recorder
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.stages import StepEvent, guided
+from wan_tpu.video import ContactSheet, VideoWriter
+
+
+def generate(argv: Sequence[str]) -> None:
+    """Make one video: encoder, experts, decoder."""
+    parser = argparse.ArgumentParser(prog="wan-tpu generate", description=generate.__doc__)
+    arguments.add_model_arguments(parser)
+    arguments.add_request_arguments(parser)
+    arguments.add_profile_arguments(parser)
+    parser.add_argument("--output", type=Path, default=Path("video.mp4"), help="the mp4; default %(default)s")
+    parser.add_argument("--overwrite", action="store_true", help="write over existing outputs")
+    args = parser.parse_args(argv)
+
+    request = arguments.request_from(args)
+    outputs = arguments.check_outputs(args.output, overwrite=args.overwrite)
+    pipe = arguments.pipeline_from(args)
+    request = pipe.resolve(request)
+    recorder = Recorder(pipe.runtime)
+    with recorder.stage("encoder") as record:
+        conditioning = pipe.encode(request)
+    record.flops = _encoder_flops(pipe, request)
+    profiler = arguments.profiler_from(args)
+    state = denoise_recorded(pipe, recorder, request, conditioning, pipe.initial_state(request), profiler)
+    decode_to_files(pipe, recorder, request, state.latents, outputs, overwrite=args.overwrite)
+    recorder.save(outputs[2], request)
+    report(outputs, recorder)
+
+
+def denoise_recorded(
+    pipe: Pipeline,
+    recorder: Recorder,
+    request: ResolvedRequest,
+    conditioning: Conditioning,
+    state: DenoiseState,
+    profiler: Profiler | None,
+    *,
+    stop: int | None = None,
+) -> DenoiseState:
+    """Run the experts up to step `stop`, each as a stage of its own in the record; return the state reached."""
+
+    def on_step(event: StepEvent) -> None:
+        recorder.step(event)
+        if profiler is not None:
+            profiler.after_step(event)
+
+    for expert in pipe.experts(request):
+        start, end = state.step, expert.stop if stop is None else min(stop, expert.stop)
+        if start >= end:
+            continue
+        with recorder.stage(expert.stage) as record:
+            try:
+                state = pipe.denoise(request, conditioning, state, stop=end, on_step=on_step)
+            finally:
+                if profiler is not None:
+                    profiler.stop()
+        branches = 2 if expert.guidance > 1 else 1
+        record.flops = (end - start) * pipe.runtime.model.step_flops(state.latents.shape, branches)
+    return state
+
+
+def decode_to_files(
+    pipe: Pipeline,
+    recorder: Recorder,
+    request: ResolvedRequest,
+    latents: np.ndarray,
+    outputs: tuple[Path, Path, Path],
+    *,
+    overwrite: bool,
+) -> None:
+    """Decode latents into the mp4 and the contact sheet as the frames come."""
+    sheet = ContactSheet(request.frames)
+    with recorder.stage("decoder") as record:
+        with VideoWriter(outputs[0], fps=request.fps, overwrite=overwrite) as writer:
+            for pixels in pipe.decode(latents):
+                frames = to_uint8(pixels)
+                writer.write(frames)
+                sheet.add(frames)
+        sheet.save(outputs[1], overwrite=overwrite)
+    record.flops = pipe.runtime.model.vae_decode_flops(latents.shape)
+
+
+def _encoder_flops(pipe: Pipeline, request: ResolvedRequest) -> int:
+    model = pipe.runtime.model
+    flops = model.text_flops(2 if guided(model, request) else 1)
+    return flops + (model.vae_encode_flops(request) if request.image is not None else 0)
+
+
+def report(outputs: Iterable[Path], recorder: Recorder) -> None:
+    """Print where the results are and what each stage took."""
+    print(recorder.table())
+    for name, path in zip(("video", "contact sheet", "record"), outputs, strict=False):
+        print(f"{name + ':':<15}{path}")
