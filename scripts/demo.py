@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Build a small checkpoint in the shape of Wan 2.2 I2V A14B and turn a photograph into a video with it."""
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ VAE = {"base_dim": 16}
 
 def main() -> int:
     """Make checkpoint and video; return the exit code of the command that a user would type."""
-    shutil.rmtree(FOLDER, ignore_errors=True)
+    shutil.rmtree(FOLDER / "checkpoint", ignore_errors=True)
     print("Building a small checkpoint with random weights: the program is the real one, the picture will be noise.")
     checkpoint = make_checkpoint(FOLDER / "checkpoint", "wan2.2-i2v-a14b", transformer=EXPERT, vae=VAE)
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
@@ -26,8 +27,8 @@ def main() -> int:
     command += ["--image", "examples/cat.png", "--prompt", "A cat looks into the camera, its whiskers moving."]
     command += ["--negative_prompt", "static, overexposed, blurred details", "--size", "160*240", "--frames", "17"]
     command += ["--fps", "8", "--num_steps", "8", "--guidance_scale", "3.5", "--shift", "5", "--seed", "0"]
-    command += ["--dtype", "float32", "--output", "demo/video.mp4"]
-    print("$", shlex.join(["python", *command[1:]]), flush=True)
+    command += ["--dtype", "float32", "--output", "demo/video.mp4", "--overwrite"]
+    print("$", shlex.join([os.path.relpath(sys.executable, ROOT), *command[1:]]), flush=True)
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 

@@ -14,6 +14,10 @@ from jax.sharding import PartitionSpec as P
 # stays in the cache of one core. Measured: 55 ms against 125 ms in one piece (2x4 heads, 2,000 tokens, D=128).
 CPU_QUERY_BLOCK = 256
 
+# Queries and keys of one tile of the TPU kernel. The first was compiled for v6e at 75,600 tokens and fits its VMEM
+# (32 MiB for a kernel); v5p has half of that.
+V6E_TILE, OTHER_TILE = (3328, 2816), (1024, 1024)
+
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, mesh: Mesh) -> jax.Array:
     """Full softmax attention with scale 1/sqrt(D).
@@ -59,25 +63,26 @@ def _blockwise(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def _tpu(q: jax.Array, k: jax.Array, v: jax.Array, mesh: Mesh) -> jax.Array:
     """JAX's splash attention, in shard_map: XLA can't partition a Pallas call by itself."""
+    tile = V6E_TILE if mesh.devices.flat[0].device_kind == "TPU v6 lite" else OTHER_TILE
     batch = "dp" if q.shape[0] % mesh.shape["dp"] == 0 else None
     rows, keys = P(batch, "tp", "sp", None), P(batch, "tp", None, None)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return _splash(q * q.shape[-1] ** -0.5, k, v)
+        return _splash(q * q.shape[-1] ** -0.5, k, v, tile)
 
     run = jax.shard_map(local, mesh=mesh, in_specs=(rows, keys, keys), out_specs=rows, check_vma=False)
     return run(q.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
 
 
-def _splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _splash(q: jax.Array, k: jax.Array, v: jax.Array, tile: tuple[int, int]) -> jax.Array:
     """q, k, v [B, N, L, D], any L: both lengths are padded to blocks, padded keys masked by segment id."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     (_, heads, query_length, _), key_length = q.shape, k.shape[2]
-    q, block_q = _pad_to_block(q, 3328)  # 3,328 x 2,816 tiles: what compiles within v6e's VMEM at 75,600 tokens
-    k, block_kv = _pad_to_block(k, 2816)
-    v, _ = _pad_to_block(v, 2816)
+    q, block_q = _pad_to_block(q, tile[0])
+    k, block_kv = _pad_to_block(k, tile[1])
+    v, _ = _pad_to_block(v, tile[1])
     mask = masks.MultiHeadMask([masks.FullMask((q.shape[2], k.shape[2])) for _ in range(heads)])
     compute = 256 if block_kv % 256 == 0 else 128  # keys at once: more need more VMEM than there is
     kernel = splash.make_splash_mha_single_device(

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,15 +34,21 @@ class Checkpoint:
 
         Raises `CheckpointError` when it is neither, or its index can't be read.
         """
-        self.source = str(source)
+        if not isinstance(source, str | Path) or not str(source):
+            raise CheckpointError(f"the model is {source!r}; give a diffusers directory or a hub id")
         local = Path(source)
+        # Absolute, so that stage files mean the same from every folder.
+        self.source = str(local.resolve()) if local.exists() else str(source)
         self._hub_id = None if local.exists() else _hub_id(self.source)
         self.folder = local if self._hub_id is None else self._fetch(["*.json", "tokenizer/*"])
         self.index = self._json("model_index.json")
 
     def has(self, component: str) -> bool:
         """Whether the index names this component (diffusers writes [null, null] for an absent one)."""
-        return (self.index.get(component) or [None])[0] is not None
+        entry = self.index.get(component) or [None, None]
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise CheckpointError(f"{self.source}/model_index.json has {component}: {entry!r}; fetch it again")
+        return entry[0] is not None
 
     def class_name(self, component: str) -> str:
         """Return the class that the index gives for `component`."""
@@ -59,13 +66,16 @@ class Checkpoint:
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            return json.loads((self.folder / name).read_text())
+            content = json.loads((self.folder / name).read_text())
         except OSError:
             raise CheckpointError(
                 f"{self.source} has no {name}; give a diffusers directory (with model_index.json) or a hub id"
             ) from None
         except ValueError as error:
             raise CheckpointError(f"{self.folder / name} is no JSON ({error}); fetch it again") from None
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{self.folder / name} is no JSON object; fetch it again")
+        return content
 
     def _fetch(self, patterns: Sequence[str]) -> Path:
         try:
@@ -81,12 +91,11 @@ class Checkpoint:
 def _hub_id(source: str) -> str:
     try:
         huggingface_hub.utils.validate_repo_id(source)
+        valid = source.count("/") == 1 and not source.startswith((".", "/", "~"))
     except HFValidationError:
-        source = ""
-    if source.count("/") != 1 or source.startswith((".", "/", "~")):
-        raise CheckpointError(
-            f"{source or 'the model'} is neither a directory nor a hub id like Wan-AI/Wan2.2-I2V-A14B-Diffusers"
-        )
+        valid = False
+    if not valid:
+        raise CheckpointError(f"{source} is neither a directory nor a hub id like Wan-AI/Wan2.2-I2V-A14B-Diffusers")
     return source
 
 
@@ -136,12 +145,27 @@ def load_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
     devices. Raises `CheckpointError` naming the tensors that are missing, too many, of a wrong shape or cut off,
     before any of them is read.
     """
-    module = _build(component)
-    stored = _index(checkpoint.path(component.folder), component)
-    _check(module, stored, component, checkpoint)
+    module, stored = check_component(checkpoint, component)
     component.adapt(module, mesh)
     depths = _scan(module, component.scanned)
     return Loaded(module, dict(_weights(module, depths, stored, component, dtype, mesh)))
+
+
+def check_component(checkpoint: Checkpoint, component: Component) -> tuple[torch.nn.Module, dict[str, "_Stored"]]:
+    """Build a component and compare it with the headers of its files; return the module and where its tensors lie.
+
+    Raises `CheckpointError` naming the tensors that are missing, too many, of a wrong shape or cut off.
+    """
+    try:
+        module = _build(component)
+    except Exception as error:  # whatever a constructor makes of a damaged config.json
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        raise CheckpointError(
+            f"{checkpoint.source}/{component.folder}/config.json describes no such model ({reason}); fetch it again"
+        ) from error
+    stored = _index(checkpoint.path(component.folder), component)
+    _check(module, stored, component, checkpoint)
+    return module, stored
 
 
 def abstract_component(component: Component, dtype: str, mesh: Mesh) -> Loaded:
@@ -163,9 +187,12 @@ def abstract_component(component: Component, dtype: str, mesh: Mesh) -> Loaded:
     return Loaded(module, params)
 
 
+_building = threading.Lock()  # accelerate patches torch.nn.Module while a module is built
+
+
 def _build(component: Component) -> torch.nn.Module:
     # Parameters go to the meta device; tables that a module computes for itself (RoPE) stay real.
-    with accelerate.init_empty_weights(include_buffers=False):
+    with _building, accelerate.init_empty_weights(include_buffers=False):
         module = component.build().eval().requires_grad_(False)
     for alias, name in _tied(module).items():
         parent, _, leaf = alias.rpartition(".")
@@ -184,9 +211,9 @@ def _index(folder: Path, component: Component) -> dict[str, _Stored]:
     if indexes:
         try:
             names = sorted(set(json.loads(indexes[0].read_text())["weight_map"].values()))
-        except (ValueError, KeyError) as error:
+            files = [folder / name for name in names]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{indexes[0]} is damaged ({error!r}); fetch it again") from None
-        files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -209,7 +236,7 @@ def _header(file: Path) -> list[tuple[str, tuple[int, ...]]]:
         with safetensors.safe_open(file, framework="numpy") as opened:
             return [(name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()]  # noqa: SIM118
     except OSError:
-        raise CheckpointError(f"{file} is missing, though the index names it; fetch the checkpoint again") from None
+        raise CheckpointError(f"{file} is missing or can't be read; fetch the checkpoint again") from None
     except safetensors.SafetensorError as error:
         raise CheckpointError(f"{file} is damaged or cut off ({error}); fetch it again") from None
 

@@ -1,6 +1,8 @@
 """The `wan-tpu` command: `generate` makes a video, `stage1` to `stage3` do the same with files between them."""
 
+import _thread
 import argparse
+import importlib.metadata
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "stage3": (staged.decode, "only the decoder: latents -> video"),
     }
     parser = argparse.ArgumentParser(prog="wan-tpu", description="Video generation on TPUs (CPU and CUDA work too).")
+    parser.add_argument("--version", action="version", version=importlib.metadata.version("wan-tpu"))
     listed = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, about) in commands.items():
         listed.add_parser(name, help=about, add_help=False)
@@ -29,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(command: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> int:
     """Run one command; turn what it raises into one line on stderr and an exit code (2 for bad input)."""
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+    sys.unraisablehook = _keep_interrupt
     try:
         command(sys.argv[1:] if argv is None else argv)
     except WanTpuError as error:
@@ -38,3 +42,11 @@ def run(command: Callable[[Sequence[str]], None], argv: Sequence[str] | None = N
         print("interrupted: nothing half-written was left behind", file=sys.stderr)
         return 130
     return 0
+
+
+def _keep_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Raise Ctrl-C again where Python would drop it: in a callback of the garbage collector, such as JAX's."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        _thread.interrupt_main()
+    else:
+        sys.__unraisablehook__(unraisable)

@@ -4,10 +4,11 @@ Shapes use one legend: B batch, T latent frames, H W latent height and width, L 
 """
 
 import dataclasses
+import json
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy, which safetensors' numpy codec needs)
 import numpy as np
@@ -72,8 +73,11 @@ def to_uint8(pixels: Array) -> Array:
     return (pixels * 255).round().astype(np.uint8)
 
 
-def save_value(value: Conditioning | DenoiseState, path: Path) -> None:
-    """Write one stage value as a safetensors file, whole or not at all; bfloat16 is stored as such."""
+def save_value(value: Conditioning | DenoiseState, path: Path, notes: dict[str, Any] | None = None) -> None:
+    """Write one stage value as a safetensors file, whole or not at all; bfloat16 is stored as such.
+
+    notes  JSON values kept in the same file: what the value was made from
+    """
     tensors: dict[str, Array] = {}
     for field in dataclasses.fields(value):
         content = getattr(value, field.name)
@@ -81,31 +85,36 @@ def save_value(value: Conditioning | DenoiseState, path: Path) -> None:
             tensors |= {f"{field.name}.{i}": np.ascontiguousarray(term) for i, term in enumerate(content)}
         elif content is not None:
             tensors[field.name] = np.ascontiguousarray(content)
+    metadata = {"type": type(value).__name__, "notes": json.dumps(notes or {})}
     partial = path.with_name(f".{path.name}.partial")
     try:
-        safetensors.numpy.save_file(tensors, partial, metadata={"type": type(value).__name__})
+        safetensors.numpy.save_file(tensors, partial, metadata=metadata)
         os.replace(partial, path)
-    except OSError as error:
-        raise OutputError(f"can't write {path} ({error}); choose a folder that can be written to") from None
+    except (OSError, safetensors.SafetensorError) as error:
+        raise OutputError(f"can't write {path} ({error}); make room, or choose another folder") from None
     finally:
         partial.unlink(missing_ok=True)
 
 
-def load_value(kind: type[Value], path: Path) -> Value:
-    """Read what `save_value` wrote; raises `InvalidInput` when it is missing, cut off or of another kind."""
+def load_value(kind: type[Value], path: Path) -> tuple[Value, dict[str, Any]]:
+    """Read what `save_value` wrote: the value and its notes.
+
+    Raises `InvalidInput` when the file is missing, cut off or of another kind.
+    """
     if not path.is_file():
         raise InvalidInput(f"{path} is missing; run the stage that writes it first")
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
-            found = (file.metadata() or {}).get("type", "something else")
+            metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except safetensors.SafetensorError as error:
+        found = metadata.get("type", "something else")
+        if found != kind.__name__:
+            raise InvalidInput(f"{path} holds {found}, not {kind.__name__}; give the file of the stage before")
+        fields: dict[str, object] = {name: array for name, array in tensors.items() if "." not in name}
+        if kind is DenoiseState:
+            terms = sorted(name for name in tensors if name.startswith("history."))
+            fields["history"] = tuple(tensors[name] for name in terms)
+            fields["step"] = int(tensors["step"].item())
+        return kind(**fields), json.loads(metadata["notes"])  # type: ignore[arg-type]
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise InvalidInput(f"{path} is damaged ({error}); run the stage that writes it again") from None
-    if found != kind.__name__:
-        raise InvalidInput(f"{path} holds {found}, not {kind.__name__}; give the file of the stage before")
-    fields: dict[str, object] = {name: array for name, array in tensors.items() if "." not in name}
-    if kind is DenoiseState:
-        terms = sorted(name for name in tensors if name.startswith("history."))
-        fields["history"] = tuple(tensors[name] for name in terms)
-        fields["step"] = tensors["step"].item()
-    return kind(**fields)  # type: ignore[arg-type]

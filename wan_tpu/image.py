@@ -20,12 +20,16 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
         return _to_rgb(source)
     if not isinstance(source, str | Path):
         raise InvalidRequest(f"image is a {type(source).__name__}; give a path or a PIL.Image")
+    if str(source).startswith(("http://", "https://")):
+        raise InvalidRequest(f"image {source} is a URL; download it and give the path of the file")
     path = Path(source)
-    if not path.is_file():
-        raise InvalidRequest(f"image {path} is not a file; give the path of a PNG, JPEG or WebP file")
     try:
+        if not path.is_file():
+            raise InvalidRequest(f"image {str(source)!r} is not a file; give the path of a PNG, JPEG or WebP file")
         with Image.open(path) as image:
-            return _to_rgb(image)
+            upright = _to_rgb(image)
+        upright.info["source"] = str(path)
+        return upright
     except UnidentifiedImageError:
         raise InvalidRequest(f"image {path} is no image that Pillow can read; convert it to PNG or JPEG") from None
     except Image.DecompressionBombError:
@@ -38,6 +42,10 @@ _LIMIT = f"at most {MAX_PIXELS // 1_000_000} megapixels are read (8000x8000): sh
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
+    if not image.width * image.height:
+        raise InvalidRequest(f"the image is {image.width}x{image.height}; give one with at least one pixel")
+    if image.mode in ("I", "F"):
+        raise InvalidRequest(f"the image has 32-bit pixels (mode {image.mode}), whose range is unknown; save it as PNG")
     if image.width * image.height > MAX_PIXELS:
         raise InvalidRequest(f"the image is {image.width}x{image.height}; {_LIMIT}")
     if image.mode == "RGB" and not image.getexif():

@@ -38,10 +38,20 @@ def make_mesh(
             raise MeshError(f"the mesh has axes {shape.axis_names}; it needs {AXES}, of size 1 where unused")
         _check_heads(shape.shape["tp"], heads)
         return Mesh(shape.devices, shape.axis_names)
-    devices = list(jax.devices() if devices is None else devices)
-    filled = fill_shape(shape or (None, None, None), len(devices), heads)
+    devices = _all_devices() if devices is None else list(devices)
+    filled = fill_shape((None, None, None) if shape is None else shape, len(devices), heads)
     _check_heads(filled.tp, heads)
     return Mesh(np.array(devices[: math.prod(filled)]).reshape(filled), AXES)
+
+
+def _all_devices() -> list[jax.Device]:
+    try:
+        return jax.devices()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise MeshError(
+            f"JAX finds no device ({reason}); set JAX_PLATFORMS=cpu, or install .[tpu] or .[cuda]"
+        ) from None
 
 
 def fill_shape(shape: Sequence[int | None], devices: int, heads: int) -> MeshShape:
@@ -50,9 +60,10 @@ def fill_shape(shape: Sequence[int | None], devices: int, heads: int) -> MeshSha
     dp 2 when the free devices are even in number (guidance runs two branches), tp as many of the rest as divide
     `heads`, sp what remains.
     """
-    if len(shape) != 3 or any(n is not None and (not isinstance(n, int) or n < 1) for n in shape):
-        raise MeshError(f"mesh {tuple(shape)} is not (dp, sp, tp) with three positive integers")
-    dp, sp, tp = shape
+    sizes = tuple(shape) if isinstance(shape, Sequence) else ()
+    if len(sizes) != 3 or any(n is not None and (type(n) is not int or n < 1) for n in sizes):
+        raise MeshError(f"mesh {shape!r} is not (dp, sp, tp) with three positive integers")
+    dp, sp, tp = sizes
     if dp is None:
         free = devices // ((sp or 1) * (tp or 1))
         dp = 2 if free > 0 and free % 2 == 0 else 1

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from wan_tpu import stages
 from wan_tpu.checkpoint import DTYPES, Checkpoint
 from wan_tpu.data import Conditioning, DenoiseState, Video
-from wan_tpu.errors import InvalidInput
+from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families import open_model
 from wan_tpu.health import ColourRange
 from wan_tpu.mesh import check_tokens, make_mesh
@@ -73,11 +73,22 @@ class Pipeline:
 
         Raises `InvalidRequest` before any work, `UnhealthyResult` naming stage and step.
         """
+        if not isinstance(request, GenerationRequest):
+            raise InvalidRequest(f"the request is a {type(request).__name__}; give a GenerationRequest")
         resolved = self.resolve(request)
         state = self.initial_state(resolved, noise)
+        self.check_components()
         conditioning = self.encode(resolved)
         state = self.denoise(resolved, conditioning, state, on_step=on_step)
         return Video(pixels=np.concatenate(list(self.decode(state.latents))), fps=resolved.fps)
+
+    def check_components(self, *names: str) -> None:
+        """Compare the files of components (all, when none is named) with their modules, by their headers alone.
+
+        Raises `CheckpointError` naming what is missing, too many, of a wrong shape or cut off. Done once.
+        """
+        components = self.runtime.model.components
+        self.runtime.check(name for name in components if not names or name in names)
 
     def initial_state(self, request: ResolvedRequest, noise: np.ndarray | None = None) -> DenoiseState:
         """Return the state before the first step of a resolved request."""

@@ -1,5 +1,6 @@
 """Compiled programs, with their compile time kept apart from their run time."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,8 @@ import jax
 from jax.sharding import Mesh
 
 from wan_tpu.mesh import replicated
+
+_tracing = threading.Lock()  # a module's weights are swapped while it is traced: one thread at a time
 
 
 class Program:
@@ -32,12 +35,13 @@ class Program:
         """Return the executable for arguments (arrays, or shapes with shardings) like these."""
         leaves, tree = jax.tree.flatten(args)
         key = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
-        if key not in self._compiled:
-            start = time.perf_counter()
-            with jax.default_matmul_precision(self._precision), jax.set_mesh(self._mesh):
-                self._compiled[key] = self._jit.lower(*args).compile()
-            self.compile_s += time.perf_counter() - start
-        return self._compiled[key]
+        with _tracing:
+            if key not in self._compiled:
+                start = time.perf_counter()
+                with jax.default_matmul_precision(self._precision), jax.set_mesh(self._mesh):
+                    self._compiled[key] = self._jit.lower(*args).compile()
+                self.compile_s += time.perf_counter() - start
+            return self._compiled[key]
 
 
 def place(tree: Any, mesh: Mesh) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from wan_tpu.errors import OutputError
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime import Runtime
 from wan_tpu.stages import StepEvent
@@ -110,7 +111,7 @@ def describe(runtime: Runtime) -> dict[str, Any]:
         "preset": runtime.model.preset,
         "dtype": runtime.dtype,
         "mesh": dict(runtime.mesh.shape),
-        "devices": f"{runtime.mesh.size} x {device.platform} {device.device_kind}",
+        "devices": f"{runtime.mesh.size} x {device.device_kind}",
         "boundary_ratio": runtime.model.boundary_ratio,
         "host": f"{platform.machine()}, {os.cpu_count()} cores",
     }
@@ -133,6 +134,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     try:
         partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         os.replace(partial, path)
+    except OSError as error:
+        raise OutputError(f"can't write {path} ({error}); make room, or choose another folder") from None
     finally:
         partial.unlink(missing_ok=True)
 

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from wan_tpu.errors import InvalidRequest
@@ -65,19 +66,25 @@ class GenerationRequest:
     solver: str = "unipc"
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic):  # a numpy scalar is as good as a number
+                object.__setattr__(self, field.name, value.item())
         for name in ("prompt", "negative_prompt"):
             value = getattr(self, name)
             if not isinstance(value, str) and not (value is None and name == "negative_prompt"):
                 raise InvalidRequest(f"{name} is a {type(value).__name__}; give a string (it may be empty)")
+            if value is not None and not _is_text(value):
+                raise InvalidRequest(f"{name} {value!r} is no valid Unicode; is the terminal set to UTF-8?")
         for name in ("height", "width"):
             _check_size(name, getattr(self, name))
         _check_frames(self.frames)
         _check_integer("steps", self.steps, 1, 1000)
         _check_integer("seed", self.seed, 0, 2**63 - 1)
-        _check_number("fps", self.fps, above=0, at_most=240)
-        _check_number("shift", self.shift, above=0, at_most=100)
+        _check_number("fps", self.fps, at_least=0.1, at_most=240)
+        _check_number("shift", self.shift, at_least=0.01, at_most=100)
         for name in ("guidance_scale", "guidance_scale_2"):
-            _check_number(name, getattr(self, name), above=None, at_most=100)
+            _check_number(name, getattr(self, name), at_least=0, at_most=100)
         if self.solver not in SOLVERS:
             raise InvalidRequest(f"solver {self.solver!r} is unknown; choose one of {', '.join(SOLVERS)}")
         if self.image is not None:
@@ -101,8 +108,8 @@ class GenerationRequest:
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; the image as its size only (pixels stay out of records)."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if self.image is not None:
-            fields["image"] = f"{self.image.width}x{self.image.height} pixels"  # type: ignore[union-attr]
+        if isinstance(self.image, Image.Image):
+            fields["image"] = f"{self.image.info.get('source', 'image')}, {self.image.width}x{self.image.height}"
         return fields
 
 
@@ -127,7 +134,7 @@ def parse_size(text: str) -> tuple[int, int]:
     Raises `InvalidRequest` when it is not two integers; their values are checked by `GenerationRequest`.
     """
     parts = text.lower().replace("x", "*").split("*")
-    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+    if len(parts) != 2 or not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
         raise InvalidRequest(f"size {text!r} is not HEIGHT*WIDTH; for example {' '.join(NAMED_SIZES)}")
     return int(parts[0]), int(parts[1])
 
@@ -135,6 +142,14 @@ def parse_size(text: str) -> tuple[int, int]:
 def nearest_multiple(value: int, multiple: int) -> int:
     """Return the positive multiple of `multiple` that is nearest to `value`."""
     return max(multiple, round(value / multiple) * multiple)
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_integer(name: str, value: object, lowest: int, highest: int) -> None:
@@ -147,16 +162,15 @@ def _check_integer(name: str, value: object, lowest: int, highest: int) -> None:
         raise InvalidRequest(f"{name} is {value}; allowed are {lowest} to {highest}, nearest {nearest}")
 
 
-def _check_number(name: str, value: object, *, above: float | None, at_most: float) -> None:
-    """Check a finite number in (above, at_most], or in [0, at_most] when `above` is None."""
+def _check_number(name: str, value: object, *, at_least: float, at_most: float) -> None:
     if value is None:
         return
+    allowed = f"{at_least:g} to {at_most:g}"
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} is {value!r}; give a finite number up to {at_most:g}")
-    enough = value >= 0 if above is None else value > above
-    if not enough or value > at_most:
-        low = "0 or more" if above is None else f"more than {above:g}"
-        raise InvalidRequest(f"{name} is {value:g}; allowed is {low}, at most {at_most:g}")
+        raise InvalidRequest(f"{name} is {value!r}; give a finite number from {allowed}")
+    if not at_least <= value <= at_most:
+        nearest = min(max(value, at_least), at_most)
+        raise InvalidRequest(f"{name} is {value:g}; allowed are {allowed}, nearest {nearest:g}")
 
 
 def _check_size(name: str, value: object) -> None:

@@ -1,12 +1,13 @@
 """A model on devices: its weights, loaded when a stage first needs them, and its compiled programs."""
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax.sharding import Mesh
 
-from wan_tpu.checkpoint import Loaded, load_component
+from wan_tpu.checkpoint import Loaded, check_component, load_component
 from wan_tpu.families import Model
 from wan_tpu.program import Program
 
@@ -26,18 +27,28 @@ class Runtime:
         self.load_s: dict[str, float] = {}
         self._keep_weights = keep_weights
         self._components: dict[str, Loaded] = {}
+        self._checked: set[str] = set()
+        self._loading = threading.Lock()
         self.programs: dict[str, Program] = {}
 
     def component(self, name: str) -> Loaded:
         """Return a component, read from the checkpoint if it isn't on the devices."""
-        if name not in self._components:
-            assert self.model.checkpoint is not None
-            start = time.perf_counter()
-            self._components[name] = load_component(
-                self.model.checkpoint, self.model.components[name], self.dtype, self.mesh
-            )
-            self.load_s[name] = self.load_s.get(name, 0.0) + time.perf_counter() - start
-        return self._components[name]
+        with self._loading:
+            if name not in self._components:
+                assert self.model.checkpoint is not None
+                start = time.perf_counter()
+                loaded = load_component(self.model.checkpoint, self.model.components[name], self.dtype, self.mesh)
+                self._components[name] = loaded
+                self.load_s[name] = self.load_s.get(name, 0.0) + time.perf_counter() - start
+            return self._components[name]
+
+    def check(self, names: Iterable[str]) -> None:
+        """Compare the headers of components' files with their modules, once; raises `CheckpointError`."""
+        with self._loading:
+            for name in set(names) - self._checked:
+                assert self.model.checkpoint is not None
+                check_component(self.model.checkpoint, self.model.components[name])
+                self._checked.add(name)
 
     def done_with(self, name: str) -> None:
         """Free a component's weights, unless they are kept. Programs stay: they hold no weights."""

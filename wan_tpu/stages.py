@@ -163,13 +163,18 @@ def initial_state(
     noise  [1, C, T, H, W]; raises `InvalidRequest` for any other shape
     """
     shape = model.latent_shape(request)
+    history = tuple(np.zeros(shape, np.float32) for _ in range(table.history_terms))
     if noise is None:
         generator = torch.Generator("cpu").manual_seed(request.seed)
         noise = torch.randn(shape, generator=generator, dtype=torch.float32).numpy()
-    elif tuple(noise.shape) != shape:
-        raise InvalidRequest(f"noise has shape {tuple(noise.shape)}; this request needs {shape}")
-    history = tuple(np.zeros(shape, np.float32) for _ in range(table.history_terms))
-    return DenoiseState(latents=np.array(noise, np.float32), history=history)
+        return DenoiseState(noise, history)
+    try:
+        given = np.array(noise).astype(np.float32, casting="same_kind")
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"noise is no array of real numbers ({error}); give float32 {shape}") from None
+    if given.shape != shape or not np.isfinite(given).all():
+        raise InvalidRequest(f"noise has shape {given.shape}; this request needs {shape}, all finite")
+    return DenoiseState(given, history)
 
 
 def denoise(
@@ -187,6 +192,12 @@ def denoise(
     The solver's history goes from one expert to the next: nothing restarts at the boundary.
     """
     table = solver_table(request.solver, request.steps, request.shift)
+    expected = runtime.model.latent_shape(request)
+    if tuple(state.latents.shape) != expected or len(state.history) != table.history_terms:
+        raise InvalidRequest(
+            f"the state has latents {tuple(state.latents.shape)} and {len(state.history)} history terms; "
+            f"this request needs {expected} and {table.history_terms}: start from its own initial state"
+        )
     check_tokens(runtime.mesh, runtime.model.tokens(state.latents.shape))
     for expert in experts(runtime.model, request, table):
         last = expert.stop if stop is None else min(stop, expert.stop)
@@ -210,7 +221,7 @@ def _run_expert(
 ) -> DenoiseState:
     loaded = runtime.component(expert.stage)
     program = step_program(runtime, loaded.module)
-    given = place(device_conditioning(conditioning, guided=expert.guidance > 1), runtime.mesh)
+    given = place(device_conditioning(runtime, conditioning, guided=expert.guidance > 1), runtime.mesh)
     # Copied: device_put may alias host memory on CPU, and the caller's state must stay as it is.
     latents, history = place((np.array(state.latents), tuple(map(np.array, state.history))), runtime.mesh)
     bar = progress.bar(expert.stage, stop - state.step)
@@ -259,7 +270,7 @@ def step_program(runtime: Runtime, module: torch.nn.Module) -> Program:
 
 
 def device_conditioning(
-    conditioning: Conditioning, *, guided: bool
+    runtime: Runtime, conditioning: Conditioning, *, guided: bool
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
     """Return (text [B, L, C], image, image_latents), what `step_program` takes last.
 
@@ -270,7 +281,9 @@ def device_conditioning(
         if conditioning.negative is None:
             raise InvalidRequest("guidance needs the negative prompt's embeddings; run the encoder stage again with it")
         text = np.concatenate([text, conditioning.negative])
-    return text, conditioning.image, conditioning.image_latents
+    image = conditioning.image
+    dtype = _dtype(runtime)  # the encoder may have run in another
+    return text.astype(dtype), None if image is None else image.astype(dtype), conditioning.image_latents
 
 
 def _to_host(state: DenoiseState) -> DenoiseState:

@@ -35,18 +35,18 @@ def check_output(path: str | Path, *, overwrite: bool) -> Path:
     Raises `OutputError` when the file exists and `overwrite` is false, or the folder can't be written to.
     """
     path = Path(path)
-    if path.is_dir():
-        raise OutputError(f"{path} is a folder; give the path of a file in it")
-    if path.exists() and not overwrite:
-        raise OutputError(f"{path} exists; choose another path, or ask for --overwrite (overwrite=True)")
     try:
+        if not path.name or path.is_dir():
+            raise OutputError(f"{str(path)!r} is a folder; give the path of a file in it")
+        if path.exists() and not overwrite:
+            raise OutputError(f"{path} exists; choose another path, or ask for --overwrite (overwrite=True)")
         path.parent.mkdir(parents=True, exist_ok=True)
         probe = path.with_name(f".{path.name}.writable")
         probe.touch()
         probe.unlink()
     except OSError as error:
         reason = error.strerror or error
-        raise OutputError(f"can't write to {path.parent} ({reason}); choose a folder that can be written to") from None
+        raise OutputError(f"can't write {path} ({reason}); choose a folder that can be written to") from None
     return path
 
 
@@ -58,10 +58,13 @@ class VideoWriter:
 
     def __init__(self, path: str | Path, *, fps: float, overwrite: bool = False) -> None:
         check_ffmpeg()
+        if Path(path).suffix.lower() != ".mp4":
+            raise OutputError(f"{path} doesn't end in .mp4, which is what is written; give such a path")
         self.path = check_output(path, overwrite=overwrite)
         self._fps = fps
         self._overwrite = overwrite
-        self._partial = self.path.with_name(f".{self.path.name}.partial.mp4")
+        # Absolute: to ffmpeg, a colon in a relative path means a protocol.
+        self._partial = self.path.absolute().with_name(f".{self.path.name}.partial.mp4")
         self._ffmpeg: subprocess.Popen[bytes] | None = None
 
     def write(self, frames: Iterable[np.ndarray]) -> None:
@@ -96,6 +99,8 @@ class VideoWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            if kind is None and self._ffmpeg is None:
+                raise OutputError(f"there is no frame to write to {self.path}")
             if kind is None and self._ffmpeg is not None:
                 _, message = self._ffmpeg.communicate()
                 if self._ffmpeg.returncode:
@@ -111,8 +116,9 @@ class VideoWriter:
         if message is None:
             assert ffmpeg.stderr is not None
             message = ffmpeg.stderr.read()
+            ffmpeg.wait()
         lines = message.decode(errors="replace").strip().splitlines() or [f"exit code {ffmpeg.returncode}"]
-        return OutputError(f"ffmpeg can't write {self.path} ({lines[-1]}); is the disk full?")
+        return OutputError(f"ffmpeg can't write {self.path} ({lines[-1]}); check the disk, and IMAGEIO_FFMPEG_EXE")
 
 
 class ContactSheet:
@@ -148,6 +154,8 @@ class ContactSheet:
         try:
             sheet.save(partial)
             _publish(partial, path, overwrite=overwrite)
+        except OSError as error:
+            raise OutputError(f"can't write {path} ({error}); make room, or choose another folder") from None
         finally:
             partial.unlink(missing_ok=True)
         return path

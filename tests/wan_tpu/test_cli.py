@@ -54,27 +54,48 @@ def test_generate_writes_video_sheet_and_record(made):
     assert list((made.parent / "profile").rglob("*.xplane.pb"))
 
 
-def test_staged_equals_one_command(made, checkpoint, tmp_path):
+def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
     """Also where stage 2 stops at the boundary, and with a shift that only stage 1 was told."""
     folder = tmp_path / "stages"
-    model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b"))]
-    assert cli.run(staged.encode, [*model, *REQUEST, "--shift", "8", "--output_dir", str(folder)]) == 0
+    stage1 = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), *REQUEST, "--shift", "8", "--output_dir", str(folder)]
     where = ["--input_dir", str(folder)]
+    assert cli.run(staged.denoise, where) == 2  # nothing there yet, and nothing made
+    assert not folder.exists()
+    assert cli.run(staged.encode, stage1) == 0
     assert cli.run(staged.denoise, [*where, "--warmup_steps", "1"]) == 0
-    whole = load_value(DenoiseState, folder / staged.LATENTS)
+    whole, _ = load_value(DenoiseState, folder / staged.LATENTS)
     assert whole.step == 4
     assert cli.run(staged.denoise, [*where, "--stop_after_high", "--overwrite"]) == 0
-    assert 0 < load_value(DenoiseState, folder / staged.LATENTS).step < 4
+    assert 0 < load_value(DenoiseState, folder / staged.LATENTS)[0].step < 4
     assert cli.run(staged.decode, where) == 2  # not finished: refused
+    half = (folder / staged.LATENTS).read_bytes()
     assert cli.run(staged.denoise, [*where, "--resume"]) == 0
-    resumed = load_value(DenoiseState, folder / staged.LATENTS)
+    resumed, _ = load_value(DenoiseState, folder / staged.LATENTS)
     assert np.array_equal(resumed.latents, whole.latents)
     assert cli.run(staged.decode, [*where, "--output_video", str(folder / "video.mp4")]) == 0
     assert np.array_equal(iio.imread(folder / "video.mp4", plugin="FFMPEG"), iio.imread(made, plugin="FFMPEG"))
-    overridden = [*where, "--num_steps", "2", "--guidance_scale", "1", "--seed", "4", "--overwrite"]
-    assert cli.run(staged.denoise, overridden) == 0
-    sampled = json.loads((folder / staged.SAMPLING).read_text())["request"]
-    assert (sampled["steps"], sampled["guidance_scale_2"], sampled["seed"], sampled["shift"]) == (2, 1, 4, 8)
+
+    # Settings travel with the latents they made; a bfloat16 stage 2 takes float32 embeddings.
+    overridden = ["--num_steps", "2", "--guidance_scale", "1", "--seed", "4", "--dtype", "bfloat16", "--overwrite"]
+    assert cli.run(staged.denoise, [*where, *overridden]) == 0
+    run = staged.Run.from_json(load_value(DenoiseState, folder / staged.LATENTS)[1], folder)
+    assert (run.request.steps, run.request.guidance_scale_2, run.request.seed, run.dtype) == (2, 1, 4, "bfloat16")
+    assert run.request.shift == 8
+
+    # A state goes on only with the embeddings it began with, and only its own model.
+    capsys.readouterr()
+    assert cli.run(staged.decode, [*where, "--model_id", "no/such/model", "--overwrite"]) == 2
+    assert "no/such/model" in capsys.readouterr().err
+    (folder / staged.LATENTS).write_bytes(half)
+    assert cli.run(staged.denoise, [*where, "--resume", "--seed", "5"]) == 2
+    assert "leave the sampling options out" in capsys.readouterr().err
+    assert cli.run(staged.encode, [*stage1, "--prompt", "A dog", "--overwrite"]) == 0
+    assert cli.run(staged.denoise, [*where, "--resume"]) == 2
+    assert "begun with other embeddings" in capsys.readouterr().err
+    config = folder / staged.CONFIG
+    config.write_text(config.read_text().replace('"id": "', '"id": "0'))
+    assert cli.run(staged.denoise, [*where, "--overwrite"]) == 2
+    assert "two runs of stage 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -82,6 +103,17 @@ def test_staged_equals_one_command(made, checkpoint, tmp_path):
     [
         (["--size", "30*48"], "nearest 32"),
         (["--size", "big"], "HEIGHT*WIDTH"),
+        (["--size", ""], "HEIGHT*WIDTH"),
+        (["--size", "²*32"], "HEIGHT*WIDTH"),
+        (["--num_steps", "1.5"], "see wan-tpu generate --help"),
+        (["--shift", "1e-30"], "nearest 0.01"),
+        (["--prompt", "caf\udce9"], "no valid Unicode"),
+        (["--image", "https://example.org/cat.png"], "download it"),
+        (["--image", "x" * 5000], "damaged"),
+        (["--output", ""], "is a folder"),
+        (["--output", "/tmp"], "is a folder"),
+        (["--output", "x" * 300], "choose a folder"),
+        (["--profile", "--profile_output_path", __file__], "is a file; give a folder"),
         (["--frames", "6"], "4n + 1"),
         (["--num_steps", "-1"], "allowed are 1 to 1000"),
         (["--guidance_scale", "nan"], "finite number"),
@@ -102,6 +134,46 @@ def test_bad_input_is_one_line_and_exit_code_2(change, message, checkpoint, tmp_
     assert captured.count("\n") == 1
     assert time.perf_counter() - start < 3  # nothing was loaded or compiled
     assert not list(tmp_path.iterdir())
+
+
+def damage(folder, file, change):
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(change(content)))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("model_index.json", lambda c: [], "no JSON object"),
+        ("model_index.json", lambda c: c | {"transformer": ["a"]}, "model_index.json has transformer"),
+        ("model_index.json", lambda c: c | {"boundary_ratio": 7}, "lies between 0 and 1"),
+        ("vae/config.json", lambda c: {}, "damaged configuration"),
+        ("vae/config.json", lambda c: c | {"latents_mean": [0]}, "1 latents_mean for z_dim 16"),
+        ("vae/config.json", lambda c: c | {"dim_mult": "ab"}, "describes no such model"),
+        ("transformer/config.json", lambda c: c | {"patch_size": 2}, "different shapes"),
+        ("text_encoder/config.json", lambda c: c | {"d_model": "wide"}, "describes no such model"),
+        ("scheduler/scheduler_config.json", lambda c: c | {"flow_shift": [5]}, "damaged configuration"),
+        ("tokenizer/tokenizer.json", lambda c: {}, "no working tokenizer"),
+    ],
+)
+def test_damaged_configurations_are_one_line_and_exit_code_2(file, change, message, checkpoint, tmp_path, capsys):
+    folder = shutil.copytree(checkpoint("wan2.2-i2v-a14b"), tmp_path / "checkpoint")
+    damage(folder, file, change)
+    out = tmp_path / "out" / "video.mp4"
+    assert cli.run(generate, ["--model_id", str(folder), *REQUEST, "--output", str(out)]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+
+
+def test_a_later_component_is_refused_before_any_compute(checkpoint, tmp_path, capsys):
+    folder = shutil.copytree(checkpoint("wan2.2-i2v-a14b"), tmp_path / "checkpoint")
+    file = next((folder / "transformer_2").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-100])
+    assert cli.run(generate, ["--model_id", str(folder), *REQUEST, "--output", str(tmp_path / "video.mp4")]) == 2
+    shown = capsys.readouterr().err
+    assert "transformer_2" in shown
+    assert "encoder:" not in shown  # no stage began
 
 
 def test_existing_output_is_kept(made, checkpoint, capsys):

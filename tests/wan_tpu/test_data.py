@@ -17,7 +17,7 @@ RNG = np.random.default_rng(0)
 def test_bfloat16_round_trips_without_loss(tmp_path):
     every_pattern = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(1, 256, 256)
     save_value(Conditioning(prompt=every_pattern, image=RNG.standard_normal((1, 3, 4))), tmp_path / "c.safetensors")
-    got = load_value(Conditioning, tmp_path / "c.safetensors")
+    got, _ = load_value(Conditioning, tmp_path / "c.safetensors")
     assert got.prompt.dtype == ml_dtypes.bfloat16
     assert np.array_equal(got.prompt.view(np.uint16), every_pattern.view(np.uint16))
     assert got.negative is None
@@ -26,8 +26,9 @@ def test_bfloat16_round_trips_without_loss(tmp_path):
 
 def test_state_round_trips_with_its_history(tmp_path):
     terms = tuple(RNG.standard_normal((1, 2, 3, 4, 5)).astype(np.float32) for _ in range(4))
-    save_value(DenoiseState(terms[0], terms[1:], 7), tmp_path / "s.safetensors")
-    got = load_value(DenoiseState, tmp_path / "s.safetensors")
+    save_value(DenoiseState(terms[0], terms[1:], 7), tmp_path / "s.safetensors", {"seed": 3})
+    got, notes = load_value(DenoiseState, tmp_path / "s.safetensors")
+    assert notes == {"seed": 3}
     assert got.step == 7
     for a, b in zip((got.latents, *got.history), terms, strict=True):
         assert np.array_equal(a, b)
@@ -65,6 +66,18 @@ def test_video_is_h264_yuv420p_and_looks_the_same(tmp_path):
     assert np.abs(frames.astype(int) - video.frames).mean() < 6  # lossy, chroma at half resolution
     assert video.frames.dtype == np.uint8
     assert [p.name for p in tmp_path.iterdir()] == ["video.mp4"]
+
+
+@pytest.mark.parametrize("name", ["video.png", "video", "."])
+def test_only_mp4_is_written(tmp_path, name):
+    with pytest.raises(OutputError, match=r"\.mp4"):
+        moving_square().save(tmp_path / name)
+
+
+def test_colons_in_a_relative_path_are_no_protocol(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    moving_square().save("cat-12:30.mp4")
+    assert (tmp_path / "cat-12:30.mp4").stat().st_size > 500
 
 
 def test_nothing_is_overwritten_unless_asked(tmp_path):

@@ -112,7 +112,7 @@ def test_the_bfloat16_step_solves_nothing_and_combines_in_float32(pipeline):
     request = pipe.resolve(GenerationRequest(**REQUEST))
     conditioning = pipe.encode(request)
     table = pipe.table(request)
-    given = place(device_conditioning(conditioning, guided=True), runtime.mesh)
+    given = place(device_conditioning(runtime, conditioning, guided=True), runtime.mesh)
     rng = np.random.default_rng(0)
     shape = runtime.model.latent_shape(request)
     latents, *history = (rng.standard_normal(shape).astype(np.float32) for _ in range(4))

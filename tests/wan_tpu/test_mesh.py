@@ -74,6 +74,12 @@ def test_a_mesh_of_jax_is_taken_whatever_its_axis_types():
         make_mesh(jax.make_mesh((1,), ("tp",)), heads=2)
 
 
+@pytest.mark.parametrize("shape", [5, 0, (), [], (True, 1, 1), (1, 1), "111", (1, -1, 1)])
+def test_bad_mesh_shapes_are_refused(shape):
+    with pytest.raises(MeshError, match=r"\(dp, sp, tp\) with three positive integers"):
+        make_mesh(shape, heads=1)
+
+
 def test_heads_and_tokens_that_do_not_divide_are_refused_with_the_nearest():
     with pytest.raises(MeshError, match=r"doesn't divide the 40 attention heads.*nearest 5"):
         make_mesh((1, 1, 6), heads=40, devices=jax.devices() * 6)

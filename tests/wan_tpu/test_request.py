@@ -2,6 +2,7 @@
 
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -24,8 +25,8 @@ from wan_tpu.request import parse_size
         ({"steps": True}, r"steps is True"),
         ({"guidance_scale": math.nan}, r"guidance_scale is nan; give a finite number"),
         ({"guidance_scale_2": math.inf}, r"guidance_scale_2 is inf"),
-        ({"guidance_scale": -1}, r"guidance_scale is -1; allowed is 0 or more"),
-        ({"shift": 0}, r"shift is 0; allowed is more than 0"),
+        ({"guidance_scale": -1}, r"guidance_scale is -1; allowed are 0 to 100, nearest 0"),
+        ({"shift": 0}, r"shift is 0; allowed are 0\.01 to 100"),
         ({"fps": "16"}, r"fps is '16'"),
         ({"seed": -1}, r"seed is -1"),
         ({"solver": "ddim"}, r"solver 'ddim' is unknown; choose one of unipc, euler"),
@@ -105,16 +106,50 @@ def test_requests_that_the_model_cannot_make(checkpoint):
         assert not pipe.runtime._components  # refused before any weight was read
 
 
+def test_numpy_numbers_are_numbers():
+    request = GenerationRequest(height=np.int64(32), guidance_scale=np.float32(2))
+    assert request.to_json()["height"] == 32
+    assert type(request.height) is int
+    assert type(request.guidance_scale) is float
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_of_unknown_range_are_refused(mode):
+    with pytest.raises(InvalidRequest, match="save it as PNG"):
+        load_image(Image.new(mode, (8, 8)))
+    with pytest.raises(InvalidRequest, match="0x0"):
+        load_image(Image.new("RGB", (0, 0)))
+
+
+def test_two_threads_may_share_a_new_pipeline(checkpoint):
+    pipe = load_pipeline(checkpoint("wan2.1-t2v-1.3b"), dtype="float32", mesh=(1, 1, 1))
+    requests = [
+        GenerationRequest(prompt="a cat", height=32, width=32, frames=5, steps=2, guidance_scale=1.0, seed=seed)
+        for seed in (0, 1)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(pipe.generate, requests))
+    for request, video in zip(requests, together, strict=True):
+        assert np.array_equal(pipe.generate(request).pixels, video.pixels)
+
+
 def test_unknown_dtype(checkpoint):
     with pytest.raises(InvalidInput, match="choose one of float32, bfloat16"):
         load_pipeline(checkpoint("wan2.1-t2v-1.3b"), dtype="float16")
 
 
 def test_noise_of_another_shape(pipeline):
-    with pytest.raises(InvalidRequest, match=r"this request needs \(1, 16, 1, 4, 4\)"):
-        pipeline("wan2.1-t2v-1.3b").generate(
-            GenerationRequest(height=32, width=32, frames=1, steps=1), noise=np.zeros((1, 16, 1, 2, 2))
-        )
+    request = GenerationRequest(height=32, width=32, frames=1, steps=1)
+    for noise, message in [
+        (np.zeros((1, 16, 1, 2, 2)), r"this request needs \(1, 16, 1, 4, 4\)"),
+        (np.full((1, 16, 1, 4, 4), np.nan), "all finite"),
+        ("noise", "no array of real numbers"),
+        (np.zeros((1, 16, 1, 4, 4), complex), "no array of real numbers"),
+    ]:
+        with pytest.raises(InvalidRequest, match=message):
+            pipeline("wan2.1-t2v-1.3b").generate(request, noise=noise)
+    with pytest.raises(InvalidRequest, match="is a str; give a GenerationRequest"):
+        pipeline("wan2.1-t2v-1.3b").generate("a cat")
 
 
 def test_open_fields_take_the_published_settings(checkpoint):

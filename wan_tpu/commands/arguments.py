@@ -1,13 +1,24 @@
 """Arguments that several commands share, and what is made from them."""
 
 import argparse
+import os
 from pathlib import Path
+from typing import NoReturn
 
+from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.pipeline import Pipeline, load_pipeline
 from wan_tpu.progress import Console
 from wan_tpu.record import Profiler
 from wan_tpu.request import NAMED_SIZES, SOLVERS, GenerationRequest, parse_size
 from wan_tpu.video import check_ffmpeg, check_output
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports wrong arguments like all bad input: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `InvalidInput`."""
+        raise InvalidInput(f"{message}; see {self.prog} --help")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +69,7 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
 
 def request_from(args: argparse.Namespace) -> GenerationRequest:
     """Build the request from parsed arguments."""
-    height, width = parse_size(args.size) if args.size else (None, None)
+    height, width = parse_size(args.size) if args.size is not None else (None, None)
     return GenerationRequest(
         prompt=args.prompt,
         negative_prompt=args.negative_prompt,
@@ -77,9 +88,12 @@ def request_from(args: argparse.Namespace) -> GenerationRequest:
 
 
 def pipeline_from(args: argparse.Namespace, model_id: str | None = None, dtype: str | None = None) -> Pipeline:
-    """Load the pipeline from parsed arguments: one request, so weights are freed after their stage."""
+    """Load the pipeline from parsed arguments, for one request: weights are freed after their stage.
+
+    model_id, dtype  used where the arguments leave them open
+    """
     return load_pipeline(
-        model_id or args.model_id,
+        args.model_id or model_id or "",
         dtype=args.dtype or dtype or "bfloat16",
         mesh=(args.dp, args.sp, args.tp),
         keep_weights=False,
@@ -90,6 +104,8 @@ def pipeline_from(args: argparse.Namespace, model_id: str | None = None, dtype: 
 def check_outputs(video: Path, *, overwrite: bool) -> tuple[Path, Path, Path]:
     """Return the paths of mp4, contact sheet and record; raises `OutputError` when one can't be written."""
     check_ffmpeg()
+    if not video.name or os.path.isdir(video):  # unlike is_dir(), false for a name that is too long
+        raise OutputError(f"{str(video)!r} is a folder; give the path of an mp4 in it")
     if video.suffix.lower() != ".mp4":
         video = video.with_name(video.name + ".mp4")
     paths = (video, video.with_suffix(".png"), video.with_suffix(".json"))
@@ -100,4 +116,6 @@ def check_outputs(video: Path, *, overwrite: bool) -> tuple[Path, Path, Path]:
 
 def profiler_from(args: argparse.Namespace) -> Profiler | None:
     """Return the profiler that was asked for."""
+    if args.profile and args.profile_output_path.exists() and not args.profile_output_path.is_dir():
+        raise OutputError(f"--profile_output_path {args.profile_output_path} is a file; give a folder")
     return Profiler(args.profile_output_path) if args.profile else None

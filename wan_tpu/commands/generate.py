@@ -1,6 +1,5 @@
 """`wan-tpu generate`: the whole job in one process; its pieces also serve the stage commands."""
 
-import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from wan_tpu.video import ContactSheet, VideoWriter
 
 def generate(argv: Sequence[str]) -> None:
     """Make one video: encoder, experts, decoder."""
-    parser = argparse.ArgumentParser(prog="wan-tpu generate", description=generate.__doc__)
+    parser = arguments.Parser(prog="wan-tpu generate", description=generate.__doc__)
     arguments.add_model_arguments(parser)
     arguments.add_request_arguments(parser)
     arguments.add_profile_arguments(parser)
@@ -25,15 +24,16 @@ def generate(argv: Sequence[str]) -> None:
     parser.add_argument("--overwrite", action="store_true", help="write over existing outputs")
     args = parser.parse_args(argv)
 
-    request = arguments.request_from(args)
+    given = arguments.request_from(args)
     outputs = arguments.check_outputs(args.output, overwrite=args.overwrite)
+    profiler = arguments.profiler_from(args)
     pipe = arguments.pipeline_from(args)
-    request = pipe.resolve(request)
+    request = pipe.resolve(given)
+    pipe.check_components()
     recorder = Recorder(pipe.runtime)
     with recorder.stage("encoder") as record:
         conditioning = pipe.encode(request)
     record.flops = _encoder_flops(pipe, request)
-    profiler = arguments.profiler_from(args)
     state = denoise_recorded(pipe, recorder, request, conditioning, pipe.initial_state(request), profiler)
     decode_to_files(pipe, recorder, request, state.latents, outputs, overwrite=args.overwrite)
     recorder.save(outputs[2], request)

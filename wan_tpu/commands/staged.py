@@ -1,13 +1,14 @@
 """The stages as processes of their own, with files between them: to debug, and to retry from any point.
 
 stage1  ->  generation_config.json, stage1_embeddings.safetensors
-stage2  ->  stage2_config.json, stage2_latents.safetensors   (also the state at the boundary)
+stage2  ->  stage2_latents.safetensors   (also the state at the boundary, with the settings it was made with)
 stage3  ->  the video
 """
 
 import argparse
 import dataclasses
 import json
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,36 +22,62 @@ from wan_tpu.video import check_output
 
 CONFIG = "generation_config.json"
 EMBEDDINGS = "stage1_embeddings.safetensors"
-SAMPLING = "stage2_config.json"
 LATENTS = "stage2_latents.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What every file of one run of the stages carries; `id` is new with each run of stage 1."""
+
+    id: str
+    model_id: str
+    dtype: str
+    request: ResolvedRequest
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values; the image has done its work in stage 1 and is left out."""
+        return {"id": self.id, "model_id": self.model_id, "dtype": self.dtype, "request": self.request.to_json()}
+
+    @classmethod
+    def from_json(cls, content: Any, path: Path) -> "Run":
+        """Read `to_json`'s values; raises `InvalidInput` naming `path` when something is missing or wrong."""
+        try:
+            known = {field.name for field in dataclasses.fields(ResolvedRequest)} - {"image"}
+            fields = {name: value for name, value in content["request"].items() if name in known}
+            run_id, model_id, dtype = (str(content[name]) for name in ("id", "model_id", "dtype"))
+            return cls(run_id, model_id, dtype, ResolvedRequest(**fields))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise InvalidInput(f"{path} is damaged ({error!r}); run the stage that writes it again") from None
 
 
 def encode(argv: Sequence[str]) -> None:
     """Encoder stage: write the embeddings and all settings, the resolved shift included, into a folder."""
-    parser = argparse.ArgumentParser(prog="stage1_encoder", description=encode.__doc__)
+    parser = arguments.Parser(prog="stage1_encoder", description=encode.__doc__)
     arguments.add_model_arguments(parser)
     arguments.add_request_arguments(parser)
     parser.add_argument("--output_dir", type=Path, default=Path("stages"), help="default %(default)s")
     parser.add_argument("--overwrite", action="store_true")
     args = parser.parse_args(argv)
 
-    request = arguments.request_from(args)
+    given = arguments.request_from(args)
     for name in (CONFIG, EMBEDDINGS):
         check_output(args.output_dir / name, overwrite=args.overwrite)
     pipe = arguments.pipeline_from(args)
-    request = pipe.resolve(request)
+    request = pipe.resolve(given)
+    assert pipe.runtime.model.checkpoint is not None
+    run = Run(uuid.uuid4().hex, pipe.runtime.model.checkpoint.source, pipe.runtime.dtype, request)
     recorder = Recorder(pipe.runtime)
     with recorder.stage("encoder"):
         conditioning = pipe.encode(request)
-    save_value(conditioning, args.output_dir / EMBEDDINGS)
-    _write_config(args.output_dir / CONFIG, args.model_id, pipe.runtime.dtype, request)
+    save_value(conditioning, args.output_dir / EMBEDDINGS, {"id": run.id})
+    write_json(args.output_dir / CONFIG, run.to_json())
     print(recorder.table())
     print(f"wrote {args.output_dir / EMBEDDINGS} and {CONFIG}")
 
 
 def denoise(argv: Sequence[str]) -> None:
     """Expert stages: read the embeddings, write the latents; may stop at the boundary and go on from there."""
-    parser = argparse.ArgumentParser(prog="stage2_transformer", description=denoise.__doc__)
+    parser = arguments.Parser(prog="stage2_transformer", description=denoise.__doc__)
     _add_input(parser)
     arguments.add_sampling_arguments(parser)
     arguments.add_profile_arguments(parser)
@@ -63,39 +90,34 @@ def denoise(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
 
     folder: Path = args.input_dir
-    overrides = {
-        "steps": args.num_steps,
-        "guidance_scale": args.guidance_scale,
-        "guidance_scale_2": args.guidance_scale_2 if args.guidance_scale_2 is not None else args.guidance_scale,
-        "seed": args.seed,
-    }
-    if args.resume and any(value is not None for value in overrides.values()):
-        raise InvalidInput("--resume goes on with the settings it began with; leave the sampling options out")
     if args.warmup_steps < 0:
         raise InvalidInput(f"--warmup_steps is {args.warmup_steps}; give 0 or more")
+    conditioning, run = _read_stage1(folder)
+    resumed = None
+    if args.resume:
+        resumed, run = _read_state(folder, run.id)
+    run = _with_overrides(run, args)
     check_output(folder / LATENTS, overwrite=args.overwrite or args.resume)
-    model_id, dtype, request = _read_config(folder / (SAMPLING if args.resume else CONFIG))
-    request = dataclasses.replace(request, **{name: value for name, value in overrides.items() if value is not None})
-    conditioning = load_value(Conditioning, folder / EMBEDDINGS)
-    resumed = load_value(DenoiseState, folder / LATENTS) if args.resume else None
 
-    pipe = arguments.pipeline_from(args, model_id, dtype)
+    pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
+    request = run.request
+    pipe.check_components("denoise_high", "denoise_low")
     state = resumed or pipe.initial_state(request)
     stop = pipe.table(request).high_noise_steps(pipe.runtime.model.boundary_ratio) if args.stop_after_high else None
     if args.warmup_steps:
         pipe.denoise(request, conditioning, state, stop=min(state.step + args.warmup_steps, request.steps))
-    _write_config(folder / SAMPLING, model_id, pipe.runtime.dtype, request)
     recorder = Recorder(pipe.runtime)
     profiler = arguments.profiler_from(args)
     state = generate.denoise_recorded(pipe, recorder, request, conditioning, state, profiler, stop=stop)
-    save_value(state, folder / LATENTS)
+    # One file holds the latents and what they were made with: nothing can come between them.
+    save_value(state, folder / LATENTS, run.to_json())
     print(recorder.table())
     print(f"wrote {folder / LATENTS}, {state.step} of {request.steps} steps done")
 
 
 def decode(argv: Sequence[str]) -> None:
     """Decoder stage: read the latents, write video, contact sheet and record."""
-    parser = argparse.ArgumentParser(prog="stage3_vae_decoder", description=decode.__doc__)
+    parser = arguments.Parser(prog="stage3_vae_decoder", description=decode.__doc__)
     _add_input(parser)
     parser.add_argument("--output_video", type=Path, help="default video.mp4 in the input folder")
     parser.add_argument("--fps", type=float, help="default: as in stage 1")
@@ -103,15 +125,14 @@ def decode(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
 
     folder: Path = args.input_dir
-    outputs = arguments.check_outputs(args.output_video or folder / "video.mp4", overwrite=args.overwrite)
-    model_id, dtype, request = _read_config(folder / SAMPLING)
-    request = request if args.fps is None else dataclasses.replace(request, fps=args.fps)
-    state = load_value(DenoiseState, folder / LATENTS)
+    state, run = _read_state(folder, None)
+    request = run.request if args.fps is None else dataclasses.replace(run.request, fps=args.fps)
     if state.step != request.steps:
         raise InvalidInput(
             f"{folder / LATENTS} has {state.step} of {request.steps} steps; run stage 2 with --resume first"
         )
-    pipe = arguments.pipeline_from(args, model_id, dtype)
+    outputs = arguments.check_outputs(args.output_video or folder / "video.mp4", overwrite=args.overwrite)
+    pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
     recorder = Recorder(pipe.runtime)
     generate.decode_to_files(pipe, recorder, request, state.latents, outputs, overwrite=args.overwrite)
     recorder.save(outputs[2], request)
@@ -124,18 +145,42 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     arguments.add_device_arguments(parser)
 
 
-def _write_config(path: Path, model_id: str, dtype: str, request: ResolvedRequest) -> None:
-    write_json(path, {"model_id": model_id, "dtype": dtype, "request": request.to_json()})
-
-
-def _read_config(path: Path) -> tuple[str, str, ResolvedRequest]:
-    """Return model id, dtype and request; the image has done its work in stage 1 and is left out."""
+def _read_stage1(folder: Path) -> tuple[Conditioning, Run]:
+    path = folder / CONFIG
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
-        known = {field.name for field in dataclasses.fields(ResolvedRequest)} - {"image"}
-        fields = {name: value for name, value in content["request"].items() if name in known}
-        return content["model_id"], content["dtype"], ResolvedRequest(**fields)
+        run = Run.from_json(json.loads(path.read_text()), path)
     except OSError:
-        raise InvalidInput(f"{path} is missing; run the stage before this one into the same folder first") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidInput(f"{path} is damaged ({error!r}); run the stage that writes it again") from None
+        raise InvalidInput(f"{path} is missing; run stage 1 (stage1_encoder.py) into {folder} first") from None
+    except ValueError as error:
+        raise InvalidInput(f"{path} is damaged ({error}); run stage 1 again") from None
+    conditioning, notes = load_value(Conditioning, folder / EMBEDDINGS)
+    if notes.get("id") != run.id:
+        raise InvalidInput(f"{CONFIG} and {EMBEDDINGS} in {folder} are of two runs of stage 1; run stage 1 again")
+    return conditioning, run
+
+
+def _read_state(folder: Path, run_id: str | None) -> tuple[DenoiseState, Run]:
+    """Return the state in a folder and its settings; it must have begun with the embeddings of `run_id`, if given."""
+    state, notes = load_value(DenoiseState, folder / LATENTS)
+    run = Run.from_json(notes, folder / LATENTS)
+    if run_id not in (None, run.id):
+        raise InvalidInput(
+            f"{folder / LATENTS} was begun with other embeddings than stage 1 has written since; "
+            "run stage 2 without --resume, with --overwrite"
+        )
+    return state, run
+
+
+def _with_overrides(run: Run, args: argparse.Namespace) -> Run:
+    given = {
+        "steps": args.num_steps,
+        "guidance_scale": args.guidance_scale,
+        "guidance_scale_2": args.guidance_scale_2 if args.guidance_scale_2 is not None else args.guidance_scale,
+        "seed": args.seed,
+    }
+    overrides = {name: value for name, value in given.items() if value is not None}
+    if args.resume and overrides:
+        raise InvalidInput("--resume goes on with the settings it began with; leave the sampling options out")
+    return dataclasses.replace(
+        run, request=dataclasses.replace(run.request, **overrides), dtype=args.dtype or run.dtype
+    )

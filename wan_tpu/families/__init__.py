@@ -15,4 +15,9 @@ def open_model(checkpoint: Checkpoint) -> Model:
             f"{checkpoint.source} is a {checkpoint.index.get('_class_name')} with {found}; "
             "supported are Wan 2.1 and 2.2 (WanTransformer3DModel), for example Wan-AI/Wan2.2-I2V-A14B-Diffusers"
         )
-    return WanModel(read_config(checkpoint), checkpoint)
+    try:
+        return WanModel(read_config(checkpoint), checkpoint)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint.source} has a damaged configuration ({type(error).__name__}: {error}); fetch it again"
+        ) from error

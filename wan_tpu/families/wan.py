@@ -44,7 +44,15 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
     if two_experts and index.get("boundary_ratio") is None:
         raise CheckpointError(f"{checkpoint.source} has two experts but no boundary_ratio in model_index.json")
     if two_experts and _shape(checkpoint.config("transformer_2")) != _shape(checkpoint.config("transformer")):
-        raise CheckpointError(f"{checkpoint.source} has experts of different shapes; both must have one configuration")
+        raise CheckpointError(
+            f"{checkpoint.source} has experts of different shapes: transformer/config.json and "
+            "transformer_2/config.json must say the same"
+        )
+    boundary = index.get("boundary_ratio") if two_experts else None
+    if boundary is not None and not (isinstance(boundary, int | float) and 0 < boundary < 1):
+        raise CheckpointError(f"{checkpoint.source} has boundary_ratio {boundary!r}; it lies between 0 and 1")
+    if checkpoint.class_name("vae") != "AutoencoderKLWan":
+        raise CheckpointError(f"{checkpoint.source} has VAE {checkpoint.class_name('vae')}; Wan's is AutoencoderKLWan")
     return WanConfig(
         transformer=checkpoint.config("transformer"),
         vae=checkpoint.config("vae"),
@@ -52,7 +60,7 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
         image_encoder=checkpoint.config("image_encoder") if has_image_encoder else None,
         text_encoder_class=checkpoint.class_name("text_encoder"),
         image_encoder_class=checkpoint.class_name("image_encoder") if has_image_encoder else None,
-        boundary_ratio=index.get("boundary_ratio") if two_experts else None,
+        boundary_ratio=boundary,
         expand_timesteps=bool(index.get("expand_timesteps", False)),
         two_experts=two_experts,
         shift=_scheduler_shift(checkpoint),
@@ -99,6 +107,11 @@ class WanModel:
         self._spatial: int = config.vae.get("scale_factor_spatial", 8)
         self._patch: list[int] = config.transformer["patch_size"]
         self._video_processor = VideoProcessor(vae_scale_factor=self._spatial)
+        for key in ("latents_mean", "latents_std"):
+            if len(config.vae[key]) != self.latent_channels:
+                raise CheckpointError(
+                    f"vae/config.json has {len(config.vae[key])} {key} for z_dim {self.latent_channels}"
+                )
         if (config.vae.get("scale_factor_temporal") or FRAME_STRIDE) != FRAME_STRIDE:
             raise CheckpointError(f"the VAE compresses time by {config.vae['scale_factor_temporal']}, supported is 4")
 
@@ -166,9 +179,15 @@ class WanModel:
     def tokenize(self, prompts: list[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
         """Return token ids and mask, both int32 [B, 512], and a warning for each prompt that was cut."""
         assert self.checkpoint is not None
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(self.checkpoint.path("tokenizer")))
+        folder = self.checkpoint.path("tokenizer")
         cleaned = [prompt_clean(prompt) for prompt in prompts]
-        tokens = tokenizer(cleaned, padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="np")
+        settings = {"padding": "max_length", "max_length": TEXT_TOKENS, "truncation": True, "return_tensors": "np"}
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder.resolve()))
+            tokens = tokenizer(cleaned, **settings)
+        except Exception as error:  # tokenizers raises bare Exception for damaged files
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise CheckpointError(f"{folder} holds no working tokenizer ({reason}); fetch it again") from error
         warnings = []
         for prompt, ids in zip(cleaned, tokens["input_ids"], strict=True):
             length = len(tokenizer(prompt, verbose=False)["input_ids"])
