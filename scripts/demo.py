@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import transformers
+
 from wan_tpu.tiny import make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +21,7 @@ VAE = {"base_dim": 16}
 def main() -> int:
     """Make checkpoint and video; return the exit code of the command that a user would type."""
     shutil.rmtree(FOLDER / "checkpoint", ignore_errors=True)
+    transformers.logging.disable_progress_bar()  # the checkpoint is written in no time
     print("Building a small checkpoint with random weights: the program is the real one, the picture will be noise.")
     checkpoint = make_checkpoint(FOLDER / "checkpoint", "wan2.2-i2v-a14b", transformer=EXPERT, vae=VAE)
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())

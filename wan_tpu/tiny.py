@@ -5,6 +5,7 @@ real sentences. They stand in for 30 to 130 GB downloads in the demo, the tests 
 same call writes the same bytes.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,6 @@ def _save_image_encoder(folder: Path) -> None:
 
 def _write_index(folder: Path, preset: WanConfig, *, clip: bool) -> None:
     """Write model_index.json as diffusers' save_pretrained does."""
-    import json
-
     image_to_video = preset.transformer["in_channels"] == 36
     index: dict[str, Any] = {
         "_class_name": "WanImageToVideoPipeline" if image_to_video else "WanPipeline",

@@ -126,6 +126,7 @@ def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
 )
 def test_bad_input_is_one_line_and_exit_code_2(change, message, checkpoint, tmp_path, capsys):
     model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), "--output", str(tmp_path / "video.mp4")]
+    capsys.readouterr()
     start = time.perf_counter()
     assert cli.run(generate, [*model, *REQUEST, *change]) == 2
     captured = capsys.readouterr().err
@@ -153,6 +154,7 @@ def damage(folder, file, change):
         ("transformer/config.json", lambda c: c | {"patch_size": 2}, "different shapes"),
         ("text_encoder/config.json", lambda c: c | {"d_model": "wide"}, "describes no such model"),
         ("scheduler/scheduler_config.json", lambda c: c | {"flow_shift": [5]}, "damaged configuration"),
+        ("scheduler/scheduler_config.json", lambda c: c | {"use_karras_sigmas": True}, "use_karras_sigmas True"),
         ("tokenizer/tokenizer.json", lambda c: {}, "no working tokenizer"),
     ],
 )

@@ -80,8 +80,20 @@ def _scheduler_shift(checkpoint: Checkpoint) -> float:
             f"{checkpoint.source} has scheduler {name}; supported are UniPCMultistepScheduler with "
             "use_flow_sigmas and FlowMatchEulerDiscreteScheduler"
         )
-    plain = {"solver_order": 2, "solver_type": "bh2", "predict_x0": True, "lower_order_final": True}
-    plain |= {"num_train_timesteps": 1000, "final_sigmas_type": "zero", "use_dynamic_shifting": False}
+    plain: dict[str, Any] = {
+        "num_train_timesteps": 1000,
+        "solver_order": 2,
+        "solver_type": "bh2",
+        "prediction_type": "flow_prediction",
+        "predict_x0": True,
+        "lower_order_final": True,
+        "disable_corrector": [],
+        "final_sigmas_type": "zero",
+        "shift_terminal": None,
+    }
+    off = ["use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"]
+    off += ["thresholding", "invert_sigmas", "stochastic_sampling"]
+    plain |= dict.fromkeys(off, False)
     for key, value in plain.items():
         if config.get(key, value) != value:
             raise CheckpointError(f"{checkpoint.source} has scheduler {key} {config[key]!r}; supported is {value!r}")
