@@ -33,7 +33,8 @@ def generate(argv: Sequence[str]) -> None:
     recorder = Recorder(pipe.runtime)
     with recorder.stage("encoder") as record:
         conditioning = pipe.encode(request)
-    record.flops = _encoder_flops(pipe, request)
+    model = pipe.runtime.model
+    record.flops = model.flops.encoder(request, prompts=2 if guided(model, request) else 1)
     state = denoise_recorded(pipe, recorder, request, conditioning, pipe.initial_state(request), profiler)
     decode_to_files(pipe, recorder, request, state.latents, outputs, overwrite=args.overwrite)
     recorder.save(outputs[2], request)
@@ -68,7 +69,7 @@ def denoise_recorded(
                 if profiler is not None:
                     profiler.stop()
         branches = 2 if expert.guidance > 1 else 1
-        record.flops = (end - start) * pipe.runtime.model.step_flops(state.latents.shape, branches)
+        record.flops = (end - start) * pipe.runtime.model.flops.step(state.latents.shape, branches=branches)
     return state
 
 
@@ -90,13 +91,7 @@ def decode_to_files(
                 writer.write(frames)
                 sheet.add(frames)
         sheet.save(outputs[1], overwrite=overwrite)
-    record.flops = pipe.runtime.model.vae_decode_flops(latents.shape)
-
-
-def _encoder_flops(pipe: Pipeline, request: ResolvedRequest) -> int:
-    model = pipe.runtime.model
-    flops = model.text_flops(2 if guided(model, request) else 1)
-    return flops + (model.vae_encode_flops(request) if request.image is not None else 0)
+    record.flops = pipe.runtime.model.flops.decoder(latents.shape)
 
 
 def report(outputs: Iterable[Path], recorder: Recorder) -> None:

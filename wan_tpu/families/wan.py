@@ -7,7 +7,6 @@ Shapes: B batch (guidance branches), T latent frames, H W latent height and widt
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,19 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
-from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify, unpatchify
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
-from wan_tpu import flops
 from wan_tpu.bridge import Params, call
 from wan_tpu.checkpoint import Checkpoint, Component
 from wan_tpu.data import Conditioning
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families import wan_components, wan_presets
 from wan_tpu.families.causal_vae import CausalChunks
+from wan_tpu.families.wan_flops import WanFlops
 from wan_tpu.families.wan_modules import TEXT_TOKENS
 from wan_tpu.families.wan_presets import WanConfig
 from wan_tpu.request import FRAME_STRIDE, Defaults, ResolvedRequest, nearest_multiple
@@ -346,50 +344,10 @@ class WanModel:
 
         return CausalChunks(module, run, cache_entries=_causal_convs(module.decoder), later_frames=1)
 
-    # ---- work
-
-    def text_flops(self, prompts: int) -> int:
-        """Floating-point operations of encoding `prompts` prompts."""
-        ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
-        build = self.components["text_encoder"].build
-        return prompts * flops.count(build, lambda module: module.encoder(inputs_embeds=_embedded(module, ids)))
-
-    def step_flops(self, latent_shape: tuple[int, ...], branches: int) -> int:
-        """Floating-point operations of one denoising step."""
-        config = self.config.transformer
-        latents = torch.empty(1, config["in_channels"], *latent_shape[2:], device="meta")
-        text = torch.empty(1, TEXT_TOKENS, config["text_dim"], device="meta")
-        time = torch.empty(1, device="meta")
-        image = None
-        if self.needs_image_features:
-            clip = self.config.image_encoder or {}
-            patches = (clip["image_size"] // clip["patch_size"]) ** 2 + 1
-            image = torch.empty(1, patches, config["image_dim"], device="meta")
-        build = self.components["denoise_high"].build
-        return branches * flops.count(build, lambda module: module(latents, time, text, image))
-
-    def vae_encode_flops(self, request: ResolvedRequest) -> int:
-        """Floating-point operations of encoding the image condition of a resolved request."""
-        frames = 1 if self.config.expand_timesteps else min(request.frames, 1 + 2 * FRAME_STRIDE)
-        chunks = 1 if self.config.expand_timesteps else 1 + (request.frames - 1) // FRAME_STRIDE
-
-        def work(frames: int) -> int:
-            pixels = torch.empty(1, 3, frames, request.height, request.width, device="meta")
-            return flops.count(self._build_vae, lambda module: module.encode(pixels))
-
-        return _extrapolate(work, frames, chunks, FRAME_STRIDE)
-
-    def vae_decode_flops(self, latent_shape: tuple[int, ...]) -> int:
-        """Floating-point operations of decoding."""
-
-        def work(frames: int) -> int:
-            latents = torch.empty(*latent_shape[:2], frames, *latent_shape[3:], device="meta")
-            return flops.count(self._build_vae, lambda module: module.decode(latents))
-
-        return _extrapolate(work, min(latent_shape[2], 3), latent_shape[2], 1)
-
-    def _build_vae(self) -> torch.nn.Module:
-        return AutoencoderKLWan.from_config(self.config.vae)
+    @functools.cached_property
+    def flops(self) -> WanFlops:
+        """The floating-point operations of each stage."""
+        return WanFlops(self.config)
 
     def _latent_statistics(self) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of the latents from the VAE's config, [1, C, 1, 1, 1]."""
@@ -397,18 +355,6 @@ class WanModel:
             np.asarray(self.config.vae[key], np.float32).reshape(1, -1, 1, 1, 1)
             for key in ("latents_mean", "latents_std")
         )
-
-
-def _extrapolate(work: Callable[[int], int], frames: int, chunks: int, stride: int) -> int:
-    """Operations of `chunks` chunks, from those of the first three: the third is like all that follow."""
-    if chunks <= 3:
-        return work(frames)
-    three, two = work(1 + 2 * stride), work(1 + stride)
-    return three + (chunks - 3) * (three - two)
-
-
-def _embedded(module: Any, ids: torch.Tensor) -> torch.Tensor:
-    return module.shared(ids)
 
 
 def _causal_convs(module: torch.nn.Module) -> int:
