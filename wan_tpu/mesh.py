@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,12 +23,14 @@ class MeshShape(NamedTuple):
     tp: int
 
 
-def make_mesh(
-    shape: Sequence[int | None] | Mesh | None, *, heads: int, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
+MeshLike = Mesh | Sequence[int | None] | Mapping[str, int] | None
+
+
+def make_mesh(shape: MeshLike, *, heads: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Return a mesh ('dp', 'sp', 'tp') over `devices` (all, when left out).
 
-    shape  (dp, sp, tp), or a finished mesh with these axes; None, also for one axis, as `fill_shape` chooses
+    shape  (dp, sp, tp), {"dp": ..., ...}, or a finished mesh with these axes; what is None or left out takes the
+           default of `fill_shape`
 
     Raises `MeshError` when the shape asks for more devices than there are, or `heads` doesn't divide by tp.
     """
@@ -38,6 +40,10 @@ def make_mesh(
             raise MeshError(f"the mesh has axes {shape.axis_names}; it needs {AXES}, of size 1 where unused")
         _check_heads(shape.shape["tp"], heads)
         return Mesh(shape.devices, shape.axis_names)
+    if isinstance(shape, Mapping):
+        if not set(shape) <= set(AXES):
+            raise MeshError(f"the mesh names axes {sorted(shape)}; allowed are {', '.join(AXES)}")
+        shape = [shape.get(axis) for axis in AXES]
     devices = _all_devices() if devices is None else list(devices)
     filled = fill_shape((None, None, None) if shape is None else shape, len(devices), heads)
     _check_heads(filled.tp, heads)

@@ -1,11 +1,10 @@
 """The whole job on one machine: load a checkpoint, make videos."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from jax.sharding import Mesh
 
 from wan_tpu import stages
 from wan_tpu.checkpoint import DTYPES, Checkpoint
@@ -13,7 +12,7 @@ from wan_tpu.data import Conditioning, DenoiseState, Video
 from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families import open_model
 from wan_tpu.health import ColourRange
-from wan_tpu.mesh import check_tokens, make_mesh
+from wan_tpu.mesh import MeshLike, check_tokens, make_mesh
 from wan_tpu.progress import Progress, Silent
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime import Runtime
@@ -23,7 +22,7 @@ from wan_tpu.solvers import SolverTable, solver_table
 def load_pipeline(
     path_or_id: str | Path,
     dtype: str = "bfloat16",
-    mesh: Mesh | Sequence[int | None] | None = None,
+    mesh: MeshLike = None,
     *,
     keep_weights: bool = True,
     progress: Progress | None = None,
@@ -32,7 +31,8 @@ def load_pipeline(
 
     path_or_id    diffusers directory, or hub id such as Wan-AI/Wan2.2-I2V-A14B-Diffusers
     dtype         "bfloat16" or "float32", of weights and activations; latents are float32 in both
-    mesh          (dp, sp, tp) or a jax Mesh with these axes; None, also for one axis, as `mesh.fill_shape` chooses
+    mesh          (dp, sp, tp), {"dp": ..., "sp": ..., "tp": ...} or a jax Mesh with these axes; what is None or left
+                  out takes the default of `mesh.fill_shape`
     keep_weights  False frees each component after its stage: one request in the least memory
     progress      `Console()` to show bars; silent when left out
 

@@ -67,6 +67,12 @@ def test_open_axes_take_the_default(devices, heads, given, expected):
     assert fill_shape(given, devices, heads) == expected
 
 
+def test_a_mesh_by_axis_names():
+    assert dict(make_mesh({"sp": 1}, heads=3).shape) == {"dp": 1, "sp": 1, "tp": 1}
+    with pytest.raises(MeshError, match="allowed are dp, sp, tp"):
+        make_mesh({"fsdp": 1}, heads=3)
+
+
 def test_a_mesh_of_jax_is_taken_whatever_its_axis_types():
     explicit = jax.make_mesh((1, 1, 1), ("dp", "sp", "tp"))
     assert make_mesh(explicit, heads=2).axis_types == (jax.sharding.AxisType.Auto,) * 3
