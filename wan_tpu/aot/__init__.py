@@ -1,0 +1,1 @@
+"""What the TPU compiler says of programs, on a machine without a TPU."""
