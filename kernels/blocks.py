@@ -1,6 +1,7 @@
-"""Block sizes of flash attention, by chip, dtype and length: a table, and the rule that fits a row to given lengths."""
+"""Block sizes of flash attention, by chip and dtype: a table, and the rule that fits a row of it to given lengths."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,17 +12,36 @@ LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How a grid step is unrolled: units of `chunk` keys x `columns` queries, logits `ahead` units early.
+
+    columns None: all of the block. mxu_sums: add up the weights with a row of ones in the second matmul, which frees
+    the vector unit and costs a sixteenth of that matmul; else on the vector unit.
+    """
+
+    chunk: int
+    columns: int | None = None
+    ahead: int = 0
+    mxu_sums: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Rows of Q and keys of one grid step; keys computed at once (chunk, which divides block_kv)."""
+    """Rows of Q and keys of one grid step, and how it is unrolled without and with a running maximum.
+
+    vmem_limit in bytes; None is the compiler's default.
+    """
 
     block_q: int
     block_kv: int
-    chunk: int
-    vmem_limit: int | None = None  # bytes; None: the compiler's default
+    fixed: Schedule  # of "bounded" and "optimistic"
+    online: Schedule
+    vmem_limit: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.block_q, self.block_kv, self.chunk) < 1 or self.block_kv % self.chunk or self.chunk % 8:
-            raise ValueError(f"chunk must be a multiple of 8 that divides block_kv, got {self}")
+        for schedule in (self.fixed, self.online):
+            if self.block_kv % schedule.chunk or schedule.chunk % 8 or self.block_q % (schedule.columns or 1):
+                raise ValueError(f"chunk must be a multiple of 8 that divides block_kv, columns divide block_q: {self}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +58,18 @@ class Plan:
         return self.q_steps * self.kv_steps
 
 
-# The largest useful blocks by (chip, dtype of Q and K); lengths below are fitted by `plan_blocks`.
-# Source of every row: scripts/tune_attention.py.
+WHOLE, AHEAD = Schedule(512), Schedule(512, columns=256, ahead=4, mxu_sums=True)
+# The largest useful blocks by (chip, dtype of Q and K); `plan_blocks` fits them to shorter lengths.
 TABLE: dict[tuple[str, str], BlockSizes] = {
-    ("v6e", "bfloat16"): BlockSizes(3328, 2560, 512, 100 * MIB),
+    ("v6e", "bfloat16"): BlockSizes(3328, 2560, WHOLE, AHEAD, 64 * MIB),
+    ("v6e", "int8"): BlockSizes(3328, 2560, Schedule(512, 256, 2, True), AHEAD, 64 * MIB),
+    ("v7x", "bfloat16"): BlockSizes(3328, 2560, WHOLE, AHEAD, 48 * MIB),
+    ("v7x", "float8_e4m3fn"): BlockSizes(3328, 2560, Schedule(512, 256, 2, True), AHEAD, 48 * MIB),
+    ("v5p", "bfloat16"): BlockSizes(3328, 2560, WHOLE, AHEAD, 48 * MIB),
+    ("v5p", "int8"): BlockSizes(3328, 2560, WHOLE, AHEAD, 48 * MIB),
 }
-# Chips and dtypes that nobody tuned: small enough for any chip's VMEM (16 MiB).
-DEFAULT = BlockSizes(512, 1024, 256)
+# Chips and dtypes that nobody tuned: small enough for the 16 MiB a kernel may use by default.
+DEFAULT = BlockSizes(512, 1024, Schedule(256), Schedule(256))
 
 
 def this_chip() -> str:
@@ -64,10 +89,15 @@ def plan_blocks(q_len: int, kv_len: int, *, dtype: Any = jnp.bfloat16, chip: str
     block is not nearly empty.
     """
     row = TABLE.get((chip or this_chip(), jnp.dtype(dtype).name), DEFAULT)
-    chunk = min(row.chunk, _ceil(kv_len, LANES))
     block_q, q_steps = _even(q_len, row.block_q, 2 * LANES)
-    block_kv, kv_steps = _even(kv_len, row.block_kv, chunk)
-    return Plan(BlockSizes(block_q, block_kv, chunk, row.vmem_limit), q_steps, kv_steps)
+    if kv_len <= row.online.chunk:  # one chunk in all
+        chunk = _ceil(kv_len, LANES)
+        fixed, online = (dataclasses.replace(s, chunk=chunk) for s in (row.fixed, row.online))
+        block_kv, kv_steps = chunk, 1
+    else:
+        fixed, online = row.fixed, row.online
+        block_kv, kv_steps = _even(kv_len, row.block_kv, math.lcm(fixed.chunk, online.chunk))
+    return Plan(BlockSizes(block_q, block_kv, fixed, online, row.vmem_limit), q_steps, kv_steps)
 
 
 def _even(length: int, largest: int, unit: int) -> tuple[int, int]:

@@ -129,15 +129,7 @@ class _Call:
         k, v = (_at_least(x, blocks.block_kv) for x in (k, v))
 
         def way(name: str) -> list[jax.Array]:
-            tile = Tile(
-                blocks.block_q,
-                blocks.block_kv,
-                blocks.chunk,
-                name,
-                self.kv_len,
-                self.multiplier,
-                blocks.vmem_limit,
-            )
+            tile = Tile(blocks, name, self.kv_len, self.multiplier)
             return flash_tiles(q, k, v, scales, tile, self.heads, self.interpret)
 
         def online() -> jax.Array:
@@ -148,7 +140,7 @@ class _Call:
             return lax.cond(jnp.all(jnp.isfinite(check)), lambda: out, online)
 
         # With one chunk in all, "online" sees the row's maximum at once: it is the cheapest as well.
-        if softmax == "online" or self.kv_len <= blocks.chunk:
+        if softmax == "online" or self.kv_len <= blocks.online.chunk:
             out = online()
         elif bounded is None:
             out = optimistic()
