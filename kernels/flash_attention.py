@@ -160,7 +160,8 @@ class _Call:
         self, q: jax.Array, k: jax.Array, blocks: BlockSizes, dtype: str
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return q, k in 8 bits and the factor of each block of logits [B * N, query blocks * key blocks]."""
-        q, q_scale = quantize(q, self.heads, blocks.block_q, dtype)
+        terms = 1 if dtype == "int8" else 2  # e4m3 has 3 bits of mantissa: one operand must be better than that
+        q, q_scale = quantize(q, self.heads, blocks.block_q, dtype, terms)
         k, k_scale = quantize(k, self.heads, blocks.block_kv, dtype)
         scales = self.multiplier * q_scale[..., :, None] * k_scale[..., None, :]  # [B, N, query blocks, key blocks]
         return q, k, scales.reshape(q.shape[0] * self.heads, -1)

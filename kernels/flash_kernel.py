@@ -60,15 +60,17 @@ def flash_tiles(
 ) -> list[jax.Array]:
     """Run the kernel over all tiles.
 
-    q [B, Lq, N * D]; k, v [B, Lk, N * D], Lq and Lk at least one block; scales [B * N, query blocks * key blocks]
-    float32, which multiply a block's logits (in place of the multiplier), or None. Returns the output [B, Lq, N * D];
-    with softmax "optimistic" also a check [B * N, 1, Lq] float32, zero where a row's sum and output are finite and NaN
+    q [B, Lq, N * D], or [B, Lq, N * 2D] as two terms a head; k, v [B, Lk, N * D]; Lq and Lk at least one block; scales
+    [B * N, query blocks * key blocks] float32, which multiply a block's logits (in place of the multiplier), or None.
+    Returns the output [B, Lq, N * D]; with softmax "optimistic" also a check [B * N, 1, Lq] float32, zero where a
+    row's sum and output are finite and NaN
     where they are not.
     """
-    batch, q_len, width = q.shape
-    d, blocks = width // heads, tile.blocks
+    batch, q_len, _ = q.shape
+    d, q_width, blocks = v.shape[2] // heads, q.shape[2] // heads, tile.blocks
     grid = (batch, heads, -(-q_len // blocks.block_q), tile.kv_steps)
     rows = pl.BlockSpec((None, blocks.block_q, d), lambda b, h, i, j: (b, i, h))
+    queries = pl.BlockSpec((None, blocks.block_q, q_width), lambda b, h, i, j: (b, i, h))
     keys = pl.BlockSpec((None, blocks.block_kv, d), lambda b, h, i, j: (b, j, h))
     flags = pl.BlockSpec((None, 1, blocks.block_q), lambda b, h, i, j: (b * heads + h, 0, i))
     table = [] if scales is None else [pl.BlockSpec(memory_space=pltpu.SMEM)]
@@ -77,10 +79,10 @@ def flash_tiles(
     return pl.pallas_call(
         functools.partial(_kernel, tile=tile, scaled=scales is not None),
         grid=grid,
-        in_specs=[rows, keys, keys, *table],
+        in_specs=[queries, keys, keys, *table],
         out_specs=[rows, flags][:outputs],
         out_shape=[
-            jax.ShapeDtypeStruct(q.shape, v.dtype),
+            jax.ShapeDtypeStruct((batch, q_len, heads * d), v.dtype),
             jax.ShapeDtypeStruct((batch * heads, 1, q_len), jnp.float32),
         ][:outputs],
         scratch_shapes=[
@@ -94,7 +96,7 @@ def flash_tiles(
         cost_estimate=pl.CostEstimate(
             flops=4 * scores * d,
             transcendentals=scores,
-            bytes_accessed=q.nbytes + q.size * v.dtype.itemsize + grid[2] * (k.nbytes + v.nbytes),
+            bytes_accessed=q.nbytes + batch * q_len * heads * d * v.dtype.itemsize + grid[2] * (k.nbytes + v.nbytes),
         ),
         interpret=interpret,
         name=f"flash_attention_{tile.softmax}" + ("" if q.dtype == jnp.bfloat16 else f"_{q.dtype.name}"),
@@ -132,7 +134,7 @@ def _kernel(q_ref: Ref, k_ref: Ref, v_ref: Ref, *refs: Ref, tile: Tile, scaled: 
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A block of queries and one of keys: q_ref [bq, D]; k_ref, v_ref [bkv, D].
+    """A block of queries and one of keys: q_ref [bq, D or 2D]; k_ref, v_ref [bkv, D].
 
     acc_ref [D + 8, bq] float32 holds O^T and below it the sum of the weights, as 8 rows yet to be added up; shift_ref
     [8, bq] float32 what is subtracted from the logits, 8 times the same row.
@@ -203,7 +205,10 @@ class _Block:
 
     def _logits(self, start: Index, columns: Any, real: int | None) -> jax.Array:
         """S^T [chunk, columns] float32 in powers of two; -inf for keys from `real` on."""
-        s = _dot(self.k_ref[pl.ds(start, self._schedule.chunk), :], self.q_ref[columns, :], contract=(1, 1))
+        k, q = self.k_ref[pl.ds(start, self._schedule.chunk), :], self.q_ref[columns, :]
+        if q.shape[1] > k.shape[1]:  # Q in two terms; up to the MXU's depth (256 since v6e) the second is free
+            k = jnp.concatenate([k, k], axis=1)
+        s = _dot(k, q, contract=(1, 1))
         if not (isinstance(self.factor, float) and math.isclose(self.factor, 1.0, rel_tol=1e-6)):
             s = s * self.factor
         return s if real is None else jnp.where(_is_key(s.shape, start, real), s, -jnp.inf)

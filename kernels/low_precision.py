@@ -14,10 +14,11 @@ def smooth(k: jax.Array) -> jax.Array:
     return k - jnp.mean(k, axis=1, keepdims=True)
 
 
-def quantize(x: jax.Array, heads: int, block: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+def quantize(x: jax.Array, heads: int, block: int, dtype: str, terms: int = 1) -> tuple[jax.Array, jax.Array]:
     """Divide each head's blocks of `block` tokens by a scale and round to dtype ("int8", "float8_e4m3fn").
 
-    x [B, L, N * D] -> values [B, L, N * D] of dtype, scales [B, N, ceil(L / block)] float32; x is near values * scales.
+    x [B, L, N * D] -> values [B, L, N * terms * D] of dtype, scales [B, N, ceil(L / block)] float32. x is near values *
+    scales; with two terms, the sum of a head's first and last D columns is, and twice the bits are right.
     """
     batch, length, width = x.shape
     blocks = -(-length // block)
@@ -25,9 +26,13 @@ def quantize(x: jax.Array, heads: int, block: int, dtype: str) -> tuple[jax.Arra
     whole = jnp.issubdtype(target, jnp.integer)
     largest = float(jnp.iinfo(target).max if whole else jnp.finfo(target).max)
     padded = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, blocks * block - length), (0, 0)))
-    padded = padded.reshape(batch, blocks, block, heads, width // heads)
-    scales = jnp.max(jnp.abs(padded), axis=(2, 4)) / largest  # [B, blocks, N]
+    rest = padded.reshape(batch, blocks, block, heads, width // heads)
+    scales = jnp.max(jnp.abs(rest), axis=(2, 4)) / largest  # [B, blocks, N]
     scales = jnp.where(scales > 0, scales, 1.0)
-    values = padded / scales[:, :, None, :, None]
-    values = (jnp.round(values) if whole else values).astype(target)
-    return values.reshape(batch, blocks * block, width)[:, :length], scales.transpose(0, 2, 1)
+    rest = rest / scales[:, :, None, :, None]
+    values = []
+    for _ in range(terms):
+        values.append((jnp.round(rest) if whole else rest).astype(target))
+        rest = rest - values[-1].astype(jnp.float32)
+    joined = jnp.concatenate(values, axis=-1).reshape(batch, blocks * block, terms * width)
+    return joined[:, :length], scales.transpose(0, 2, 1)
