@@ -58,15 +58,18 @@ class Plan:
         return self.q_steps * self.kv_steps
 
 
-WHOLE, AHEAD = Schedule(512), Schedule(512, columns=256, ahead=4, mxu_sums=True)
+def _ahead(chunk: int, ahead: int, mxu_sums: bool = True) -> Schedule:
+    return Schedule(chunk, columns=256, ahead=ahead, mxu_sums=mxu_sums)
+
+
 # The largest useful blocks by (chip, dtype of Q and K); `plan_blocks` fits them to shorter lengths.
 TABLE: dict[tuple[str, str], BlockSizes] = {
-    ("v6e", "bfloat16"): BlockSizes(3328, 2560, WHOLE, AHEAD, 64 * MIB),
-    ("v6e", "int8"): BlockSizes(3328, 2560, Schedule(512, 256, 2, True), AHEAD, 64 * MIB),
-    ("v7x", "bfloat16"): BlockSizes(3328, 2560, WHOLE, AHEAD, 48 * MIB),
-    ("v7x", "float8_e4m3fn"): BlockSizes(3328, 2560, Schedule(512, 256, 2, True), AHEAD, 48 * MIB),
-    ("v5p", "bfloat16"): BlockSizes(3328, 2560, WHOLE, AHEAD, 48 * MIB),
-    ("v5p", "int8"): BlockSizes(3328, 2560, WHOLE, AHEAD, 48 * MIB),
+    ("v6e", "bfloat16"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4), 64 * MIB),
+    ("v6e", "int8"): BlockSizes(3328, 2560, _ahead(512, 2), _ahead(512, 4), 64 * MIB),
+    ("v7x", "bfloat16"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4), 48 * MIB),
+    ("v7x", "float8_e4m3fn"): BlockSizes(3328, 2560, _ahead(512, 2), _ahead(512, 4), 48 * MIB),
+    ("v5p", "bfloat16"): BlockSizes(3328, 2560, Schedule(1280), _ahead(512, 4, mxu_sums=False), 48 * MIB),
+    ("v5p", "int8"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4, mxu_sums=False), 48 * MIB),
 }
 # Chips and dtypes that nobody tuned: small enough for the 16 MiB a kernel may use by default.
 DEFAULT = BlockSizes(512, 1024, Schedule(256), Schedule(256))

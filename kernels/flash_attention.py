@@ -9,12 +9,12 @@ shift only has to be near the maximum.
     [2^-64, 2^64]: none is flushed, and the sum is at most Lk 2^64 < 2^95 for any length below 2^31. The output's
     accumulator is at most max|v| times the sum, finite if max|v| <= 2^31. All three maxima are taken of the input at
     run time, by one pass over each; where the proof fails, another way is taken.
-"optimistic": c_i = 32 + max over the first chunk of keys. That maximum is a logit of the row, so its term is 2^-32 and
-    the sum is at least 2^-32: a term flushed to zero (below 2^-126) is less than 2^-94 of the sum, and with Lk < 2^31
-    keys the flushed terms together are less than 2^-63 of it. Only overflow can go wrong: some s_ij exceeds c_i + 95
-    or so. It cannot hide, because all terms are positive: an infinite term makes the row's sum infinite; a finite sum
-    with an infinite or NaN accumulator is looked at as well. The kernel returns one number a row that is NaN if any
-    of these is not finite; if there is one, the call is repeated with "online".
+"optimistic": c_i = 32 + the maximum over the first 256 keys. That is a logit of the row, so its term is 2^-32 and the
+    sum is at least 2^-32: a term flushed to zero (below 2^-126) is less than 2^-94 of the sum, and with Lk < 2^31 keys
+    the flushed terms together are less than 2^-63 of it. Only overflow can go wrong: some s_ij exceeds c_i + 95 or
+    so. It cannot hide: all terms are positive, so an infinite one makes the row's sum infinite, and an accumulator
+    that is infinite or NaN beside a finite sum (of values beyond 2^100) is looked at as well. The kernel returns one
+    number a row that is NaN if any of these is not finite; if there is one, the call is repeated with "online".
 "online": the classical running maximum. Exact for every finite input.
 
 A NaN in the input fails the bound and makes the check NaN: "online" then runs once, and the NaN comes out.

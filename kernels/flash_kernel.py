@@ -32,6 +32,7 @@ Index = int | jax.Array
 # sum is then at least 2^-32, so that what float32 and bfloat16 flush (below 2^-126) is below 2^-94 of it.
 HEADROOM = 32.0
 
+FIRST_KEYS = 256  # whose largest logit is the optimistic shift; they are multiplied twice, so not many
 SUBLANES = 8  # rows of one float32 vector register
 
 
@@ -154,9 +155,10 @@ class _Block:
         if self.tile.softmax == "online":
             self.shift_ref[...] = jnp.full_like(self.shift_ref, jnp.finfo(jnp.float32).min)
         elif self.tile.softmax == "optimistic":
-            first = self._real_keys() if self._real_keys() < self._schedule.chunk else None
+            count = min(FIRST_KEYS, self._schedule.chunk)
+            real = None if self.tile.kv_len >= count else self.tile.kv_len
             for columns in self._columns():
-                largest = jnp.max(self._logits(0, columns, first), axis=0, keepdims=True)
+                largest = jnp.max(self._logits(0, columns, real, count), axis=0, keepdims=True)
                 self.shift_ref[:, columns] = jnp.broadcast_to(largest + HEADROOM, (SUBLANES, largest.shape[1]))
 
     def add_all(self) -> None:
@@ -203,9 +205,9 @@ class _Block:
             self.acc_ref[d:, columns] += jnp.sum(p.reshape(-1, SUBLANES, p.shape[1]), axis=0)
         self.acc_ref[: v.shape[0], columns] += _dot(v, p.astype(v.dtype), contract=(1, 0))
 
-    def _logits(self, start: Index, columns: Any, real: int | None) -> jax.Array:
-        """S^T [chunk, columns] float32 in powers of two; -inf for keys from `real` on."""
-        k, q = self.k_ref[pl.ds(start, self._schedule.chunk), :], self.q_ref[columns, :]
+    def _logits(self, start: Index, columns: Any, real: int | None, count: int | None = None) -> jax.Array:
+        """S^T [count or chunk, columns] float32 in powers of two; -inf for keys from `real` on."""
+        k, q = self.k_ref[pl.ds(start, count or self._schedule.chunk), :], self.q_ref[columns, :]
         if q.shape[1] > k.shape[1]:  # Q in two terms; up to the MXU's depth (256 since v6e) the second is free
             k = jnp.concatenate([k, k], axis=1)
         s = _dot(k, q, contract=(1, 1))
@@ -230,9 +232,6 @@ class _Block:
     def _columns(self) -> list[Any]:
         step = self._schedule.columns or self.tile.blocks.block_q
         return [pl.ds(start, step) for start in range(0, self.tile.blocks.block_q, step)]
-
-    def _real_keys(self) -> int:
-        return self.tile.last_keys if self.tile.kv_steps == 1 else self.tile.blocks.block_kv
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:

@@ -10,10 +10,10 @@ Needs libtpu. The child runs this file by its path and imports nothing of the pa
 import dataclasses
 import functools
 import glob
-import importlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -29,6 +29,7 @@ COMPILER_ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v6e-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+ROOT = str(Path(__file__).parents[2])
 # Every pass writes its text unless told which: 2.5 times the compile time and 200 MB a kernel.
 PASSES = "final_bundles|final_hlo-static-per-bundle-utilization"
 
@@ -58,14 +59,15 @@ def count_bundles(
 ) -> list[KernelBundles]:
     """Compile `target` for a chip and count the bundles of each kernel in it, largest first.
 
-    target is "module:function"; the function is called with `options` (JSON values) and returns a function and its
-    arguments as `jax.ShapeDtypeStruct`s. Raises CompileError, and ValueError for an unknown chip.
+    target is "path/of/file.py:function"; the function is called with `options` (JSON values) and returns a function
+    and its arguments as `jax.ShapeDtypeStruct`s. The file is run by its path, so that its package is not imported.
+    Raises CompileError, and ValueError for an unknown chip.
     """
     if chip not in TOPOLOGIES:
         raise ValueError(f"chip must be one of {', '.join(TOPOLOGIES)}, got {chip!r}")
     with tempfile.TemporaryDirectory(prefix="bundles-") as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={PASSES}"
-        path = os.pathsep.join(p for p in (os.getcwd(), os.environ.get("PYTHONPATH")) if p)
+        path = os.pathsep.join(p for p in (ROOT, os.environ.get("PYTHONPATH")) if p)
         environment = os.environ | COMPILER_ENVIRONMENT | {"LIBTPU_INIT_ARGS": flags, "PYTHONPATH": path}
         command = [sys.executable, "-P", __file__, chip, target, json.dumps(dict(options or {}))]
         child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
@@ -153,8 +155,8 @@ def _compile(chip: str, target: str, options: str) -> None:
     devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
     mesh = jax.sharding.Mesh(np.array(devices[:1]), ("x",))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    module, function = target.split(":")
-    fn, shapes = getattr(importlib.import_module(module), function)(**json.loads(options))
+    file, function = target.rsplit(":", 1)
+    fn, shapes = runpy.run_path(file)[function](**json.loads(options))
     arguments = jax.tree.map(functools.partial(_on, replicated), shapes)
     with jax.set_mesh(mesh):  # the kernel's own code sees the described chip
         jax.jit(fn).lower(*arguments).compile()
