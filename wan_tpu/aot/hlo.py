@@ -164,7 +164,7 @@ def _logical_lines(text: str) -> Iterator[str]:
     """Join what a line break inside an attribute (a kernel's metadata) has cut apart."""
     pending = ""
     for line in text.splitlines():
-        if line == "}" or line.startswith("  ") and _INSTRUCTION.match(line) or _HEADER.match(line):
+        if line == "}" or (line.startswith("  ") and _INSTRUCTION.match(line)) or _HEADER.match(line):
             yield pending
             pending = line
         elif pending.startswith("  ") and line:

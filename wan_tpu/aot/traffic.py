@@ -68,7 +68,7 @@ def hbm_bytes(instruction: Instruction, computation: Computation, module: Module
     Slices count what they touch, updates in place the update. This is the least traffic: nothing is read twice.
     """
     if instruction.opcode == "fusion":
-        return _fusion_bytes(instruction, computation, module.computations[instruction.called("calls")[0]])
+        return _fusion_bytes(instruction, computation, module)
     written = sum(_hbm(shape) for shape in instruction.shapes)
     read = [[_hbm(shape) for shape in _shapes(operand, computation)] for operand in instruction.operands]
     if instruction.opcode in _PARTIAL:
@@ -79,12 +79,13 @@ def hbm_bytes(instruction: Instruction, computation: Computation, module: Module
     return written + sum(map(sum, read))
 
 
-def _fusion_bytes(fusion: Instruction, computation: Computation, body: Computation) -> float:
+def _fusion_bytes(fusion: Instruction, computation: Computation, module: Module) -> float:
+    body = module.computations[fusion.called("calls")[0]]
     total = 0.0
     for parameter, operand in zip(body.parameters(), fusion.operands, strict=True):
         shapes = _shapes(operand, computation)
         if any(shape.in_hbm for shape in shapes):
-            total += _read(parameter, body, sum(map(_hbm, shapes)))
+            total += _read(parameter, body, module, sum(map(_hbm, shapes)))
     roots = [body.by_name[name] for name in body.root.operands] if body.root.opcode == "tuple" else [body.root]
     for root, shape in zip(roots, fusion.shapes, strict=True):
         made = _renamed(root, body)
@@ -95,12 +96,15 @@ def _fusion_bytes(fusion: Instruction, computation: Computation, body: Computati
     return total
 
 
-def _read(parameter: Instruction, body: Computation, whole: float) -> float:
+def _read(parameter: Instruction, body: Computation, module: Module, whole: float) -> float:
     """Bytes of a fusion's parameter that are read: parts of it where only slices are taken."""
     total = 0.0
     for user, seen_as in _users(parameter, body):
         if user.opcode in _PARTIAL and user.operands[0] == seen_as:
             total += sum(shape.bytes for shape in user.shapes)
+        elif user.opcode == "fusion":
+            inner = module.computations[user.called("calls")[0]]
+            total += _read(inner.parameters()[user.operands.index(seen_as)], inner, module, whole)
         elif user.opcode != "dynamic-update-slice" or user.operands[0] != seen_as:
             return whole
     return min(total, whole)
