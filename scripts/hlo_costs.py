@@ -13,7 +13,8 @@ import itertools
 from pathlib import Path
 
 from cluster.chips import CHIPS, Chip
-from wan_tpu.aot.cost import Hardware, KernelCycles, analyse
+from wan_tpu.aot.analyse import KernelCycles, analyse
+from wan_tpu.aot.cost import Hardware
 from wan_tpu.aot.ici import Interconnect
 from wan_tpu.aot.kernel_calls import KernelCall
 from wan_tpu.aot.report import describe

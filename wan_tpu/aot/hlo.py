@@ -135,7 +135,9 @@ class Module:
 def parse(text: str) -> Module:
     """Parse `compiled.as_text()`. Raises `ValueError` when it is no HLO module."""
     computations: dict[str, Computation] = {}
-    entry, name, instructions = None, None, []
+    entry: str | None = None
+    name: str | None = None
+    instructions: list[Instruction] = []
     for line in _logical_lines(text):
         header = _HEADER.match(line)
         if header and not line.startswith(" "):
@@ -176,7 +178,7 @@ def _instruction(line: str) -> Instruction:
     matched = _INSTRUCTION.match(line)
     assert matched is not None
     rest = line[matched.end() :]
-    kind, rest = _balanced(rest) if rest.startswith("(") else rest.split(" ", 1)  # type: ignore[misc]
+    kind, rest = _balanced(rest) if rest.startswith("(") else rest.split(" ", 1)
     opcode, rest = rest.lstrip().split("(", 1)
     inside, attributes = _balanced(f"({rest}")
     return Instruction(

@@ -6,7 +6,7 @@ Latency is not modelled: it is microseconds, the collectives that matter here ta
 """
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ class Interconnect:
         groups      members by position in the program's device order; (source, target) pairs for a permute
         data_bytes  all-gather: of the gathered array; all others: of the array that each member puts in
         """
-        load: Counter[tuple[Coordinate, Coordinate]] = Counter()
+        load: defaultdict[tuple[Coordinate, Coordinate], float] = defaultdict(float)
         for group in groups:
             if len(set(group)) < 2:
                 continue

@@ -50,4 +50,4 @@ def _mosaic_text(bytecode: bytes) -> str:
     tpu.register_dialect(context)
     context.allow_unregistered_dialects = True
     with context, ir.Location.unknown():
-        return ir.Module.parse(bytecode).operation.get_asm()
+        return str(ir.Module.parse(bytecode).operation)
