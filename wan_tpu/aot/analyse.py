@@ -131,7 +131,7 @@ class _Walk:
     def _compute(self, instruction: Instruction, computation: Computation, executions: float) -> Times:
         category = traffic.category(instruction, self.module)
         if category == "kernel":
-            call = read_kernel_call(instruction)
+            call = read_kernel_call(instruction, computation)
             cycles = self.kernel_cycles(call)
             if cycles is None:
                 self.unpriced.append(f"kernel {call.name}, grid {call.grid}")
