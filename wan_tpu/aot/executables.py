@@ -61,7 +61,7 @@ class Executables:
 
     def path(self, asked: key.Ingredients) -> Path:
         """Return where the program that `key.what` describes is kept."""
-        plain = re.sub(r"\W+", "-", asked["program"])
+        plain = re.sub(r"\W+", "-", asked["program"].split(",")[0])
         return self._folder / f"{plain}-{key.digest(json.dumps(asked, sort_keys=True))}{SUFFIX}"
 
     def _load(self, path: Path, asked: key.Ingredients, mesh: Mesh) -> Any | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transformers")
 SOURCES = ("wan_tpu", "kernels")
@@ -28,7 +28,7 @@ def what(name: str, args: Any, mesh: Mesh, settings: str) -> dict[str, str]:
     settings  everything else that the traced function closes over, such as the model's configuration
     """
     leaves, tree = jax.tree.flatten(args)
-    shapes = [(tuple(leaf.shape), str(leaf.dtype), str(leaf.sharding.spec)) for leaf in leaves]
+    shapes = [(tuple(leaf.shape), str(leaf.dtype), _placed(leaf.sharding)) for leaf in leaves]
     devices = [device.id for device in mesh.devices.flat]
     return {
         "program": name,
@@ -75,6 +75,16 @@ def differences(stored: Ingredients, wanted: Ingredients) -> list[str]:
         for name in sorted({*stored, *wanted})
         if stored.get(name, "") != wanted.get(name, "")
     ]
+
+
+def _placed(sharding: Any) -> str:
+    """Name how an array lies on the mesh; P("tp") and P("tp", None) are the same."""
+    if not isinstance(sharding, NamedSharding):
+        return str(sharding)
+    axes = list(sharding.spec)
+    while axes and axes[-1] is None:
+        axes.pop()
+    return str(axes)
 
 
 def _version(package: str) -> str:
