@@ -10,7 +10,6 @@ programs serve where its files say exactly the same.
 """
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
@@ -31,7 +30,6 @@ from wan_tpu.request import parse_size
 def main() -> int:
     """Print a line for each program; return the exit code."""
     args = _arguments()
-    logging.getLogger("wan_tpu.aot.executables").setLevel(logging.ERROR)  # that there is none yet is no news here
     try:
         model = open_model(Checkpoint(args.model_id)) if args.model_id else WanModel(PRESETS[args.model])
         height, width = parse_size(args.size) if args.size else (None, None)

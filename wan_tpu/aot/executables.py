@@ -65,7 +65,7 @@ class Executables:
         return self._folder / f"{plain}-{key.digest(json.dumps(asked, sort_keys=True))}{SUFFIX}"
 
     def _load(self, path: Path, asked: key.Ingredients, mesh: Mesh) -> Any | None:
-        reason = ""
+        level = logging.WARNING
         try:
             header, payload = _read(path)
             reason = "; ".join(key.differences(header["made_by"], key.made_by()))
@@ -76,9 +76,10 @@ class Executables:
                 )
         except FileNotFoundError:
             reason = "there is none for these shapes, this mesh and this model"
+            level = logging.INFO if self._save else logging.WARNING
         except Exception as error:  # a damaged file, or whatever a runtime makes of one from another version
             reason = f"{path.name} can't be loaded ({type(error).__name__}: {str(error).splitlines()[:1]})"
-        _log.warning("compiling %s, no stored executable is used: %s", asked["program"], reason)
+        _log.log(level, "compiling %s, no stored executable is used: %s", asked["program"], reason)
         return None
 
 
