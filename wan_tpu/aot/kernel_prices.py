@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from wan_tpu.aot.bundles import count_bundles
 from wan_tpu.aot.kernel_calls import KernelCall
 
 CountBundles = Callable[[KernelCall, str], int]
@@ -38,11 +39,14 @@ class KernelPrices:
 
 
 def count_alone(call: KernelCall, chip: str) -> int:
-    """Compile a call alone for a chip and return the bundles of its hot region."""
-    from wan_tpu.aot.bundles import count_bundles
+    """Compile a call alone for a chip and return the cycles of one grid step.
 
+    They are the bundles of the hot region, more where the instructions don't fit into the bundles' slots: on v5p the
+    matrix units' slots need more cycles than there are bundles.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "call.json"
         call.save(path)
-        kernels = count_bundles("wan_tpu.aot.kernel_calls:saved", {"path": str(path)}, chip)
-    return max(kernel.hot for kernel in kernels)
+        counted = count_bundles("wan_tpu.aot.kernel_calls:saved", {"path": str(path)}, chip)
+    kernel = max(counted, key=lambda kernel: kernel.hot)
+    return round(kernel.hot * max(1.0, kernel.slot_bound / kernel.total))
