@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from wan_tpu import stages
+from wan_tpu.aot.executables import Executables
 from wan_tpu.checkpoint import DTYPES, Checkpoint
 from wan_tpu.data import Conditioning, DenoiseState, Video
 from wan_tpu.errors import InvalidInput, InvalidRequest
@@ -15,7 +16,7 @@ from wan_tpu.health import ColourRange
 from wan_tpu.mesh import MeshLike, check_tokens, make_mesh
 from wan_tpu.progress import Progress, Silent
 from wan_tpu.request import GenerationRequest, ResolvedRequest
-from wan_tpu.runtime import Runtime
+from wan_tpu.runtime import Runtime, settings
 from wan_tpu.solvers import SolverTable, solver_table
 
 
@@ -25,6 +26,7 @@ def load_pipeline(
     mesh: MeshLike = None,
     *,
     keep_weights: bool = True,
+    executables: str | Path | None = None,
     progress: Progress | None = None,
 ) -> "Pipeline":
     """Open a checkpoint; its weights are read when a stage first needs them.
@@ -34,6 +36,8 @@ def load_pipeline(
     mesh          (dp, sp, tp), {"dp": ..., "sp": ..., "tp": ...} or a jax Mesh with these axes; what is None or left
                   out takes the default of `mesh.fill_shape`
     keep_weights  False frees each component after its stage: one request in the least memory
+    executables   folder of compiled programs (scripts/precompile.py) to load in place of compiling; what it doesn't
+                  have, or has from another version, is compiled, and the log says why. Loading runs code from it
     progress      `Console()` to show bars; silent when left out
 
     Raises `CheckpointError`, `MeshError` or `InvalidInput` before anything large is read.
@@ -42,7 +46,8 @@ def load_pipeline(
         raise InvalidInput(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
     model = open_model(Checkpoint(path_or_id))
     placed = make_mesh(mesh, heads=model.heads)
-    return Pipeline(Runtime(model, placed, dtype, keep_weights=keep_weights), progress or Silent())
+    stored = None if executables is None else Executables(Path(executables), settings(model, dtype))
+    return Pipeline(Runtime(model, placed, dtype, keep_weights=keep_weights, executables=stored), progress or Silent())
 
 
 class Pipeline:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from wan_tpu.aot.executables import Executables
 from wan_tpu.mesh import replicated
 
 _tracing = threading.Lock()  # a module's weights are swapped while it is traced: one thread at a time
@@ -19,11 +20,25 @@ class Program:
     Recompiles for: new array shapes, dtypes or shardings, and nothing else (numbers are passed as arrays).
     """
 
-    def __init__(self, function: Callable[..., Any], mesh: Mesh, *, exact: bool, donate: tuple[int, ...] = ()) -> None:
-        """exact: multiply float32 in float32; TPUs and GPUs otherwise take bfloat16 or TF32 passes."""
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        mesh: Mesh,
+        *,
+        exact: bool,
+        donate: tuple[int, ...] = (),
+        name: str = "",
+        executables: Executables | None = None,
+    ) -> None:
+        """exact: multiply float32 in float32; TPUs and GPUs otherwise take bfloat16 or TF32 passes.
+
+        executables  where compiled programs are looked for, under `name`, before one is compiled
+        """
         self._jit = jax.jit(function, donate_argnums=donate)
         self._mesh = mesh
         self._precision = "highest" if exact else "default"
+        self._name = f"{name}, {self._precision} precision, donating {donate}"
+        self._executables = executables
         self._compiled: dict[Any, Any] = {}
         self.compile_s = 0.0  # summed over all compilations
 
@@ -37,11 +52,18 @@ class Program:
         key = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         with _tracing:
             if key not in self._compiled:
-                start = time.perf_counter()
-                with jax.default_matmul_precision(self._precision), jax.set_mesh(self._mesh):
-                    self._compiled[key] = self._jit.lower(*args).compile()
-                self.compile_s += time.perf_counter() - start
+                if self._executables is None:
+                    self._compiled[key] = self._build(args)
+                else:
+                    self._compiled[key] = self._executables.get(self._name, args, self._mesh, lambda: self._build(args))
             return self._compiled[key]
+
+    def _build(self, args: tuple[Any, ...]) -> Any:
+        start = time.perf_counter()
+        with jax.default_matmul_precision(self._precision), jax.set_mesh(self._mesh):
+            compiled = self._jit.lower(*args).compile()
+        self.compile_s += time.perf_counter() - start
+        return compiled
 
 
 def place(tree: Any, mesh: Mesh) -> Any:

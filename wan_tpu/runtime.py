@@ -1,5 +1,6 @@
 """A model on devices: its weights, loaded when a stage first needs them, and its compiled programs."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -7,6 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from wan_tpu.aot.executables import Executables
 from wan_tpu.checkpoint import Loaded, check_component, load_component
 from wan_tpu.families import Model
 from wan_tpu.program import Program
@@ -19,13 +21,19 @@ class Runtime:
     programs  compiled programs by name; each knows the seconds its compilations took
     """
 
-    def __init__(self, model: Model, mesh: Mesh, dtype: str, *, keep_weights: bool) -> None:
-        """keep_weights: keep a component's weights after its stage (a server), or free them (one request)."""
+    def __init__(
+        self, model: Model, mesh: Mesh, dtype: str, *, keep_weights: bool, executables: Executables | None = None
+    ) -> None:
+        """keep_weights: keep a component's weights after its stage (a server), or free them (one request).
+
+        executables  where compiled programs are looked for before they are compiled
+        """
         self.model = model
         self.mesh = mesh
         self.dtype = dtype
         self.load_s: dict[str, float] = {}
         self._keep_weights = keep_weights
+        self._executables = executables
         self._components: dict[str, Loaded] = {}
         self._checked: set[str] = set()
         self._loading = threading.Lock()
@@ -58,10 +66,25 @@ class Runtime:
     def program(self, name: str, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Program:
         """Return the program of this name, made from `function` the first time."""
         if name not in self.programs:
-            self.programs[name] = Program(function, self.mesh, exact=self.dtype == "float32", donate=donate)
+            exact = self.dtype == "float32"
+            self.programs[name] = Program(
+                function, self.mesh, exact=exact, donate=donate, name=name, executables=self._executables
+            )
         return self.programs[name]
 
     @property
     def compile_s(self) -> float:
         """Seconds spent compiling so far, over all programs."""
         return sum(program.compile_s for program in self.programs.values())
+
+
+def settings(model: Model, dtype: str) -> str:
+    """Return what the programs of a model are traced from beside their arguments: what a stored one depends on."""
+    return f"{dtype} {_plain(dataclasses.asdict(model.config))}"
+
+
+def _plain(config: Any) -> Any:
+    """Leave out what says where a configuration comes from (_name_or_path, _diffusers_version...); sort the rest."""
+    if not isinstance(config, dict):
+        return config
+    return {name: _plain(config[name]) for name in sorted(config) if not name.startswith("_")}

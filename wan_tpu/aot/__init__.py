@@ -1,1 +1,1 @@
-"""What the TPU compiler says of programs, on a machine without a TPU."""
+"""What a program costs on a TPU, found out without one: ahead-of-time compilation and its analysis."""

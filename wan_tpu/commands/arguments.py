@@ -33,6 +33,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_device_arguments(group: argparse._ActionsContainer) -> None:
     """Where and how; the mesh takes all devices unless told."""
     group.add_argument("--dtype", choices=("bfloat16", "float32"), help="of weights and activations; default bfloat16")
+    group.add_argument(
+        "--executables", type=Path, help="folder of compiled programs, from scripts/precompile.py: one that you trust"
+    )
     for axis, what in (("dp", "guidance branches"), ("sp", "tokens"), ("tp", "heads and weights")):
         group.add_argument(f"--{axis}", type=int, help=f"devices along the mesh axis of {what}")
 
@@ -97,6 +100,7 @@ def pipeline_from(args: argparse.Namespace, model_id: str | None = None, dtype: 
         dtype=args.dtype or dtype or "bfloat16",
         mesh=(args.dp, args.sp, args.tp),
         keep_weights=False,
+        executables=args.executables,
         progress=Console(),
     )
 

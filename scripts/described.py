@@ -1,0 +1,33 @@
+"""What the scripts share: a kind of slice, from `cluster`, as `wan_tpu.aot` wants it."""
+
+from cluster.chips import GIB
+from cluster.slice_kinds import SliceKind
+from wan_tpu.aot.cost import Hardware
+from wan_tpu.aot.topology import DescribedSlice
+
+
+def described(kind: SliceKind) -> DescribedSlice:
+    """Return the description of a slice of this kind."""
+    chip = kind.chip
+    sizes = [size if wraps else 0 for size, wraps in zip(kind.shape, kind.wraps, strict=True)]
+    return DescribedSlice(
+        name=kind.name,
+        topology=f"{chip.compiler}:{kind.topology}",
+        host_bounds=_three(kind.host_shape, 1),
+        hardware=Hardware(
+            name=chip.name,
+            clock_hz=chip.clock_hz,
+            peak_flops=chip.bf16_flops / chip.devices,
+            hbm_bytes=chip.hbm_gib * GIB / chip.devices,
+            hbm_bytes_per_s=chip.hbm_bytes_per_s / chip.devices,
+        ),
+        wraps=_three(sizes, 0),
+        link_bytes_per_s=chip.ici_link_bytes_per_s,
+        core_bytes_per_s=chip.core_link_bytes_per_s or 0.0,
+        cores=chip.cores // chip.devices,
+    )
+
+
+def _three(sizes: tuple[int, ...] | list[int], filler: int) -> tuple[int, int, int]:
+    x, y, z = [*sizes, filler, filler][:3]
+    return x, y, z

@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Plan a published model on TPU slices: does it fit, how long does it take, on which mesh?
+
+    plan.py --model wan2.2-i2v-a14b --slice v6e-8 --size 720*1280 --frames 81 --steps 40 [--json]
+    plan.py --model wan2.2-i2v-a14b --slice v6e-8 --slice v5p-8 --program "denoise step" --plot step.png
+
+Every program is compiled for the slice by libtpu's compiler (`pip install ".[aot]"`); no TPU and no weights are
+needed. What was compiled once is kept in --cache. docs/performance.md says what the seconds mean.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own accelerators stay untouched
+
+from described import described
+
+from cluster.slice_kinds import slice_kind
+from wan_tpu import GenerationRequest
+from wan_tpu.aot.plan import STEP, Plan, Planner
+from wan_tpu.aot.plan_text import compare, describe, draw, to_json
+from wan_tpu.errors import WanTpuError
+from wan_tpu.families.wan import WanModel
+from wan_tpu.families.wan_presets import PRESETS
+from wan_tpu.request import parse_size
+
+
+def main() -> int:
+    """Print the plans; return the exit code."""
+    args = _arguments()
+    try:
+        plans, others = _plans(args)
+    except (WanTpuError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.plot:
+        draw([plan for plan in plans if any(program.name == STEP for program in plan.programs)], args.plot)
+    if args.json:
+        print(json.dumps({"plans": [to_json(plan) for plan in plans], "other_meshes": [to_json(p) for p in others]}))
+        return 0
+    print("\n\n".join(describe(plan) for plan in plans))
+    if others:
+        print(f"\nother meshes\n{compare(others)}")
+    return 0
+
+
+def _plans(args: argparse.Namespace) -> tuple[list[Plan], list[Plan]]:
+    """Return the plans asked for, and those of other meshes (the denoise step only)."""
+    height, width = parse_size(args.size) if args.size else (None, None)
+    given = GenerationRequest(
+        height=height, width=width, frames=args.frames, steps=args.steps, guidance_scale=args.guidance_scale
+    )
+    request = given.resolve(WanModel(PRESETS[args.model]).defaults)
+    plans, others = [], []
+    for name in args.slice:
+        planner = Planner(
+            args.model,
+            request,
+            described(slice_kind(name)),
+            dtype=args.dtype,
+            cache=args.cache,
+            report=_progress(),
+        )
+        plan = planner.plan((args.dp, args.sp, args.tp), only=args.program)
+        plans.append(plan)
+        if args.meshes:
+            others += [planner.plan(mesh, only=STEP) for mesh in planner.meshes() if mesh != plan.mesh]
+    return plans, others
+
+
+def _progress():  # type: ignore[no-untyped-def]
+    start = time.monotonic()
+    return lambda text: print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=PRESETS, default="wan2.2-i2v-a14b")
+    parser.add_argument("--slice", action="append", help="such as v6e-8; may be given several times")
+    parser.add_argument("--size", help="HEIGHT*WIDTH; default the model's")
+    parser.add_argument("--frames", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--guidance_scale", type=float)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    for axis in ("dp", "sp", "tp"):
+        parser.add_argument(f"--{axis}", type=int)
+    parser.add_argument("--meshes", action="store_true", help="the denoise step on every other mesh, too")
+    parser.add_argument("--program", help='only this one, such as "denoise step"')
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", type=Path, help="an image of the denoise steps' seconds (needs matplotlib)")
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    parser.add_argument("--cache", type=Path, default=home / "wan-tpu" / "plan", help="default %(default)s")
+    args = parser.parse_args()
+    args.slice = args.slice or ["v6e-8"]
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

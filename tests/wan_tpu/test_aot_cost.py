@@ -1,0 +1,192 @@
+"""The cost of a small program, counted by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+from wan_tpu.aot.analyse import analyse
+from wan_tpu.aot.cost import Hardware
+from wan_tpu.aot.hlo import parse, parse_shapes
+from wan_tpu.aot.ici import Interconnect
+from wan_tpu.aot.report import describe
+
+# One cycle a second and one byte a second: seconds are cycles, bytes, or bytes over a link.
+HARDWARE = Hardware("toy", clock_hz=1.0, peak_flops=1.0, hbm_bytes=1e9, hbm_bytes_per_s=1.0)
+LINKS = Interconnect(((0, 0, 0, 0), (1, 0, 0, 0)), 1.0, 1.0)
+CYCLES = 'backend_config={{"window_config":{{"estimated_cycles":"{}"}}}}'
+
+
+def cost(text: str, **options):
+    options = {"kernel_cycles": lambda call: None, **options}
+    return analyse(text.replace("  ENTRY", "ENTRY"), HARDWARE, LINKS, **options)
+
+
+LOOP = f"""
+HloModule jit_step, is_scheduled=true
+
+%slice_body (stack: f32[8,4,128], i: s32[]) -> f32[4,128] {{
+  %stack = f32[8,4,128]{{2,1,0:T(4,128)}} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %part = f32[1,4,128]{{2,1,0:T(4,128)}} dynamic-slice(%stack, %i, %zero, %zero), dynamic_slice_sizes={{1,4,128}}
+}}
+
+%product_body (a: bf16[16,128], b: bf16[128,256]) -> bf16[16,256] {{
+  %a = bf16[16,128]{{1,0:T(8,128)(2,1)}} parameter(0)
+  %b = bf16[128,256]{{1,0:T(8,128)(2,1)}} parameter(1)
+  ROOT %dot = bf16[16,256]{{1,0:T(8,128)(2,1)}} convolution(%a, %b), dim_labels=bf_io->bf
+}}
+
+%body (p: (s32[], f32[8,4,128])) -> (s32[], f32[8,4,128]) {{
+  %p = (s32[], f32[8,4,128]{{2,1,0:T(4,128)}}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p), index=0
+  %stack.1 = f32[8,4,128]{{2,1,0:T(4,128)}} get-tuple-element(%p), index=1
+  %fast = f32[4,128]{{1,0:T(4,128)S(1)}} fusion(%stack.1, %i.1), kind=kLoop, calls=%slice_body, {CYCLES.format(7)}
+  ROOT %next = (s32[], f32[8,4,128]{{2,1,0:T(4,128)}}) tuple(%i.1, %stack.1)
+}}
+
+%condition (p.1: (s32[], f32[8,4,128])) -> pred[] {{
+  %p.1 = (s32[], f32[8,4,128]) parameter(0)
+  %counter = s32[] get-tuple-element(%p.1), index=0
+  %limit = s32[] constant(6)
+  ROOT %less = pred[] compare(%counter, %limit), direction=LT
+}}
+
+ENTRY %main (x: f32[8,4,128], a.1: bf16[16,128], b.1: bf16[128,256]) -> bf16[16,256] {{
+  %x = f32[8,4,128]{{2,1,0:T(4,128)}} parameter(0)
+  %a.1 = bf16[16,128]{{1,0:T(8,128)(2,1)}} parameter(1)
+  %b.1 = bf16[128,256]{{1,0:T(8,128)(2,1)}} parameter(2)
+  %start = s32[] constant(2)
+  %state = (s32[], f32[8,4,128]) tuple(%start, %x)
+  %loop = (s32[], f32[8,4,128]) while(%state), condition=%condition, body=%body
+  ROOT %product = bf16[16,256]{{1,0:T(8,128)(2,1)}} fusion(%a.1, %b.1), kind=kOutput, calls=%product_body, """
+LOOP += CYCLES.format(50) + ', metadata={op_name="jit(step)/dot"}\n}\n'
+
+
+def test_a_loop_costs_its_body_times_its_trips():
+    found = cost(LOOP)
+    part = 4 * 128 * 4 + 4  # bytes: the slice and its index are read, what it makes stays in VMEM
+    assert found.by_category()["copies"].estimate == 4 * 7
+    assert found.by_category()["copies"].floor == 4 * part
+    assert found.loops() == [("body", 4.0)]
+
+
+def test_matrix_products_keep_their_estimate_at_the_floor_and_count_their_operations():
+    found = cost(LOOP)
+    assert (found.by_category()["matmul"].estimate, found.by_category()["matmul"].floor) == (50, 50)
+    assert found.matmul_flops == 2 * 16 * 128 * 256
+    assert found.total.estimate == 50 + 4 * 7
+    [top] = found.top(1, where="main")
+    assert (top.name, top.op_name, top.shape) == ("product", "jit(step)/dot", "bf16[16,256]")
+    assert top.hbm_bytes == 2 * (16 * 128 + 128 * 256 + 16 * 256)
+
+
+def test_the_report_names_what_costs():
+    text = describe(cost(LOOP), top=3)
+    assert "product" in text
+    assert "an iteration of body (4 in all)" in text
+
+
+def test_bytes_are_padded_to_tiles_and_vmem_is_told_from_hbm():
+    [padded] = parse_shapes("bf16[3,100]{1,0:T(8,128)(2,1)}")
+    [fast] = parse_shapes("f32[5]{0:T(1024)S(1)}")
+    assert padded.bytes == 8 * 128 * 2
+    assert padded.in_hbm
+    assert not fast.in_hbm
+    assert [shape.dims for shape in parse_shapes("(f32[2]{0}, /*index=1*/(s32[], pred[3]))")] == [(2,), (), (3,)]
+
+
+OVERLAP = f"""
+ENTRY %main (x: f32[128]) -> f32[128] {{
+  %x = f32[128]{{0:T(128)}} parameter(0)
+  %gather = (f32[128]{{0:T(128)}}, f32[256]{{0:T(128)}}) all-gather-start(%x), replica_groups={{{{0,1}}}}
+  %work = f32[128]{{0:T(128)S(1)}} add(%x, %x), {CYCLES.format(200)}
+  %gathered = f32[256]{{0:T(128)}} all-gather-done(%gather)
+  %reduced = f32[128]{{0:T(128)}} all-reduce(%x), replica_groups={{{{0,1}}}}, to_apply=%sum
+  %fetch = (f32[128]{{0:T(128)S(1)}}, f32[128]{{0:T(128)}}, u32[]{{:S(2)}}) copy-start(%x)
+  ROOT %fetched = f32[128]{{0:T(128)S(1)}} copy-done(%fetch)
+}}
+"""
+
+
+def test_only_what_no_work_hides_is_exposed():
+    found = {item.name: item for item in cost(OVERLAP).items}
+    # Two devices, one link: half of the 1,024 gathered bytes comes in, over a ring of two halves, in one direction.
+    assert found["gathered"].seconds.estimate == 512 - 200
+    assert found["gathered"].hidden_s.estimate == 200
+    assert found["gathered"].seconds.floor == 0  # the addition reads 512 bytes: exactly as long
+    assert found["reduced"].seconds.estimate == 512
+    assert found["fetched"].seconds.floor == 512
+    assert found["fetched"].category == "copies"
+
+
+def kernel_config() -> str:
+    """What stands at a real kernel of grid (2, 3) in a program: lowering for a TPU needs neither chip nor compiler."""
+
+    def copy(x, y):
+        y[...] = x[...]
+
+    block = pl.BlockSpec((8, 128), lambda i, j: (i, j))
+    run = pl.pallas_call(
+        copy, jax.ShapeDtypeStruct((16, 384), jnp.float32), grid=(2, 3), in_specs=[block], out_specs=block
+    )
+    lowered = jax.jit(run).trace(jax.ShapeDtypeStruct((16, 384), jnp.float32)).lower(lowering_platforms=("tpu",))
+    return lowered.as_text().split('backend_config = "')[1].split('"')[0].replace("\\22", '"')  # MLIR's quotes
+
+
+def branches(inner: str) -> str:
+    kernel = f'custom_call_target="tpu_custom_call", backend_config={kernel_config()}'
+    return f"""
+%fast (x.1: f32[16,384]) -> f32[16,384] {{
+  %x.1 = f32[16,384]{{1,0}} parameter(0)
+  ROOT %fast_kernel.3 = f32[16,384]{{1,0}} custom-call(%x.1), {kernel}
+}}
+
+%slow (x.2: f32[16,384]) -> f32[16,384] {{
+  %x.2 = f32[16,384]{{1,0}} parameter(0)
+  ROOT %slow_kernel.4 = f32[16,384]{{1,0}} custom-call(%x.2), {kernel}
+}}
+
+%none (x.3: f32[16,384]) -> f32[16,384] {{
+  %x.3 = f32[16,384]{{1,0}} parameter(0)
+  ROOT %same = f32[16,384]{{1,0}} add(%x.3, %x.3), {CYCLES.format(1)}
+}}
+
+ENTRY %main (p: pred[], x: f32[16,384]) -> f32[16,384] {{
+  %p = pred[] parameter(0)
+  %x = f32[16,384]{{1,0}} parameter(1)
+  ROOT %chosen = f32[16,384]{{1,0}} conditional(%p, %x, %x), branch_computations={{{inner}}}
+}}
+"""
+
+
+BUNDLES = {"fast_kernel": 10, "slow_kernel": 1000}
+
+
+@pytest.mark.parametrize(
+    ("inner", "prefer", "seconds"),
+    [
+        ("%fast, %slow", ("fast",), 60.0),
+        ("%slow, %fast", ("slow",), 6000.0),
+        ("%fast, %slow", ("none such",), 6000.0),  # the costliest
+        ("%none, %slow", ("fast",), 1.0),  # a repeat that isn't needed
+        ("%none, %slow", ("slow", "fast"), 6000.0),
+    ],
+)
+def test_the_preferred_branch_is_followed(inner, prefer, seconds):
+    found = cost(branches(inner), prefer=prefer, kernel_cycles=lambda call: BUNDLES[call.name] * call.steps)
+    assert found.total.estimate == seconds
+
+
+def test_what_cannot_be_priced_is_said():
+    found = cost(branches("%fast, %slow"), prefer=("fast",))
+    assert found.unpriced == ("kernel fast_kernel, grid (2, 3)",)
+    assert "NOT COUNTED: kernel fast_kernel" in describe(found)
+    unknown = LOOP.replace("%start = s32[] constant(2)", "%start = s32[] parameter(3)")
+    assert cost(unknown).unpriced == ("loop loop of unknown length",)
+
+
+def test_text_that_is_no_program_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY"):
+        parse("HloModule nothing")

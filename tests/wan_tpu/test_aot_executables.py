@@ -1,0 +1,136 @@
+"""Compiled programs in a folder, on this machine's own backend: loaded, or compiled again with the reason said."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.conftest import PHOTO, ROOT
+from wan_tpu import GenerationRequest
+from wan_tpu.aot import key
+from wan_tpu.aot.executables import SUFFIX, Executables
+from wan_tpu.aot.precompile import precompile
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.cli import main
+from wan_tpu.errors import InvalidInput
+from wan_tpu.families import open_model
+from wan_tpu.mesh import make_mesh
+from wan_tpu.program import Program, place
+
+REQUEST = {"height": 32, "width": 48, "frames": 5}
+LOGGER = "wan_tpu.aot.executables"
+
+
+@pytest.fixture
+def mesh():
+    return make_mesh((1, 1, 1), heads=1)
+
+
+def program(folder: Path, mesh, *, settings: str = "one", save: bool = False) -> Program:
+    stored = Executables(folder, settings, save=save)
+    return Program(lambda x: x @ x + 1, mesh, exact=True, name="square", executables=stored)
+
+
+def test_a_stored_program_is_loaded_and_not_compiled(tmp_path, mesh, caplog):
+    x = place(np.eye(3, dtype=np.float32), mesh)
+    first = program(tmp_path, mesh, save=True)
+    expected = first(x)
+    again = program(tmp_path, mesh)
+    caplog.clear()
+    assert (np.asarray(again(x)) == np.asarray(expected)).all()
+    assert (first.compile_s > 0, again.compile_s) == (True, 0)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "checksum"),
+        (lambda data: data[: len(data) // 2], "checksum"),
+        (lambda data: b"", "can't be loaded"),
+        (lambda data: data.replace(b'"jax": "', b'"jax": "0.'), "jax is .*, was 0\\.0"),
+        (lambda data: data.replace(b'"XLA_FLAGS": "', b'"XLA_FLAGS": "--other '), "XLA_FLAGS is .*, was --other"),
+    ],
+)
+def test_what_cannot_be_used_is_compiled_again_and_the_log_says_why(tmp_path, mesh, caplog, damage, reason):
+    x = place(np.eye(3, dtype=np.float32), mesh)
+    program(tmp_path, mesh, save=True)(x)
+    [file] = tmp_path.glob(f"*{SUFFIX}")
+    file.write_bytes(damage(file.read_bytes()))
+    caplog.clear()
+    again = program(tmp_path, mesh)
+    assert (np.asarray(again(x)) == np.eye(3) + 1).all()
+    assert again.compile_s > 0
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert re.match(f"compiling square.*{reason}", record.getMessage())
+
+
+def test_other_shapes_settings_or_precision_are_other_programs(tmp_path, mesh, caplog):
+    program(tmp_path, mesh, save=True)(place(np.eye(3, dtype=np.float32), mesh))
+    for settings, size in (("one", 4), ("two", 3)):
+        caplog.clear()
+        other = program(tmp_path, mesh, settings=settings)
+        other(place(np.eye(size, dtype=np.float32), mesh))
+        assert other.compile_s > 0
+        assert "there is none for these shapes" in caplog.text
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(InvalidInput, match=r"precompile\.py"):
+        Executables(tmp_path / "none", "one")
+
+
+def test_shardings_that_are_the_same_are_written_the_same(mesh):
+    def asked(spec):
+        sharding = NamedSharding(mesh, spec)
+        return key.what("p", [jax.ShapeDtypeStruct((2, 2), jnp.float32, sharding=sharding)], mesh, "s")
+
+    assert asked(P("tp")) == asked(P("tp", None))
+    assert asked(P("tp")) != asked(P(None, "tp"))
+
+
+def test_source_that_makes_programs_is_in_the_key():
+    """Its digest covers the models and not the code that stores programs."""
+    files = {file.relative_to(ROOT / "wan_tpu").parts[0] for file in (ROOT / "wan_tpu").rglob("*.py")}
+    assert {"aot", "families", "stages.py"} <= files
+    assert key.made_by()["source"] == key.source_digest()
+    assert key.made_by()["torchax"] == "0.0.13"
+
+
+def test_another_process_generates_without_compiling(tmp_path, checkpoint):
+    folder = checkpoint("wan2.2-i2v-a14b")
+    model = open_model(Checkpoint(folder))
+    request = GenerationRequest(**REQUEST).resolve(model.defaults)
+    mesh = make_mesh((1, 1, 1), heads=model.heads)
+    done = list(precompile(model, request, mesh, "float32", tmp_path / "programs"))
+    assert all(program.compile_s > 0 for program in done)
+    assert all(program.compile_s == 0 for program in precompile(model, request, mesh, "float32", tmp_path / "programs"))
+
+    command = ["--model_id", str(folder), "--image", str(PHOTO), "--prompt", "A cat", "--size", "32*48"]
+    command += ["--frames", "5", "--num_steps", "2", "--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1"]
+    loaded, compiled = tmp_path / "loaded.mp4", tmp_path / "compiled.mp4"
+    loading = [*command, "--executables", str(tmp_path / "programs"), "--output", str(loaded)]
+    child = subprocess.run(
+        [sys.executable, "scripts/generate.py", *loading],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "compiling" not in child.stderr
+    stages = json.loads(loaded.with_suffix(".json").read_text())["stages"]
+    assert [stage["compile_s"] for stage in stages] == [0] * len(stages)
+    assert main(["generate", *command, "--output", str(compiled)]) == 0
+    assert loaded.read_bytes() == compiled.read_bytes()

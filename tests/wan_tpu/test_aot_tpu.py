@@ -1,0 +1,146 @@
+"""Programs compiled for TPUs that aren't there, by libtpu's own compiler."""
+
+import dataclasses
+import math
+import pickle
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cluster.slice_kinds import slice_kind
+from tests.conftest import ROOT
+from wan_tpu.aot.analyse import analyse
+from wan_tpu.aot.executables import SUFFIX, Executables
+from wan_tpu.aot.kernel_prices import KernelPrices, count_alone
+from wan_tpu.errors import InvalidInput
+from wan_tpu.program import Program
+
+pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[aot]'")
+sys.path.insert(0, str(ROOT / "scripts"))
+from described import described  # the scripts' glue between cluster and wan_tpu
+
+LAYERS, TOKENS, WIDTH = 3, 2048, 512
+
+
+@pytest.fixture(scope="module")
+def v6e_4():
+    return described(slice_kind("v6e-4"))
+
+
+@pytest.fixture(scope="module")
+def mesh(v6e_4):
+    return Mesh(np.array(v6e_4.devices()).reshape(4), ("tp",))
+
+
+@pytest.mark.parametrize(("name", "devices"), [("v6e-8", 8), ("v5p-8", 4), ("v6e-16", 16), ("v7x-4", 8), ("v6e-1", 1)])
+def test_kinds_of_slices_are_known_to_the_compiler(name, devices):
+    kind = slice_kind(name)
+    found = described(kind).devices()
+    assert len(found) == devices == kind.devices
+    assert len({device.process_index for device in found}) == kind.hosts
+    assert found[0].device_kind == kind.chip.jax_kind
+
+
+def test_an_unknown_topology_is_refused(v6e_4):
+    with pytest.raises(InvalidInput, match="v6e:3x7"):
+        dataclasses.replace(v6e_4, topology="v6e:3x7").devices()
+
+
+def layers(x, weights):
+    """A column-parallel and a row-parallel product a layer: one all-reduce each."""
+
+    def layer(x, pair):
+        up, down = pair
+        return x + jnp.maximum(x @ up, 0) @ down, None
+
+    return jax.lax.scan(layer, x, weights)[0]
+
+
+@pytest.fixture(scope="module")
+def compiled(mesh):
+    def array(*shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    up, down = (LAYERS, WIDTH, 4 * WIDTH), (LAYERS, 4 * WIDTH, WIDTH)
+    weights = (array(*up, spec=P(None, None, "tp")), array(*down, spec=P(None, "tp", None)))
+    program = Program(layers, mesh, exact=False)
+    return program.compile(array(TOKENS, WIDTH, spec=P()), weights)
+
+
+def test_a_scanned_layer_is_found_with_its_work_and_its_collective(compiled, mesh, v6e_4):
+    cost = analyse(compiled.as_text(), v6e_4.hardware, v6e_4.interconnect(mesh), kernel_cycles=lambda call: None)
+    assert cost.unpriced == ()
+    assert cost.matmul_flops == LAYERS * 2 * 2 * TOKENS * WIDTH * WIDTH  # of 4 WIDTH hidden units a quarter each
+    [(body, trips)] = cost.loops()
+    assert trips == LAYERS
+    inside = cost.by_category(body)
+    assert inside["matmul"].estimate > cost.matmul_flops / v6e_4.hardware.peak_flops
+    # 2 MB reduced on a block of 2x2: three quarters out and back, over two links.
+    links = LAYERS * 2 * 0.75 * TOKENS * WIDTH * 2 / (2 * v6e_4.link_bytes_per_s)
+    moved = [item for item in cost.items if item.category == "collectives" and item.where == body]
+    assert sum(item.seconds.estimate + item.hidden_s.estimate for item in moved) == pytest.approx(links, rel=1e-3)
+
+
+def test_a_tpu_program_is_stored(compiled, mesh, tmp_path):
+    """It can't be loaded without a TPU: only that it is whole, under its key, is tested."""
+    stored = Executables(tmp_path, "settings", save=True)
+    argument = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=NamedSharding(mesh, P()))
+    assert stored.get("layers", (argument,), mesh, lambda: compiled) is compiled
+    [file] = tmp_path.glob(f"*{SUFFIX}")
+    head, _, payload = file.read_bytes().partition(b"\n")
+    assert b"TPU v6 lite" in head
+    executable, _, _ = pickle.loads(payload)
+    assert len(executable) > 10_000
+
+
+def test_a_kernel_in_a_program_is_counted_alone(mesh, v6e_4, tmp_path):
+    """Twice the rows a grid step are more bundles a step and fewer in all; grid and name come from the program."""
+
+    def add_one(x, y):
+        y[...] = x[...] + 1
+
+    def program(rows):
+        block = pl.BlockSpec((rows, 512), lambda i: (i, 0))
+        shape = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+        run = pl.pallas_call(add_one, shape, grid=(1024 // rows,), in_specs=[block], out_specs=block, name="add_one")
+        one = Mesh(mesh.devices[:1], ("tp",))
+        given = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(one, P()))
+        return Program(lambda x: run(x) * 2, one, exact=False).compile(given).as_text(), one
+
+    prices = KernelPrices(tmp_path, "v6e", 1, count_alone)
+    cycles = {}
+    for rows in (128, 256):
+        text, one = program(rows)
+        cost = analyse(text, v6e_4.hardware, v6e_4.interconnect(one), kernel_cycles=prices)
+        [item] = [item for item in cost.items if item.kernel is not None]
+        assert (item.kernel.name, item.kernel.grid) == ("add_one", (1024 // rows,))
+        cycles[rows] = prices.bundles(item.kernel)
+        assert item.seconds.estimate == cycles[rows] * math.prod(item.kernel.grid) / v6e_4.hardware.clock_hz
+    assert 1 < cycles[256] / cycles[128] < 2
+    assert len(list(tmp_path.glob("kernel-v6e-*.json"))) == 2
+
+
+def test_plan_says_what_fits(tmp_path):
+    """The command itself, on the smallest model at a small size; the second run compiles nothing."""
+    command = [sys.executable, "scripts/plan.py", "--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4", "--size", "64*64"]
+    command += ["--frames", "5", "--program", "denoise step", "--cache", str(tmp_path)]
+    for _ in range(2):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert "wan2.1-t2v-1.3b, 64x64, 5 frames (32 tokens)" in done.stdout
+        assert "denoise step" in done.stdout
+        assert "yes, " in done.stdout
+    assert len(list(tmp_path.glob("*.hlo.gz"))) == 1
+
+
+def test_plan_refuses_what_it_does_not_know():
+    command = [sys.executable, "scripts/plan.py", "--slice", "v6e-6"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "nearest: v6e-8" in done.stderr

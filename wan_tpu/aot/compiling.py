@@ -1,0 +1,142 @@
+"""Compile one program of a model for a described slice, in a process of its own, and keep what the compiler says.
+
+A process of its own, because a full-size program takes gigabytes to compile and the compiler may crash instead of
+refusing. What is kept: the scheduled HLO, the memory it needs, the seconds it took, under a key of all that changes it.
+"""
+
+import dataclasses
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wan_tpu.aot import key
+from wan_tpu.aot.cost import Hardware
+from wan_tpu.aot.topology import DescribedSlice
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program to compile: one of `stage_programs` for a published model, a request, a slice and a mesh."""
+
+    model: str
+    program: str
+    slice: DescribedSlice
+    mesh: tuple[int, int, int]
+    height: int
+    width: int
+    frames: int
+    steps: int
+    dtype: str
+
+    @property
+    def digest(self) -> str:
+        """The name of the result: source, versions, flags, model, shapes, topology and mesh."""
+        asked = dataclasses.asdict(self) | {"slice": (self.slice.topology, self.slice.host_bounds)}
+        return key.digest(json.dumps([asked, key.made_by()], sort_keys=True))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Job":
+        """Read what `json.dumps(dataclasses.asdict(job))` wrote."""
+        fields = json.loads(text)
+        described = fields.pop("slice")
+        described |= {name: tuple(described[name]) for name in ("host_bounds", "wraps")}
+        described["hardware"] = Hardware(**described["hardware"])
+        return cls(**fields | {"mesh": tuple(fields["mesh"]), "slice": DescribedSlice(**described)})
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a program, a device.
+
+    weights_bytes, other_bytes  its weights; other arguments, results and temporaries
+    refused  why it can't be compiled, else empty; over_bytes by how much it exceeds the memory, when that is why
+    """
+
+    compile_s: float
+    weights_bytes: int
+    other_bytes: int = 0
+    over_bytes: int = 0
+    refused: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        """All memory it needs."""
+        return self.weights_bytes + self.other_bytes
+
+
+def compile_job(job: Job, cache: Path) -> tuple[Compiled, str]:
+    """Return what the compiler says of a job and its scheduled HLO (empty when refused), from the cache if it can."""
+    result, hlo = cache / f"{job.digest}.json", cache / f"{job.digest}.hlo.gz"
+    if not result.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(job)), str(cache)]
+        child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if not result.exists():
+            last = (child.stderr.strip().splitlines() or ["no message"])[-1]
+            return Compiled(0.0, 0, refused=f"the compiling process ended with {child.returncode}: {last}"), ""
+    compiled = Compiled(**json.loads(result.read_text()))
+    return compiled, "" if compiled.refused else gzip.decompress(hlo.read_bytes()).decode()
+
+
+def _compile(job: Job, cache: Path) -> None:
+    """Compile a job and write its result: the child's side of `compile_job`."""
+    import jax
+
+    from wan_tpu import GenerationRequest
+    from wan_tpu.aot.programs import AbstractRuntime, stage_programs
+    from wan_tpu.families.wan import WanModel
+    from wan_tpu.families.wan_presets import PRESETS
+    from wan_tpu.mesh import make_mesh
+
+    model = WanModel(PRESETS[job.model])
+    given = GenerationRequest(height=job.height, width=job.width, frames=job.frames, steps=job.steps)
+    mesh = make_mesh(job.mesh, heads=model.heads, devices=job.slice.devices())
+    programs = stage_programs(AbstractRuntime(model, mesh, job.dtype), given.resolve(model.defaults))
+    program, args, _ = programs[job.program]
+    weights = sum(_shard_bytes(leaf) for leaf in args[0].values())
+    start = time.perf_counter()
+    try:
+        built = program.compile(*args)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):  # JAX has one class for all that a compiler says
+            raise
+        compiled = _refused(str(error), time.perf_counter() - start, weights)
+    else:
+        memory = built.memory_analysis()
+        every = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+        other = every - memory.alias_size_in_bytes - weights
+        compiled = Compiled(time.perf_counter() - start, weights, other)
+        (cache / f"{job.digest}.hlo.gz").write_bytes(gzip.compress(built.as_text().encode()))
+    (cache / f"{job.digest}.json").write_text(json.dumps(dataclasses.asdict(compiled)))
+
+
+def _refused(message: str, seconds: float, weights: int) -> Compiled:
+    """Read how much memory the compiler wanted: "Used 64.63G of 31.25G hbm. Exceeded hbm capacity by 33.38G"."""
+    used = re.search(r"Used ([\d.]+)([GMK]) of ([\d.]+)([GMK])", message)
+    unit = {"G": GIB, "M": 2**20, "K": 2**10}
+    if not used:
+        return Compiled(seconds, weights, refused=message.splitlines()[0])
+    wanted, there = float(used[1]) * unit[used[2]], float(used[3]) * unit[used[4]]
+    reason = f"needs {wanted / GIB:.1f} GiB a device of {there / GIB:.1f}"
+    return Compiled(seconds, weights, int(wanted) - weights, int(wanted - there), refused=reason)
+
+
+def _shard_bytes(leaf: Any) -> int:
+    count = 1
+    for size in leaf.sharding.shard_shape(leaf.shape):
+        count *= size
+    return count * leaf.dtype.itemsize
+
+
+if __name__ == "__main__":
+    _compile(Job.from_json(sys.argv[1]), Path(sys.argv[2]))

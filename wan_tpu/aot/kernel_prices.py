@@ -1,0 +1,52 @@
+"""Cycles of Pallas calls: each kernel is compiled alone, once, and its bundles are counted and kept."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from wan_tpu.aot.bundles import count_bundles
+from wan_tpu.aot.kernel_calls import KernelCall
+
+CountBundles = Callable[[KernelCall, str], int]
+
+
+class KernelPrices:
+    """Bundles a grid step of every kernel asked for, kept in a folder; call it to price a Pallas call.
+
+    A TensorCore issues one bundle a cycle, so bundles of the grid's body x iterations is the time when nothing stalls.
+    """
+
+    def __init__(self, folder: Path, chip: str, cores: int, count: CountBundles) -> None:
+        """chip, cores: as the compiler names it, TensorCores of one device; count: bundles of a call on a chip."""
+        self._folder = folder
+        self._chip = chip
+        self._cores = cores
+        self._count = count
+
+    def __call__(self, call: KernelCall) -> float:
+        """Return the cycles of one call."""
+        return float(self.bundles(call) * call.steps_a_core(self._cores))
+
+    def bundles(self, call: KernelCall) -> int:
+        """Return the bundles of one grid step."""
+        file = self._folder / f"kernel-{self._chip}-{call.digest}.json"
+        if not file.exists():
+            counted = {"kernel": call.name, "grid": call.grid, "bundles": self._count(call, self._chip)}
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(counted))
+        return int(json.loads(file.read_text())["bundles"])
+
+
+def count_alone(call: KernelCall, chip: str) -> int:
+    """Compile a call alone for a chip and return the cycles of one grid step.
+
+    They are the bundles of the hot region, more where the instructions don't fit into the bundles' slots: on v5p the
+    matrix units' slots need more cycles than there are bundles.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "call.json"
+        call.save(path)
+        counted = count_bundles("wan_tpu.aot.kernel_calls:saved", {"path": str(path)}, chip)
+    kernel = max(counted, key=lambda kernel: kernel.hot)
+    return round(kernel.hot * max(1.0, kernel.slot_bound / kernel.total))

@@ -1,0 +1,35 @@
+"""Compile a model's programs ahead of time and keep them."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from wan_tpu.aot.executables import Executables
+from wan_tpu.aot.programs import AbstractRuntime, stage_programs
+from wan_tpu.families import Model
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.runtime import settings
+
+
+@dataclass(frozen=True)
+class Precompiled:
+    """One program that is now in the folder; compile_s is 0 when it was there before."""
+
+    name: str
+    compile_s: float
+    seconds: float
+
+
+def precompile(model: Model, request: ResolvedRequest, mesh: Mesh, dtype: str, folder: Path) -> Iterator[Precompiled]:
+    """Compile every program of a resolved request for a mesh, described or real, and store each in `folder`.
+
+    Yields as they are done; what the folder has already is left alone.
+    """
+    runtime = AbstractRuntime(model, mesh, dtype, executables=Executables(folder, settings(model, dtype), save=True))
+    for name, (program, args, _) in stage_programs(runtime, request).items():
+        start = time.perf_counter()
+        program.compile(*args)
+        yield Precompiled(name, program.compile_s, time.perf_counter() - start)

@@ -1,0 +1,121 @@
+"""Every program that makes one video, with the shapes of its arguments: what is compiled ahead of time."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from wan_tpu.aot.executables import Executables
+from wan_tpu.checkpoint import DTYPES, Loaded, abstract_component
+from wan_tpu.families import Model
+from wan_tpu.families.wan_modules import TEXT_TOKENS
+from wan_tpu.mesh import replicated
+from wan_tpu.program import Program
+from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
+from wan_tpu.runtime import Runtime
+from wan_tpu.solvers import solver_table
+from wan_tpu.stages import experts, guided, step_numbers, step_program
+
+# name -> program, its arguments as shapes with shardings, how often it runs for one video
+StagePrograms = dict[str, tuple[Program, tuple[Any, ...], int]]
+
+
+class AbstractRuntime(Runtime):
+    """A runtime with shapes in place of weights: its programs can be compiled, not run."""
+
+    def __init__(self, model: Model, mesh: Mesh, dtype: str, *, executables: Executables | None = None) -> None:
+        super().__init__(model, mesh, dtype, keep_weights=True, executables=executables)
+
+    def component(self, name: str) -> Loaded:
+        """Return a component's module and the shapes and shardings of its weights."""
+        if name not in self._components:
+            self._components[name] = abstract_component(self.model.components[name], self.dtype, self.mesh)
+        return self._components[name]
+
+
+def stage_programs(runtime: Runtime, request: ResolvedRequest) -> StagePrograms:
+    """Return the programs of a resolved request, in the order in which they first run.
+
+    A model that takes an image is given one.
+    """
+    found = {"text_encoder": _text_encoder(runtime, request)}
+    if "i2v" in runtime.model.tasks:
+        if runtime.model.needs_image_features:
+            found["image_encoder"] = _image_encoder(runtime)
+        found |= _vae(runtime, request, "vae_encoder")
+    for expert in experts(runtime.model, request, _table(request))[:1]:  # both run the same program
+        found["denoise step"] = _denoise(runtime, request, expert.stage)
+    return found | _vae(runtime, request, "decoder")
+
+
+def _text_encoder(runtime: Runtime, request: ResolvedRequest) -> tuple[Program, tuple[Any, ...], int]:
+    loaded = runtime.component("text_encoder")
+    program = runtime.program("text_encoder", lambda *args: runtime.model.encode_text(loaded.module, *args))
+    tokens = _array(runtime, (1, TEXT_TOKENS), jnp.int32)
+    return program, (loaded.params, tokens, tokens), 2 if guided(runtime.model, request) else 1
+
+
+def _image_encoder(runtime: Runtime) -> tuple[Program, tuple[Any, ...], int]:
+    loaded = runtime.component("image_encoder")
+    program = runtime.program("image_encoder", lambda *args: runtime.model.encode_image(loaded.module, *args))
+    assert runtime.model.config.image_encoder is not None
+    size = runtime.model.config.image_encoder["image_size"]
+    return program, (loaded.params, _array(runtime, (1, 3, size, size), DTYPES[runtime.dtype])), 1
+
+
+def _denoise(runtime: Runtime, request: ResolvedRequest, stage: str) -> tuple[Program, tuple[Any, ...], int]:
+    model, table, loaded = runtime.model, _table(request), runtime.component(stage)
+    config, shape, dtype = model.config.transformer, model.latent_shape(request), DTYPES[runtime.dtype]
+    latents = _array(runtime, shape, jnp.float32)
+    numbers = {name: _array(runtime, value.shape, jnp.float32) for name, value in step_numbers(table, 0, 1.0).items()}
+    branches = 2 if guided(model, request) else 1
+    text = _array(runtime, (branches, TEXT_TOKENS, config["text_dim"]), dtype)
+    image = None
+    if model.needs_image_features:
+        assert model.config.image_encoder is not None
+        clip = model.config.image_encoder
+        patches = (clip["image_size"] // clip["patch_size"]) ** 2 + 1
+        image = _array(runtime, (1, patches, config["image_dim"]), dtype)
+    given = (text, image, _image_latents(runtime, shape))
+    arguments = (loaded.params, latents, (latents,) * table.history_terms, numbers, given)
+    return step_program(runtime, loaded.module), arguments, table.steps
+
+
+def _image_latents(runtime: Runtime, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | None:
+    config = runtime.model.config
+    if config.expand_timesteps:
+        return _array(runtime, (*shape[:2], 1, *shape[3:]), jnp.float32)
+    extra = config.transformer["in_channels"] - shape[1]
+    return _array(runtime, (1, extra, *shape[2:]), jnp.float32) if extra else None
+
+
+def _vae(runtime: Runtime, request: ResolvedRequest, name: str) -> StagePrograms:
+    """Return the programs of a VAE half: of the first chunk, and of all later ones."""
+    loaded, dtype = runtime.component(name), DTYPES[runtime.dtype]
+    _, channels, frames, height, width = runtime.model.latent_shape(request)
+    if name == "decoder":
+        halves = runtime.model.vae_decoder(loaded.module)
+        shapes = [(1, channels, 1, height, width)] * 2
+    else:
+        halves = runtime.model.vae_encoder(loaded.module)
+        shapes = [(1, 3, n, request.height, request.width) for n in (1, FRAME_STRIDE)]
+        frames = 1 if runtime.model.config.expand_timesteps else frames
+    first = _array(runtime, shapes[0], dtype)
+    found: StagePrograms = {
+        f"{name} first": (runtime.program(f"{name} first", halves.first), (loaded.params, first), 1)
+    }
+    if frames > 1:
+        _, cache = jax.eval_shape(halves.first, loaded.params, first)
+        placed = jax.tree.map(lambda leaf: _array(runtime, leaf.shape, leaf.dtype), cache)
+        later = runtime.program(f"{name} later", halves.next, donate=(2,))
+        found[f"{name} later"] = (later, (loaded.params, _array(runtime, shapes[1], dtype), placed), frames - 1)
+    return found
+
+
+def _table(request: ResolvedRequest) -> Any:
+    return solver_table(request.solver, request.steps, request.shift)
+
+
+def _array(runtime: Runtime, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(runtime.mesh))

@@ -1,0 +1,68 @@
+"""Describe a TPU slice that isn't there, so that programs can be compiled for it."""
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from wan_tpu.aot.cost import Hardware
+from wan_tpu.aot.ici import Interconnect
+from wan_tpu.errors import InvalidInput
+
+# libtpu asks a metadata server where it runs, and takes a lock for the chips, unless told not to.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-8",  # must be a valid type; which one is of no consequence
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+@dataclass(frozen=True)
+class DescribedSlice:
+    """A slice as the compiler and the cost model need it.
+
+    name          for people, such as v6e-8
+    topology      the compiler's name, such as v6e:2x4
+    host_bounds   chips along each axis (three of them) that one host has
+    hardware      one JAX device
+    wraps         size of each axis that closes to a ring, 0 for others
+    link_bytes_per_s, core_bytes_per_s  as in `Interconnect`
+    cores         TensorCores of one JAX device: they share the parallel axes of a kernel's grid
+    """
+
+    name: str
+    topology: str
+    host_bounds: tuple[int, int, int]
+    hardware: Hardware
+    wraps: tuple[int, int, int]
+    link_bytes_per_s: float
+    core_bytes_per_s: float
+    cores: int = 1
+
+    def devices(self) -> list[Any]:
+        """Return the described devices, in the order in which JAX lists them.
+
+        Raises `InvalidInput` when libtpu, which holds the compiler, is missing or doesn't know the topology.
+        """
+        if importlib.util.find_spec("libtpu") is None:
+            raise InvalidInput("compiling for a TPU needs its compiler: pip install '.[aot]' (Linux, x86-64)")
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        try:
+            described = topologies.get_topology_desc(
+                platform="tpu", topology_name=self.topology, chips_per_host_bounds=self.host_bounds
+            )
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise InvalidInput(f"the TPU compiler has no topology {self.topology!r} ({reason})") from None
+        return list(described.devices)
+
+    def interconnect(self, mesh: Mesh) -> Interconnect:
+        """Return the links among the devices of a mesh over this slice."""
+        coordinates = tuple((*device.coords, device.core_on_chip) for device in mesh.devices.flat)
+        return Interconnect(coordinates, self.link_bytes_per_s, self.core_bytes_per_s, (*self.wraps, 0))
