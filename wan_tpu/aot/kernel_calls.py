@@ -31,6 +31,7 @@ class KernelCall:
 
     grid      iterations along each grid axis; parallel  whether the cores of a chip may share that axis
     operands, results  the arrays
+    trips     iterations of each loop inside a grid step whose bounds are constants
     config    what the compiler is told, the kernel's body included
     """
 
@@ -39,6 +40,7 @@ class KernelCall:
     parallel: tuple[bool, ...]
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
+    trips: tuple[int, ...]
     config: str
 
     @property
@@ -52,6 +54,11 @@ class KernelCall:
             if parallel and size > 1:
                 return math.prod(self.grid[:i]) * -(-size // cores) * math.prod(self.grid[i + 1 :])
         return self.steps
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all its arrays, each once: the least it moves."""
+        return sum(math.prod(dims) * jax.numpy.dtype(dtype).itemsize for dtype, dims in self.operands + self.results)
 
     @property
     def digest(self) -> str:
@@ -77,6 +84,7 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
         parallel=tuple("parallel" in axis for axis in semantics[1].split(",")) if semantics else (),
         operands=tuple((_DTYPES[shape.dtype], shape.dims) for shape in operands),
         results=tuple((_DTYPES[shape.dtype], shape.dims) for shape in instruction.shapes),
+        trips=_loop_trips(text),
         config=json.dumps({"custom_call_config": config["custom_call_config"]}),
     )
 
@@ -96,6 +104,14 @@ def saved(path: str) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
         return alone(*arguments)
 
     return run, operands
+
+
+def _loop_trips(text: str) -> tuple[int, ...]:
+    """Return how often each `scf.for` between constants runs, in the order of the kernel's text."""
+    constants = {name: int(value) for name, value in re.findall(r"(%[\w-]+) = arith\.constant (-?\d+) :", text)}
+    loops = re.findall(r"scf\.for %\S+ = (%\S+) to (%\S+) step (%\S+)", text)
+    bounds = [[constants[name] for name in loop] for loop in loops if all(name in constants for name in loop)]
+    return tuple((stop - start) // step for start, stop, step in bounds)
 
 
 def _mosaic_text(bytecode: bytes) -> str:

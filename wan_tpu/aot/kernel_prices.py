@@ -49,4 +49,7 @@ def count_alone(call: KernelCall, chip: str) -> int:
         call.save(path)
         counted = count_bundles("wan_tpu.aot.kernel_calls:saved", {"path": str(path)}, chip)
     kernel = max(counted, key=lambda kernel: kernel.hot)
-    return round(kernel.hot * max(1.0, kernel.slot_bound / kernel.total))
+    dense = max(1.0, kernel.slot_bound / kernel.total)
+    if len(call.trips) == 1:  # one loop around nearly all of a grid step: its body was counted once
+        return round((kernel.total + kernel.hot * (call.trips[0] - 1)) * dense)
+    return round(kernel.hot * dense)
