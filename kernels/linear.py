@@ -51,10 +51,9 @@ def linear(
     """
     inputs, outputs = weight.shape[1], weight.shape[0]
     in_groups, rows = (1, x.shape[0]) if x.ndim == 2 else x.shape[:2]
-    tile = _tile(rows, outputs // groups, inputs, x.dtype.itemsize, vmem_bytes(interpret=interpret))
-    block_rows, block_outputs, block_inputs = tile
-    if in_groups > 1:
-        block_inputs = inputs  # the groups are put side by side in VMEM
+    block_rows, block_outputs, block_inputs = _tile(
+        rows, outputs // groups, inputs, x.dtype.itemsize, vmem_bytes(interpret=interpret), joined=in_groups > 1
+    )
     steps = inputs // block_inputs
     per_group = pl.cdiv(outputs // groups, block_outputs)
     grid = (pl.cdiv(rows, block_rows), per_group * groups, steps)
@@ -178,17 +177,21 @@ def _kernel(x_ref, w_ref, b_ref, *refs, steps, in_groups, activation, fused_resi
     jax.lax.fori_loop(0, outputs // chunk, lambda index, _: columns(index), None)
 
 
-def _tile(rows: int, outputs: int, inputs: int, itemsize: int, vmem: int) -> tuple[int, int, int]:
-    """Return the rows, outputs and inputs of a tile: the largest that fit in `vmem` bytes, double-buffered."""
+def _tile(rows: int, outputs: int, inputs: int, itemsize: int, vmem: int, *, joined: bool) -> tuple[int, int, int]:
+    """Return the rows, outputs and inputs of a tile: the largest that fit in `vmem` bytes, double-buffered.
+
+    joined: groups of columns are put side by side in VMEM, all inputs at once
+    """
     parts = next((n for n in range(1, inputs // 128 + 1) if inputs % n == 0 and inputs // n <= INPUTS), 1)
-    if inputs // parts % 128 and parts > 1:
-        parts = 1  # a part of the lanes can't be addressed: take them whole
+    if joined or inputs // parts % 128:
+        parts = 1  # a part of 128 lanes can't be addressed: take them whole
     block_inputs = inputs // parts
     for shrink in (1, 2, 4, 8):
         for block_outputs in (even_block(outputs, OUTPUTS // n, MXU_COLUMNS) for n in (1, 2, 3, 6)):
             block_rows = even_block(rows, ROWS // shrink, 32 // itemsize)
             streamed = 2 * itemsize * (block_rows + block_outputs) * block_inputs
             produced = block_rows * block_outputs * (4 * itemsize + 2 * 4)
-            if streamed + produced <= vmem:
+            rows_again = (1 + joined) * itemsize * block_rows * block_inputs  # the compiler's copy, and the joined one
+            if streamed + produced + rows_again <= vmem:
                 return block_rows, block_outputs, block_inputs
     raise ValueError(f"no tile of {rows} x {outputs} x {inputs} fits into {vmem} bytes of VMEM")
