@@ -21,6 +21,7 @@ A NaN in the input fails the bound and makes the check NaN: "online" then runs o
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal, get_args
 
@@ -118,7 +119,10 @@ class _Call:
     interpret: Any
 
     def run(self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: Softmax) -> jax.Array:
-        blocks = self.block_sizes or plan_blocks(q.shape[1], self.kv_len, dtype=self.qk or q.dtype).blocks
+        given = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=self.qk or q.dtype)
+        blocks = self.block_sizes or given().blocks
+        # The scales of 8-bit logits belong to blocks, so there the fallback has the same.
+        spare = blocks if self.block_sizes or self.qk else given(fallback=True).blocks
         if self.qk:
             k = smooth(k[:, : self.kv_len])
         unshifted = softmax == "bounded" or (softmax == "auto" and self.qk is not None)
@@ -129,12 +133,12 @@ class _Call:
         terms = [_at_least(term, blocks.block_q) for term in terms]
         k, v = (_at_least(x, blocks.block_kv) for x in (k, v))
 
-        def way(name: str) -> list[jax.Array]:
+        def way(name: str, blocks: BlockSizes = blocks) -> list[jax.Array]:
             tile = Tile(blocks, name, self.kv_len, self.multiplier)
             return flash_tiles(terms, k, v, scales, tile, self.heads, self.interpret)
 
         def online() -> jax.Array:
-            return way("online")[0]
+            return way("online", spare)[0]
 
         def optimistic() -> jax.Array:
             out, check = way("optimistic")
@@ -142,7 +146,7 @@ class _Call:
 
         # With one chunk in all, "online" sees the row's maximum at once: it is the cheapest as well.
         if softmax == "online" or self.kv_len <= blocks.online.chunk:
-            out = online()
+            out = way("online")[0]
         elif bounded is None:
             out = optimistic()
         else:

@@ -74,6 +74,12 @@ def test_as_many_keys_as_a_video_has():
         np.testing.assert_allclose(got, expected, rtol=0, atol=error_bound(case, jnp.bfloat16), err_msg=softmax)
 
 
+def test_the_repeat_at_planned_blocks():
+    """Without blocks given the repeat has blocks of its own."""
+    case = adversarial("late key", 64, 1100)
+    assert_exact(case, run(case, block_sizes=None))
+
+
 def raw(case: Case, softmax: str) -> list[jax.Array]:
     tile = Tile(SMALL, softmax, len(case.k), D**-0.5 * np.log2(np.e))
     q, k, v = (jnp.asarray(x, jnp.bfloat16)[None] for x in case)
