@@ -9,6 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 MIB = 2**20
 LANES = 128
+FALLBACK = 2048, 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +63,22 @@ def _ahead(chunk: int, ahead: int, mxu_sums: bool = True) -> Schedule:
     return Schedule(chunk, columns=256, ahead=ahead, mxu_sums=mxu_sums)
 
 
-# The largest useful blocks by (chip, dtype of Q and K); `plan_blocks` fits them to shorter lengths.
+# The largest useful blocks by (chip, dtype of Q and K); `plan_blocks` fits them to shorter lengths. Above each row: its
+# bundles a million scores, counted by `scripts/kernel_cycles.py --chip C` on 2026-11-21 with libtpu 0.0.51 (bounded,
+# optimistic, online; or 8-bit bounded). "Tuned" schedules are from `scripts/tune_attention.py --chip C --softmax S
+# --blocks 3328x2560` of that day, others were compared by hand, a few of the same candidates each.
 TABLE: dict[tuple[str, str], BlockSizes] = {
+    # 1,518, 1,526, 1,855; tuned for optimistic and online (1,843 in chunks of 256, but text of 512 is then two)
     ("v6e", "bfloat16"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4), 64 * MIB),
+    # 1,347; tuned for bounded (1,345 with chunks of 256, 4 ahead)
     ("v6e", "int8"): BlockSizes(3328, 2560, _ahead(512, 2), _ahead(512, 4), 64 * MIB),
+    # 1,469, 1,481, 1,790
     ("v7x", "bfloat16"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4), 48 * MIB),
+    # 1,235
     ("v7x", "float8_e4m3fn"): BlockSizes(3328, 2560, _ahead(512, 2), _ahead(512, 4), 48 * MIB),
+    # 3,561, 3,696, 4,076
     ("v5p", "bfloat16"): BlockSizes(3328, 2560, Schedule(1280), _ahead(512, 4, mxu_sums=False), 48 * MIB),
+    # 2,756
     ("v5p", "int8"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4, mxu_sums=False), 48 * MIB),
 }
 # Chips and dtypes that nobody tuned: small enough for the 16 MiB a kernel may use by default.
@@ -84,14 +94,22 @@ def this_chip() -> str:
     return version if version.startswith("v") else f"v{version}"
 
 
-def plan_blocks(q_len: int, kv_len: int, *, dtype: Any = jnp.bfloat16, chip: str | None = None) -> Plan:
+def plan_blocks(
+    q_len: int, kv_len: int, *, dtype: Any = jnp.bfloat16, chip: str | None = None, fallback: bool = False
+) -> Plan:
     """Choose blocks for q_len queries and kv_len keys.
+
+    A fallback, which "online" is when another way fails, hardly ever runs: it gets blocks of at most FALLBACK rows and
+    keys, which compile in a quarter of the time (2.0 s of CPU against 8.1 for v6e) and run a twelfth slower.
 
     dtype is that of Q and K as the kernel gets them (int8 or float8 with low-precision logits); chip None is the
     present one. Lengths below a block get one block of whole lanes; longer ones are divided evenly, so that the last
     block is not nearly empty.
     """
     row = TABLE.get((chip or this_chip(), jnp.dtype(dtype).name), DEFAULT)
+    if fallback:
+        largest_q, largest_kv = min(FALLBACK[0], row.block_q), min(FALLBACK[1], row.block_kv)
+        row = dataclasses.replace(row, block_q=largest_q, block_kv=largest_kv, fixed=row.online)
     block_q, q_steps = _even(q_len, row.block_q, 2 * LANES)
     if kv_len <= row.online.chunk:  # one chunk in all
         chunk = _ceil(kv_len, LANES)

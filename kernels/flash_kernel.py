@@ -14,7 +14,7 @@ Letters: B batch, N heads, Lq Lk tokens, D head width, bq bkv rows of a block.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -57,33 +57,37 @@ class Tile:
 
 
 def flash_tiles(
-    q: jax.Array, k: jax.Array, v: jax.Array, scales: jax.Array | None, tile: Tile, heads: int, interpret: Any
+    q: Sequence[jax.Array],
+    k: jax.Array,
+    v: jax.Array,
+    scales: jax.Array | None,
+    tile: Tile,
+    heads: int,
+    interpret: Any,
 ) -> list[jax.Array]:
     """Run the kernel over all tiles.
 
-    q [B, Lq, N * D], or [B, Lq, N * 2D] as two terms a head; k, v [B, Lk, N * D]; Lq and Lk at least one block; scales
+    q: one or two terms whose sum Q is, [B, Lq, N * D] each; k, v [B, Lk, N * D]; Lq and Lk at least one block; scales
     [B * N, query blocks * key blocks] float32, which multiply a block's logits (in place of the multiplier), or None.
     Returns the output [B, Lq, N * D]; with softmax "optimistic" also a check [B * N, 1, Lq] float32, zero where a
-    row's sum and output are finite and NaN
-    where they are not.
+    row's sum and output are finite and NaN where they are not.
     """
-    batch, q_len, _ = q.shape
-    d, q_width, blocks = v.shape[2] // heads, q.shape[2] // heads, tile.blocks
+    batch, q_len, width = q[0].shape
+    d, blocks = width // heads, tile.blocks
     grid = (batch, heads, -(-q_len // blocks.block_q), tile.kv_steps)
     rows = pl.BlockSpec((None, blocks.block_q, d), lambda b, h, i, j: (b, i, h))
-    queries = pl.BlockSpec((None, blocks.block_q, q_width), lambda b, h, i, j: (b, i, h))
     keys = pl.BlockSpec((None, blocks.block_kv, d), lambda b, h, i, j: (b, j, h))
     flags = pl.BlockSpec((None, 1, blocks.block_q), lambda b, h, i, j: (b * heads + h, 0, i))
     table = [] if scales is None else [pl.BlockSpec(memory_space=pltpu.SMEM)]
     outputs = 2 if tile.softmax == "optimistic" else 1
-    scores = batch * heads * q_len * tile.kv_len
+    dtype = q[0].dtype
     return pl.pallas_call(
-        functools.partial(_kernel, tile=tile, scaled=scales is not None),
+        functools.partial(_kernel, tile=tile, terms=len(q), scaled=scales is not None),
         grid=grid,
-        in_specs=[queries, keys, keys, *table],
+        in_specs=[*[rows for _ in q], keys, keys, *table],
         out_specs=[rows, flags][:outputs],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, q_len, heads * d), v.dtype),
+            jax.ShapeDtypeStruct((batch, q_len, width), v.dtype),
             jax.ShapeDtypeStruct((batch * heads, 1, q_len), jnp.float32),
         ][:outputs],
         scratch_shapes=[
@@ -94,18 +98,30 @@ def flash_tiles(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=blocks.vmem_limit,
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * scores * d,
-            transcendentals=scores,
-            bytes_accessed=q.nbytes + batch * q_len * heads * d * v.dtype.itemsize + grid[2] * (k.nbytes + v.nbytes),
-        ),
+        cost_estimate=_cost(q, k, v, tile, grid),
         interpret=interpret,
-        name=f"flash_attention_{tile.softmax}" + ("" if q.dtype == jnp.bfloat16 else f"_{q.dtype.name}"),
-    )(q, k, v, *([] if scales is None else [scales]))
+        name=f"flash_attention_{tile.softmax}" + ("" if dtype == jnp.bfloat16 else f"_{dtype.name}"),
+    )(*q, k, v, *([] if scales is None else [scales]))
 
 
-def _kernel(q_ref: Ref, k_ref: Ref, v_ref: Ref, *refs: Ref, tile: Tile, scaled: bool) -> None:
+def _cost(
+    q: Sequence[jax.Array], k: jax.Array, v: jax.Array, tile: Tile, grid: tuple[int, int, int, int]
+) -> pl.CostEstimate:
+    """What XLA's scheduler should think of the call: K and V are read once a block of queries."""
+    batch, q_len, width = q[0].shape
+    scores = batch * grid[1] * q_len * tile.kv_len
+    return pl.CostEstimate(
+        flops=4 * scores * (width // grid[1]),
+        transcendentals=scores,
+        bytes_accessed=sum(term.nbytes for term in q)
+        + batch * q_len * width * v.dtype.itemsize
+        + grid[2] * (k.nbytes + v.nbytes),
+    )
+
+
+def _kernel(*refs: Ref, tile: Tile, terms: int, scaled: bool) -> None:
     """One grid step (b, h, i, j)."""
+    q_refs, (k_ref, v_ref), refs = refs[:terms], refs[terms : terms + 2], refs[terms + 2 :]
     scale_ref = refs[0] if scaled else None
     o_ref, *check_ref, acc_ref, shift_ref = refs[scaled:]
     step, last = pl.program_id(3), tile.kv_steps - 1
@@ -113,7 +129,7 @@ def _kernel(q_ref: Ref, k_ref: Ref, v_ref: Ref, *refs: Ref, tile: Tile, scaled: 
     if scale_ref is not None:
         head = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
         factor = scale_ref[head, pl.program_id(2) * tile.kv_steps + step]
-    block = _Block(q_ref, k_ref, v_ref, acc_ref, shift_ref, factor, tile)
+    block = _Block(q_refs, k_ref, v_ref, acc_ref, shift_ref, factor, tile)
 
     pl.when(step == 0)(block.start)
     if tile.last_keys == tile.blocks.block_kv:
@@ -135,13 +151,13 @@ def _kernel(q_ref: Ref, k_ref: Ref, v_ref: Ref, *refs: Ref, tile: Tile, scaled: 
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A block of queries and one of keys: q_ref [bq, D or 2D]; k_ref, v_ref [bkv, D].
+    """A block of queries and one of keys: q_refs, terms of [bq, D]; k_ref, v_ref [bkv, D].
 
     acc_ref [D + 8, bq] float32 holds O^T and below it the sum of the weights, as 8 rows yet to be added up; shift_ref
     [8, bq] float32 what is subtracted from the logits, 8 times the same row.
     """
 
-    q_ref: Ref
+    q_refs: Sequence[Ref]
     k_ref: Ref
     v_ref: Ref
     acc_ref: Ref
@@ -207,10 +223,9 @@ class _Block:
 
     def _logits(self, start: Index, columns: Any, real: int | None, count: int | None = None) -> jax.Array:
         """S^T [count or chunk, columns] float32 in powers of two; -inf for keys from `real` on."""
-        k, q = self.k_ref[pl.ds(start, count or self._schedule.chunk), :], self.q_ref[columns, :]
-        if q.shape[1] > k.shape[1]:  # Q in two terms; up to the MXU's depth (256 since v6e) the second is free
-            k = jnp.concatenate([k, k], axis=1)
-        s = _dot(k, q, contract=(1, 1))
+        k, q = self.k_ref[pl.ds(start, count or self._schedule.chunk), :], [ref[columns, :] for ref in self.q_refs]
+        # Two terms are one product over 2 D: the MXU is 256 deep since v6e, so at D = 128 the second is nearly free.
+        s = _dot(jnp.concatenate([k] * len(q), axis=1), jnp.concatenate(q, axis=1), contract=(1, 1))
         if not (isinstance(self.factor, float) and math.isclose(self.factor, 1.0, rel_tol=1e-6)):
             s = s * self.factor
         return s if real is None else jnp.where(_is_key(s.shape, start, real), s, -jnp.inf)

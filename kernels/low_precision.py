@@ -14,25 +14,28 @@ def smooth(k: jax.Array) -> jax.Array:
     return k - jnp.mean(k, axis=1, keepdims=True)
 
 
-def quantize(x: jax.Array, heads: int, block: int, dtype: str, terms: int = 1) -> tuple[jax.Array, jax.Array]:
+def quantize(x: jax.Array, heads: int, block: int, dtype: str, terms: int = 1) -> tuple[list[jax.Array], jax.Array]:
     """Divide each head's blocks of `block` tokens by a scale and round to dtype ("int8", "float8_e4m3fn").
 
-    x [B, L, N * D] -> values [B, L, N * terms * D] of dtype, scales [B, N, ceil(L / block)] float32. x is near values *
-    scales; with two terms, the sum of a head's first and last D columns is, and twice the bits are right.
+    x [B, L, N * D] -> terms [B, L, N * D] each of dtype, and scales [B, N, ceil(L / block)] float32: the sum of the
+    terms times the scales is near x, with two terms twice as many bits of it.
+
+    Heads stay side by side in the last axis, and blocks are slices, not a reshape of padded rows: both would make XLA
+    copy the whole array.
     """
-    batch, length, width = x.shape
-    blocks = -(-length // block)
+    length, d = x.shape[1], x.shape[2] // heads
     target = jnp.dtype(dtype)
     whole = jnp.issubdtype(target, jnp.integer)
     largest = float(jnp.iinfo(target).max if whole else jnp.finfo(target).max)
-    padded = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, blocks * block - length), (0, 0)))
-    rest = padded.reshape(batch, blocks, block, heads, width // heads)
-    scales = jnp.max(jnp.abs(rest), axis=(2, 4)) / largest  # [B, blocks, N]
+    by_column = [
+        jnp.max(jnp.abs(x[:, start : start + block].astype(jnp.float32)), axis=1) for start in range(0, length, block)
+    ]
+    columns = jnp.stack(by_column, axis=1)  # [B, blocks, N * D]
+    scales = jnp.max(columns.reshape(*columns.shape[:2], heads, d), axis=-1) / largest
     scales = jnp.where(scales > 0, scales, 1.0)
-    rest = rest / scales[:, :, None, :, None]
+    rest = x.astype(jnp.float32) / jnp.repeat(jnp.repeat(scales, d, axis=2), block, axis=1)[:, :length]
     values = []
     for _ in range(terms):
         values.append((jnp.round(rest) if whole else rest).astype(target))
         rest = rest - values[-1].astype(jnp.float32)
-    joined = jnp.concatenate(values, axis=-1).reshape(batch, blocks * block, terms * width)
-    return joined[:, :length], scales.transpose(0, 2, 1)
+    return values, scales.transpose(0, 2, 1)

@@ -29,6 +29,14 @@ def test_text_is_one_chunk():
     assert plan.blocks.online.chunk == plan.blocks.block_kv == 384
 
 
+@pytest.mark.parametrize(("chip", "dtype"), TABLE)
+def test_a_fallback_is_smaller_and_covers_as_much(chip, dtype):
+    plan = plan_blocks(75_776, 75_600, dtype=dtype, chip=chip, fallback=True)
+    assert plan.blocks.block_q * plan.blocks.block_kv <= 2048 * 1024
+    assert plan.q_steps * plan.blocks.block_q >= 75_776
+    assert plan.kv_steps * plan.blocks.block_kv >= 75_600
+
+
 def test_overhang_is_small():
     """At a video's length blocks are computed for at most 2 % more queries than there are."""
     for chip, dtype in TABLE:

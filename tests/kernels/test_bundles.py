@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from wan_tpu.aot.attention_kernels import ours
+from wan_tpu.aot.attention_kernels import CASES, ours
 from wan_tpu.aot.bundles import CompileError, count_bundles, hot_bundles, read_regions, slot_use
 
 needs_libtpu = pytest.mark.skipif(
@@ -24,10 +24,8 @@ def test_v6e_meets_its_targets(softmax, qk):
 
 
 @needs_libtpu
-def test_a_kernel_that_does_not_fit_says_so(tmp_path):
+def test_a_kernel_that_does_not_fit_says_so():
     options = {"block_q": 2048, "block_kv": 2048, "schedule": {"chunk": 2048}, "softmax": "online"}
-    from wan_tpu.aot.attention_kernels import CASES
-
     with pytest.raises(CompileError, match="vmem"):
         count_bundles(f"{CASES}:ours", options | {"vmem_limit": 2**20}, "v6e")
 

@@ -57,19 +57,33 @@ def test_other_order_of_the_same_work(softmax):
 def test_any_length(length):
     case = normal(length, length)
     assert_exact(case, run(case, block_sizes=None))
+
+
+@pytest.mark.parametrize("length", [1, 129])
+def test_shorter_than_a_block(length):
+    case = normal(length, length)
     assert_exact(case, run(case, softmax="optimistic"))
 
 
-@pytest.mark.parametrize("softmax", ["bounded", "optimistic", "online"])
-def test_as_many_keys_as_a_video_has(softmax):
-    case = normal(8, 75_600)
+def test_as_many_keys_as_a_video_has():
+    case = rounded(normal(8, 75_600), jnp.bfloat16)
     blocks = BlockSizes(8, 16_384, fixed=Schedule(4096), online=Schedule(4096))
-    assert_exact(case, run(case, softmax=softmax, block_sizes=blocks))
+    expected = exact(case)
+    for softmax in ("bounded", "optimistic", "online"):
+        got = run(case, softmax=softmax, block_sizes=blocks)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=error_bound(case, jnp.bfloat16), err_msg=softmax)
+
+
+def test_the_repeat_at_planned_blocks():
+    """Without blocks given the repeat has blocks of its own."""
+    case = adversarial("late key", 64, 1100)
+    assert_exact(case, run(case, block_sizes=None))
 
 
 def raw(case: Case, softmax: str) -> list[jax.Array]:
     tile = Tile(SMALL, softmax, len(case.k), D**-0.5 * np.log2(np.e))
-    return flash_tiles(*(jnp.asarray(x, jnp.bfloat16)[None] for x in case), None, tile, 1, True)
+    q, k, v = (jnp.asarray(x, jnp.bfloat16)[None] for x in case)
+    return flash_tiles([q], k, v, None, tile, 1, True)
 
 
 @pytest.mark.parametrize(("name", "repeated"), [("late key", True), ("huge norms", True), ("sink", False)])
@@ -140,7 +154,7 @@ def test_scale_can_be_folded_into_q():
 
 @pytest.mark.parametrize("qk", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("bias", [0.0, 8.0])
-@pytest.mark.parametrize("softmax", ["auto", "optimistic", "online"])
+@pytest.mark.parametrize("softmax", ["auto", "online"])
 def test_low_precision_is_close(qk, bias, softmax):
     """On N(0, 1), and with a bias on some of K's channels many times what tells the keys apart."""
     case = normal(300, 700)

@@ -59,7 +59,7 @@ def _count(chip: str, function: str, block_q: int, block_kv: int, options: dict[
     try:
         [kernel, *_] = count_bundles(f"{CASES}:{function}", options, chip)
     except CompileError as error:
-        return Row(chip, name, tile, None, None, None, None, str(error).splitlines()[-1][:200])
+        return Row(chip, name, tile, None, None, None, None, " ".join(str(error).split())[:160])
     scores = block_q * block_kv / 1e6
     return Row(
         chip,

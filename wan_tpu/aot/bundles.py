@@ -142,8 +142,10 @@ def slot_use(text: str) -> tuple[dict[str, float], int]:
 
 
 def _cause(stderr: str) -> str:
-    lines = [line for line in stderr.strip().splitlines() if re.search(r"Error|error:|exceed|RESOURCE", line)]
-    return "\n".join(lines[-4:])[-2000:] or stderr[-2000:]
+    """Return the exception's own lines, which begin with its unindented name."""
+    lines = stderr.strip().splitlines()
+    starts = [number for number, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return "\n".join(lines[starts[-1] :] if starts else lines)[:2000]
 
 
 def _compile(chip: str, target: str, options: str) -> None:
