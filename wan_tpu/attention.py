@@ -17,18 +17,23 @@ from kernels.flash_attention import flash_attention
 CPU_QUERY_BLOCK = 256
 
 
+def query_scale(head_width: int) -> float:
+    """Return what queries are multiplied with while still float32, so that attention is softmax to the base of two."""
+    return head_width**-0.5 * math.log2(math.e)
+
+
 def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *, heads: int, platform: str, kv_len: int | None = None
 ) -> jax.Array:
-    """Return full softmax attention with scale 1/sqrt(D), on one device.
+    """Return full attention, sum_j 2^(q.k_j) v_j / sum_j 2^(q.k_j), on one device.
 
-    q [Lq, N*D]; k, v [Lk, N*D] -> [Lq, N*D], in the dtype of q. Keys from `kv_len` on don't count.
+    q [Lq, N*D], times `query_scale`; k, v [Lk, N*D] -> [Lq, N*D], in the dtype of q. Keys from `kv_len` on don't count.
     """
+    scale = math.log(2)
     if platform == "tpu":
-        # Not "auto": the proof that "bounded" may be used reads all of Q, K and V, which takes longer than it saves.
-        return flash_attention(q, k, v, heads=heads, kv_len=kv_len, softmax="optimistic")
+        return flash_attention(q, k, v, heads=heads, kv_len=kv_len, scale=scale)
     q, k, v = (x.reshape(x.shape[0], heads, -1) for x in (q, k[:kv_len], v[:kv_len]))
-    mixed = _gpu(q, k, v) if platform == "gpu" else _blockwise(q, k, v)
+    mixed = _gpu(q, k, v, scale) if platform == "gpu" else _blockwise(q, k, v, scale)
     return mixed.reshape(mixed.shape[0], -1)
 
 
@@ -49,7 +54,7 @@ def exchanged_attention(
 ) -> jax.Array:
     """Attend over tokens that are spread over devices; to be called inside `jax.shard_map`.
 
-    q, k, v     [G, t, N*D/G]: this device's tokens, heads in groups, one group for each device along 'tp'
+    q, k, v     [G, t, N*D/G], q times `query_scale`: this device's tokens, heads in groups, one for each device on 'tp'
                 ([t, N*D] where 'tp' has size 1)
     token_axes  mesh axes the tokens lie on, slowest first, 'tp' last
     kv_len      tokens that count, of all devices together
@@ -79,15 +84,14 @@ def _to_tokens(x: jax.Array) -> jax.Array:
     return _exchange(x).reshape(-1, x.shape[2])
 
 
-def _gpu(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _gpu(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
     fused = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
-    return jax.nn.dot_product_attention(q, k, v, implementation="cudnn" if fused else "xla")
+    return jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="cudnn" if fused else "xla")
 
 
-def _blockwise(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _blockwise(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
     """Plain XLA, a block of query rows at a time; rows are padded to whole blocks, keys never are. [L, N, D]."""
     length, heads, width = q.shape
-    scale = width**-0.5
     keys, values = k.transpose(1, 2, 0), v.transpose(1, 0, 2)  # [N, D, Lk], [N, Lk, D]
 
     def rows(block: jax.Array) -> jax.Array:

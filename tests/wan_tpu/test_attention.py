@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from wan_tpu.attention import CPU_QUERY_BLOCK, attention
+from wan_tpu.attention import CPU_QUERY_BLOCK, attention, query_scale
 
 
 @pytest.mark.parametrize("queries", [1, 127, 2 * CPU_QUERY_BLOCK, 2 * CPU_QUERY_BLOCK + 1, 1000])
@@ -14,7 +14,7 @@ def test_equals_torch_at_any_length(queries, keys):
     rng = np.random.default_rng(queries + keys)
     q, k, v = (rng.standard_normal((n, 3, 16)).astype(np.float32) for n in (queries, keys + 5, keys + 5))
     k[keys:], v[keys:] = 100, np.nan  # padding: it must not count
-    flat = [jnp.asarray(x.reshape(len(x), -1)) for x in (q, k, v)]
+    flat = [jnp.asarray(x.reshape(len(x), -1)) for x in (q * np.float32(query_scale(16)), k, v)]
     got = np.asarray(attention(*flat, heads=3, platform="cpu", kv_len=keys))
     by_head = [torch.from_numpy(x).transpose(0, 1) for x in (q, k[:keys], v[:keys])]
     expected = torch.nn.functional.scaled_dot_product_attention(*by_head).transpose(0, 1).numpy()

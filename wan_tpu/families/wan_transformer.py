@@ -22,7 +22,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.attention import attention, exchanged_attention, head_groups
+from wan_tpu.attention import attention, exchanged_attention, head_groups, query_scale
 from wan_tpu.bridge import Params, call, to_jax
 from wan_tpu.collectives import gather_rows
 from wan_tpu.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
@@ -162,6 +162,7 @@ class _Step:
         self._mesh, self._layout, self._tokens, self._first = mesh, layout, tokens, first_tokens
         self._heads, self._eps, self._platform = config.num_attention_heads, config.eps, platform
         self._groups = head_groups(mesh, self._heads)
+        self._query_scale = query_scale(config.attention_head_dim)
         self._ops: Ops = ops_for(platform)
 
     def run(self, inputs: Inputs) -> jax.Array:
@@ -236,12 +237,12 @@ class _Step:
         q, k = (
             ops.rms_norm_rope(
                 linear(f"attn1.to_{name}", normed),
-                w[f"attn1.norm_{name}.weight"],
+                w[f"attn1.norm_{name}.weight"].astype(jnp.float32) * scale,
                 given.tables,
                 eps=eps,
                 groups=self._groups,
             )
-            for name in "qk"
+            for name, scale in (("q", self._query_scale), ("k", 1))
         )
         v = linear("attn1.to_v", normed, groups=self._groups)
         mixed = exchanged_attention(
@@ -258,7 +259,8 @@ class _Step:
         normed = x
         if "norm2.weight" in w:
             normed = ops.layer_norm(x, w["norm2.weight"][None], w["norm2.bias"][None], eps=eps)
-        q = ops.rms_norm_rope(linear("attn2.to_q", normed), w["attn2.norm_q.weight"], None, eps=eps)
+        weight = w["attn2.norm_q.weight"].astype(jnp.float32) * self._query_scale
+        q = ops.rms_norm_rope(linear("attn2.to_q", normed), weight, None, eps=eps)
         mixed = attention(q, keys["key"], keys["value"], heads=self._heads, platform=self._platform)
         if "image_key" in keys:
             image = keys["image_key"], keys["image_value"]
