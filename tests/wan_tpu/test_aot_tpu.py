@@ -114,7 +114,7 @@ def test_a_kernel_in_a_program_is_counted_alone(mesh, v6e_4, tmp_path):
         given = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(one, P()))
         return Program(lambda x: run(x) * 2, one, exact=False).compile(given).as_text(), one
 
-    prices = KernelPrices(tmp_path, "v6e", 1, count_alone)
+    prices = KernelPrices(tmp_path, v6e_4.hardware, 1, count_alone)
     cycles = {}
     for rows in (128, 256):
         text, one = program(rows)

@@ -31,6 +31,8 @@ class KernelCall:
 
     grid      iterations along each grid axis; parallel  whether the cores of a chip may share that axis
     operands, results  the arrays
+    macs      multiply-adds of a grid step's matrix products: of the alternatives under conditions the largest; those
+              of 8-bit numbers count half, which is what matrix units gain by them at most
     config    what the compiler is told, the kernel's body included
     """
 
@@ -39,6 +41,7 @@ class KernelCall:
     parallel: tuple[bool, ...]
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
+    macs: float
     config: str
 
     @property
@@ -67,7 +70,7 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
     """Return the kernel that a tpu_custom_call runs, from the Mosaic module that it carries."""
     start = instruction.attributes.index("backend_config=") + len("backend_config=")
     config, _ = json.JSONDecoder().raw_decode(instruction.attributes[start:])
-    text = _mosaic_text(base64.b64decode(config["custom_call_config"]["body"]))
+    text, macs = _read_mosaic(base64.b64decode(config["custom_call_config"]["body"]))
     bounds = re.search(r"iteration_bounds = array<i64: ([\d, ]+)>", text)
     semantics = re.search(r"dimension_semantics = \[([^\]]*)\]", text)
     operands = [shape for name in instruction.operands for shape in computation.by_name[name].shapes]
@@ -77,6 +80,7 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
         parallel=tuple("parallel" in axis for axis in semantics[1].split(",")) if semantics else (),
         operands=tuple((_DTYPES[shape.dtype], shape.dims) for shape in operands),
         results=tuple((_DTYPES[shape.dtype], shape.dims) for shape in instruction.shapes),
+        macs=macs,
         config=json.dumps({"custom_call_config": config["custom_call_config"]}),
     )
 
@@ -98,9 +102,39 @@ def saved(path: str) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     return run, operands
 
 
-def _mosaic_text(bytecode: bytes) -> str:
+def _read_mosaic(bytecode: bytes) -> tuple[str, float]:
+    """Return a Mosaic module as text, and the multiply-adds of one grid step."""
     context = mlir.make_ir_context()
     tpu.register_dialect(context)
     context.allow_unregistered_dialects = True
     with context, ir.Location.unknown():
-        return str(ir.Module.parse(bytecode).operation)
+        module = ir.Module.parse(bytecode).operation
+        return str(module), _macs(module)
+
+
+def _macs(operation: Any) -> float:
+    """Count a product [M, K] x [K, N] -> [M, N] as MNK, the root of the product of the three arrays' sizes."""
+    if operation.name.endswith("tpu.matmul"):
+        left, right = (_vector(operand.type) for operand in list(operation.operands)[:2])
+        result, _ = _vector(operation.results[0].type)
+        return math.sqrt(left[0] * right[0] * result) * (0.5 if left[1] == 8 else 1.0)
+    always, alternatives = 0.0, [0.0]
+    for region in operation.regions:
+        inside = sum(_macs(inner.operation) for block in region for inner in block if not _conditional(inner))
+        alternatives += [_macs(inner.operation) for block in region for inner in block if _conditional(inner)]
+        if _conditional(operation):
+            alternatives.append(inside)
+        else:
+            always += inside
+    return always + max(alternatives)
+
+
+def _conditional(operation: Any) -> bool:
+    return operation.operation.name.endswith("scf.if")
+
+
+def _vector(kind: Any) -> tuple[int, int]:
+    """Return elements and bits of one element of a type such as vector<256x128xbf16>."""
+    found = re.match(r"vector<((?:\d+x)+)[a-z]+(\d+)", str(kind))
+    assert found is not None, kind
+    return math.prod(int(size) for size in found[1].split("x") if size), int(found[2])

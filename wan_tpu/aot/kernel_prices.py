@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from wan_tpu.aot.bundles import count_bundles
+from wan_tpu.aot.cost import Hardware
 from wan_tpu.aot.kernel_calls import KernelCall
 
 CountBundles = Callable[[KernelCall, str], int]
@@ -14,19 +15,21 @@ CountBundles = Callable[[KernelCall, str], int]
 class KernelPrices:
     """Bundles a grid step of every kernel asked for, kept in a folder; call it to price a Pallas call.
 
-    A TensorCore issues one bundle a cycle, so bundles of the grid's body x iterations is the time when nothing stalls.
+    A TensorCore issues one bundle a cycle, so bundles of the grid's body x iterations is the time when nothing stalls;
+    it is never less than the matrix units need for the body's multiply-adds (on v5p that is more).
     """
 
-    def __init__(self, folder: Path, chip: str, cores: int, count: CountBundles) -> None:
-        """chip, cores: as the compiler names it, TensorCores of one device; count: bundles of a call on a chip."""
+    def __init__(self, folder: Path, hardware: Hardware, cores: int, count: CountBundles) -> None:
+        """cores: TensorCores of one device; count: bundles of a call on a chip."""
         self._folder = folder
-        self._chip = chip
+        self._chip = hardware.name
         self._cores = cores
+        self._macs_a_cycle = hardware.peak_flops / 2 / hardware.clock_hz / cores
         self._count = count
 
     def __call__(self, call: KernelCall) -> float:
         """Return the cycles of one call."""
-        return float(self.bundles(call) * call.steps_a_core(self._cores))
+        return max(self.bundles(call), call.macs / self._macs_a_cycle) * call.steps_a_core(self._cores)
 
     def bundles(self, call: KernelCall) -> int:
         """Return the bundles of one grid step."""
@@ -39,14 +42,9 @@ class KernelPrices:
 
 
 def count_alone(call: KernelCall, chip: str) -> int:
-    """Compile a call alone for a chip and return the cycles of one grid step.
-
-    They are the bundles of the hot region, more where the instructions don't fit into the bundles' slots: on v5p the
-    matrix units' slots need more cycles than there are bundles.
-    """
+    """Compile a call alone for a chip and return the bundles of its hot region."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "call.json"
         call.save(path)
         counted = count_bundles("wan_tpu.aot.kernel_calls:saved", {"path": str(path)}, chip)
-    kernel = max(counted, key=lambda kernel: kernel.hot)
-    return round(kernel.hot * max(1.0, kernel.slot_bound / kernel.total))
+    return max(kernel.hot for kernel in counted)

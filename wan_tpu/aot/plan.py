@@ -117,7 +117,7 @@ class Planner:
         self._dtype = dtype
         self._cache = cache
         self._report = report
-        self._prices = KernelPrices(cache, described.hardware.name, described.cores, count)
+        self._prices = KernelPrices(cache, described.hardware, described.cores, count)
 
     def plan(self, mesh: Sequence[int | None], only: str | None = None) -> Plan:
         """Return the plan on a mesh, axes that are None as by default; `only` keeps one program.
