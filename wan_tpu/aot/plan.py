@@ -171,7 +171,7 @@ class Planner:
         compiled, hlo = compile_job(job, self._cache)
         if compiled.refused:
             return ProgramPlan(name, calls, compiled, None, None)
-        self._report(f"{self._slice.name}, mesh {shape}: counting the kernels of {name}")
+        self._report(f"{self._slice.name}, mesh {shape}: pricing {name}")
         optimistic, online = (self._price(hlo, mesh, path) for path in ("optimistic", "online"))
         return ProgramPlan(name, calls, compiled, optimistic, online)
 
