@@ -38,8 +38,20 @@ def test_imports_point_one_way(room):
 
 def test_models_never_name_a_kernel():
     for file in (ROOT / "wan_tpu").rglob("*.py"):
-        if file.name != "attention.py" and file.parent.name != "aot":
+        if file.name != "attention.py" and file.parent.name != "aot":  # aot compiles kernels to count them
             assert "pallas" not in file.read_text().lower(), file
+
+
+def test_our_kernels_are_not_taken_for_the_package_of_that_name():
+    """PyPI has a package `kernels`, which these libraries look for and would load attention from."""
+    import diffusers.utils
+    import transformers.utils
+
+    import kernels
+
+    assert Path(kernels.__file__).is_relative_to(ROOT)
+    assert not transformers.utils.is_kernels_available()
+    assert not diffusers.utils.is_kernels_available()
 
 
 def test_torchax_is_imported_in_one_file_only():

@@ -1,0 +1,114 @@
+"""Block sizes of flash attention, by chip and dtype: a table, and the rule that fits a row of it to given lengths."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+MIB = 2**20
+LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How a grid step is unrolled: units of `chunk` keys x `columns` queries, logits `ahead` units early.
+
+    columns None: all of the block. mxu_sums: add up the weights with a row of ones in the second matmul, which frees
+    the vector unit and costs a sixteenth of that matmul; else on the vector unit.
+    """
+
+    chunk: int
+    columns: int | None = None
+    ahead: int = 0
+    mxu_sums: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Rows of Q and keys of one grid step, and how it is unrolled without and with a running maximum.
+
+    vmem_limit in bytes; None is the compiler's default.
+    """
+
+    block_q: int
+    block_kv: int
+    fixed: Schedule  # of "bounded" and "optimistic"
+    online: Schedule
+    vmem_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        for schedule in (self.fixed, self.online):
+            if self.block_kv % schedule.chunk or schedule.chunk % 8 or self.block_q % (schedule.columns or 1):
+                raise ValueError(f"chunk must be a multiple of 8 that divides block_kv, columns divide block_q: {self}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The blocks chosen for a shape, and the grid steps of one head."""
+
+    blocks: BlockSizes
+    q_steps: int
+    kv_steps: int
+
+    @property
+    def steps(self) -> int:
+        """Grid steps a head."""
+        return self.q_steps * self.kv_steps
+
+
+def _ahead(chunk: int, ahead: int, mxu_sums: bool = True) -> Schedule:
+    return Schedule(chunk, columns=256, ahead=ahead, mxu_sums=mxu_sums)
+
+
+# The largest useful blocks by (chip, dtype of Q and K); `plan_blocks` fits them to shorter lengths.
+TABLE: dict[tuple[str, str], BlockSizes] = {
+    ("v6e", "bfloat16"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4), 64 * MIB),
+    ("v6e", "int8"): BlockSizes(3328, 2560, _ahead(512, 2), _ahead(512, 4), 64 * MIB),
+    ("v7x", "bfloat16"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4), 48 * MIB),
+    ("v7x", "float8_e4m3fn"): BlockSizes(3328, 2560, _ahead(512, 2), _ahead(512, 4), 48 * MIB),
+    ("v5p", "bfloat16"): BlockSizes(3328, 2560, Schedule(1280), _ahead(512, 4, mxu_sums=False), 48 * MIB),
+    ("v5p", "int8"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4, mxu_sums=False), 48 * MIB),
+}
+# Chips and dtypes that nobody tuned: small enough for the 16 MiB a kernel may use by default.
+DEFAULT = BlockSizes(512, 1024, Schedule(256), Schedule(256))
+
+
+def this_chip() -> str:
+    """Return the chip of the current mesh or process ("v5p", "v6e", "v7x", ...), "other" where it is no TPU."""
+    try:
+        version = str(pltpu.get_tpu_info().chip_version)
+    except ValueError:
+        return "other"
+    return version if version.startswith("v") else f"v{version}"
+
+
+def plan_blocks(q_len: int, kv_len: int, *, dtype: Any = jnp.bfloat16, chip: str | None = None) -> Plan:
+    """Choose blocks for q_len queries and kv_len keys.
+
+    dtype is that of Q and K as the kernel gets them (int8 or float8 with low-precision logits); chip None is the
+    present one. Lengths below a block get one block of whole lanes; longer ones are divided evenly, so that the last
+    block is not nearly empty.
+    """
+    row = TABLE.get((chip or this_chip(), jnp.dtype(dtype).name), DEFAULT)
+    block_q, q_steps = _even(q_len, row.block_q, 2 * LANES)
+    if kv_len <= row.online.chunk:  # one chunk in all
+        chunk = _ceil(kv_len, LANES)
+        fixed, online = (dataclasses.replace(s, chunk=chunk) for s in (row.fixed, row.online))
+        block_kv, kv_steps = chunk, 1
+    else:
+        fixed, online = row.fixed, row.online
+        block_kv, kv_steps = _even(kv_len, row.block_kv, math.lcm(fixed.chunk, online.chunk))
+    return Plan(BlockSizes(block_q, block_kv, fixed, online, row.vmem_limit), q_steps, kv_steps)
+
+
+def _even(length: int, largest: int, unit: int) -> tuple[int, int]:
+    """Divide length into the fewest equal blocks of at most `largest`, a multiple of unit; the last may overhang."""
+    steps = -(-length // max(largest, unit))
+    block = _ceil(-(-length // steps), unit)
+    return block, -(-length // block)
+
+
+def _ceil(length: int, unit: int) -> int:
+    return -(-length // unit) * unit

@@ -1,0 +1,211 @@
+"""Exact softmax attention for TPU, without a causal mask: one function, three ways to keep exp2 in range.
+
+Let s_ij = scale log2(e) q_i.k_j, so that the output is sum_j 2^(s_ij - c_i) v_j / sum_j 2^(s_ij - c_i) for any shift
+c_i. The usual shift is the row's maximum, which is known only after the last key: hence the running maximum, the
+rescaling and a third more instructions. But float32 (and bfloat16, which holds the weights) spans 2^-126 to 2^127: a
+shift only has to be near the maximum.
+
+"bounded": no shift. By Cauchy-Schwarz |s_ij| <= B = scale log2(e) max|q_i| max|k_j|. If B <= 64, every weight lies in
+    [2^-64, 2^64]: none is flushed, and the sum is at most Lk 2^64 < 2^95 for any length below 2^31. The output's
+    accumulator is at most max|v| times the sum, finite if max|v| <= 2^31. All three maxima are taken of the input at
+    run time, by one pass over each; where the proof fails, another way is taken.
+"optimistic": c_i = 32 + the maximum over the first 256 keys. That is a logit of the row, so its term is 2^-32 and the
+    sum is at least 2^-32: a term flushed to zero (below 2^-126) is less than 2^-94 of the sum, and with Lk < 2^31 keys
+    the flushed terms together are less than 2^-63 of it. Only overflow can go wrong: some s_ij exceeds c_i + 95 or
+    so. It cannot hide: all terms are positive, so an infinite one makes the row's sum infinite, and an accumulator
+    that is infinite or NaN beside a finite sum (of values beyond 2^100) is looked at as well. The kernel returns one
+    number a row that is NaN if any of these is not finite; if there is one, the call is repeated with "online".
+"online": the classical running maximum. Exact for every finite input.
+
+A NaN in the input fails the bound and makes the check NaN: "online" then runs once, and the NaN comes out.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels.blocks import BlockSizes, plan_blocks
+from kernels.flash_kernel import Tile, flash_tiles
+from kernels.low_precision import quantize, smooth
+
+Softmax = Literal["auto", "bounded", "optimistic", "online"]
+LowPrecision = Literal["int8", "float8_e4m3fn"]
+
+BOUND = 64.0  # powers of two, see the module's docstring
+LARGEST_VALUE = 2.0**31
+ROUNDING_SLACK = 1.01  # float32 roundings of the norms and of the logits
+QUANTIZED_SLACK = 1.25  # 8 bits lengthen a vector of D <= 512 by at most 1 + sqrt(D) / 254 (int8) or 1 + 2^-4 (e4m3)
+
+
+def flash_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    heads: int | None = None,
+    scale: float | None = None,
+    kv_len: int | None = None,
+    softmax: Softmax = "auto",
+    qk: LowPrecision | None = None,
+    block_sizes: BlockSizes | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Compute softmax(scale Q K^T) V.
+
+    Without `heads`: q [N, Lq, D]; k, v [N, Lk, D] -> [N, Lq, D], N any batch of heads. With `heads` N, token-major:
+    q [Lq, N * D]; k, v [Lk, N * D] -> [Lq, N * D], optionally under one leading batch axis; on TPU no transpose is
+    made if D is a multiple of 128. bfloat16 or float32; sums are always float32, and float32 input is computed in
+    float32 throughout.
+
+    scale: of the logits; None is D ** -0.5. With scale = log(2) the kernel need not multiply: fold the rest into q
+        where q is still float32 (`folded_scale`).
+    kv_len: number of real keys, static; the rest of K and V is never looked at. None: all.
+    softmax: "bounded" where its proof holds at run time, else "online"; "optimistic", repeated with "online" where it
+        overflowed; "online"; "auto": "bounded" where its proof holds, else "optimistic". All are exact.
+    qk: compute Q K^T from int8 or float8 (per-block scales, mean of K subtracted first, which softmax does not see).
+        An approximation; off by default.
+    block_sizes: None takes `plan_blocks`. interpret: as pallas_call's.
+
+    Under `jax.vmap` the run-time choices become selects, and every way is computed: give the batch axis instead.
+    Recompiles for each shape and each static argument. Raises ValueError for shapes or names that don't fit.
+    """
+    _check(q, k, v, heads, kv_len, softmax, qk)
+    count, shape = heads or 1, q.shape
+    q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
+    split = count > 1 and (shape[-1] // count) % 128 != 0  # a head's columns must be whole lanes
+    if split:
+        q, k, v = (_heads_to_batch(x, count) for x in (q, k, v))
+    scale = (shape[-1] // count) ** -0.5 if scale is None else scale
+    call = _Call(1 if split else count, scale * math.log2(math.e), kv_len or k.shape[1], qk, block_sizes, interpret)
+    out = call.run(q, k, v, softmax)
+    return (_batch_to_heads(out, count) if split else out).reshape(shape)
+
+
+def flash_attention_reference(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    heads: int | None = None,
+    scale: float | None = None,
+    kv_len: int | None = None,
+) -> jax.Array:
+    """Compute the same in plain jnp, float32, with the whole score matrix in memory; arguments as flash_attention's."""
+    _check(q, k, v, heads, kv_len, "auto", None)
+    count, shape = heads or 1, q.shape
+    q3, k3, v3 = (_heads_to_batch((x[None] if x.ndim == 2 else x).astype(jnp.float32), count) for x in (q, k, v))
+    k3, v3 = k3[:, :kv_len], v3[:, :kv_len]
+    scale = (shape[-1] // count) ** -0.5 if scale is None else scale
+    logits = jnp.einsum("nqd,nkd->nqk", q3, k3, precision="highest") * scale
+    out = jnp.einsum("nqk,nkd->nqd", jax.nn.softmax(logits), v3, precision="highest")
+    return _batch_to_heads(out, count).reshape(shape).astype(v.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The static arguments of one call; arrays are q [B, Lq, N * D], k and v [B, Lk, N * D]."""
+
+    heads: int
+    multiplier: float  # of q.k, to powers of two
+    kv_len: int
+    qk: LowPrecision | None
+    block_sizes: BlockSizes | None
+    interpret: Any
+
+    def run(self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: Softmax) -> jax.Array:
+        blocks = self.block_sizes or plan_blocks(q.shape[1], self.kv_len, dtype=self.qk or q.dtype).blocks
+        if self.qk:
+            k = smooth(k[:, : self.kv_len])
+        bounded = self._bound_holds(q, k, v) if softmax in ("auto", "bounded") else None
+        scales = None
+        if self.qk:
+            q, k, scales = self._quantize(q, k, blocks, self.qk)
+        rows = q.shape[1]
+        q = _at_least(q, blocks.block_q)
+        k, v = (_at_least(x, blocks.block_kv) for x in (k, v))
+
+        def way(name: str) -> list[jax.Array]:
+            tile = Tile(blocks, name, self.kv_len, self.multiplier)
+            return flash_tiles(q, k, v, scales, tile, self.heads, self.interpret)
+
+        def online() -> jax.Array:
+            return way("online")[0]
+
+        def optimistic() -> jax.Array:
+            out, check = way("optimistic")
+            return lax.cond(jnp.all(jnp.isfinite(check)), lambda: out, online)
+
+        # With one chunk in all, "online" sees the row's maximum at once: it is the cheapest as well.
+        if softmax == "online" or self.kv_len <= blocks.online.chunk:
+            out = online()
+        elif bounded is None:
+            out = optimistic()
+        else:
+            otherwise = optimistic if softmax == "auto" else online
+            out = lax.cond(bounded, lambda: way("bounded")[0], otherwise)
+        return out[:, :rows]
+
+    def _bound_holds(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Whether all exponents and sums of every head stay in range without a shift; a boolean scalar."""
+        slack = QUANTIZED_SLACK if self.qk else ROUNDING_SLACK
+        k, v = k[:, : self.kv_len], v[:, : self.kv_len]
+        largest = abs(self.multiplier) * slack * _largest_norm(q, self.heads) * _largest_norm(k, self.heads)
+        return jnp.all(largest <= BOUND) & (jnp.max(jnp.abs(v)) <= LARGEST_VALUE)
+
+    def _quantize(
+        self, q: jax.Array, k: jax.Array, blocks: BlockSizes, dtype: str
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return q, k in 8 bits and the factor of each block of logits [B * N, query blocks * key blocks]."""
+        terms = 1 if dtype == "int8" else 2  # e4m3 has 3 bits of mantissa: one operand must be better than that
+        q, q_scale = quantize(q, self.heads, blocks.block_q, dtype, terms)
+        k, k_scale = quantize(k, self.heads, blocks.block_kv, dtype)
+        scales = self.multiplier * q_scale[..., :, None] * k_scale[..., None, :]  # [B, N, query blocks, key blocks]
+        return q, k, scales.reshape(q.shape[0] * self.heads, -1)
+
+
+def _largest_norm(x: jax.Array, heads: int) -> jax.Array:
+    """x [B, L, N * D] -> [B, N] float32."""
+    by_head = x.reshape(*x.shape[:2], heads, -1).astype(jnp.float32)
+    return jnp.sqrt(jnp.max(jnp.sum(by_head * by_head, axis=-1), axis=1))
+
+
+def _at_least(x: jax.Array, rows: int) -> jax.Array:
+    """Append zero rows to x [B, L, C] until there is one whole block; longer arrays may overhang, unread."""
+    return jnp.pad(x, ((0, 0), (0, max(0, rows - x.shape[1])), (0, 0)))
+
+
+def _heads_to_batch(x: jax.Array, heads: int) -> jax.Array:
+    """[B, L, N * D] -> [B * N, L, D]."""
+    batch, length, width = x.shape
+    x = x.reshape(batch, length, heads, width // heads)
+    return x.transpose(0, 2, 1, 3).reshape(batch * heads, length, -1)
+
+
+def _batch_to_heads(x: jax.Array, heads: int) -> jax.Array:
+    """[B * N, L, D] -> [B, L, N * D]."""
+    count, length, d = x.shape
+    x = x.reshape(count // heads, heads, length, d)
+    return x.transpose(0, 2, 1, 3).reshape(count // heads, length, heads * d)
+
+
+def _check(
+    q: jax.Array, k: jax.Array, v: jax.Array, heads: int | None, kv_len: int | None, softmax: str, qk: str | None
+) -> None:
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    dims = (3,) if heads is None else (2, 3)
+    if q.ndim not in dims or k.shape != v.shape or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
+        layout = "[N, L, D]" if heads is None else "[L, N * D] or [B, L, N * D]"
+        raise ValueError(f"q, k, v must be {layout}, k and v of one shape, got {shapes}")
+    if heads is not None and (heads < 1 or q.shape[-1] % heads):
+        raise ValueError(f"heads must divide the last axis, got {heads} heads and {shapes}")
+    if kv_len is not None and not 1 <= kv_len <= k.shape[-2]:
+        raise ValueError(f"kv_len must be from 1 to {k.shape[-2]}, the keys given, got {kv_len}")
+    if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"q, k, v must all be bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}")
+    for name, value, allowed in (("softmax", softmax, get_args(Softmax)), ("qk", qk, (None, *get_args(LowPrecision)))):
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -1,0 +1,55 @@
+#!/usr/bin/env python3
+"""Search the attention kernel's block sizes and schedules for a chip, by compiling each and counting its bundles.
+
+Prints every candidate, best first, and the row for kernels/blocks.py. A search takes a few minutes on two cores.
+"""
+
+import argparse
+import datetime
+import itertools
+
+from kernels.blocks import MIB, BlockSizes, Schedule
+from wan_tpu.aot.attention_kernels import LOW_PRECISION, Row, ours
+
+BLOCKS = ((3328, 2560), (2816, 2560), (2304, 2048))  # rows of Q: 256 n that leave little of 75,776 over
+SCHEDULES = (
+    Schedule(512),
+    Schedule(1280),
+    Schedule(512, columns=256, ahead=2, mxu_sums=True),
+    Schedule(512, columns=256, ahead=4, mxu_sums=True),
+    Schedule(512, columns=256, ahead=4, mxu_sums=False),
+    Schedule(256, columns=256, ahead=4, mxu_sums=True),
+)
+VMEM_LIMIT = {"v5e": 96 * MIB, "v5p": 48 * MIB, "v6e": 64 * MIB, "v7x": 48 * MIB}
+
+
+def main() -> None:
+    """Compile every candidate, print the count of each, then all in order."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chip", choices=LOW_PRECISION, default="v6e")
+    parser.add_argument("--softmax", choices=("bounded", "optimistic", "online"), default="optimistic")
+    parser.add_argument("--low-precision", action="store_true", help="8-bit logits, as the chip has them")
+    parser.add_argument("--blocks", nargs="+", metavar="QxKV", default=[f"{q}x{kv}" for q, kv in BLOCKS])
+    args = parser.parse_args()
+    qk = LOW_PRECISION[args.chip] if args.low_precision else None
+
+    found: list[tuple[Row, BlockSizes, Schedule]] = []
+    sizes = [tuple(map(int, block.split("x"))) for block in args.blocks]
+    for (block_q, block_kv), schedule in itertools.product(sizes, SCHEDULES):
+        if block_kv % schedule.chunk:
+            continue
+        blocks = BlockSizes(block_q, block_kv, schedule, schedule, VMEM_LIMIT[args.chip])
+        row = ours(args.chip, args.softmax, qk, blocks)
+        print(f"{row.tile:>12} {schedule}: {row.note or f'{row.per_million:.0f}'}", flush=True)
+        if row.per_million is not None:
+            found.append((row, blocks, schedule))
+    if not found:
+        parser.exit(1, "no candidate compiles; pass smaller --blocks\n")
+    best, blocks, schedule = min(found, key=lambda entry: entry[0].per_million or 0)
+    part = "online" if args.softmax == "online" else "fixed"
+    print(f"best, {args.softmax} {part}={schedule}, blocks {blocks.block_q} x {blocks.block_kv}")
+    print(f"# {best.per_million:.0f} bundles a million scores, tune_attention.py, {datetime.date.today()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Adversarial inputs, their float64 answer, and the error a correct kernel may make."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.blocks import BlockSizes, Schedule
+
+# Several blocks of each kind in a few hundred tokens; one way sums on the vector unit, the other on the MXU, ahead.
+SMALL = BlockSizes(256, 256, fixed=Schedule(128), online=Schedule(128, columns=128, ahead=1, mxu_sums=True))
+SWAPPED = BlockSizes(256, 256, fixed=SMALL.online, online=SMALL.fixed)
+
+D = 128
+
+
+class Case(NamedTuple):
+    """Q, K, V of one head, [L, D] float32."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+
+def normal(q_len: int, kv_len: int, seed: int = 0) -> Case:
+    rng = np.random.default_rng(seed)
+    return Case(*(rng.standard_normal((n, D)).astype(np.float32) for n in (q_len, kv_len, kv_len)))
+
+
+def adversarial(name: str, q_len: int = 300, kv_len: int = 700) -> Case:
+    q, k, v = normal(q_len, kv_len, seed=sum(map(ord, name)))
+    if name == "huge norms":  # logits in the thousands: one key takes all
+        q, k = 30 * q, 30 * k
+    elif name == "late key":  # 400 powers of two above the first chunk
+        k[-1] = 1000 * q.mean(0)
+        q += 2 * q.mean(0) / np.linalg.norm(q.mean(0)) * np.sqrt(D)
+    elif name == "equal keys":
+        k[:] = k[0]
+    elif name == "very negative rows":  # every logit is about -3000
+        q, k = np.abs(q) * 15, -np.abs(k) * 30
+    elif name == "sink":  # the first key is far above all others, in every row
+        q += 4.0
+        k[0] = 8.0
+    elif name == "zeros":
+        q[:], k[:] = 0, 0
+    elif name != "normal":
+        raise ValueError(name)
+    return Case(q, k, v)
+
+
+NAMES = ("normal", "huge norms", "late key", "equal keys", "very negative rows", "sink", "zeros")
+
+
+def rounded(case: Case, dtype) -> Case:
+    """The values a kernel of that dtype is given, as float32."""
+    return Case(*(np.asarray(jnp.asarray(x, dtype), np.float32) for x in case))
+
+
+def exact(case: Case, scale: float = D**-0.5) -> np.ndarray:
+    """Attention in float64, [Lq, D]."""
+    q, k, v = (x.astype(np.float64) for x in case)
+    logits = q @ k.T * scale
+    weights = np.exp(logits - logits.max(1, keepdims=True))
+    return weights @ v / weights.sum(1, keepdims=True)
+
+
+def error_bound(case: Case, dtype, scale: float = D**-0.5) -> float:
+    """Largest error of an element that roundings alone explain.
+
+    u is half a unit in the last place of dtype, e of float32, A = scale max|q| max|k| bounds every logit's terms.
+    - A logit is a float32 sum of D products, then multiplied and shifted: off by at most (D + 4) e A, and by the same
+      in the shift; the weight by the factor exp of that, 1 + x say.
+    - A weight is rounded to dtype (u); the sum of weights, and each output, are float32 sums of Lk terms (Lk e each).
+    - Numerator and denominator are both off by these, relative to weights all positive: |out - exact| is at most
+      max|v| times 2 x + 2 u + 2 Lk e. The output is rounded to dtype (u max|v|).
+    """
+    u, e = float(jnp.finfo(dtype).eps) / 2, 2.0**-24
+    norms = (np.linalg.norm(x.astype(np.float64), axis=1).max() for x in (case.q, case.k))
+    x = np.expm1(2 * (D + 4) * e * scale * np.prod(list(norms)))
+    return float(np.abs(case.v).max() * (2 * x + 3 * u + 2 * len(case.k) * e))

@@ -1,0 +1,41 @@
+"""The block table and the rule that fits it to lengths."""
+
+import jax.numpy as jnp
+import pytest
+
+from kernels.blocks import TABLE, BlockSizes, Schedule, plan_blocks
+
+
+@pytest.mark.parametrize(("chip", "dtype"), [*TABLE, ("other", "bfloat16"), ("v6e", "float32")])
+@pytest.mark.parametrize("q_len", [1, 127, 257, 18_944, 75_600, 75_776])
+@pytest.mark.parametrize("kv_len", [1, 129, 257, 512, 513, 3000, 75_600])
+def test_blocks_cover_both_lengths_without_an_empty_one(chip, dtype, q_len, kv_len):
+    plan = plan_blocks(q_len, kv_len, dtype=jnp.dtype(dtype), chip=chip)
+    blocks = plan.blocks  # itself refuses chunks and columns that don't divide it
+    for length, block, steps in ((q_len, blocks.block_q, plan.q_steps), (kv_len, blocks.block_kv, plan.kv_steps)):
+        assert block % 128 == 0
+        assert (steps - 1) * block < length <= steps * block
+    assert plan.steps == plan.q_steps * plan.kv_steps
+
+
+def test_long_sequences_get_the_table_as_it_is():
+    row = TABLE["v6e", "bfloat16"]
+    assert plan_blocks(75_776, 75_600, chip="v6e").blocks == row
+
+
+def test_text_is_one_chunk():
+    plan = plan_blocks(18_944, 257, chip="v6e")
+    assert plan.kv_steps == 1
+    assert plan.blocks.online.chunk == plan.blocks.block_kv == 384
+
+
+def test_overhang_is_small():
+    """At a video's length blocks are computed for at most 2 % more queries than there are."""
+    for chip, dtype in TABLE:
+        plan = plan_blocks(75_776, 75_600, dtype=dtype, chip=chip)
+        assert plan.q_steps * plan.blocks.block_q <= 1.02 * 75_776
+
+
+def test_chunks_must_divide_blocks():
+    with pytest.raises(ValueError, match="divides block_kv"):
+        BlockSizes(256, 256, fixed=Schedule(96), online=Schedule(128))

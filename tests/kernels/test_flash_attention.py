@@ -1,0 +1,179 @@
+"""Attention's kernels in interpret mode, against float64, on inputs made to break them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.blocks import BlockSizes, Schedule
+from kernels.flash_attention import flash_attention, flash_attention_reference
+from kernels.flash_kernel import Tile, flash_tiles
+from tests.kernels.cases import NAMES, SMALL, SWAPPED, Case, D, adversarial, error_bound, exact, normal, rounded
+
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+WAYS = ("auto", "bounded", "optimistic", "online")
+
+
+@functools.cache
+def program(**options):
+    """One compiled program for each set of options and shapes; cases share it. Compiled in a hurry: it runs once."""
+    return jax.jit(functools.partial(flash_attention, interpret=True, **options), compiler_options=FAST_COMPILE)
+
+
+def run(case: Case, dtype=jnp.bfloat16, **options) -> np.ndarray:
+    options = {"block_sizes": SMALL, "heads": 1} | options
+    return np.asarray(program(**options)(*(jnp.asarray(x, dtype) for x in case)), np.float32)
+
+
+def assert_exact(case: Case, got: np.ndarray, dtype=jnp.bfloat16) -> None:
+    case = rounded(case, dtype)
+    np.testing.assert_allclose(got, exact(case), rtol=0, atol=error_bound(case, dtype))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("softmax", WAYS)
+def test_equals_float64(name, softmax):
+    case = adversarial(name)
+    assert_exact(case, run(case, softmax=softmax))
+
+
+@pytest.mark.parametrize("softmax", ["auto", "online"])
+@pytest.mark.parametrize("name", ["normal", "late key"])
+def test_float32_is_computed_in_float32(name, softmax):
+    case = adversarial(name)
+    assert_exact(case, run(case, jnp.float32, softmax=softmax), jnp.float32)
+
+
+@pytest.mark.parametrize("softmax", ["optimistic", "online"])
+def test_other_order_of_the_same_work(softmax):
+    case = adversarial("sink")
+    assert_exact(case, run(case, softmax=softmax, block_sizes=SWAPPED))
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129])
+def test_any_length(length):
+    case = normal(length, length)
+    assert_exact(case, run(case, block_sizes=None))
+    assert_exact(case, run(case, softmax="optimistic"))
+
+
+@pytest.mark.parametrize("softmax", ["bounded", "optimistic", "online"])
+def test_as_many_keys_as_a_video_has(softmax):
+    case = normal(8, 75_600)
+    blocks = BlockSizes(8, 16_384, fixed=Schedule(4096), online=Schedule(4096))
+    assert_exact(case, run(case, softmax=softmax, block_sizes=blocks))
+
+
+def raw(case: Case, softmax: str) -> list[jax.Array]:
+    tile = Tile(SMALL, softmax, len(case.k), D**-0.5 * np.log2(np.e))
+    return flash_tiles(*(jnp.asarray(x, jnp.bfloat16)[None] for x in case), None, tile, 1, True)
+
+
+@pytest.mark.parametrize(("name", "repeated"), [("late key", True), ("huge norms", True), ("sink", False)])
+def test_the_check_sees_overflow(name, repeated):
+    """Else the cases above might pass without the repeat they are meant to force."""
+    case = adversarial(name, 512, 640)
+    assert bool(jnp.isnan(raw(case, "optimistic")[1]).any()) == repeated
+
+
+def test_without_a_shift_the_unproved_fails():
+    """The proof is needed: on this input the kernel without a shift is wrong."""
+    assert not np.isfinite(np.asarray(raw(adversarial("huge norms", 256, 512), "bounded")[0], np.float32)).all()
+
+
+@pytest.mark.parametrize("softmax", WAYS)
+def test_nan_comes_out_where_it_went_in(softmax):
+    q, k, v = normal(300, 700)
+    q[5, 3] = np.nan
+    v[600, 7] = np.nan
+    got = run(Case(q, k, v), softmax=softmax)
+    assert np.isnan(got[5]).all()
+    assert np.isnan(got[:, 7]).all()
+    assert np.isfinite(np.delete(np.delete(got, 5, 0), 7, 1)).all()
+
+
+@pytest.mark.parametrize("softmax", ["auto", "online"])
+def test_keys_beyond_kv_len_are_never_looked_at(softmax):
+    q, k, v = normal(300, 700)
+    k[520:], v[520:] = np.nan, np.nan
+    assert_exact(Case(q, k[:520], v[:520]), run(Case(q, k, v), softmax=softmax, kv_len=520))
+
+
+@pytest.mark.parametrize(("heads", "width"), [(2, 128), (3, 64)])
+def test_layouts_agree(heads, width):
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, n, heads * width)), jnp.bfloat16) for n in (200, 300, 300))
+    options = {"block_sizes": SMALL, "softmax": "online"}
+    got = program(heads=heads, **options)(q, k, v)
+    one = program(heads=heads, **options)(q[1], k[1], v[1])
+    apart = [x.reshape(2, -1, heads, width).transpose(0, 2, 1, 3).reshape(2 * heads, -1, width) for x in (q, k, v)]
+    by_head = program(**options)(*apart)
+    together = by_head.reshape(2, heads, -1, width).transpose(0, 2, 1, 3).reshape(got.shape)
+    np.testing.assert_array_equal(got, together)
+    np.testing.assert_array_equal(got[1], one)
+
+
+def test_vmap_is_exact_too():
+    """What is chosen at run time becomes a select: here "bounded" for one element and "optimistic" for the other."""
+    q, k, v = normal(130, 300)
+    stack = [jnp.asarray(np.stack(pair), jnp.bfloat16) for pair in ((q, 10 * q), (k, k), (v, v))]
+    got = np.asarray(jax.vmap(program(heads=1, block_sizes=SMALL))(*stack), np.float32)
+    assert_exact(Case(q, k, v), got[0])
+    assert_exact(Case(10 * q, k, v), got[1])
+
+
+def test_reference_is_exact_too():
+    case = adversarial("sink")
+    got = flash_attention_reference(*(jnp.asarray(x) for x in case), heads=1)
+    assert_exact(case, np.asarray(got), jnp.float32)
+
+
+def test_scale_can_be_folded_into_q():
+    case = normal(100, 200)
+    folded = Case(case.q * np.float32(D**-0.5 * np.log2(np.e)), case.k, case.v)
+    got = run(folded, jnp.float32, scale=float(np.log(2)))
+    np.testing.assert_allclose(got, exact(case), atol=2 * error_bound(case, jnp.float32))
+
+
+@pytest.mark.parametrize("qk", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("bias", [0.0, 8.0])
+@pytest.mark.parametrize("softmax", ["auto", "optimistic", "online"])
+def test_low_precision_is_close(qk, bias, softmax):
+    """On N(0, 1), and with a bias on some of K's channels many times what tells the keys apart."""
+    case = normal(300, 700)
+    case.k[:, ::7] += bias
+    got, expected = run(case, softmax=softmax, qk=qk), exact(rounded(case, jnp.bfloat16))
+    cosine = (got * expected).sum() / np.linalg.norm(got) / np.linalg.norm(expected)
+    assert 0.9995 <= cosine < 0.99998  # bfloat16 alone is above that
+
+
+@pytest.mark.parametrize("softmax", ["bounded", "optimistic", "online"])
+def test_simulated_tpu_memory(softmax):
+    """In Pallas' simulation of a TPU: memory starts as NaN, copies happen late, races are looked for."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # has no public name
+
+    case = adversarial("normal", 256, 512)
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
+    args = [jnp.asarray(x, jnp.bfloat16) for x in case]
+    got = flash_attention(*args, heads=1, softmax=softmax, block_sizes=SMALL, interpret=params)
+    assert_exact(case, np.asarray(got, np.float32))
+    assert not simulator.races.races_found
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        (((4, 8), (4, 8), (4, 8)), {}, r"\[N, L, D\]"),
+        (((4, 8), (4, 8), (4, 8)), {"heads": 3}, "heads must divide"),
+        (((1, 4, 8), (1, 4, 8), (1, 5, 8)), {}, "one shape"),
+        (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"kv_len": 5}, "from 1 to 4"),
+        (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"softmax": "fast"}, "'auto', 'bounded'"),
+        (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"qk": "int4"}, "'int8'"),
+    ],
+)
+def test_errors_say_what_is_allowed(shapes, options, message):
+    with pytest.raises(ValueError, match=message):
+        flash_attention(*(jnp.zeros(shape, jnp.bfloat16) for shape in shapes), **options)

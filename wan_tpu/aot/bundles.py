@@ -1,0 +1,170 @@
+"""Count the instructions of TPU kernels by compiling them for a chip that is described, not present.
+
+A TPU TensorCore is statically scheduled: it issues one bundle of instructions a cycle, so the bundles of a kernel's
+inner region predict its time when nothing stalls. libtpu holds the whole compiler. A child process compiles a function
+with the compiler told to write its final bundles to a folder; this module reads them.
+
+Needs libtpu. The child runs this file by its path and imports nothing of the package, so that it starts quickly.
+"""
+
+import dataclasses
+import functools
+import glob
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+# The smallest whole host of each chip, by the compiler's own names.
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+COMPILER_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+ROOT = str(Path(__file__).parents[2])
+# Every pass writes its text unless told which: 2.5 times the compile time and 200 MB a kernel.
+PASSES = "final_bundles|final_hlo-static-per-bundle-utilization"
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelBundles:
+    """The schedule of one kernel, in bundles.
+
+    hot: bundles of the largest innermost region: the body of the kernel's main loop, or of its main grid step.
+    slot_bound: the most instructions any issue slot must take, divided by its capacity: no schedule is shorter.
+    slots: share of each slot's capacity that is used.
+    """
+
+    name: str
+    total: int
+    hot: int
+    slot_bound: int
+    slots: Mapping[str, float]
+
+
+class CompileError(RuntimeError):
+    """The compiler refused the kernel (most often: it needs more VMEM than there is); the message is its own."""
+
+
+def count_bundles(
+    target: str, options: Mapping[str, object] | None = None, chip: str = "v6e", timeout_s: float = 600
+) -> list[KernelBundles]:
+    """Compile `target` for a chip and count the bundles of each kernel in it, largest first.
+
+    target is "path/of/file.py:function"; the function is called with `options` (JSON values) and returns a function
+    and its arguments as `jax.ShapeDtypeStruct`s. The file is run by its path, so that its package is not imported.
+    Raises CompileError, and ValueError for an unknown chip.
+    """
+    if chip not in TOPOLOGIES:
+        raise ValueError(f"chip must be one of {', '.join(TOPOLOGIES)}, got {chip!r}")
+    with tempfile.TemporaryDirectory(prefix="bundles-") as folder:
+        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={PASSES}"
+        path = os.pathsep.join(p for p in (ROOT, os.environ.get("PYTHONPATH")) if p)
+        environment = os.environ | COMPILER_ENVIRONMENT | {"LIBTPU_INIT_ARGS": flags, "PYTHONPATH": path}
+        command = [sys.executable, "-P", __file__, chip, target, json.dumps(dict(options or {}))]
+        child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+        if child.returncode:
+            raise CompileError(_cause(child.stderr))
+        return _read(Path(folder))
+
+
+def _read(folder: Path) -> list[KernelBundles]:
+    kernels = []
+    for file in folder.glob("*-final_bundles.txt"):
+        match = re.fullmatch(r"(\d+-(.+))-\d+-final_bundles\.txt", file.name)
+        if not match or "<" in match[2] or match[2] == "TLP" or "schedule-analysis" in match[2]:
+            continue  # the program around the kernels
+        [use] = folder.glob(f"{glob.escape(match[1])}-*-final_hlo-static-per-bundle-utilization.txt")
+        regions, total = read_regions(file.read_text(errors="replace"))
+        slots, bound = slot_use(use.read_text())
+        kernels.append(KernelBundles(match[2], total, hot_bundles(regions, total), bound, slots))
+    return sorted(kernels, key=lambda kernel: -kernel.total)
+
+
+@dataclasses.dataclass
+class Region:
+    """What is under one `pl.when` or in one loop (a loop's body is counted once); nested regions are counted in."""
+
+    number: str
+    start: int
+    bundles: int = 0
+    nested: int = 0
+
+    @property
+    def innermost(self) -> bool:
+        """Whether nearly all is its own; a few bundles of bounds checks and waits form regions too."""
+        return self.nested * 10 <= self.bundles
+
+
+def read_regions(text: str) -> tuple[list[Region], int]:
+    """Return the regions of a final_bundles file in the order they end, and all its bundles."""
+    opened: list[Region] = []
+    closed: list[Region] = []
+    count = 0
+    for line in text.splitlines():
+        count += bool(re.match(r"\s*0x[0-9a-f]+", line))
+        for event, number in re.findall(r"(Start|End) region (\d+)", line):
+            if event == "Start":
+                opened.append(Region(number, count))
+                continue
+            while any(region.number == number for region in opened):  # one opened within may lack an end of its own
+                region = opened.pop()
+                region.bundles = count - region.start
+                if opened:
+                    opened[-1].nested += region.bundles
+                closed.append(region)
+                if region.number == number:
+                    break
+    return closed, count
+
+
+def hot_bundles(regions: list[Region], total: int) -> int:
+    """Return the bundles of the largest innermost region."""
+    return max((region.bundles for region in regions if region.innermost), default=total)
+
+
+def slot_use(text: str) -> tuple[dict[str, float], int]:
+    """Return the share used of each issue slot, and the bound they set, of a per-bundle-utilization file."""
+    lines = text.splitlines()
+    names = [name.strip() for name in lines[1].split(",")]
+    capacity = [int(number) for number in lines[2].split()]
+    rows = [[int(number) for number in line.split()] for line in lines[4:] if line.strip()]
+    needed = [sum(column) / c for column, c in zip(zip(*rows, strict=True), capacity, strict=True)]
+    return {name: round(n / len(rows), 3) for name, n in zip(names, needed, strict=True)}, round(max(needed))
+
+
+def _cause(stderr: str) -> str:
+    lines = [line for line in stderr.strip().splitlines() if re.search(r"Error|error:|exceed|RESOURCE", line)]
+    return "\n".join(lines[-4:])[-2000:] or stderr[-2000:]
+
+
+def _compile(chip: str, target: str, options: str) -> None:
+    """Compile in this process: the child's side of `count_bundles`."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
+    mesh = jax.sharding.Mesh(np.array(devices[:1]), ("x",))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    file, function = target.rsplit(":", 1)
+    fn, shapes = runpy.run_path(file)[function](**json.loads(options))
+    arguments = jax.tree.map(functools.partial(_on, replicated), shapes)
+    with jax.set_mesh(mesh):  # the kernel's own code sees the described chip
+        jax.jit(fn).lower(*arguments).compile()
+
+
+def _on(sharding, shape):  # type: ignore[no-untyped-def]  # jax is imported in the child only
+    return type(shape)(shape.shape, shape.dtype, sharding=sharding)
+
+
+if __name__ == "__main__":
+    _compile(*sys.argv[1:])
