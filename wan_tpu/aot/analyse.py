@@ -58,6 +58,13 @@ class _Channel:
         return waits, hidden
 
 
+def _kernel_category(name: str) -> str:
+    """Return what a kernel of `kernels/` is counted as, by its name."""
+    if name.startswith("linear"):
+        return "matmul"
+    return "vector" if "norm" in name else "attention"
+
+
 @dataclass
 class _Walk:
     module: Module
@@ -86,7 +93,7 @@ class _Walk:
         copies: _Channel,
     ) -> Times:
         opcode = instruction.opcode
-        if opcode in traffic.FREE:
+        if traffic.free(instruction):
             return ZERO
         if opcode == "while":
             trips = self._trips(instruction, computation)
@@ -135,8 +142,11 @@ class _Walk:
             cycles = self.kernel_cycles(call)
             if cycles is None:
                 self.unpriced.append(f"kernel {call.name}, grid {call.grid}")
-            alone = (cycles or 0.0) / self.hardware.clock_hz
-            self._add(instruction, computation, "attention", executions, Times(alone, alone), kernel=call)
+            # A kernel's copies run beside its instructions: the longer of the two.
+            moved = traffic.hbm_bytes(instruction, computation, self.module)
+            alone = max((cycles or 0.0) / self.hardware.clock_hz, moved / self.hardware.hbm_bytes_per_s)
+            what = _kernel_category(call.name)
+            self._add(instruction, computation, what, executions, Times(alone, alone), moved=moved, kernel=call)
             return Times(alone, alone)
         estimate = (instruction.estimated_cycles or 0) / self.hardware.clock_hz
         moved = traffic.hbm_bytes(instruction, computation, self.module)

@@ -33,6 +33,8 @@ class KernelCall:
     operands, results  the arrays
     macs      multiply-adds of a grid step's matrix products: of the alternatives under conditions the largest; those
               of 8-bit numbers count half, which is what matrix units gain by them at most
+    repeats   iterations a grid step of its innermost loop of constant length, 1 without; loops under conditions, such
+              as those over a last block, are not in it
     config    what the compiler is told, the kernel's body included
     """
 
@@ -42,6 +44,7 @@ class KernelCall:
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
     macs: float
+    repeats: int
     config: str
 
     @property
@@ -70,7 +73,7 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
     """Return the kernel that a tpu_custom_call runs, from the Mosaic module that it carries."""
     start = instruction.attributes.index("backend_config=") + len("backend_config=")
     config, _ = json.JSONDecoder().raw_decode(instruction.attributes[start:])
-    text, macs = _read_mosaic(base64.b64decode(config["custom_call_config"]["body"]))
+    text, macs, repeats = _read_mosaic(base64.b64decode(config["custom_call_config"]["body"]))
     bounds = re.search(r"iteration_bounds = array<i64: ([\d, ]+)>", text)
     semantics = re.search(r"dimension_semantics = \[([^\]]*)\]", text)
     operands = [shape for name in instruction.operands for shape in computation.by_name[name].shapes]
@@ -81,6 +84,7 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
         operands=tuple((_DTYPES[shape.dtype], shape.dims) for shape in operands),
         results=tuple((_DTYPES[shape.dtype], shape.dims) for shape in instruction.shapes),
         macs=macs,
+        repeats=repeats,
         config=json.dumps({"custom_call_config": config["custom_call_config"]}),
     )
 
@@ -102,14 +106,14 @@ def saved(path: str) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     return run, operands
 
 
-def _read_mosaic(bytecode: bytes) -> tuple[str, float]:
-    """Return a Mosaic module as text, and the multiply-adds of one grid step."""
+def _read_mosaic(bytecode: bytes) -> tuple[str, float, int]:
+    """Return a Mosaic module as text, and of one grid step the multiply-adds and the innermost loop's iterations."""
     context = mlir.make_ir_context()
     tpu.register_dialect(context)
     context.allow_unregistered_dialects = True
     with context, ir.Location.unknown():
         module = ir.Module.parse(bytecode).operation
-        return str(module), _macs(module)
+        return str(module), _macs(module), _repeats(module)
 
 
 def _macs(operation: Any) -> float:
@@ -120,17 +124,49 @@ def _macs(operation: Any) -> float:
         return math.sqrt(left[0] * right[0] * result) * (0.5 if left[1] == 8 else 1.0)
     always, alternatives = 0.0, [0.0]
     for region in operation.regions:
-        inside = sum(_macs(inner.operation) for block in region for inner in block if not _conditional(inner))
-        alternatives += [_macs(inner.operation) for block in region for inner in block if _conditional(inner)]
-        if _conditional(operation):
+        inner = [inner.operation for block in region for inner in block]
+        inside = sum(_macs(child) for child in inner if not _is(child, "scf.if"))
+        alternatives += [_macs(child) for child in inner if _is(child, "scf.if")]
+        if _is(operation, "scf.if"):
             alternatives.append(inside)
         else:
             always += inside
-    return always + max(alternatives)
+    return (always + max(alternatives)) * (_trips(operation) or 1)
 
 
-def _conditional(operation: Any) -> bool:
-    return operation.operation.name.endswith("scf.if")
+def _repeats(operation: Any) -> int:
+    """Return the iterations of the innermost loop that runs at every grid step; of several, the most."""
+    if _is(operation, "scf.if"):
+        return 1
+    inner = [_repeats(child.operation) for region in operation.regions for block in region for child in block]
+    return max(inner, default=1) * (_trips(operation) or 1)
+
+
+def _trips(operation: Any) -> int | None:
+    """Return the iterations of a loop between constants; None for other loops and other operations."""
+    if not _is(operation, "scf.for"):
+        return None
+    start, stop, step = (_constant(operand) for operand in list(operation.operands)[:3])
+    if start is None or stop is None or step is None:
+        return None
+    return max(0, -(-(stop - start) // step))
+
+
+def _constant(value: Any) -> int | None:
+    """Return the integer that a value always has, as far as sums of constants show it."""
+    owner = value.owner
+    operation = getattr(owner, "operation", None)  # a block owns its arguments
+    if operation is None:
+        return None
+    if _is(operation, "arith.constant"):
+        return int(ir.IntegerAttr(operation.attributes["value"]).value)
+    operands = [_constant(operand) for operand in operation.operands] if _is(operation, "arith.addi") else []
+    return None if not operands or None in operands else sum(operand for operand in operands if operand is not None)
+
+
+def _is(operation: Any, name: str) -> bool:
+    """Whether an operation is of that name; programs carry them with the prefix of the stable dialect."""
+    return operation.name.endswith(name)
 
 
 def _vector(kind: Any) -> tuple[int, int]:

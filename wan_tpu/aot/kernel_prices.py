@@ -1,11 +1,12 @@
 """Cycles of Pallas calls: each kernel is compiled alone, once, and its bundles are counted and kept."""
 
+import functools
 import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from wan_tpu.aot.bundles import count_bundles
+from wan_tpu.aot import bundles, kernel_calls, key
 from wan_tpu.aot.cost import Hardware
 from wan_tpu.aot.kernel_calls import KernelCall
 
@@ -33,7 +34,7 @@ class KernelPrices:
 
     def bundles(self, call: KernelCall) -> int:
         """Return the bundles of one grid step."""
-        file = self._folder / f"kernel-{self._chip}-{call.digest}.json"
+        file = self._folder / f"kernel-{self._chip}-{key.digest(f'{call.digest} {_counted_by()}')}.json"
         if not file.exists():
             counted = {"kernel": call.name, "grid": call.grid, "bundles": self._count(call, self._chip)}
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -41,10 +42,23 @@ class KernelPrices:
         return int(json.loads(file.read_text())["bundles"])
 
 
+@functools.cache
+def _counted_by() -> str:
+    """Name what counts: the compiler and the code that reads its output."""
+    code = [Path(file).read_text() for file in (bundles.__file__, kernel_calls.__file__, __file__)]
+    return key.digest(repr([key.version("libtpu"), *code]))
+
+
 def count_alone(call: KernelCall, chip: str) -> int:
-    """Compile a call alone for a chip and return the bundles of its hot region."""
+    """Compile a call alone for a chip and return the bundles of one grid step.
+
+    That is the hot region; where it is the body of a loop, which stands in the code once, it is run again and again.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "call.json"
         call.save(path)
-        counted = count_bundles("wan_tpu.aot.kernel_calls:saved", {"path": str(path)}, chip)
-    return max(kernel.hot for kernel in counted)
+        counted = bundles.count_bundles("wan_tpu.aot.kernel_calls:saved", {"path": str(path)}, chip)
+    kernel = max(counted, key=lambda kernel: kernel.hot)
+    if call.repeats == 1:
+        return kernel.hot
+    return kernel.total + kernel.hot * (call.repeats - 1)

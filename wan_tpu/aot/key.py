@@ -41,7 +41,7 @@ def what(name: str, args: Any, mesh: Mesh, settings: str) -> dict[str, str]:
 
 def made_by() -> dict[str, str]:
     """Return what makes a program out of that: sources, versions, flags."""
-    versions = {package: _version(package) for package in PACKAGES}
+    versions = {package: version(package) for package in PACKAGES}
     flags = {name: os.environ.get(name, "") for name in ENVIRONMENT}
     options = {name: str(getattr(jax.config, name)) for name in OPTIONS}
     return {"source": source_digest(), **versions, **flags, **options}
@@ -87,7 +87,8 @@ def _placed(sharding: Any) -> str:
     return str(axes)
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Return the version of an installed package, empty when it is absent."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -22,6 +22,11 @@ _RENAMES = ("bitcast", "reshape")
 _PARTIAL = ("dynamic-slice", "slice", "gather")
 
 
+def free(instruction: Instruction) -> bool:
+    """Whether an instruction takes no time."""
+    return instruction.opcode in FREE or 'custom_call_target="AllocateBuffer"' in instruction.attributes
+
+
 def category(instruction: Instruction, module: Module) -> str:
     """Return matmul, kernel, copies, collectives or vector."""
     opcodes = {inner.opcode for inner in inside(instruction, module)}
@@ -53,7 +58,12 @@ def collective_kind(instruction: Instruction, module: Module) -> str | None:
 
 
 def collective_bytes(instruction: Instruction, computation: Computation, kind: str) -> float:
-    """Return the bytes that `Interconnect.seconds` wants: gathered for an all-gather, put in for all others."""
+    """Return the bytes that `Interconnect.seconds` wants: gathered for an all-gather, put in for all others.
+
+    A ragged all-to-all says how many rows go where in arrays; its result is what comes in, and here as much goes out.
+    """
+    if kind == "ragged-all-to-all":
+        return _shapes(instruction.operands[1], computation)[0].bytes
     put_in = sum(shape.bytes for operand in instruction.operands for shape in _shapes(operand, computation))
     if kind != "all-gather":
         return put_in
