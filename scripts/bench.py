@@ -74,7 +74,7 @@ def _cases(pipe: Pipeline, checkpoint: Path) -> dict[str, tuple[Callable[[], np.
     state = pipe.initial_state(request)
     loaded = runtime.component("denoise_high")
     program = stages.step_program(runtime, loaded.module)
-    given = place(stages.device_conditioning(runtime, conditioning, guided=True), runtime.mesh)
+    given = stages.device_conditioning(runtime, loaded, conditioning, guided=True)
     start = place((state.latents, state.history), runtime.mesh)
     numbers = place(stages.step_numbers(table, 0, GUIDANCE), runtime.mesh)
 

@@ -114,7 +114,7 @@ class ScannedBlocks(torch.nn.Module):
 def stackable(blocks: torch.nn.ModuleList) -> bool:
     """Whether all blocks have the same parameters, by name, shape and dtype."""
     layouts = [{name: (p.shape, p.dtype) for name, p in block.named_parameters()} for block in blocks]
-    return len(layouts) > 1 and all(layout == layouts[0] for layout in layouts)
+    return all(layout == layouts[0] for layout in layouts)
 
 
 def scan_blocks(module: torch.nn.Module, path: str) -> None:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from wan_tpu.bridge import Params, ScannedBlocks, scan_blocks, stackable
 from wan_tpu.errors import CheckpointError
-from wan_tpu.mesh import Rule, replicated, weight_sharding
+from wan_tpu.mesh import Rule, replicated, weight_spec
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -110,6 +110,7 @@ class Component:
     rules     sharding of every weight that is left after `adapt`
     float32   name parts (between dots) of weights that stay in float32 whatever the dtype
     renames   (pattern, replacement) applied to the names in the files
+    changes   (pattern, function) applied to the values of weights whose whole name matches, as they are read
     """
 
     folder: str
@@ -119,6 +120,7 @@ class Component:
     rules: tuple[Rule, ...]
     float32: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
+    changes: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,8 @@ def abstract_component(component: Component, dtype: str, mesh: Mesh) -> Loaded:
         if not tensor.is_meta:
             params[name] = jax.ShapeDtypeStruct(shape, tensor.numpy().dtype, sharding=replicated(mesh))
             continue
-        sharding = weight_sharding(mesh, component.rules, plain, tensor.shape, stacked=depth is not None)
+        spec = weight_spec(mesh, component.rules, plain, tensor.shape, stacked=depth is not None)
+        sharding = NamedSharding(mesh, spec)
         params[name] = jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
     return Loaded(module, params)
 
@@ -313,20 +316,28 @@ def _weights(
             continue
         plain, depth = _plain_name(name, depths)
         kind = np.dtype(np.float32) if _keeps_float32(plain, component) else DTYPES[dtype]
-        sharding = weight_sharding(mesh, component.rules, plain, tensor.shape, stacked=depth is not None)
+        spec = weight_spec(mesh, component.rules, plain, tensor.shape, stacked=depth is not None)
         parts = [stored[name]] if depth is None else [stored[plain.replace("*", str(i), 1)] for i in range(depth)]
         shape = tuple(tensor.shape) if depth is None else (depth, *tensor.shape)
-        yield name, _assemble(parts, shape, kind, sharding)
+        change = next((change for pattern, change in component.changes if re.fullmatch(pattern, plain)), None)
+        yield name, _assemble(parts, change, shape, kind, NamedSharding(mesh, spec))
 
 
-def _assemble(parts: list[_Stored], shape: tuple[int, ...], kind: np.dtype, sharding: NamedSharding) -> jax.Array:
+def _assemble(
+    parts: list[_Stored],
+    change: Callable[[np.ndarray], np.ndarray] | None,
+    shape: tuple[int, ...],
+    kind: np.dtype,
+    sharding: NamedSharding,
+) -> jax.Array:
     """Read one weight, or one for each block of a stack, and put it on the mesh before the next is read."""
     # JAX takes over host memory that is aligned to 64 bytes as a CPU array without a copy.
     room = np.empty(math.prod(shape) * kind.itemsize + 64, np.uint8)
     start = -room.ctypes.data % 64
     value = room[start : start + math.prod(shape) * kind.itemsize].view(kind).reshape(shape)
     for i, part in enumerate(parts):
-        value[i if len(parts) > 1 else ...] = _read(part)
+        tensor = _read(part)
+        value[i if len(parts) > 1 else ...] = tensor if change is None else change(tensor)
     return jax.device_put(value, sharding).block_until_ready()
 
 

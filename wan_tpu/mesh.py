@@ -1,8 +1,11 @@
-"""The device mesh and how arrays lie on it: axes 'dp' (guidance batch), 'sp' (tokens), 'tp' (heads, weights)."""
+"""The device mesh and how arrays lie on it.
+
+Axes: 'dp' (guidance branches), 'sp' and 'tp' (tokens and weights; during self-attention 'tp' splits heads instead).
+"""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from wan_tpu.errors import MeshError
 
 AXES = ("dp", "sp", "tp")
+SHARDS = ("sp", "tp")  # what splits the tokens of one branch, and each large weight
 
 
 class MeshShape(NamedTuple):
@@ -32,22 +36,26 @@ def make_mesh(shape: MeshLike, *, heads: int, devices: Sequence[jax.Device] | No
     shape  (dp, sp, tp), {"dp": ..., ...}, or a finished mesh with these axes; what is None or left out takes the
            default of `fill_shape`
 
-    Raises `MeshError` when the shape asks for more devices than there are, or `heads` doesn't divide by tp.
+    A 'tp' that doesn't divide `heads` keeps what does, the rest goes to 'sp': 16 with 40 heads become 2 x 8.
+    Raises `MeshError` when the shape asks for more devices than there are.
     """
     # Mesh(...) keeps the axes automatic: XLA propagates shardings from the annotations of weights and tokens.
     if isinstance(shape, Mesh):
-        if set(shape.axis_names) != set(AXES):
+        if shape.axis_names != AXES:
             raise MeshError(f"the mesh has axes {shape.axis_names}; it needs {AXES}, of size 1 where unused")
-        _check_heads(shape.shape["tp"], heads)
-        return Mesh(shape.devices, shape.axis_names)
+        return _mesh(shape.devices.flat, MeshShape(*(shape.shape[axis] for axis in AXES)), heads)
     if isinstance(shape, Mapping):
         if not set(shape) <= set(AXES):
             raise MeshError(f"the mesh names axes {sorted(shape)}; allowed are {', '.join(AXES)}")
         shape = [shape.get(axis) for axis in AXES]
     devices = _all_devices() if devices is None else list(devices)
     filled = fill_shape((None, None, None) if shape is None else shape, len(devices), heads)
-    _check_heads(filled.tp, heads)
-    return Mesh(np.array(devices[: math.prod(filled)]).reshape(filled), AXES)
+    return _mesh(devices[: math.prod(filled)], filled, heads)
+
+
+def _mesh(devices: Iterable[jax.Device], shape: MeshShape, heads: int) -> Mesh:
+    tp = math.gcd(shape.tp, heads)
+    return Mesh(np.array(list(devices)).reshape(shape.dp, shape.sp * shape.tp // tp, tp), AXES)
 
 
 def _all_devices() -> list[jax.Device]:
@@ -82,51 +90,33 @@ def fill_shape(shape: Sequence[int | None], devices: int, heads: int) -> MeshSha
     return MeshShape(dp, sp, tp)
 
 
-def _check_heads(tp: int, heads: int) -> None:
-    if heads % tp:
-        allowed = [n for n in range(1, heads + 1) if heads % n == 0]
-        nearest = max(n for n in allowed if n <= tp)
-        raise MeshError(
-            f"tp is {tp}, which doesn't divide the {heads} attention heads; "
-            f"allowed are {allowed}, nearest {nearest} (give the other devices to --sp)"
-        )
-
-
-def check_tokens(mesh: Mesh, tokens: int) -> None:
-    """Raise `MeshError` when `tokens` can't be split evenly over 'sp'."""
-    sp = mesh.shape["sp"]
-    if tokens % sp:
-        nearest = max(n for n in range(1, sp + 1) if tokens % n == 0)
-        raise MeshError(
-            f"sp is {sp}, which doesn't divide the {tokens} tokens of this size and length; "
-            f"nearest that does: --sp {nearest}"
-        )
-
-
 class Rule(NamedTuple):
-    """Where the weights whose name matches `pattern` (fully) lie: one mesh axis or None for each dimension."""
+    """Where the weights whose name matches `pattern` (fully) lie: mesh axes, or None, for each dimension."""
 
     pattern: str
-    spec: tuple[str | None, ...]
+    spec: tuple[str | tuple[str, ...] | None, ...]
 
 
-def weight_sharding(
-    mesh: Mesh, rules: Sequence[Rule], name: str, shape: Sequence[int], *, stacked: bool
-) -> NamedSharding:
-    """Return the sharding of one weight.
+def weight_spec(mesh: Mesh, rules: Sequence[Rule], name: str, shape: Sequence[int], *, stacked: bool) -> P:
+    """Return how one weight is split.
 
     name, shape  as in the checkpoint; `stacked` adds an unsharded leading axis over the scanned blocks
 
-    A dimension that its axis doesn't divide is replicated. Raises `MeshError` unless exactly one rule matches.
+    A dimension that its axes don't divide is replicated. Raises `MeshError` unless exactly one rule matches.
     """
     matching = [rule for rule in rules if re.fullmatch(rule.pattern, name)]
     if len(matching) != 1:
         raise MeshError(f"weight {name} matches {len(matching)} sharding rules, it must be exactly one")
     axes = [
-        axis if axis is not None and shape[i] % mesh.shape[axis] == 0 else None
+        axis if axis is not None and shape[i] % axis_size(mesh, axis) == 0 else None
         for i, axis in enumerate(matching[0].spec)
     ]
-    return NamedSharding(mesh, P(*([None] if stacked else []), *axes))
+    return P(*([None] if stacked else []), *axes)
+
+
+def axis_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
+    """Return over how many devices an axis, or several together, spread."""
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -134,9 +124,28 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def activation_axes(mesh: Mesh, batch: int, tokens: int) -> tuple[str | None, str | tuple[str, str] | None]:
-    """Return the mesh axes of (batch, tokens): 'dp' takes tokens too when there is one branch only."""
-    if batch % mesh.shape["dp"] == 0:
-        return "dp", "sp"
-    both = mesh.shape["dp"] * mesh.shape["sp"]
-    return None, ("dp", "sp") if tokens % both == 0 else "sp"
+class TokenLayout(NamedTuple):
+    """How the tokens of all guidance branches, [B, L, C], lie on a mesh.
+
+    branch_axis  'dp', or None: every device has a part of every branch
+    token_axes   the axes that split L, slowest first, 'tp' last
+    padded       L rounded up so that every device has as many tokens, in whole hardware tiles
+    """
+
+    branch_axis: str | None
+    token_axes: tuple[str, ...]
+    padded: int
+
+    @property
+    def spec(self) -> P:
+        """For arrays [B, L, ...]."""
+        return P(self.branch_axis, self.token_axes)
+
+
+def token_layout(mesh: Mesh, branches: int, tokens: int) -> TokenLayout:
+    """Return where `tokens` tokens of `branches` branches go: 'dp' splits branches, or tokens if they are too few."""
+    split = branches % mesh.shape["dp"] == 0
+    axes = SHARDS if split else AXES
+    # 128: a bfloat16 tile has 16 rows, and 8 of them make the blocks of all kernels come out whole more often.
+    unit = axis_size(mesh, axes) * (128 if mesh.devices.flat[0].platform == "tpu" else 1)
+    return TokenLayout("dp" if split else None, axes, -(-tokens // unit) * unit)

@@ -13,7 +13,7 @@ from wan_tpu.data import Conditioning, DenoiseState, Video
 from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families import open_model
 from wan_tpu.health import ColourRange
-from wan_tpu.mesh import MeshLike, check_tokens, make_mesh
+from wan_tpu.mesh import MeshLike, make_mesh
 from wan_tpu.progress import Progress, Silent
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime import Runtime, settings
@@ -62,7 +62,6 @@ class Pipeline:
         model = self.runtime.model
         resolved = request.resolve(model.defaults)
         model.check(resolved)
-        check_tokens(self.runtime.mesh, model.tokens(model.latent_shape(resolved)))
         return resolved
 
     def generate(

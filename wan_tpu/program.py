@@ -11,6 +11,9 @@ from jax.sharding import Mesh
 from wan_tpu.aot.executables import Executables
 from wan_tpu.mesh import replicated
 
+# Off by default in libtpu: the exchange of q is then sent while k is projected, and so on.
+TPU_OPTIONS: dict[str, str | bool] = {"xla_tpu_enable_async_all_to_all": "true"}
+
 _tracing = threading.Lock()  # a module's weights are swapped while it is traced: one thread at a time
 
 
@@ -34,8 +37,10 @@ class Program:
 
         executables  where compiled programs are looked for, under `name`, before one is compiled
         """
+        self.function = function
         self._jit = jax.jit(function, donate_argnums=donate)
         self._mesh = mesh
+        self._options = TPU_OPTIONS if mesh.devices.flat[0].platform == "tpu" else None
         self._precision = "highest" if exact else "default"
         self._name = f"{name}, {self._precision} precision, donating {donate}"
         self._executables = executables
@@ -61,7 +66,7 @@ class Program:
     def _build(self, args: tuple[Any, ...]) -> Any:
         start = time.perf_counter()
         with jax.default_matmul_precision(self._precision), jax.set_mesh(self._mesh):
-            compiled = self._jit.lower(*args).compile()
+            compiled = self._jit.lower(*args).compile(compiler_options=self._options)
         self.compile_s += time.perf_counter() - start
         return compiled
 

@@ -7,17 +7,18 @@ callback may stop the run by raising.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
-from wan_tpu.checkpoint import DTYPES
+from wan_tpu.checkpoint import DTYPES, Loaded
 from wan_tpu.data import Conditioning, DenoiseState
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.families import Model
 from wan_tpu.health import check_finite
-from wan_tpu.mesh import check_tokens
 from wan_tpu.program import Program, place
 from wan_tpu.progress import Progress
 from wan_tpu.request import ResolvedRequest
@@ -198,7 +199,6 @@ def denoise(
             f"the state has latents {tuple(state.latents.shape)} and {len(state.history)} history terms; "
             f"this request needs {expected} and {table.history_terms}: start from its own initial state"
         )
-    check_tokens(runtime.mesh, runtime.model.tokens(state.latents.shape))
     for expert in experts(runtime.model, request, table):
         last = expert.stop if stop is None else min(stop, expert.stop)
         if state.step < last:
@@ -221,7 +221,7 @@ def _run_expert(
 ) -> DenoiseState:
     loaded = runtime.component(expert.stage)
     program = step_program(runtime, loaded.module)
-    given = place(device_conditioning(runtime, conditioning, guided=expert.guidance > 1), runtime.mesh)
+    given = device_conditioning(runtime, loaded, conditioning, guided=expert.guidance > 1)
     # Copied: device_put may alias host memory on CPU, and the caller's state must stay as it is.
     latents, history = place((np.array(state.latents), tuple(map(np.array, state.history))), runtime.mesh)
     bar = progress.bar(expert.stage, stop - state.step)
@@ -260,7 +260,8 @@ def step_program(runtime: Runtime, module: torch.nn.Module) -> Program:
     """
 
     def step(params, latents, history, numbers, given):  # type: ignore[no-untyped-def]
-        velocity = runtime.model.velocity(module, params, latents, numbers["timestep"], numbers["guidance"], *given)
+        timestep, guidance = numbers["timestep"], numbers["guidance"]
+        velocity = runtime.model.velocity(module, params, runtime.mesh, latents, timestep, guidance, *given)
         clean = latents - numbers["sigma"] * velocity
         terms = (latents, clean, *history)
         combined = [sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"]]
@@ -270,11 +271,11 @@ def step_program(runtime: Runtime, module: torch.nn.Module) -> Program:
 
 
 def device_conditioning(
-    runtime: Runtime, conditioning: Conditioning, *, guided: bool
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Return (text [B, L, C], image, image_latents), what `step_program` takes last.
+    runtime: Runtime, expert: Loaded, conditioning: Conditioning, *, guided: bool
+) -> tuple[Any, jax.Array | None]:
+    """Return (keys, image_latents) on the devices, what `step_program` takes last.
 
-    text holds the prompt's embeddings and, under guidance, the negative prompt's after them.
+    keys are the expert's cross-attention keys and values of the prompt and, under guidance, the negative prompt.
     """
     text = conditioning.prompt
     if guided:
@@ -283,7 +284,18 @@ def device_conditioning(
         text = np.concatenate([text, conditioning.negative])
     image = conditioning.image
     dtype = _dtype(runtime)  # the encoder may have run in another
-    return text.astype(dtype), None if image is None else image.astype(dtype), conditioning.image_latents
+    given = text.astype(dtype), None if image is None else image.astype(dtype)
+    keys = keys_program(runtime, expert.module)(expert.params, *place(given, runtime.mesh))
+    return keys, place(conditioning.image_latents, runtime.mesh)
+
+
+def keys_program(runtime: Runtime, module: torch.nn.Module) -> Program:
+    """Return the jitted (params, text [B, L, C], image) -> keys; run once for each expert of a request."""
+
+    def keys(params, text, image):  # type: ignore[no-untyped-def]
+        return runtime.model.text_keys(module, params, runtime.mesh, text, image)
+
+    return runtime.program("text keys", keys)
 
 
 def _to_host(state: DenoiseState) -> DenoiseState:

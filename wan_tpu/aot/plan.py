@@ -13,10 +13,9 @@ from wan_tpu.aot.cost import Cost, Times
 from wan_tpu.aot.kernel_prices import CountBundles, KernelPrices, count_alone
 from wan_tpu.aot.programs import AbstractRuntime, stage_programs
 from wan_tpu.aot.topology import DescribedSlice
-from wan_tpu.errors import MeshError
 from wan_tpu.families.wan import WanModel
 from wan_tpu.families.wan_presets import PRESETS
-from wan_tpu.mesh import MeshShape, check_tokens, make_mesh
+from wan_tpu.mesh import MeshShape, make_mesh
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.stages import guided
 
@@ -126,7 +125,6 @@ class Planner:
         """
         placed = make_mesh(mesh, heads=self._model.heads, devices=self._slice.devices())
         tokens = self._model.tokens(self._model.latent_shape(self._request))
-        check_tokens(placed, tokens)
         runtime = AbstractRuntime(self._model, placed, self._dtype)
         calls = {name: calls for name, (_, _, calls) in stage_programs(runtime, self._request).items()}
         programs = [self._program(name, n, placed) for name, n in calls.items() if only in (None, name)]
@@ -146,12 +144,8 @@ class Planner:
         tokens = self._model.tokens(self._model.latent_shape(self._request))
         for dp in (1, 2) if guided(self._model, self._request) else (1,):
             for tp in (n for n in range(1, len(devices) + 1) if len(devices) % (dp * n) == 0):
-                shape = MeshShape(dp, len(devices) // (dp * tp), tp)
-                try:
-                    check_tokens(make_mesh(shape, heads=self._model.heads, devices=devices), tokens)
-                except MeshError:
-                    continue
-                yield shape
+                if self._model.heads % tp == 0:
+                    yield MeshShape(dp, len(devices) // (dp * tp), tp)
 
     def _program(self, name: str, calls: int, mesh: Mesh) -> ProgramPlan:
         shape = (mesh.shape["dp"], mesh.shape["sp"], mesh.shape["tp"])

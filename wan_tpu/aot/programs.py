@@ -9,13 +9,13 @@ from jax.sharding import Mesh
 from wan_tpu.aot.executables import Executables
 from wan_tpu.checkpoint import DTYPES, Loaded, abstract_component
 from wan_tpu.families import Model
-from wan_tpu.families.wan_modules import TEXT_TOKENS
+from wan_tpu.families.wan_presets import TEXT_TOKENS
 from wan_tpu.mesh import replicated
 from wan_tpu.program import Program
 from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
 from wan_tpu.runtime import Runtime
 from wan_tpu.solvers import solver_table
-from wan_tpu.stages import experts, guided, step_numbers, step_program
+from wan_tpu.stages import experts, guided, keys_program, step_numbers, step_program
 
 # name -> program, its arguments as shapes with shardings, how often it runs for one video
 StagePrograms = dict[str, tuple[Program, tuple[Any, ...], int]]
@@ -45,6 +45,7 @@ def stage_programs(runtime: Runtime, request: ResolvedRequest) -> StagePrograms:
             found["image_encoder"] = _image_encoder(runtime)
         found |= _vae(runtime, request, "vae_encoder")
     for expert in experts(runtime.model, request, _table(request))[:1]:  # both run the same program
+        found["text keys"] = _keys(runtime, request, expert.stage)
         found["denoise step"] = _denoise(runtime, request, expert.stage)
     return found | _vae(runtime, request, "decoder")
 
@@ -64,11 +65,9 @@ def _image_encoder(runtime: Runtime) -> tuple[Program, tuple[Any, ...], int]:
     return program, (loaded.params, _array(runtime, (1, 3, size, size), DTYPES[runtime.dtype])), 1
 
 
-def _denoise(runtime: Runtime, request: ResolvedRequest, stage: str) -> tuple[Program, tuple[Any, ...], int]:
-    model, table, loaded = runtime.model, _table(request), runtime.component(stage)
-    config, shape, dtype = model.config.transformer, model.latent_shape(request), DTYPES[runtime.dtype]
-    latents = _array(runtime, shape, jnp.float32)
-    numbers = {name: _array(runtime, value.shape, jnp.float32) for name, value in step_numbers(table, 0, 1.0).items()}
+def _keys(runtime: Runtime, request: ResolvedRequest, stage: str) -> tuple[Program, tuple[Any, ...], int]:
+    model, loaded = runtime.model, runtime.component(stage)
+    config, dtype = model.config.transformer, DTYPES[runtime.dtype]
     branches = 2 if guided(model, request) else 1
     text = _array(runtime, (branches, TEXT_TOKENS, config["text_dim"]), dtype)
     image = None
@@ -77,7 +76,21 @@ def _denoise(runtime: Runtime, request: ResolvedRequest, stage: str) -> tuple[Pr
         clip = model.config.image_encoder
         patches = (clip["image_size"] // clip["patch_size"]) ** 2 + 1
         image = _array(runtime, (1, patches, config["image_dim"]), dtype)
-    given = (text, image, _image_latents(runtime, shape))
+    return (
+        keys_program(runtime, loaded.module),
+        (loaded.params, text, image),
+        len(experts(model, request, _table(request))),
+    )
+
+
+def _denoise(runtime: Runtime, request: ResolvedRequest, stage: str) -> tuple[Program, tuple[Any, ...], int]:
+    model, table, loaded = runtime.model, _table(request), runtime.component(stage)
+    shape = model.latent_shape(request)
+    latents = _array(runtime, shape, jnp.float32)
+    numbers = {name: _array(runtime, value.shape, jnp.float32) for name, value in step_numbers(table, 0, 1.0).items()}
+    program, arguments, _ = _keys(runtime, request, stage)
+    keys = model.key_shapes(runtime.mesh, jax.eval_shape(program.function, *arguments))
+    given = (keys, _image_latents(runtime, shape))
     arguments = (loaded.params, latents, (latents,) * table.history_terms, numbers, given)
     return step_program(runtime, loaded.module), arguments, table.steps
 

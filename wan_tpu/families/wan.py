@@ -1,7 +1,7 @@
 """The Wan family: Wan 2.1 T2V and I2V, Wan 2.2 T2V A14B, I2V A14B and TI2V 5B.
 
-Everything particular to these models is here and in `wan_modules`: components, conditioning, guidance, the
-latents' normalisation, limits. The reference for every formula is diffusers 0.42, pipelines/wan.
+Everything particular to these models is here and in the files beside it named wan_*: components, conditioning,
+guidance, the latents' normalisation, limits. The reference for every formula is diffusers 0.42, pipelines/wan.
 
 Shapes: B batch (guidance branches), T latent frames, H W latent height and width, L tokens, C channels.
 """
@@ -17,17 +17,18 @@ import transformers
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify, unpatchify
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from diffusers.video_processor import VideoProcessor
+from jax.sharding import Mesh
 from PIL import Image
 
 from wan_tpu.bridge import Params, call
 from wan_tpu.checkpoint import Checkpoint, Component
 from wan_tpu.data import Conditioning
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.families import wan_components, wan_presets
+from wan_tpu.families import wan_components, wan_presets, wan_transformer
 from wan_tpu.families.causal_vae import CausalChunks
 from wan_tpu.families.wan_flops import WanFlops
-from wan_tpu.families.wan_modules import TEXT_TOKENS
-from wan_tpu.families.wan_presets import WanConfig
+from wan_tpu.families.wan_presets import TEXT_TOKENS, WanConfig
+from wan_tpu.families.wan_transformer import TextKeys
 from wan_tpu.request import FRAME_STRIDE, Defaults, ResolvedRequest, nearest_multiple
 
 
@@ -273,52 +274,62 @@ class WanModel:
 
     # ---- experts
 
+    @staticmethod
+    def text_keys(
+        module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array, image: jax.Array | None
+    ) -> TextKeys:
+        """Return the cross-attention keys and values of every layer: once a request and expert, not every step.
+
+        text   [B, L, C]: the prompt's embeddings alone, or the prompt's and the negative prompt's
+        image  [1, L, C] CLIP features
+        """
+        return wan_transformer.text_keys(module, params, mesh, text, image)
+
+    @staticmethod
+    def key_shapes(mesh: Mesh, keys: TextKeys) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes and shardings of what `text_keys` makes, to compile a step without it."""
+        branches = keys["key"].shape[1]
+        return {
+            name: jax.ShapeDtypeStruct(
+                value.shape, value.dtype, sharding=wan_transformer.key_sharding(mesh, name, branches)
+            )
+            for name, value in keys.items()
+        }
+
     def velocity(
         self,
         module: torch.nn.Module,
         params: Params,
+        mesh: Mesh,
         latents: jax.Array,
         timestep: jax.Array,
         guidance: jax.Array,
-        text: jax.Array,
-        image: jax.Array | None,
+        keys: TextKeys,
         image_latents: jax.Array | None,
     ) -> jax.Array:
         """Return the guided velocity, float32 [1, C, T, H, W].
 
         latents  float32 [1, C, T, H, W]; timestep, guidance  float32 scalars
-        text     [B, L, C]: the prompt's embeddings alone, or the prompt's and the negative prompt's
-        image    [1, L, C] CLIP features; image_latents as in `Conditioning`
+        keys     from `text_keys`; image_latents as in `Conditioning`
         """
-        branches = text.shape[0]
-        times = jnp.broadcast_to(timestep, (branches,))
+        times, first_tokens = timestep[None], 0
         if image_latents is None:
             given = latents
         elif self.config.expand_timesteps:
+            # The given image has no noise: the tokens of the first latent frame are at time 0.
             given = latents.at[:, :, :1].set(image_latents)
-            times = jnp.broadcast_to(
-                timestep * self._later_tokens(latents.shape), (branches, self.tokens(latents.shape))
-            )
+            times = jnp.stack([jnp.zeros_like(timestep), timestep])
+            first_tokens = self.tokens((*latents.shape[:2], 1, *latents.shape[3:]))
         else:
             given = jnp.concatenate([latents, image_latents], axis=1)
-        given = jnp.broadcast_to(given.astype(text.dtype), (branches, *given.shape[1:]))
-        if image is not None:
-            image = jnp.broadcast_to(image, (branches, *image.shape[1:]))
-
-        def method(module: Any, hidden: torch.Tensor, times: torch.Tensor, text: torch.Tensor, image: Any) -> Any:
-            return module(hidden, times, text, encoder_hidden_states_image=image, return_dict=False)[0]
-
-        out = call(module, params, method, given, times, text, image).astype(jnp.float32)
-        if branches == 1:
-            return out
-        conditional, unconditional = out[:1], out[1:]
-        return unconditional + guidance * (conditional - unconditional)
-
-    def _later_tokens(self, latent_shape: tuple[int, ...]) -> np.ndarray:
-        """0 for the tokens of the first latent frame (the given image: no noise), 1 for all others."""
-        later = np.ones(self.tokens(latent_shape), np.float32)
-        later[: self.tokens((*latent_shape[:2], 1, *latent_shape[3:]))] = 0
-        return later
+        dtype = keys["key"].dtype
+        tokens = wan_transformer.velocity(module, params, mesh, given.astype(dtype), times, first_tokens, keys)
+        if tokens.shape[0] == 1:
+            guided = tokens[0]
+        else:
+            conditional, unconditional = tokens
+            guided = unconditional + guidance * (conditional - unconditional)
+        return wan_transformer.unpatchify(guided, latents.shape, self._patch, self.latent_channels)
 
     def finish(self, latents: np.ndarray, conditioning: Conditioning) -> np.ndarray:
         """Return the latents to decode: TI2V 5B puts the given first frame back in place."""

@@ -1,5 +1,6 @@
 """The torch modules of a Wan model: how each is built, adapted, scanned and sharded."""
 
+import functools
 import re
 from typing import Any
 
@@ -10,28 +11,16 @@ from jax.sharding import Mesh
 
 from wan_tpu.checkpoint import Component
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.wan_modules import adapt_transformer, adapt_vae
+from wan_tpu.families import wan_transformer
+from wan_tpu.families.wan_modules import adapt_vae
 from wan_tpu.families.wan_presets import WanConfig
 from wan_tpu.mesh import Rule
 
 # Sharding. One letter a dimension: L scanned layers (always whole), O outputs, I inputs of a projection.
 _WHOLE = ()
-_COLUMNS, _COLUMN_BIAS = ("tp", None), ("tp",)  # [O, I] and [O]: heads, or hidden units, split over 'tp'
+_COLUMNS = ("tp", None)  # [O, I]: heads, or hidden units, split over 'tp'
 _ROWS = (None, "tp")  # [O, I]: the split inputs of the projection that follows; its bias [O] is whole
 
-TRANSFORMER_RULES = (
-    Rule(r"blocks\..*\.attn[12]\.(to_q|to_k|to_v|add_k_proj|add_v_proj)\.weight", _COLUMNS),
-    Rule(r"blocks\..*\.attn[12]\.(to_q|to_k|to_v|add_k_proj|add_v_proj)\.bias", _COLUMN_BIAS),
-    Rule(r"blocks\..*\.attn[12]\.norm_(q|k|added_k)\.weight", _COLUMN_BIAS),  # [N*D], over all heads
-    Rule(r"blocks\..*\.attn[12]\.to_out\.0\.weight", _ROWS),
-    Rule(r"blocks\..*\.ffn\.net\.0\.proj\.weight", _COLUMNS),
-    Rule(r"blocks\..*\.ffn\.net\.0\.proj\.bias", _COLUMN_BIAS),
-    Rule(r"blocks\..*\.ffn\.net\.2\.weight", _ROWS),
-    Rule(r"blocks\..*\.(attn[12]\.to_out\.0|ffn\.net\.2|norm2)\.bias", _WHOLE),  # [C]
-    Rule(r"blocks\..*\.norm2\.weight", _WHOLE),  # [C]
-    Rule(r"blocks\..*\.scale_shift_table", _WHOLE),  # [1, 6, C]
-    Rule(r"(?!blocks\.).*", _WHOLE),  # embeddings and output: 0.6 % of a 14B model
-)
 TEXT_ENCODER_RULES = (
     Rule(r"shared\.weight", _COLUMNS),  # [vocabulary, C]
     Rule(r"encoder\.block\..*\.SelfAttention\.(q|k|v)\.weight", _COLUMNS),
@@ -46,13 +35,15 @@ WHOLE_RULES = (Rule(r".*", _WHOLE),)  # CLIP (0.6 G parameters) and the VAE (0.1
 
 def transformer(config: WanConfig, folder: str) -> Component:
     """Return an expert, from the checkpoint's `folder`."""
+    half_split = functools.partial(wan_transformer.half_split, config.transformer["num_attention_heads"])
     return Component(
         folder=folder,
         build=lambda: WanTransformer3DModel.from_config(config.transformer),
-        adapt=adapt_transformer,
+        adapt=lambda module, mesh: None,
         scanned=("blocks",),
-        rules=TRANSFORMER_RULES,
+        rules=wan_transformer.RULES,
         float32=tuple(WanTransformer3DModel._keep_in_fp32_modules),
+        changes=((r"blocks\.\*\.attn1\.(to|norm)_[qk]\.(weight|bias)", half_split),),
     )
 
 

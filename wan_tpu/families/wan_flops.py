@@ -6,8 +6,7 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from wan_tpu.families import wan_components
-from wan_tpu.families.wan_modules import TEXT_TOKENS
-from wan_tpu.families.wan_presets import WanConfig
+from wan_tpu.families.wan_presets import TEXT_TOKENS, WanConfig
 from wan_tpu.flops import count
 from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
 

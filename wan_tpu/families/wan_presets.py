@@ -10,6 +10,8 @@ from typing import Any
 
 from wan_tpu.request import Defaults
 
+TEXT_TOKENS = 512  # of every prompt, padded: a constant of the pipelines
+
 CUSTOM = "a custom Wan"
 
 

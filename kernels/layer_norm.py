@@ -1,0 +1,79 @@
+"""Layer normalisation with scale and shift in one pass over HBM.
+
+XLA takes two (statistics, then the result) and float32 in between.
+Shapes: L rows (tokens), C channels.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.modulation import modulation_row
+from kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
+
+ROWS = 512  # of a tile: 5 MB at 5120 channels, long enough a transfer to hide its start
+ROWS_AT_ONCE = 64  # of the loop inside: enough to hide the latency of sums over lanes
+
+
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    shift: jax.Array,
+    *,
+    eps: float,
+    first_rows: jax.Array | int = 0,
+    interpret: bool = False,
+) -> jax.Array:
+    """Return (x - mean) / sqrt(variance + eps) * scale + shift, computed in float32, in the dtype of x.
+
+    x             [L, C]
+    scale, shift  [1 or 2, C]: of two, the first is for rows before `first_rows`
+    """
+    rows, channels = x.shape
+    block = even_block(rows, ROWS, sublanes(x.dtype))
+    tile = pl.BlockSpec((block, channels), lambda i: (i, 0))
+    whole = pl.BlockSpec(scale.shape, lambda i: (0, 0))
+    return pl.pallas_call(
+        functools.partial(_kernel, eps=eps),
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(pl.cdiv(rows, block),),
+        in_specs=[tile, whole, whole, pl.BlockSpec(memory_space=pltpu.SMEM)],
+        out_specs=tile,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",), vmem_limit_bytes=vmem_bytes(interpret=interpret)
+        ),
+        cost_estimate=pass_over(x),
+        name="layer_norm",
+        interpret=interpret,
+    )(x, scale.astype(jnp.float32), shift.astype(jnp.float32), jnp.asarray(first_rows, jnp.int32).reshape(1))
+
+
+def layer_norm_reference(
+    x: jax.Array, scale: jax.Array, shift: jax.Array, *, eps: float, first_rows: jax.Array | int = 0
+) -> jax.Array:
+    """Return the same as `layer_norm`, in plain jnp."""
+    rows = x.shape[0]
+    normed = _normalise(x.astype(jnp.float32), eps)
+    scaled = normed * modulation_row(scale, 0, rows, first_rows) + modulation_row(shift, 0, rows, first_rows)
+    return scaled.astype(x.dtype)
+
+
+def _normalise(x: jax.Array, eps: float) -> jax.Array:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + eps)
+
+
+def _kernel(x_ref, scale_ref, shift_ref, first_rows_ref, o_ref, *, eps):  # type: ignore[no-untyped-def]
+    first = pl.program_id(0) * x_ref.shape[0]
+
+    def rows(start: jax.Array, count: int) -> None:
+        here = pl.ds(start, count)
+        normed = _normalise(x_ref[here, :].astype(jnp.float32), eps)
+        scale = modulation_row(scale_ref[...], first + start, count, first_rows_ref[0])
+        shift = modulation_row(shift_ref[...], first + start, count, first_rows_ref[0])
+        o_ref[here, :] = (normed * scale + shift).astype(o_ref.dtype)
+
+    by_rows(x_ref.shape[0], ROWS_AT_ONCE, sublanes(x_ref.dtype), rows)

@@ -1,0 +1,53 @@
+"""Tile sizes that fit the VMEM of the chip a kernel is compiled for."""
+
+from collections.abc import Callable
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+# Of the VMEM: the rest is the compiler's, for spills and its own scratch. 0.85 compiles on v5p, v6e and v7x.
+VMEM_SHARE = 0.85
+INTERPRET_VMEM_BYTES = 64 * 2**20  # the smallest of the chips we run on
+
+
+def vmem_bytes(*, interpret: bool) -> int:
+    """Return how much VMEM a kernel may ask for on the chip of the current mesh."""
+    capacity = INTERPRET_VMEM_BYTES if interpret else pltpu.get_tpu_info().vmem_capacity_bytes
+    return int(VMEM_SHARE * capacity)
+
+
+def even_block(size: int, largest: int, multiple: int) -> int:
+    """Return the block, a multiple of `multiple` and at most `largest`, whose blocks cover `size` with least waste.
+
+    Among equals the largest; a block that `size` doesn't divide leaves a ragged last one. A size of at most
+    `largest` is one block, whatever its multiple.
+    """
+    if size <= largest:
+        return size
+    smallest = max(multiple, largest // 2 // multiple * multiple)
+    candidates = range(smallest, largest // multiple * multiple + 1, multiple)
+    return min(candidates, key=lambda block: (-(-size // block) * block, -block))
+
+
+def sublanes(dtype: jax.typing.DTypeLike) -> int:
+    """Return the rows of a native tile: 8 for float32, 16 for bfloat16."""
+    return 32 // jax.numpy.dtype(dtype).itemsize
+
+
+def by_rows(rows: int, largest: int, multiple: int, run: Callable[[jax.Array, int], None]) -> None:
+    """Call run(start, count) for the rows of a tile, a few at a time, in a loop that is compiled once.
+
+    The few are at most `largest` and divide `rows`; a tile that can't be divided so is run in one piece.
+    """
+    count = next((n for n in range(largest, 0, -multiple) if rows % n == 0), rows)
+
+    def chunk(index: jax.Array, _: None) -> None:
+        run(pl.multiple_of(index * count, multiple), count)
+
+    jax.lax.fori_loop(0, rows // count, chunk, None)
+
+
+def pass_over(x: jax.Array) -> pl.CostEstimate:
+    """Return what reading x and writing as much costs, for XLA to schedule transfers beside."""
+    return pl.CostEstimate(flops=8 * x.size, transcendentals=0, bytes_accessed=2 * x.size * x.dtype.itemsize)

@@ -1,0 +1,127 @@
+"""The kernels around attention in Pallas' interpreter against float64, at sizes that don't fill their tiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels import layer_norm as layer_norms
+from kernels import linear as linears
+from kernels import rms_norm_rope as rms_norms
+from kernels.layer_norm import layer_norm, layer_norm_reference
+from kernels.linear import linear, linear_reference
+from kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
+
+DTYPES = {"float32": 2e-6, "bfloat16": 2**-7}  # tolerance: sums of a few hundred float32 terms; two bfloat16 roundings
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several tiles, ragged last ones and split inputs at sizes an interpreter can bear."""
+    monkeypatch.setattr(linears, "ROWS", 48)
+    monkeypatch.setattr(linears, "OUTPUTS", 512)
+    monkeypatch.setattr(linears, "INPUTS", 256)
+    monkeypatch.setattr(layer_norms, "ROWS", 32)
+    monkeypatch.setattr(layer_norms, "ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(rms_norms, "ROWS", 32)
+    monkeypatch.setattr(rms_norms, "ROWS_AT_ONCE", 16)
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def close(got, expected, tolerance):
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert got.shape == expected.shape
+    assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"),
+    [(112, 256, 512), (100, 768, 640), (7, 144, 64), (16, 512, 1024)],
+    ids=["whole", "ragged, inputs in parts", "tiny", "one row block"],
+)
+@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
+def test_linear_is_torchs(rows, inputs, outputs, activation, dtype):
+    x, weight = normal(0, rows, inputs, dtype=dtype), normal(1, outputs, inputs, dtype=dtype)
+    bias, residual, gate = normal(2, outputs), normal(3, rows, outputs, dtype=dtype), normal(4, 2, outputs)
+    wide = [torch.from_numpy(np.array(a, np.float64)) for a in (x, weight, bias)]
+    y = torch.nn.functional.linear(*wide)
+    if activation:
+        y = torch.nn.functional.gelu(y, approximate="tanh")
+    close(linear(x, weight, bias, activation=activation, interpret=True), y, DTYPES[dtype])
+    close(linear_reference(x, weight, bias, activation=activation), y, DTYPES[dtype])
+    gates = np.where(np.arange(rows)[:, None] < 5, np.asarray(gate[0], np.float64), np.asarray(gate[1], np.float64))
+    more = {"activation": activation, "residual": residual, "gate": gate, "first_rows": 5}
+    expected = np.asarray(residual, np.float64) + gates * y.numpy()
+    close(linear(x, weight, bias, **more, interpret=True), expected, DTYPES[dtype])
+    close(linear_reference(x, weight, bias, **more), expected, DTYPES[dtype])
+
+
+def test_linear_takes_and_gives_columns_in_groups():
+    x, weight, bias = normal(0, 50, 512), normal(1, 768, 512), normal(2, 768)
+    expected = linear_reference(x, weight, bias)
+    grouped = x.reshape(50, 2, 256).transpose(1, 0, 2)
+    for function in (linear_reference, lambda *args, **more: linear(*args, **more, interpret=True)):
+        close(function(grouped, weight, bias), expected, 2e-6)
+        close(function(x, weight, bias, groups=3).transpose(1, 0, 2).reshape(50, 768), expected, 2e-6)
+        close(function(grouped, weight, bias, residual=expected), 2 * expected, 2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [64, 50, 5])
+def test_layer_norm_is_torchs(rows, dtype):
+    x, scale, shift = normal(0, rows, 256, dtype=dtype) * 3 + 1, normal(1, 2, 256), normal(2, 2, 256)
+    normed = torch.nn.functional.layer_norm(torch.from_numpy(np.array(x, np.float64)), (256,), eps=1e-6).numpy()
+    for first_rows in (0, 3, rows):
+        late = (np.arange(rows) >= first_rows).astype(int)
+        expected = normed * np.asarray(scale, np.float64)[late] + np.asarray(shift, np.float64)[late]
+        for function in (layer_norm_reference, lambda *args, **more: layer_norm(*args, **more, interpret=True)):
+            close(function(x, scale, shift, eps=1e-6, first_rows=first_rows), expected, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [64, 50, 5])
+def test_rms_norm_rope_rotates_pairs_half_a_head_apart(rows, dtype):
+    heads, width = 4, 128
+    x, weight = normal(0, rows, heads * width, dtype=dtype), normal(1, heads * width)
+    angles = np.random.default_rng(2).uniform(-3, 3, (rows, width // 2))
+    tables = tuple(
+        jnp.asarray(np.concatenate(both, axis=1), jnp.float32)
+        for both in ((np.cos(angles), np.cos(angles)), (-np.sin(angles), np.sin(angles)))
+    )
+    wide = np.asarray(x, np.float64)
+    normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(weight, np.float64)
+    pairs = normed.reshape(rows, heads, 2, width // 2)
+    turned = (pairs[:, :, 0] + 1j * pairs[:, :, 1]) * np.exp(1j * angles)[:, None]
+    rotated = np.stack([turned.real, turned.imag], axis=2).reshape(rows, heads * width)
+    for function in (rms_norm_rope_reference, lambda *args, **more: rms_norm_rope(*args, **more, interpret=True)):
+        close(function(x, weight, None, eps=1e-6), normed, DTYPES[dtype])
+        close(function(x, weight, tables, eps=1e-6), rotated, DTYPES[dtype])
+        grouped = function(x, weight, tables, eps=1e-6, groups=2)
+        close(grouped.transpose(1, 0, 2).reshape(rows, -1), rotated, DTYPES[dtype])
+
+
+def test_no_kernel_reads_or_writes_outside_its_arrays():
+    """Pallas' TPU simulation has real memory spaces, asynchronous copies and a race detector."""
+    simulated = pltpu.InterpretParams(detect_races=True)
+    x, weight, bias = normal(0, 50, 512), normal(1, 512, 512), normal(2, 512)
+    close(linear(x, weight, bias, interpret=simulated), linear_reference(x, weight, bias), 2e-6)
+    ones, zeros = jnp.ones((1, 512)), jnp.zeros((1, 512))
+    close(
+        layer_norm(x, ones, zeros, eps=1e-6, interpret=simulated),
+        layer_norm_reference(x, ones, zeros, eps=1e-6),
+        2e-6,
+    )
+    tables = normal(3, 50, 128), normal(4, 50, 128)
+    close(
+        rms_norm_rope(x, bias, tables, eps=1e-6, groups=2, interpret=simulated),
+        rms_norm_rope_reference(x, bias, tables, eps=1e-6, groups=2),
+        2e-6,
+    )
+    assert not pltpu.reset_tpu_interpret_mode_state() if hasattr(pltpu, "reset_tpu_interpret_mode_state") else True
+    assert jax.default_backend() == "cpu"

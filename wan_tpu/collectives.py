@@ -1,0 +1,30 @@
+"""Collectives that XLA schedules beside other work, to be called inside `jax.shard_map`."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+ROWS = 16  # of a bfloat16 tile: in blocks of whole tiles nothing is laid out anew
+
+
+def gather_rows(x: jax.Array, axes: tuple[str, ...], platform: str) -> jax.Array:
+    """Return the rows of all devices along `axes`, [n*L, C], from each device's [L, C].
+
+    On TPU v6e an all-gather blocks the core (libtpu 0.0.51; only its SparseCore could take it over), while a ragged
+    all-to-all is sent in the background: here every device sends all its rows to every other, straight to their place.
+    Elsewhere, and for rows that don't fill tiles, it is an all-gather.
+    """
+    count = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    if count == 1:
+        return x
+    if platform != "tpu" or x.shape[0] % ROWS:
+        return jax.lax.all_gather(x, axes, axis=0, tiled=True)
+    blocks = x.reshape(-1, ROWS, x.shape[1])
+    size = blocks.shape[0]
+    sizes = jnp.full(count, size, jnp.int32)
+    place = jnp.full(count, jax.lax.axis_index(axes) * size, jnp.int32)
+    room = jax.lax.empty((count * size, *blocks.shape[1:]), x.dtype)
+    start = jnp.zeros(count, jnp.int32)
+    whole = jax.lax.ragged_all_to_all(blocks, room, start, sizes, place, sizes, axis_name=axes)
+    return whole.reshape(-1, x.shape[1])

@@ -1,0 +1,29 @@
+"""The operations of a transformer on one device's arrays: on TPU our kernels, elsewhere the same in plain XLA.
+
+Models call these inside `jax.shard_map`; they never name a kernel.
+Shapes: L rows (tokens), I inputs, O outputs, C channels, G column groups.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from kernels.layer_norm import layer_norm, layer_norm_reference
+from kernels.linear import linear, linear_reference
+from kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
+
+
+class Ops(NamedTuple):
+    """The operations for one platform; each is documented at the kernel of its name."""
+
+    linear: Callable[..., jax.Array]
+    layer_norm: Callable[..., jax.Array]
+    rms_norm_rope: Callable[..., jax.Array]
+
+
+def ops_for(platform: str) -> Ops:
+    """Return the operations for "tpu", "gpu" or "cpu"."""
+    if platform == "tpu":
+        return Ops(linear, layer_norm, rms_norm_rope)
+    return Ops(linear_reference, layer_norm_reference, rms_norm_rope_reference)
