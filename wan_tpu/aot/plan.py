@@ -141,7 +141,6 @@ class Planner:
     def meshes(self) -> Iterator[MeshShape]:
         """Yield every mesh over all devices of the slice that model and request divide over."""
         devices = self._slice.devices()
-        tokens = self._model.tokens(self._model.latent_shape(self._request))
         for dp in (1, 2) if guided(self._model, self._request) else (1,):
             for tp in (n for n in range(1, len(devices) + 1) if len(devices) % (dp * n) == 0):
                 if self._model.heads % tp == 0:
