@@ -1,19 +1,24 @@
-"""Run by test_mesh.py in a process with eight virtual CPU devices: latents on several meshes, into an npz."""
+"""Run by test_mesh.py in a process with sixteen virtual CPU devices: latents on several meshes, into an npz."""
 
+import functools
 import sys
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from wan_tpu import GenerationRequest, MeshError, load_pipeline
+from wan_tpu.attention import attention, exchanged_attention
+from wan_tpu.mesh import SHARDS, make_mesh
 
 folder, image, out = sys.argv[1:]
 request = GenerationRequest(
     prompt="A cat looks into the camera",
     negative_prompt="ugly",
     image=image,
-    height=64,
-    width=128,
+    height=48,
+    width=80,  # 45 tokens: every split of them is padded
     frames=9,
     steps=3,
     guidance_scale=3.5,
@@ -21,14 +26,31 @@ request = GenerationRequest(
     shift=5.0,
 )
 latents = {}
-for shape in [(1, 1, 1), (2, 1, 4), (1, 2, 4), (1, 1, 8), (2, 2, 2)]:
+for shape in [(1, 1, 1), (2, 1, 4), (1, 2, 4), (1, 1, 8), (2, 2, 2), (1, 1, 16)]:
     pipe = load_pipeline(folder, dtype="float32", mesh=shape)
     resolved = pipe.resolve(request)
     state = pipe.denoise(resolved, pipe.encode(resolved), pipe.initial_state(resolved))
     latents["x".join(map(str, shape))] = state.latents
-for mesh, expected in [((1, 1, 16), "16 devices"), ((1, 1, 3), "8 attention heads"), ((1, 0, 1), "positive")]:
+for mesh, expected in [((1, 1, 32), "32 devices"), ((1, 0, 1), "positive")]:
     with pytest.raises(MeshError, match=expected):
         load_pipeline(folder, mesh=mesh)
 default = load_pipeline(folder).runtime.mesh.shape
-assert dict(default) == {"dp": 2, "sp": 1, "tp": 4}, default
+assert dict(default) == {"dp": 2, "sp": 1, "tp": 8}, default
 np.savez(out, **latents)
+
+# 40 heads over 16 devices: 8 groups of heads, keys and values of the other half of the tokens gathered; 9 tokens are
+# padding that must not count.
+mesh = make_mesh((1, 1, 16), heads=40)
+rng = np.random.default_rng(0)
+q, k, v = (rng.standard_normal((2 * 8 * 3, 40 * 8)).astype(np.float32) for _ in range(3))
+k[-9:], v[-9:] = 100, 1e6
+grouped = [x.reshape(len(x), 8, -1).transpose(1, 0, 2) for x in (q, k, v)]
+spread = jax.shard_map(
+    functools.partial(exchanged_attention, heads=40, kv_len=len(k) - 9, token_axes=SHARDS, platform="cpu"),
+    mesh=mesh,
+    in_specs=(P(None, SHARDS),) * 3,
+    out_specs=P(None, SHARDS),
+    check_vma=False,
+)
+got = np.asarray(spread(*grouped)).transpose(1, 0, 2).reshape(q.shape)
+np.testing.assert_allclose(got, attention(q, k, v, heads=40, platform="cpu", kv_len=len(k) - 9), atol=1e-5)

@@ -13,23 +13,23 @@ from wan_tpu import MeshError
 from wan_tpu.checkpoint import abstract_component
 from wan_tpu.families.wan import WanModel
 from wan_tpu.families.wan_presets import PRESETS
-from wan_tpu.mesh import Rule, check_tokens, fill_shape, make_mesh, weight_sharding
+from wan_tpu.mesh import Rule, fill_shape, make_mesh, token_layout, weight_spec
 from wan_tpu.tiny import make_checkpoint
 
 
-def test_eight_devices_give_the_latents_of_one(tmp_path):
+def test_sixteen_devices_give_the_latents_of_one(tmp_path):
     experts = {"num_attention_heads": 8, "attention_head_dim": 16}
     folder = make_checkpoint(tmp_path / "checkpoint", "wan2.2-i2v-a14b", transformer=experts)
     out = tmp_path / "latents.npz"
     subprocess.run(
         [sys.executable, "-m", "tests.wan_tpu.mesh_worker", folder, PHOTO, out],
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=16"},
         cwd=ROOT,
         check=True,
     )
     latents = np.load(out)
     expected = latents["1x1x1"]
-    assert len(latents.files) == 5
+    assert len(latents.files) == 6
     for mesh in latents.files:
         # 1e-4: float32 sums in another order, over three steps and two experts
         assert np.abs(latents[mesh] - expected).max() <= 1e-4 * np.abs(expected).max(), mesh
@@ -86,11 +86,19 @@ def test_bad_mesh_shapes_are_refused(shape):
         make_mesh(shape, heads=1)
 
 
-def test_heads_and_tokens_that_do_not_divide_are_refused_with_the_nearest():
-    with pytest.raises(MeshError, match=r"doesn't divide the 40 attention heads.*nearest 5"):
-        make_mesh((1, 1, 6), heads=40, devices=jax.devices() * 6)
-    with pytest.raises(MeshError, match=r"doesn't divide the 9 tokens.*--sp 3"):
-        check_tokens(jax.sharding.AbstractMesh((1, 4, 1), ("dp", "sp", "tp")), 9)
+@pytest.mark.parametrize(
+    ("heads", "given", "expected"),
+    [(40, (1, 1, 16), (1, 2, 8)), (40, (1, 1, 6), (1, 3, 2)), (12, (2, 2, 8), (2, 4, 4))],
+)
+def test_what_does_not_divide_the_heads_goes_to_the_tokens(heads, given, expected):
+    mesh = make_mesh(given, heads=heads, devices=jax.devices() * int(np.prod(given)))
+    assert tuple(mesh.shape.values()) == expected
+
+
+def test_tokens_are_padded_to_the_devices():
+    mesh = make_mesh((2, 4, 1), heads=1, devices=jax.devices() * 8)
+    assert token_layout(mesh, 2, 9) == ("dp", ("sp", "tp"), 12)
+    assert token_layout(mesh, 1, 9) == (None, ("dp", "sp", "tp"), 16)  # one branch: 'dp' splits tokens too
 
 
 def test_a_weight_needs_exactly_one_rule():
@@ -98,4 +106,4 @@ def test_a_weight_needs_exactly_one_rule():
     rules = (Rule(r"a\..*", ()), Rule(r".*\.b", ()))
     for name, count in (("a.b", 2), ("c", 0)):
         with pytest.raises(MeshError, match=f"{name} matches {count}"):
-            weight_sharding(mesh, rules, name, (1,), stacked=False)
+            weight_spec(mesh, rules, name, (1,), stacked=False)
