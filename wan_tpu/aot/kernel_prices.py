@@ -57,7 +57,7 @@ def count_alone(call: KernelCall, chip: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "call.json"
         call.save(path)
-        counted = bundles.count_bundles("wan_tpu.aot.kernel_calls:saved", {"path": str(path)}, chip)
+        counted = bundles.count_bundles(f"{kernel_calls.__file__}:saved", {"path": str(path)}, chip)
     kernel = max(counted, key=lambda kernel: kernel.hot)
     if call.repeats == 1:
         return kernel.hot

@@ -28,7 +28,7 @@ def what(name: str, args: Any, mesh: Mesh, settings: str) -> dict[str, str]:
     settings  everything else that the traced function closes over, such as the model's configuration
     """
     leaves, tree = jax.tree.flatten(args)
-    shapes = [(tuple(leaf.shape), str(leaf.dtype), _placed(leaf.sharding)) for leaf in leaves]
+    shapes = [(tuple(leaf.shape), str(leaf.dtype), placed(leaf.sharding)) for leaf in leaves]
     devices = [device.id for device in mesh.devices.flat]
     return {
         "program": name,
@@ -77,14 +77,16 @@ def differences(stored: Ingredients, wanted: Ingredients) -> list[str]:
     ]
 
 
-def _placed(sharding: Any) -> str:
-    """Name how an array lies on the mesh; P("tp") and P("tp", None) are the same."""
+def placed(sharding: Any) -> str:
+    """Name how an array lies on the mesh; P("tp") and P("tp", None) are the same, and so are axes of size 1 and none."""
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
-    axes = list(sharding.spec)
-    while axes and axes[-1] is None:
-        axes.pop()
-    return str(axes)
+    sizes = sharding.mesh.shape
+    named = [axes if isinstance(axes, tuple) else (axes,) for axes in sharding.spec]
+    kept = [tuple(axis for axis in axes if axis is not None and sizes[axis] > 1) for axes in named]
+    while kept and not kept[-1]:
+        kept.pop()
+    return str(kept)
 
 
 def version(package: str) -> str:
