@@ -78,7 +78,7 @@ def differences(stored: Ingredients, wanted: Ingredients) -> list[str]:
 
 
 def placed(sharding: Any) -> str:
-    """Name how an array lies on the mesh; P("tp") and P("tp", None) are the same, and so are axes of size 1 and none."""
+    """Name how an array lies on the mesh: P("tp") and P("tp", None) are the same, axes of size 1 are none."""
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
     sizes = sharding.mesh.shape
