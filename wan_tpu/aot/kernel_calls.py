@@ -22,6 +22,8 @@ _DTYPES = {
     "s32": "int32", "u32": "uint32", "bf16": "bfloat16", "f16": "float16", "f32": "float32",
     "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2",
 }  # fmt: skip
+# What the compiler is told of a kernel: its code, compiler flags, how much VMEM it may use.
+_CONFIG = ("custom_call_config", "flag_configs", "scoped_memory_configs")
 Array = tuple[str, tuple[int, ...]]  # dtype as JAX names it, dimensions
 
 
@@ -85,7 +87,7 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
         results=tuple((_DTYPES[shape.dtype], shape.dims) for shape in instruction.shapes),
         macs=macs,
         repeats=repeats,
-        config=json.dumps({"custom_call_config": config["custom_call_config"]}),
+        config=json.dumps({part: config[part] for part in _CONFIG if config.get(part)}),
     )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from wan_tpu.aot import bundles, kernel_calls, key
 from wan_tpu.aot.cost import Hardware
 from wan_tpu.aot.kernel_calls import KernelCall
 
+_log = logging.getLogger(__name__)
 CountBundles = Callable[[KernelCall, str], int]
 
 
@@ -28,9 +30,14 @@ class KernelPrices:
         self._macs_a_cycle = hardware.peak_flops / 2 / hardware.clock_hz / cores
         self._count = count
 
-    def __call__(self, call: KernelCall) -> float:
-        """Return the cycles of one call."""
-        return max(self.bundles(call), call.macs / self._macs_a_cycle) * call.steps_a_core(self._cores)
+    def __call__(self, call: KernelCall) -> float | None:
+        """Return the cycles of one call; None, and the reason in the log, when it can't be compiled alone."""
+        try:
+            counted = self.bundles(call)
+        except bundles.CompileError as error:
+            _log.warning("kernel %s, grid %s can't be counted: %s", call.name, call.grid, error)
+            return None
+        return max(counted, call.macs / self._macs_a_cycle) * call.steps_a_core(self._cores)
 
     def bundles(self, call: KernelCall) -> int:
         """Return the bundles of one grid step."""
