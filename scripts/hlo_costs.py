@@ -1,22 +1,27 @@
 #!/usr/bin/env python3
 """Print what a compiled TPU program costs, from the text that `compiled.as_text()` returned.
 
-    hlo_costs.py step.hlo --chip v6e --topology 2x4 --kernel splash=25283 --kernel splash@10x23x1=4597 --prefer bounded
+    hlo_costs.py step.hlo --slice v6e-8 --kernel splash=25283 --kernel splash@10x23x1=4597 --prefer optimistic
 
 --kernel NAME[@GRID]=BUNDLES prices every Pallas call whose name contains NAME (and whose grid is GRID, where given) at
-BUNDLES a grid step; the last that matches counts. --prefer says which branch of a conditional to follow.
-Devices are taken in the order of their coordinates, x first, as on a mesh over one host.
+BUNDLES a grid step; the last that matches counts. --count counts the others by compiling each alone. --prefer says
+which branch of a conditional to follow. The program's devices are the slice's, in the order in which JAX lists them.
 """
 
 import argparse
-import itertools
+import os
 from pathlib import Path
 
-from cluster.chips import CHIPS, Chip
+os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own accelerators stay untouched
+
+import numpy as np
+from described import described
+from jax.sharding import Mesh
+
+from cluster.slice_kinds import slice_kind
 from wan_tpu.aot.analyse import KernelCycles, analyse
-from wan_tpu.aot.cost import Hardware
-from wan_tpu.aot.ici import Interconnect
 from wan_tpu.aot.kernel_calls import KernelCall
+from wan_tpu.aot.kernel_prices import KernelPrices, count_alone
 from wan_tpu.aot.report import describe
 
 
@@ -24,45 +29,26 @@ def main() -> None:
     """Print the tables of `describe`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hlo", type=Path)
-    parser.add_argument("--chip", choices=CHIPS, default="v6e")
-    parser.add_argument("--topology", default="2x4")
+    parser.add_argument("--slice", default="v6e-8")
     parser.add_argument("--kernel", action="append", default=[], metavar="NAME[@GRID]=BUNDLES")
+    parser.add_argument("--count", type=Path, metavar="FOLDER", help="count other kernels, and keep that in a folder")
     parser.add_argument("--prefer", action="append", default=[], metavar="NAME")
     parser.add_argument("--top", type=int, default=20)
     args = parser.parse_args()
-    chip = CHIPS[args.chip]
+    where = described(slice_kind(args.slice))
+    counted = KernelPrices(args.count, where.hardware, where.cores, count_alone) if args.count else None
     cost = analyse(
         args.hlo.read_text(),
-        hardware(chip),
-        interconnect(chip, args.topology),
-        kernel_cycles=prices(args.kernel),
+        where.hardware,
+        where.interconnect(Mesh(np.array(where.devices()), ("devices",))),
+        kernel_cycles=prices(args.kernel, where.cores, counted),
         prefer=args.prefer,
     )
     print(describe(cost, top=args.top))
 
 
-def hardware(chip: Chip) -> Hardware:
-    """Return one JAX device of a chip."""
-    return Hardware(
-        name=chip.name,
-        clock_hz=chip.clock_hz,
-        peak_flops=chip.bf16_flops / chip.devices,
-        hbm_bytes=chip.hbm_gib * 2**30 / chip.devices,
-        hbm_bytes_per_s=chip.hbm_bytes_per_s / chip.devices,
-    )
-
-
-def interconnect(chip: Chip, topology: str) -> Interconnect:
-    """Return the links of a slice such as 2x4, devices ordered by core, x, y, z."""
-    sizes = [int(size) for size in topology.split("x")]
-    x, y, z = [*sizes, 1, 1][:3]
-    grid = itertools.product(range(z), range(y), range(x), range(chip.devices))
-    coordinates = tuple((x, y, z, core) for z, y, x, core in grid)
-    return Interconnect(coordinates, chip.ici_link_bytes_per_s, chip.core_link_bytes_per_s or 0.0)
-
-
-def prices(options: list[str]) -> KernelCycles:
-    """Turn NAME[@GRID]=BUNDLES into a function of the kernel call."""
+def prices(options: list[str], cores: int, counted: KernelPrices | None) -> KernelCycles:
+    """Turn NAME[@GRID]=BUNDLES into a function of the kernel call; `counted` prices what no option names."""
 
     def cycles(call: KernelCall) -> float | None:
         found = None
@@ -70,8 +56,8 @@ def prices(options: list[str]) -> KernelCycles:
             key, _, bundles = option.partition("=")
             name, _, grid = key.partition("@")
             if name in call.name and grid in ("", "x".join(map(str, call.grid))):
-                found = float(bundles) * call.steps
-        return found
+                found = float(bundles) * call.steps_a_core(cores)
+        return counted(call) if found is None and counted is not None else found
 
     return cycles
 

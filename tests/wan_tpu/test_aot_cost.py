@@ -121,18 +121,49 @@ def test_only_what_no_work_hides_is_exposed():
     assert found["fetched"].category == "copies"
 
 
-def kernel_config() -> str:
+def copy(x, y):
+    y[...] = x[...]
+
+
+def kernel_config(kernel=copy) -> str:
     """What stands at a real kernel of grid (2, 3) in a program: lowering for a TPU needs neither chip nor compiler."""
-
-    def copy(x, y):
-        y[...] = x[...]
-
     block = pl.BlockSpec((8, 128), lambda i, j: (i, j))
     run = pl.pallas_call(
-        copy, jax.ShapeDtypeStruct((16, 384), jnp.float32), grid=(2, 3), in_specs=[block], out_specs=block
+        kernel, jax.ShapeDtypeStruct((16, 384), jnp.float32), grid=(2, 3), in_specs=[block], out_specs=block
     )
     lowered = jax.jit(run).trace(jax.ShapeDtypeStruct((16, 384), jnp.float32)).lower(lowering_platforms=("tpu",))
     return lowered.as_text().split('backend_config = "')[1].split('"')[0].replace("\\22", '"')  # MLIR's quotes
+
+
+def looping(x, y):
+    """Five products at every grid step, and a loop that only the first runs."""
+
+    def square(i, total):
+        return total + jnp.dot(x[...], x[...].T, preferred_element_type=jnp.float32)
+
+    product = jax.lax.fori_loop(0, 5, square, jnp.zeros((8, 8), jnp.float32))
+    y[...] = jnp.broadcast_to(product.sum(), (8, 128))
+
+    @pl.when(pl.program_id(0) == 0)
+    def first():
+        y[...] = jax.lax.fori_loop(0, 7, lambda i, total: total * 2, y[...])
+
+
+def test_a_kernels_loops_and_products_are_read():
+    text = """
+ENTRY %main (x: f32[16,384]) -> f32[16,384] {
+  %x = f32[16,384]{1,0} parameter(0)
+  ROOT %looping.1 = f32[16,384]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config=CONFIG
+}
+"""
+    found = {}
+    for kernel in (copy, looping):
+        [item] = cost(text.replace("CONFIG", kernel_config(kernel)), kernel_cycles=lambda call: 0.0).items
+        found[kernel] = item.kernel
+    assert (found[copy].macs, found[copy].repeats) == (0, 1)
+    assert (found[looping].macs, found[looping].repeats) == (5 * 8 * 128 * 8, 5)
+    assert found[copy].steps_a_core(2) == 6  # neither axis is parallel
+    assert found[copy].digest != found[looping].digest
 
 
 def branches(inner: str) -> str:
@@ -161,22 +192,27 @@ ENTRY %main (p: pred[], x: f32[16,384]) -> f32[16,384] {{
 """
 
 
-BUNDLES = {"fast_kernel": 10, "slow_kernel": 1000}
+BUNDLES = {"fast_kernel": 10_000, "slow_kernel": 100_000}  # more cycles than the arrays have bytes
 
 
 @pytest.mark.parametrize(
     ("inner", "prefer", "seconds"),
     [
-        ("%fast, %slow", ("fast",), 60.0),
-        ("%slow, %fast", ("slow",), 6000.0),
-        ("%fast, %slow", ("none such",), 6000.0),  # the costliest
+        ("%fast, %slow", ("fast",), 60_000.0),
+        ("%slow, %fast", ("slow",), 600_000.0),
+        ("%fast, %slow", ("none such",), 600_000.0),  # the costliest
         ("%none, %slow", ("fast",), 1.0),  # a repeat that isn't needed
-        ("%none, %slow", ("slow", "fast"), 6000.0),
+        ("%none, %slow", ("slow", "fast"), 600_000.0),
     ],
 )
 def test_the_preferred_branch_is_followed(inner, prefer, seconds):
     found = cost(branches(inner), prefer=prefer, kernel_cycles=lambda call: BUNDLES[call.name] * call.steps)
     assert found.total.estimate == seconds
+
+
+def test_a_kernel_takes_at_least_as_long_as_its_bytes():
+    [item] = cost(branches("%fast, %slow"), prefer=("fast",), kernel_cycles=lambda call: 1.0).items
+    assert item.seconds.estimate == item.hbm_bytes == 2 * 16 * 384 * 4
 
 
 def test_what_cannot_be_priced_is_said():

@@ -8,11 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.conftest import PHOTO, ROOT
@@ -91,13 +89,15 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
         Executables(tmp_path / "none", "one")
 
 
-def test_shardings_that_are_the_same_are_written_the_same(mesh):
-    def asked(spec):
-        sharding = NamedSharding(mesh, spec)
-        return key.what("p", [jax.ShapeDtypeStruct((2, 2), jnp.float32, sharding=sharding)], mesh, "s")
+def test_shardings_that_are_the_same_are_written_the_same():
+    described = AbstractMesh((1, 4), ("dp", "tp"))  # four devices nobody has here
 
-    assert asked(P("tp")) == asked(P("tp", None))
-    assert asked(P("tp")) != asked(P(None, "tp"))
+    def placed(*axes):
+        return key.placed(NamedSharding(described, P(*axes)))
+
+    assert placed("tp") == placed("tp", None) == placed(("dp", "tp"))
+    assert placed("dp") == placed(None, None) == placed()
+    assert len({placed("tp"), placed(None, "tp"), placed()}) == 3
 
 
 def test_source_that_makes_programs_is_in_the_key():

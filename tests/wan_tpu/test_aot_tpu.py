@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from cluster.slice_kinds import slice_kind
 from tests.conftest import ROOT
 from wan_tpu.aot.analyse import analyse
+from wan_tpu.aot.compiling import GIB, refusal
 from wan_tpu.aot.executables import SUFFIX, Executables
 from wan_tpu.aot.kernel_prices import KernelPrices, count_alone
 from wan_tpu.errors import InvalidInput
@@ -114,7 +115,7 @@ def test_a_kernel_in_a_program_is_counted_alone(mesh, v6e_4, tmp_path):
         given = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(one, P()))
         return Program(lambda x: run(x) * 2, one, exact=False).compile(given).as_text(), one
 
-    prices = KernelPrices(tmp_path, "v6e", 1, count_alone)
+    prices = KernelPrices(tmp_path, v6e_4.hardware, 1, count_alone)
     cycles = {}
     for rows in (128, 256):
         text, one = program(rows)
@@ -125,6 +126,18 @@ def test_a_kernel_in_a_program_is_counted_alone(mesh, v6e_4, tmp_path):
         assert item.seconds.estimate == cycles[rows] * math.prod(item.kernel.grid) / v6e_4.hardware.clock_hz
     assert 1 < cycles[256] / cycles[128] < 2
     assert len(list(tmp_path.glob("kernel-v6e-*.json"))) == 2
+
+
+def test_what_does_not_fit_is_refused_and_by_how_much():
+    where = described(slice_kind("v6e-1"))
+    one = Mesh(np.array(where.devices()), ("tp",))
+    large = jax.ShapeDtypeStruct((5, 1024, 1024, 1024), jnp.float32, sharding=NamedSharding(one, P()))  # and its double
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as caught:
+        Program(lambda x: x * 2, one, exact=False).compile(large)
+    found = refusal(str(caught.value), seconds=1.0, weights=GIB)
+    assert 40 * GIB <= found.total_bytes < 41 * GIB
+    assert 8 * GIB <= found.over_bytes < 10 * GIB
+    assert found.refused.startswith("needs 40.")
 
 
 def test_plan_says_what_fits(tmp_path):

@@ -143,7 +143,7 @@ class _Walk:
             if cycles is None:
                 self.unpriced.append(f"kernel {call.name}, grid {call.grid}")
             # A kernel's copies run beside its instructions: the longer of the two.
-            moved = float(call.bytes)
+            moved = traffic.hbm_bytes(instruction, computation, self.module)
             alone = max((cycles or 0.0) / self.hardware.clock_hz, moved / self.hardware.hbm_bytes_per_s)
             what = _kernel_category(call.name)
             self._add(instruction, computation, what, executions, Times(alone, alone), moved=moved, kernel=call)

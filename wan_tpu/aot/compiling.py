@@ -110,7 +110,7 @@ def _compile(job: Job, cache: Path) -> None:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):  # JAX has one class for all that a compiler says
             raise
-        compiled = _refused(str(error), time.perf_counter() - start, weights)
+        compiled = refusal(str(error), time.perf_counter() - start, weights)
     else:
         memory = built.memory_analysis()
         every = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
@@ -120,13 +120,17 @@ def _compile(job: Job, cache: Path) -> None:
     (cache / f"{job.digest}.json").write_text(json.dumps(dataclasses.asdict(compiled)))
 
 
-def _refused(message: str, seconds: float, weights: int) -> Compiled:
-    """Read how much memory the compiler wanted: "Used 64.63G of 31.25G hbm. Exceeded hbm capacity by 33.38G"."""
-    used = re.search(r"Used ([\d.]+)([GMK]) of ([\d.]+)([GMK])", message)
+def refusal(message: str, seconds: float, weights: int) -> Compiled:
+    """Read how much memory the compiler wanted, from its message.
+
+    "... the total memory required for HLO temporaries (64.00G) exceeds available HBM (31.24G)": arguments and results
+    are in that figure. Of kernels' VMEM it says "Used 20.1M of 16.0M vmem", which is no matter of HBM.
+    """
+    found = re.search(r"\(([\d.]+)([GMK])\) exceeds available HBM \(([\d.]+)([GMK])\)", message)
     unit = {"G": GIB, "M": 2**20, "K": 2**10}
-    if not used:
+    if not found:
         return Compiled(seconds, weights, refused=message.splitlines()[0])
-    wanted, there = float(used[1]) * unit[used[2]], float(used[3]) * unit[used[4]]
+    wanted, there = float(found[1]) * unit[found[2]], float(found[3]) * unit[found[4]]
     reason = f"needs {wanted / GIB:.1f} GiB a device of {there / GIB:.1f}"
     return Compiled(seconds, weights, int(wanted) - weights, int(wanted - there), refused=reason)
 

@@ -22,6 +22,8 @@ _DTYPES = {
     "s32": "int32", "u32": "uint32", "bf16": "bfloat16", "f16": "float16", "f32": "float32",
     "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2",
 }  # fmt: skip
+# What the compiler is told of a kernel: its code, compiler flags, how much VMEM it may use.
+_CONFIG = ("custom_call_config", "flag_configs", "scoped_memory_configs")
 Array = tuple[str, tuple[int, ...]]  # dtype as JAX names it, dimensions
 
 
@@ -31,7 +33,10 @@ class KernelCall:
 
     grid      iterations along each grid axis; parallel  whether the cores of a chip may share that axis
     operands, results  the arrays
-    trips     iterations of each loop inside a grid step whose bounds are constants
+    macs      multiply-adds of a grid step's matrix products: of the alternatives under conditions the largest; those
+              of 8-bit numbers count half, which is what matrix units gain by them at most
+    repeats   iterations a grid step of its innermost loop of constant length, 1 without; loops under conditions, such
+              as those over a last block, are not in it
     config    what the compiler is told, the kernel's body included
     """
 
@@ -40,7 +45,8 @@ class KernelCall:
     parallel: tuple[bool, ...]
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
-    trips: tuple[int, ...]
+    macs: float
+    repeats: int
     config: str
 
     @property
@@ -56,11 +62,6 @@ class KernelCall:
         return self.steps
 
     @property
-    def bytes(self) -> int:
-        """Bytes of all its arrays, each once: the least it moves."""
-        return sum(math.prod(dims) * jax.numpy.dtype(dtype).itemsize for dtype, dims in self.operands + self.results)
-
-    @property
     def digest(self) -> str:
         """A name for the kernel's code: calls with the same digest have the same bundles."""
         return hashlib.sha256(repr((self.operands, self.results, self.config)).encode()).hexdigest()[:32]
@@ -74,7 +75,7 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
     """Return the kernel that a tpu_custom_call runs, from the Mosaic module that it carries."""
     start = instruction.attributes.index("backend_config=") + len("backend_config=")
     config, _ = json.JSONDecoder().raw_decode(instruction.attributes[start:])
-    text = _mosaic_text(base64.b64decode(config["custom_call_config"]["body"]))
+    text, macs, repeats = _read_mosaic(base64.b64decode(config["custom_call_config"]["body"]))
     bounds = re.search(r"iteration_bounds = array<i64: ([\d, ]+)>", text)
     semantics = re.search(r"dimension_semantics = \[([^\]]*)\]", text)
     operands = [shape for name in instruction.operands for shape in computation.by_name[name].shapes]
@@ -84,8 +85,9 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
         parallel=tuple("parallel" in axis for axis in semantics[1].split(",")) if semantics else (),
         operands=tuple((_DTYPES[shape.dtype], shape.dims) for shape in operands),
         results=tuple((_DTYPES[shape.dtype], shape.dims) for shape in instruction.shapes),
-        trips=_loop_trips(text),
-        config=json.dumps({"custom_call_config": config["custom_call_config"]}),
+        macs=macs,
+        repeats=repeats,
+        config=json.dumps({part: config[part] for part in _CONFIG if config.get(part)}),
     )
 
 
@@ -106,17 +108,71 @@ def saved(path: str) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     return run, operands
 
 
-def _loop_trips(text: str) -> tuple[int, ...]:
-    """Return how often each `scf.for` between constants runs, in the order of the kernel's text."""
-    constants = {name: int(value) for name, value in re.findall(r"(%[\w-]+) = arith\.constant (-?\d+) :", text)}
-    loops = re.findall(r"scf\.for %\S+ = (%\S+) to (%\S+) step (%\S+)", text)
-    bounds = [[constants[name] for name in loop] for loop in loops if all(name in constants for name in loop)]
-    return tuple((stop - start) // step for start, stop, step in bounds)
-
-
-def _mosaic_text(bytecode: bytes) -> str:
+def _read_mosaic(bytecode: bytes) -> tuple[str, float, int]:
+    """Return a Mosaic module as text, and of one grid step the multiply-adds and the innermost loop's iterations."""
     context = mlir.make_ir_context()
     tpu.register_dialect(context)
     context.allow_unregistered_dialects = True
     with context, ir.Location.unknown():
-        return str(ir.Module.parse(bytecode).operation)
+        module = ir.Module.parse(bytecode).operation
+        return str(module), _macs(module), _repeats(module)
+
+
+def _macs(operation: Any) -> float:
+    """Count a product [M, K] x [K, N] -> [M, N] as MNK, the root of the product of the three arrays' sizes."""
+    if operation.name.endswith("tpu.matmul"):
+        left, right = (_vector(operand.type) for operand in list(operation.operands)[:2])
+        result, _ = _vector(operation.results[0].type)
+        return math.sqrt(left[0] * right[0] * result) * (0.5 if left[1] == 8 else 1.0)
+    always, alternatives = 0.0, [0.0]
+    for region in operation.regions:
+        inner = [inner.operation for block in region for inner in block]
+        inside = sum(_macs(child) for child in inner if not _is(child, "scf.if"))
+        alternatives += [_macs(child) for child in inner if _is(child, "scf.if")]
+        if _is(operation, "scf.if"):
+            alternatives.append(inside)
+        else:
+            always += inside
+    return (always + max(alternatives)) * (_trips(operation) or 1)
+
+
+def _repeats(operation: Any) -> int:
+    """Return the iterations of the innermost loop that runs at every grid step; of several, the most."""
+    if _is(operation, "scf.if"):
+        return 1
+    inner = [_repeats(child.operation) for region in operation.regions for block in region for child in block]
+    return max(inner, default=1) * (_trips(operation) or 1)
+
+
+def _trips(operation: Any) -> int | None:
+    """Return the iterations of a loop between constants; None for other loops and other operations."""
+    if not _is(operation, "scf.for"):
+        return None
+    start, stop, step = (_constant(operand) for operand in list(operation.operands)[:3])
+    if start is None or stop is None or step is None:
+        return None
+    return max(0, -(-(stop - start) // step))
+
+
+def _constant(value: Any) -> int | None:
+    """Return the integer that a value always has, as far as sums of constants show it."""
+    owner = value.owner
+    operation = getattr(owner, "operation", None)  # a block owns its arguments
+    if operation is None:
+        return None
+    if _is(operation, "arith.constant"):
+        return int(ir.IntegerAttr(operation.attributes["value"]).value)
+    operands = [_constant(operand) for operand in operation.operands] if _is(operation, "arith.addi") else []
+    return None if not operands or None in operands else sum(operand for operand in operands if operand is not None)
+
+
+def _is(operation: Any, name: str) -> bool:
+    """Whether an operation is of that name; programs carry them with the prefix of the stable dialect."""
+    return operation.name.endswith(name)
+
+
+def _vector(kind: Any) -> tuple[int, int]:
+    """Return elements and bits of one element of a type such as vector<256x128xbf16>."""
+    found = re.match(r"vector<((?:\d+x)+)[a-z]+(\d+)", str(kind))
+    assert found is not None, kind
+    return math.prod(int(size) for size in found[1].split("x") if size), int(found[2])

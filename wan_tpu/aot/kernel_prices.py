@@ -1,36 +1,47 @@
 """Cycles of Pallas calls: each kernel is compiled alone, once, and its bundles are counted and kept."""
 
+import functools
 import json
+import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from wan_tpu.aot.bundles import count_bundles
+from wan_tpu.aot import bundles, kernel_calls, key
+from wan_tpu.aot.cost import Hardware
 from wan_tpu.aot.kernel_calls import KernelCall
 
+_log = logging.getLogger(__name__)
 CountBundles = Callable[[KernelCall, str], int]
 
 
 class KernelPrices:
     """Bundles a grid step of every kernel asked for, kept in a folder; call it to price a Pallas call.
 
-    A TensorCore issues one bundle a cycle, so bundles of the grid's body x iterations is the time when nothing stalls.
+    A TensorCore issues one bundle a cycle, so bundles of the grid's body x iterations is the time when nothing stalls;
+    it is never less than the matrix units need for the body's multiply-adds (on v5p that is more).
     """
 
-    def __init__(self, folder: Path, chip: str, cores: int, count: CountBundles) -> None:
-        """chip, cores: as the compiler names it, TensorCores of one device; count: bundles of a call on a chip."""
+    def __init__(self, folder: Path, hardware: Hardware, cores: int, count: CountBundles) -> None:
+        """cores: TensorCores of one device; count: bundles of a call on a chip."""
         self._folder = folder
-        self._chip = chip
+        self._chip = hardware.name
         self._cores = cores
+        self._macs_a_cycle = hardware.peak_flops / 2 / hardware.clock_hz / cores
         self._count = count
 
-    def __call__(self, call: KernelCall) -> float:
-        """Return the cycles of one call."""
-        return float(self.bundles(call) * call.steps_a_core(self._cores))
+    def __call__(self, call: KernelCall) -> float | None:
+        """Return the cycles of one call; None, and the reason in the log, when it can't be compiled alone."""
+        try:
+            counted = self.bundles(call)
+        except bundles.CompileError as error:
+            _log.warning("kernel %s, grid %s can't be counted: %s", call.name, call.grid, error)
+            return None
+        return max(counted, call.macs / self._macs_a_cycle) * call.steps_a_core(self._cores)
 
     def bundles(self, call: KernelCall) -> int:
         """Return the bundles of one grid step."""
-        file = self._folder / f"kernel-{self._chip}-{call.digest}.json"
+        file = self._folder / f"kernel-{self._chip}-{key.digest(f'{call.digest} {_counted_by()}')}.json"
         if not file.exists():
             counted = {"kernel": call.name, "grid": call.grid, "bundles": self._count(call, self._chip)}
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -38,18 +49,23 @@ class KernelPrices:
         return int(json.loads(file.read_text())["bundles"])
 
 
-def count_alone(call: KernelCall, chip: str) -> int:
-    """Compile a call alone for a chip and return the cycles of one grid step.
+@functools.cache
+def _counted_by() -> str:
+    """Name what counts: the compiler and the code that reads its output."""
+    code = [Path(file).read_text() for file in (bundles.__file__, kernel_calls.__file__, __file__)]
+    return key.digest(repr([key.version("libtpu"), *code]))
 
-    They are the bundles of the hot region, more where the instructions don't fit into the bundles' slots: on v5p the
-    matrix units' slots need more cycles than there are bundles.
+
+def count_alone(call: KernelCall, chip: str) -> int:
+    """Compile a call alone for a chip and return the bundles of one grid step.
+
+    That is the hot region; where it is the body of a loop, which stands in the code once, it is run again and again.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "call.json"
         call.save(path)
-        counted = count_bundles("wan_tpu.aot.kernel_calls:saved", {"path": str(path)}, chip)
+        counted = bundles.count_bundles(f"{kernel_calls.__file__}:saved", {"path": str(path)}, chip)
     kernel = max(counted, key=lambda kernel: kernel.hot)
-    dense = max(1.0, kernel.slot_bound / kernel.total)
-    if len(call.trips) == 1:  # one loop around nearly all of a grid step: its body was counted once
-        return round((kernel.total + kernel.hot * (call.trips[0] - 1)) * dense)
-    return round(kernel.hot * dense)
+    if call.repeats == 1:
+        return kernel.hot
+    return kernel.total + kernel.hot * (call.repeats - 1)

@@ -28,7 +28,7 @@ def what(name: str, args: Any, mesh: Mesh, settings: str) -> dict[str, str]:
     settings  everything else that the traced function closes over, such as the model's configuration
     """
     leaves, tree = jax.tree.flatten(args)
-    shapes = [(tuple(leaf.shape), str(leaf.dtype), _placed(leaf.sharding)) for leaf in leaves]
+    shapes = [(tuple(leaf.shape), str(leaf.dtype), placed(leaf.sharding)) for leaf in leaves]
     devices = [device.id for device in mesh.devices.flat]
     return {
         "program": name,
@@ -41,7 +41,7 @@ def what(name: str, args: Any, mesh: Mesh, settings: str) -> dict[str, str]:
 
 def made_by() -> dict[str, str]:
     """Return what makes a program out of that: sources, versions, flags."""
-    versions = {package: _version(package) for package in PACKAGES}
+    versions = {package: version(package) for package in PACKAGES}
     flags = {name: os.environ.get(name, "") for name in ENVIRONMENT}
     options = {name: str(getattr(jax.config, name)) for name in OPTIONS}
     return {"source": source_digest(), **versions, **flags, **options}
@@ -77,17 +77,20 @@ def differences(stored: Ingredients, wanted: Ingredients) -> list[str]:
     ]
 
 
-def _placed(sharding: Any) -> str:
-    """Name how an array lies on the mesh; P("tp") and P("tp", None) are the same."""
+def placed(sharding: Any) -> str:
+    """Name how an array lies on the mesh: P("tp") and P("tp", None) are the same, axes of size 1 are none."""
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
-    axes = list(sharding.spec)
-    while axes and axes[-1] is None:
-        axes.pop()
-    return str(axes)
+    sizes = sharding.mesh.shape
+    named = [axes if isinstance(axes, tuple) else (axes,) for axes in sharding.spec]
+    kept = [tuple(axis for axis in axes if axis is not None and sizes[axis] > 1) for axes in named]
+    while kept and not kept[-1]:
+        kept.pop()
+    return str(kept)
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Return the version of an installed package, empty when it is absent."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -116,7 +116,7 @@ class Planner:
         self._dtype = dtype
         self._cache = cache
         self._report = report
-        self._prices = KernelPrices(cache, described.hardware.name, described.cores, count)
+        self._prices = KernelPrices(cache, described.hardware, described.cores, count)
 
     def plan(self, mesh: Sequence[int | None], only: str | None = None) -> Plan:
         """Return the plan on a mesh, axes that are None as by default; `only` keeps one program.
@@ -164,7 +164,7 @@ class Planner:
         compiled, hlo = compile_job(job, self._cache)
         if compiled.refused:
             return ProgramPlan(name, calls, compiled, None, None)
-        self._report(f"{self._slice.name}, mesh {shape}: counting the kernels of {name}")
+        self._report(f"{self._slice.name}, mesh {shape}: pricing {name}")
         optimistic, online = (self._price(hlo, mesh, path) for path in ("optimistic", "online"))
         return ProgramPlan(name, calls, compiled, optimistic, online)
 

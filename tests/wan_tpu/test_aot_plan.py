@@ -1,0 +1,88 @@
+"""Plans as people and programs read them, and what the compiler's refusals become."""
+
+import dataclasses
+import json
+
+import pytest
+
+from wan_tpu import GenerationRequest
+from wan_tpu.aot.compiling import GIB, Compiled, Job
+from wan_tpu.aot.cost import CATEGORIES, Hardware, Times
+from wan_tpu.aot.plan import STEP, Plan, Prediction, ProgramPlan, StagePlan, share_of_peak
+from wan_tpu.aot.plan_text import compare, describe, draw, to_json
+from wan_tpu.aot.topology import DescribedSlice
+from wan_tpu.families.wan import WanModel
+from wan_tpu.families.wan_presets import PRESETS
+from wan_tpu.mesh import MeshShape
+
+MODEL = "wan2.1-t2v-1.3b"
+SLICE = DescribedSlice(
+    name="v6e-4",
+    topology="v6e:2x2",
+    host_bounds=(2, 2, 1),
+    hardware=Hardware("v6e", 1.75e9, 918e12, 32 * GIB, 1638e9),
+    wraps=(0, 0, 0),
+    link_bytes_per_s=100e9,
+    core_bytes_per_s=0.0,
+)
+
+
+def prediction(attention: float) -> Prediction:
+    parts = {name: Times(0.25, 0.125) for name in CATEGORIES} | {"attention": Times(attention, attention)}
+    return Prediction(sum(parts.values(), Times(0.0, 0.0)), parts, ())
+
+
+@pytest.fixture
+def plan() -> Plan:
+    request = GenerationRequest(height=480, width=832, frames=81, steps=50).resolve(WanModel(PRESETS[MODEL]).defaults)
+    step = ProgramPlan(STEP, 50, Compiled(30.0, 2 * GIB, GIB), prediction(1.0), prediction(1.5))
+    refused = Compiled(60.0, GIB, 40 * GIB, 10 * GIB, refused="needs 41.0 GiB a device of 31.2")
+    decoder = ProgramPlan("decoder later", 20, refused, None, None)
+    stages = (StagePlan("denoise", (step,), int(1e17)), StagePlan("decoder", (decoder,), int(1e15)))
+    return Plan(MODEL, SLICE, MeshShape(2, 1, 2), request, 32760, stages, experts=2)
+
+
+def test_a_plan_says_what_fits_and_what_does_not(plan):
+    text = describe(plan)
+    assert f"{MODEL}, 480x832, 81 frames (32760 tokens), 50 steps" in text
+    assert "yes, 29.0 GiB free" in text
+    assert "NO, by 10.0 GiB (needs 41.0 GiB a device of 31.2)" in text
+    assert "doesn't fit: decoder later" in text
+
+
+def test_a_plan_says_both_figures_and_both_paths_of_attention(plan):
+    [optimistic, online] = [line for line in describe(plan).splitlines() if "/" in line and "GiB" not in line]
+    assert optimistic.split()[:4] == ["denoise", "step", "2.000", "1.500"]
+    assert online.split()[:5] == ["all", "heads", "online", "2.500", "2.000"]
+    assert "2.00    1.50      2.50    2.00" in compare([plan])
+
+
+def test_seconds_and_shares_are_of_the_whole_video(plan):
+    denoise, decoder = plan.stages
+    assert denoise.seconds == Times(100.0, 75.0)
+    assert decoder.seconds is None
+    assert share_of_peak(denoise, plan) == pytest.approx(1e17 / (100 * 4 * 918e12))
+    assert plan.resident_gib == 2 * 2 + 1 + 40  # two experts, the decoder, the largest of what isn't weights
+
+
+def test_json_holds_everything(plan):
+    read = json.loads(json.dumps(to_json(plan)))
+    assert read["mesh"] == {"dp": 2, "sp": 1, "tp": 2}
+    assert read["stages"][0]["programs"][0]["online"]["by_category"]["attention"] == {"estimate": 1.5, "floor": 1.5}
+    assert read["stages"][1]["programs"][0]["compiled"]["over_bytes"] == 10 * GIB
+
+
+def test_a_plot_is_drawn(plan, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[aot]'")
+    draw([plan], tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_job_survives_the_way_to_its_process_and_its_key_says_what_changes_it():
+    job = Job(MODEL, STEP, SLICE, (2, 1, 2), 480, 832, 81, 50, "bfloat16")
+    assert Job.from_json(json.dumps(dataclasses.asdict(job))) == job
+    others = [dataclasses.replace(job, mesh=(1, 1, 4)), dataclasses.replace(job, frames=5)]
+    others.append(dataclasses.replace(job, slice=dataclasses.replace(SLICE, topology="v5p:2x2x1")))
+    assert len({job.digest, *(other.digest for other in others)}) == 4
+    same = dataclasses.replace(job, slice=dataclasses.replace(SLICE, link_bytes_per_s=1.0))  # prices, not programs
+    assert same.digest == job.digest
