@@ -21,6 +21,21 @@ from wan_tpu.aot.cost import Hardware
 from wan_tpu.aot.topology import DescribedSlice
 
 GIB = 2**30
+# v7x hands collectives to its SparseCores unless told otherwise. JAX 0.10 can't read such a program's schedule
+# ("async-update instruction should have 1 operands"), so a plan is made of the same program with them on the
+# TensorCore, where transfers run in the background all the same; what is run on a slice is left as it is.
+_OFFLOADED = (
+    "all_gather",
+    "all_reduce",
+    "reduce_scatter",
+    "nd_reduce_scatter",
+    "dense_all_to_all",
+    "ragged_all_to_all",
+)
+READABLE = " ".join(
+    [f"--xla_tpu_enable_sparse_core_collective_offload_{kind}=false" for kind in _OFFLOADED]
+    + ["--xla_tpu_enable_sparse_core_async_all_to_all=false"]
+)
 
 
 @dataclass(frozen=True)
@@ -78,8 +93,9 @@ def compile_job(job: Job, cache: Path) -> tuple[Compiled, str]:
     result, hlo = cache / f"{job.digest}.json", cache / f"{job.digest}.hlo.gz"
     if not result.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(job)), str(cache)]
+        flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {READABLE}".strip()
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags}
+        command = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(job)), str(cache / job.digest)]
         child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not result.exists():
             last = (child.stderr.strip().splitlines() or ["no message"])[-1]
@@ -88,8 +104,8 @@ def compile_job(job: Job, cache: Path) -> tuple[Compiled, str]:
     return compiled, "" if compiled.refused else gzip.decompress(hlo.read_bytes()).decode()
 
 
-def _compile(job: Job, cache: Path) -> None:
-    """Compile a job and write its result: the child's side of `compile_job`."""
+def _compile(job: Job, result: Path) -> None:
+    """Compile a job and write `result`.json and .hlo.gz: the child's side of `compile_job`."""
     import jax
 
     from wan_tpu import GenerationRequest
@@ -116,8 +132,8 @@ def _compile(job: Job, cache: Path) -> None:
         every = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
         other = every - memory.alias_size_in_bytes - weights
         compiled = Compiled(time.perf_counter() - start, weights, other)
-        (cache / f"{job.digest}.hlo.gz").write_bytes(gzip.compress(built.as_text().encode()))
-    (cache / f"{job.digest}.json").write_text(json.dumps(dataclasses.asdict(compiled)))
+        result.with_suffix(".hlo.gz").write_bytes(gzip.compress(built.as_text().encode()))
+    result.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(compiled)))
 
 
 def refusal(message: str, seconds: float, weights: int) -> Compiled:
