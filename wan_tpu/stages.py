@@ -139,7 +139,7 @@ def _encode_image(runtime: Runtime, request: ResolvedRequest) -> np.ndarray:
 def vae_encode(runtime: Runtime, chunks: list[np.ndarray]) -> Iterator[np.ndarray]:
     """Yield the VAE's moments [1, 2C, 1, H, W] of chunks of pixels, float32 [1, 3, 1 or 4, H, W] in [-1, 1]."""
     loaded = runtime.component("vae_encoder")
-    halves = runtime.model.vae_encoder(loaded.module)
+    halves = runtime.model.vae_encoder(loaded.module, runtime.mesh)
     first = runtime.program("vae_encoder first", halves.first)
     later = runtime.program("vae_encoder later", halves.next, donate=(2,))
     cache = None
@@ -296,7 +296,7 @@ def _to_host(state: DenoiseState) -> DenoiseState:
 def decode(runtime: Runtime, latents: np.ndarray, progress: Progress) -> Iterator[np.ndarray]:
     """Yield the video of final latents [1, C, T, H, W] as it is decoded: float32 [1 or 4, H, W, 3] in [0, 1]."""
     loaded = runtime.component("decoder")
-    halves = runtime.model.vae_decoder(loaded.module)
+    halves = runtime.model.vae_decoder(loaded.module, runtime.mesh)
     first = runtime.program("decoder first", halves.first)
     later = runtime.program("decoder later", halves.next, donate=(2,))
     scaled = runtime.model.vae_latents(latents).astype(_dtype(runtime))
@@ -307,7 +307,7 @@ def decode(runtime: Runtime, latents: np.ndarray, progress: Progress) -> Iterato
         for i in range(frames):
             frame = place(scaled[:, :, i : i + 1], runtime.mesh)
             pixels, cache = first(loaded.params, frame) if cache is None else later(loaded.params, frame, cache)
-            out = np.asarray(pixels)
+            out = runtime.model.pixels(np.asarray(pixels))
             check_finite(out, f"decoder, latent frame {i + 1} of {frames}")
             bar.step()
             yield out

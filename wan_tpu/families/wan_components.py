@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from wan_tpu.checkpoint import Component
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.wan_modules import adapt_transformer, adapt_vae
+from wan_tpu.families.wan_modules import adapt_transformer
 from wan_tpu.families.wan_presets import WanConfig
 from wan_tpu.mesh import Rule
 
@@ -62,7 +62,6 @@ def vae_half(config: WanConfig, *dropped: str) -> Component:
     def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
         for part in dropped:
             delattr(module, part)
-        adapt_vae(module, mesh)
 
     return Component(
         folder="vae",
