@@ -30,6 +30,7 @@ from wan_tpu.families.wan_flops import WanFlops
 from wan_tpu.families.wan_modules import TEXT_TOKENS
 from wan_tpu.families.wan_presets import WanConfig
 from wan_tpu.families.wan_vae import adapt_vae
+from wan_tpu.halo import patch_count
 from wan_tpu.request import FRAME_STRIDE, Defaults, ResolvedRequest, nearest_multiple
 
 
@@ -279,6 +280,7 @@ class WanModel:
             scale=self._spatial,
             cache_entries=_causal_convs(module.encoder),
             later_frames=FRAME_STRIDE,
+            patches=patch_count(mesh),
         )
 
     # ---- experts
@@ -359,6 +361,7 @@ class WanModel:
             scale=1,
             cache_entries=_causal_convs(module.decoder),
             later_frames=1,
+            patches=patch_count(mesh),
         )
 
     @staticmethod

@@ -12,6 +12,7 @@ from wan_tpu.checkpoint import Component
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.wan_modules import adapt_transformer
 from wan_tpu.families.wan_presets import WanConfig
+from wan_tpu.families.wan_text import adapt_text_encoder
 from wan_tpu.mesh import Rule
 
 # Sharding. One letter a dimension: L scanned layers (always whole), O outputs, I inputs of a projection.
@@ -80,7 +81,7 @@ def text_encoder(config: WanConfig) -> Component:
     return Component(
         folder="text_encoder",
         build=lambda: _from_transformers(kind, config.text_encoder),
-        adapt=lambda module, mesh: None,
+        adapt=adapt_text_encoder,
         scanned=("encoder.block",) if config.text_encoder_class == "UMT5EncoderModel" else (),
         rules=TEXT_ENCODER_RULES,
     )

@@ -1,9 +1,9 @@
-"""Pieces of diffusers' AutoencoderKLWan that are replaced for XLA and for devices that split the width.
+"""Pieces of diffusers' AutoencoderKLWan that are replaced for XLA, and for pictures cut into patches.
 
-Parameter names stay the checkpoint's. What isn't replaced works on each pixel, or each square of pixels that lies on
-one device, by itself: norms, activations, shortcuts, temporal resampling.
+Parameter names stay the checkpoint's. What isn't replaced works on each pixel, or each square of pixels that lies in
+one patch, by itself: norms, activations, shortcuts.
 
-Shapes: B batch, T frames, H W height and width (of the columns one device holds), C channels.
+Shapes: N patches, T frames, H W height and width of a patch, C channels.
 """
 
 import functools
@@ -16,67 +16,102 @@ import torch
 from diffusers.models.autoencoders import autoencoder_kl_wan as wan
 
 from wan_tpu.bridge import to_jax, to_torch
-from wan_tpu.halo import Columns
+from wan_tpu.families.wan_scan import scan_residual_blocks
+from wan_tpu.halo import Patches
 
-# Rows of queries (at 20 to 160 columns each) whose scores are formed at once in the attention of the middle block:
-# with 14,400 keys, a frame of 720x1280, 160 queries of float32 scores are 9 MB, which stay in a TPU's VMEM.
+# Rows of queries (a device's part of a picture is 20 to 160 pixels wide) whose scores are formed at once in the
+# middle block: with the 14,400 keys of a frame of 720x1280, 160 queries' float32 scores are 9 MB, which stay in VMEM.
 QUERY_ROWS = 8
 
 
-def adapt_vae(module: torch.nn.Module, columns: Columns) -> None:
-    """Replace convolutions, upsampling and attention of an AutoencoderKLWan that runs on `columns`."""
-    convolve = _convolve_by_taps if columns.mesh.devices.flat[0].platform == "cpu" else _convolve
+def adapt_vae(module: torch.nn.Module, cut: Patches) -> None:
+    """Replace convolutions, resampling and attention of an AutoencoderKLWan that runs on patches; scan equal blocks."""
+    scan_residual_blocks(module)
+    convolve = _convolve_by_taps if cut.mesh.devices.flat[0].platform == "cpu" else _convolve
     for child in module.modules():
         if type(child) is wan.WanCausalConv3d:
-            child.forward = functools.partial(_causal_conv3d, child, columns, convolve)
-        elif type(child) is torch.nn.Conv2d:
-            padding = tuple((n, n) for n in child.padding)
-            child.forward = functools.partial(_conv2d, child, columns, convolve, padding)
-        elif type(child) is wan.WanUpsample:
-            child.forward = _upsample
+            child.forward = functools.partial(_causal_conv3d, child, cut, convolve)
+        elif type(child) is wan.WanResample:
+            child.forward = functools.partial(_resample, child, cut, convolve)
         elif type(child) is wan.WanAttentionBlock:
-            child.forward = functools.partial(_attention_block, child, columns)
-    for child in module.modules():
-        if type(child) is wan.WanResample and type(child.resample[0]) is torch.nn.ZeroPad2d:
-            pad, conv = child.resample
-            left, right, top, bottom = pad.padding
-            pad.forward = lambda x: x
-            conv.forward = functools.partial(_conv2d, conv, columns, convolve, ((top, bottom), (left, right)))
+            child.forward = functools.partial(_attention_block, child, cut)
 
 
-Padding = tuple[tuple[int, int], ...]
-Convolve = Callable[[jax.Array, jax.Array, tuple[int, ...], Padding], jax.Array]
+Pads = tuple[int, int]
+Convolve = Callable[[jax.Array, jax.Array, tuple[int, ...], tuple[Pads, ...]], jax.Array]
 
 
 def _causal_conv3d(
-    conv: Any, columns: Columns, convolve: Convolve, x: torch.Tensor, cache_x: torch.Tensor | None = None
+    conv: Any, cut: Patches, convolve: Convolve, x: torch.Tensor, cache_x: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """WanCausalConv3d.forward: x [B, C, T, H, W], preceded in time by `cache_x` or by zeros."""
+    """WanCausalConv3d.forward: x [N, C, T, H, W], preceded in time by `cache_x` or by zeros."""
     left, right, top, bottom, past, _ = conv._padding
     array, weight, bias = to_jax((x, conv.weight, conv.bias))
     if cache_x is not None and past > 0:
         cache = to_jax(cache_x)
         array, past = jnp.concatenate([cache, array], axis=2), past - cache.shape[2]
-    array = columns.widen(array, left, right)
-    out = convolve(array, weight, conv.stride, ((past, 0), (top, bottom), (0, 0)))
-    return to_torch(out + bias[:, None, None, None])
+    array = cut.widen(array, (top, bottom), (left, right))
+    return to_torch(convolve(array, weight, conv.stride, ((past, 0), (0, 0), (0, 0))) + bias[:, None, None, None])
 
 
-def _conv2d(conv: Any, columns: Columns, convolve: Convolve, padding: Padding, x: torch.Tensor) -> torch.Tensor:
-    """nn.Conv2d.forward: x [B, C, H, W], padded by `padding` (rows, columns)."""
-    array, weight, bias = to_jax((x, conv.weight, conv.bias))
-    rows, (left, right) = padding
-    array = columns.widen(array, left, right)
-    out = convolve(array[:, :, None], weight[:, :, None], (1, *conv.stride), ((0, 0), rows, (0, 0)))
-    return to_torch(out[:, :, 0] + bias[:, None, None])
+def _resample(
+    block: Any,
+    cut: Patches,
+    convolve: Convolve,
+    x: torch.Tensor,
+    feat_cache: list[Any],
+    feat_idx: list[int],
+) -> torch.Tensor:
+    """WanResample.forward with a cache: twice or half the height and width, and of the frames in the "3d" modes.
+
+    x stays [N, C, T, H, W]: the module's own reshape to [N T, C, H, W] would move every element on TPU.
+    """
+    resize, conv = block.resample
+    weight, bias = to_jax((conv.weight[:, :, None], conv.bias[:, None, None, None]))
+    if block.mode == "upsample3d":
+        x = _twice_the_frames(block, x, feat_cache, feat_idx)
+    array = to_jax(x)
+    if isinstance(resize, wan.WanUpsample):
+        rows, columns = ((n, n) for n in conv.padding)
+        array = array.repeat(2, axis=-2).repeat(2, axis=-1)  # nearest
+    else:
+        left, right, *rows = resize.padding
+        columns = (left, right)
+    array = cut.widen(array, tuple(rows), columns)
+    x = to_torch(convolve(array, weight, (1, *conv.stride), ((0, 0),) * 3) + bias)
+    return _half_the_frames(block, x, feat_cache, feat_idx) if block.mode == "downsample3d" else x
 
 
-def _convolve(x: jax.Array, weight: jax.Array, stride: tuple[int, ...], padding: Padding) -> jax.Array:
+def _twice_the_frames(block: Any, x: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]) -> torch.Tensor:
+    """The part of "upsample3d" in time; the very first frame stays one."""
+    index = feat_idx[0]
+    feat_idx[0] += 1
+    past = feat_cache[index]
+    if past is None:
+        feat_cache[index] = "Rep"
+        return x
+    if isinstance(past, str):
+        past = torch.zeros_like(x[:, :, :1]).repeat(1, 1, wan.CACHE_T, 1, 1)
+    feat_cache[index] = torch.cat([past, x], dim=2)[:, :, -wan.CACHE_T :]
+    even, odd = block.time_conv(x, past).chunk(2, dim=1)
+    return torch.stack((even, odd), dim=3).flatten(2, 3)
+
+
+def _half_the_frames(block: Any, x: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]) -> torch.Tensor:
+    """The part of "downsample3d" in time; the very first frame stays one."""
+    index = feat_idx[0]
+    feat_idx[0] += 1
+    past = feat_cache[index]
+    feat_cache[index] = x[:, :, -1:]
+    return x if past is None else block.time_conv(torch.cat([past[:, :, -1:], x], dim=2))
+
+
+def _convolve(x: jax.Array, weight: jax.Array, stride: tuple[int, ...], padding: tuple[Pads, ...]) -> jax.Array:
     """XLA's own 3D convolution; x [B, C, T, H, W], weight [C', C, t, h, w]."""
     return jax.lax.conv_general_dilated(x, weight, stride, padding, dimension_numbers=("NCDHW", "OIDHW", "NCDHW"))
 
 
-def _convolve_by_taps(x: jax.Array, weight: jax.Array, stride: tuple[int, ...], padding: Padding) -> jax.Array:
+def _convolve_by_taps(x: jax.Array, weight: jax.Array, stride: tuple[int, ...], padding: tuple[Pads, ...]) -> jax.Array:
     """The same as a 2D convolution whose input channels are the taps in time, which XLA runs 2 to 4 x faster on CPU.
 
     Measured at 32 channels, 4 frames of 320x320: 186 GFLOP/s against 45; torch 160.
@@ -103,26 +138,22 @@ def _convolve_by_taps(x: jax.Array, weight: jax.Array, stride: tuple[int, ...], 
     return out.transpose(0, 4, 1, 2, 3)
 
 
-def _upsample(x: torch.Tensor) -> torch.Tensor:
-    """WanUpsample.forward, nearest by two, x [B, C, H, W]; the module's float() -> type_as() fails in bfloat16."""
-    array = to_jax(x)
-    return to_torch(array.repeat(2, axis=-2).repeat(2, axis=-1))
-
-
-def _attention_block(block: Any, columns: Columns, x: torch.Tensor) -> torch.Tensor:
-    """WanAttentionBlock.forward: every pixel of x [B, C, T, H, W] attends to all pixels of its frame, on all devices."""
-    batch, channels, frames, rows, _ = x.shape
-    pictures = x.permute(0, 2, 1, 3, 4).reshape(batch * frames, channels, rows, -1)
-    query, key, value = jnp.split(to_jax(block.to_qkv(block.norm(pictures))), 3, axis=1)
-    mixed = jax.vmap(_attend)(query, columns.gather(key), columns.gather(value))
-    out = block.proj(to_torch(mixed)).reshape(batch, frames, channels, rows, -1)
-    return x + out.permute(0, 2, 1, 3, 4)
+def _attention_block(block: Any, cut: Patches, x: torch.Tensor) -> torch.Tensor:
+    """WanAttentionBlock.forward: each pixel of x [N, C, T, H, W] attends to all of its frame, on all devices."""
+    weight, bias = to_jax((block.to_qkv.weight, block.to_qkv.bias))
+    normed = torch.stack([block.norm(frame) for frame in x.unbind(2)], dim=2)
+    projected = jnp.einsum("ncthw,oc->nothw", to_jax(normed), weight[:, :, 0, 0]) + bias[:, None, None, None]
+    query, key, value = jnp.split(projected, 3, axis=1)
+    mixed = jax.vmap(_attend, in_axes=1, out_axes=1)(cut.join(query)[0], cut.gather(key)[0], cut.gather(value)[0])
+    weight, bias = to_jax((block.proj.weight, block.proj.bias))
+    out = jnp.einsum("ncthw,oc->nothw", cut.cut(mixed[None]), weight[:, :, 0, 0]) + bias[:, None, None, None]
+    return x + to_torch(out)
 
 
 def _attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Attention of one head with scale 1/sqrt(C), some rows of queries at a time.
 
-    query [C, H, W], key and value [C, H, all columns] -> [C, H, W]
+    query [C, H, W] of one device; key and value [C, H, W] of the whole picture -> like query
     """
     keys, values = key.reshape(key.shape[0], -1), value.reshape(value.shape[0], -1)
     scale = query.shape[0] ** -0.5
