@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from diffusers.models.autoencoders import autoencoder_kl_wan as wan
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from wan_tpu.bridge import to_jax, to_torch
 from wan_tpu.families.wan_scan import scan_residual_blocks
@@ -107,8 +108,13 @@ def _half_the_frames(block: Any, x: torch.Tensor, feat_cache: list[Any], feat_id
 
 
 def _convolve(x: jax.Array, weight: jax.Array, stride: tuple[int, ...], padding: tuple[Pads, ...]) -> jax.Array:
-    """XLA's own 3D convolution; x [B, C, T, H, W], weight [C', C, t, h, w]."""
-    return jax.lax.conv_general_dilated(x, weight, stride, padding, dimension_numbers=("NCDHW", "OIDHW", "NCDHW"))
+    """XLA's own 3D convolution; x [N, C, T, H, W], weight [C', C, t, h, w].
+
+    The weight is laid out [t, h, w, C, C'], which XLA doesn't do by itself: compiled alone, 0.76 M cycles by its own
+    estimate against 1.30 M for 96 channels, 3x3x3, four frames of 128 patches of 24x40 on v6e.
+    """
+    kernel = with_layout_constraint(weight.transpose(2, 3, 4, 1, 0), Layout(tuple(range(5))))
+    return jax.lax.conv_general_dilated(x, kernel, stride, padding, dimension_numbers=("NCDHW", "DHWIO", "NCDHW"))
 
 
 def _convolve_by_taps(x: jax.Array, weight: jax.Array, stride: tuple[int, ...], padding: tuple[Pads, ...]) -> jax.Array:
