@@ -18,6 +18,7 @@ from wan_tpu.checkpoint import DTYPES, Loaded
 from wan_tpu.data import Conditioning, DenoiseState
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.families import Model
+from wan_tpu.families.causal_vae import CausalChunks
 from wan_tpu.health import check_finite
 from wan_tpu.program import Program, place
 from wan_tpu.progress import Progress
@@ -115,34 +116,45 @@ def _encode_text(
     for warning in warnings:
         warn(warning)
     loaded = runtime.component("text_encoder")
-    program = runtime.program("text_encoder", lambda *args: runtime.model.encode_text(loaded.module, *args))
-    # One prompt a call: the same program whether there is guidance or not.
-    embeddings = [
-        np.asarray(program(loaded.params, *place((ids[i : i + 1], mask[i : i + 1]), runtime.mesh)))
-        for i in range(len(prompts))
-    ]
+    # All prompts in one call: the weights, 11 GB, are read once. With and without guidance are two programs.
+    embeddings = np.asarray(text_program(runtime, loaded.module)(loaded.params, *place((ids, mask), runtime.mesh)))
     runtime.done_with("text_encoder")
-    for embedding in embeddings:
-        check_finite(embedding, "encoder, text encoder")
-    return embeddings[0], embeddings[1] if len(embeddings) > 1 else None
+    check_finite(embeddings, "encoder, text encoder")
+    return embeddings[:1], embeddings[1:] if len(prompts) > 1 else None
+
+
+def text_program(runtime: Runtime, module: torch.nn.Module) -> Program:
+    """Return the jitted text encoder: (params, ids, mask [B, L]) -> embeddings [B, L, C]."""
+    return runtime.program("text_encoder", lambda *args: runtime.model.encode_text(module, *args))
 
 
 def _encode_image(runtime: Runtime, request: ResolvedRequest) -> np.ndarray:
     loaded = runtime.component("image_encoder")
-    program = runtime.program("image_encoder", lambda *args: runtime.model.encode_image(loaded.module, *args))
     pixels = runtime.model.clip_pixels(request.image).astype(_dtype(runtime))  # type: ignore[arg-type]
+    program = image_program(runtime, loaded.module)
     features = np.asarray(program(loaded.params, place(pixels, runtime.mesh)))
     runtime.done_with("image_encoder")
     check_finite(features, "encoder, image encoder")
     return features
 
 
+def image_program(runtime: Runtime, module: torch.nn.Module) -> Program:
+    """Return the jitted image encoder: (params, pixels [1, 3, H, W]) -> features [1, L, C]."""
+    return runtime.program("image_encoder", lambda *args: runtime.model.encode_image(module, *args))
+
+
+def vae_programs(runtime: Runtime, component: str, module: torch.nn.Module) -> tuple[CausalChunks, Program, Program]:
+    """Return a VAE half ("vae_encoder" or "decoder"), and its jitted `first` and `next`."""
+    make = runtime.model.vae_decoder if component == "decoder" else runtime.model.vae_encoder
+    chunks = make(module, runtime.mesh)
+    first = runtime.program(f"{component} first", chunks.first)
+    return chunks, first, runtime.program(f"{component} later", chunks.next, donate=(2,))
+
+
 def vae_encode(runtime: Runtime, chunks: list[np.ndarray]) -> Iterator[np.ndarray]:
     """Yield the VAE's moments [1, 2C, 1, H, W] of chunks of pixels, float32 [1, 3, 1 or 4, H, W] in [-1, 1]."""
     loaded = runtime.component("vae_encoder")
-    halves = runtime.model.vae_encoder(loaded.module)
-    first = runtime.program("vae_encoder first", halves.first)
-    later = runtime.program("vae_encoder later", halves.next, donate=(2,))
+    _, first, later = vae_programs(runtime, "vae_encoder", loaded.module)
     cache = None
     for i, chunk in enumerate(chunks):
         pixels = place(chunk.astype(_dtype(runtime)), runtime.mesh)
@@ -308,9 +320,7 @@ def _to_host(state: DenoiseState) -> DenoiseState:
 def decode(runtime: Runtime, latents: np.ndarray, progress: Progress) -> Iterator[np.ndarray]:
     """Yield the video of final latents [1, C, T, H, W] as it is decoded: float32 [1 or 4, H, W, 3] in [0, 1]."""
     loaded = runtime.component("decoder")
-    halves = runtime.model.vae_decoder(loaded.module)
-    first = runtime.program("decoder first", halves.first)
-    later = runtime.program("decoder later", halves.next, donate=(2,))
+    _, first, later = vae_programs(runtime, "decoder", loaded.module)
     scaled = runtime.model.vae_latents(latents).astype(_dtype(runtime))
     frames = scaled.shape[2]
     bar = progress.bar("decoder", frames)
@@ -319,7 +329,7 @@ def decode(runtime: Runtime, latents: np.ndarray, progress: Progress) -> Iterato
         for i in range(frames):
             frame = place(scaled[:, :, i : i + 1], runtime.mesh)
             pixels, cache = first(loaded.params, frame) if cache is None else later(loaded.params, frame, cache)
-            out = np.asarray(pixels)
+            out = runtime.model.pixels(np.asarray(pixels))
             check_finite(out, f"decoder, latent frame {i + 1} of {frames}")
             bar.step()
             yield out

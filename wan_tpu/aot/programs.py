@@ -15,7 +15,16 @@ from wan_tpu.program import Program
 from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
 from wan_tpu.runtime import Runtime
 from wan_tpu.solvers import solver_table
-from wan_tpu.stages import experts, guided, keys_program, step_numbers, step_program
+from wan_tpu.stages import (
+    experts,
+    guided,
+    image_program,
+    keys_program,
+    step_numbers,
+    step_program,
+    text_program,
+    vae_programs,
+)
 
 # name -> program, its arguments as shapes with shardings, how often it runs for one video
 StagePrograms = dict[str, tuple[Program, tuple[Any, ...], int]]
@@ -52,17 +61,17 @@ def stage_programs(runtime: Runtime, request: ResolvedRequest) -> StagePrograms:
 
 def _text_encoder(runtime: Runtime, request: ResolvedRequest) -> tuple[Program, tuple[Any, ...], int]:
     loaded = runtime.component("text_encoder")
-    program = runtime.program("text_encoder", lambda *args: runtime.model.encode_text(loaded.module, *args))
-    tokens = _array(runtime, (1, TEXT_TOKENS), jnp.int32)
-    return program, (loaded.params, tokens, tokens), 2 if guided(runtime.model, request) else 1
+    prompts = 2 if guided(runtime.model, request) else 1
+    tokens = _array(runtime, (prompts, TEXT_TOKENS), jnp.int32)
+    return text_program(runtime, loaded.module), (loaded.params, tokens, tokens), 1
 
 
 def _image_encoder(runtime: Runtime) -> tuple[Program, tuple[Any, ...], int]:
     loaded = runtime.component("image_encoder")
-    program = runtime.program("image_encoder", lambda *args: runtime.model.encode_image(loaded.module, *args))
     assert runtime.model.config.image_encoder is not None
     size = runtime.model.config.image_encoder["image_size"]
-    return program, (loaded.params, _array(runtime, (1, 3, size, size), DTYPES[runtime.dtype])), 1
+    pixels = _array(runtime, (1, 3, size, size), DTYPES[runtime.dtype])
+    return image_program(runtime, loaded.module), (loaded.params, pixels), 1
 
 
 def _keys(runtime: Runtime, request: ResolvedRequest, stage: str) -> tuple[Program, tuple[Any, ...], int]:
@@ -106,23 +115,17 @@ def _image_latents(runtime: Runtime, shape: tuple[int, ...]) -> jax.ShapeDtypeSt
 def _vae(runtime: Runtime, request: ResolvedRequest, name: str) -> StagePrograms:
     """Return the programs of a VAE half: of the first chunk, and of all later ones."""
     loaded, dtype = runtime.component(name), DTYPES[runtime.dtype]
+    half, first, later = vae_programs(runtime, name, loaded.module)
     _, channels, frames, height, width = runtime.model.latent_shape(request)
-    if name == "decoder":
-        halves = runtime.model.vae_decoder(loaded.module)
-        shapes = [(1, channels, 1, height, width)] * 2
-    else:
-        halves = runtime.model.vae_encoder(loaded.module)
-        shapes = [(1, 3, n, request.height, request.width) for n in (1, FRAME_STRIDE)]
+    shape, later_frames = (1, channels, 1, height, width), 1
+    if name == "vae_encoder":
+        shape, later_frames = (1, 3, 1, request.height, request.width), FRAME_STRIDE
         frames = 1 if runtime.model.config.expand_timesteps else frames
-    first = _array(runtime, shapes[0], dtype)
-    found: StagePrograms = {
-        f"{name} first": (runtime.program(f"{name} first", halves.first), (loaded.params, first), 1)
-    }
+    x = _array(runtime, shape, dtype)
+    found: StagePrograms = {f"{name} first": (first, (loaded.params, x), 1)}
     if frames > 1:
-        _, cache = jax.eval_shape(halves.first, loaded.params, first)
-        placed = jax.tree.map(lambda leaf: _array(runtime, leaf.shape, leaf.dtype), cache)
-        later = runtime.program(f"{name} later", halves.next, donate=(2,))
-        found[f"{name} later"] = (later, (loaded.params, _array(runtime, shapes[1], dtype), placed), frames - 1)
+        x_later = _array(runtime, (*shape[:2], later_frames, *shape[3:]), dtype)
+        found[f"{name} later"] = (later, (loaded.params, x_later, half.cache(loaded.params, x)), frames - 1)
     return found
 
 

@@ -29,6 +29,8 @@ from wan_tpu.families.causal_vae import CausalChunks
 from wan_tpu.families.wan_flops import WanFlops
 from wan_tpu.families.wan_presets import TEXT_TOKENS, WanConfig
 from wan_tpu.families.wan_transformer import TextKeys
+from wan_tpu.families.wan_vae import adapt_vae
+from wan_tpu.halo import patch_count
 from wan_tpu.request import FRAME_STRIDE, Defaults, ResolvedRequest, nearest_multiple
 
 
@@ -262,7 +264,7 @@ class WanModel:
         mask[:, :, 0] = 1
         return np.concatenate([mask, latents], axis=1)
 
-    def vae_encoder(self, module: torch.nn.Module) -> CausalChunks:
+    def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
         """Pixels [1, 3, 1 or 4, H, W] -> moments [1, 2C, 1, H, W], chunk by chunk."""
         patch = self.config.vae.get("patch_size")
 
@@ -270,7 +272,16 @@ class WanModel:
             x = x if patch is None else patchify(x, patch_size=patch)
             return module.quant_conv(module.encoder(x, feat_cache=cache, feat_idx=[0]))
 
-        return CausalChunks(module, run, cache_entries=_causal_convs(module.encoder), later_frames=FRAME_STRIDE)
+        return CausalChunks(
+            module,
+            mesh,
+            adapt_vae,
+            run,
+            scale=self._spatial,
+            cache_entries=_causal_convs(module.encoder),
+            later_frames=FRAME_STRIDE,
+            patches=patch_count(mesh),
+        )
 
     # ---- experts
 
@@ -344,16 +355,30 @@ class WanModel:
         mean, std = self._latent_statistics()
         return latents * std + mean
 
-    def vae_decoder(self, module: torch.nn.Module) -> CausalChunks:
-        """Latents [1, C, 1, H, W] -> float32 pixels [1 or 4, H, W, 3] in [0, 1], chunk by chunk."""
+    def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
+        """Latents [1, C, 1, H, W] -> pixels [1, 3, 1 or 4, H, W] around [-1, 1], chunk by chunk."""
         patch = self.config.vae.get("patch_size")
 
         def run(module: Any, x: torch.Tensor, cache: list[Any], first: bool) -> torch.Tensor:
             x = module.decoder(module.post_quant_conv(x), feat_cache=cache, feat_idx=[0], first_chunk=first)
-            x = x if patch is None else unpatchify(x, patch_size=patch)
-            return (torch.clamp(x.float(), min=-1, max=1) / 2 + 0.5)[0].permute(1, 2, 3, 0)
+            return x if patch is None else unpatchify(x, patch_size=patch)
 
-        return CausalChunks(module, run, cache_entries=_causal_convs(module.decoder), later_frames=1)
+        return CausalChunks(
+            module,
+            mesh,
+            adapt_vae,
+            run,
+            scale=1,
+            cache_entries=_causal_convs(module.decoder),
+            later_frames=1,
+            patches=patch_count(mesh),
+        )
+
+    @staticmethod
+    def pixels(decoded: np.ndarray) -> np.ndarray:
+        """Return what the decoder gave, [1, 3, T, H, W], as float32 [T, H, W, 3] in [0, 1]."""
+        unit = np.clip(decoded[0].astype(np.float32), -1, 1) / 2 + 0.5
+        return unit.transpose(1, 2, 3, 0)
 
     @functools.cached_property
     def flops(self) -> WanFlops:

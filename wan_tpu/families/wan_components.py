@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from wan_tpu.checkpoint import Component
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families import wan_transformer
-from wan_tpu.families.wan_modules import adapt_vae
 from wan_tpu.families.wan_presets import WanConfig
+from wan_tpu.families.wan_text import adapt_text_encoder
 from wan_tpu.mesh import Rule
 
 # Sharding. One letter a dimension: L scanned layers (always whole), O outputs, I inputs of a projection.
@@ -53,7 +53,6 @@ def vae_half(config: WanConfig, *dropped: str) -> Component:
     def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
         for part in dropped:
             delattr(module, part)
-        adapt_vae(module, mesh)
 
     return Component(
         folder="vae",
@@ -72,7 +71,7 @@ def text_encoder(config: WanConfig) -> Component:
     return Component(
         folder="text_encoder",
         build=lambda: _from_transformers(kind, config.text_encoder),
-        adapt=lambda module, mesh: None,
+        adapt=adapt_text_encoder,
         scanned=("encoder.block",) if config.text_encoder_class == "UMT5EncoderModel" else (),
         rules=TEXT_ENCODER_RULES,
     )
