@@ -19,6 +19,11 @@ ROOT = Path(__file__).parent.parent
 PHOTO = ROOT / "examples" / "cat.png"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run what loads libtpu into this process last: with it, JAX's profiler crashes on a machine without a TPU."""
+    items.sort(key=lambda item: item.get_closest_marker("loads_libtpu") is not None)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Returns the folder of a small checkpoint of a kind; read it, don't change it."""

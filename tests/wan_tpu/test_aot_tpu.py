@@ -27,6 +27,8 @@ pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[aot]'")
 sys.path.insert(0, str(ROOT / "scripts"))
 from described import described  # the scripts' glue between cluster and wan_tpu
 
+pytestmark = pytest.mark.loads_libtpu
+
 LAYERS, TOKENS, WIDTH = 3, 2048, 512
 
 
