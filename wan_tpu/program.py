@@ -30,15 +30,17 @@ class Program:
         *,
         exact: bool,
         donate: tuple[int, ...] = (),
+        results: Any = None,
         name: str = "",
         executables: Executables | None = None,
     ) -> None:
         """exact: multiply float32 in float32; TPUs and GPUs otherwise take bfloat16 or TF32 passes.
 
+        results      shardings, or formats, of what is returned, where they matter (a tree, or its beginning)
         executables  where compiled programs are looked for, under `name`, before one is compiled
         """
         self.function = function
-        self._jit = jax.jit(function, donate_argnums=donate)
+        self._jit = jax.jit(function, donate_argnums=donate, out_shardings=results)
         self._mesh = mesh
         self._options = TPU_OPTIONS if mesh.devices.flat[0].platform == "tpu" else None
         self._precision = "highest" if exact else "default"

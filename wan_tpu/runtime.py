@@ -63,12 +63,12 @@ class Runtime:
         if not self._keep_weights:
             self._components.pop(name, None)
 
-    def program(self, name: str, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Program:
+    def program(self, name: str, function: Callable[..., Any], results: Any = None) -> Program:
         """Return the program of this name, made from `function` the first time."""
         if name not in self.programs:
             exact = self.dtype == "float32"
             self.programs[name] = Program(
-                function, self.mesh, exact=exact, donate=donate, name=name, executables=self._executables
+                function, self.mesh, exact=exact, results=results, name=name, executables=self._executables
             )
         return self.programs[name]
 

@@ -147,8 +147,9 @@ def vae_programs(runtime: Runtime, component: str, module: torch.nn.Module) -> t
     """Return a VAE half ("vae_encoder" or "decoder"), and its jitted `first` and `next`."""
     make = runtime.model.vae_decoder if component == "decoder" else runtime.model.vae_encoder
     chunks = make(module, runtime.mesh)
-    first = runtime.program(f"{component} first", chunks.first)
-    return chunks, first, runtime.program(f"{component} later", chunks.next, donate=(2,))
+    results = (chunks.out_format, chunks.cache_format)
+    first = runtime.program(f"{component} first", chunks.first, results)
+    return chunks, first, runtime.program(f"{component} later", chunks.next, results)
 
 
 def vae_encode(runtime: Runtime, chunks: list[np.ndarray]) -> Iterator[np.ndarray]:

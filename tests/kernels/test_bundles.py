@@ -5,7 +5,8 @@ import importlib.util
 import pytest
 
 from wan_tpu.aot.attention_kernels import CASES, ours
-from wan_tpu.aot.bundles import CompileError, count_bundles, hot_bundles, read_regions, slot_use
+from wan_tpu.aot.bundles import CompileError, count_bundles, hot_bundles, read_loops, read_regions, slot_use
+from wan_tpu.aot.kernel_prices import step_bundles
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, which holds the TPU compiler, is not installed"
@@ -55,6 +56,22 @@ def test_regions_are_counted_with_what_they_hold():
     assert [(r.number, r.bundles, r.nested) for r in regions] == [("2", 2, 0), ("3", 1, 0), ("1", 4, 3)]
     assert total == 5
     assert hot_bundles(regions, total) == 2
+
+
+def test_bundles_count_as_often_as_the_loops_around_them_run():
+    text = """
+   0x0   :  { %s1 = smov.u32 0 }
+   0x1 LB: > { %s10 = sphi %s1, %s11  ;;  %s12 = sphi %s1, %s13 }
+   0x2 LB: >> { %s20_s5 = sphi %s1, %s21_s5 }
+   0x3   : >> { %p2 = scmp.ge.s32.totalorder %s21_s5, 8 /* loop exit test */ }
+   0x4   :  {}
+   0x5   : > { %p1 = scmp.ge.s32.totalorder (%p2), %s13, 34 /* loop exit test */ }
+   0x6   :  { %s9 = smov.u32 0 }
+"""
+    loops = read_loops(text)
+    assert loops == {(): 3, (34,): 2, (34, 8): 2}
+    assert step_bundles(loops, steps=32) == 2 + 2 * 8  # the loop of 34 is the grid's
+    assert step_bundles(loops, steps=1) == 3 + 34 * (2 + 2 * 8)
 
 
 def test_slots_are_shares_of_their_capacity():

@@ -1,27 +1,25 @@
 """Run by test_halo.py in a process with eight virtual CPU devices: VAE halves on several meshes, into an npz.
 
 Arguments: where to write, then three for every case: a checkpoint's folder, a latent width, and how it is cut
-("1x1x2/4,...": a mesh and the patches of each device). Entries are named kind/width/half/cut.
+("1x1x2,...": meshes). Entries are named kind/width/half/cut.
 """
 
-import dataclasses
 import sys
 from pathlib import Path
 
 import numpy as np
 
 from wan_tpu import load_pipeline
-from wan_tpu.program import Program, place
+from wan_tpu.program import place
 from wan_tpu.stages import vae_programs
 
 FRAMES, ROWS = 3, 3  # latent frames and rows
 
 
-def run(runtime, component, chunks, patches):
+def run(runtime, component, chunks):
     """Return a VAE half's output for its chunks of input, [1, C, T, H, W]."""
     loaded = runtime.component(component)
-    half = dataclasses.replace(vae_programs(runtime, component, loaded.module)[0], patches=patches)
-    first, later = (Program(step, runtime.mesh, exact=True) for step in (half.first, half.next))
+    _, first, later = vae_programs(runtime, component, loaded.module)
     out, cache = first(loaded.params, place(chunks[0], runtime.mesh))
     outputs = [out]
     for chunk in chunks[1:]:
@@ -34,14 +32,13 @@ out, *arguments = sys.argv[1:]
 results = {}
 for folder, width, cuts in zip(*[iter(arguments)] * 3, strict=True):
     for cut in cuts.split(","):
-        mesh, _, patches = cut.partition("/")
-        runtime = load_pipeline(folder, dtype="float32", mesh=tuple(map(int, mesh.split("x")))).runtime
+        runtime = load_pipeline(folder, dtype="float32", mesh=tuple(map(int, cut.split("x")))).runtime
         model, rng = runtime.model, np.random.default_rng(0)
         scale = model.config.vae.get("scale_factor_spatial", 8)
         latents = rng.standard_normal((FRAMES, 1, model.latent_channels, 1, ROWS, int(width))).astype(np.float32)
         shapes = [(1, 3, frames, ROWS * scale, int(width) * scale) for frames in [1] + [4] * (FRAMES - 1)]
         pixels = [rng.uniform(-1, 1, shape).astype(np.float32) for shape in shapes]
         name = f"{Path(folder).name}|{width}|{{}}|{cut}"
-        results[name.format("decode")] = run(runtime, "decoder", list(latents), int(patches))
-        results[name.format("encode")] = run(runtime, "vae_encoder", pixels, int(patches))
+        results[name.format("decode")] = run(runtime, "decoder", list(latents))
+        results[name.format("encode")] = run(runtime, "vae_encoder", pixels)
 np.savez(out, **results)

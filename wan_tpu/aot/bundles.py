@@ -41,6 +41,8 @@ class KernelBundles:
     hot: bundles of the largest innermost region: the body of the kernel's main loop, or of its main grid step.
     slot_bound: the most instructions any issue slot must take, divided by its capacity: no schedule is shorter.
     slots: share of each slot's capacity that is used.
+    loops: bundles by the iterations of the loops around them, outermost first (that of the grid, where it has several
+           steps, runs two more to fetch the first tiles and to store the last).
     """
 
     name: str
@@ -48,6 +50,7 @@ class KernelBundles:
     hot: int
     slot_bound: int
     slots: Mapping[str, float]
+    loops: Mapping[tuple[int, ...], int]
 
 
 class CompileError(RuntimeError):
@@ -83,9 +86,10 @@ def _read(folder: Path) -> list[KernelBundles]:
         if not match or "<" in match[2] or match[2] == "TLP" or "schedule-analysis" in match[2]:
             continue  # the program around the kernels
         [use] = folder.glob(f"{glob.escape(match[1])}-*-final_hlo-static-per-bundle-utilization.txt")
-        regions, total = read_regions(file.read_text(errors="replace"))
+        text = file.read_text(errors="replace")
+        regions, total = read_regions(text)
         slots, bound = slot_use(use.read_text())
-        kernels.append(KernelBundles(match[2], total, hot_bundles(regions, total), bound, slots))
+        kernels.append(KernelBundles(match[2], total, hot_bundles(regions, total), bound, slots, read_loops(text)))
     return sorted(kernels, key=lambda kernel: -kernel.total)
 
 
@@ -124,6 +128,29 @@ def read_regions(text: str) -> tuple[list[Region], int]:
                 if region.number == number:
                     break
     return closed, count
+
+
+def read_loops(text: str) -> dict[tuple[int, ...], int]:
+    """Return the bundles of a final_bundles file by the iterations of the loops around them, outermost first.
+
+    A loop whose iterations are not a constant of the program counts as one.
+    """
+    trips = {
+        name: int(n) for name, n in re.findall(r"scmp\.ge\.s32\S* (?:\(%\w+\), )?%(s\w+), (\d+) /\* loop exit", text)
+    }
+    found: dict[tuple[int, ...], int] = {}
+    around: list[int] = []
+    for line in text.splitlines():
+        bundle = re.match(r"\s*0x[0-9a-f]+\s+(\w+)?:\s*(>*)", line)
+        if not bundle:
+            continue
+        depth = len(bundle[2])
+        if bundle[1] == "LB":
+            counters = re.findall(r"= sphi [^;]*?%\w+, %(s\w+)", line)
+            around = [*around[: depth - 1], next((trips[name] for name in counters if name in trips), 1)]
+        key = tuple(around[:depth])
+        found[key] = found.get(key, 0) + 1
+    return found
 
 
 def hot_bundles(regions: list[Region], total: int) -> int:

@@ -37,6 +37,7 @@ class KernelCall:
               of 8-bit numbers count half, which is what matrix units gain by them at most
     repeats   iterations a grid step of its innermost loop of constant length, 1 without; loops under conditions, such
               as those over a last block, are not in it
+    loops     how many loops run at every grid step
     config    what the compiler is told, the kernel's body included
     """
 
@@ -47,6 +48,7 @@ class KernelCall:
     results: tuple[Array, ...]
     macs: float
     repeats: int
+    loops: int
     config: str
 
     @property
@@ -75,7 +77,7 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
     """Return the kernel that a tpu_custom_call runs, from the Mosaic module that it carries."""
     start = instruction.attributes.index("backend_config=") + len("backend_config=")
     config, _ = json.JSONDecoder().raw_decode(instruction.attributes[start:])
-    text, macs, repeats = _read_mosaic(base64.b64decode(config["custom_call_config"]["body"]))
+    text, macs, repeats, loops = _read_mosaic(base64.b64decode(config["custom_call_config"]["body"]))
     bounds = re.search(r"iteration_bounds = array<i64: ([\d, ]+)>", text)
     semantics = re.search(r"dimension_semantics = \[([^\]]*)\]", text)
     operands = [shape for name in instruction.operands for shape in computation.by_name[name].shapes]
@@ -87,6 +89,7 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
         results=tuple((_DTYPES[shape.dtype], shape.dims) for shape in instruction.shapes),
         macs=macs,
         repeats=repeats,
+        loops=loops,
         config=json.dumps({part: config[part] for part in _CONFIG if config.get(part)}),
     )
 
@@ -108,14 +111,14 @@ def saved(path: str) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     return run, operands
 
 
-def _read_mosaic(bytecode: bytes) -> tuple[str, float, int]:
-    """Return a Mosaic module as text, and of one grid step the multiply-adds and the innermost loop's iterations."""
+def _read_mosaic(bytecode: bytes) -> tuple[str, float, int, int]:
+    """Return a Mosaic module as text, and of one grid step multiply-adds, innermost loop's iterations and loops."""
     context = mlir.make_ir_context()
     tpu.register_dialect(context)
     context.allow_unregistered_dialects = True
     with context, ir.Location.unknown():
         module = ir.Module.parse(bytecode).operation
-        return str(module), _macs(module), _repeats(module)
+        return str(module), _macs(module), _repeats(module), _loops(module)
 
 
 def _macs(operation: Any) -> float:
@@ -142,6 +145,14 @@ def _repeats(operation: Any) -> int:
         return 1
     inner = [_repeats(child.operation) for region in operation.regions for block in region for child in block]
     return max(inner, default=1) * (_trips(operation) or 1)
+
+
+def _loops(operation: Any) -> int:
+    """Return how many loops there are that run at every grid step."""
+    if _is(operation, "scf.if"):
+        return 0
+    inner = sum(_loops(child.operation) for region in operation.regions for block in region for child in block)
+    return inner + _is(operation, "scf.for")
 
 
 def _trips(operation: Any) -> int | None:

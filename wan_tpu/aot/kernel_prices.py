@@ -3,8 +3,9 @@
 import functools
 import json
 import logging
+import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from wan_tpu.aot import bundles, kernel_calls, key
@@ -59,13 +60,24 @@ def _counted_by() -> str:
 def count_alone(call: KernelCall, chip: str) -> int:
     """Compile a call alone for a chip and return the bundles of one grid step.
 
-    That is the hot region; where it is the body of a loop, which stands in the code once, it is run again and again.
+    That is the hot region; where it is the body of a loop, which stands in the code once, it is run again and again;
+    of several loops in a step each counts as often as it runs.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "call.json"
         call.save(path)
         counted = bundles.count_bundles(f"{kernel_calls.__file__}:saved", {"path": str(path)}, chip)
     kernel = max(counted, key=lambda kernel: kernel.hot)
+    if call.loops > 1:
+        return step_bundles(kernel.loops, call.steps)
     if call.repeats == 1:
         return kernel.hot
     return kernel.total + kernel.hot * (call.repeats - 1)
+
+
+def step_bundles(loops: Mapping[tuple[int, ...], int], steps: int) -> int:
+    """Return the bundles of one of `steps` grid steps, each as often as the loops around it run."""
+    if steps == 1:
+        return sum(math.prod(trips) * count for trips, count in loops.items())
+    inside = {trips: count for trips, count in loops.items() if trips and trips[0] >= steps}
+    return sum(math.prod(trips[1:]) * count for trips, count in inside.items())

@@ -7,10 +7,10 @@ fixed shape that starts as zeros gives the same numbers: here every entry has it
 One program runs the first chunk (one pixel frame), another all later ones; compile time and memory are the same
 for 5 frames as for 501.
 
-Each program is one `jax.shard_map` over all devices, which cut the picture into patches (wan_tpu/halo.py); the cache
+Each program is one `jax.shard_map` over all devices, which share the picture's columns out (wan_tpu/halo.py); the cache
 stays on them between calls.
 
-Shapes: N patches on a device, T frames, H W height and width (of a picture, or of a patch beside N), C channels.
+Shapes: T frames, X columns and Y rows of a device's strip, W H width and height of the whole picture, C channels.
 """
 
 from collections.abc import Callable
@@ -20,115 +20,122 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.bridge import Params, call, to_jax, to_torch
-from wan_tpu.halo import Patches, patches
+from wan_tpu.bridge import Params, call, to_torch
+from wan_tpu.halo import Cut, cut_of, strips
+from wan_tpu.mesh import replicated
 
-Cache = tuple[jax.Array | None, ...]
-Adapt = Callable[[torch.nn.Module, Patches], None]
-Run = Callable[[torch.nn.Module, torch.Tensor, list[Any], bool], torch.Tensor]
+Cache = tuple[jax.Array, ...]
+
+
+class History:
+    """The entries of a cache, in the order in which a module's convolutions ask for them."""
+
+    def __init__(self, entries: Cache | None) -> None:
+        """entries: None before the first chunk."""
+        self.first = entries is None
+        self._entries = entries
+        self._seen: list[jax.Array] = []
+
+    def past(self, x: jax.Array) -> jax.Array | None:
+        """Return the frames [T, X, Y, C] before x, and remember x for the next chunk.
+
+        All frames of x are kept, though two are enough: an input that is kept whole needs no copy.
+        """
+        past = None if self._entries is None else self._entries[len(self._seen)]
+        kept = x if past is None or x.shape[0] > 1 else jnp.concatenate([past[-1:], x])
+        self._seen.append(kept)
+        return past
+
+    @property
+    def entries(self) -> Cache:
+        """What the next chunk needs."""
+        return tuple(self._seen)
+
+
+Run = Callable[[Any, Cut, jax.Array, History], jax.Array]
 
 
 @dataclass(frozen=True)
 class CausalChunks:
     """One half (encoder or decoder) of a causal VAE as two pure functions.
 
-    adapt          makes the module work on patches; called whenever the half is traced
-    run            run(module, x, cache, first) is torch code that applies the half to one chunk [N, C, T, H, W],
-                   updating the list `cache`
-    scale          pixels of the input to a pixel of the latents, in height and width
-    cache_entries  how long that list is
-    later_frames   frames of every chunk after the first, which has one
-    patches        into how many a device cuts its part of a picture
+    run           run(module, cut, x, history) applies the half to one chunk [T, X, Y, C]
+    before, after  done to the whole input and output, [1, C, T, H, W]
+    scale         pixels of the input (after `before`) to a pixel of the latents, in height and width
+    later_frames  frames of every chunk after the first, which has one
     """
 
     module: torch.nn.Module
     mesh: Mesh
-    adapt: Adapt
     run: Run
+    before: Callable[[jax.Array], jax.Array]
+    after: Callable[[jax.Array], jax.Array]
     scale: int
-    cache_entries: int
     later_frames: int
-    patches: int
 
     def first(self, params: Params, x: jax.Array) -> tuple[jax.Array, Cache]:
         """Run the first chunk, x [1, C, 1, H, W]; return its output and the cache for the next."""
 
-        def local(cut: Patches, params: Params, x: jax.Array) -> tuple[jax.Array, Cache]:
-            out, entries = self._apply(cut, params, x, [None] * self.cache_entries, first=True)
-            later = jax.ShapeDtypeStruct((*x.shape[:2], self.later_frames, *x.shape[3:]), x.dtype)
-            final = jax.eval_shape(lambda later: self._apply(cut, params, later, entries, first=False)[1], later)
+        def local(cut: Cut, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+            out, entries = self._apply(cut, params, x, None)
+            later = jax.ShapeDtypeStruct((self.later_frames, *x.shape[1:]), x.dtype)
+            final = jax.eval_shape(lambda later: self._apply(cut, params, later, entries)[1], later)
             return out, tuple(map(_to_final, entries, final))
 
-        return self._on_patches(local, params, x, ())
+        return self._on_strips(local, params, x, ())
 
     def next(self, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Run any later chunk, x [1, C, T, H, W], from the cache of the one before."""
-
-        def local(cut: Patches, params: Params, x: jax.Array, *cache: jax.Array | None) -> tuple[jax.Array, Cache]:
-            out, entries = self._apply(cut, params, x, list(cache), first=False)
-            return out, tuple(entries)
-
-        return self._on_patches(local, params, x, cache)
+        return self._on_strips(self._apply, params, x, cache)
 
     def cache(self, params: Any, x: jax.ShapeDtypeStruct) -> Any:
         """Return the shapes and shardings of the cache that `first` leaves, from the shapes of its arguments."""
-        sharding = NamedSharding(self.mesh, _on_last(self.mesh))
         shapes = jax.eval_shape(self.first, params, x)[1]
-        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.cache_format), shapes)
 
-    def _on_patches(self, local: Callable[..., Any], params: Params, x: jax.Array, cache: Cache) -> Any:
-        """Run local(cut, params, patches, *cache) on every device; its output becomes a whole picture again."""
-        cut = patches(self.mesh, x.shape[3] // self.scale, x.shape[4] // self.scale, self.patches)
-        on_columns = _on_last(self.mesh)
+    @property
+    def out_format(self) -> Format:
+        """How the output lies: column after column, as the strips do; it is turned on its way to the host."""
+        return Format(Layout((0, 1, 2, 4, 3)), replicated(self.mesh))
 
-        def device(params: Params, part: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-            out, entries = local(cut, params, cut.cut(part), *jax.tree.map(_from_cache, cache))
-            return cut.gather(out), jax.tree.map(_to_cache, entries)
+    @property
+    def cache_format(self) -> Format:
+        """How each entry of the cache lies: as the kernels read it, where XLA would swap dimensions to save padding."""
+        return Format(Layout((0, 1, 2, 3)), NamedSharding(self.mesh, strips(self.mesh)))
 
-        run = jax.shard_map(
-            device,
-            mesh=self.mesh,
-            in_specs=(P(), on_columns, on_columns),
-            out_specs=(P(), on_columns),
-            check_vma=False,
-        )
-        return run(params, cut.pad(x), cache)
+    def _cut(self, x: Any) -> Cut:
+        height, width = jax.eval_shape(self.before, x).shape[3:]
+        return cut_of(self.mesh, height // self.scale, width // self.scale)
 
-    def _apply(
-        self, cut: Patches, params: Params, x: jax.Array, cache: list[Any], *, first: bool
-    ) -> tuple[jax.Array, list[Any]]:
-        def method(module: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-            entries = [entry if isinstance(entry, str) else to_torch(entry) for entry in cache]
-            out = self.run(module, x, entries, first)
-            return out, [entry if isinstance(entry, str) else to_jax(entry) for entry in entries]
+    def _on_strips(self, local: Callable[..., Any], params: Params, x: jax.Array, cache: Cache) -> Any:
+        """Run local(cut, params, strip, cache) on every device; its output becomes a whole picture again."""
+        cut = self._cut(x)
 
-        self.adapt(self.module, cut)
-        return call(self.module, params, method, x)
+        def device(params: Params, strip: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+            out, entries = local(cut, params, strip, cache)
+            # Channels first before it is gathered: three of them in a TPU's 128 lanes are 42 times as many bytes.
+            frames, _, _, channels = out.shape
+            planes = cut.gather(out.transpose(3, 0, 1, 2).reshape(-1, *out.shape[1:3]))
+            return planes.reshape(channels, frames, *planes.shape[1:]), entries
 
+        spec = strips(self.mesh)
+        run = jax.shard_map(device, mesh=self.mesh, in_specs=(P(), spec, spec), out_specs=(P(), spec), check_vma=False)
+        out, entries = run(params, cut.pad(self.before(x)[0].transpose(1, 3, 2, 0)), cache)
+        return self.after(out.transpose(0, 1, 3, 2)[None]), entries
 
-def _on_last(mesh: Mesh) -> P:
-    """Return how the last of five dimensions is split over all devices."""
-    return P(None, None, None, None, mesh.axis_names)
+    def _apply(self, cut: Cut, params: Params, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
+        def method(module: torch.nn.Module) -> tuple[Any, ...]:
+            history = History(cache)
+            return to_torch((self.run(module, cut, x, history), history.entries))
 
-
-def _to_cache(entry: jax.Array) -> jax.Array:
-    """[N, C, T, H, W] -> [T, H, W, C, N]: what a program's inputs and outputs have last lies in the TPU's lanes."""
-    return entry.transpose(2, 3, 4, 1, 0)
+        return call(self.module, params, method)
 
 
-def _from_cache(entry: jax.Array) -> jax.Array:
-    return entry.transpose(4, 3, 0, 1, 2)
-
-
-def _to_final(entry: jax.Array | str | None, shape: jax.ShapeDtypeStruct | None) -> jax.Array | None:
+def _to_final(entry: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     """Put zeros in front of what a first chunk left in the cache."""
-    if shape is None:
-        return None
-    if isinstance(entry, str):
-        return jnp.zeros(shape.shape, shape.dtype)
-    assert entry is not None
-    missing = shape.shape[2] - entry.shape[2]
-    return jnp.pad(entry, ((0, 0), (0, 0), (missing, 0), (0, 0), (0, 0)))
+    missing = shape.shape[0] - entry.shape[0]
+    return jnp.pad(entry, ((missing, 0), (0, 0), (0, 0), (0, 0)))

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify, unpatchify
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from diffusers.video_processor import VideoProcessor
 from jax.sharding import Mesh
@@ -24,13 +23,11 @@ from wan_tpu.bridge import Params, call
 from wan_tpu.checkpoint import Checkpoint, Component
 from wan_tpu.data import Conditioning
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.families import wan_components, wan_presets, wan_transformer
+from wan_tpu.families import wan_components, wan_presets, wan_transformer, wan_vae
 from wan_tpu.families.causal_vae import CausalChunks
 from wan_tpu.families.wan_flops import WanFlops
 from wan_tpu.families.wan_presets import TEXT_TOKENS, WanConfig
 from wan_tpu.families.wan_transformer import TextKeys
-from wan_tpu.families.wan_vae import adapt_vae
-from wan_tpu.halo import patch_count
 from wan_tpu.request import FRAME_STRIDE, Defaults, ResolvedRequest, nearest_multiple
 
 
@@ -266,21 +263,15 @@ class WanModel:
 
     def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
         """Pixels [1, 3, 1 or 4, H, W] -> moments [1, 2C, 1, H, W], chunk by chunk."""
-        patch = self.config.vae.get("patch_size")
-
-        def run(module: Any, x: torch.Tensor, cache: list[Any], first: bool) -> torch.Tensor:
-            x = x if patch is None else patchify(x, patch_size=patch)
-            return module.quant_conv(module.encoder(x, feat_cache=cache, feat_idx=[0]))
-
+        size = self.config.vae.get("patch_size") or 1
         return CausalChunks(
             module,
             mesh,
-            adapt_vae,
-            run,
-            scale=self._spatial,
-            cache_entries=_causal_convs(module.encoder),
+            wan_vae.encoder,
+            before=lambda pixels: wan_vae.patchify(pixels, size),
+            after=lambda moments: moments,
+            scale=self._spatial // size,
             later_frames=FRAME_STRIDE,
-            patches=patch_count(mesh),
         )
 
     # ---- experts
@@ -357,21 +348,15 @@ class WanModel:
 
     def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
         """Latents [1, C, 1, H, W] -> pixels [1, 3, 1 or 4, H, W] around [-1, 1], chunk by chunk."""
-        patch = self.config.vae.get("patch_size")
-
-        def run(module: Any, x: torch.Tensor, cache: list[Any], first: bool) -> torch.Tensor:
-            x = module.decoder(module.post_quant_conv(x), feat_cache=cache, feat_idx=[0], first_chunk=first)
-            return x if patch is None else unpatchify(x, patch_size=patch)
-
+        size = self.config.vae.get("patch_size") or 1
         return CausalChunks(
             module,
             mesh,
-            adapt_vae,
-            run,
+            wan_vae.decoder,
+            before=lambda latents: latents,
+            after=lambda pixels: wan_vae.unpatchify(pixels, size),
             scale=1,
-            cache_entries=_causal_convs(module.decoder),
             later_frames=1,
-            patches=patch_count(mesh),
         )
 
     @staticmethod
@@ -391,7 +376,3 @@ class WanModel:
             np.asarray(self.config.vae[key], np.float32).reshape(1, -1, 1, 1, 1)
             for key in ("latents_mean", "latents_std")
         )
-
-
-def _causal_convs(module: torch.nn.Module) -> int:
-    return sum(isinstance(child, WanCausalConv3d) for child in module.modules())

@@ -4,6 +4,7 @@ import functools
 import re
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
@@ -11,7 +12,7 @@ from jax.sharding import Mesh
 
 from wan_tpu.checkpoint import Component
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families import wan_transformer
+from wan_tpu.families import wan_transformer, wan_vae
 from wan_tpu.families.wan_presets import WanConfig
 from wan_tpu.families.wan_text import adapt_text_encoder
 from wan_tpu.mesh import Rule
@@ -53,6 +54,14 @@ def vae_half(config: WanConfig, *dropped: str) -> Component:
     def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
         for part in dropped:
             delattr(module, part)
+        for name, parameter in list(module.named_parameters()):
+            change = next((change for pattern, change in wan_vae.CHANGES if re.fullmatch(pattern, name)), None)
+            if change is not None:
+                shape = change(np.broadcast_to(np.float32(0), tuple(parameter.shape))).shape
+                parent, _, leaf = name.rpartition(".")
+                module.get_submodule(parent).register_parameter(
+                    leaf, torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+                )
 
     return Component(
         folder="vae",
@@ -60,6 +69,7 @@ def vae_half(config: WanConfig, *dropped: str) -> Component:
         adapt=adapt,
         scanned=(),
         rules=WHOLE_RULES,
+        changes=wan_vae.CHANGES,
     )
 
 

@@ -1,0 +1,391 @@
+"""A causal 3D convolution for TPU with the normalisation before it, its halo and what follows, in one pass over HBM.
+
+A video VAE is little else than such convolutions between elementwise pieces. XLA's own take 10 s and more each to
+compile, and the matrix units wait for the pieces between them. Here a tile's neighbourhood is normalised once into
+VMEM, laid out so that all taps are the inputs of one matrix product, and the product is finished before it is written
+(docs/kernels.md has the cycles).
+
+Shapes: T frames, X columns, Y rows, C channels in, O channels out, P past frames, kt kx ky taps of the kernel. Columns
+come before rows: columns are what devices share out, rows lie in a tile's sublanes, channels in its lanes.
+"""
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.tiles import vmem_bytes
+
+LANES = 128
+ROWS = 16  # sublanes of a bfloat16 tile: Y must be a multiple of it
+PIXELS = 4096  # of a tile: what is normalised for its neighbours' sake is a third of it at 720 rows
+PIXELS_AT_ONCE = 512  # of one product: enough rows to share the weights in the matrix unit, and little code to compile
+NORM_FLOOR = 1e-24  # torch's F.normalize divides by at least 1e-12
+
+Edges = tuple[jax.Array | None, jax.Array | None]
+
+
+def causal_conv(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array,
+    *,
+    past: jax.Array | None = None,
+    edges: Edges = (None, None),
+    norm: jax.Array | None = None,
+    norm_after: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    before: tuple[int, int] = (0, 0),
+    stride: int = 1,
+    columns: jax.Array | int | None = None,
+    rows: int | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Return the convolution, [T', X, Y, O] in the dtype of x, of frames that follow `past` ones.
+
+    x           [T, X, Y, C], zero outside of the picture; Y a multiple of 16
+    weight      [kt, kx, ky, C, O]; bias [O]
+    past        [at least P, X, Y, C], of which the last P = kt - 1 count (fewer than x's own when `stride` > 1:
+                P = kt - stride); without, kt must be 1
+    edges       the column before the first and the one after the last, [P + T, 1, Y, C] each, zeros when left out
+    norm        [C]: x, past and edges are divided by their root mean square over the channels, multiplied by this and
+                passed through SiLU
+    norm_after  [O]: the same is done to the result
+    residual    [T', X, Y, O], added to the result (before `norm_after`)
+    before      columns and rows that a window has before its pixel; after it are kx - 1 - before, ky - 1 - before
+    stride      of the windows in time
+    columns, rows  of the picture; what lies beyond is returned as zero
+    """
+    shape = _shape(x, weight, past, before, stride, vmem_bytes(interpret=interpret), interpret=interpret)
+    arrays, specs = [], []
+
+    def give(array: jax.Array, block: tuple[int | None, ...], index: Any) -> None:
+        arrays.append(array)
+        specs.append(pl.BlockSpec(block, index))
+
+    def tiles(array: jax.Array, frames: int, edge: int) -> None:
+        """Give a tile of columns of the last `frames` frames, and the columns before and after it."""
+        size, last = shape.block, shape.x - 1
+        rest = (shape.y, array.shape[3])
+        frame = array.shape[0] // frames - 1
+        give(array, (frames, size, *rest), lambda j, i: (frame, shape.step(j, i), 0, 0))
+        for side in range(2 * edge):
+            offset = size if side else -1
+            give(
+                array,
+                (frames, 1, *rest),
+                lambda j, i, offset=offset: (frame, jnp.clip(shape.step(j, i) * size + offset, 0, last), 0, 0),
+            )
+
+    tiles(x, shape.frames, shape.halo)
+    if past is not None and shape.past:
+        assert past.shape[0] % shape.past == 0
+        tiles(past, shape.past, shape.halo)
+    if shape.halo:
+        nothing = jnp.zeros((shape.past + shape.frames, 1, shape.y, shape.c), x.dtype)
+        for edge in edges:
+            edge = nothing if edge is None else edge
+            give(edge, edge.shape, lambda j, i: (0, 0, 0, 0))
+    vectors = [bias, *(v for v in (norm, norm_after) if v is not None)]
+    matrix = _matrix(weight, shape)
+    for whole in (matrix, *(v.reshape(1, -1).astype(jnp.float32) for v in vectors)):
+        give(whole, whole.shape, lambda j, i: (0, 0))
+    if residual is not None:
+        tiles(residual, shape.out_frames, 0)
+    specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
+    arrays.append(jnp.asarray(shape.x if columns is None else columns, jnp.int32).reshape(1))
+    seen = (shape.past + shape.frames, shape.block + shape.kx - 1, shape.y, shape.ky * shape.lanes)
+    return pl.pallas_call(
+        functools.partial(
+            _kernel,
+            shape=shape,
+            norm=norm is not None,
+            norm_after=norm_after is not None,
+            residual=residual is not None,
+            rows=shape.y if rows is None else rows,
+            precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        ),
+        out_shape=jax.ShapeDtypeStruct((shape.out_frames, shape.x, shape.y, shape.o), x.dtype),
+        grid=(shape.cores, shape.steps // shape.cores),
+        in_specs=specs,
+        out_specs=pl.BlockSpec(
+            (shape.out_frames, shape.block, shape.y, shape.o), lambda j, i: (0, shape.step(j, i), 0, 0)
+        ),
+        scratch_shapes=[pltpu.VMEM(seen, x.dtype)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_bytes(interpret=interpret)
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * shape.out_frames * shape.x * shape.y * weight.size,
+            transcendentals=0 if norm is None else x.size,
+            bytes_accessed=x.dtype.itemsize
+            * (x.size + weight.size + shape.out_frames * shape.x * shape.y * shape.o * (1 + (residual is not None))),
+        ),
+        name="causal_conv" + ("" if norm is None else "_norm") + ("" if residual is None else "_residual"),
+        interpret=interpret,
+    )(*arrays)
+
+
+def causal_conv_reference(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array,
+    *,
+    past: jax.Array | None = None,
+    edges: Edges = (None, None),
+    norm: jax.Array | None = None,
+    norm_after: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    before: tuple[int, int] = (0, 0),
+    stride: int = 1,
+    columns: jax.Array | int | None = None,
+    rows: int | None = None,
+) -> jax.Array:
+    """Return the same as `causal_conv`, in plain jnp; any Y.
+
+    One 2D convolution whose input channels are the taps in time: XLA runs it 2 to 4 x faster on CPU than its own 3D
+    convolution (32 channels, 4 frames of 320x320: 186 GFLOP/s against 45; torch 160).
+    """
+    taps, kx, ky, _, outputs = weight.shape
+    frames = x if past is None or taps == stride else jnp.concatenate([past[stride - taps :], x])
+    if kx > 1:
+        nothing = jnp.zeros_like(frames[:, :1])
+        sides = [nothing if edge is None else edge for edge in edges]
+        frames = jnp.concatenate([sides[0]] * before[0] + [frames] + [sides[1]] * (kx - 1 - before[0]), axis=1)
+    if norm is not None:
+        frames = normalise(frames, norm).astype(x.dtype)
+    out_frames = (frames.shape[0] - taps) // stride + 1
+    seen = [frames[tap : tap + (out_frames - 1) * stride + 1 : stride] for tap in range(taps)]
+    stacked = jnp.concatenate(seen, axis=-1) if taps > 1 else seen[0]
+    kernel = weight.transpose(1, 2, 0, 3, 4).reshape(kx, ky, -1, outputs)
+    if kx == ky == 1:
+        y = jnp.einsum("txyc,co->txyo", stacked, kernel[0, 0], preferred_element_type=jnp.float32)
+    else:
+        pads = ((0, 0), (before[1], ky - 1 - before[1]))
+        y = jax.lax.conv_general_dilated(
+            stacked,
+            kernel,
+            (1, 1),
+            pads,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            preferred_element_type=jnp.float32,
+        )
+    y = y + bias.astype(jnp.float32)
+    if residual is not None:
+        y = y + residual.astype(jnp.float32)
+    if norm_after is not None:
+        y = normalise(y, norm_after)
+    return inside(y, columns, rows).astype(x.dtype)
+
+
+def normalise(x: jax.Array, gamma: jax.Array) -> jax.Array:
+    """Return x over its root mean square over the last axis, times gamma [C], through SiLU; float32."""
+    x = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.maximum((x * x).sum(-1, keepdims=True), NORM_FLOOR))
+    scaled = x * (inverse * math.sqrt(x.shape[-1])) * gamma.astype(jnp.float32)
+    return scaled / (1 + jnp.exp(-scaled))
+
+
+def inside(x: jax.Array, columns: jax.Array | int | None, rows: int | None) -> jax.Array:
+    """Return x [T, X, Y, C] with zeros beyond the picture's columns and rows."""
+    if columns is not None:
+        x = jnp.where(jnp.arange(x.shape[1])[:, None, None] < columns, x, 0)
+    if rows is not None and rows < x.shape[2]:
+        x = jnp.where(jnp.arange(x.shape[2])[:, None] < rows, x, 0)
+    return x
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """All sizes of one call.
+
+    block   columns of a tile; group, part  frames and columns that one product makes
+    lanes   of one pixel's channels in the scratch, whole vector registers
+    halo    whether columns beside the tile are needed
+    """
+
+    frames: int
+    past: int
+    x: int
+    y: int
+    c: int
+    o: int
+    kt: int
+    kx: int
+    ky: int
+    before: tuple[int, int]
+    stride: int
+    group: int
+    block: int
+    cores: int
+
+    @property
+    def lanes(self) -> int:
+        return -(-self.c // LANES) * LANES
+
+    @property
+    def halo(self) -> int:
+        return int(self.kx > 1)
+
+    @property
+    def out_frames(self) -> int:
+        return (self.past + self.frames - self.kt) // self.stride + 1
+
+    @property
+    def steps(self) -> int:
+        return self.x // self.block
+
+    @property
+    def part(self) -> int:
+        return max(
+            n for n in range(1, self.block + 1) if self.block % n == 0 and (n == 1 or n * self.y <= PIXELS_AT_ONCE)
+        )
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of one product: taps times lanes."""
+        return (self.kt + self.group - 1) * self.kx * self.ky * self.lanes
+
+    @property
+    def outputs(self) -> int:
+        return self.o if self.group == 1 else self.group * LANES
+
+    def step(self, core: Any, step: Any) -> Any:
+        """Return the index of a tile."""
+        return core * (self.steps // self.cores) + step
+
+
+def _matrix(weight: jax.Array, shape: _Shape) -> jax.Array:
+    """Return the matrix of one product, [inputs, outputs]: zeros for unused lanes, and where frames don't meet."""
+    unused = (0, shape.lanes - shape.c)
+    padded = jnp.pad(weight.reshape(shape.kt, -1, shape.c, shape.o), ((0, 0), (0, 0), unused, (0, 0)))
+    if shape.group > 1:
+        padded = jnp.pad(padded, ((0, 0), (0, 0), (0, 0), (0, LANES - shape.o)))
+        shifts = [((i, shape.group - 1 - i), (0, 0), (0, 0), (0, 0)) for i in range(shape.group)]
+        padded = jnp.concatenate([jnp.pad(padded, shift) for shift in shifts], axis=-1)
+    return padded.reshape(shape.inputs, shape.outputs)
+
+
+def _shape(
+    x: jax.Array,
+    weight: jax.Array,
+    past: jax.Array | None,
+    before: tuple[int, int],
+    stride: int,
+    vmem: int,
+    *,
+    interpret: bool,
+) -> _Shape:
+    kt, kx, ky, c, o = weight.shape
+    frames, columns, y = x.shape[:3]
+    count = kt - stride if past is not None else 0
+    if x.shape[3] != c or y % ROWS or count + frames < kt:
+        raise ValueError(f"x {x.shape}, weight {weight.shape}, {count} past frames: rows must be a multiple of {ROWS}")
+    mxu, cores = (256, 1) if interpret else _chip()
+    out_frames = (count + frames - kt) // stride + 1
+    group = 2 if o <= LANES and mxu >= 2 * LANES and stride == 1 and out_frames % 2 == 0 else 1
+    sizes = [n for n in range(1, columns + 1) if columns % n == 0 and (n == 1 or n * y <= PIXELS)]
+    for block in reversed(sizes):
+        parts = cores if columns // block % cores == 0 else 1
+        shape = _Shape(frames, count, columns, y, c, o, kt, kx, ky, before, stride, group, block, parts)
+        if _vmem_use(shape, x.dtype.itemsize) <= vmem or block == 1:
+            return shape
+    raise AssertionError("a picture has at least one column")
+
+
+def _vmem_use(shape: _Shape, itemsize: int) -> int:
+    """Return the bytes of a tile: double-buffered inputs and outputs, the scratch, a product's operands and result."""
+    rows = shape.block * shape.y
+    o_lanes = -(-shape.outputs // LANES) * LANES
+    seen = (shape.past + shape.frames) * (shape.block + 2 * shape.halo) * shape.y
+    streamed = 2 * (seen * shape.lanes + 2 * shape.out_frames * rows * o_lanes)
+    weights = 2 * shape.inputs * o_lanes
+    kept = seen * shape.ky * shape.lanes
+    product = shape.part * shape.y * (itemsize * shape.inputs + 3 * 4 * o_lanes)
+    return itemsize * (streamed + weights + kept) + product
+
+
+def _chip() -> tuple[int, int]:
+    """Return the columns of the matrix unit and the cores that share a call."""
+    info = pltpu.get_tpu_info()
+    return info.mxu_column_size, info.num_cores
+
+
+def _kernel(*given, shape, norm, norm_after, residual, rows, precision):  # type: ignore[no-untyped-def]
+    refs = iter(given)
+    tiles = [list(itertools.islice(refs, 1 + 2 * shape.halo)) for _ in range(2 if shape.past else 1)]
+    edge_refs = list(itertools.islice(refs, 2 * shape.halo))
+    w_ref, b_ref = next(refs), next(refs)
+    gamma = next(refs)[0] if norm else None
+    gamma_after = next(refs)[0] if norm_after else None
+    residual_ref = next(refs) if residual else None
+    columns_ref, o_ref, seen_ref = refs
+    step = shape.step(pl.program_id(0), pl.program_id(1))
+    frame = 0
+    for source in reversed(tiles):  # the past comes first
+        frame = _fill(source, edge_refs, seen_ref, frame, gamma, step, shape)
+    first_column = step * shape.block + jax.lax.broadcasted_iota(jnp.int32, (shape.part, shape.y, 1), 0)
+    kept_rows = jax.lax.broadcasted_iota(jnp.int32, (shape.part, shape.y, 1), 1) < rows
+    parts = shape.block // shape.part
+
+    def products(index, _):  # type: ignore[no-untyped-def]
+        group, part = index // parts, index % parts * shape.part
+        inputs = [
+            seen_ref[group * shape.group * shape.stride + frame, pl.ds(part + column, shape.part)].reshape(
+                shape.part * shape.y, -1
+            )
+            for frame in range(shape.kt + shape.group - 1)
+            for column in range(shape.kx)
+        ]
+        joined = jnp.concatenate(inputs, axis=1) if len(inputs) > 1 else inputs[0]
+        total = jnp.dot(joined, w_ref[...], precision=precision, preferred_element_type=jnp.float32)
+        kept = kept_rows & (first_column + part < columns_ref[0])
+        for i in range(shape.group):
+            y = total[:, i * LANES : i * LANES + shape.o] if shape.group > 1 else total
+            y = (y + b_ref[...]).reshape(shape.part, shape.y, shape.o)
+            frame = group * shape.group + i
+            if residual_ref is not None:
+                y = y + residual_ref[frame, pl.ds(part, shape.part)].astype(jnp.float32)
+            if gamma_after is not None:
+                y = normalise(y, gamma_after)
+            o_ref[frame, pl.ds(part, shape.part)] = jnp.where(kept, y, 0).astype(o_ref.dtype)
+
+    jax.lax.fori_loop(0, shape.out_frames // shape.group * parts, products, None)
+
+
+def _fill(source, edge_refs, seen_ref, frame, gamma, step, shape):  # type: ignore[no-untyped-def]
+    """Put a source's tile and the columns beside it into the scratch, from frame `frame` on; return the next frame."""
+    row = jax.lax.broadcasted_iota(jnp.int32, (shape.y, 1), 0)
+
+    def put(frame, column, x):  # type: ignore[no-untyped-def]
+        x = normalise(x, gamma) if gamma is not None else x.astype(jnp.float32)
+        if shape.lanes != shape.c:
+            x = jnp.concatenate([x, jnp.zeros((shape.y, shape.lanes - shape.c), x.dtype)], axis=1)
+        for tap in range(shape.ky):
+            shift = tap - shape.before[1]
+            seen = x
+            if shift:
+                beyond = row == (0 if shift < 0 else shape.y - 1)
+                seen = jnp.where(beyond, 0.0, pltpu.roll(x, -shift % shape.y, 0))
+            seen_ref[frame, column, :, tap * shape.lanes : (tap + 1) * shape.lanes] = seen.astype(seen_ref.dtype)
+
+    tile, *sides = source
+    count = tile.shape[0]
+    lead = shape.before[0]
+
+    def one(i, _):  # type: ignore[no-untyped-def]
+        at = frame + i
+        if shape.halo and lead:
+            put(at, 0, jnp.where(step == 0, edge_refs[0][at, 0], sides[0][i, 0]))
+        if shape.halo and lead < shape.kx - 1:
+            put(at, shape.block + lead, jnp.where(step == shape.steps - 1, edge_refs[1][at, 0], sides[1][i, 0]))
+        jax.lax.fori_loop(0, shape.block, lambda j, _: put(at, lead + j, tile[i, j]), None)
+
+    jax.lax.fori_loop(0, count, one, None)
+    return frame + count

@@ -1,0 +1,125 @@
+"""The convolution of video VAEs in Pallas' interpreter, and its reference, against torch in float64."""
+
+import importlib.util
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels import causal_conv as convs
+from kernels.causal_conv import causal_conv, causal_conv_reference
+from wan_tpu.aot.bundles import count_bundles
+from wan_tpu.aot.conv_cases import CASES
+from wan_tpu.aot.kernel_prices import step_bundles
+
+FUNCTIONS = {"kernel": lambda *args, **more: causal_conv(*args, **more, interpret=True), "jnp": causal_conv_reference}
+# Sums of a few hundred float32 terms; in bfloat16 the normalised input and the result are rounded.
+DTYPES = {"float32": 3e-6, "bfloat16": 2**-6}
+
+
+class Call:
+    """One call with numbers drawn for it, and torch's answer."""
+
+    def __init__(self, x, outputs, taps, *, past, before, stride=1, dtype="float32", pieces=""):
+        rng = np.random.default_rng(0)
+        self.draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
+        frames, _, rows, channels = x
+        self.x, self.stride, self.before = self.draw(*x), stride, before
+        self.weight = (self.draw(*taps, channels, outputs) * (channels * np.prod(taps)) ** -0.5).astype(dtype)
+        self.bias = self.draw(outputs)
+        count = taps[0] - stride if past else 0
+        out = ((count + frames - taps[0]) // stride + 1, *x[1:3], outputs)
+        shapes = {"norm": (channels,), "norm_after": (outputs,), "residual": out}
+        self.given = {name: self.draw(*shape) for name, shape in shapes.items() if name in pieces}
+        self.past = self.draw(past, *x[1:]) if past else None
+        self.frames = jnp.concatenate([self.past[-count:], self.x]) if count else self.x
+        edge = (self.frames.shape[0], 1, rows, channels)
+        self.edges = (self.draw(*edge), self.draw(*edge)) if taps[1] > 1 else (None, None)
+
+    def run(self, function, **more):
+        given = {"past": self.past, "before": self.before, "stride": self.stride, "edges": self.edges} | self.given
+        return function(self.x, self.weight, self.bias, **given | more)
+
+    def expected(self):
+        wide = {name: torch.from_numpy(np.array(array, np.float64)) for name, array in self.given.items()}
+        x = torch.from_numpy(np.array(self.frames, np.float64))
+        kx, ky = self.weight.shape[1:3]
+        if kx > 1:
+            left, right = (torch.from_numpy(np.array(edge, np.float64)) for edge in self.edges)
+            x = torch.cat([left] * self.before[0] + [x] + [right] * (kx - 1 - self.before[0]), dim=1)
+        x = normalised(x, wide.get("norm"))
+        x = torch.nn.functional.pad(x, (0, 0, self.before[1], ky - 1 - self.before[1]))
+        weight = torch.from_numpy(np.array(self.weight, np.float64)).permute(4, 3, 0, 1, 2)
+        bias = torch.from_numpy(np.array(self.bias, np.float64))
+        y = torch.nn.functional.conv3d(x.permute(3, 0, 1, 2)[None], weight, bias, stride=(self.stride, 1, 1))
+        y = y[0].permute(1, 2, 3, 0) + wide.get("residual", 0)
+        return normalised(y, wide.get("norm_after")).numpy()
+
+
+def normalised(x, gamma):
+    if gamma is None:
+        return x
+    return torch.nn.functional.silu(torch.nn.functional.normalize(x, dim=-1) * x.shape[-1] ** 0.5 * gamma)
+
+
+def close(got, expected, tolerance):
+    assert got.shape == expected.shape
+    assert np.abs(np.asarray(got, np.float64) - expected).max() <= tolerance * np.abs(expected).max()
+
+
+CALLS = {
+    "two frames a product": (((4, 4, 16, 24), 20, (3, 3, 3)), {"past": 4, "pieces": "norm residual"}),
+    "one frame": (((1, 6, 32, 128), 136, (3, 3, 3)), {"past": 2, "pieces": "norm norm_after"}),
+    "the first frame": (((1, 3, 16, 8), 8, (1, 3, 3)), {"past": 0, "pieces": "norm residual"}),
+    "in time": (((2, 3, 16, 8), 260, (3, 1, 1)), {"past": 2, "before": (0, 0)}),
+    "every second frame": (((4, 3, 16, 8), 8, (3, 1, 1)), {"past": 4, "before": (0, 0), "stride": 2}),
+    "after its pixel": (((2, 6, 16, 32), 8, (1, 2, 2)), {"past": 0, "before": (0, 0)}),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CALLS)
+def test_causal_conv_is_torchs(name, dtype, monkeypatch):
+    monkeypatch.setattr(convs, "PIXELS", 32)  # several tiles, and several products in each
+    monkeypatch.setattr(convs, "PIXELS_AT_ONCE", 16)
+    given, more = CALLS[name]
+    call = Call(*given, **{"before": (1, 1)} | more, dtype=dtype)
+    expected = call.expected()
+    for function in FUNCTIONS.values():
+        close(call.run(function), expected, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_lies_beyond_the_picture_comes_out_as_zero(name):
+    call = Call((2, 4, 16, 8), 8, (3, 3, 3), past=2, before=(1, 1))
+    out = np.asarray(call.run(FUNCTIONS[name], columns=jnp.int32(3), rows=13))
+    whole = call.expected()
+    assert np.abs(out[:, :3, :13] - whole[:, :3, :13]).max() < 1e-5
+    assert not out[:, 3:].any()
+    assert not out[:, :, 13:].any()
+
+
+def test_no_tile_reads_what_another_has_not_written(monkeypatch):
+    monkeypatch.setattr(convs, "PIXELS", 32)
+    call = Call((2, 4, 16, 8), 8, (3, 3, 3), past=2, before=(1, 1), pieces="norm residual")
+    simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
+    out = call.run(lambda *args, **more: causal_conv(*args, **more, interpret=simulated))
+    close(out, call.expected(), DTYPES["float32"])
+    assert not simulator.races.races_found
+
+
+def test_rows_that_do_not_fill_tiles_are_refused():
+    call = Call((1, 2, 15, 8), 8, (1, 3, 3), past=0, before=(1, 1))
+    with pytest.raises(ValueError, match="multiple of 16"):
+        call.run(FUNCTIONS["kernel"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu holds the TPU compiler")
+def test_v6e_keeps_its_matrix_units_busy():
+    # The last block of Wan's decoder: 96 channels, four frames of 160 x 720 pixels. All of its multiply-adds at the
+    # chip's peak are 0.44 million cycles; without a matrix unit's columns for two frames at once it was 2.1 million.
+    [kernel, *_] = count_bundles(f"{CASES}:causal", {"frames": 4, "columns": 160, "rows": 720, "channels": 96}, "v6e")
+    assert 0.9e6 < step_bundles(kernel.loops, steps=32) * 32 < 1.5e6

@@ -1,0 +1,29 @@
+"""The convolution of a video VAE, at given sizes, as `bundles.count_bundles` wants it.
+
+The file is run by its path in a process that imports nothing of the package.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels.causal_conv import causal_conv
+
+CASES = __file__
+
+
+def causal(frames: int, columns: int, rows: int, channels: int) -> tuple[Callable[..., Any], list[Any]]:
+    """Return the second convolution of a residual block, with the residual, and its arguments [T, X, Y, C]."""
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def run(x: Any, past: Any, left: Any, right: Any, weight: Any, bias: Any, residual: Any) -> jax.Array:
+        return causal_conv(x, weight, bias, past=past, edges=(left, right), residual=residual, before=(1, 1))
+
+    strip = array(frames, columns, rows, channels)
+    edge = array(frames + 2, 1, rows, channels)
+    weight = array(3, 3, 3, channels, channels)
+    return run, [strip, strip, edge, edge, weight, array(channels), strip]
