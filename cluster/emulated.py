@@ -21,12 +21,9 @@ from typing import Any
 
 from cluster import ray_nodes
 from cluster.errors import ClusterNotFound, ClusterStartFailed
-from cluster.slice_spec import SliceSpec
+from cluster.slice_spec import DEVICES, SliceSpec
 
 STATE = "cluster.json"
-# Labels that only emulated hosts have. The devices are those of one host.
-EMULATED = "wan-tpu/emulated"
-DEVICES = "wan-tpu/devices"
 
 
 @dataclass(frozen=True)
@@ -44,8 +41,7 @@ class EmulatedSlice:
             cpus=settings.host_cpus,
             object_store_bytes=settings.host_store_mib * 2**20,
             resources={**self.spec.host_resources(worker_id), self.name: 1},
-            labels=self.spec.host_labels(worker_id, self.name)
-            | {EMULATED: "true", DEVICES: str(self.devices_per_host)},
+            labels=self.spec.host_labels(worker_id, self.name) | {DEVICES: str(self.devices_per_host)},
         )
 
 
@@ -158,7 +154,7 @@ class EmulatedCluster:
             return ray_nodes.start_host(self.temp, self._host(slice_name, worker_id), self.address)
 
     def stop(self) -> None:
-        """Kill every process of this cluster, whoever started it, and remove its files. Other clusters are left alone."""
+        """Kill every process of this cluster, whoever started it, and remove its files. Others are left alone."""
         while found := ray_nodes.processes(self.temp):  # a dying parent may have started one more
             ray_nodes.kill(found)
         shutil.rmtree(self.temp, ignore_errors=True)

@@ -53,4 +53,4 @@ class SliceLost(SliceError):
 
 
 class CallFailed(SliceError):
-    """Every host raised in the same call: the lockstep is intact and the slice lives. The cause is rank 0's exception."""
+    """Every host raised in the same call: the lockstep is intact, the slice lives. The cause is rank 0's exception."""

@@ -19,6 +19,8 @@ SLICE_NAME = "ray.io/tpu-slice-name"
 WORKER_ID = "ray.io/tpu-worker-id"
 TOPOLOGY = "ray.io/tpu-topology"
 POD_TYPE = "ray.io/tpu-pod-type"
+# Ours, and only emulated hosts have it: how many CPU devices the host shows in place of its chips.
+DEVICES = "wan-tpu/devices"
 
 Sizes = dict[int, tuple[int, ...]]  # chips -> shape
 _FLAT: Sizes = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
