@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -57,13 +58,14 @@ def start_host(folder: Path, settings: NodeSettings, address: str) -> str:
     return _start(folder, settings, address).node_id
 
 
-def _start(folder: Path, settings: NodeSettings, address: str | None, include_dashboard: bool = False):
+def _start(folder: Path, settings: NodeSettings, address: str | None, include_dashboard: bool = False) -> Any:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
     temp = folder / settings.name  # a folder for each node: Ray's file names race when nodes start at once
     temp.mkdir(parents=True)
-    params = RayParams(
+    make: Any = RayParams  # Ray annotates some of these wrongly
+    params = make(
         gcs_address=address,
         temp_dir=str(temp),
         node_ip_address=LOOPBACK,

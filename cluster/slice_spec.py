@@ -110,7 +110,7 @@ class SliceSpec:
 
     def host_resources(self, worker_id: int) -> dict[str, float]:
         """Return what Ray counts on the host with that worker id: {"TPU": chips}, and one slice on the first host."""
-        return {"TPU": self.chips_per_host} | ({self.head_resource: 1} if worker_id == 0 else {})
+        return {"TPU": float(self.chips_per_host)} | ({self.head_resource: 1.0} if worker_id == 0 else {})
 
     def host_selector(self, worker_id: int) -> dict[str, str]:
         """Return the Ray labels that a node must have to be that host."""

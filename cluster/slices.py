@@ -161,7 +161,7 @@ class Slice:
             raise self._lose(f"{late} for {self.timeouts.heartbeat_s:g} s", late.missing[0]) from None
 
     def close(self) -> None:
-        """End all hosts, stopped or dead ones too, and give the slice back."""
+        """End all hosts, also stopped ones, and give the slice back. Ray ends the processes within a second."""
         self._lose(f"{self.name} is closed")
 
     def __enter__(self) -> Self:
@@ -171,16 +171,16 @@ class Slice:
         self.close()
 
     def _start_hosts(self, placement: Placement) -> None:
-        actors = []
+        actors: list[Any] = []
         for place in placement.hosts:
             strategy = PlacementGroupSchedulingStrategy(placement.group, place.rank)
-            remote = ray.remote(
-                num_cpus=0,
-                resources={"TPU": self.spec.chips_per_host},
-                concurrency_groups={"calls": 1, "side": 1, "watch": 1},
-                scheduling_strategy=strategy,
-            )(HostActor)
-            actors.append(remote.remote(place))
+            settings: dict[str, Any] = {
+                "num_cpus": 0,
+                "resources": {"TPU": self.spec.chips_per_host},
+                "concurrency_groups": {"calls": 1, "side": 1, "watch": 1},
+                "scheduling_strategy": strategy,
+            }
+            actors.append(ray.remote(**settings)(HostActor).remote(place))
         self._members = tuple(Member(place, actor) for place, actor in zip(placement.hosts, actors, strict=True))
         hellos = self._run_phase("start", self.timeouts.start_s, "hello", lane=None)
         self._members = tuple(

@@ -147,7 +147,7 @@ def test_the_same_protocol_without_ray():
         assert [local.call("count"), local.side("count")] == [1, 2]
         assert local.call("slow", 2, 0.0, on_progress=seen.append) == "done"
         assert seen == [(1, 2), (2, 2)]
-        value, payload = local.call_payload("make", 4)
+        _, payload = local.call_payload("make", 4)
         np.testing.assert_array_equal(payload, [0, 1, 2, 3])
         assert local.call("total", payload, 0.0) == 6
         with pytest.raises(CallFailed, match="poison on 0") as raised:
