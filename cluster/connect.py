@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import socket
 from typing import Any
 
 from cluster.errors import ClusterNotFound
@@ -17,6 +18,7 @@ def connect(address: str, namespace: str = "wan-tpu") -> None:
 
     if ray.is_initialized():
         return
+    _check_answers(address)
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         ray.init(address=address, namespace=namespace, **settings)
@@ -37,6 +39,15 @@ def stay_on_loopback(address: str) -> None:
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False  # in case Ray had been imported before
+
+
+def _check_answers(address: str) -> None:
+    """Fail at once where Ray would try for two minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise ClusterNotFound(f"no Ray cluster answers at {address!r} ({error}); is it up? Give host:port") from None
 
 
 def _is_loopback(host: str) -> bool:

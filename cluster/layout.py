@@ -121,9 +121,12 @@ class Layout:
                 f"{self.source}: it is for real TPUs; add emulate: {{devices_per_host: 1}} to emulate it here"
             )
         # Named and numbered by kind, as a cloud would: which pool takes which is the scheduler's choice.
-        wanted = Counter(pool.slice for pool, _ in self.slices(most=True))
+        kinds_of = {pool.slice.pod_type: pool.slice for pool in self.pools}
+        wanted = Counter(pool.slice.pod_type for pool, _ in self.slices(most=True))
         return tuple(
-            EmulatedSlice(f"{spec}-{i}", spec, self.devices_per_host) for spec in wanted for i in range(wanted[spec])
+            EmulatedSlice(f"{pod_type}-{i}", kinds_of[pod_type], self.devices_per_host)
+            for pod_type in wanted
+            for i in range(wanted[pod_type])
         )
 
     def check_memory(self, needs: Mapping[str, float]) -> None:
