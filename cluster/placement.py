@@ -40,11 +40,14 @@ def reserve(spec: SliceSpec, name: str, timeout_s: float) -> Placement:
         bundle_label_selector=[spec.host_selector(rank) for rank in ranks],
         name=f"{name}{inventory.SEPARATOR}{uuid.uuid4().hex[:8]}",
     )
-    if not group.wait(timeout_s):
+    try:
+        if not group.wait(timeout_s):
+            raise SliceStartTimeout(f"{name}: no free {spec} after {timeout_s:g} s; {_there_is(spec)}")
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        return Placement(group, tuple(_place(spec, rank, nodes[rank]) for rank in ranks))
+    except BaseException:
         remove_placement_group(group)
-        raise SliceStartTimeout(f"{name}: no free {spec} after {timeout_s:g} s; {_there_is(spec)}")
-    nodes = placement_group_table(group)["bundles_to_node_id"]
-    return Placement(group, tuple(_place(spec, rank, nodes[rank]) for rank in ranks))
+        raise
 
 
 def _place(spec: SliceSpec, rank: int, node_id: str) -> HostPlace:

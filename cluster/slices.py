@@ -156,7 +156,7 @@ class Slice:
         try:
             Watch(self._members, refs, self.timeouts, lane=None, timeout_s=self.timeouts.heartbeat_s).wait()
         except GangFailed as failure:
-            raise self._lose(str(failure), failure.member, failure.cause) from failure.cause
+            raise self._lose(str(failure), failure.member) from failure.cause
         except OutOfTime as late:
             raise self._lose(f"{late} for {self.timeouts.heartbeat_s:g} s", late.missing[0]) from None
 
@@ -210,7 +210,7 @@ class Slice:
         except OutOfTime as late:
             raise SliceStartTimeout(f"{self.name}: {phase} took longer than {timeout_s:g} s; {late}") from None
         except GangFailed as failure:
-            raise self._lose(f"in {phase}: {failure}", failure.member, failure.cause) from failure.cause
+            raise self._lose(f"in {phase}: {failure}", failure.member) from failure.cause
         if error is not None:
             raise CallFailed(f"{self.name}: {phase} failed on every host: {error!r}") from error
         return [outcome.value for outcome in outcomes]
@@ -237,7 +237,10 @@ class Slice:
             except OutOfTime as late:
                 raise self._lose(f"{method} took longer than {timeout_s:g} s; {late}", late.missing[0]) from None
             except GangFailed as failure:
-                raise self._lose(f"in {method}: {failure}", failure.member, failure.cause) from failure.cause
+                raise self._lose(f"in {method}: {failure}", failure.member) from failure.cause
+            except BaseException:  # Ctrl-C, or on_progress raised: the hosts are left in the middle of something
+                self._lose(f"{self.name} was lost: nobody waited for the end of {method}")
+                raise
         if error is not None:
             raise CallFailed(f"{self.name}: {method} raised on every host: {error!r}") from error
         return ended[0].value, pairs[0][1]
@@ -246,7 +249,7 @@ class Slice:
         if self._lost is not None:
             raise SliceLost(str(self._lost), self._lost.rank, self._lost.node_id)
 
-    def _lose(self, why: str, member: Member | None = None, cause: Exception | None = None) -> SliceLost:
+    def _lose(self, why: str, member: Member | None = None) -> SliceLost:
         """Destroy the gang, once; return the error that was the first reason."""
         with self._state:
             if self._lost is None:

@@ -85,6 +85,19 @@ def test_a_call_that_takes_too_long(cluster, all_free):
     all_free(*running.pids)
 
 
+def test_a_call_that_nobody_waits_for_any_more(cluster, all_free):
+    running = Slice(ONE_HOST, Worker, name="encoder/0", timeouts=QUICK)
+
+    def stop(step):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        running.call("slow", 100, 0.2, on_progress=stop)
+    with pytest.raises(SliceLost, match="encoder/0 was lost: nobody waited for the end of slow"):
+        running.call("count")
+    all_free(*running.pids)
+
+
 def test_a_side_call_hears_why_the_slice_was_lost(cluster, all_free):
     running = Slice(TWO_HOSTS, Worker, name="low/0", timeouts=QUICK)
     heard = []
