@@ -1,5 +1,6 @@
 """What breaks a slice: real kills of real processes and nodes. Nothing may be left behind, and the error says which."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import ray
 from cluster.errors import SliceLost, SliceStartTimeout
 from cluster.slices import Slice, Timeouts
 from tests.cluster.conftest import CHIPS, ONE_HOST, TWO_HOSTS, wait_for
-from tests.cluster.workers import Worker
+from tests.cluster.workers import StopsOneHost, Worker
 
 QUICK = Timeouts(heartbeat_s=3, grace_s=1.5)
 
@@ -46,6 +47,15 @@ def test_a_hung_host_is_found_and_ended(cluster, all_free):
     assert "is hung: no heartbeat for 3 s" in str(error)
     assert seconds < 8
     all_free(*running.pids)
+
+
+def test_a_host_that_does_not_start_is_named(cluster, all_free):
+    with pytest.raises(SliceLost, match=r"low/0: in build: host 1 of 2 \(two, .*\) is hung: no heartbeat for 3 s"):
+        Slice(TWO_HOSTS, StopsOneHost, 1, True, name="low/0", timeouts=QUICK)
+    all_free()
+    late = dataclasses.replace(QUICK, build_s=1)
+    with pytest.raises(SliceStartTimeout, match=r"build took longer than 1 s; no answer from host 1 of 2 \([^;]*\)$"):
+        Slice(TWO_HOSTS, StopsOneHost, 1, False, name="low/0", timeouts=late)
 
 
 def test_an_idle_slice_with_a_stopped_host_can_be_checked_and_closed(cluster, all_free):
@@ -144,7 +154,7 @@ import sys, time
 from cluster.connect import connect
 from cluster.slices import Slice
 from tests.cluster.conftest import TWO_HOSTS
-from tests.cluster.workers import Worker
+from tests.cluster.workers import StopsOneHost, Worker
 connect(sys.argv[1])
 running = Slice(TWO_HOSTS, Worker, name="low/0")
 print(*running.pids, flush=True)

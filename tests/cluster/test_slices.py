@@ -29,6 +29,8 @@ def test_hosts_are_ranked_by_worker_id_and_joined(two):
     assert len(set(two.pids)) == 2
     assert two.call("place") == (0, 2, two.pids[0])
     assert two.call("psum", 1.0) == (2, 4, 1 + 1 + 2 + 2)  # value + rank, on two devices of each host
+    listening = {c.laddr.ip for pid in two.pids for c in psutil.Process(pid).net_connections("tcp") if not c.raddr}
+    assert listening <= {"127.0.0.1", "::ffff:127.0.0.1"}
 
 
 def test_calls_are_in_lockstep_and_keep_the_worker(two):

@@ -76,3 +76,13 @@ class Worker:
 class Unbuildable:
     def __init__(self) -> None:
         raise RuntimeError("no weights here")
+
+
+class StopsOneHost:
+    """Its host with that rank hangs for good while the worker is built, or only takes long."""
+
+    def __init__(self, rank: int, hung: bool) -> None:
+        if this_host().rank == rank:
+            if hung:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(600)
