@@ -19,7 +19,7 @@ from tests.cluster.workers import StopsOneHost, Worker
 QUICK = Timeouts(heartbeat_s=3, grace_s=1.5)
 
 
-def lost_in(running, *call, timeout_s=None):
+def lost_in(running, *call, timeout_s=30):
     """Return what `SliceLost` said, and after how many seconds."""
     start = time.monotonic()
     with pytest.raises(SliceLost) as raised:
