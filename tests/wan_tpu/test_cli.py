@@ -15,6 +15,7 @@ import pytest
 import safetensors.torch
 from PIL import Image
 
+from actors.stage_names import STAGES
 from tests.conftest import PHOTO, ROOT
 from wan_tpu import DenoiseState, cli
 from wan_tpu.commands import staged
@@ -45,7 +46,7 @@ def test_generate_writes_video_sheet_and_record(made):
     assert record["settings"]["mesh"] == {"dp": 1, "sp": 1, "tp": 1}
     assert record["versions"]["jax"]
     stages = {stage["stage"]: stage for stage in record["stages"]}
-    assert list(stages) == ["encoder", "denoise_high", "denoise_low", "decoder"]
+    assert list(stages) == list(STAGES)
     for stage in stages.values():
         assert stage["total_s"] == pytest.approx(stage["load_s"] + stage["compile_s"] + stage["run_s"], abs=0.01)
         assert stage["tflops_per_s"] > 0

@@ -1,0 +1,50 @@
+"""Draw what a cluster has, as text."""
+
+from collections.abc import Sequence
+
+from cluster.inventory import SliceFound
+from cluster.layout import Layout, Pool
+
+
+def draw(slices: Sequence[SliceFound], layout: Layout | None = None) -> str:
+    """Return the slices with their hosts and holders and, with a layout, its pools and what runs for them."""
+    if not slices:
+        return "no TPU hosts"
+    blocks = ["slices", *map(_slice, slices)]
+    taken = sum(s.holder is not None for s in slices)
+    broken = sum(bool(s.missing) for s in slices)
+    summary = f"{len(slices)} slices: {len(slices) - taken - broken} free, {taken} taken"
+    blocks.append(f"  {summary}, {broken} with hosts missing" if broken else f"  {summary}")
+    if layout is not None:
+        blocks += ["pools", *(_pool(pool, slices) for pool in layout.pools)]
+    return "\n".join(blocks)
+
+
+def _slice(found: SliceFound) -> str:
+    kind = f"{'emulated ' if found.emulated else ''}{found.spec or found.pod_type}"
+    state = found.holder or ("free" if not found.missing else "unusable")
+    lines = []
+    by_id = {host.worker_id: host for host in found.hosts}
+    ranks = sorted({*by_id, *found.missing})
+    for rank in ranks:
+        bracket = "[" if len(ranks) == 1 else "┌" if rank == ranks[0] else "└" if rank == ranks[-1] else "│"
+        host = by_id.get(rank)
+        if host is None:
+            text = f"host {rank}  missing"
+        else:
+            devices = "" if host.devices is None else f"  {host.devices} CPU device{'s' if host.devices > 1 else ''}"
+            text = f"host {rank}  node {host.node_id[:8]} at {host.ip}{devices}"
+        first = rank == ranks[0]
+        lines.append(
+            f"  {found.name if first else '':<12} {kind if first else '':<18} "
+            f"{state if first else '':<12} {bracket} {text}"
+        )
+    return "\n".join(lines)
+
+
+def _pool(pool: Pool, slices: Sequence[SliceFound]) -> str:
+    held = [f"{s.holder} on {s.name}" for s in slices if s.holder and s.holder.split("/")[0] == pool.name]
+    bounds = pool.replicas
+    wanted = str(bounds.minimum) if bounds.minimum == bounds.maximum else f"{bounds.minimum} to {bounds.maximum}"
+    running = ", ".join(held) or "nothing runs"
+    return f"  {pool.name:<12} {pool.slice!s:<18} {len(held)} of {wanted:<8} {running}  ({', '.join(pool.stages)})"

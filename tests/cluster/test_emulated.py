@@ -1,0 +1,141 @@
+"""Emulated clusters and `wan-tpu cluster`, as a person uses it: each command a process of its own."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors import cli
+from cluster import ray_nodes
+from cluster.drawing import draw
+from cluster.emulated import EmulatedCluster, EmulatedSlice
+from cluster.errors import ClusterNotFound, ClusterStartFailed
+from cluster.inventory import HostFound, SliceFound
+from cluster.layout import Layout
+from cluster.slice_spec import SliceSpec
+from tests.cluster.conftest import wait_for
+from tests.conftest import ROOT
+
+ONE_POOL = """
+emulate: {devices_per_host: 2}
+pools:
+  all: {stages: [encoder, denoise_high, denoise_low, decoder], slice: v6e-1}
+"""
+
+
+def run(*argv):
+    done = subprocess.run(
+        [sys.executable, "-m", "actors.cli", "cluster", *argv], capture_output=True, text=True, cwd=ROOT, timeout=90
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_up_status_down(tmp_path):
+    layout = tmp_path / "mine.yaml"
+    layout.write_text(ONE_POOL)
+    folder = tmp_path / "state"
+    code, out, err = run("up", "--emulate", str(layout), "--folder", str(folder))
+    try:
+        assert code == 0, err
+        state = json.loads((folder / "cluster.json").read_text())
+        assert f"emulated cluster of 1 slices, 1 hosts: RAY_ADDRESS={state['address']}" in out
+        # It lives on, and only on the loopback interface.
+        found = ray_nodes.processes(Path(state["temp"]))
+        assert {"raylet", "gcs_server"} <= {process.name() for process in found}
+        listening = {c.laddr.ip for p in found for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        assert listening <= {"127.0.0.1", "::ffff:127.0.0.1"}
+
+        code, out, err = run("up", "--emulate", str(layout), "--folder", str(folder))
+        assert (code, out) == (1, "")
+        assert f"an emulated cluster runs in {folder} already" in err
+
+        code, out, err = run("status", "--folder", str(folder))
+        assert code == 0, err
+        assert "v6e-1-0      emulated v6e-1     free         [ host 0  node " in out
+        assert "2 CPU devices" in out
+        assert "  all          v6e-1              0 of 1" in out
+
+        # What a crash leaves: no head, the other processes linger.
+        next(process for process in found if process.name() == "gcs_server").kill()
+    finally:
+        code, out, err = run("down", "--folder", str(folder))
+    assert (code, out) == (0, "stopped\n")
+    assert not [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not Path(state["temp"]).exists()
+    assert run("down", "--folder", str(folder))[0] == 2
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from cluster.emulated import EmulatedCluster
+running = EmulatedCluster.start((), folder=Path(sys.argv[1]))
+print(running.temp, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_cluster_ends_with_its_owner(tmp_path):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert owner.stdout is not None
+    temp = Path(owner.stdout.readline().strip())
+    found = ray_nodes.processes(temp)
+    assert "raylet" in {process.name() for process in found}
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    wait_for(lambda: not any(process.is_running() for process in found), 20, "all of it gone")
+    wait_for(lambda: not temp.exists(), 10, "its files gone")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["status"], "no emulated cluster in .*; start one: wan-tpu cluster up"),
+        (["down"], "no emulated cluster in .*; start one: wan-tpu cluster up"),
+        (["up", "--emulate", "four-pools"], "four-pools.yaml: it is for real TPUs; add emulate"),
+        (["up", "--emulate", "nothing.yaml"], "there is no layout file nothing.yaml; shipped ones, by name: "),
+        (["status", "--address", "127.0.0.1:9"], "no Ray cluster answers at '127.0.0.1:9'"),
+    ],
+)
+def test_errors_are_one_line(argv, message, tmp_path, capsys):
+    start = time.monotonic()
+    assert cli.main(["cluster", *argv, "--folder", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert re.search(message, err)
+    assert time.monotonic() - start < 5
+
+
+def test_a_damaged_state_file_is_named(tmp_path):
+    (tmp_path / "cluster.json").write_text("{}")
+    with pytest.raises(ClusterNotFound, match=r"cluster.json is damaged .*; remove it"):
+        EmulatedCluster.attach(tmp_path)
+
+
+def test_slices_need_names_of_their_own(tmp_path):
+    twice = (EmulatedSlice("a", SliceSpec("v6e-1")), EmulatedSlice("a", SliceSpec("v6e-4")))
+    with pytest.raises(ClusterStartFailed, match="same name: a, a"):
+        EmulatedCluster.start(twice, folder=tmp_path)
+
+
+def test_a_drawing_shows_holders_missing_hosts_and_pools():
+    spec = SliceSpec("v5p-16")
+    slices = [
+        SliceFound("big", "v5p-16", spec, (HostFound(1, "b" * 56, "10.0.0.2", None),), None),
+        SliceFound("one", "v6e-1", SliceSpec("v6e-1"), (HostFound(0, "c" * 56, "10.0.0.3", None),), "all/0"),
+    ]
+    layout = Layout.parse(ONE_POOL, "mine.yaml", ("encoder", "denoise_high", "denoise_low", "decoder"))
+    drawn = draw(slices, layout)
+    assert "unusable     ┌ host 0  missing" in drawn
+    assert "└ host 1  node bbbbbbbb at 10.0.0.2\n" in drawn
+    assert "2 slices: 0 free, 1 taken, 1 with hosts missing" in drawn
+    assert "1 of 1        all/0 on one" in drawn
+    assert "emulated" not in drawn
+    assert draw([]) == "no TPU hosts"
