@@ -1,0 +1,1 @@
+"""Glue: slices, stages and jobs on Ray."""
