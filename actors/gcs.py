@@ -106,6 +106,10 @@ class GcsStorage:
         except _NotThere:
             pass
 
+    def append(self, name: str, line: bytes) -> bool:
+        """Return false: objects are written once."""
+        return False
+
     def probe(self) -> None:
         """Upload and remove a hidden object."""
         name = f".probe.{uuid.uuid4().hex[:12]}"

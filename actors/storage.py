@@ -57,6 +57,9 @@ class Storage(Protocol):
     def delete(self, name: str) -> None:
         """Remove a name; it is fine when nothing is there."""
 
+    def append(self, name: str, line: bytes) -> bool:
+        """Add a line at the end, whole or not at all; false where nothing can be added to (gs://)."""
+
     def probe(self) -> None:
         """Write and remove a small file, so that a place that can't be written to is known before any work."""
 
@@ -79,7 +82,7 @@ def open_storage(location: str | Path) -> Storage:
 
         bucket, _, prefix = text.removeprefix(GCS_SCHEME).partition("/")
         return GcsStorage(bucket, prefix)
-    if "://" in text:
+    if "://" in text or text.startswith("gs:"):  # a gs:// address that went through Path has one slash left
         raise StorageError(f"{text} is neither a folder nor gs://bucket/prefix; give one of these")
     if not text:
         raise StorageError("the folder's path is empty; give a folder ('.' for this one) or gs://bucket/prefix")
@@ -195,7 +198,7 @@ class LocalStorage:
         except OSError as error:
             raise StorageError(f"can't delete {path} ({_reason(error)}); check its permissions") from None
 
-    def append(self, name: str, line: bytes) -> None:
+    def append(self, name: str, line: bytes) -> bool:
         """Add a line at the end of a file, in one write."""
         path = self._path(name)
         try:
@@ -207,6 +210,7 @@ class LocalStorage:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise _write_error(path, error) from None
+        return True
 
     def probe(self) -> None:
         """Write and remove a hidden file of one block."""

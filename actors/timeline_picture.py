@@ -8,7 +8,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from actors.timeline import BESIDE, NOTES, Span, Summary, bounds, chips_of, computing, labels, lanes, rows, summarise
+from actors.storage import Storage
+from actors.timeline import (
+    BESIDE,
+    NOTES,
+    Span,
+    Summary,
+    bounds,
+    chips_of,
+    chrome_trace,
+    computing,
+    labels,
+    lanes,
+    rows,
+    summarise,
+)
 
 # Tol's "bright" and "vibrant" schemes, told apart by colour-blind people too: https://sronpersonalpages.nl/~pault/
 _COLOURS = (
@@ -55,6 +69,12 @@ def draw(spans: Sequence[Span], title: str = "When each slice computes") -> byte
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return content.getvalue()
+
+
+def save(output: Storage, spans: Sequence[Span], title: str = "When each slice computes") -> None:
+    """Write timeline.png, and timeline.trace.json for Perfetto, to an output; raises `StorageError`."""
+    output.write("timeline.png", draw(spans, title))
+    output.write("timeline.trace.json", chrome_trace(spans))
 
 
 def _headline(summary: Summary) -> str:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +77,8 @@ def test_locations(tmp_path, gcs_prefix):
     assert split_location("a/b.png") == ("a", "b.png")
     with pytest.raises(StorageError, match="s3://x is neither a folder nor gs://"):
         open_storage("s3://x")
+    with pytest.raises(StorageError, match="neither a folder nor gs://"):
+        open_storage(Path("gs://videos/run"))  # which is gs:/videos/run
     with pytest.raises(StorageError, match="names no bucket"):
         open_storage("gs://")
 

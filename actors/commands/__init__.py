@@ -1,0 +1,1 @@
+"""Commands that need more than `wan_tpu` alone; each is imported when it is run."""
