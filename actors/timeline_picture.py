@@ -78,6 +78,8 @@ def save(output: Storage, spans: Sequence[Span], title: str = "When each slice c
 
 
 def _headline(summary: Summary) -> str:
+    if len(summary.busy) == 1:
+        return f"{summary.wall_s:.1f} s, of which {summary.together:.0%} compute"
     return f"{summary.wall_s:.1f} s, two or more slices compute in {summary.overlap:.0%} of it"
 
 
@@ -101,7 +103,7 @@ def _draw_lanes(
             middle = i - 0.08 - _TALL / 2 + (k + 0.5) * size
             for span in row:
                 axes.barh(middle, span.seconds, left=span.start_s - start, height=size, **_box(span, colours, wall))
-            for first, last, request in _blocks(row):
+            for first, last, request in _blocks(row, wall / 100):
                 if last - first > wall / 60:
                     axes.text(
                         (first + last) / 2 - start, middle, letters[request], ha="center", va="center",
@@ -125,11 +127,14 @@ def _box(span: Span, colours: dict[str, str], wall: float) -> dict[str, Any]:
     return {"facecolor": colours[span.request], "zorder": 3, **edge}
 
 
-def _blocks(spans: Sequence[Span]) -> list[tuple[float, float, str]]:
-    """Return (start, end, request) of stretches in which a slice computes one request, for a letter on each."""
+def _blocks(spans: Sequence[Span], gap_s: float) -> list[tuple[float, float, str]]:
+    """Return (start, end, request) of stretches in which a slice computes one request, for a letter on each.
+
+    gap_s  what may lie between two steps of a stretch
+    """
     blocks: list[tuple[float, float, str]] = []
     for span in sorted((span for span in spans if span.what == "compute"), key=lambda span: span.start_s):
-        if blocks and blocks[-1][2] == span.request:
+        if blocks and blocks[-1][2] == span.request and span.start_s <= blocks[-1][1] + gap_s:
             blocks[-1] = blocks[-1][0], max(blocks[-1][1], span.end_s), span.request
         else:
             blocks.append((span.start_s, span.end_s, span.request))
