@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import io
 import json
+import os
 import posixpath
 import re
 from collections.abc import Callable
@@ -260,7 +261,7 @@ def _load_image(location: str | None) -> Image.Image | None:
     """Return the image with the digest of its file in `info["sha256"]`."""
     if location is None:
         return None
-    if location.startswith(GCS_SCHEME) or Path(location).is_file():
+    if location.startswith(GCS_SCHEME) or os.path.isfile(location):  # unlike Path.is_file, false for a name too long
         content = _read_bytes(location)
         image = decode_image(io.BytesIO(content), location)
         image.info["sha256"] = hashlib.sha256(content).hexdigest()

@@ -30,7 +30,8 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
         with open(path, "rb") as file:
             return decode_image(file, str(path))
     except OSError as error:
-        raise InvalidRequest(f"image {path} can't be read ({error}); check the path and its permissions") from None
+        reason = error.strerror or error
+        raise InvalidRequest(f"image {path} can't be read ({reason}); check the path and its permissions") from None
 
 
 def decode_image(file: BinaryIO, source: str) -> Image.Image:
