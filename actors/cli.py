@@ -18,6 +18,7 @@ ONE_MACHINE = {
 # command -> module, function in it, what it does
 CLUSTER = {
     "cluster": ("actors.commands.cluster", "cluster", "start, show and stop an emulated cluster; show a real one"),
+    "batch": ("actors.commands.batch", "batch", "make every video of a manifest in this process"),
 }
 
 

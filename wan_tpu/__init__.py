@@ -3,19 +3,23 @@
 from wan_tpu import GenerationRequest, load_pipeline
 """
 
-from wan_tpu.data import Conditioning, DenoiseState, Video
-from wan_tpu.errors import (
-    CheckpointError,
-    InvalidInput,
-    InvalidRequest,
-    MeshError,
-    OutputError,
-    UnhealthyResult,
-    WanTpuError,
-)
-from wan_tpu.pipeline import Pipeline, load_pipeline
-from wan_tpu.request import GenerationRequest
-from wan_tpu.stages import StepEvent
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from wan_tpu.data import Conditioning, DenoiseState, Video
+    from wan_tpu.errors import (
+        CheckpointError,
+        InvalidInput,
+        InvalidRequest,
+        MeshError,
+        OutputError,
+        UnhealthyResult,
+        WanTpuError,
+    )
+    from wan_tpu.pipeline import Pipeline, load_pipeline
+    from wan_tpu.request import GenerationRequest
+    from wan_tpu.stages import StepEvent
 
 __all__ = [
     "CheckpointError",
@@ -33,3 +37,22 @@ __all__ = [
     "WanTpuError",
     "load_pipeline",
 ]
+
+_MODULES = {
+    "Conditioning": "data",
+    "DenoiseState": "data",
+    "GenerationRequest": "request",
+    "Pipeline": "pipeline",
+    "StepEvent": "stages",
+    "Video": "data",
+    "load_pipeline": "pipeline",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used: JAX and torch take seconds that reading a request must not."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value

@@ -7,12 +7,13 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from wan_tpu.commands import generate, staged
 from wan_tpu.errors import WanTpuError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `wan-tpu COMMAND ...`; return the exit code."""
+    from wan_tpu.commands import generate, staged  # here: they bring JAX and torch, which `run` alone needs not
+
     commands = {
         "generate": (generate.generate, "make one video from a prompt and, for image-to-video models, an image"),
         "stage1": (staged.encode, "only the encoder: request -> embeddings"),

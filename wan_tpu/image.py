@@ -1,6 +1,7 @@
 """Read the input image: any common format, upright, RGB, within limits."""
 
 from pathlib import Path
+from typing import BinaryIO
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -26,16 +27,29 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
     try:
         if not path.is_file():
             raise InvalidRequest(f"image {str(source)!r} is not a file; give the path of a PNG, JPEG or WebP file")
-        with Image.open(path) as image:
+        with open(path, "rb") as file:
+            return decode_image(file, str(path))
+    except OSError as error:
+        reason = error.strerror or error
+        raise InvalidRequest(f"image {path} can't be read ({reason}); check the path and its permissions") from None
+
+
+def decode_image(file: BinaryIO, source: str) -> Image.Image:
+    """Return the image in an open file as upright RGB; `source` is its name for people, also in `info["source"]`.
+
+    Raises `InvalidRequest` for a damaged or oversized image.
+    """
+    try:
+        with Image.open(file) as image:
             upright = _to_rgb(image)
-        upright.info["source"] = str(path)
-        return upright
     except UnidentifiedImageError:
-        raise InvalidRequest(f"image {path} is no image that Pillow can read; convert it to PNG or JPEG") from None
+        raise InvalidRequest(f"image {source} is no image that Pillow can read; convert it to PNG or JPEG") from None
     except Image.DecompressionBombError:
-        raise InvalidRequest(f"image {path} is too large; {_LIMIT}") from None
+        raise InvalidRequest(f"image {source} is too large; {_LIMIT}") from None
     except (OSError, SyntaxError, ValueError) as error:
-        raise InvalidRequest(f"image {path} is damaged ({error}); save it again as PNG or JPEG") from None
+        raise InvalidRequest(f"image {source} is damaged ({error}); save it again as PNG or JPEG") from None
+    upright.info["source"] = source
+    return upright
 
 
 _LIMIT = f"at most {MAX_PIXELS // 1_000_000} megapixels are read (8000x8000): shrink it first"

@@ -26,11 +26,14 @@ class Silent:
 
 
 class Console:
-    """Shows each stage on stderr."""
+    """Shows each stage on stderr; `unit` is the word for what is counted."""
+
+    def __init__(self, unit: str = "step") -> None:
+        self._unit = unit
 
     def bar(self, stage: str, total: int) -> Bar:
         """Start a stage of `total` units."""
-        return _TerminalBar(stage, total) if sys.stderr.isatty() else _LineBar(stage, total)
+        return _TerminalBar(stage, total, self._unit) if sys.stderr.isatty() else _LineBar(stage, total)
 
 
 Progress = Silent | Console
@@ -45,8 +48,8 @@ class _SilentBar:
 
 
 class _TerminalBar:
-    def __init__(self, stage: str, total: int) -> None:
-        self._bar = tqdm(total=total, desc=f"{stage:<13}", unit="step", dynamic_ncols=True)
+    def __init__(self, stage: str, total: int, unit: str) -> None:
+        self._bar = tqdm(total=total, desc=f"{stage:<13}", unit=unit, dynamic_ncols=True)
 
     def step(self) -> None:
         self._bar.update()

@@ -110,7 +110,7 @@ def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
         (["--shift", "1e-30"], "nearest 0.01"),
         (["--prompt", "caf\udce9"], "no valid Unicode"),
         (["--image", "https://example.org/cat.png"], "download it"),
-        (["--image", "x" * 5000], "damaged"),
+        (["--image", "x" * 5000], "can't be read"),
         (["--output", ""], "is a folder"),
         (["--output", "/tmp"], "is a folder"),
         (["--output", "x" * 300], "choose a folder"),

@@ -1,0 +1,108 @@
+"""The gcp-storage-emulator over real HTTP, completed by what it lacks, and able to fail as the service does.
+
+It ignores ifGenerationMatch (0 means: only if nothing is there), which decides whether two writers lose a file.
+"""
+
+import threading
+from functools import partial
+from http import server
+
+from gcp_storage_emulator.handlers.buckets import create_bucket
+from gcp_storage_emulator.server import RequestHandler
+from gcp_storage_emulator.storage import Storage
+
+
+class _Handler(RequestHandler):
+    def __init__(self, emulator, *args, **kwargs):
+        self.emulator = emulator
+        super().__init__(emulator.storage, *args, **kwargs)
+
+    def parse_request(self):
+        """Before the emulator sees a request: answer with the failures that a test asked for."""
+        if not super().parse_request():
+            return False
+        self.emulator.seen.append(f"{self.command} {self.path}")
+        if self.emulator.failures and not self.path.startswith("/_"):
+            status, message, when = self.emulator.failures.pop(0)
+            if when == "after":  # the request is carried out, its answer is lost
+                self.emulator.lose_answer = True
+                return True
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_error(status, message)
+            return False
+        return True
+
+    def do_POST(self):  # noqa: N802 (http.server's name)
+        query = self.path.partition("?")[2]
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if "ifGenerationMatch=0" in query and self.emulator.has(self.path, body):
+            self.send_error(412, "At least one of the pre-conditions you specified did not hold.")
+            return
+        self.rfile = _Replayed(body)
+        answer = self.wfile
+        if self.emulator.lose_answer:
+            self.emulator.lose_answer = False
+            self.wfile = _Nowhere()
+        super().do_POST()
+        if self.wfile is not answer:
+            self.wfile = answer
+            self._headers_buffer = []
+            self.send_error(503, "Service Unavailable")
+
+    def log_message(self, *args):
+        pass
+
+
+class _Replayed:
+    def __init__(self, body):
+        self._body = body
+
+    def read(self, size=-1):
+        taken, self._body = (self._body, b"") if size < 0 else (self._body[:size], self._body[size:])
+        return taken
+
+    def close(self):
+        pass
+
+
+class _Nowhere:
+    closed = False
+
+    def write(self, content):
+        return len(content)
+
+    def flush(self):
+        pass
+
+    def close(self):
+        pass
+
+
+class Emulator:
+    """Starts in this process on a free port of the loopback interface.
+
+    failures  (HTTP status, message, "before" | "after" the request is carried out), for the next requests
+    """
+
+    def __init__(self):
+        self.storage = Storage(use_memory_fs=True)
+        self.failures = []
+        self.seen = []
+        self.lose_answer = False
+        self._server = server.HTTPServer(("127.0.0.1", 0), partial(_Handler, self))
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.address = f"http://127.0.0.1:{self._server.server_port}"
+
+    def make_bucket(self, name):
+        create_bucket(name, self.storage)
+
+    def has(self, path, body):
+        """Whether the object that a multipart upload names is there."""
+        bucket = path.split("/b/")[1].split("/")[0]
+        return any(f'"name": "{name}"'.encode() in body for name in self.storage.objects.get(bucket, {}))
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5)

@@ -1,0 +1,259 @@
+"""The driver: what it makes, keeps, refuses and survives, in a folder and in gs://."""
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from actors.batch import BatchSettings, run_batch
+from actors.manifest import read_manifest
+from actors.results import SUMMARY, make_plan
+from actors.storage import StorageError, open_storage
+from tests.actors.engines import Engine, mp4
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def batch(storage, tmp_path):
+    """Runs lines as a manifest; returns the report."""
+
+    def run(*lines, engine=None, tell=None, output=storage, **settings):
+        path = tmp_path / "requests.jsonl"
+        path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+        engine = engine or Engine()
+        work = run_batch(read_manifest(path), output, engine, BatchSettings(**settings), tell=tell or (lambda _: None))
+        return asyncio.run(asyncio.wait_for(work, 60))
+
+    return run
+
+
+def summary(storage):
+    return [json.loads(line) for line in storage.read(SUMMARY).splitlines()]
+
+
+CAT, DOG, FOX = (
+    {"id": name, "output": f"clips/{name}.mp4", "seed": seed} for seed, name in enumerate(("cat", "dog", "fox"))
+)
+
+
+def test_all_lines_are_made_once(batch, storage):
+    report = batch(CAT, DOG, FOX)
+    assert (report.exit_code, report.made) == (0, 3)
+    assert [name for name in storage.list() if name.endswith(".mp4")] == [
+        f"clips/{name}.mp4" for name in ("cat", "dog", "fox")
+    ]
+    assert storage.read("clips/cat.mp4") == mp4()
+    lines = summary(storage)
+    assert [line["id"] for line in lines] == ["cat", "dog", "fox"]
+    assert lines[0]["output"] == storage.location("clips/cat.mp4")
+    assert lines[0]["status"] == "done"
+    assert lines[0]["size_bytes"] == len(mp4())
+    assert lines[0]["seconds"] > 0
+    assert json.loads(storage.read("clips/cat.json")) == lines[0]
+
+    again = Engine()
+    report = batch(CAT, DOG, FOX, engine=again)
+    assert (report.exit_code, report.made, again.began) == (0, 0, [])
+    assert "3 done before" in report.text()
+    assert summary(storage) == lines
+
+
+def test_only_what_is_missing_is_made(batch, storage):
+    batch(CAT, DOG, FOX)
+    storage.delete("clips/cat.mp4")  # a record without its video
+    storage.delete("clips/fox.json")  # a video without its record is somebody else's
+    storage.write("clips/dog.mp4", mp4()[:-1])  # not what was written
+    engine, told = Engine(), []
+    report = batch(CAT, DOG, FOX, engine=engine, tell=told.append)
+    assert sorted(engine.began) == ["cat", "dog"]
+    assert (report.exit_code, report.made) == (1, 2)
+    assert storage.read("clips/dog.mp4") == mp4()
+    assert re.search(r"fox: .*clips/fox.mp4 exists, and no record says that a batch made it", *told)
+
+
+def test_other_files_are_never_written_over(batch, storage):
+    storage.write("clips/cat.json", b'{"my": "notes"}')
+    storage.write("clips/dog.mp4", b"my film")
+    report = batch(CAT, DOG, FOX, remake_changed=True)
+    assert (report.made, report.count("failed")) == (1, 2)
+    assert storage.read("clips/cat.json") == b'{"my": "notes"}'
+    assert storage.read("clips/dog.mp4") == b"my film"
+
+
+def test_changed_lines_are_kept_and_said(batch, storage):
+    batch(CAT, DOG)
+    changed, told = CAT | {"seed": 7, "prompt": "5000"}, []
+    report = batch(changed, DOG, tell=told.append)
+    assert (report.exit_code, report.made) == (1, 0)
+    assert "1 changed since and kept" in report.text()
+    assert re.search(r"^cat: line 1 has another request than .*clips/cat.mp4 was made from.*give it a new id", *told)
+    assert [line["status"] for line in summary(storage)] == ["changed", "done"]
+    report = batch(changed, DOG, remake_changed=True)
+    assert (report.exit_code, report.made) == (0, 1)
+    assert storage.read("clips/cat.mp4") == mp4(5000)
+
+
+def test_another_model_is_a_change(batch):
+    batch(CAT, model="wan-a")
+    assert batch(CAT, model="wan-a").exit_code == 0
+    report = batch(CAT, model="wan-b")
+    assert (report.exit_code, report.count("changed")) == (1, 1)
+    assert "another model" in report.results[0].error
+
+
+def test_bad_lines_do_not_stop_the_rest(batch, storage):
+    told = []
+    report = batch(CAT, {"id": "bad", "frames": 6}, "no json", DOG, tell=told.append)
+    assert (report.exit_code, report.made) == (1, 2)
+    assert told[0] == "bad: line 2 frames is 6; it must be 4n + 1, nearest 5"
+    assert told[1].startswith("no id: line 3 is no JSON")
+    assert [(line["line"], line["status"]) for line in summary(storage)] == [
+        (1, "done"),
+        (2, "invalid"),
+        (3, "invalid"),
+        (4, "done"),
+    ]
+
+
+def test_nothing_but_bad_lines(batch):
+    assert batch("no json", {"frames": 6}).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ("poison", "ValueError: the model ... choked on it"),
+        ("cancelled", "RuntimeError: the engine cancelled it, and nobody else did"),
+        ("no mp4", "ValueError: the engine returned 9 bytes that are no mp4"),
+    ],
+)
+def test_a_failed_request_is_alone_and_made_again(batch, storage, prompt, error):
+    told = []
+    report = batch(CAT, DOG | {"prompt": prompt}, FOX, tell=told.append, in_flight=1)
+    assert (report.exit_code, report.made) == (1, 2)
+    assert told == [f"dog: {error}"]
+    assert [line["status"] for line in summary(storage)] == ["done", "failed", "done"]
+    assert not storage.exists("clips/dog.mp4")
+    engine = Engine()
+    assert batch(CAT, DOG, FOX, engine=engine).exit_code == 0
+    assert engine.began == ["dog"]
+
+
+def test_in_flight_is_bounded(batch):
+    engine = Engine(0.05)
+    assert batch(*({"id": f"r{i}"} for i in range(12)), engine=engine, in_flight=3).exit_code == 0
+    assert engine.most == 3
+
+
+def test_only_records_that_are_there_are_read(gcs, emulator, tmp_path):
+    """A thousand new lines cost one listing, not a thousand questions."""
+    gcs.write("cat.json", b"{}")
+    lines = tmp_path / "requests.jsonl"
+    lines.write_text("\n".join(json.dumps({"id": name}) for name in ("cat", *map(str, range(50)))))
+    emulator.seen.clear()
+    plan = make_plan(gcs, read_manifest(lines).entries, model=None, remake_changed=False)
+    assert (len(plan.todo), len(plan.blocked)) == (50, 1)
+    asked = [line for line in emulator.seen if "/o" in line]  # the client also looks at the bucket, now and then
+    assert len(asked) == 2, asked  # the listing, and cat.json
+
+
+def test_an_output_that_cannot_be_written_is_said_before_any_work(batch, tmp_path):
+    (tmp_path / "file").write_text("")
+    engine = Engine()
+    for output in (tmp_path / "file" / "out", "gs://no-such-bucket/run"):
+        with pytest.raises(StorageError, match=r"can't (write|use)"):
+            batch(CAT, engine=engine, output=open_storage(output))
+    assert engine.began == []
+
+
+# ---- in a process of its own
+
+
+def start(tmp_path, output, *, seconds, lines, more=()):
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    command = [sys.executable, "-m", "tests.actors.batch_worker", str(path), str(output), str(seconds), *more]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("kind", ["folder", "gs"])
+def test_stopped_drivers_are_resumed(tmp_path, request, kind, number):
+    storage = open_storage(tmp_path / "out") if kind == "folder" else request.getfixturevalue("gcs")
+    lines = [{"id": f"r{i}", "prompt": "300000"} for i in range(8)]
+    first = start(tmp_path, storage.location(), seconds=0.4, lines=lines)
+    try:
+        deadline = time.monotonic() + 30
+        while len(made(storage)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        first.send_signal(number)
+        _, errors = first.communicate(timeout=30)
+    finally:
+        first.kill()
+        first.wait(10)
+    before = made(storage)
+    assert 2 <= len(before) < 8
+    if number == signal.SIGKILL:
+        assert first.returncode == -9
+    else:
+        assert first.returncode == 130
+        assert errors.splitlines()[-1] == "interrupted: nothing half-written was left behind"
+        assert {line["id"] for line in summary(storage)} == set(before)
+
+    second = start(tmp_path, storage.location(), seconds=0, lines=lines)
+    out, errors = second.communicate(timeout=30)
+    assert second.returncode == 0, errors
+    assert out.startswith(f"8 requests: {8 - len(before)} made, {len(before)} done before")
+    assert made(storage) == [f"r{i}" for i in range(8)]
+    assert [line["status"] for line in summary(storage)] == ["done"] * 8
+    if kind == "folder":
+        left = {path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")}
+        assert left == {".wan-tpu.lock"}
+
+
+def made(storage):
+    """Ids whose record says done; each has its whole video."""
+    records = [json.loads(storage.read(name)) for name in storage.list() if name.endswith(".json")]
+    done = [record for record in records if record["status"] == "done"]
+    sizes = storage.list()
+    assert all(sizes[f"{record['id']}.mp4"] == record["size_bytes"] == 300_000 for record in done)
+    return sorted(record["id"] for record in done)
+
+
+def test_a_disk_that_gets_full_fails_what_does_not_fit(tmp_path):
+    """A tmpfs of 1 MB: the large one fails with the reason, its neighbours are made; it is tried again next time."""
+    sizes = {"a": 200_000, "large": 2_000_000, "b": 200_000, "c": 200_000}
+    (tmp_path / "out").mkdir()
+    lines = [{"id": name, "prompt": str(size)} for name, size in sizes.items()]
+    worker = start(tmp_path, tmp_path / "out", seconds=0, lines=lines, more=["small-disk"])
+    out, errors = worker.communicate(timeout=60)
+    if worker.returncode == 77:
+        pytest.skip(errors)
+    _, a, large, b, c, files = out.splitlines()
+    assert (a, b, c) == ("a done ", "b done ", "c done ")
+    assert re.match(r"large failed can't write .*out/large.mp4 \(No space left on device\); make room", large)
+    assert "partial" not in files
+    assert "'large.mp4'" not in files
+    assert worker.returncode == 1
+    assert "error: 4 requests: 3 made, 1 failed" in errors
+
+
+def test_a_full_disk_costs_no_more_work(tmp_path):
+    """Once nothing fits, requests fail at once instead of computing for nothing."""
+    (tmp_path / "out").mkdir()
+    lines = [{"id": f"r{i}", "prompt": "260000"} for i in range(10)]
+    worker = start(tmp_path, tmp_path / "out", seconds=0, lines=lines, more=["small-disk"])
+    out, errors = worker.communicate(timeout=60)
+    if worker.returncode == 77:
+        pytest.skip(errors)
+    statuses = [line.split()[1] for line in out.splitlines()[1:-1]]
+    assert statuses[:2] == ["done", "done"]
+    assert "failed" in statuses
+    assert "writing" not in statuses
+    assert worker.returncode == 1

@@ -1,0 +1,157 @@
+"""Good lines, bad lines, and the same request each time."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from actors.manifest import read_manifest
+from actors.storage import StorageError, open_storage
+from tests.conftest import PHOTO
+from wan_tpu import GenerationRequest, InvalidInput
+
+
+def manifest(folder, *lines):
+    path = folder / "requests.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+def test_good_lines(tmp_path):
+    (tmp_path / "in").mkdir()
+    Image.open(PHOTO).save(tmp_path / "in" / "cat.png")
+    first = {"id": "cat", "prompt": "A cat", "image": "in/cat.png", "height": 32, "width": 48, "seed": 3}
+    read = read_manifest(
+        manifest(tmp_path, first, "", {"prompt": "A dog runs along the beach.", "output": "b/dog.mp4"})
+    )
+    assert read.bad == ()
+    cat, dog = read.entries
+    assert (cat.line, cat.id, cat.output) == (1, "cat", "cat.mp4")
+    assert (dog.line, dog.output) == (3, "b/dog.mp4")
+    assert dog.id.startswith("a-dog-runs-along-")
+    request = cat.request()
+    expected = GenerationRequest(**{name: value for name, value in first.items() if name != "id"} | {"image": PHOTO})
+    assert np.array_equal(np.asarray(request.image), np.asarray(expected.image))
+    for name in ("prompt", "height", "width", "seed", "steps", "solver"):
+        assert getattr(request, name) == getattr(expected, name)
+
+
+def test_derived_ids_are_stable_and_differ(tmp_path):
+    lines = [{"prompt": "A cat", "seed": 1}, {"prompt": "A cat", "seed": 2}, {"prompt": "猫"}]
+    ids = [entry.id for entry in read_manifest(manifest(tmp_path, *lines)).entries]
+    assert len(set(ids)) == 3
+    assert ids[2].startswith("request-")
+    swapped = [dict(reversed(line.items())) for line in reversed(lines)]
+    assert [entry.id for entry in read_manifest(manifest(tmp_path, *swapped)).entries] == ids[::-1]
+
+
+def test_the_digest_is_of_what_decides_the_video(tmp_path):
+    Image.open(PHOTO).save(tmp_path / "cat.png")
+    line = {"id": "cat", "image": "cat.png", "prompt": "A cat"}
+
+    def digest(**changes):
+        return read_manifest(manifest(tmp_path, line | changes)).entries[0].digest
+
+    same = digest()
+    assert digest(solver="unipc", seed=0) == same  # what is the default anyway
+    assert digest(output="other.mp4") == same
+    assert digest(seed=1) != same
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "cat.png")
+    assert digest() != same  # another picture under the same name
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{not json", r"is no JSON \(Expecting property name .* at column 2\)"),
+        ("[1, 2]", "is a JSON list; write an object"),
+        ('{"seed": 1, "seed": 2}', "has the field 'seed' twice"),
+        ('{"num_steps": 4}', "unknown field 'num_steps'; did you mean 'steps'?"),
+        ('{"negativ_prompt": ""}', "did you mean 'negative_prompt'?"),
+        ('{"size": "720*1280"}', "give height and width"),
+        ('{"colour": 4}', "known are id, output, prompt"),
+        ('{"frames": 6}', r"frames is 6; it must be 4n \+ 1, nearest 5"),
+        ('{"fps": NaN}', "fps is nan; give a finite number"),
+        ('{"prompt": 3}', "prompt is a int; give a string"),
+        ('{"image": "none.png"}', r"image '.*/none.png' is not a file"),
+        ('{"image": "requests.jsonl"}', "is no image that Pillow can read"),
+        ('{"image": "' + "x" * 5000 + '"}', "can't be read"),
+        ('{"image": "\\u0000"}', "is not a file"),
+        ('{"id": "\\ud800"}', "no valid Unicode"),
+        ('{"image": 3}', "has the image 3; give a path"),
+        ('{"image": "https://x.org/cat.png"}', "is a URL; download it"),
+        ('{"image": "gs://videos/none.png"}', "gs://videos/none.png does not exist"),
+        ('{"id": 3}', "has the id 3; give a string"),
+        ('{"id": "../../etc/passwd"}', "would leave its folder"),
+        ('{"id": "/etc/passwd"}', "is not a relative path"),
+        ('{"id": ".hidden"}', "would be hidden"),
+        ('{"id": ""}', "is empty"),
+        ('{"output": "../cat.mp4"}', "would leave its folder"),
+        ('{"output": "cat.avi"}', "ends in .mp4"),
+        ('{"id": "first"}', "has the id 'first' of line 1"),
+        ('{"output": "first.mp4"}', "has the output 'first.mp4' of line 1"),
+        ('{"output": "first.mp4/second.mp4"}', "is a file and a folder"),
+        ('{"seed": ' + "1" * 5000 + "}", "has a number of 5000 digits"),
+        ("[" * 100_000, "nested too deep"),
+    ],
+)
+def test_bad_lines_are_told_and_do_not_stop_the_rest(tmp_path, emulator, line, reason):
+    read = read_manifest(manifest(tmp_path, {"id": "first"}, line, {"id": "last"}))
+    assert [entry.id for entry in read.entries] == ["first", "last"]
+    (bad,) = read.bad
+    assert bad.line == 2
+    assert re.search(reason, bad.reason), bad.reason
+    assert len(bad.reason) < 600
+
+
+def test_a_bad_line_does_not_take_an_id(tmp_path):
+    read = read_manifest(manifest(tmp_path, {"id": "cat", "frames": 2}, {"id": "cat", "frames": 5}))
+    assert [entry.line for entry in read.entries] == [2]
+    assert [(bad.line, bad.id) for bad in read.bad] == [(1, "cat")]
+
+
+def test_lines_that_are_no_text(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"id": "a"}\r\n{"id": "\xff"}\n{"id": "b"}')
+    read = read_manifest(path)
+    assert [entry.id for entry in read.entries] == ["a", "b"]
+    assert "is no UTF-8" in read.bad[0].reason
+
+
+def test_the_model_has_its_say(tmp_path, pipeline):
+    check = pipeline("wan2.2-i2v-a14b").resolve
+    lines = [{"id": "no-image"}, {"id": "cat", "image": str(PHOTO), "height": 32, "width": 48, "frames": 5}]
+    read = read_manifest(manifest(tmp_path, *lines), check)
+    assert [entry.id for entry in read.entries] == ["cat"]
+    assert "image" in read.bad[0].reason
+
+
+def test_from_gs(gcs, gcs_prefix):
+    gcs.write("in/cat.png", PHOTO.read_bytes())
+    line = json.dumps({"id": "cat", "image": "../in/cat.png"}) + "\n"
+    line += json.dumps({"id": "dog", "image": f"{gcs_prefix}/in/cat.png"}) + "\n"
+    line += json.dumps({"id": "fox", "image": "../../../../cat.png"})
+    gcs.write("jobs/requests.jsonl", line.encode())
+    read = read_manifest(gcs.location("jobs/requests.jsonl"))
+    assert [entry.id for entry in read.entries] == ["cat", "dog"]
+    assert read.entries[0].digest == read.entries[1].digest
+    assert read.entries[0].request().image.size == Image.open(PHOTO).size
+    assert "outside of the bucket 'videos'" in read.bad[0].reason
+
+
+def test_no_manifest(tmp_path, gcs_prefix):
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(InvalidInput, match="has no requests"):
+        read_manifest(tmp_path / "empty.jsonl")
+    with pytest.raises(StorageError, match=r"can't read .*none.jsonl \(No such file"):
+        read_manifest(tmp_path / "none.jsonl")
+    with pytest.raises(StorageError, match=r"none.jsonl does not exist"):
+        read_manifest(f"{gcs_prefix}/none.jsonl")
+    with pytest.raises(InvalidInput, match="is a folder"):
+        read_manifest("gs://videos/")
+    with pytest.raises(InvalidInput, match=r"can't read .*Is a directory"):
+        read_manifest(tmp_path)
+    with pytest.raises(InvalidInput):
+        open_storage("ftp://x/y")

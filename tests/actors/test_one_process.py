@@ -1,0 +1,109 @@
+"""The one-process pipeline as an engine, with real (small) models."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from actors.commands.batch import batch
+from actors.one_process import OneProcessEngine
+from actors.storage import open_storage
+from actors.timeline import summarise
+from tests.conftest import PHOTO
+from wan_tpu import GenerationRequest, InvalidRequest, cli
+
+KIND = "wan2.2-i2v-a14b"
+FIELDS = {"prompt": "A cat", "height": 32, "width": 48, "frames": 1, "steps": 4, "guidance_scale": 1, "fps": 8}
+
+
+@pytest.fixture(scope="module")
+def engine(pipeline):
+    made = OneProcessEngine(pipeline(KIND), slice_name="here")
+    yield made
+    made.close()
+
+
+def generate(engine, request, spans=None):
+    work = engine.generate(request, id="cat", on_event=(lambda _: None) if spans is None else spans.append)
+    return asyncio.run(asyncio.wait_for(work, 120))
+
+
+def test_it_makes_what_the_pipeline_makes(engine, pipeline, tmp_path):
+    request, spans = GenerationRequest(**FIELDS, image=PHOTO), []
+    video = generate(engine, request, spans)
+    expected = pipeline(KIND).generate(request).save(tmp_path / "video.mp4").read_bytes()
+    assert video == expected
+    compute = [(span.stage, span.step) for span in spans if span.what == "compute"]
+    high = [step for stage, step in compute if stage == "denoise_high"]
+    assert compute[0] == ("encoder", None)
+    assert compute[-1] == ("decoder", None)
+    assert [step for _, step in compute[1:-1]] == [1, 2, 3, 4]
+    assert 0 < len(high) < 4
+    assert {span.chips for span in spans} == {"emulated"}
+    assert all(span.seconds > 0 for span in spans)
+    summary = summarise(spans)
+    assert 0 < summary.busy["here"] < 1  # reading weights and compiling don't count
+    assert summary.overlap == 0
+
+
+def test_what_a_stage_raises_reaches_the_caller(engine):
+    with pytest.raises(InvalidRequest, match="image"):
+        generate(engine, GenerationRequest(**FIELDS))
+
+
+def test_cancelled_work_ends_before_the_next_begins(engine):
+    """Long enough not to end by itself in time; and the engine is free afterwards."""
+    request = GenerationRequest(**FIELDS | {"steps": 1000}, image=PHOTO)
+
+    async def cancel():
+        spans = []
+        work = asyncio.ensure_future(engine.generate(request, id="long", on_event=spans.append))
+        while not any(span.step for span in spans):
+            await asyncio.sleep(0.02)
+        queued = asyncio.ensure_future(engine.generate(request, id="queued", on_event=spans.append))
+        await asyncio.sleep(0.05)
+        queued.cancel()
+        start = time.monotonic()
+        work.cancel()
+        results = await asyncio.gather(work, queued, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        assert time.monotonic() - start < 10
+        steps = len(spans)
+        await asyncio.sleep(0.3)
+        assert len(spans) == steps < 900
+        assert {span.request for span in spans} == {"long"}
+
+    asyncio.run(asyncio.wait_for(cancel(), 120))
+    assert generate(engine, GenerationRequest(**FIELDS, image=PHOTO))[4:8] == b"ftyp"
+
+
+def test_command(checkpoint, tmp_path, capfd):
+    """As typed: videos, records, a timeline, and exit codes."""
+    lines = [FIELDS | {"id": "cat", "image": str(PHOTO)}, FIELDS | {"id": "dog"}, FIELDS | {"id": "cat"}]
+    manifest = tmp_path / "requests.jsonl"
+    manifest.write_text("\n".join(map(json.dumps, lines)))
+    output = tmp_path / "out"
+    command = ["--model_id", str(checkpoint(KIND)), "--dtype", "float32", "--dp", "1"]
+    command += ["--manifest", str(manifest), "--output", str(output)]
+    assert cli.run(batch, [*command, "--timeline"]) == 1
+    assert list(open_storage(output).list()) == [
+        "cat.json",
+        "cat.mp4",
+        "results.jsonl",
+        "timeline.png",
+        "timeline.trace.json",
+    ]
+    said = capfd.readouterr().err
+    assert "dog: line 2 " in said
+    assert "batch: 1/1" in said
+    assert "error: 3 requests: 1 made, 2 bad lines" in said
+    record = json.loads((output / "cat.json").read_text())
+    assert list(record["stage_s"]) == ["encoder", "denoise_high", "denoise_low", "decoder"]
+    assert record["model"] == str(checkpoint(KIND))
+    manifest.write_text(json.dumps(lines[0]))
+    assert cli.run(batch, command) == 0
+    assert "1 requests: 0 made, 1 done before" in capfd.readouterr().err
+    manifest.write_text(json.dumps(lines[1]))
+    assert cli.run(batch, command) == 2
+    assert cli.run(batch, [*command, "--in_flight", "0"]) == 2

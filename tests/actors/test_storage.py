@@ -1,0 +1,239 @@
+"""The same cases on a folder and on gs:// (a real client, real HTTP), and what each can do wrong in its own way."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from actors.gcs import GcsStorage
+from actors.storage import AlreadyThere, LocalStorage, Missing, StorageError, open_storage, split_location
+from tests.conftest import ROOT
+
+
+def test_what_is_written_is_read(storage):
+    content = os.urandom(100_000)
+    assert not storage.exists("clips/cat.mp4")
+    storage.write("clips/cat.mp4", content)
+    storage.write("empty.json", b"")
+    assert storage.exists("clips/cat.mp4")
+    assert storage.read("clips/cat.mp4") == content
+    assert storage.list() == {"clips/cat.mp4": 100_000, "empty.json": 0}
+    assert storage.list("clips/") == {"clips/cat.mp4": 100_000}
+    storage.write("clips/cat.mp4", b"other")
+    assert storage.read("clips/cat.mp4") == b"other"
+    storage.delete("clips/cat.mp4")
+    storage.delete("clips/cat.mp4")
+    assert storage.list() == {"empty.json": 0}
+
+
+def test_missing_says_where(storage):
+    with pytest.raises(Missing, match=r"nothing.mp4 does not exist"):
+        storage.read("nothing.mp4")
+
+
+def test_only_if_absent(storage):
+    storage.write("job.json", b"first", only_if_absent=True)
+    storage.write("job.json", b"first", only_if_absent=True)  # a repeated write of the same is no conflict
+    with pytest.raises(AlreadyThere, match=r"job.json exists already"):
+        storage.write("job.json", b"second", only_if_absent=True)
+    assert storage.read("job.json") == b"first"
+    assert list(storage.list()) == ["job.json"]
+
+
+@pytest.mark.parametrize(
+    "name", ["", "../out.mp4", "/etc/passwd", "a//b", "a/./b", "a\\b", ".hidden", "a\n", "x" * 201]
+)
+def test_names_stay_in_their_folder(storage, name):
+    for act in (storage.read, storage.exists, storage.delete, lambda name: storage.write(name, b"")):
+        with pytest.raises(StorageError, match="the name"):
+            act(name)
+
+
+def test_probe_leaves_nothing(storage):
+    storage.probe()
+    assert storage.list() == {}
+    with storage.claim(["cat.mp4"]):
+        assert storage.list() == {}
+
+
+def test_storage_travels(storage):
+    storage.write("cat.mp4", b"video")
+    there = pickle.loads(pickle.dumps(storage))
+    assert there.location("cat.mp4") == storage.location("cat.mp4")
+    assert there.read("cat.mp4") == b"video"
+
+
+def test_locations(tmp_path, gcs_prefix):
+    assert open_storage(tmp_path).location("a/b.mp4") == f"{tmp_path}/a/b.mp4"
+    assert open_storage(gcs_prefix + "/").location("a/b.mp4") == f"{gcs_prefix}/a/b.mp4"
+    assert split_location("gs://bucket/a/b.png") == ("gs://bucket/a", "b.png")
+    assert split_location("gs://bucket/b.png") == ("gs://bucket", "b.png")
+    assert split_location("a/b.png") == ("a", "b.png")
+    with pytest.raises(StorageError, match="s3://x is neither a folder nor gs://"):
+        open_storage("s3://x")
+    with pytest.raises(StorageError, match="neither a folder nor gs://"):
+        open_storage(Path("gs://videos/run"))  # which is gs:/videos/run
+    with pytest.raises(StorageError, match="names no bucket"):
+        open_storage("gs://")
+
+
+# ---- folders
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What storage_worker.py was told in each case."""
+    folder = tmp_path_factory.mktemp("limits")
+    for path in (folder, *folder.parents[:2]):
+        path.chmod(0o755)  # so that another user gets as far as the folder that is closed to it
+    command = [sys.executable, "-m", "tests.actors.storage_worker", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    return {case: lines for case, *lines in json.loads(done.stdout)}, folder
+
+
+def lines_of(told, case):
+    lines = told[0][case]
+    if lines[0].startswith("refused: "):
+        pytest.skip(f"this machine lets nobody mount in a namespace of their own: {lines[0]}")
+    return lines
+
+
+def test_a_full_disk(told):
+    probe, error, left = lines_of(told, "full")
+    assert probe == "probe: well"
+    where = told[1] / "full" / "large.mp4"
+    assert error == f"can't write {where} (No space left on device); make room, or choose a folder on another disk"
+    assert left == "['small.txt']"  # no half file
+
+
+def test_a_disk_full_from_the_start(told):
+    error, left = lines_of(told, "full from the start")
+    assert error.startswith(f"can't write {told[1]}/full from the start (No space left on device); make room")
+    assert left == "['zeros']"
+
+
+def test_a_read_only_disk(told):
+    error, _ = lines_of(told, "read-only")
+    assert error == f"can't write {told[1]}/read-only (Read-only file system); choose a folder that can be written to"
+
+
+def test_a_limit_on_file_sizes(told):
+    _, error, left = lines_of(told, "limit")
+    assert error.startswith(f"can't write {told[1]}/limit/large.mp4 (File too large); raise the limit")
+    assert left == "['small.txt']"
+
+
+def test_a_folder_of_somebody_else(told):
+    error, _ = lines_of(told, "nobody")
+    assert error == f"can't write {told[1]}/nobody (Permission denied); choose a folder that can be written to"
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "out" / "cat.mp4").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"can't write .*file/out"):
+        LocalStorage(tmp_path / "file" / "out").probe()
+    with pytest.raises(StorageError, match=r"can't write .*cat.mp4"):
+        LocalStorage(tmp_path / "out").write("cat.mp4", b"")
+    with pytest.raises(StorageError, match=r"can't read .*cat.mp4"):
+        LocalStorage(tmp_path / "out").read("cat.mp4")
+
+
+def test_append_adds_lines(tmp_path):
+    storage = LocalStorage(tmp_path)
+    storage.append("results.jsonl", b"1\n")
+    storage.append("results.jsonl", b"2\n")
+    assert storage.read("results.jsonl") == b"1\n2\n"
+
+
+_HOLD = """
+import sys, time
+from actors.storage import LocalStorage
+with LocalStorage(sys.argv[1]).claim(["cat.mp4"]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_one_writer_at_a_time_and_none_after_its_death(tmp_path):
+    storage = LocalStorage(tmp_path)
+    holder = subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(StorageError, match=f"being written to by process {holder.pid} on "):
+            with storage.claim([]):
+                pass
+        # What a killed writer leaves: ours is removed, what somebody else is writing there isn't.
+        (tmp_path / ".cat.mp4.0123456789ab.partial").write_bytes(b"half")
+        (tmp_path / ".dog.mp4.0123456789ab.partial").write_bytes(b"half")
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(10)
+        with storage.claim(["cat.mp4"]):
+            assert [path.name for path in tmp_path.glob("*.partial")] == [".dog.mp4.0123456789ab.partial"]
+    finally:
+        holder.kill()
+        holder.wait(10)
+
+
+# ---- gs://
+
+
+def test_no_bucket(emulator):
+    missing = GcsStorage("no-such-bucket", "run")
+    for act in (missing.probe, missing.list, lambda: missing.write("cat.mp4", b"")):
+        with pytest.raises(StorageError, match="there is no bucket 'no-such-bucket'; make it"):
+            act()
+    assert not missing.exists("cat.mp4")
+
+
+def test_passing_errors_are_retried_by_the_client(gcs, emulator):
+    emulator.failures += [(503, "Service Unavailable", "before")]
+    gcs.write("cat.mp4", b"video")
+    emulator.failures += [(429, "Too Many Requests", "before")]
+    assert gcs.read("cat.mp4") == b"video"
+    assert not emulator.failures
+
+
+def test_a_lost_answer_is_no_conflict(gcs, emulator):
+    """The upload arrives, its answer doesn't; the client repeats it and is told that the object exists: its own."""
+    emulator.failures += [(503, "Service Unavailable", "after")]
+    before = len(emulator.seen)
+    gcs.write("job.json", b"mine", only_if_absent=True)
+    uploads = [line for line in emulator.seen[before:] if line.startswith("POST")]
+    assert len(uploads) == 2
+    assert all("ifGenerationMatch=0" in line for line in uploads)
+    assert gcs.read("job.json") == b"mine"
+
+
+def test_not_allowed_names_the_role(gcs, emulator):
+    emulator.failures += [(403, "no storage.objects.create access", "before")]
+    with pytest.raises(StorageError, match=r"can't write gs://videos.*not allowed.*roles/storage.objectUser"):
+        gcs.probe()
+
+
+def test_large_objects_go_up_in_a_resumable_upload(gcs, emulator):
+    content = os.urandom(9_000_000)  # the client's limit for one request is 8 MB
+    gcs.write("large.mp4", content)
+    assert any("uploadType=resumable" in line for line in emulator.seen)
+    assert gcs.read("large.mp4") == content
+
+
+def test_nobody_answers(monkeypatch):
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")  # the discard port: nothing listens
+    start = time.monotonic()
+    with pytest.raises(StorageError, match=r"the service did not answer .*STORAGE_EMULATOR_HOST"):
+        GcsStorage("videos", timeout_s=2).probe()
+    assert time.monotonic() - start < 15
+
+
+def test_no_credentials(tmp_path, monkeypatch):
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
+    with pytest.raises(StorageError, match=r"no usable Google credentials .*gcloud auth application-default login"):
+        GcsStorage("videos")

@@ -1,0 +1,126 @@
+"""The figures of a timeline, by hand; the trace as a viewer reads it; the picture as pixels."""
+
+import dataclasses
+import io
+import itertools
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from actors.timeline import Span, chrome_trace, computing, labels, lanes, natural, summarise
+from actors.timeline_picture import draw
+
+START = 1_790_000_000.0
+
+
+def span(slice_, request, what, start, end, **more):
+    stage = more.pop("stage", "denoise_high")
+    pool = more.pop("pool", slice_.partition("/")[0])
+    times = {"start_s": START + start, "end_s": START + end}
+    return Span(slice=slice_, request=request, stage=stage, what=what, pool=pool, **times, **more)
+
+
+SPANS = [
+    span("encoder/0", "cat-1", "load", 0, 1),
+    span("encoder/0", "cat-1", "compute", 1, 2),
+    span("encoder/0", "cat-2", "compute", 2, 3),
+    span("high/0", "cat-1", "fetch", 2, 2.5),
+    span("high/0", "cat-1", "compute", 2.5, 4, step=1),
+    span("high/0", "cat-1", "compute", 4, 6, step=2),
+    span("high/0", "cat-2", "fetch", 3, 3.5),
+    span("high/0", "cat-2", "wait", 3.25, 6),
+    span("high/0", "cat-2", "compute", 6, 8),
+    span("low/0", "cat-1", "compute", 6, 10),
+]
+
+
+def test_summary():
+    summary = summarise(SPANS)
+    assert summary.wall_s == pytest.approx(10)
+    assert summary.busy == pytest.approx({"encoder/0": 0.2, "high/0": 0.55, "low/0": 0.4})
+    assert summary.overlap == pytest.approx((0.5 + 2) / 10)  # 2.5 to 3 and 6 to 8
+    assert summary.together == pytest.approx(0.2 + 0.55 + 0.4)
+    assert sum(seconds for seconds, _ in computing(SPANS)) == pytest.approx(10)
+    assert summary.chips == "real"
+    assert json.loads(json.dumps(summary.to_json()))["overlap"] == 0.25
+
+
+def test_batched_requests_are_one_slice_at_work():
+    both = [span("high/0", name, "compute", 0, 4) for name in ("a", "b")]
+    summary = summarise(both)
+    assert (summary.busy["high/0"], summary.overlap, summary.together) == pytest.approx((1, 0, 1))
+
+
+def test_nothing_happened():
+    assert summarise([]).to_json()["wall_s"] == 0
+    assert json.loads(chrome_trace([]))["traceEvents"] == []
+    with pytest.raises(ValueError, match="no spans"):
+        draw([])
+
+
+def test_figures_say_what_is_not_real():
+    emulated = [dataclasses.replace(one, chips="emulated") for one in SPANS]
+    assert "emulated: CPU devices stand in for chips" in summarise(emulated).text()
+    mixed = [*emulated, dataclasses.replace(SPANS[0], chips="simulated")]
+    assert "simulated" in summarise(mixed).text()
+    assert json.loads(chrome_trace(mixed))["otherData"]["chips"] == "simulated"
+    assert "simulated" not in summarise(SPANS).text()
+
+
+def test_order_of_lanes_and_letters():
+    spans = [span(f"high/{i}", "b", "compute", 1, 2) for i in (10, 9)] + [span("encoder/0", "a", "compute", 0, 1)]
+    assert [name for _, name in lanes(spans)] == ["encoder/0", "high/9", "high/10"]
+    assert sorted(["s10", "10", "s9", "s"], key=natural) == ["s", "s9", "s10", "10"]
+    many = [span("high/0", f"r{i}", "compute", i, i + 1) for i in range(28)]
+    assert list(labels(many).values())[::27] == ["A", "AB"]
+
+
+def test_trace_opens_in_viewers():
+    """What viewers need: complete events in microseconds, named processes and threads, nothing overlapping in one."""
+    overlapping = [*SPANS, span("high/0", "cat-3", "compute", 7, 9)]
+    trace = json.loads(chrome_trace(overlapping))
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    pools = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert list(pools.values()) == ["encoder", "high", "low"]
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == len(overlapping)
+    threads = {}
+    for event in events:
+        assert event["dur"] > 0
+        assert 0 <= event["ts"] <= 10e6
+        threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert sorted(named[key] for key in threads) == sorted(
+        ["encoder/0", "high/0", "high/0 2", "high/0 transfers", "high/0 transfers 2", "low/0"]
+    )
+    for times in threads.values():
+        for (_, end), (start, _) in itertools.pairwise(sorted(times)):
+            assert end <= start + 0.2  # microseconds: rounding
+    step = next(event for event in events if event["args"].get("step") == 2)
+    assert step["name"] == "A cat-1"
+    assert step["args"] == {"request": "cat-1", "stage": "denoise_high", "what": "compute", "step": 2}
+
+
+def pixels(png):
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+
+
+def area(image, colour):
+    return int((np.abs(image.astype(int) - colour).max(axis=-1) < 8).sum())
+
+
+def test_picture_shows_each_request_in_its_colour():
+    image = pixels(draw(SPANS))
+    assert (image[[0, 0, -1, -1], [0, -1, 0, -1]] == 255).all()  # a light background
+    first, second = area(image, (0x44, 0x77, 0xAA)), area(image, (0xEE, 0x77, 0x33))
+    assert first / second == pytest.approx(8.5 / 3, rel=0.15)  # seconds of computing; letters and edges are white
+    assert image.shape[1] > 1400
+    more = pixels(draw([*SPANS, span("decoder/0", "cat-1", "compute", 10, 11)]))
+    assert more.shape[0] > image.shape[0]  # a lane more
+
+
+def test_picture_says_emulated():
+    note = (0xAA, 0x33, 0x77)
+    assert area(pixels(draw(SPANS)), note) == 0
+    assert area(pixels(draw([dataclasses.replace(one, chips="emulated") for one in SPANS])), note) > 100
