@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from wan_tpu.aot.executables import Executables
@@ -72,5 +73,16 @@ class Program:
 
 
 def place(tree: Any, mesh: Mesh) -> Any:
-    """Copy host arrays (and numbers) to every device of `mesh`."""
-    return jax.device_put(tree, replicated(mesh))
+    """Copy host arrays (and numbers) to every device of `mesh`; on several processes, each gives the same values.
+
+    No collective: any thread may call it while a program runs. On CPU an array may go on using the host's memory.
+    """
+    whole = replicated(mesh)
+    if whole.is_fully_addressable:
+        return jax.device_put(tree, whole)
+
+    def copy(value: Any) -> jax.Array:  # device_put would compare the processes' values first, by a collective
+        array = np.asarray(value)
+        return jax.make_array_from_callback(array.shape, whole, lambda _: array, array.dtype)
+
+    return jax.tree.map(copy, tree)
