@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wan_tpu.aot.executables import Executables
+from wan_tpu.aot.key import placed
 from wan_tpu.mesh import replicated
 
 # Off by default in libtpu: the exchange of q is then sent while k is projected, and so on.
@@ -46,6 +47,7 @@ class Program:
         self._name = f"{name}, {self._precision} precision, donating {donate}"
         self._executables = executables
         self._compiled: dict[Any, Any] = {}
+        self._known: dict[Any, Any] = {}  # the same by shardings as they are spelt, which is quicker to look up
         self.compile_s = 0.0  # summed over all compilations
 
     def __call__(self, *args: Any) -> Any:
@@ -55,14 +57,20 @@ class Program:
     def compile(self, *args: Any) -> Any:
         """Return the executable for arguments (arrays, or shapes with shardings) like these."""
         leaves, tree = jax.tree.flatten(args)
-        key = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
+        spelt = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         with _tracing:
-            if key not in self._compiled:
-                if self._executables is None:
-                    self._compiled[key] = self._build(args)
-                else:
-                    self._compiled[key] = self._executables.get(self._name, args, self._mesh, lambda: self._build(args))
-            return self._compiled[key]
+            if spelt not in self._known:
+                # Results come back with axes of size 1 left out of their shardings: nothing to compile anew for.
+                key = (tree, tuple((leaf.shape, leaf.dtype, placed(leaf.sharding)) for leaf in leaves))
+                if key not in self._compiled:
+                    self._compiled[key] = self._get(args)
+                self._known[spelt] = self._compiled[key]
+            return self._known[spelt]
+
+    def _get(self, args: tuple[Any, ...]) -> Any:
+        if self._executables is None:
+            return self._build(args)
+        return self._executables.get(self._name, args, self._mesh, lambda: self._build(args))
 
     def _build(self, args: tuple[Any, ...]) -> Any:
         start = time.perf_counter()
