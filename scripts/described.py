@@ -1,12 +1,12 @@
 """What the scripts share: a kind of slice, from `cluster`, as `wan_tpu.aot` wants it."""
 
 from cluster.chips import GIB
-from cluster.slice_kinds import SliceKind
+from cluster.slice_spec import SliceSpec
 from wan_tpu.aot.cost import Hardware
 from wan_tpu.aot.topology import DescribedSlice
 
 
-def described(kind: SliceKind) -> DescribedSlice:
+def described(kind: SliceSpec) -> DescribedSlice:
     """Return the description of a slice of this kind."""
     chip = kind.chip
     sizes = [size if wraps else 0 for size, wraps in zip(kind.shape, kind.wraps, strict=True)]

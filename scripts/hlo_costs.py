@@ -18,7 +18,7 @@ import numpy as np
 from described import described
 from jax.sharding import Mesh
 
-from cluster.slice_kinds import slice_kind
+from cluster.slice_spec import SliceSpec
 from wan_tpu.aot.analyse import KernelCycles, analyse
 from wan_tpu.aot.kernel_calls import KernelCall
 from wan_tpu.aot.kernel_prices import KernelPrices, count_alone
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--prefer", action="append", default=[], metavar="NAME")
     parser.add_argument("--top", type=int, default=20)
     args = parser.parse_args()
-    where = described(slice_kind(args.slice))
+    where = described(SliceSpec(args.slice))
     counted = KernelPrices(args.count, where.hardware, where.cores, count_alone) if args.count else None
     cost = analyse(
         args.hlo.read_text(),

@@ -19,7 +19,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own 
 
 from described import described
 
-from cluster.slice_kinds import slice_kind
+from cluster.slice_spec import SliceSpec
 from wan_tpu import GenerationRequest
 from wan_tpu.aot.plan import STEP, Plan, Planner
 from wan_tpu.aot.plan_text import compare, describe, draw, to_json
@@ -60,7 +60,7 @@ def _plans(args: argparse.Namespace) -> tuple[list[Plan], list[Plan]]:
         planner = Planner(
             args.model,
             request,
-            described(slice_kind(name)),
+            described(SliceSpec(name)),
             dtype=args.dtype,
             cache=args.cache,
             report=_progress(),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from described import described
 
-from cluster.slice_kinds import slice_kind
+from cluster.slice_spec import SliceSpec
 from wan_tpu import GenerationRequest
 from wan_tpu.aot.precompile import precompile
 from wan_tpu.checkpoint import DTYPES, Checkpoint
@@ -34,7 +34,7 @@ def main() -> int:
         model = open_model(Checkpoint(args.model_id)) if args.model_id else WanModel(PRESETS[args.model])
         height, width = parse_size(args.size) if args.size else (None, None)
         given = GenerationRequest(height=height, width=width, frames=args.frames, guidance_scale=args.guidance_scale)
-        devices = described(slice_kind(args.slice)).devices() if args.slice else None
+        devices = described(SliceSpec(args.slice)).devices() if args.slice else None
         mesh = make_mesh((args.dp, args.sp, args.tp), heads=model.heads, devices=devices)
         print(f"{model.preset}, mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}", flush=True)
         for done in precompile(model, given.resolve(model.defaults), mesh, args.dtype, args.folder):

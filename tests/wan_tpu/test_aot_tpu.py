@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cluster.slice_kinds import slice_kind
+from cluster.slice_spec import SliceSpec
 from tests.conftest import ROOT
 from wan_tpu.aot.analyse import analyse
 from wan_tpu.aot.compiling import GIB, refusal
@@ -34,7 +34,7 @@ LAYERS, TOKENS, WIDTH = 3, 2048, 512
 
 @pytest.fixture(scope="module")
 def v6e_4():
-    return described(slice_kind("v6e-4"))
+    return described(SliceSpec("v6e-4"))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def mesh(v6e_4):
 
 @pytest.mark.parametrize(("name", "devices"), [("v6e-8", 8), ("v5p-8", 4), ("v6e-16", 16), ("v7x-4", 8), ("v6e-1", 1)])
 def test_kinds_of_slices_are_known_to_the_compiler(name, devices):
-    kind = slice_kind(name)
+    kind = SliceSpec(name)
     found = described(kind).devices()
     assert len(found) == devices == kind.devices
     assert len({device.process_index for device in found}) == kind.hosts
@@ -132,7 +132,7 @@ def test_a_kernel_in_a_program_is_counted_alone(mesh, v6e_4, tmp_path):
 
 
 def test_what_does_not_fit_is_refused_and_by_how_much():
-    where = described(slice_kind("v6e-1"))
+    where = described(SliceSpec("v6e-1"))
     one = Mesh(np.array(where.devices()), ("tp",))
     large = jax.ShapeDtypeStruct((5, 1024, 1024, 1024), jnp.float32, sharding=NamedSharding(one, P()))  # and its double
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as caught:

@@ -1,0 +1,46 @@
+"""Join a Ray cluster as a driver."""
+
+import ipaddress
+import os
+from typing import Any
+
+from cluster.errors import ClusterNotFound
+
+
+def connect(address: str, namespace: str = "wan-tpu") -> None:
+    """Join the Ray cluster whose GCS listens on `address` ("host:port"); do nothing when already joined.
+
+    Raises `ClusterNotFound` when nothing answers there.
+    """
+    stay_on_loopback(address)
+    import ray  # after the line above: Ray reads its settings when it is imported
+
+    if ray.is_initialized():
+        return
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        ray.init(address=address, namespace=namespace, **settings)
+    except (ConnectionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ClusterNotFound(f"no Ray cluster answers at {address} ({reason}); is it up?") from None
+
+
+def stay_on_loopback(address: str) -> None:
+    """Let this process and its children join a cluster on the loopback interface, as an emulated one is."""
+    host = address.rpartition(":")[0]
+    if not _is_loopback(host):
+        return
+    # Ray replaces a loopback address by the machine's own, where an emulated cluster doesn't listen, unless it is told
+    # that clusters of several machines are not wanted. It has no other setting for it (2.60, services.py).
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False  # in case Ray had been imported before
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

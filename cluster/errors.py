@@ -1,0 +1,56 @@
+"""The exceptions of this room: one small tree; every message says what was given and what would work."""
+
+
+class ClusterError(Exception):
+    """Base of everything this package raises on purpose; `exit_code` is what a command returns."""
+
+    exit_code = 1
+
+
+class UnknownSlice(ClusterError, ValueError):
+    """No such kind of slice; the message names the nearest."""
+
+    exit_code = 2
+
+
+class LayoutError(ClusterError, ValueError):
+    """A layout can't be used; the message names file, pool and remedy."""
+
+    exit_code = 2
+
+
+class ClusterNotFound(ClusterError):
+    """There is no cluster where one was looked for, or already one where one was to be made."""
+
+    exit_code = 2
+
+
+class ClusterStartFailed(ClusterError):
+    """An emulated cluster, or one of its hosts, didn't start."""
+
+
+class SliceError(ClusterError):
+    """Base of what happens to a slice."""
+
+
+class SliceStartTimeout(SliceError):
+    """A slice didn't start in time; the message says in which phase, and which host was missing."""
+
+
+class SliceLost(SliceError):
+    """The slice is gone: a host died, hung, or left the lockstep. Build a new one.
+
+    rank, node_id  the host that was first to blame, None where it isn't known
+    """
+
+    def __init__(self, message: str, rank: int | None = None, node_id: str | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.node_id = node_id
+
+    def __reduce__(self) -> tuple:
+        return type(self), (str(self), self.rank, self.node_id)
+
+
+class CallFailed(SliceError):
+    """Every host raised in the same call: the lockstep is intact, the slice lives. The cause is rank 0's exception."""

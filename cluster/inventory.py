@@ -1,0 +1,118 @@
+"""What a cluster has: its slices by name, their hosts, and who holds them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util import placement_group_table
+
+from cluster.errors import UnknownSlice
+from cluster.slice_spec import DEVICES, POD_TYPE, SLICE_NAME, TOPOLOGY, WORKER_ID, SliceSpec, kinds
+
+SEPARATOR = "#"  # between the name of a holder and what makes its placement group's name unique
+
+
+@dataclass(frozen=True)
+class HostFound:
+    """A living Ray node that is a TPU host. `devices`: as in `HostPlace`."""
+
+    worker_id: int
+    node_id: str
+    ip: str
+    devices: int | None
+
+
+@dataclass(frozen=True)
+class SliceFound:
+    """A slice that a cluster has.
+
+    pod_type   as Ray spells it; spec None when it is of no kind known here
+    holder     the name of what has reserved it, None when it is free
+    """
+
+    name: str
+    pod_type: str
+    spec: SliceSpec | None
+    hosts: tuple[HostFound, ...]
+    holder: str | None
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Worker ids of hosts that are not there."""
+        there = {host.worker_id for host in self.hosts}
+        return tuple(i for i in range(self.spec.hosts if self.spec else 0) if i not in there)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether CPU devices stand for its chips."""
+        return any(host.devices is not None for host in self.hosts)
+
+    def __str__(self) -> str:
+        if self.missing:
+            wanted = ", ".join(map(str, self.missing))
+            return f"{self.name}: host {wanted} of {self.spec.hosts if self.spec else '?'} missing"
+        return f"{self.name}: {f'taken by {self.holder}' if self.holder else 'free'}"
+
+
+def slices_found() -> list[SliceFound]:
+    """Return the slices of the cluster that this process has joined, by name."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for node in ray.nodes():
+        if POD_TYPE in node["Labels"]:
+            by_name.setdefault(node["Labels"].get(SLICE_NAME, node["NodeID"][:8]), []).append(node)
+    holders = _holders()
+    return [_found(name, by_name[name], holders) for name in sorted(by_name)]
+
+
+def node(node_id: str) -> dict[str, Any]:
+    """Return what Ray knows of a node."""
+    return next(node for node in ray.nodes() if node["NodeID"] == node_id)
+
+
+def _found(name: str, nodes: Iterable[dict[str, Any]], holders: dict[str, str]) -> SliceFound:
+    nodes = list(nodes)
+    alive = [node for node in nodes if node["Alive"]]
+    labels = nodes[-1]["Labels"]
+    hosts = sorted(
+        (
+            HostFound(
+                int(node["Labels"].get(WORKER_ID, 0)), node["NodeID"], node["NodeManagerAddress"], devices_of(node)
+            )
+            for node in alive
+        ),
+        key=lambda host: host.worker_id,
+    )
+    held = {holders[host.node_id] for host in hosts if host.node_id in holders}
+    return SliceFound(
+        name,
+        labels[POD_TYPE],
+        _spec(labels[POD_TYPE], labels.get(TOPOLOGY)),
+        tuple(hosts),
+        ", ".join(sorted(held)) or None,
+    )
+
+
+def devices_of(node: dict[str, Any]) -> int | None:
+    """Return how many CPU devices an emulated host shows, None for a real one."""
+    return int(node["Labels"][DEVICES]) if DEVICES in node["Labels"] else None
+
+
+def _holders() -> dict[str, str]:
+    found = {}
+    for group in placement_group_table().values():
+        if group["state"] != "REMOVED":
+            for node_id in group["bundles_to_node_id"].values():
+                found[node_id] = group["name"].partition(SEPARATOR)[0] or "an unnamed placement group"
+    return found
+
+
+def _spec(pod_type: str, topology: str | None) -> SliceSpec | None:
+    for name in kinds():
+        spec = SliceSpec(name)
+        if spec.pod_type == pod_type and topology in (None, spec.topology):
+            return spec
+    try:
+        return SliceSpec(pod_type)
+    except UnknownSlice:
+        return None

@@ -1,0 +1,188 @@
+"""Kinds of slices by their usual names: "v6e-8", "v5p-8", "v7x-4", or a generation with its topology, "v5p:2x2x2".
+
+The number counts chips, but for v5p, which is named by its cores: a v5p-8 has 4 chips. Topologies of each size are
+those that Cloud TPU offers (the pages named in chips.py). Ray's spelling of all this is that of Ray 2.60
+(ray/_private/accelerators/tpu.py): tests/cluster/test_slice_spec.py asks Ray's own functions.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cluster.chips import CHIPS, Chip
+from cluster.errors import UnknownSlice
+
+# Labels that Ray gives to TPU hosts.
+ACCELERATOR_TYPE = "ray.io/accelerator-type"
+SLICE_NAME = "ray.io/tpu-slice-name"
+WORKER_ID = "ray.io/tpu-worker-id"
+TOPOLOGY = "ray.io/tpu-topology"
+POD_TYPE = "ray.io/tpu-pod-type"
+# Ours, and only emulated hosts have it: how many CPU devices the host shows in place of its chips.
+DEVICES = "wan-tpu/devices"
+
+Sizes = dict[int, tuple[int, ...]]  # chips -> shape
+_FLAT: Sizes = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
+_CUBES: Sizes = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4), 64: (4, 4, 4)}
+_CUBES |= {128: (4, 4, 8), 256: (4, 8, 8)}
+TOPOLOGIES: dict[str, Sizes] = {
+    "v5e": _FLAT,
+    "v5p": _CUBES,
+    "v6e": _FLAT,
+    "v7x": {1: (1, 1, 1)} | _CUBES,
+}
+
+
+@dataclass(frozen=True)
+class SliceSpec:
+    """A kind of slice: chips of one generation joined by ICI. Raises `UnknownSlice` naming the nearest kind there is.
+
+    shape       chips along each axis of the interconnect; host_shape  the part of it that one host has
+    """
+
+    name: str
+    chip: Chip = field(init=False, repr=False)
+    shape: tuple[int, ...] = field(init=False, repr=False)
+    host_shape: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        chip, shape = _parsed(self.name)
+        # Hosts of several make up a slice four chips each, in all generations.
+        host_shape = shape if math.prod(shape) in chip.one_host_chips else (2, 2, 1)[: len(shape)]
+        for key, value in (("chip", chip), ("shape", shape), ("host_shape", host_shape)):
+            object.__setattr__(self, key, value)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def chips(self) -> int:
+        """Chips in all."""
+        return math.prod(self.shape)
+
+    @property
+    def chips_per_host(self) -> int:
+        """Chips of one host."""
+        return math.prod(self.host_shape)
+
+    @property
+    def hosts(self) -> int:
+        """Machines, each with a process of its own."""
+        return self.chips // self.chips_per_host
+
+    @property
+    def devices(self) -> int:
+        """What `jax.devices()` counts."""
+        return self.chips * self.chip.devices
+
+    @property
+    def hbm_gib(self) -> float:
+        """Memory of all chips, GiB."""
+        return self.chips * self.chip.hbm_gib
+
+    @property
+    def topology(self) -> str:
+        """The shape as GKE and Ray write it: "2x4", "2x2x1"."""
+        return "x".join(map(str, self.shape))
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Which axes close to a ring.
+
+        A 2D torus only where an axis spans the whole pod of 16; a 3D one where all axes are multiples of 4, the
+        blocks that optical switches join.
+        """
+        if self.chip.torus_axes == 2:
+            return tuple(size == 16 for size in self.shape)
+        return (all(size % 4 == 0 for size in self.shape),) * len(self.shape)
+
+    @property
+    def pod_type(self) -> str:
+        """Ray's name: its own generation and the TensorCores, such as "v5litepod-8", "v5p-8", "v6e-16", "v7x-8"."""
+        generation = self.chip.ray_accelerator.removeprefix("TPU-").lower()
+        return f"{generation}-{self.chips * self.chip.cores}"
+
+    @property
+    def head_resource(self) -> str:
+        """Ray's resource that only the host with worker id 0 has."""
+        return f"TPU-{self.pod_type}-head"
+
+    def host_resources(self, worker_id: int) -> dict[str, float]:
+        """Return what Ray counts on the host with that worker id: {"TPU": chips}, and one slice on the first host."""
+        return {"TPU": float(self.chips_per_host)} | ({self.head_resource: 1.0} if worker_id == 0 else {})
+
+    def host_selector(self, worker_id: int) -> dict[str, str]:
+        """Return the Ray labels that a node must have to be that host."""
+        selector = {POD_TYPE: self.pod_type, TOPOLOGY: self.topology}
+        # A slice of one host may come from a node pool that numbers no workers.
+        return selector | ({WORKER_ID: str(worker_id)} if self.hosts > 1 else {})
+
+    def host_labels(self, worker_id: int, slice_name: str) -> dict[str, str]:
+        """Return all labels that Ray gives such a host of a slice of that name."""
+        return {
+            ACCELERATOR_TYPE: self.chip.ray_accelerator,
+            SLICE_NAME: slice_name,
+            WORKER_ID: str(worker_id),
+            TOPOLOGY: self.topology,
+            POD_TYPE: self.pod_type,
+        }
+
+    @property
+    def gke_selector(self) -> Mapping[str, str]:
+        """Node selector of GKE node pools of this kind."""
+        return {
+            "cloud.google.com/gke-tpu-accelerator": self.chip.gke_accelerator,
+            "cloud.google.com/gke-tpu-topology": self.topology,
+        }
+
+
+def kinds(generation: str | None = None) -> list[str]:
+    """Return the names of all kinds, or those of one generation."""
+    chosen = CHIPS.values() if generation is None else [CHIPS[generation]]
+    return [_name(chip, chips) for chip in chosen for chips in TOPOLOGIES[chip.name]]
+
+
+def _chip(generation: str, name: str, size: int) -> Chip:
+    for chip in CHIPS.values():
+        if generation in (chip.name, chip.compiler, chip.gke_accelerator):
+            return chip
+    digits = re.sub(r"\D", "", generation)
+    alike = [chip for chip in CHIPS.values() if digits and digits in chip.name] or list(CHIPS.values())
+    nearest = ", ".join(_nearest(chip, size // chip.cores if chip.name == "v5p" else size) for chip in alike)
+    raise UnknownSlice(f"{name!r} is of no generation known here ({', '.join(CHIPS)}); nearest: {nearest}")
+
+
+def _parsed(name: str) -> tuple[Chip, tuple[int, ...]]:
+    found = re.fullmatch(r"([a-z0-9]+?)(?:-(\d+)|:([\dx]+))", str(name).strip().lower())
+    if not found:
+        raise UnknownSlice(f"{name!r} is no slice; write a generation and a size, such as v6e-8 or v5p:2x2x1")
+    chip = _chip(found[1], name, int(found[2] or 8))
+    if found[3]:
+        return chip, _known_shape(name, chip, tuple(int(size) for size in found[3].split("x") if size))
+    count = int(found[2])
+    chips = count // chip.cores if chip.name == "v5p" else count
+    sizes = TOPOLOGIES[chip.name]
+    if chips not in sizes or (chip.name == "v5p" and count % chip.cores):
+        raise UnknownSlice(f"there is no {name}; nearest: {_nearest(chip, chips)}; all: {', '.join(kinds(chip.name))}")
+    return chip, sizes[chips]
+
+
+def _known_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
+    allowed = TOPOLOGIES[chip.name].values()
+    if shape not in allowed:
+        nearest = _nearest(chip, math.prod(shape) if shape else 1)
+        raise UnknownSlice(
+            f"{name!r} is no topology of {chip.name}; nearest: {nearest}; "
+            f"all: {', '.join('x'.join(map(str, known)) for known in allowed)}"
+        )
+    return shape
+
+
+def _nearest(chip: Chip, chips: int) -> str:
+    sizes = TOPOLOGIES[chip.name]
+    return _name(chip, min(sizes, key=lambda size: (abs(math.log2(size / max(chips, 1))), size)))
+
+
+def _name(chip: Chip, chips: int) -> str:
+    return f"{chip.name}-{chips * chip.cores if chip.name == 'v5p' else chips}"

@@ -1,0 +1,44 @@
+"""One emulated cluster for all tests of this room: two slices of one host, one of two hosts."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+import ray
+
+from cluster.connect import connect
+from cluster.emulated import EmulatedCluster, EmulatedSlice
+from cluster.slice_spec import SliceSpec
+
+ONE_HOST = SliceSpec("v6e-1")
+TWO_HOSTS = SliceSpec("v5p-16")
+SLICES = (EmulatedSlice("one-a", ONE_HOST), EmulatedSlice("one-b", ONE_HOST), EmulatedSlice("two", TWO_HOSTS, 2))
+CHIPS = sum(s.spec.chips for s in SLICES)
+
+
+@pytest.fixture(scope="package")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedCluster]:
+    with EmulatedCluster.start(SLICES, folder=tmp_path_factory.mktemp("cluster")) as running:
+        connect(running.address)
+        yield running
+        ray.shutdown()
+
+
+@pytest.fixture
+def all_free(cluster: EmulatedCluster) -> Iterator[Callable[..., None]]:
+    """Waits until all chips are free and the processes given are gone; done once more after the test."""
+
+    def wait(*pids: int, chips: int = CHIPS, timeout_s: float = 15) -> None:
+        wait_for(lambda: ray.available_resources().get("TPU") == chips, timeout_s, "all chips free")
+        wait_for(lambda: not any(map(psutil.pid_exists, pids)), timeout_s, f"no process of {pids}")
+
+    yield wait
+    wait()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not so after {timeout_s} s"
+        time.sleep(0.05)

@@ -1,0 +1,169 @@
+"""What breaks a slice: real kills of real processes and nodes. Nothing may be left behind, and the error says which."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import ray
+
+from cluster.errors import SliceLost, SliceStartTimeout
+from cluster.slices import Slice, Timeouts
+from tests.cluster.conftest import CHIPS, ONE_HOST, TWO_HOSTS, wait_for
+from tests.cluster.workers import Worker
+
+QUICK = Timeouts(heartbeat_s=3, grace_s=1.5)
+
+
+def lost_in(running, *call, timeout_s=None):
+    """Return what `SliceLost` said, and after how many seconds."""
+    start = time.monotonic()
+    with pytest.raises(SliceLost) as raised:
+        running.call(*call, timeout_s=timeout_s)
+    return raised.value, time.monotonic() - start
+
+
+def test_a_host_killed_in_a_call(cluster, all_free):
+    running = Slice(TWO_HOSTS, Worker, name="low/0", timeouts=QUICK)
+    error, seconds = lost_in(running, "kill_itself", 1)
+    assert f"low/0: in kill_itself: host 1 of 2 (two, node {running.hosts[1].node_id[:8]}" in str(error)
+    assert f"pid {running.pids[1]}) died" in str(error)
+    assert (error.rank, error.node_id) == (1, running.hosts[1].node_id)
+    assert seconds < 5
+    all_free(*running.pids)  # the other host, which slept, is gone as well
+    with pytest.raises(SliceLost, match="died"):
+        running.call("count")
+
+
+def test_a_hung_host_is_found_and_ended(cluster, all_free):
+    running = Slice(TWO_HOSTS, Worker, name="low/0", timeouts=QUICK)
+    threading.Timer(1, os.kill, (running.pids[0], signal.SIGSTOP)).start()
+    error, seconds = lost_in(running, "slow", 100, 0.5)
+    assert "host 0 of 2" in str(error)
+    assert "is hung: no heartbeat for 3 s" in str(error)
+    assert seconds < 8
+    all_free(*running.pids)
+
+
+def test_an_idle_slice_with_a_stopped_host_can_be_checked_and_closed(cluster, all_free):
+    running = Slice(ONE_HOST, Worker, name="encoder/0", timeouts=QUICK)
+    os.kill(running.pids[0], signal.SIGSTOP)
+    with pytest.raises(SliceLost, match=r"no answer from host 0 of 1 .* for 3 s"):
+        running.check()
+    all_free(*running.pids)
+    running = Slice(ONE_HOST, Worker, name="encoder/0", timeouts=QUICK)
+    os.kill(running.pids[0], signal.SIGSTOP)
+    running.close()
+    all_free(*running.pids)
+
+
+def test_an_exception_on_one_host_destroys_the_gang(cluster, all_free):
+    running = Slice(TWO_HOSTS, Worker, name="low/0", timeouts=QUICK)
+    error, _ = lost_in(running, "fail", (1,))
+    assert "host 1 of 2" in str(error)
+    assert "raised ValueError: poison on 1, other hosts did not" in str(error)
+    assert isinstance(error.__cause__, ValueError)
+    all_free(*running.pids)
+
+
+def test_an_exception_on_one_host_while_the_other_waits_for_it(cluster, all_free):
+    running = Slice(TWO_HOSTS, Worker, name="low/0", timeouts=QUICK)
+    error, seconds = lost_in(running, "fail_then_hang", 0)
+    assert "raised ValueError: left the others waiting while others went on" in str(error)
+    assert error.rank == 0
+    assert seconds < 5
+    all_free(*running.pids)
+
+
+def test_a_call_that_takes_too_long(cluster, all_free):
+    running = Slice(ONE_HOST, Worker, name="encoder/0", timeouts=QUICK)
+    error, _ = lost_in(running, "slow", 100, 0.5, timeout_s=1)
+    assert "slow took longer than 1 s; no answer from host 0 of 1" in str(error)
+    all_free(*running.pids)
+
+
+def test_a_side_call_hears_why_the_slice_was_lost(cluster, all_free):
+    running = Slice(TWO_HOSTS, Worker, name="low/0", timeouts=QUICK)
+    heard = []
+
+    def side():
+        try:
+            running.side("slow", 100, 0.5)
+        except SliceLost as error:
+            heard.append(str(error))
+
+    thread = threading.Thread(target=side)
+    thread.start()
+    time.sleep(0.5)
+    error, _ = lost_in(running, "fail", (0,))
+    thread.join(timeout=10)
+    assert heard == [str(error)]
+    all_free(*running.pids)
+
+
+def test_a_killed_node_is_named_and_its_replacement_used(cluster, all_free):
+    running = Slice(TWO_HOSTS, Worker, name="low/0", timeouts=QUICK)
+    dead = running.hosts[1].node_id
+    threading.Timer(0.5, cluster.kill_host, ("two", 1)).start()
+    error, seconds = lost_in(running, "slow", 100, 0.5)
+    assert error.rank == 1
+    assert dead[:8] in str(error)
+    assert seconds < 8
+    wait_for(lambda: not alive(dead), 20, "Ray has noticed")
+    with pytest.raises(SliceStartTimeout, match="no free v5p-16 after 1 s; of that kind: two: host 1 of 2 missing"):
+        Slice(TWO_HOSTS, Worker, name="low/0", timeouts=Timeouts(place_s=1))
+    replacement = cluster.add_host("two", 1)
+    with Slice(TWO_HOSTS, Worker, name="low/0", timeouts=QUICK) as again:
+        assert again.hosts[1].node_id == replacement != dead
+        assert again.call("psum", 1.0) == (2, 4, 6.0)
+    all_free(*running.pids, *again.pids)
+
+
+def alive(node_id):
+    return {node["NodeID"]: node["Alive"] for node in ray.nodes()}.get(node_id, False)
+
+
+LEADER = """
+import sys, time
+from cluster.connect import connect
+from cluster.slices import Slice
+from tests.cluster.conftest import TWO_HOSTS
+from tests.cluster.workers import Worker
+connect(sys.argv[1])
+running = Slice(TWO_HOSTS, Worker, name="low/0")
+print(*running.pids, flush=True)
+running.call("slow", 100, 0.5)
+"""
+
+
+def test_a_killed_driver_takes_its_slice_along(cluster, all_free):
+    driver = subprocess.Popen(
+        [sys.executable, "-c", LEADER, cluster.address], stdout=subprocess.PIPE, text=True, env=os.environ
+    )
+    assert driver.stdout is not None
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    assert len(pids) == 2
+    wait_for(lambda: ray.available_resources().get("TPU") == CHIPS - TWO_HOSTS.chips, 10, "the slice is taken")
+    driver.kill()
+    driver.wait()
+    all_free(*pids)
+
+
+@ray.remote(num_cpus=0)
+class Leader:
+    """As a Serve replica, which is a detached actor."""
+
+    def start(self) -> tuple[int, ...]:
+        self.slice = Slice(TWO_HOSTS, Worker, name="low/0")
+        return os.getpid(), *self.slice.pids
+
+
+def test_a_killed_leader_takes_its_slice_along(cluster, all_free):
+    leader = Leader.options(lifetime="detached", name="leader").remote()
+    pid, *hosts = ray.get(leader.start.remote(), timeout=60)
+    os.kill(hosts[1], signal.SIGSTOP)  # a host that can't end itself
+    os.kill(pid, signal.SIGKILL)
+    all_free(*hosts)

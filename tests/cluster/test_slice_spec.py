@@ -1,0 +1,105 @@
+"""Kinds of slices by name, and the table of chips under them."""
+
+import dataclasses
+import math
+
+import pytest
+
+from cluster.chips import CHIPS
+from cluster.errors import UnknownSlice
+from cluster.slice_spec import TOPOLOGIES, SliceSpec, kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "chips", "hosts", "devices"),
+    [
+        ("v6e-1", "1x1", 1, 1, 1),
+        ("v6e-4", "2x2", 4, 1, 4),
+        ("v6e-8", "2x4", 8, 1, 8),
+        ("v6e-16", "4x4", 16, 4, 16),
+        ("v5p-8", "2x2x1", 4, 1, 4),  # named by cores
+        ("v5p-16", "2x2x2", 8, 2, 8),
+        ("v7x-4", "2x2x1", 4, 1, 8),  # two devices a chip
+        ("tpu7x:2x2x1", "2x2x1", 4, 1, 8),
+        ("v5e-8", "2x4", 8, 1, 8),
+    ],
+)
+def test_names_mean_what_google_means(name, topology, chips, hosts, devices):
+    kind = SliceSpec(name)
+    assert (kind.topology, kind.chips, kind.hosts, kind.devices) == (topology, chips, hosts, devices)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("v6e-6", "v6e-8"),
+        ("v5p-6", "v5p-8"),
+        ("v6e:3x3", "v6e-8"),
+        ("v7-4", "v7x-4"),
+        ("v6-8", "v6e-8"),
+        ("h100", "v6e-8"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(name, nearest):
+    with pytest.raises(UnknownSlice, match=nearest):
+        SliceSpec(name)
+
+
+def test_every_listed_kind_can_be_named():
+    for name in kinds():
+        kind = SliceSpec(name)
+        assert kind.name == name
+        assert kind.chips == kind.hosts * math.prod(kind.host_shape)
+
+
+def test_only_whole_tori_wrap():
+    assert SliceSpec("v6e-256").wraps == (True, True)
+    assert SliceSpec("v6e-128").wraps == (False, True)
+    assert SliceSpec("v6e-16").wraps == (False, False)
+    assert SliceSpec("v5p:4x4x4").wraps == (True, True, True)
+    assert SliceSpec("v5p:2x4x4").wraps == (False, False, False)
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+def test_peak_is_what_the_matrix_units_do_in_a_second(chip):
+    """Whole MXUs: a systolic array of 128 or 256 squared makes two operations a cell and cycle."""
+    side = 256 if chip.name in ("v6e", "v7x") else 128
+    arrays = chip.bf16_flops / (chip.cores * chip.clock_hz * 2 * side**2)
+    assert arrays == pytest.approx(4, rel=0.005)
+
+
+def test_chips_cannot_be_changed_and_have_topologies():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CHIPS["v6e"].hbm_gib = 64
+    assert set(TOPOLOGIES) == set(CHIPS)
+
+
+@pytest.mark.parametrize("name", kinds())
+def test_ray_spells_it_the_same(name):
+    """Ray's own functions, which set the labels and resources of real hosts."""
+    from ray._private.accelerators import tpu
+
+    spec = SliceSpec(name)
+    accelerator = spec.host_labels(0, "s")["ray.io/accelerator-type"]
+    assert tpu.infer_tpu_pod_type_from_topology(spec.topology, accelerator) == spec.pod_type
+    generation = spec.pod_type.split("-")[0]
+    assert tpu.get_total_chips_from_accelerator_type(spec.pod_type) == spec.chips
+    if spec.topology != "1x1x1":  # one v7x chip alone: Google offers it, Ray's table has none
+        assert tpu.TPUAcceleratorManager.is_valid_tpu_accelerator_topology(generation, spec.topology)
+        assert tpu.get_chips_per_host(spec.topology, generation) == spec.chips_per_host
+    assert tpu.TPUAcceleratorManager.validate_resource_request_quantity(spec.host_resources(1)["TPU"])[0]
+
+
+def test_hosts_ask_for_what_ray_and_gke_give_them():
+    spec = SliceSpec("v6e-16")
+    assert spec.host_resources(0) == {"TPU": 4, "TPU-v6e-16-head": 1}
+    assert spec.host_resources(3) == {"TPU": 4}
+    assert spec.host_selector(3) == {
+        "ray.io/tpu-pod-type": "v6e-16",
+        "ray.io/tpu-topology": "4x4",
+        "ray.io/tpu-worker-id": "3",
+    }
+    assert spec.host_selector(3).items() <= spec.host_labels(3, "a").items()
+    assert SliceSpec("v5e-8").pod_type == "v5litepod-8"
+    assert SliceSpec("v7x-4").pod_type == "v7x-8"  # Ray counts cores
+    assert spec.gke_selector["cloud.google.com/gke-tpu-accelerator"] == "tpu-v6e-slice"

@@ -1,0 +1,158 @@
+"""Slices at work, on real Ray nodes with real processes."""
+
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from cluster.errors import CallFailed, SliceLost, SliceStartTimeout
+from cluster.gang import RemoteError
+from cluster.inventory import slices_found
+from cluster.slice_spec import SliceSpec
+from cluster.slices import LocalSlice, Slice, Timeouts
+from tests.cluster.conftest import ONE_HOST, TWO_HOSTS
+from tests.cluster.workers import Unbuildable, Worker
+
+
+@pytest.fixture(scope="module")
+def two(cluster):
+    with Slice(TWO_HOSTS, Worker, "salve", name="low/0") as running:
+        yield running
+
+
+def test_hosts_are_ranked_by_worker_id_and_joined(two):
+    by_id = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
+    assert [by_id[host.node_id]["ray.io/tpu-worker-id"] for host in two.hosts] == ["0", "1"]
+    assert len(set(two.pids)) == 2
+    assert two.call("place") == (0, 2, two.pids[0])
+    assert two.call("psum", 1.0) == (2, 4, 1 + 1 + 2 + 2)  # value + rank, on two devices of each host
+
+
+def test_calls_are_in_lockstep_and_keep_the_worker(two):
+    assert [two.call("count") for _ in range(3)] == [1, 2, 3]
+    assert two.side("count") == 4  # the same worker
+
+
+def test_progress_is_seen_while_a_call_runs(two):
+    seen = []
+    assert two.call("slow", 6, 0.2, on_progress=lambda step: seen.append((step, time.monotonic()))) == "done"
+    assert seen[-1][0] == (6, 6)
+    assert len(seen) >= 3
+    assert seen[-1][1] - seen[0][1] > 0.4  # they came as it ran
+
+
+def test_side_work_runs_beside_a_call(two):
+    ended = {}
+
+    def call():
+        two.call("slow", 10, 0.2)
+        ended["call"] = time.monotonic()
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    time.sleep(0.3)
+    two.side("place")
+    ended["side"] = time.monotonic()
+    thread.join()
+    assert ended["side"] < ended["call"] - 0.5
+
+
+def test_a_payload_passes_by_reference_and_outlives_its_slice(cluster, two):
+    with Slice(ONE_HOST, Worker, name="encoder/0") as one:
+        value, payload = one.call_payload("make", 1000)
+        side = one.side_payload("make", 10)
+    assert value == {"made": 1000}
+    assert isinstance(payload, ray.ObjectRef)
+    assert two.call("total", payload, 1.0) == sum(range(1000)) + 1
+    assert two.side("total", side[1], 0.0) == 45
+
+
+def test_an_exception_on_every_host_leaves_the_slice_alive(two):
+    before = two.pids
+    with pytest.raises(CallFailed, match=r"low/0: fail raised on every host: ValueError\('poison on 0'\)") as raised:
+        two.call("fail", (0, 1))
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert "in fail" in raised.value.__cause__.__notes__[0]  # the traceback on the host
+    with pytest.raises(CallFailed, match="OddError: not picklable") as raised:
+        two.call("fail_oddly")
+    assert isinstance(raised.value.__cause__, RemoteError)
+    with pytest.raises(CallFailed, match="no_such_method"):
+        two.side("no_such_method")
+    assert two.call("place")[2] == before[0]
+
+
+def test_it_says_that_it_is_emulated_and_who_holds_it(two):
+    assert two.emulated
+    assert "low/0 on emulated v5p-16" in two.describe()
+    found = {s.name: s for s in slices_found()}
+    assert found["two"].holder == "low/0"
+    assert found["two"].emulated
+    assert found["two"].spec.topology == TWO_HOSTS.topology
+    assert found["one-a"].holder is None
+    assert [host.devices for host in found["two"].hosts] == [2, 2]
+
+
+def test_a_busy_slice_is_not_shared(two):
+    with pytest.raises(SliceStartTimeout, match=r"low/1: no free v5p-16 after 1 s; of that kind: two: taken by low/0"):
+        Slice(TWO_HOSTS, Worker, name="low/1", timeouts=Timeouts(place_s=1))
+    with pytest.raises(SliceStartTimeout, match="the cluster has none of kind v6e-16, only v5p-16, v6e-1"):
+        Slice(SliceSpec("v6e-16"), Worker, name="high/0", timeouts=Timeouts(place_s=0.5))
+
+
+def test_a_worker_that_cannot_be_built_leaves_nothing(cluster):
+    with pytest.raises(CallFailed, match=r"build failed on every host: RuntimeError\('no weights here'\)"):
+        Slice(ONE_HOST, Unbuildable, name="encoder/0")
+    assert not {s.holder for s in slices_found() if s.pod_type == "v6e-1"} - {None}
+
+
+def test_a_start_that_takes_too_long_says_in_which_phase(cluster):
+    with pytest.raises(SliceStartTimeout, match=r"encoder/0: build took longer than 0.5 s; no answer from host 0 of 1"):
+        Slice(ONE_HOST, SlowToBuild, name="encoder/0", timeouts=Timeouts(build_s=0.5))
+
+
+class SlowToBuild:
+    def __init__(self) -> None:
+        time.sleep(60)
+
+
+def test_twenty_starts_and_stops_leave_nothing(cluster):
+    pids = []
+    for _ in range(20):
+        with Slice(ONE_HOST, Worker, name="encoder/0") as running:
+            pids += running.pids
+            running.call("count")
+    assert len(set(pids)) == 20
+    deadline = time.monotonic() + 10
+    while any(map(psutil.pid_exists, pids)) or ray.available_resources().get("TPU", 0) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_closed_slice_says_so(cluster):
+    running = Slice(ONE_HOST, Worker, name="encoder/0")
+    running.check()
+    running.close()
+    running.close()
+    for use in (lambda: running.call("count"), running.check):
+        with pytest.raises(SliceLost, match="encoder/0 is closed"):
+            use()
+
+
+def test_the_same_protocol_without_ray():
+    seen = []
+    with LocalSlice(None, Worker, name="all/0") as local:
+        assert [local.call("count"), local.side("count")] == [1, 2]
+        assert local.call("slow", 2, 0.0, on_progress=seen.append) == "done"
+        assert seen == [(1, 2), (2, 2)]
+        _, payload = local.call_payload("make", 4)
+        np.testing.assert_array_equal(payload, [0, 1, 2, 3])
+        assert local.call("total", payload, 0.0) == 6
+        with pytest.raises(CallFailed, match="poison on 0") as raised:
+            local.call("fail", (0,))
+        assert isinstance(raised.value.__cause__, ValueError)
+        assert not local.emulated
+    with pytest.raises(SliceLost, match="all/0 is closed"):
+        local.call("count")
