@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from actors.host_values import HostSettings, Output, Plan, Report, StepDone, shapes
+from actors.host_values import HostSettings, Plan, Report, StepDone, shapes
 from actors.mp4 import Mp4
 from actors.payloads import Payload, TextEmbedding, mp4, pack, unpack
 from actors.reporting import Reported
+from cluster.slices import Output, report
 from wan_tpu import stages
 from wan_tpu.aot.programs import stage_programs
 from wan_tpu.data import Conditioning, DenoiseState, ImageCondition
@@ -60,8 +61,8 @@ _PREPARED_BY = {_Encoding: "prepare_encode", _Denoising: "prepare_denoise", _Dec
 class StageHost:
     """One host of a slice that runs a pool's stages; on a slice of several, made after `jax.distributed` is joined."""
 
-    def __init__(self, settings: HostSettings, report: Report = lambda _: None) -> None:
-        """report: told a `HostProgress` now and then.
+    def __init__(self, settings: HostSettings, report: Report = report) -> None:
+        """report: told a `HostProgress` now and then; by default the leader of the slice is.
 
         Raises `InvalidInput` (or the errors of `open_runtime`) for settings that don't fit the checkpoint or devices.
         """

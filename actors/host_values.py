@@ -12,14 +12,6 @@ Report = Callable[[Any], object]
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
-    """What a method returns that has a payload: `value` goes to the leader, `payload` into the object store."""
-
-    value: Any
-    payload: Any
-
-
-@dataclasses.dataclass(frozen=True)
 class HostSettings:
     """What a host runs; plain values.
 
