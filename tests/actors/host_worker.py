@@ -14,12 +14,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import safetensors
 
 from actors.host import StageHost
 from actors.host_values import HostSettings
 from actors.payloads import pack, unpack
 from wan_tpu import GenerationRequest, InvalidRequest, MeshError, OutputError, UnhealthyResult
+from wan_tpu.checkpoint import load_component
 from wan_tpu.data import DenoiseState
+from wan_tpu.families.wan_transformer import half_split
+from wan_tpu.mesh import make_mesh
 from wan_tpu.pipeline import Pipeline
 from wan_tpu.progress import Silent
 
@@ -116,6 +120,18 @@ assert np.array_equal(unpack(state).latents, latents[-1])
 np.savez(Path(folder) / f"{rank}.npz", latents=latents[-1], pixels=got.pixels, mp4=unpack(video).mp4)
 if hosts == 1:  # the reference for several
     sys.exit()
+
+# ---- each host reads the weights of its own devices: half of each matrix, in quarters
+params = load_component(
+    runtime.model.checkpoint, runtime.model.components["denoise_high"], "float32", make_mesh((1, 2, 2), heads=2)
+).params
+with safetensors.safe_open(next(Path(checkpoint, "transformer").glob("*.safetensors")), "numpy") as file:
+    for part, change in (("ffn.net.0.proj.weight", lambda x: x), ("attn1.to_q.weight", lambda x: half_split(2, x))):
+        weight = params[f"blocks.template.{part}"]
+        stored = np.stack([change(file.get_tensor(f"blocks.{i}.{part}")) for i in range(weight.shape[0])])
+        assert sum(shard.data.size for shard in weight.addressable_shards) == stored.size // 2
+        for shard in weight.addressable_shards:
+            assert np.array_equal(shard.data, stored[shard.index])
 
 # ---- resumed from a snapshot, on either side of the boundary
 for step in (1, 2, 3):
