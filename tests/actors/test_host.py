@@ -10,8 +10,10 @@ import pytest
 
 from actors.host import StageHost
 from actors.host_values import HostSettings
+from actors.payloads import TextEmbedding, pack, unpack
 from tests.conftest import PHOTO, ROOT
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest
+from wan_tpu.data import DenoiseState, ImageCondition
 
 KIND = "wan2.2-i2v-a14b"
 SECONDS = 300  # both runs take 50 s on two idle cores
@@ -110,3 +112,34 @@ def test_a_pool_does_its_own_stages_only(checkpoint):
         host.prepare_denoise("a", plan.request, None)
     with pytest.raises(InvalidRequest, match="does t2v only"):
         host.plan(GenerationRequest(image=PHOTO, height=32, width=32, frames=1))
+
+
+def test_experts_are_given_the_prompts_they_use(checkpoint):
+    """Without weights: inputs need none."""
+    host = StageHost(HostSettings(str(checkpoint(KIND)), ("denoise_high", "denoise_low"), (1, 1, 1), "bfloat16"))
+    size = {"image": PHOTO, "height": 32, "width": 48, "frames": 5, "steps": 4}
+    plan = host.plan(GenerationRequest(prompt="a cat", guidance_scale=3.0, guidance_scale_2=1.0, **size))
+    rng = np.random.default_rng(0)
+    prompt, negative = (pack(TextEmbedding(rng.standard_normal((1, 512, 32)).astype(np.float32))) for _ in range(2))
+    image = pack(ImageCondition(None, np.zeros((1, 20, 2, 4, 6), np.float32)))
+    with pytest.raises(InvalidRequest, match="guidance needs the negative prompt's embeddings"):
+        host.prepare_denoise("a", plan.without_image, prompt, None, image)
+    host.prepare_denoise("a", plan.without_image, prompt, negative, image)
+    inputs = host._work["a"].inputs
+    assert {stage: (given.text.shape[0], given.text.dtype) for stage, given in inputs.items()} == {
+        "denoise_high": (2, "bfloat16"),
+        "denoise_low": (1, "bfloat16"),
+    }
+    # The state before the first step is drawn on every host; it can be handed on as it is.
+    first = host.snapshot("a")
+    assert (first.value, len(unpack(first.payload).history)) == (0, 3)
+    wrong = pack(DenoiseState(np.zeros((1, 16, 2, 4, 4), np.float32), (), 1))
+    with pytest.raises(InvalidRequest, match=r"this request needs .* and 3"):
+        host.prepare_denoise("b", plan.without_image, prompt, negative, image, wrong)
+    host.drop("a")
+    host.drop("a")
+    assert host.keys() == []
+    low = StageHost(HostSettings(str(checkpoint(KIND)), ("denoise_low",), (1, 1, 1), "bfloat16"))
+    one_step = low.plan(GenerationRequest(prompt="a cat", **(size | {"steps": 1}))).without_image
+    with pytest.raises(InvalidRequest, match="request a has no step on denoise_low; leave this pool out"):
+        low.prepare_denoise("a", one_step, prompt, negative, image)
