@@ -95,7 +95,10 @@ class StageHost:
         return dict(self._runtime.load_s)
 
     def warm_up(self, request: GenerationRequest) -> dict[str, float]:
-        """Compile every program that a request like this needs here; return the seconds each took."""
+        """Compile every program that a request like this needs here; return the seconds each took.
+
+        With an image, if the model takes one.
+        """
         plan = self.plan(request)
         found = [
             item
@@ -110,7 +113,8 @@ class StageHost:
             program.compile(*args)
             seconds[name] = seconds.get(name, 0.0) + program.compile_s - before
             bar.step()
-        self._shapes |= {plan.shapes[stage] for stage in self._stages if stage in plan.shapes}
+        compiled = shapes(self._runtime.model, plan.request, image="i2v" in self._runtime.model.tasks)
+        self._shapes |= {compiled[stage] for stage in self._stages if stage in compiled}
         return seconds
 
     def encode_text(self, prompt: str) -> Output:
