@@ -69,12 +69,12 @@ def _cases(pipe: Pipeline, checkpoint: Path) -> dict[str, tuple[Callable[[], np.
     request = pipe.resolve(
         GenerationRequest(prompt="A cat", image=image, height=HEIGHT, width=WIDTH, frames=FRAMES, steps=10)
     )
-    table = pipe.table(request)
+    table, expert = pipe.table(request), pipe.experts(request)[0]
     conditioning = pipe.encode(request)
     state = pipe.initial_state(request)
     loaded = runtime.component("denoise_high")
     program = stages.step_program(runtime, loaded.module)
-    given = stages.device_conditioning(runtime, loaded, conditioning, guided=True)
+    given = stages.step_conditioning(runtime, loaded, stages.expert_inputs(runtime, expert, conditioning))
     start = place((state.latents, state.history), runtime.mesh)
     numbers = place(stages.step_numbers(table, 0, GUIDANCE), runtime.mesh)
 
@@ -84,6 +84,7 @@ def _cases(pipe: Pipeline, checkpoint: Path) -> dict[str, tuple[Callable[[], np.
     latents = torch.from_numpy(state.latents)
     hidden = torch.cat([latents, torch.from_numpy(conditioning.image_latents)], dim=1)
     texts = [torch.tensor(text) for text in (conditioning.prompt, conditioning.negative)]
+    inputs = stages.image_inputs(runtime, request)
     pixels = torch.from_numpy(np.concatenate(model.video_condition(request), axis=2))
     scaled = torch.from_numpy(model.vae_latents(state.latents))
 
@@ -101,7 +102,7 @@ def _cases(pipe: Pipeline, checkpoint: Path) -> dict[str, tuple[Callable[[], np.
         return scheduler.step(velocity, timestep, latents, return_dict=False)[0].numpy()
 
     def encode_here() -> np.ndarray:
-        return np.concatenate(list(stages.vae_encode(runtime, model.video_condition(request))), axis=2)
+        return np.concatenate(list(stages.vae_encode(runtime, inputs.chunks)), axis=2)
 
     @torch.no_grad()
     def encode_there() -> np.ndarray:

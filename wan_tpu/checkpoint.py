@@ -1,7 +1,6 @@
 """Diffusers checkpoints: open, check and read them, one component at a time."""
 
 import json
-import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 from wan_tpu.bridge import Params, ScannedBlocks, scan_blocks, stackable
 from wan_tpu.errors import CheckpointError
 from wan_tpu.mesh import Rule, replicated, weight_spec
+from wan_tpu.program import place
+from wan_tpu.weights import Stored, read_weight
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -131,15 +132,6 @@ class Loaded:
     params: Params
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Where one tensor lies."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-
-
 def load_component(checkpoint: Checkpoint, component: Component, dtype: str, mesh: Mesh) -> Loaded:
     """Build a component and fill it from its safetensors files, on `mesh`, in `dtype`.
 
@@ -153,7 +145,7 @@ def load_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
     return Loaded(module, dict(_weights(module, depths, stored, component, dtype, mesh)))
 
 
-def check_component(checkpoint: Checkpoint, component: Component) -> tuple[torch.nn.Module, dict[str, "_Stored"]]:
+def check_component(checkpoint: Checkpoint, component: Component) -> tuple[torch.nn.Module, dict[str, Stored]]:
     """Build a component and compare it with the headers of its files; return the module and where its tensors lie.
 
     Raises `CheckpointError` naming the tensors that are missing, too many, of a wrong shape or cut off.
@@ -208,7 +200,7 @@ def _tied(module: torch.nn.Module) -> dict[str, str]:
     return getattr(module, "_tied_weights_keys", None) or {}
 
 
-def _index(folder: Path, component: Component) -> dict[str, _Stored]:
+def _index(folder: Path, component: Component) -> dict[str, Stored]:
     """Return every tensor in a folder by the name the module uses, from the files' headers alone."""
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if indexes:
@@ -230,7 +222,7 @@ def _index(folder: Path, component: Component) -> dict[str, _Stored]:
             renamed = name
             for pattern, replacement in component.renames:
                 renamed = re.sub(pattern, replacement, renamed)
-            stored[renamed] = _Stored(file, name, shape)
+            stored[renamed] = Stored(file, name, shape)
     return stored
 
 
@@ -244,7 +236,7 @@ def _header(file: Path) -> list[tuple[str, tuple[int, ...]]]:
         raise CheckpointError(f"{file} is damaged or cut off ({error}); fetch it again") from None
 
 
-def _check(module: torch.nn.Module, stored: dict[str, _Stored], component: Component, checkpoint: Checkpoint) -> None:
+def _check(module: torch.nn.Module, stored: dict[str, Stored], component: Component, checkpoint: Checkpoint) -> None:
     """Refuse a component whose files don't hold exactly the module's tensors."""
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
     ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -305,14 +297,14 @@ def _keeps_float32(name: str, component: Component) -> bool:
 def _weights(
     module: torch.nn.Module,
     depths: dict[str, int],
-    stored: dict[str, _Stored],
+    stored: dict[str, Stored],
     component: Component,
     dtype: str,
     mesh: Mesh,
 ) -> Iterator[tuple[str, jax.Array]]:
     for name, tensor in _tensors(module):
         if not tensor.is_meta:
-            yield name, jax.device_put(tensor.numpy(), replicated(mesh))
+            yield name, place(tensor.numpy(), mesh)
             continue
         plain, depth = _plain_name(name, depths)
         kind = np.dtype(np.float32) if _keeps_float32(plain, component) else DTYPES[dtype]
@@ -320,28 +312,4 @@ def _weights(
         parts = [stored[name]] if depth is None else [stored[plain.replace("*", str(i), 1)] for i in range(depth)]
         shape = tuple(tensor.shape) if depth is None else (depth, *tensor.shape)
         change = next((change for pattern, change in component.changes if re.fullmatch(pattern, plain)), None)
-        yield name, _assemble(parts, change, shape, kind, NamedSharding(mesh, spec))
-
-
-def _assemble(
-    parts: list[_Stored],
-    change: Callable[[np.ndarray], np.ndarray] | None,
-    shape: tuple[int, ...],
-    kind: np.dtype,
-    sharding: NamedSharding,
-) -> jax.Array:
-    """Read one weight, or one for each block of a stack, and put it on the mesh before the next is read."""
-    # JAX takes over host memory that is aligned to 64 bytes as a CPU array without a copy.
-    room = np.empty(math.prod(shape) * kind.itemsize + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    value = room[start : start + math.prod(shape) * kind.itemsize].view(kind).reshape(shape)
-    for i, part in enumerate(parts):
-        tensor = _read(part)
-        value[i if len(parts) > 1 else ...] = tensor if change is None else change(tensor)
-    return jax.device_put(value, sharding).block_until_ready()
-
-
-def _read(stored: _Stored) -> np.ndarray:
-    # Opened for each tensor: pages of a mapped file count as this process's memory until it is closed.
-    with safetensors.safe_open(stored.file, framework="numpy") as file:
-        return file.get_tensor(stored.name)
+        yield name, read_weight(parts, change, shape, kind, NamedSharding(mesh, spec))

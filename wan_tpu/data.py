@@ -32,6 +32,14 @@ class Conditioning:
 
 
 @dataclasses.dataclass(frozen=True)
+class ImageCondition:
+    """The part of a `Conditioning` that comes from the image."""
+
+    image: Array | None = None
+    image_latents: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class DenoiseState:
     """Everything a denoise loop needs to go on: what high hands to low, and what a checkpoint holds."""
 

@@ -48,14 +48,27 @@ def make_mesh(shape: MeshLike, *, heads: int, devices: Sequence[jax.Device] | No
         if not set(shape) <= set(AXES):
             raise MeshError(f"the mesh names axes {sorted(shape)}; allowed are {', '.join(AXES)}")
         shape = [shape.get(axis) for axis in AXES]
-    devices = _all_devices() if devices is None else list(devices)
-    filled = fill_shape((None, None, None) if shape is None else shape, len(devices), heads)
-    return _mesh(devices[: math.prod(filled)], filled, heads)
+    given = _all_devices() if devices is None else list(devices)
+    filled = fill_shape((None, None, None) if shape is None else shape, len(given), heads)
+    mesh = _mesh(given[: math.prod(filled)], filled, heads)
+    if devices is None:
+        _check_processes(mesh, len(given))
+    return mesh
 
 
 def _mesh(devices: Iterable[jax.Device], shape: MeshShape, heads: int) -> Mesh:
     tp = math.gcd(shape.tp, heads)
     return Mesh(np.array(list(devices)).reshape(shape.dp, shape.sp * shape.tp // tp, tp), AXES)
+
+
+def _check_processes(mesh: Mesh, devices: int) -> None:
+    """Refuse a mesh that leaves a process without a device: it could take no part in the programs."""
+    idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
+    if idle:
+        raise MeshError(
+            f"mesh {tuple(mesh.shape.values())} leaves {len(idle)} of {jax.process_count()} hosts without a device; "
+            f"take all {devices} devices of the slice, or a slice of one host"
+        )
 
 
 def _all_devices() -> list[jax.Device]:

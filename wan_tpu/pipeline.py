@@ -7,16 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from wan_tpu import stages
-from wan_tpu.aot.executables import Executables
-from wan_tpu.checkpoint import DTYPES, Checkpoint
 from wan_tpu.data import Conditioning, DenoiseState, Video
-from wan_tpu.errors import InvalidInput, InvalidRequest
-from wan_tpu.families import open_model
-from wan_tpu.health import ColourRange
-from wan_tpu.mesh import MeshLike, make_mesh
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.mesh import MeshLike
 from wan_tpu.progress import Progress, Silent
 from wan_tpu.request import GenerationRequest, ResolvedRequest
-from wan_tpu.runtime import Runtime, settings
+from wan_tpu.runtime import Runtime, open_runtime
 from wan_tpu.solvers import SolverTable, solver_table
 
 
@@ -42,12 +38,8 @@ def load_pipeline(
 
     Raises `CheckpointError`, `MeshError` or `InvalidInput` before anything large is read.
     """
-    if dtype not in DTYPES:
-        raise InvalidInput(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
-    model = open_model(Checkpoint(path_or_id))
-    placed = make_mesh(mesh, heads=model.heads)
-    stored = None if executables is None else Executables(Path(executables), settings(model, dtype))
-    return Pipeline(Runtime(model, placed, dtype, keep_weights=keep_weights, executables=stored), progress or Silent())
+    runtime = open_runtime(path_or_id, dtype, mesh, keep_weights=keep_weights, executables=executables)
+    return Pipeline(runtime, progress or Silent())
 
 
 class Pipeline:
@@ -96,7 +88,7 @@ class Pipeline:
 
     def initial_state(self, request: ResolvedRequest, noise: np.ndarray | None = None) -> DenoiseState:
         """Return the state before the first step of a resolved request."""
-        return stages.initial_state(self.runtime.model, request, self.table(request), noise)
+        return stages.initial_state(self.runtime.model, request, noise)
 
     def encode(self, request: ResolvedRequest, warn: Callable[[str], object] = warnings.warn) -> Conditioning:
         """Encoder stage of a resolved request; `warn` is told when a prompt is cut."""
@@ -116,11 +108,7 @@ class Pipeline:
 
     def decode(self, latents: np.ndarray) -> Iterator[np.ndarray]:
         """Decoder stage: yield float32 [T, H, W, 3] in [0, 1], chunk by chunk, and check the whole at the end."""
-        colours = ColourRange()
-        for pixels in stages.decode(self.runtime, latents, self._progress):
-            colours.add(pixels)
-            yield pixels
-        colours.check()
+        return stages.decode(self.runtime, latents, self._progress)
 
     def table(self, request: ResolvedRequest) -> SolverTable:
         """Return the solver's coefficients for a resolved request."""
@@ -128,4 +116,4 @@ class Pipeline:
 
     def experts(self, request: ResolvedRequest) -> list[stages.Expert]:
         """Return which expert runs which steps of a resolved request."""
-        return stages.experts(self.runtime.model, request, self.table(request))
+        return stages.experts(self.runtime.model, request)

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from wan_tpu.aot.executables import Executables
+from wan_tpu.aot.key import placed
 from wan_tpu.mesh import replicated
 
 # Off by default in libtpu: the exchange of q is then sent while k is projected, and so on.
@@ -29,7 +31,6 @@ class Program:
         mesh: Mesh,
         *,
         exact: bool,
-        donate: tuple[int, ...] = (),
         results: Any = None,
         name: str = "",
         executables: Executables | None = None,
@@ -40,13 +41,14 @@ class Program:
         executables  where compiled programs are looked for, under `name`, before one is compiled
         """
         self.function = function
-        self._jit = jax.jit(function, donate_argnums=donate, out_shardings=results)
+        self._jit = jax.jit(function, out_shardings=results)
         self._mesh = mesh
         self._options = TPU_OPTIONS if mesh.devices.flat[0].platform == "tpu" else None
         self._precision = "highest" if exact else "default"
-        self._name = f"{name}, {self._precision} precision, donating {donate}"
+        self._name = f"{name}, {self._precision} precision"
         self._executables = executables
         self._compiled: dict[Any, Any] = {}
+        self._known: dict[Any, Any] = {}  # the same by shardings as they are spelt, which is quicker to look up
         self.compile_s = 0.0  # summed over all compilations
 
     def __call__(self, *args: Any) -> Any:
@@ -56,14 +58,20 @@ class Program:
     def compile(self, *args: Any) -> Any:
         """Return the executable for arguments (arrays, or shapes with shardings) like these."""
         leaves, tree = jax.tree.flatten(args)
-        key = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
+        spelt = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         with _tracing:
-            if key not in self._compiled:
-                if self._executables is None:
-                    self._compiled[key] = self._build(args)
-                else:
-                    self._compiled[key] = self._executables.get(self._name, args, self._mesh, lambda: self._build(args))
-            return self._compiled[key]
+            if spelt not in self._known:
+                # Results come back with axes of size 1 left out of their shardings: nothing to compile anew for.
+                key = (tree, tuple((leaf.shape, leaf.dtype, placed(leaf.sharding)) for leaf in leaves))
+                if key not in self._compiled:
+                    self._compiled[key] = self._get(args)
+                self._known[spelt] = self._compiled[key]
+            return self._known[spelt]
+
+    def _get(self, args: tuple[Any, ...]) -> Any:
+        if self._executables is None:
+            return self._build(args)
+        return self._executables.get(self._name, args, self._mesh, lambda: self._build(args))
 
     def _build(self, args: tuple[Any, ...]) -> Any:
         start = time.perf_counter()
@@ -74,5 +82,16 @@ class Program:
 
 
 def place(tree: Any, mesh: Mesh) -> Any:
-    """Copy host arrays (and numbers) to every device of `mesh`."""
-    return jax.device_put(tree, replicated(mesh))
+    """Copy host arrays (and numbers) to every device of `mesh`; on several processes, each gives the same values.
+
+    No collective: any thread may call it while a program runs. On CPU an array may go on using the host's memory.
+    """
+    whole = replicated(mesh)
+    if whole.is_fully_addressable:
+        return jax.device_put(tree, whole)
+
+    def copy(value: Any) -> jax.Array:  # device_put would compare the processes' values first, by a collective
+        array = np.asarray(value)
+        return jax.make_array_from_callback(array.shape, whole, lambda _: array, array.dtype)
+
+    return jax.tree.map(copy, tree)

@@ -36,7 +36,11 @@ class Console:
         return _TerminalBar(stage, total, self._unit) if sys.stderr.isatty() else _LineBar(stage, total)
 
 
-Progress = Silent | Console
+class Progress(Protocol):
+    """What shows, or passes on, how far the stages are."""
+
+    def bar(self, stage: str, total: int) -> Bar:
+        """Start a stage of `total` units."""
 
 
 class _SilentBar:

@@ -4,13 +4,16 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 
 from wan_tpu.aot.executables import Executables
-from wan_tpu.checkpoint import Loaded, check_component, load_component
-from wan_tpu.families import Model
+from wan_tpu.checkpoint import DTYPES, Checkpoint, Loaded, check_component, load_component
+from wan_tpu.errors import InvalidInput
+from wan_tpu.families import Model, open_model
+from wan_tpu.mesh import MeshLike, make_mesh
 from wan_tpu.program import Program
 
 
@@ -76,6 +79,23 @@ class Runtime:
     def compile_s(self) -> float:
         """Seconds spent compiling so far, over all programs."""
         return sum(program.compile_s for program in self.programs.values())
+
+
+def open_runtime(
+    path_or_id: str | Path,
+    dtype: str,
+    mesh: MeshLike,
+    *,
+    keep_weights: bool = True,
+    executables: str | Path | None = None,
+) -> Runtime:
+    """Open a checkpoint for a mesh; arguments and errors are those of `load_pipeline`."""
+    if dtype not in DTYPES:
+        raise InvalidInput(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    model = open_model(Checkpoint(path_or_id))
+    placed = make_mesh(mesh, heads=model.heads)
+    stored = None if executables is None else Executables(Path(executables), settings(model, dtype))
+    return Runtime(model, placed, dtype, keep_weights=keep_weights, executables=stored)
 
 
 def settings(model: Model, dtype: str) -> str:

@@ -16,7 +16,7 @@ from tests.conftest import PHOTO
 from wan_tpu import DenoiseState, GenerationRequest, bridge, load_pipeline
 from wan_tpu.attention import attention
 from wan_tpu.program import place
-from wan_tpu.stages import device_conditioning, step_numbers, step_program
+from wan_tpu.stages import expert_inputs, step_conditioning, step_numbers, step_program
 from wan_tpu.tiny import make_checkpoint
 
 KIND = "wan2.2-i2v-a14b"
@@ -112,7 +112,7 @@ def test_the_bfloat16_step_solves_nothing_and_combines_in_float32(pipeline):
     conditioning = pipe.encode(request)
     table = pipe.table(request)
     loaded = runtime.component("denoise_low")
-    given = device_conditioning(runtime, loaded, conditioning, guided=True)
+    given = step_conditioning(runtime, loaded, expert_inputs(runtime, pipe.experts(request)[0], conditioning))
     rng = np.random.default_rng(0)
     shape = runtime.model.latent_shape(request)
     latents, *history = (rng.standard_normal(shape).astype(np.float32) for _ in range(4))

@@ -20,10 +20,10 @@ def run(runtime, component, chunks):
     """Return a VAE half's output for its chunks of input, [1, C, T, H, W]."""
     loaded = runtime.component(component)
     _, first, later = vae_programs(runtime, component, loaded.module)
-    out, cache = first(loaded.params, place(chunks[0], runtime.mesh))
+    out, _, cache = first(loaded.params, place(chunks[0], runtime.mesh))
     outputs = [out]
     for chunk in chunks[1:]:
-        out, cache = later(loaded.params, place(chunk, runtime.mesh), cache)
+        out, _, cache = later(loaded.params, place(chunk, runtime.mesh), cache)
         outputs.append(out)
     return np.concatenate([np.asarray(out) for out in outputs], axis=2)
 

@@ -1,5 +1,6 @@
 """Every program that makes one video, with the shapes of its arguments: what is compiled ahead of time."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,10 +17,13 @@ from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
 from wan_tpu.runtime import Runtime
 from wan_tpu.solvers import solver_table
 from wan_tpu.stages import (
+    STAGES,
+    Expert,
     experts,
-    guided,
     image_program,
     keys_program,
+    prompts,
+    stage_components,
     step_numbers,
     step_program,
     text_program,
@@ -43,27 +47,31 @@ class AbstractRuntime(Runtime):
         return self._components[name]
 
 
-def stage_programs(runtime: Runtime, request: ResolvedRequest) -> StagePrograms:
-    """Return the programs of a resolved request, in the order in which they first run.
+def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] = STAGES) -> StagePrograms:
+    """Return the programs of a resolved request in these stages, in the order in which they first run.
 
     A model that takes an image is given one.
     """
-    found = {"text_encoder": _text_encoder(runtime, request)}
-    if "i2v" in runtime.model.tasks:
-        if runtime.model.needs_image_features:
+    found: StagePrograms = {}
+    if "encoder" in stages:
+        found["text_encoder"] = _text_encoder(runtime, request)
+        components = stage_components(runtime.model)["encoder"]
+        if "image_encoder" in components:
             found["image_encoder"] = _image_encoder(runtime)
-        found |= _vae(runtime, request, "vae_encoder")
-    for expert in experts(runtime.model, request, _table(request))[:1]:  # both run the same program
-        found["text keys"] = _keys(runtime, request, expert.stage)
-        found["denoise step"] = _denoise(runtime, request, expert.stage)
-    return found | _vae(runtime, request, "decoder")
+        if "vae_encoder" in components:
+            found |= _vae(runtime, request, "vae_encoder")
+    mine = [expert for expert in experts(runtime.model, request) if expert.stage in stages]
+    if mine:  # both run the same program
+        found["text keys"] = _keys(runtime, mine)
+        found["denoise step"] = _denoise(runtime, request, mine)
+    return found | (_vae(runtime, request, "decoder") if "decoder" in stages else {})
 
 
 def _text_encoder(runtime: Runtime, request: ResolvedRequest) -> tuple[Program, tuple[Any, ...], int]:
     loaded = runtime.component("text_encoder")
-    prompts = 2 if guided(runtime.model, request) else 1
-    tokens = _array(runtime, (prompts, TEXT_TOKENS), jnp.int32)
-    return text_program(runtime, loaded.module), (loaded.params, tokens, tokens), 1
+    tokens = _array(runtime, (1, TEXT_TOKENS), jnp.int32)
+    count = len(prompts(runtime.model, request))
+    return text_program(runtime, loaded.module), (loaded.params, tokens, tokens), count
 
 
 def _image_encoder(runtime: Runtime) -> tuple[Program, tuple[Any, ...], int]:
@@ -74,10 +82,10 @@ def _image_encoder(runtime: Runtime) -> tuple[Program, tuple[Any, ...], int]:
     return image_program(runtime, loaded.module), (loaded.params, pixels), 1
 
 
-def _keys(runtime: Runtime, request: ResolvedRequest, stage: str) -> tuple[Program, tuple[Any, ...], int]:
-    model, loaded = runtime.model, runtime.component(stage)
+def _keys(runtime: Runtime, mine: list[Expert]) -> tuple[Program, tuple[Any, ...], int]:
+    model, loaded = runtime.model, runtime.component(mine[0].stage)
     config, dtype = model.config.transformer, DTYPES[runtime.dtype]
-    branches = 2 if guided(model, request) else 1
+    branches = 2 if any(expert.guided for expert in mine) else 1
     text = _array(runtime, (branches, TEXT_TOKENS, config["text_dim"]), dtype)
     image = None
     if model.needs_image_features:
@@ -85,23 +93,19 @@ def _keys(runtime: Runtime, request: ResolvedRequest, stage: str) -> tuple[Progr
         clip = model.config.image_encoder
         patches = (clip["image_size"] // clip["patch_size"]) ** 2 + 1
         image = _array(runtime, (1, patches, config["image_dim"]), dtype)
-    return (
-        keys_program(runtime, loaded.module),
-        (loaded.params, text, image),
-        len(experts(model, request, _table(request))),
-    )
+    return keys_program(runtime, loaded.module), (loaded.params, text, image), len(mine)
 
 
-def _denoise(runtime: Runtime, request: ResolvedRequest, stage: str) -> tuple[Program, tuple[Any, ...], int]:
-    model, table, loaded = runtime.model, _table(request), runtime.component(stage)
+def _denoise(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) -> tuple[Program, tuple[Any, ...], int]:
+    model, table, loaded = runtime.model, _table(request), runtime.component(mine[0].stage)
     shape = model.latent_shape(request)
     latents = _array(runtime, shape, jnp.float32)
     numbers = {name: _array(runtime, value.shape, jnp.float32) for name, value in step_numbers(table, 0, 1.0).items()}
-    program, arguments, _ = _keys(runtime, request, stage)
+    program, arguments, _ = _keys(runtime, mine)
     keys = model.key_shapes(runtime.mesh, jax.eval_shape(program.function, *arguments))
     given = (keys, _image_latents(runtime, shape))
     arguments = (loaded.params, latents, (latents,) * table.history_terms, numbers, given)
-    return step_program(runtime, loaded.module), arguments, table.steps
+    return step_program(runtime, loaded.module), arguments, sum(expert.stop - expert.start for expert in mine)
 
 
 def _image_latents(runtime: Runtime, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | None:

@@ -68,7 +68,7 @@ def denoise_recorded(
             finally:
                 if profiler is not None:
                     profiler.stop()
-        branches = 2 if expert.guidance > 1 else 1
+        branches = 2 if expert.guided else 1
         record.flops = (end - start) * pipe.runtime.model.flops.step(state.latents.shape, branches=branches)
     return state
 

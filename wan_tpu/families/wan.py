@@ -21,7 +21,6 @@ from PIL import Image
 
 from wan_tpu.bridge import Params, call
 from wan_tpu.checkpoint import Checkpoint, Component
-from wan_tpu.data import Conditioning
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families import wan_components, wan_presets, wan_transformer, wan_vae
 from wan_tpu.families.causal_vae import CausalChunks
@@ -333,11 +332,11 @@ class WanModel:
             guided = unconditional + guidance * (conditional - unconditional)
         return wan_transformer.unpatchify(guided, latents.shape, self._patch, self.latent_channels)
 
-    def finish(self, latents: np.ndarray, conditioning: Conditioning) -> np.ndarray:
+    def finish(self, latents: np.ndarray, image_latents: np.ndarray | None) -> np.ndarray:
         """Return the latents to decode: TI2V 5B puts the given first frame back in place."""
-        if conditioning.image_latents is None or not self.config.expand_timesteps:
+        if image_latents is None or not self.config.expand_timesteps:
             return latents
-        return np.concatenate([conditioning.image_latents, latents[:, :, 1:]], axis=2)
+        return np.concatenate([image_latents, latents[:, :, 1:]], axis=2)
 
     # ---- decoder stage
 

@@ -1,0 +1,313 @@
+"""What runs on every host of a slice: the weights and programs of a pool's stages, driven a piece at a time.
+
+Methods are of two kinds. In lockstep: every host runs them with the same arguments in the same order, because the
+programs they call exchange data between hosts. On the side: they only copy between host and devices, so a second
+thread may run them while a step computes. A request that can't be run (`InvalidRequest`) or gives NaN
+(`UnhealthyResult`) raises the same error on every host, and the host goes on with the next.
+
+A request has a key, the caller's name for it, under which its inputs and its state are held on the devices.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from actors.host_values import HostSettings, Plan, Report, StepDone, shapes
+from actors.mp4 import Mp4
+from actors.payloads import Payload, TextEmbedding, mp4, pack, unpack
+from actors.reporting import Reported
+from cluster.slices import Output, report
+from wan_tpu import stages
+from wan_tpu.aot.programs import stage_programs
+from wan_tpu.data import Conditioning, DenoiseState, ImageCondition
+from wan_tpu.errors import InvalidInput, InvalidRequest, OutputError
+from wan_tpu.families import Model
+from wan_tpu.processes import same_everywhere
+from wan_tpu.request import GenerationRequest, ResolvedRequest
+from wan_tpu.runtime import open_runtime
+
+
+@dataclasses.dataclass
+class _Denoising:
+    """A request on an expert: inputs on the devices, and the run once it has begun."""
+
+    request: ResolvedRequest
+    inputs: dict[str, stages.ExpertInputs]  # by stage: an expert without guidance takes the prompt alone
+    state: DenoiseState
+    run: stages.ExpertRun | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Encoding:
+    request: ResolvedRequest
+    inputs: stages.ImageInputs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decoding:
+    request: ResolvedRequest
+    frames: list[jax.Array]
+
+
+_Value = TypeVar("_Value", TextEmbedding, ImageCondition, DenoiseState)
+_Work = TypeVar("_Work", _Encoding, _Denoising, _Decoding)
+_PREPARED_BY = {_Encoding: "prepare_encode", _Denoising: "prepare_denoise", _Decoding: "prepare_decode"}
+
+
+class StageHost:
+    """One host of a slice that runs a pool's stages; on a slice of several, made after `jax.distributed` is joined."""
+
+    def __init__(self, settings: HostSettings, report: Report = report) -> None:
+        """report: told a `HostProgress` now and then; by default the leader of the slice is.
+
+        Raises `InvalidInput` (or the errors of `open_runtime`) for settings that don't fit the checkpoint or devices.
+        """
+        self._runtime = open_runtime(
+            settings.checkpoint, settings.dtype, settings.mesh, executables=settings.executables
+        )
+        known = stages.stage_components(self._runtime.model)
+        unknown = [stage for stage in settings.stages if stage not in known]
+        if unknown or not settings.stages:
+            raise InvalidInput(
+                f"stages {', '.join(unknown) or '()'} of {settings.checkpoint} can't be hosted; "
+                f"this model has {', '.join(known)}"
+            )
+        self._stages = settings.stages
+        self._components = [name for stage in settings.stages for name in known[stage]]
+        self._progress = Reported(report)
+        self._first = jax.process_index() == 0
+        self._work: dict[str, _Encoding | _Denoising | _Decoding] = {}
+        self._shapes: set[str] = set()
+
+    # ---- in lockstep
+
+    def load(self) -> dict[str, float]:
+        """Read the weights of all stages, after a look at every file's headers; return seconds by component."""
+        self._runtime.check(self._components)
+        bar = self._progress.bar("load", len(self._components))
+        for name in self._components:
+            self._runtime.component(name)
+            bar.step()
+        return dict(self._runtime.load_s)
+
+    def warm_up(self, request: GenerationRequest) -> dict[str, float]:
+        """Compile every program that a request like this needs here; return the seconds each took.
+
+        With an image, if the model takes one.
+        """
+        plan = self.plan(request)
+        found = [
+            item
+            for stage in self._stages
+            if stage in plan.shapes
+            for item in stage_programs(self._runtime, plan.request, (stage,)).items()
+        ]
+        bar = self._progress.bar("warm_up", len(found))
+        seconds: dict[str, float] = {}
+        for name, (program, args, _) in found:
+            before = program.compile_s
+            program.compile(*args)
+            seconds[name] = seconds.get(name, 0.0) + program.compile_s - before
+            bar.step()
+        compiled = shapes(self._runtime.model, plan.request, image="i2v" in self._runtime.model.tasks)
+        self._shapes |= {compiled[stage] for stage in self._stages if stage in compiled}
+        return seconds
+
+    def encode_text(self, prompt: str) -> Output:
+        """Encode one prompt: (warnings, `TextEmbedding`). Its bits depend on prompt, model, dtype and mesh alone."""
+        self._check_stage("encoder")
+        warnings: list[str] = []
+        values = stages.encode_prompt(self._runtime, prompt, warnings.append)
+        return self._output(warnings, lambda: TextEmbedding(values))
+
+    def encode_image(self, key: str) -> Output:
+        """Encode the image of a request that `prepare_encode` has put here: (seconds, `ImageCondition`)."""
+        start = time.perf_counter()
+        work = self._take(key, _Encoding)
+        bar = self._progress.bar("encoder", len(work.inputs.chunks) + (work.inputs.clip is not None))
+        condition = stages.encode_image(self._runtime, work.inputs, bar)
+        self._shapes.add(shapes(self._runtime.model, work.request, image=True)["encoder"])
+        return self._output(time.perf_counter() - start, lambda: condition)
+
+    def begin(self, key: str) -> stages.Expert:
+        """Make the text's keys for the expert whose turn it is, and return which steps it runs.
+
+        Called once an expert: a pool that hosts both is told again at the boundary, and goes on from the state here.
+        """
+        work = self._get(key, _Denoising)
+        state = work.state if work.run is None else work.run.state
+        expert = _turn(self._runtime.model, work.request, state.step)
+        self._check_stage(expert.stage)
+        work.state, work.run = state, None  # the other expert's keys go first
+        work.run = stages.ExpertRun(self._runtime, work.request, expert, work.inputs[expert.stage], state)
+        return expert
+
+    def step(self, key: str) -> StepDone:
+        """Run the next step of a request that has begun."""
+        work = self._get(key, _Denoising)
+        if work.run is None or work.run.state.step >= work.run.expert.stop:
+            raise InvalidRequest(f"request {key} has no step to run here; call begin, or collect what is done")
+        event = work.run.step()
+        image = work.inputs[event.stage].image_latents is not None
+        self._shapes.add(shapes(self._runtime.model, work.request, image=image)[event.stage])
+        if event.step == work.run.expert.stop:
+            work.state, work.run = work.run.state, None  # its keys make room
+        return StepDone(event.stage, event.step, event.steps, event.timestep, event.seconds)
+
+    def decode(self, key: str) -> Output:
+        """Decode what `prepare_decode` has put here, encoding frames as they come: (seconds, `EncodedVideo`).
+
+        Raises `OutputError` on every host when the first one can't write the mp4.
+        """
+        start = time.perf_counter()
+        work = self._take(key, _Decoding)
+        with Mp4(work.request.fps) as video:
+            for chunk in stages.decode_chunks(self._runtime, work.frames, self._progress):
+                if self._first:  # a failure is kept to the end: the other hosts wait in the next chunk's exchange
+                    video.add(self._runtime.model.pixels(np.asarray(chunk)))
+            if self._first:
+                video.finish()
+        failure = same_everywhere(str(video.failure or ""))
+        if failure:
+            raise OutputError(failure)
+        self._shapes.add(shapes(self._runtime.model, work.request, image=False)["decoder"])
+        return self._output(time.perf_counter() - start, lambda: mp4(video.content))
+
+    # ---- on the side: no collective
+
+    def plan(self, request: GenerationRequest) -> Plan:
+        """Return what a request takes of this model; raises `InvalidRequest` when the model can't make it."""
+        model = self._runtime.model
+        resolved = request.resolve(model.defaults)
+        model.check(resolved)
+        texts, experts = stages.prompts(model, resolved), stages.experts(model, resolved)
+        return Plan(resolved, tuple(texts), tuple(experts), shapes(model, resolved, image=resolved.image is not None))
+
+    def prepare_encode(self, key: str, request: ResolvedRequest) -> None:
+        """Put what the encoder needs of a request's image on the devices."""
+        inputs = stages.image_inputs(self._runtime, request)
+        if inputs is None:
+            raise InvalidRequest(f"request {key} has no image; its prompts are all there is to encode")
+        self._work[key] = _Encoding(request, inputs)
+
+    def prepare_denoise(
+        self,
+        key: str,
+        request: ResolvedRequest,
+        prompt: Payload,
+        negative: Payload | None = None,
+        image: Payload | None = None,
+        state: Payload | None = None,
+    ) -> None:
+        """Put a request's inputs for the experts on the devices.
+
+        prompt, negative  `TextEmbedding`; image  `ImageCondition`
+        state             `DenoiseState` to go on from; the one before the first step when left out
+        """
+        text, other = _unpacked(TextEmbedding, prompt), _unpacked(TextEmbedding, negative)
+        condition = _unpacked(ImageCondition, image) or ImageCondition()
+        if text is None:
+            raise InvalidRequest(f"request {key} comes without its prompt's embeddings; encode_text makes them")
+        conditioning = Conditioning(
+            text.values, None if other is None else other.values, condition.image, condition.image_latents
+        )
+        start = _unpacked(DenoiseState, state) or stages.initial_state(self._runtime.model, request)
+        placed = stages.device_state(self._runtime, request, start)
+        mine = [e for e in stages.experts(self._runtime.model, request) if e.stage in self._stages]
+        if not mine:
+            raise InvalidRequest(f"request {key} has no step on {', '.join(self._stages)}; leave this pool out")
+        inputs: dict[str, stages.ExpertInputs] = {}
+        for expert in mine:
+            twin = next((inputs[e.stage] for e in mine if e.stage in inputs and e.guided == expert.guided), None)
+            inputs[expert.stage] = twin or stages.expert_inputs(self._runtime, expert, conditioning)
+        self._work[key] = _Denoising(request, inputs, placed)
+
+    def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload) -> None:
+        """Put final latents, from the last expert's `collect`, on the devices."""
+        given = _unpacked(DenoiseState, state)
+        shape = self._runtime.model.latent_shape(request)
+        if given is None or given.step != request.steps or given.latents.shape != shape:
+            found = "nothing" if given is None else f"step {given.step}, latents {given.latents.shape}"
+            raise InvalidRequest(
+                f"the decoder was given {found}; this request needs step {request.steps}, latents {shape}"
+            )
+        self._work[key] = _Decoding(request, stages.decoder_inputs(self._runtime, given.latents))
+
+    def snapshot(self, key: str) -> Output:
+        """Copy out the state after the last finished step, while the next may run: (step, `DenoiseState`)."""
+        state = _state(self._get(key, _Denoising))
+        return self._output(state.step, lambda: stages.to_host(state))
+
+    def collect(self, key: str) -> Output:
+        """Copy out the state that a request has reached and let go of it: (step, `DenoiseState`).
+
+        After the last step that is what the decoder takes: finished latents, without the solver's history.
+        """
+        work = self._take(key, _Denoising)
+        state = _state(work)
+
+        def result() -> DenoiseState:
+            given = next(iter(work.inputs.values())).image_latents
+            done = stages.finished(self._runtime.model, work.request, state, given)
+            return dataclasses.replace(done, history=()) if done.step == work.request.steps else done
+
+        return self._output(state.step, result)
+
+    def drop(self, key: str) -> None:
+        """Let go of a request, if it is here; none of its steps may be running."""
+        self._work.pop(key, None)
+
+    def shapes(self) -> list[str]:
+        """Return for which shapes (`Plan.shapes`) the programs of this host's stages are compiled."""
+        return sorted(self._shapes)
+
+    def keys(self) -> list[str]:
+        """Return the requests that are held here."""
+        return sorted(self._work)
+
+    # ----
+
+    def _output(self, value: Any, payload: Callable[[], Any]) -> Output:
+        """Copies to the host, and into the object store, on the first host alone."""
+        return Output(value, pack(payload()) if self._first else None)
+
+    def _get(self, key: str, kind: type[_Work]) -> _Work:
+        work = self._work.get(key)
+        if not isinstance(work, kind):
+            raise InvalidRequest(f"request {key} is not ready for this; call {_PREPARED_BY[kind]} first")
+        return work
+
+    def _take(self, key: str, kind: type[_Work]) -> _Work:
+        work = self._get(key, kind)
+        del self._work[key]
+        return work
+
+    def _check_stage(self, stage: str) -> None:
+        if stage not in self._stages:
+            raise InvalidRequest(f"{stage} is not hosted here ({', '.join(self._stages)}); ask a pool that hosts it")
+
+
+def _turn(model: Model, request: ResolvedRequest, step: int) -> stages.Expert:
+    """Return the expert that runs the step after `step` are done."""
+    for expert in stages.experts(model, request):
+        if expert.start <= step < expert.stop:
+            return expert
+    raise InvalidRequest(f"all {request.steps} steps of the request are done; collect its latents and decode them")
+
+
+def _state(work: _Denoising) -> DenoiseState:
+    run = work.run  # read once: the other thread may end it meanwhile
+    return work.state if run is None else run.state
+
+
+def _unpacked(kind: type[_Value], payload: Payload | None) -> _Value | None:
+    if payload is None:
+        return None
+    value = unpack(payload)
+    if not isinstance(value, kind):
+        raise InvalidRequest(f"a {payload.kind} was given where a {kind.__name__} belongs; give that stage's payload")
+    return value

@@ -1,0 +1,83 @@
+"""What a host of a slice is told, and what it tells: plain picklable values."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from wan_tpu.families import Model
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.stages import Expert, experts
+
+Report = Callable[[Any], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSettings:
+    """What a host runs; plain values.
+
+    checkpoint   diffusers directory, the same path on every host, or hub id
+    stages       of this pool, of `stages.STAGES`
+    mesh         (dp, sp, tp) over all devices of the slice; what is None takes its default
+    executables  folder of compiled programs to load in place of compiling; one that is trusted
+    """
+
+    checkpoint: str
+    stages: tuple[str, ...]
+    mesh: tuple[int | None, int | None, int | None] | None = None
+    dtype: str = "bfloat16"
+    executables: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class HostProgress:
+    """Told while a method runs: `done` of `total` units of `doing` ("load", "warm_up" or a stage)."""
+
+    doing: str
+    done: int
+    total: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a request takes, stage by stage: all that its driver needs to know.
+
+    request  with nothing left open; experts and the decoder need no image, `without_image` leaves it out
+    prompts  to encode: the prompt and, under guidance, the negative prompt
+    experts  which stage runs which steps, in order; one with no step left out
+    shapes   by stage, the name of the programs it needs (`StageHost.shapes`)
+    """
+
+    request: ResolvedRequest
+    prompts: tuple[str, ...]
+    experts: tuple[Expert, ...]
+    shapes: dict[str, str]
+
+    @property
+    def without_image(self) -> ResolvedRequest:
+        """The request as later stages need it."""
+        return dataclasses.replace(self.request, image=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepDone:
+    """Facts of one finished step: the stage, how many of all steps are done, t in [0, 1000], its seconds."""
+
+    stage: str
+    step: int
+    steps: int
+    timestep: float
+    seconds: float
+
+
+def shapes(model: Model, request: ResolvedRequest, *, image: bool) -> dict[str, str]:
+    """Name, by stage, the set of programs that a resolved request needs: what is compiled anew for another name.
+
+    image  whether the request has one; experts may hold a request without its pixels
+    """
+    size = f"{request.height}x{request.width}"
+    task = "i2v" if image else "t2v"
+    found = {"encoder": f"encoder {size}" if image else "encoder text"}
+    for expert in experts(model, request):
+        branches = 2 if expert.guided else 1
+        found[expert.stage] = f"{expert.stage} {size}x{request.frames} {task} {branches} {request.solver}"
+    return found | {"decoder": f"decoder {size}"}

@@ -1,0 +1,102 @@
+"""A stage in pieces gives what it gives in one."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.conftest import PHOTO
+from wan_tpu import GenerationRequest, load_pipeline, stages
+from wan_tpu.data import Conditioning, DenoiseState
+from wan_tpu.families.wan_presets import TEXT_TOKENS
+from wan_tpu.progress import Silent
+
+KIND = "wan2.2-i2v-a14b"
+
+
+def denoise_inputs(pipe, solver):
+    """A request of two experts and some conditioning, without an encoder."""
+    given = GenerationRequest(
+        prompt="a cat",
+        image=PHOTO,
+        height=32,
+        width=48,
+        frames=5,
+        steps=5,
+        shift=5.0,
+        guidance_scale=3.0,
+        guidance_scale_2=2.0,
+        solver=solver,
+    )
+    request, rng = pipe.resolve(given), np.random.default_rng(0)
+    text = rng.standard_normal((2, 1, TEXT_TOKENS, 32)).astype(np.float32)
+    image = rng.standard_normal((1, 20, 2, 4, 6)).astype(np.float32)
+    return dataclasses.replace(request, image=None), Conditioning(text[0], text[1], None, image)
+
+
+@pytest.mark.parametrize("solver", ["unipc", "euler"])
+def test_a_run_resumes_bit_for_bit_from_a_snapshot_on_another_runtime(solver, pipeline, checkpoint):
+    pipe = pipeline(KIND)
+    request, conditioning = denoise_inputs(pipe, solver)
+    snapshots = {}
+    high, low = pipe.experts(request)
+    state = stages.device_state(pipe.runtime, request, pipe.initial_state(request))
+    for expert in (high, low):
+        inputs = stages.expert_inputs(pipe.runtime, expert, conditioning)
+        run = stages.ExpertRun(pipe.runtime, request, expert, inputs, state)
+        while run.state.step < expert.stop:
+            event = run.step()
+            snapshots[event.step] = stages.to_host(run.state)
+        state = run.state
+    whole = pipe.denoise(request, conditioning, pipe.initial_state(request))
+    assert np.array_equal(snapshots[5].latents, whole.latents)
+    assert whole.latents.std() > 0.1
+
+    other = load_pipeline(checkpoint(KIND), dtype="float32", mesh=(1, 1, 1))
+    for step in (high.stop - 1, high.stop, high.stop + 1):
+        resumed = other.denoise(request, conditioning, snapshots[step])
+        for got, expected in zip((resumed.latents, *resumed.history), (whole.latents, *whole.history), strict=True):
+            assert np.array_equal(got, expected), step
+
+
+def test_a_snapshot_stays_as_it_was_while_steps_go_on(pipeline):
+    pipe = pipeline(KIND)
+    request, conditioning = denoise_inputs(pipe, "unipc")
+    expert = pipe.experts(request)[0]
+    start = pipe.initial_state(request)
+    given = DenoiseState(start.latents.copy(), tuple(term.copy() for term in start.history))
+    inputs = stages.expert_inputs(pipe.runtime, expert, conditioning)
+    run = stages.ExpertRun(pipe.runtime, request, expert, inputs, stages.device_state(pipe.runtime, request, given))
+    given.latents[:] = np.nan  # what was put on the devices is a copy
+    run.step()
+    snapshot = stages.to_host(run.state)
+    kept = snapshot.latents.copy()
+    run.step()
+    assert np.isfinite(kept).all()
+    assert np.array_equal(snapshot.latents, kept)
+    assert not np.array_equal(stages.to_host(run.state).latents, kept)
+
+
+def test_a_prompt_has_the_same_bits_alone_and_with_others(pipeline):
+    pipe = pipeline(KIND)
+    both = GenerationRequest(
+        prompt="a cat", negative_prompt="ugly", image=PHOTO, height=32, width=48, frames=5, steps=2
+    )
+    alone = GenerationRequest(prompt="ugly", guidance_scale=1.0, image=PHOTO, height=32, width=48, frames=5, steps=2)
+    first, second = (pipe.encode(pipe.resolve(request)) for request in (both, alone))
+    assert np.array_equal(first.negative, second.prompt)
+    assert not np.array_equal(first.prompt, second.prompt)
+    assert second.negative is None
+    assert stages.prompts(pipe.runtime.model, pipe.resolve(both)) == ["a cat", "ugly"]
+
+
+def test_the_image_is_encoded_by_itself(pipeline):
+    """Without the text encoder: its weights aren't even read."""
+    pipe = pipeline(KIND)
+    given = GenerationRequest(prompt="a cat", image=PHOTO, height=32, width=48, frames=5, steps=2)
+    request = pipe.resolve(given)
+    inputs = stages.image_inputs(pipe.runtime, request)
+    got = stages.encode_image(pipe.runtime, inputs, Silent().bar("encoder", 1))
+    assert np.array_equal(got.image_latents, pipe.encode(request).image_latents)
+    assert got.image is None
+    assert stages.image_inputs(pipe.runtime, dataclasses.replace(request, image=None)) is None

@@ -1,0 +1,75 @@
+"""The stages as functions over a runtime, each in pieces that can be driven from outside.
+
+A stage has two kinds of pieces. Those that make inputs (`image_inputs`, `expert_inputs`, `device_state`,
+`decoder_inputs`) only copy to the devices: they hold no collective and may run on another thread while a step runs.
+Those that compute (`encode_prompt`, `encode_image`, `ExpertRun`, `decode_chunks`) must be called by every process of a
+mesh, in the same order. `encode`, `denoise` and `decode` put the pieces together for one machine.
+
+The loops run on the host, one device call a step: between steps progress is reported, results are checked, and a
+callback may stop the run by raising.
+"""
+
+from wan_tpu.stages.decode import decode, decode_chunks, decoder_inputs
+from wan_tpu.stages.denoise import (
+    ExpertInputs,
+    ExpertRun,
+    OnStep,
+    StepEvent,
+    denoise,
+    device_state,
+    expert_inputs,
+    finished,
+    initial_state,
+    keys_program,
+    step_conditioning,
+    step_numbers,
+    step_program,
+    to_host,
+)
+from wan_tpu.stages.encode import (
+    ImageInputs,
+    encode,
+    encode_image,
+    encode_prompt,
+    image_inputs,
+    image_program,
+    text_program,
+    vae_encode,
+)
+from wan_tpu.stages.plan import STAGES, Expert, experts, guided, prompts, stage_components
+from wan_tpu.stages.vae import vae_programs
+
+__all__ = [
+    "STAGES",
+    "Expert",
+    "ExpertInputs",
+    "ExpertRun",
+    "ImageInputs",
+    "OnStep",
+    "StepEvent",
+    "decode",
+    "decode_chunks",
+    "decoder_inputs",
+    "denoise",
+    "device_state",
+    "encode",
+    "encode_image",
+    "encode_prompt",
+    "expert_inputs",
+    "experts",
+    "finished",
+    "guided",
+    "image_inputs",
+    "image_program",
+    "initial_state",
+    "keys_program",
+    "prompts",
+    "stage_components",
+    "step_conditioning",
+    "step_numbers",
+    "step_program",
+    "text_program",
+    "to_host",
+    "vae_encode",
+    "vae_programs",
+]

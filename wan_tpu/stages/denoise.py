@@ -1,0 +1,248 @@
+"""The expert stages: one request on one expert, a step at a time; the state stays on the devices between steps."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from wan_tpu.checkpoint import DTYPES, Loaded
+from wan_tpu.data import Conditioning, DenoiseState
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.families import Model
+from wan_tpu.health import check_finite
+from wan_tpu.mesh import replicated
+from wan_tpu.program import Program, place
+from wan_tpu.progress import Progress
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.runtime import Runtime
+from wan_tpu.solvers import SolverTable, solver_table
+from wan_tpu.stages.plan import Expert, experts
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """What a callback is told after each denoising step.
+
+    stage     "denoise_high" or "denoise_low"; step counts from 1 to `steps` over both
+    timestep  in [0, 1000]; seconds  of this step, compilation included
+    """
+
+    stage: str
+    step: int
+    steps: int
+    timestep: float
+    seconds: float
+    state: DenoiseState  # arrays on the device; np.asarray(event.latents) copies them
+
+    @property
+    def latents(self) -> np.ndarray:
+        """The latents after this step, float32 [1, C, T, H, W]."""
+        return np.asarray(self.state.latents)
+
+
+OnStep = Callable[[StepEvent], object]
+
+
+@dataclass(frozen=True)
+class ExpertInputs:
+    """What an expert needs of a request beside its state, on the devices.
+
+    text   [B, L, C] embeddings of the prompt and, under guidance, the negative prompt
+    image, image_latents  as in `Conditioning`
+    """
+
+    text: jax.Array
+    image: jax.Array | None
+    image_latents: jax.Array | None
+
+
+# ---- states
+
+
+def initial_state(model: Model, request: ResolvedRequest, noise: np.ndarray | None = None) -> DenoiseState:
+    """Return the state before step 0: `noise`, or what diffusers draws for the request's seed.
+
+    noise  [1, C, T, H, W]; raises `InvalidRequest` for any other shape
+    """
+    shape = model.latent_shape(request)
+    history = tuple(np.zeros(shape, np.float32) for _ in range(_table(request).history_terms))
+    if noise is None:
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        noise = torch.randn(shape, generator=generator, dtype=torch.float32).numpy()
+        return DenoiseState(noise, history)
+    try:
+        given = np.array(noise).astype(np.float32, casting="same_kind")
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"noise is no array of real numbers ({error}); give float32 {shape}") from None
+    if given.shape != shape or not np.isfinite(given).all():
+        raise InvalidRequest(f"noise has shape {given.shape}; this request needs {shape}, all finite")
+    return DenoiseState(given, history)
+
+
+def device_state(runtime: Runtime, request: ResolvedRequest, state: DenoiseState) -> DenoiseState:
+    """Put a state on the devices; raises `InvalidRequest` when it is not one of this request."""
+    table, expected = _table(request), runtime.model.latent_shape(request)
+    if tuple(state.latents.shape) != expected or len(state.history) != table.history_terms:
+        raise InvalidRequest(
+            f"the state has latents {tuple(state.latents.shape)} and {len(state.history)} history terms; "
+            f"this request needs {expected} and {table.history_terms}: start from its own initial state"
+        )
+    # Copied: device_put may alias host memory on CPU, and the caller's state must stay as it is.
+    latents, history = place((np.array(state.latents), tuple(map(np.array, state.history))), runtime.mesh)
+    return DenoiseState(latents, history, state.step)
+
+
+def to_host(state: DenoiseState) -> DenoiseState:
+    """Copy a state out of the devices. Steps don't change it, so this may run on any thread, beside the next one."""
+    return DenoiseState(np.asarray(state.latents), tuple(map(np.asarray, state.history)), state.step)
+
+
+def finished(
+    model: Model, request: ResolvedRequest, state: DenoiseState, image_latents: np.ndarray | jax.Array | None
+) -> DenoiseState:
+    """Return a state on the host, after the last step with what the model does to its latents before decoding."""
+    state = to_host(state)
+    if state.step < request.steps:
+        return state
+    given = None if image_latents is None else np.asarray(image_latents)
+    return DenoiseState(model.finish(state.latents, given), state.history, state.step)
+
+
+# ---- steps
+
+
+def expert_inputs(runtime: Runtime, expert: Expert, conditioning: Conditioning) -> ExpertInputs:
+    """Put on the devices what an expert needs of a request; raises `InvalidRequest` when something is missing."""
+    text = conditioning.prompt
+    if expert.guided:
+        if conditioning.negative is None:
+            raise InvalidRequest("guidance needs the negative prompt's embeddings; run the encoder stage again with it")
+        text = np.concatenate([text, conditioning.negative])
+    image, dtype = conditioning.image, DTYPES[runtime.dtype]  # the encoder may have run in another
+    latents = None if conditioning.image_latents is None else np.array(conditioning.image_latents)
+    given = text.astype(dtype), None if image is None else image.astype(dtype), latents
+    return ExpertInputs(*place(given, runtime.mesh))
+
+
+class ExpertRun:
+    """A request on one expert, from the step that `state` has reached.
+
+    state  after the last finished step, on the devices; replaced, never changed, by each step
+    """
+
+    def __init__(
+        self, runtime: Runtime, request: ResolvedRequest, expert: Expert, inputs: ExpertInputs, state: DenoiseState
+    ) -> None:
+        """state: from `device_state`, or another expert's run of the same request."""
+        self.expert = expert
+        self.state = state
+        self._runtime = runtime
+        self._table = _table(request)
+        self._loaded = runtime.component(expert.stage)
+        self._program = step_program(runtime, self._loaded.module)
+        self._given = step_conditioning(runtime, self._loaded, inputs)
+
+    def step(self) -> StepEvent:
+        """Run the next step; raises `UnhealthyResult` naming it, on every process, when it gives NaN or Inf."""
+        start, i, table = time.perf_counter(), self.state.step, self._table
+        assert self.expert.start <= i < self.expert.stop, f"step {i} is not {self.expert}'s"
+        numbers = place(step_numbers(table, i, self.expert.guidance), self._runtime.mesh)
+        latents, history, finite = self._program(
+            self._loaded.params, self.state.latents, self.state.history, numbers, self._given
+        )
+        timestep = float(table.timesteps[i])
+        check_finite(bool(finite), f"{self.expert.stage}, step {i + 1} of {table.steps} (t = {timestep:g})")
+        self.state = DenoiseState(latents, history, i + 1)
+        seconds = time.perf_counter() - start
+        return StepEvent(self.expert.stage, i + 1, table.steps, timestep, seconds, self.state)
+
+
+def denoise(
+    runtime: Runtime,
+    request: ResolvedRequest,
+    conditioning: Conditioning,
+    state: DenoiseState,
+    progress: Progress,
+    *,
+    stop: int | None = None,
+    on_step: OnStep | None = None,
+) -> DenoiseState:
+    """Run the steps from `state.step` up to `stop` (all, when left out) and return the state after them.
+
+    The solver's history goes from one expert to the next: nothing restarts at the boundary.
+    """
+    state = device_state(runtime, request, state)
+    for expert in experts(runtime.model, request):
+        last = expert.stop if stop is None else min(stop, expert.stop)
+        if state.step >= last:
+            continue
+        bar = progress.bar(expert.stage, last - state.step)
+        try:
+            run = ExpertRun(runtime, request, expert, expert_inputs(runtime, expert, conditioning), state)
+            while run.state.step < last:
+                event = run.step()
+                bar.step()
+                if on_step is not None:
+                    on_step(event)
+        finally:
+            bar.close()
+        state = run.state
+        del run  # its keys and weights go before the next expert's come
+        runtime.done_with(expert.stage)
+    return finished(runtime.model, request, state, conditioning.image_latents)
+
+
+def step_numbers(table: SolverTable, i: int, guidance: float) -> dict[str, np.ndarray]:
+    """Return what step i needs to know, as float32 arrays, so that no step recompiles."""
+    return {
+        "timestep": np.float32(table.timesteps[i]),
+        "sigma": np.float32(table.sigmas[i]),
+        "matrix": table.matrices[i].astype(np.float32),
+        "guidance": np.float32(guidance),
+    }
+
+
+def step_program(runtime: Runtime, module: torch.nn.Module) -> Program:
+    """Return the jitted step: (params, latents, history, numbers, conditioning) -> (latents, history, finite).
+
+    Both experts run the same program: they differ in weights only (families refuse experts that don't).
+    """
+
+    def step(params, latents, history, numbers, given):  # type: ignore[no-untyped-def]
+        timestep, guidance = numbers["timestep"], numbers["guidance"]
+        velocity = runtime.model.velocity(module, params, runtime.mesh, latents, timestep, guidance, *given)
+        clean = latents - numbers["sigma"] * velocity
+        terms = (latents, clean, *history)
+        combined = [sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"]]
+        results = combined[0], tuple(combined[1:]), jnp.isfinite(combined[0]).all()
+        # Whole everywhere: every process can read the result, and the next step takes it as it lies.
+        return jax.lax.with_sharding_constraint(results, replicated(runtime.mesh))
+
+    return runtime.program("denoise step", step)
+
+
+def step_conditioning(runtime: Runtime, expert: Loaded, inputs: ExpertInputs) -> tuple[Any, jax.Array | None]:
+    """Return (keys, image_latents), what `step_program` takes last.
+
+    keys are the expert's cross-attention keys and values of the prompt and, under guidance, the negative prompt.
+    """
+    keys = keys_program(runtime, expert.module)(expert.params, inputs.text, inputs.image)
+    return keys, inputs.image_latents
+
+
+def keys_program(runtime: Runtime, module: torch.nn.Module) -> Program:
+    """Return the jitted (params, text [B, L, C], image) -> keys; run once for each expert of a request."""
+
+    def keys(params, text, image):  # type: ignore[no-untyped-def]
+        return runtime.model.text_keys(module, params, runtime.mesh, text, image)
+
+    return runtime.program("text keys", keys)
+
+
+def _table(request: ResolvedRequest) -> SolverTable:
+    return solver_table(request.solver, request.steps, request.shift)

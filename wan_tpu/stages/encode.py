@@ -1,0 +1,137 @@
+"""The encoder stage: a prompt at a time, and the image, each on its own."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import torch
+
+from wan_tpu.checkpoint import DTYPES
+from wan_tpu.data import Conditioning, ImageCondition
+from wan_tpu.health import check_finite
+from wan_tpu.mesh import replicated
+from wan_tpu.program import Program, place
+from wan_tpu.progress import Bar, Progress
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.runtime import Runtime
+from wan_tpu.stages.plan import prompts
+from wan_tpu.stages.vae import healthy, vae_programs
+
+Warn = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """What the encoder needs of a request's image, on the devices.
+
+    chunks  for the VAE, [1, 3, 1 or 4, H, W] in [-1, 1], H W in pixels
+    clip    [1, 3, 224, 224], where the model takes CLIP features
+    """
+
+    chunks: tuple[jax.Array, ...]
+    clip: jax.Array | None
+
+
+def encode(runtime: Runtime, request: ResolvedRequest, progress: Progress, warn: Warn) -> Conditioning:
+    """Encode a resolved request's prompts and image."""
+    texts = prompts(runtime.model, request)
+    inputs = image_inputs(runtime, request)
+    units = 0 if inputs is None else len(inputs.chunks) + (inputs.clip is not None)
+    bar = progress.bar("encoder", len(texts) + units)
+    try:
+        embeddings = []
+        for text in texts:
+            embeddings.append(encode_prompt(runtime, text, warn))
+            bar.step()
+        runtime.done_with("text_encoder")
+        image = ImageCondition() if inputs is None else encode_image(runtime, inputs, bar)
+    finally:
+        bar.close()
+    negative = embeddings[1] if len(embeddings) > 1 else None
+    return Conditioning(embeddings[0], negative, image.image, image.image_latents)
+
+
+def encode_prompt(runtime: Runtime, prompt: str, warn: Warn) -> np.ndarray:
+    """Return a prompt's embeddings [1, L=512, C]; `warn` is told when it is cut.
+
+    One prompt a call: its bits depend on nothing else, so they can be kept and used for another request. Two at once
+    would read the weights once: 24 ms against 2 x 16 on a v6e chip (docs/benchmarks.md), of a minute's request.
+    """
+    ids, mask, warnings = runtime.model.tokenize([prompt])
+    for warning in warnings:
+        warn(warning)
+    loaded = runtime.component("text_encoder")
+    embeddings = np.asarray(text_program(runtime, loaded.module)(loaded.params, *place((ids, mask), runtime.mesh)))
+    check_finite(embeddings, "encoder, text encoder")
+    return embeddings
+
+
+def text_program(runtime: Runtime, module: torch.nn.Module) -> Program:
+    """Return the jitted text encoder: (params, ids, mask [B, L]) -> embeddings [B, L, C]."""
+
+    def run(*args):  # type: ignore[no-untyped-def]
+        return jax.lax.with_sharding_constraint(runtime.model.encode_text(module, *args), replicated(runtime.mesh))
+
+    return runtime.program("text_encoder", run)
+
+
+def image_inputs(runtime: Runtime, request: ResolvedRequest) -> ImageInputs | None:
+    """Put what the encoder needs of a request's image on the devices; None when there is no image."""
+    if request.image is None:
+        return None
+    model, dtype = runtime.model, DTYPES[runtime.dtype]
+    placed: dict[int, jax.Array] = {}
+    chunks = model.video_condition(request)
+    for chunk in chunks:  # all blank ones are the same array
+        if id(chunk) not in placed:
+            placed[id(chunk)] = place(chunk.astype(dtype), runtime.mesh)
+    clip = None
+    if model.needs_image_features:
+        clip = place(model.clip_pixels(request.image).astype(dtype), runtime.mesh)  # type: ignore[arg-type]
+    return ImageInputs(tuple(placed[id(chunk)] for chunk in chunks), clip)
+
+
+def encode_image(runtime: Runtime, inputs: ImageInputs, bar: Bar) -> ImageCondition:
+    """Return what the experts are given of an image; `bar` steps once for CLIP and once for each chunk of the VAE."""
+    features = None
+    if inputs.clip is not None:
+        features = _clip_features(runtime, inputs.clip)
+        bar.step()
+    moments = []
+    for moment in vae_encode(runtime, inputs.chunks):
+        moments.append(moment)
+        bar.step()
+    return ImageCondition(features, runtime.model.image_latents(np.concatenate(moments, axis=2)))
+
+
+def _clip_features(runtime: Runtime, pixels: jax.Array) -> np.ndarray:
+    loaded = runtime.component("image_encoder")
+    features = np.asarray(image_program(runtime, loaded.module)(loaded.params, pixels))
+    runtime.done_with("image_encoder")
+    check_finite(features, "encoder, image encoder")
+    return features
+
+
+def image_program(runtime: Runtime, module: torch.nn.Module) -> Program:
+    """Return the jitted image encoder: (params, pixels [1, 3, H, W]) -> features [1, L, C]."""
+
+    def run(*args):  # type: ignore[no-untyped-def]
+        return jax.lax.with_sharding_constraint(runtime.model.encode_image(module, *args), replicated(runtime.mesh))
+
+    return runtime.program("image_encoder", run)
+
+
+def vae_encode(runtime: Runtime, chunks: Sequence[jax.Array]) -> Iterator[np.ndarray]:
+    """Yield the VAE's moments [1, 2C, 1, H, W] of chunks of pixels (`ImageInputs.chunks`)."""
+    loaded = runtime.component("vae_encoder")
+    _, first, later = vae_programs(runtime, "vae_encoder", loaded.module)
+    cache = None
+    for i, pixels in enumerate(chunks):
+        if cache is None:
+            moments, extremes, cache = first(loaded.params, pixels)
+        else:
+            moments, extremes, cache = later(loaded.params, pixels, cache)
+        check_finite(healthy(np.asarray(extremes)), f"encoder, VAE chunk {i + 1} of {len(chunks)}")
+        yield np.asarray(moments)
+    runtime.done_with("vae_encoder")

@@ -1,0 +1,56 @@
+"""What a request asks of which stage: known from the request and the model's configuration, without weights."""
+
+from dataclasses import dataclass
+
+from wan_tpu.families import Model
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.solvers import solver_table
+
+STAGES = ("encoder", "denoise_high", "denoise_low", "decoder")  # in the order in which a request runs through them
+
+
+@dataclass(frozen=True)
+class Expert:
+    """A stretch of steps and the transformer that runs it; `stop` is the first step after it."""
+
+    stage: str
+    start: int
+    stop: int
+    guidance: float
+
+    @property
+    def guided(self) -> bool:
+        """Whether it runs two branches: the prompt's and the negative prompt's."""
+        return self.guidance > 1
+
+
+def experts(model: Model, request: ResolvedRequest) -> list[Expert]:
+    """Return who denoises which steps of a resolved request, experts with no step left out."""
+    table = solver_table(request.solver, request.steps, request.shift)
+    boundary = table.high_noise_steps(model.boundary_ratio)
+    both = [
+        Expert("denoise_high", 0, boundary, request.guidance_scale),
+        Expert("denoise_low", boundary, table.steps, request.guidance_scale_2),
+    ]
+    return [expert for expert in both if expert.start < expert.stop]
+
+
+def guided(model: Model, request: ResolvedRequest) -> bool:
+    """Whether any expert uses guidance, so that the negative prompt is needed."""
+    return request.guidance_scale > 1 or (model.boundary_ratio is not None and request.guidance_scale_2 > 1)
+
+
+def prompts(model: Model, request: ResolvedRequest) -> list[str]:
+    """Return the texts whose embeddings a request needs: the prompt and, under guidance, the negative prompt."""
+    return [request.prompt, request.negative_prompt or ""] if guided(model, request) else [request.prompt]
+
+
+def stage_components(model: Model) -> dict[str, tuple[str, ...]]:
+    """Return which components each stage of this model runs; a model with one expert has no "denoise_low"."""
+    encoder = ["text_encoder"]
+    if "i2v" in model.tasks:
+        encoder += ["image_encoder", "vae_encoder"] if model.needs_image_features else ["vae_encoder"]
+    found: dict[str, tuple[str, ...]] = {"encoder": tuple(encoder), "denoise_high": ("denoise_high",)}
+    if model.boundary_ratio is not None:
+        found["denoise_low"] = ("denoise_low",)
+    return found | {"decoder": ("decoder",)}

@@ -1,0 +1,45 @@
+"""The programs of a VAE half, which the encoder and the decoder share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from wan_tpu.families.causal_vae import Cache, CausalChunks
+from wan_tpu.mesh import replicated
+from wan_tpu.program import Program
+from wan_tpu.runtime import Runtime
+
+
+def vae_programs(runtime: Runtime, component: str, module: torch.nn.Module) -> tuple[CausalChunks, Program, Program]:
+    """Return a VAE half ("vae_encoder" or "decoder"), and its jitted `first` and `next`.
+
+    Both return (output, extremes, cache): what the half gives for a chunk; its smallest and largest value of each
+    channel, float32 [1, C, 2, 1, 1], which say on every process whether it is healthy; and the cache for the next.
+    """
+    make = runtime.model.vae_decoder if component == "decoder" else runtime.model.vae_encoder
+    chunks = make(module, runtime.mesh)
+    results = (chunks.out_format, replicated(runtime.mesh), chunks.cache_format)
+
+    def first(*args):  # type: ignore[no-untyped-def]
+        return _with_extremes(*chunks.first(*args))
+
+    def later(*args):  # type: ignore[no-untyped-def]
+        return _with_extremes(*chunks.next(*args))
+
+    return (
+        chunks,
+        runtime.program(f"{component} first", first, results),
+        runtime.program(f"{component} later", later, results),
+    )
+
+
+def _with_extremes(out: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
+    values = out.astype(jnp.float32)
+    extremes = jnp.stack([values.min((2, 3, 4)), values.max((2, 3, 4))], axis=2)[..., None, None]  # NaN comes through
+    return out, extremes, cache
+
+
+def healthy(extremes: np.ndarray) -> bool:
+    """Whether all values whose extremes these are were finite."""
+    return bool(np.isfinite(extremes).all())
