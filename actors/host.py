@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from actors.host_values import HostSettings, Plan, Report, StepDone, shapes
+from actors.host_values import HostSettings, Plan, Report, StepDone
 from actors.mp4 import Mp4
 from actors.payloads import Payload, TextEmbedding, mp4, pack, unpack
 from actors.reporting import Reported
@@ -187,12 +187,13 @@ class StageHost:
         texts, experts = stages.prompts(model, resolved), stages.experts(model, resolved)
         return Plan(resolved, tuple(texts), tuple(experts), shapes(model, resolved, image=resolved.image is not None))
 
-    def prepare_encode(self, key: str, request: ResolvedRequest) -> None:
-        """Put what the encoder needs of a request's image on the devices."""
+    def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
+        """Put what the encoder needs of a request's image on the devices; return its bytes."""
         inputs = stages.image_inputs(self._runtime, request)
         if inputs is None:
             raise InvalidRequest(f"request {key} has no image; its prompts are all there is to encode")
         self._work[key] = _Encoding(request, inputs)
+        return sum(pixels.nbytes for pixels in inputs.chunks)
 
     def prepare_denoise(
         self,
@@ -202,8 +203,8 @@ class StageHost:
         negative: Payload | None = None,
         image: Payload | None = None,
         state: Payload | None = None,
-    ) -> None:
-        """Put a request's inputs for the experts on the devices.
+    ) -> int:
+        """Put a request's inputs for the experts on the devices; return the bytes of all payloads.
 
         prompt, negative  `TextEmbedding`; image  `ImageCondition`
         state             `DenoiseState` to go on from; the one before the first step when left out
@@ -225,9 +226,10 @@ class StageHost:
             twin = next((inputs[e.stage] for e in mine if e.stage in inputs and e.guided == expert.guided), None)
             inputs[expert.stage] = twin or stages.expert_inputs(self._runtime, expert, conditioning)
         self._work[key] = _Denoising(request, inputs, placed)
+        return sum(given.nbytes for given in (prompt, negative, image, state) if given is not None)
 
-    def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload) -> None:
-        """Put final latents, from the last expert's `collect`, on the devices."""
+    def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload) -> int:
+        """Put final latents, from the last expert's `collect`, on the devices; return their bytes."""
         given = _unpacked(DenoiseState, state)
         shape = self._runtime.model.latent_shape(request)
         if given is None or given.step != request.steps or given.latents.shape != shape:
@@ -236,6 +238,7 @@ class StageHost:
                 f"the decoder was given {found}; this request needs step {request.steps}, latents {shape}"
             )
         self._work[key] = _Decoding(request, stages.decoder_inputs(self._runtime, given.latents))
+        return state.nbytes
 
     def snapshot(self, key: str) -> Output:
         """Copy out the state after the last finished step, while the next may run: (step, `DenoiseState`)."""
@@ -311,3 +314,17 @@ def _unpacked(kind: type[_Value], payload: Payload | None) -> _Value | None:
     if not isinstance(value, kind):
         raise InvalidRequest(f"a {payload.kind} was given where a {kind.__name__} belongs; give that stage's payload")
     return value
+
+
+def shapes(model: Model, request: ResolvedRequest, *, image: bool) -> dict[str, str]:
+    """Name, by stage, the set of programs that a resolved request needs: what is compiled anew for another name.
+
+    image  whether the request has one; experts may hold a request without its pixels
+    """
+    size = f"{request.height}x{request.width}"
+    task = "i2v" if image else "t2v"
+    found = {"encoder": f"encoder {size}" if image else "encoder text"}
+    for expert in stages.experts(model, request):
+        branches = 2 if expert.guided else 1
+        found[expert.stage] = f"{expert.stage} {size}x{request.frames} {task} {branches} {request.solver}"
+    return found | {"decoder": f"decoder {size}"}

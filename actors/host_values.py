@@ -1,12 +1,11 @@
-"""What a host of a slice is told, and what it tells: plain picklable values."""
+"""What a host of a slice is told, and what it tells: plain picklable values, which import neither JAX nor torch."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from wan_tpu.families import Model
+from wan_tpu.expert import Expert
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.stages import Expert, experts
 
 Report = Callable[[Any], object]
 
@@ -67,17 +66,3 @@ class StepDone:
     steps: int
     timestep: float
     seconds: float
-
-
-def shapes(model: Model, request: ResolvedRequest, *, image: bool) -> dict[str, str]:
-    """Name, by stage, the set of programs that a resolved request needs: what is compiled anew for another name.
-
-    image  whether the request has one; experts may hold a request without its pixels
-    """
-    size = f"{request.height}x{request.width}"
-    task = "i2v" if image else "t2v"
-    found = {"encoder": f"encoder {size}" if image else "encoder text"}
-    for expert in experts(model, request):
-        branches = 2 if expert.guided else 1
-        found[expert.stage] = f"{expert.stage} {size}x{request.frames} {task} {branches} {request.solver}"
-    return found | {"decoder": f"decoder {size}"}

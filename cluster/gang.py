@@ -1,6 +1,7 @@
 """What a leader and the hosts of its slice say to each other, and what a worker may use of it."""
 
 import contextvars
+import importlib
 import os
 import pickle
 import socket
@@ -161,6 +162,14 @@ def set_this_host(place: HostPlace) -> None:
     """Say where this process runs: once, before the worker is built."""
     global _place
     _place = place
+
+
+def found_class(worker_class: type | str) -> type:
+    """Return a worker's class; one that was given as "module:name" is imported here, on the host."""
+    if isinstance(worker_class, type):
+        return worker_class
+    module, _, name = worker_class.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 class RemoteError(Exception):

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from cluster.gang import HostPlace, Lane, Outcome, Pulse, set_this_host
+from cluster.gang import HostPlace, Lane, Outcome, Pulse, found_class, set_this_host
 
 
 class HostActor:
@@ -19,7 +19,7 @@ class HostActor:
         self._worker: Any = None
         set_this_host(place)
         if place.devices is not None:
-            _emulate(place.devices)
+            _emulate(place.devices, place.hosts)
 
     @ray.method(concurrency_group="watch")
     def hello(self) -> tuple[Outcome, int]:
@@ -39,11 +39,11 @@ class HostActor:
         return self._lanes["calls"].run(lambda: _join(self._place, coordinator, timeout_s))
 
     @ray.method(concurrency_group="calls")
-    def build(self, worker_class: type, *args: Any) -> tuple[Outcome, Any]:
+    def build(self, worker_class: type | str, *args: Any) -> tuple[Outcome, Any]:
         """Make the worker."""
 
         def make() -> None:
-            self._worker = worker_class(*args)
+            self._worker = found_class(worker_class)(*args)
 
         return self._lanes["calls"].run(make)
 
@@ -61,8 +61,10 @@ class HostActor:
         return self._lanes[lane].run(lambda: getattr(self._worker, method)(*args), keep=self._place.rank == 0)
 
 
-def _emulate(devices: int) -> None:
+def _emulate(devices: int, hosts: int) -> None:
     """Let JAX, which isn't imported yet, show so many CPU devices."""
+    # XLA cuts some sums by its number of threads: as many everywhere gives the same bits whatever the number of hosts.
+    os.environ["NPROC"] = str(max(os.cpu_count() or 1, devices * hosts))
     os.environ["JAX_PLATFORMS"] = "cpu"
     others = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
     os.environ["XLA_FLAGS"] = f"{others} --xla_force_host_platform_device_count={devices}".strip()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from cluster.errors import CallFailed, SliceLost
-from cluster.gang import Lane, Timeouts
+from cluster.gang import Lane, Timeouts, found_class
 from cluster.slice_spec import SliceSpec
 
 
@@ -20,7 +20,7 @@ class LocalSlice:
     def __init__(
         self,
         spec: SliceSpec | None,
-        worker_class: type,
+        worker_class: type | str,
         *args: Any,
         name: str = "slice",
         timeouts: Timeouts = Timeouts(),  # noqa: B008 (frozen)
@@ -36,7 +36,7 @@ class LocalSlice:
         self._worker: Any = None
 
         def build() -> None:
-            self._worker = worker_class(*args)
+            self._worker = found_class(worker_class)(*args)
 
         self._run("calls", "build", build, on_progress)
 

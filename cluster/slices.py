@@ -78,7 +78,7 @@ class Slice:
     def __init__(
         self,
         spec: SliceSpec,
-        worker_class: type,
+        worker_class: type | str,
         *args: Any,
         name: str = "slice",
         timeouts: Timeouts = Timeouts(),  # noqa: B008 (frozen)
@@ -86,6 +86,7 @@ class Slice:
     ) -> None:
         """Reserve a free slice, start its hosts, join them, and build `worker_class(*args)` on each.
 
+        worker_class  or "module:name", which is imported on the hosts alone and keeps the leader small
         name  who holds the slice, "pool/replica", shown by `wan-tpu cluster status`
 
         Raises `SliceStartTimeout` naming phase and missing host, `SliceLost` when a host dies meanwhile, `CallFailed`

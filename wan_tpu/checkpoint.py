@@ -312,4 +312,5 @@ def _weights(
         parts = [stored[name]] if depth is None else [stored[plain.replace("*", str(i), 1)] for i in range(depth)]
         shape = tuple(tensor.shape) if depth is None else (depth, *tensor.shape)
         change = next((change for pattern, change in component.changes if re.fullmatch(pattern, plain)), None)
-        yield name, read_weight(parts, change, shape, kind, NamedSharding(mesh, spec))
+        sharding = NamedSharding(mesh, spec)
+        yield name, read_weight(parts, change, shape, kind, sharding, stacked=depth is not None)

@@ -86,14 +86,7 @@ def save_value(value: Conditioning | DenoiseState, path: Path, notes: dict[str, 
 
     notes  JSON values kept in the same file: what the value was made from
     """
-    tensors: dict[str, Array] = {}
-    for field in dataclasses.fields(value):
-        content = getattr(value, field.name)
-        if isinstance(content, tuple):
-            tensors |= {f"{field.name}.{i}": np.ascontiguousarray(term) for i, term in enumerate(content)}
-        elif content is not None:
-            tensors[field.name] = np.ascontiguousarray(content)
-    metadata = {"type": type(value).__name__, "notes": json.dumps(notes or {})}
+    tensors, metadata = _flat(value, notes)
     partial = path.with_name(f".{path.name}.partial")
     try:
         safetensors.numpy.save_file(tensors, partial, metadata=metadata)
@@ -115,14 +108,47 @@ def load_value(kind: type[Value], path: Path) -> tuple[Value, dict[str, Any]]:
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        found = metadata.get("type", "something else")
-        if found != kind.__name__:
-            raise InvalidInput(f"{path} holds {found}, not {kind.__name__}; give the file of the stage before")
-        fields: dict[str, object] = {name: array for name, array in tensors.items() if "." not in name}
-        if kind is DenoiseState:
-            terms = sorted(name for name in tensors if name.startswith("history."))
-            fields["history"] = tuple(tensors[name] for name in terms)
-            fields["step"] = int(tensors["step"].item())
-        return kind(**fields), json.loads(metadata["notes"])  # type: ignore[arg-type]
+        return _rebuilt(kind, tensors, metadata, str(path))
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise InvalidInput(f"{path} is damaged ({error}); run the stage that writes it again") from None
+
+
+def dump_value(value: Conditioning | DenoiseState, notes: dict[str, Any] | None = None) -> bytes:
+    """Return the content of the file that `save_value` would write."""
+    tensors, metadata = _flat(value, notes)
+    return safetensors.numpy.save(tensors, metadata=metadata)
+
+
+def parse_value(kind: type[Value], content: bytes, source: str) -> tuple[Value, dict[str, Any]]:
+    """Read the content of such a file; the rest as `load_value`. `source` names it in messages."""
+    try:
+        size = int.from_bytes(content[:8], "little")  # the format: header's length, header as JSON, tensors
+        metadata = json.loads(content[8 : 8 + size])["__metadata__"]
+        return _rebuilt(kind, safetensors.numpy.load(content), metadata, source)
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise InvalidInput(f"{source} is damaged ({error}); run the stage that writes it again") from None
+
+
+def _flat(value: Conditioning | DenoiseState, notes: dict[str, Any] | None) -> tuple[dict[str, Array], dict[str, str]]:
+    tensors: dict[str, Array] = {}
+    for field in dataclasses.fields(value):
+        content = getattr(value, field.name)
+        if isinstance(content, tuple):
+            tensors |= {f"{field.name}.{i}": np.ascontiguousarray(term) for i, term in enumerate(content)}
+        elif content is not None:
+            tensors[field.name] = np.ascontiguousarray(content)
+    return tensors, {"type": type(value).__name__, "notes": json.dumps(notes or {})}
+
+
+def _rebuilt(
+    kind: type[Value], tensors: dict[str, Array], metadata: dict[str, str], source: str
+) -> tuple[Value, dict[str, Any]]:
+    found = metadata.get("type", "something else")
+    if found != kind.__name__:
+        raise InvalidInput(f"{source} holds {found}, not {kind.__name__}; give the file of the stage before")
+    fields: dict[str, object] = {name: array for name, array in tensors.items() if "." not in name}
+    if kind is DenoiseState:
+        terms = sorted(name for name in tensors if name.startswith("history."))
+        fields["history"] = tuple(tensors[name] for name in terms)
+        fields["step"] = int(tensors["step"].item())
+    return kind(**fields), json.loads(metadata["notes"])  # type: ignore[arg-type]

@@ -27,8 +27,10 @@ def read_weight(
     shape: tuple[int, ...],
     kind: np.dtype,
     sharding: NamedSharding,
+    *,
+    stacked: bool,
 ) -> jax.Array:
-    """Read one weight, or one for each block of a stack, and put it on the mesh before the next is read.
+    """Read one weight, or of a stack (`stacked`) one for each block, and put it on the mesh before the next is read.
 
     Of each, a process reads the shards of its own devices.
     """
@@ -36,7 +38,6 @@ def read_weight(
     places = {device: _limits(index or (), shape) for device, index in indices.items()}
     shards = {limits: _aligned([stop - start for start, stop in limits], kind) for limits in places.values()}
     for i, part in enumerate(parts):
-        stacked = len(shape) > len(part.shape)
         # Opened for each part: pages of a mapped file count as this process's memory until it is closed.
         with safetensors.safe_open(part.file, framework="numpy") as file:
             # What is changed is read whole: a change may reorder what lies in one shard and another.

@@ -5,11 +5,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.stage_names import STAGES
 from cluster.drawing import draw
 from cluster.emulated import EmulatedCluster, Settings, default_folder
 from cluster.errors import ClusterNotFound, LayoutError
 from cluster.layout import Layout, shipped
+from wan_tpu.expert import STAGES
 
 LAYOUT = "layout.yaml"  # beside the cluster's state file
 

@@ -15,12 +15,12 @@ import pytest
 import safetensors.torch
 from PIL import Image
 
-from actors.stage_names import STAGES
 from tests.conftest import PHOTO, ROOT
 from wan_tpu import DenoiseState, cli
 from wan_tpu.commands import staged
 from wan_tpu.commands.generate import generate
 from wan_tpu.data import load_value
+from wan_tpu.expert import STAGES
 
 SETTINGS = ["--size", "32*48", "--frames", "5", "--num_steps", "4", "--guidance_scale", "2", "--dtype", "float32"]
 SETTINGS += ["--fps", "8", "--seed", "3", "--dp", "1"]

@@ -9,6 +9,7 @@ The loops run on the host, one device call a step: between steps progress is rep
 callback may stop the run by raising.
 """
 
+from wan_tpu.expert import STAGES, Expert
 from wan_tpu.stages.decode import decode, decode_chunks, decoder_inputs
 from wan_tpu.stages.denoise import (
     ExpertInputs,
@@ -36,7 +37,7 @@ from wan_tpu.stages.encode import (
     text_program,
     vae_encode,
 )
-from wan_tpu.stages.plan import STAGES, Expert, experts, guided, prompts, stage_components
+from wan_tpu.stages.plan import experts, guided, prompts, stage_components
 from wan_tpu.stages.vae import vae_programs
 
 __all__ = [

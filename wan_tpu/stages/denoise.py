@@ -13,6 +13,7 @@ import torch
 from wan_tpu.checkpoint import DTYPES, Loaded
 from wan_tpu.data import Conditioning, DenoiseState
 from wan_tpu.errors import InvalidRequest
+from wan_tpu.expert import Expert
 from wan_tpu.families import Model
 from wan_tpu.health import check_finite
 from wan_tpu.mesh import replicated
@@ -21,7 +22,7 @@ from wan_tpu.progress import Progress
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime import Runtime
 from wan_tpu.solvers import SolverTable, solver_table
-from wan_tpu.stages.plan import Expert, experts
+from wan_tpu.stages.plan import experts
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,9 @@
 """What a request asks of which stage: known from the request and the model's configuration, without weights."""
 
-from dataclasses import dataclass
-
+from wan_tpu.expert import Expert
 from wan_tpu.families import Model
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.solvers import solver_table
-
-STAGES = ("encoder", "denoise_high", "denoise_low", "decoder")  # in the order in which a request runs through them
-
-
-@dataclass(frozen=True)
-class Expert:
-    """A stretch of steps and the transformer that runs it; `stop` is the first step after it."""
-
-    stage: str
-    start: int
-    stop: int
-    guidance: float
-
-    @property
-    def guided(self) -> bool:
-        """Whether it runs two branches: the prompt's and the negative prompt's."""
-        return self.guidance > 1
 
 
 def experts(model: Model, request: ResolvedRequest) -> list[Expert]:

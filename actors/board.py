@@ -1,0 +1,141 @@
+"""What a pipeline is doing right now: replicas and drivers tell it, `wan-tpu status` reads it.
+
+A small actor, told without waiting for an answer: without it everything goes on, only nobody sees it.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+NAMESPACE = "wan-tpu"
+KEPT = 50  # steps and hand-offs that averages are taken over
+
+
+@dataclass
+class ReplicaSeen:
+    """A replica: its pool, where its slice is, what it does and since when (`time.time()`)."""
+
+    pool: str
+    where: str
+    doing: str
+    since: float
+
+
+@dataclass
+class RequestSeen:
+    """A request under way: its stage ("waiting" before the first), steps done of all, and when it came."""
+
+    came: float
+    stage: str = "waiting"
+    step: int = 0
+    steps: int = 0
+
+
+@dataclass
+class Handoffs:
+    """The latest hand-offs to a stage: seconds and bytes of each."""
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    nbytes: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+
+@dataclass
+class Seen:
+    """All of it.
+
+    step_s  the latest denoising steps' seconds, by stage; ended  how many requests ended, by how
+    """
+
+    replicas: dict[str, ReplicaSeen] = field(default_factory=dict)
+    requests: dict[str, RequestSeen] = field(default_factory=dict)
+    handoffs: dict[str, Handoffs] = field(default_factory=dict)
+    step_s: dict[str, deque[float]] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)
+
+
+class Board:
+    """A way to the board; picklable."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    @classmethod
+    def connect(cls, pipeline: str) -> "Board":
+        """Return the board of the pipeline of that name; make it when there is none."""
+        kind = ray.remote(_BoardActor).options(
+            name=f"{pipeline}-board",
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+        )
+        return cls(kind.remote())
+
+    @classmethod
+    def find(cls, pipeline: str) -> "Board | None":
+        """Return the board of a pipeline that runs, None where there is none."""
+        try:
+            return cls(ray.get_actor(f"{pipeline}-board", namespace=NAMESPACE))
+        except ValueError:
+            return None
+
+    def replica(self, name: str, pool: str, where: str, doing: str) -> None:
+        """Tell what a replica does."""
+        self._actor.replica.remote(name, pool, where, doing)
+
+    def gone(self, name: str) -> None:
+        """Tell that a replica has ended."""
+        self._actor.gone.remote(name)
+
+    def request(self, key: str, stage: str, step: int = 0, steps: int = 0, seconds: float | None = None) -> None:
+        """Tell where a request is; seconds  of the step that it has just done."""
+        self._actor.request.remote(key, stage, step, steps, seconds)
+
+    def handoff(self, stage: str, seconds: float, nbytes: int) -> None:
+        """Tell of inputs that went from the object store to a stage's devices."""
+        self._actor.handoff.remote(stage, seconds, nbytes)
+
+    def ended(self, key: str, how: str) -> None:
+        """Tell that a request has ended: "done", "failed" or "cancelled"."""
+        self._actor.ended.remote(key, how)
+
+    def seen(self) -> Seen:
+        """Return all of it."""
+        return ray.get(self._actor.seen.remote(), timeout=30)
+
+    def close(self) -> None:
+        """End the board."""
+        ray.kill(self._actor)
+
+
+class _BoardActor:
+    def __init__(self) -> None:
+        self._seen = Seen()
+
+    def replica(self, name: str, pool: str, where: str, doing: str) -> None:
+        self._seen.replicas[name] = ReplicaSeen(pool, where, doing, time.time())
+
+    def gone(self, name: str) -> None:
+        self._seen.replicas.pop(name, None)
+
+    def request(self, key: str, stage: str, step: int, steps: int, seconds: float | None) -> None:
+        seen = self._seen.requests.setdefault(key, RequestSeen(time.time()))
+        seen.stage, seen.step, seen.steps = stage, step, steps
+        if seconds is not None:
+            self._seen.step_s.setdefault(stage, deque(maxlen=KEPT)).append(seconds)
+
+    def handoff(self, stage: str, seconds: float, nbytes: int) -> None:
+        seen = self._seen.handoffs.setdefault(stage, Handoffs())
+        seen.seconds.append(seconds)
+        seen.nbytes.append(nbytes)
+
+    def ended(self, key: str, how: str) -> None:
+        self._seen.requests.pop(key, None)
+        self._seen.ended[how] = self._seen.ended.get(how, 0) + 1
+
+    def seen(self) -> Seen:
+        return self._seen

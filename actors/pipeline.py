@@ -1,0 +1,238 @@
+"""The pipeline across slices: chains the pools, passes references on, and does again what was lost.
+
+The process that runs this never holds a latent: what it gets of a stage are references and small facts. In the end it
+gets the bytes of an mp4.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from actors.board import Board
+from actors.errors import InputLost, PipelineFull, RequestFailed, StageLost
+from actors.host_values import Plan
+from actors.payloads import EncodedVideo, unpack
+from actors.pools import handle
+from actors.replica import Handed, Prepared
+from actors.settings import PipelineSettings
+from actors.snapshots import Snapshots
+from actors.timeline import Span
+from cluster.layout import Layout
+from wan_tpu.request import GenerationRequest
+
+log = logging.getLogger(__name__)
+
+OnEvent = Callable[[Span], object]
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # before a stage is tried again
+LOST = (StageLost, InputLost, RayActorError, DeploymentUnavailableError)
+
+
+class Pipeline:
+    """A running layout, ready to make videos: the engine of batches and of the online service."""
+
+    def __init__(self, layout: Layout, settings: PipelineSettings) -> None:
+        """The pools must run (`pools.deploy`)."""
+        self.settings = settings
+        self._pools = {stage: pool.name for pool in layout.pools for stage in pool.stages}
+        self._handles = {pool.name: handle(settings.name, pool.name) for pool in layout.pools}
+        self._board = Board.connect(settings.name)
+        self._snapshots = Snapshots(settings.snapshots)
+        self._places = asyncio.Semaphore(settings.in_flight)
+        self._inside = 0
+
+    async def generate(self, request: GenerationRequest, *, id: str, on_event: OnEvent = lambda span: None) -> bytes:  # noqa: A002
+        """Make one video and return its mp4.
+
+        id        names the request in spans, logs and snapshots; one that was left unfinished goes on where it was
+        on_event  told a `Span` whenever a slice has done something for it
+
+        Raises `RequestFailed` when it can't be made, `PipelineFull` when too many wait.
+        """
+        if self._inside >= self.settings.in_flight + self.settings.waiting:
+            raise PipelineFull(
+                f"{self._inside} requests are in the pipeline and before it, which is all it takes; try again later"
+            )
+        self._inside += 1
+        how = "cancelled"
+        try:
+            self._board.request(id, "waiting")
+            async with self._places:
+                video = await _Making(self, id, request, on_event).run()
+            how = "done"
+            return video
+        except RequestFailed:
+            how = "failed"
+            raise
+        finally:
+            self._inside -= 1
+            self._board.ended(id, how)
+            if how != "cancelled":
+                await asyncio.to_thread(self._snapshots.delete, id)
+
+    def pool_of(self, stage: str) -> str:
+        """Return the pool that hosts a stage."""
+        return self._pools[stage]
+
+    def call(self, stage: str, shape: str | None = None, *, stream: bool = True) -> Any:
+        """Return the handle to a stage's pool; replicas that hold the shape's programs are preferred."""
+        options: dict[str, Any] = {"stream": True} if stream else {}
+        if shape is not None:
+            options["multiplexed_model_id"] = shape
+        return self._handles[self._pools[stage]].options(**options)
+
+
+class _Making:
+    """One request on its way."""
+
+    def __init__(self, pipeline: Pipeline, key: str, request: GenerationRequest, on_event: OnEvent) -> None:
+        self._pipeline = pipeline
+        self._key = key
+        self._request = request
+        self._on_event = on_event
+        self._attempts = 0
+        self._texts: dict[str, ray.ObjectRef] = {}
+        self._image: ray.ObjectRef | None = None
+        self._state: ray.ObjectRef | None = None
+        self._steps = 0
+
+    async def run(self) -> bytes:
+        """Go through all stages; after a loss, go on from the newest snapshot."""
+        plan = None
+        while True:
+            try:
+                plan = plan or await self._plan()
+                return await self._go_on(plan)
+            except LOST as lost:
+                await self._again(lost)
+                if isinstance(lost, InputLost) and plan is not None:
+                    await self._forget(plan)
+
+    async def _plan(self) -> Plan:
+        found = await self._pipeline.call("encoder", stream=False).plan.remote(self._request)
+        self._steps = found.request.steps
+        return found
+
+    async def _go_on(self, plan: Plan) -> bytes:
+        self._state = None
+        snapshot = await asyncio.to_thread(self._pipeline._snapshots.newest, self._key)
+        step = snapshot or 0
+        while step < plan.request.steps:
+            expert = next(expert for expert in plan.experts if step < expert.stop)
+            step = await self._denoise(plan, expert.stage, snapshot)
+            snapshot = None
+        state, self._state = self._state, None
+        assert state is not None
+        video = await self._stage(
+            "decoder",
+            self._pipeline.call("decoder", plan.shapes["decoder"]).decode.remote(self._key, plan, [state]),
+        )
+        with _losses():
+            payload = await video.refs[0]
+        content = unpack(payload)
+        assert isinstance(content, EncodedVideo)
+        return content.mp4.tobytes()
+
+    async def _denoise(self, plan: Plan, stage: str, snapshot: int | None) -> int:
+        """Run the experts of one pool; return how many steps are done."""
+        texts, image = await self._inputs(plan)
+        state, self._state = self._state, None
+        call = self._pipeline.call(stage, plan.shapes[stage])
+        made = await self._stage(
+            stage,
+            call.denoise.remote(
+                self._key, plan, [*texts, image], state=None if state is None else [state], snapshot=snapshot
+            ),
+        )
+        assert made.step is not None
+        self._state = made.refs[0]
+        return made.step
+
+    async def _inputs(self, plan: Plan) -> tuple[list[ray.ObjectRef | None], ray.ObjectRef | None]:
+        """Return text embeddings (the second None without guidance) and image condition; encode what isn't there."""
+        wanted: list[Any] = [self._text(prompt) for prompt in set(plan.prompts) - set(self._texts)]
+        if plan.request.image is not None and self._image is None:
+            wanted.append(self._encode_image(plan))
+        await _all(wanted)
+        texts: list[ray.ObjectRef | None] = [self._texts[prompt] for prompt in plan.prompts]
+        return [*texts, None][:2], self._image
+
+    async def _text(self, prompt: str) -> None:
+        made = await self._stage("encoder", self._pipeline.call("encoder").encode_text.remote(self._key, prompt))
+        self._texts[prompt] = made.refs[0]
+
+    async def _encode_image(self, plan: Plan) -> None:
+        shape = plan.shapes["encoder"]
+        call = self._pipeline.call("encoder", shape)
+        made = await self._stage("encoder", call.encode_image.remote(self._key, plan.request, shape))
+        self._image = made.refs[0]
+
+    async def _forget(self, plan: Plan) -> None:
+        """Have everything that was handed over made again: one of them is lost."""
+        texts, self._texts, self._image = self._texts, {}, None
+        for prompt, ref in texts.items():
+            await self._pipeline.call("encoder", stream=False).forget_text.remote(prompt, (ref,))
+
+    async def _stage(
+        self, stage: str, events: AsyncIterator[Any], prepared: Callable[[], None] = lambda: None
+    ) -> Handed:
+        """Follow a stage to its end; cancelled with this task."""
+        board, made = self._pipeline._board, None
+        board.request(self._key, stage, steps=self._steps)
+        try:
+            with _losses():
+                async for event in events:
+                    if isinstance(event, Span):
+                        self._on_event(event)
+                        if event.step is not None:
+                            board.request(self._key, event.stage, event.step, self._steps, event.seconds)
+                    elif isinstance(event, Prepared):
+                        board.handoff(stage, event.seconds, event.nbytes)
+                    else:
+                        made = event
+        except asyncio.CancelledError:
+            events.cancel()  # type: ignore[attr-defined]
+            raise
+        if made is None:
+            raise StageLost(f"{stage} of {self._key} ended without a result")
+        return made
+
+    async def _again(self, lost: Exception) -> None:
+        """Wait before the next attempt; raises `RequestFailed` when there were enough."""
+        self._attempts += 1
+        reason = str(lost).splitlines()[0] if str(lost) else type(lost).__name__
+        if self._attempts >= self._pipeline.settings.attempts:
+            raise RequestFailed(f"given up after {self._attempts} attempts; the last one: {reason}", "lost")
+        log.warning("%s: %s; attempt %d", self._key, reason, self._attempts + 1)
+        await asyncio.sleep(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**self._attempts))
+
+
+async def _all(work: list[Any]) -> None:
+    """Do all at once; when one fails the others are cancelled before this raises."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in work:
+                group.create_task(one)
+    except* Exception as several:
+        raise several.exceptions[0] from None
+
+
+@contextlib.contextmanager
+def _losses() -> Any:
+    """Raise what a stage raised, without Ray's wrapping."""
+    try:
+        yield
+    except RayActorError:
+        raise
+    except RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, StageLost | InputLost | RequestFailed):
+            raise cause from None
+        if isinstance(error, ray.exceptions.ObjectLostError):
+            raise InputLost(str(error).splitlines()[0]) from None
+        raise

@@ -1,0 +1,85 @@
+"""A layout's pools as Serve applications: one deployment each, whose replicas lead slices."""
+
+from typing import Any
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
+from ray.serve.schema import ServeStatus
+
+from actors.board import Board
+from actors.embedding_cache import EmbeddingCache
+from actors.replica import PoolReplica
+from actors.settings import PipelineSettings, PoolSettings
+from cluster.layout import Layout, Pool
+
+# Requests at a replica: one computes, the inputs of the next are on the devices, the results of the last leave. The
+# encoder's come in three pieces.
+ONGOING, ENCODER_ONGOING = 3, 8
+HEALTH_S = 2.0
+LEAVING_S = 3600.0  # a replica that is to go may finish what it has
+
+
+def deploy(layout: Layout, settings: PipelineSettings) -> None:
+    """Start all pools of a layout, and return when every one has the replicas that it must have at least.
+
+    Needs a Ray cluster that this process has joined. Raises `RuntimeError` when a pool can't be started.
+    """
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    serve.run_many(
+        [
+            serve.RunTarget(_application(pool, settings), name=application(settings.name, pool.name), route_prefix=None)
+            for pool in layout.pools
+        ]
+    )
+
+
+def application(pipeline: str, pool: str) -> str:
+    """Return the name of the Serve application of a pool."""
+    return f"{pipeline}-{pool}"
+
+
+def handle(pipeline: str, pool: str) -> Any:
+    """Return the handle of a running pool."""
+    return serve.get_app_handle(application(pipeline, pool))
+
+
+def running(pipeline: str) -> list[str]:
+    """Return the applications of a pipeline that run."""
+    status: ServeStatus = serve.status()
+    return sorted(name for name in status.applications if name.startswith(f"{pipeline}-"))
+
+
+def shut_down(pipeline: str) -> None:
+    """End all pools of a pipeline, and what they share."""
+    for name in running(pipeline):
+        serve.delete(name)
+    board = Board.find(pipeline)
+    if board is not None:
+        board.close()
+    EmbeddingCache.connect(f"{pipeline}-embeddings").close()
+
+
+def _application(pool: Pool, settings: PipelineSettings) -> Any:
+    told = PoolSettings(pool.name, pool.slice.name, pool.stages, pool.mesh, settings)
+    ongoing = ENCODER_ONGOING if "encoder" in pool.stages else ONGOING
+    options: dict[str, Any] = {
+        "name": pool.name,
+        "max_ongoing_requests": ongoing,
+        "max_queued_requests": settings.in_flight * 4,  # a request is at most at three calls at a time
+        "health_check_period_s": HEALTH_S,
+        "health_check_timeout_s": 2 * settings.timeouts.heartbeat_s,
+        "graceful_shutdown_timeout_s": LEAVING_S,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "ray_actor_options": {"num_cpus": 0.1},
+    }
+    if pool.replicas.minimum == pool.replicas.maximum:
+        options["num_replicas"] = pool.replicas.minimum
+    else:
+        options["autoscaling_config"] = AutoscalingConfig(
+            min_replicas=pool.replicas.minimum,
+            max_replicas=pool.replicas.maximum,
+            initial_replicas=pool.replicas.minimum,
+            target_ongoing_requests=1,
+            policy=AutoscalingPolicy(policy_function="actors.scaling:replicas_needed"),
+        )
+    return serve.deployment(**options)(PoolReplica).bind(told)

@@ -1,0 +1,334 @@
+"""A replica of a pool: a small CPU actor that leads one slice and takes one request at a time through its stages.
+
+While the slice computes for one request, the next one's inputs are fetched and put on the devices, and the results of
+the one before leave. Every method is a stream: spans as they end, then one `Handed` with what it has made. References
+are given and returned in lists: Ray would fetch the objects into this process otherwise.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+
+from actors.board import Board
+from actors.embedding_cache import Embedding, EmbeddingCache, embedding_key
+from actors.errors import InputLost, RequestFailed, StageLost
+from actors.host_values import Plan
+from actors.scaling import LOAD
+from actors.settings import PoolSettings
+from actors.snapshots import Snapshots
+from actors.timeline import Span, What
+from cluster.draining import draining_for
+from cluster.errors import CallFailed, SliceLost
+from cluster.slice_spec import SliceSpec
+from cluster.slices import Slice
+from wan_tpu.errors import InvalidInput, UnhealthyResult
+from wan_tpu.request import GenerationRequest, ResolvedRequest
+
+log = logging.getLogger(__name__)
+
+SHAPES = 64  # that a replica is remembered to hold, for routing
+LEAVE_S = 0.5  # between the loss of a slice and the end of its leader: callers are told first
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request's inputs are on the devices: nobody needs the objects any more.
+
+    seconds  that it took from the object store to the devices; nbytes  of all objects
+    """
+
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What a stage has made: references to payloads, and when they were ready.
+
+    step  how many denoising steps are done; note  small values, such as warnings
+    """
+
+    refs: tuple[ray.ObjectRef, ...]
+    ready_s: float
+    step: int | None = None
+    note: Any = None
+
+
+Event = Span | Prepared | Handed
+
+
+class PoolReplica:
+    """Leads one slice. Serve restarts it when the slice is lost; its callers go on elsewhere."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        """Take a slice, start its hosts, and let them read the weights of the pool's stages."""
+        self._settings = settings
+        given = settings.pipeline
+        self._name = f"{settings.pool}/{serve.get_replica_context().replica_id.unique_id}"
+        self._threads = ThreadPoolExecutor(8, thread_name_prefix="slice")
+        self._turn = asyncio.Lock()
+        self._snapshots = Snapshots(given.snapshots)
+        self._cache = EmbeddingCache.connect(f"{given.name}-embeddings")
+        self._board = Board.connect(given.name)
+        self._saving: asyncio.Task | None = None
+        self._leaving = False
+        self._seconds = 0.0  # that a request takes on the slice, the latest counting most
+        start = time.time()
+        self._slice = Slice(
+            SliceSpec(settings.slice), given.host, settings.host, name=self._name, timeouts=given.timeouts
+        )
+        self._tell("loading")
+        self._slice.call("load", on_progress=lambda told: self._tell("loading", told))
+        self._tell("idle")
+        log.info("%s leads %s, ready after %.1f s", self._name, self._slice.describe(), time.time() - start)
+
+    # ---- the stages
+
+    async def plan(self, request: GenerationRequest) -> Plan:
+        """Return what a request takes of this model. Raises `RequestFailed` when the model can't make it."""
+        return await self._side("plan", request)
+
+    async def encode_text(self, key: str, prompt: str) -> AsyncIterator[Event]:
+        """Encode a prompt, or find that it has been: one `TextEmbedding`."""
+        spans: list[Span] = []
+
+        async def encode() -> tuple[Any, ray.ObjectRef]:
+            async with self._busy(key, "encoder"):
+                start = time.time()
+                warnings, ref = await self._call_payload("encode_text", prompt)
+                spans.append(self._span(key, "encoder", "compute", start))
+                return warnings, ref
+
+        made = await self._cache.get(self._embedding_key(prompt), encode)
+        for span in spans:
+            yield span
+        yield Handed((made.ref,), time.time(), note=made.note)
+
+    async def forget_text(self, prompt: str, lost: tuple[ray.ObjectRef, ...]) -> None:
+        """Drop an embedding from the cache whose object is lost."""
+        await self._cache.forget(self._embedding_key(prompt), Embedding(lost[0], None, cached=True))
+
+    async def encode_image(self, key: str, request: ResolvedRequest, shape: str) -> AsyncIterator[Event]:
+        """Encode a request's image: one `ImageCondition`."""
+        await self._hold(shape)
+        start = time.time()
+        async with self._held(key):
+            nbytes = await self._side("prepare_encode", key, request)
+            yield self._span(key, "encoder", "fetch", start)
+            yield Prepared(time.time() - start, nbytes)
+            async with self._busy(key, "encoder"):
+                start = time.time()
+                _, ref = await self._call_payload("encode_image", key)
+                yield self._span(key, "encoder", "compute", start)
+            yield Handed((ref,), time.time())
+
+    async def denoise(
+        self, key: str, plan: Plan, inputs: list[Any], *, state: list[ray.ObjectRef] | None, snapshot: int | None
+    ) -> AsyncIterator[Event]:
+        """Run all steps of this pool's experts: one `DenoiseState`.
+
+        inputs    references of prompt, negative prompt or None, image or None
+        state     where the pool before has left off; snapshot  the step of the snapshot to go on from
+        """
+        mine = [expert for expert in plan.experts if expert.stage in self._settings.stages]
+        stage = mine[0].stage
+        await self._hold(plan.shapes[stage])
+        start = time.time()
+        async with self._held(key):
+            given = state[0] if state else None
+            if snapshot is not None:
+                given = await self._run(lambda: ray.put(self._snapshots.load(key, snapshot)))
+            nbytes = await self._side("prepare_denoise", key, plan.without_image, *inputs, given)
+            yield self._span(key, stage, "fetch", start)
+            yield Prepared(time.time() - start, nbytes)
+            done = snapshot or 0
+            async with self._busy(key, stage):
+                while done < mine[-1].stop:
+                    start = time.time()
+                    expert = await self._call("begin", key)
+                    while done < expert.stop:
+                        fact = await self._call("step", key)
+                        done = fact.step
+                        yield self._span(key, fact.stage, "compute", start, fact.step)
+                        start = time.time()
+                        if done % self._settings.pipeline.snapshot_every == 0 and done < plan.request.steps:
+                            self._snapshot(key)
+            start = time.time()
+            step, ref = await self._side_payload("collect", key)
+            if step < plan.request.steps:
+                # The next pool starts from this; if that is lost before its first snapshot, nothing is done twice.
+                await self._run(self._keep, key, step, ref)
+            yield self._span(key, stage, "fetch", start)
+            yield Handed((ref,), time.time(), step)
+
+    async def decode(self, key: str, plan: Plan, state: list[ray.ObjectRef]) -> AsyncIterator[Event]:
+        """Decode final latents: one `EncodedVideo`."""
+        await self._hold(plan.shapes["decoder"])
+        start = time.time()
+        async with self._held(key):
+            nbytes = await self._side("prepare_decode", key, plan.without_image, *state)
+            yield self._span(key, "decoder", "fetch", start)
+            yield Prepared(time.time() - start, nbytes)
+            async with self._busy(key, "decoder"):
+                start = time.time()
+                _, ref = await self._call_payload("decode", key)
+                yield self._span(key, "decoder", "compute", start)
+            yield Handed((ref,), time.time())
+
+    async def warm_up(self, request: GenerationRequest) -> dict[str, float]:
+        """Compile what a request like this needs; return the seconds by program."""
+        plan = await self.plan(request)
+        async with self._turn:
+            seconds = await self._call("warm_up", request)
+        for stage in self._settings.stages:
+            if stage in plan.shapes:
+                await self._programs(plan.shapes[stage])
+        return seconds
+
+    # ---- what Serve asks
+
+    @serve.multiplexed(max_num_models_per_replica=SHAPES)
+    async def _programs(self, shape: str) -> str:
+        """Hold a shape's programs: Serve then prefers this replica for it."""
+        return shape
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Tell Serve how long requests keep the slice, for `actors.scaling`."""
+        return {LOAD: self._seconds / self._settings.pipeline.scale_wait_s}
+
+    async def check_health(self) -> None:
+        """Raise when the slice is gone; leave when it is about to be taken away."""
+        await self._run(self._slice.check)
+        left = draining_for(host.node_id for host in self._slice.hosts)
+        if left is not None and not self._leaving:
+            self._leaving = True
+            self._tell(f"leaving: its hosts are drained in {left:.0f} s")
+            log.warning("%s is being drained, %.0f s left", self._name, left)
+        if self._leaving and not self._turn.locked():
+            raise StageLost(f"{self._name}: its hosts are being drained")
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self._slice.close()
+            self._board.gone(self._name)
+
+    # ----
+
+    async def _hold(self, shape: str) -> None:
+        if self._leaving:
+            raise StageLost(f"{self._name} is being drained; another replica takes it")
+        await self._programs(shape)
+
+    @contextlib.asynccontextmanager
+    async def _held(self, key: str) -> AsyncIterator[None]:
+        """Let go of a request's arrays at the end, however it ends."""
+        try:
+            yield
+        finally:
+            if self._saving is not None:
+                await asyncio.wait([self._saving])
+            with contextlib.suppress(StageLost, RequestFailed):
+                await self._side("drop", key)
+
+    @contextlib.asynccontextmanager
+    async def _busy(self, key: str, stage: str) -> AsyncIterator[None]:
+        """Wait for the slice, and keep it."""
+        async with self._turn:
+            if self._leaving:
+                raise StageLost(f"{self._name} is being drained; another replica takes {key}")
+            self._tell(f"{stage} of {key}")
+            start = time.monotonic()
+            try:
+                yield
+            finally:
+                took = time.monotonic() - start
+                self._seconds = took if not self._seconds else 0.8 * self._seconds + 0.2 * took
+                self._tell("idle")
+
+    def _snapshot(self, key: str) -> None:
+        """Copy the state out and save it while steps go on; skipped while the one before is still being saved."""
+        if self._saving is None or self._saving.done():
+            self._saving = asyncio.create_task(self._save(key))
+
+    async def _save(self, key: str) -> None:
+        try:
+            step, ref = await self._side_payload("snapshot", key)
+            await self._run(self._keep, key, step, ref)
+        except Exception:  # a snapshot is insurance: the request goes on without
+            log.exception("%s: no snapshot of %s", self._name, key)
+
+    def _keep(self, key: str, step: int, ref: ray.ObjectRef) -> None:
+        from actors.payloads import unpack
+
+        self._snapshots.save(key, step, unpack(ray.get(ref)))  # type: ignore[arg-type]
+
+    def _embedding_key(self, prompt: str) -> str:
+        host = self._settings.host
+        return embedding_key(f"{host.checkpoint} {host.dtype} {host.mesh} {self._settings.slice}", prompt)
+
+    def _span(self, key: str, stage: str, what: What, start_s: float, step: int | None = None) -> Span:
+        chips = self._settings.pipeline.chips
+        return Span(
+            slice=self._name,
+            request=key,
+            stage=stage,
+            what=what,
+            start_s=start_s,
+            end_s=time.time(),
+            step=step,
+            pool=self._settings.pool,
+            chips="emulated" if chips == "real" and self._slice.emulated else chips,
+        )
+
+    def _tell(self, doing: str, progress: Any = None) -> None:
+        if progress is not None:
+            doing = f"{doing} {progress.done}/{progress.total}"
+        self._board.replica(self._name, self._settings.pool, self._slice.describe(), doing)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await self._on_slice(self._slice.call, method, *args)
+
+    async def _call_payload(self, method: str, *args: Any) -> Any:
+        return await self._on_slice(self._slice.call_payload, method, *args)
+
+    async def _side(self, method: str, *args: Any) -> Any:
+        return await self._on_slice(self._slice.side, method, *args)
+
+    async def _side_payload(self, method: str, *args: Any) -> Any:
+        return await self._on_slice(self._slice.side_payload, method, *args)
+
+    async def _on_slice(self, run: Callable[..., Any], method: str, *args: Any) -> Any:
+        """Run a method on the slice; say of a failure whose it is: the request's, its inputs', or the slice's."""
+        try:
+            return await self._run(run, method, *args)
+        except CallFailed as failed:
+            cause = failed.__cause__
+            if isinstance(cause, ray.exceptions.RayError):
+                raise InputLost(f"{self._name}: {method} lost its input ({type(cause).__name__})") from None
+            code = "invalid" if isinstance(cause, InvalidInput) else "error"
+            code = "unhealthy" if isinstance(cause, UnhealthyResult) else code
+            raise RequestFailed(f"{method}: {cause}", code) from None
+        except SliceLost as lost:
+            log.error("%s", lost)
+            self._tell(f"lost: {lost}")
+            asyncio.get_running_loop().call_later(LEAVE_S, os._exit, 1)  # Serve starts another at once
+            raise StageLost(str(lost)) from None
+
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run in a thread; when cancelled, wait until the thread is done: a step is never left alone."""
+        work = asyncio.get_running_loop().run_in_executor(self._threads, functools.partial(function, *args))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])
+            raise

@@ -1,0 +1,56 @@
+"""How a pipeline is run: plain values that its driver, its replicas and its hosts are given."""
+
+from dataclasses import dataclass, field
+
+from actors.host_values import HostSettings
+from actors.timeline import Chips
+from cluster.gang import Timeouts
+
+STAGE_HOST = "actors.host:StageHost"
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """What is the same for all pools.
+
+    checkpoint      diffusers directory, the same path on every host, or hub id
+    snapshots       folder or gs:// where states of unfinished requests are kept; every host must reach it
+    snapshot_every  steps between two snapshots; what a lost slice has done since is done again
+    in_flight       requests in the pipeline at a time; `waiting` more are held back, and one beyond that is refused
+    attempts        how often a stage is tried before its request fails, when slices or objects are lost
+    scale_wait_s    how long requests may wait for a pool before autoscaling adds a replica, by the measured stage time
+    chips           what the slices are: every figure and picture says so unless they are real
+    host            class that runs on the hosts, "module:name"
+    name            of the pipeline: its applications and actors carry it
+    """
+
+    checkpoint: str
+    snapshots: str
+    dtype: str = "bfloat16"
+    executables: str | None = None
+    snapshot_every: int = 5
+    in_flight: int = 16
+    waiting: int = 1024
+    attempts: int = 5
+    scale_wait_s: float = 60
+    chips: Chips = "real"
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    host: str = STAGE_HOST
+    name: str = "wan-tpu"
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """What one pool's replicas are told."""
+
+    pool: str
+    slice: str
+    stages: tuple[str, ...]
+    mesh: tuple[int | None, int | None, int | None]
+    pipeline: PipelineSettings
+
+    @property
+    def host(self) -> HostSettings:
+        """What the hosts of its slices are told."""
+        given = self.pipeline
+        return HostSettings(given.checkpoint, self.stages, self.mesh, given.dtype, given.executables)
