@@ -72,6 +72,8 @@ def test_bundles_count_as_often_as_the_loops_around_them_run():
     assert loops == {(): 3, (34,): 2, (34, 8): 2}
     assert step_bundles(loops, steps=32) == 2 + 2 * 8  # the loop of 34 is the grid's
     assert step_bundles(loops, steps=1) == 3 + 34 * (2 + 2 * 8)
+    with pytest.raises(CompileError, match="no loop over 64 grid steps"):
+        step_bundles(loops, steps=64)
 
 
 def test_slots_are_shares_of_their_capacity():

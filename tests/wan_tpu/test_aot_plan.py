@@ -28,15 +28,16 @@ SLICE = DescribedSlice(
 
 
 def prediction(attention: float) -> Prediction:
-    parts = {name: Times(0.25, 0.125) for name in CATEGORIES} | {"attention": Times(attention, attention)}
+    parts = {name: Times(0.25, 0.125) for name in CATEGORIES} | {"convolution": Times(0.0, 0.0)}
+    parts |= {"attention": Times(attention, attention)}
     return Prediction(sum(parts.values(), Times(0.0, 0.0)), parts, ())
 
 
 @pytest.fixture
 def plan() -> Plan:
     request = GenerationRequest(height=480, width=832, frames=81, steps=50).resolve(WanModel(PRESETS[MODEL]).defaults)
-    step = ProgramPlan(STEP, 50, Compiled(30.0, 2 * GIB, GIB), prediction(1.0), prediction(1.5))
-    refused = Compiled(60.0, GIB, 40 * GIB, 10 * GIB, refused="needs 41.0 GiB a device of 31.2")
+    step = ProgramPlan(STEP, 50, Compiled(30.0, 55.0, 2 * GIB, GIB), prediction(1.0), prediction(1.5))
+    refused = Compiled(60.0, 60.0, GIB, 40 * GIB, 10 * GIB, refused="needs 41.0 GiB a device of 31.2")
     decoder = ProgramPlan("decoder later", 20, refused, None, None)
     stages = (StagePlan("denoise", (step,), int(1e17)), StagePlan("decoder", (decoder,), int(1e15)))
     return Plan(MODEL, SLICE, MeshShape(2, 1, 2), request, 32760, stages, experts=2)

@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused_and_by_how_much():
     large = jax.ShapeDtypeStruct((5, 1024, 1024, 1024), jnp.float32, sharding=NamedSharding(one, P()))  # and its double
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as caught:
         Program(lambda x: x * 2, one, exact=False).compile(large)
-    found = refusal(str(caught.value), seconds=1.0, weights=GIB)
+    found = refusal(str(caught.value), seconds=(1.0, 1.0), weights=GIB)
     assert 40 * GIB <= found.total_bytes < 41 * GIB
     assert 8 * GIB <= found.over_bytes < 10 * GIB
     assert found.refused.startswith("needs 40.")
