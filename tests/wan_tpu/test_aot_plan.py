@@ -8,7 +8,7 @@ import pytest
 from wan_tpu import GenerationRequest
 from wan_tpu.aot.compiling import GIB, Compiled, Job
 from wan_tpu.aot.cost import CATEGORIES, Hardware, Times
-from wan_tpu.aot.plan import STEP, Plan, Prediction, ProgramPlan, StagePlan, share_of_peak
+from wan_tpu.aot.plan import KEYS, STEP, Plan, Prediction, ProgramPlan, StagePlan, share_of_peak
 from wan_tpu.aot.plan_text import compare, describe, draw, to_json
 from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.families.wan import WanModel
@@ -64,6 +64,13 @@ def test_seconds_and_shares_are_of_the_whole_video(plan):
     assert decoder.seconds is None
     assert share_of_peak(denoise, plan) == pytest.approx(1e17 / (100 * 4 * 918e12))
     assert plan.resident_gib == 2 * 2 + 1 + 40  # two experts, the decoder, the largest of what isn't weights
+
+
+def test_the_texts_keys_and_the_steps_have_one_copy_of_the_weights(plan):
+    denoise, decoder = plan.stages
+    keys = dataclasses.replace(denoise.programs[0], name=KEYS)
+    both = dataclasses.replace(denoise, programs=(keys, *denoise.programs))
+    assert dataclasses.replace(plan, stages=(both, decoder)).resident_gib == plan.resident_gib
 
 
 def test_json_holds_everything(plan):

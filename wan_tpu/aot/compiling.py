@@ -54,9 +54,10 @@ class Job:
 
     @property
     def digest(self) -> str:
-        """The name of the result: source, versions, flags, model, shapes, topology and mesh."""
+        """The name of the result: source, versions, flags, model, shapes, topology and mesh; what is kept of it."""
         asked = dataclasses.asdict(self) | {"slice": (self.slice.topology, self.slice.host_bounds)}
-        return key.digest(json.dumps([asked, key.made_by()], sort_keys=True))
+        kept = [field.name for field in dataclasses.fields(Compiled)]
+        return key.digest(json.dumps([asked, key.made_by(), kept], sort_keys=True))
 
     @classmethod
     def from_json(cls, text: str) -> "Job":
@@ -137,8 +138,8 @@ def _compile(job: Job, result: Path) -> None:
     else:
         seconds = taken()
         memory = built.memory_analysis()
-        every = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-        other = every - memory.alias_size_in_bytes - weights
+        inputs = max(0, memory.argument_size_in_bytes - weights)  # not all weights are arguments where few are used
+        other = inputs + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
         compiled = Compiled(*seconds, weights, other)
         result.with_suffix(".hlo.gz").write_bytes(gzip.compress(built.as_text().encode()))
     result.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(compiled)))
