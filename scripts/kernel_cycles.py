@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Count the bundles of attention kernels, ours and others', with the TPU compiler; no TPU needed.
+"""Count the bundles of kernels with the TPU compiler; no TPU needed.
+
+    kernel_cycles.py --chip v6e                        attention: ours, jax's and tokamax's
+    kernel_cycles.py --chip v6e --kernel convolution   the VAE's convolution, at each level of Wan's decoder
 
 Needs libtpu (`pip install ".[aot]"`); tokamax's row needs tokamax. A bundle is a cycle when nothing stalls. The column
 "slots" is the least the kernel's instructions allow, start and end of the kernel included.
@@ -8,27 +11,64 @@ Needs libtpu (`pip install ".[aot]"`); tokamax's row needs tokamax. A bundle is 
 import argparse
 import dataclasses
 import json
+import os
+import tempfile
+from pathlib import Path
 
+os.environ["JAX_PLATFORMS"] = "cpu"  # chips are described, this machine's own accelerators stay untouched
+
+from described import described
+
+from cluster.slice_spec import SliceSpec
 from wan_tpu.aot.attention_kernels import LOW_PRECISION, table
+from wan_tpu.aot.conv_kernels import conv_table
+
+ONE_HOST = {"v5e": "v5e-4", "v5p": "v5p-8", "v6e": "v6e-4", "v7x": "v7x-4"}
 
 
 def main() -> None:
     """Print one row a kernel as it is compiled, or one JSON object a line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", choices=LOW_PRECISION, default="v6e")
+    parser.add_argument("--kernel", choices=("attention", "convolution"), default="attention")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if not args.json:
-        print(f"{args.chip}, D=128, bfloat16; bundles a million scores of the hot region")
+    show = _attention if args.kernel == "attention" else _convolution
+    show(args.chip, as_json=args.json)
+
+
+def _attention(chip: str, *, as_json: bool) -> None:
+    if not as_json:
+        print(f"{chip}, D=128, bfloat16; bundles a million scores of the hot region")
         print(f"{'kernel':32} {'tile':>12} {'hot/M':>8} {'slots/M':>8} {'a step':>8} {'other':>8}")
-    for row in table(args.chip):
-        if args.json:
+    for row in table(chip):
+        if as_json:
             print(json.dumps(dataclasses.asdict(row)), flush=True)
         elif row.per_million is None:
             print(f"{row.kernel:32} {row.tile:>12} {row.note}", flush=True)
         else:
             numbers = f"{row.per_million:8.0f} {row.slots_per_million:8.0f} {row.step:8} {row.outside:8}"
             print(f"{row.kernel:32} {row.tile:>12} {numbers}", flush=True)
+
+
+def _convolution(chip: str, *, as_json: bool) -> None:
+    if not as_json:
+        print(f"{chip}, 3x3x3 taps, residual, bfloat16; thousand cycles a call on one of eight devices")
+        print(
+            f"{'frames x columns x rows':24} {'channels':>8} {'grid':>10} {'cycles':>8} {'at peak':>8} {'HBM':>6} share"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        for row in conv_table(described(SliceSpec(ONE_HOST[chip])), Path(folder)):
+            if as_json:
+                print(json.dumps(dataclasses.asdict(row)), flush=True)
+                continue
+            sizes, grid = f"{row.frames} x {row.columns} x {row.rows}", "x".join(map(str, row.grid))
+            numbers = f"{row.cycles / 1e3:8.0f} {row.at_peak / 1e3:8.0f} {row.hbm_cycles / 1e3:6.0f}"
+            print(
+                f"{sizes:24} {row.channels:8} {grid:>10} {numbers} {row.at_peak / row.cycles:5.0%}"
+                f"   compiled in {row.compile_cpu_s:.1f} CPU s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

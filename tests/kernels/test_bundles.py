@@ -6,7 +6,7 @@ import pytest
 
 from wan_tpu.aot.attention_kernels import CASES, ours
 from wan_tpu.aot.bundles import CompileError, count_bundles, hot_bundles, read_loops, read_regions, slot_use
-from wan_tpu.aot.kernel_prices import step_bundles
+from wan_tpu.aot.kernel_prices import StepBundles, step_bundles
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, which holds the TPU compiler, is not installed"
@@ -70,8 +70,10 @@ def test_bundles_count_as_often_as_the_loops_around_them_run():
 """
     loops = read_loops(text)
     assert loops == {(): 3, (34,): 2, (34, 8): 2}
-    assert step_bundles(loops, steps=32) == 2 + 2 * 8  # the loop of 34 is the grid's
-    assert step_bundles(loops, steps=1) == 3 + 34 * (2 + 2 * 8)
+    assert step_bundles(loops, steps=32) == StepBundles(products=2 * 8, rest=2)  # the loop of 34 is the grid's
+    assert step_bundles(loops, steps=1) == StepBundles(products=34 * 2 * 8, rest=3 + 34 * 2)
+    with pytest.raises(CompileError, match="no loop over 64 grid steps"):
+        step_bundles(loops, steps=64)
 
 
 def test_slots_are_shares_of_their_capacity():

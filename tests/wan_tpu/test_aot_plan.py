@@ -8,7 +8,7 @@ import pytest
 from wan_tpu import GenerationRequest
 from wan_tpu.aot.compiling import GIB, Compiled, Job
 from wan_tpu.aot.cost import CATEGORIES, Hardware, Times
-from wan_tpu.aot.plan import STEP, Plan, Prediction, ProgramPlan, StagePlan, share_of_peak
+from wan_tpu.aot.plan import KEYS, STEP, Plan, Prediction, ProgramPlan, StagePlan, share_of_peak
 from wan_tpu.aot.plan_text import compare, describe, draw, to_json
 from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.families.wan import WanModel
@@ -28,15 +28,16 @@ SLICE = DescribedSlice(
 
 
 def prediction(attention: float) -> Prediction:
-    parts = {name: Times(0.25, 0.125) for name in CATEGORIES} | {"attention": Times(attention, attention)}
+    parts = {name: Times(0.25, 0.125) for name in CATEGORIES} | {"convolution": Times(0.0, 0.0)}
+    parts |= {"attention": Times(attention, attention)}
     return Prediction(sum(parts.values(), Times(0.0, 0.0)), parts, ())
 
 
 @pytest.fixture
 def plan() -> Plan:
     request = GenerationRequest(height=480, width=832, frames=81, steps=50).resolve(WanModel(PRESETS[MODEL]).defaults)
-    step = ProgramPlan(STEP, 50, Compiled(30.0, 2 * GIB, GIB), prediction(1.0), prediction(1.5))
-    refused = Compiled(60.0, GIB, 40 * GIB, 10 * GIB, refused="needs 41.0 GiB a device of 31.2")
+    step = ProgramPlan(STEP, 50, Compiled(30.0, 55.0, 2 * GIB, GIB), prediction(1.0), prediction(1.5))
+    refused = Compiled(60.0, 60.0, GIB, 40 * GIB, 10 * GIB, refused="needs 41.0 GiB a device of 31.2")
     decoder = ProgramPlan("decoder later", 20, refused, None, None)
     stages = (StagePlan("denoise", (step,), int(1e17)), StagePlan("decoder", (decoder,), int(1e15)))
     return Plan(MODEL, SLICE, MeshShape(2, 1, 2), request, 32760, stages, experts=2)
@@ -63,6 +64,13 @@ def test_seconds_and_shares_are_of_the_whole_video(plan):
     assert decoder.seconds is None
     assert share_of_peak(denoise, plan) == pytest.approx(1e17 / (100 * 4 * 918e12))
     assert plan.resident_gib == 2 * 2 + 1 + 40  # two experts, the decoder, the largest of what isn't weights
+
+
+def test_the_texts_keys_and_the_steps_have_one_copy_of_the_weights(plan):
+    denoise, decoder = plan.stages
+    keys = dataclasses.replace(denoise.programs[0], name=KEYS)
+    both = dataclasses.replace(denoise, programs=(keys, *denoise.programs))
+    assert dataclasses.replace(plan, stages=(both, decoder)).resident_gib == plan.resident_gib
 
 
 def test_json_holds_everything(plan):

@@ -124,7 +124,7 @@ def test_a_kernel_in_a_program_is_counted_alone(mesh, v6e_4, tmp_path):
         cost = analyse(text, v6e_4.hardware, v6e_4.interconnect(one), kernel_cycles=prices)
         [item] = [item for item in cost.items if item.kernel is not None]
         assert (item.kernel.name, item.kernel.grid) == ("add_one", (1024 // rows,))
-        cycles[rows] = prices.bundles(item.kernel)
+        cycles[rows] = prices.bundles(item.kernel).products
         bundles_s = cycles[rows] * math.prod(item.kernel.grid) / v6e_4.hardware.clock_hz
         assert item.seconds.estimate == max(bundles_s, item.hbm_bytes / v6e_4.hardware.hbm_bytes_per_s)
     assert 1 < cycles[256] / cycles[128] < 2
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused_and_by_how_much():
     large = jax.ShapeDtypeStruct((5, 1024, 1024, 1024), jnp.float32, sharding=NamedSharding(one, P()))  # and its double
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as caught:
         Program(lambda x: x * 2, one, exact=False).compile(large)
-    found = refusal(str(caught.value), seconds=1.0, weights=GIB)
+    found = refusal(str(caught.value), seconds=(1.0, 1.0), weights=GIB)
     assert 40 * GIB <= found.total_bytes < 41 * GIB
     assert 8 * GIB <= found.over_bytes < 10 * GIB
     assert found.refused.startswith("needs 40.")

@@ -60,8 +60,9 @@ class _Channel:
 
 def _kernel_category(name: str) -> str:
     """Return what a kernel of `kernels/` is counted as, by its name."""
-    if name.startswith("linear"):
-        return "matmul"
+    for start, category in (("linear", "matmul"), ("causal_conv", "convolution")):
+        if name.startswith(start):
+            return category
     return "vector" if "norm" in name else "attention"
 
 

@@ -54,9 +54,10 @@ class Job:
 
     @property
     def digest(self) -> str:
-        """The name of the result: source, versions, flags, model, shapes, topology and mesh."""
+        """The name of the result: source, versions, flags, model, shapes, topology and mesh; what is kept of it."""
         asked = dataclasses.asdict(self) | {"slice": (self.slice.topology, self.slice.host_bounds)}
-        return key.digest(json.dumps([asked, key.made_by()], sort_keys=True))
+        kept = [field.name for field in dataclasses.fields(Compiled)]
+        return key.digest(json.dumps([asked, key.made_by(), kept], sort_keys=True))
 
     @classmethod
     def from_json(cls, text: str) -> "Job":
@@ -72,11 +73,14 @@ class Job:
 class Compiled:
     """What the compiler says of a program, a device.
 
+    compile_s, compile_cpu_s    tracing and compiling: by the clock, and summed over the cores, which depends less on
+                                what else the machine does
     weights_bytes, other_bytes  its weights; other arguments, results and temporaries
     refused  why it can't be compiled, else empty; over_bytes by how much it exceeds the memory, when that is why
     """
 
     compile_s: float
+    compile_cpu_s: float
     weights_bytes: int
     other_bytes: int = 0
     over_bytes: int = 0
@@ -99,7 +103,7 @@ def compile_job(job: Job, cache: Path) -> tuple[Compiled, str]:
         child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not result.exists():
             last = (child.stderr.strip().splitlines() or ["no message"])[-1]
-            return Compiled(0.0, 0, refused=f"the compiling process ended with {child.returncode}: {last}"), ""
+            return Compiled(0.0, 0.0, 0, refused=f"the compiling process ended with {child.returncode}: {last}"), ""
     compiled = Compiled(**json.loads(result.read_text()))
     return compiled, "" if compiled.refused else gzip.decompress(hlo.read_bytes()).decode()
 
@@ -120,23 +124,28 @@ def _compile(job: Job, result: Path) -> None:
     programs = stage_programs(AbstractRuntime(model, mesh, job.dtype), given.resolve(model.defaults))
     program, args, _ = programs[job.program]
     weights = sum(_shard_bytes(leaf) for leaf in args[0].values())
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
+
+    def taken() -> tuple[float, float]:
+        return time.perf_counter() - start, time.process_time() - start_cpu
+
     try:
         built = program.compile(*args)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):  # JAX has one class for all that a compiler says
             raise
-        compiled = refusal(str(error), time.perf_counter() - start, weights)
+        compiled = refusal(str(error), taken(), weights)
     else:
+        seconds = taken()
         memory = built.memory_analysis()
-        every = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-        other = every - memory.alias_size_in_bytes - weights
-        compiled = Compiled(time.perf_counter() - start, weights, other)
+        inputs = max(0, memory.argument_size_in_bytes - weights)  # not all weights are arguments where few are used
+        other = inputs + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+        compiled = Compiled(*seconds, weights, other)
         result.with_suffix(".hlo.gz").write_bytes(gzip.compress(built.as_text().encode()))
     result.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(compiled)))
 
 
-def refusal(message: str, seconds: float, weights: int) -> Compiled:
+def refusal(message: str, seconds: tuple[float, float], weights: int) -> Compiled:
     """Read how much memory the compiler wanted, from its message.
 
     "... the total memory required for HLO temporaries (64.00G) exceeds available HBM (31.24G)": arguments and results
@@ -145,10 +154,10 @@ def refusal(message: str, seconds: float, weights: int) -> Compiled:
     found = re.search(r"\(([\d.]+)([GMK])\) exceeds available HBM \(([\d.]+)([GMK])\)", message)
     unit = {"G": GIB, "M": 2**20, "K": 2**10}
     if not found:
-        return Compiled(seconds, weights, refused=message.splitlines()[0])
+        return Compiled(*seconds, weights, refused=message.splitlines()[0])
     wanted, there = float(found[1]) * unit[found[2]], float(found[3]) * unit[found[4]]
     reason = f"needs {wanted / GIB:.1f} GiB a device of {there / GIB:.1f}"
-    return Compiled(seconds, weights, int(wanted) - weights, int(wanted - there), refused=reason)
+    return Compiled(*seconds, weights, int(wanted) - weights, int(wanted - there), refused=reason)
 
 
 def _shard_bytes(leaf: Any) -> int:

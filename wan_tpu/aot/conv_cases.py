@@ -26,4 +26,5 @@ def causal(frames: int, columns: int, rows: int, channels: int) -> tuple[Callabl
     strip = array(frames, columns, rows, channels)
     edge = array(frames + 2, 1, rows, channels)
     weight = array(3, 3, 3, channels, channels)
-    return run, [strip, strip, edge, edge, weight, array(channels), strip]
+    past = array(max(frames, 2), columns, rows, channels)  # a chunk of one frame keeps the one before it, too
+    return run, [strip, past, edge, edge, weight, array(channels), strip]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from wan_tpu.aot.kernel_calls import KernelCall
 
-CATEGORIES = ("matmul", "attention", "vector", "copies", "collectives")
+CATEGORIES = ("matmul", "convolution", "attention", "vector", "copies", "collectives")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ _DTYPES = {
 }  # fmt: skip
 # What the compiler is told of a kernel: its code, compiler flags, how much VMEM it may use.
 _CONFIG = ("custom_call_config", "flag_configs", "scoped_memory_configs")
+# What the compiler of v7x decided of a program: where its arrays lie. Alone a kernel's lie elsewhere.
+_DECIDED = ("input_memory_space_colors", "output_memory_space_colors")
 Array = tuple[str, tuple[int, ...]]  # dtype as JAX names it, dimensions
 
 
@@ -80,6 +82,8 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
     text, macs, repeats, loops = _read_mosaic(base64.b64decode(config["custom_call_config"]["body"]))
     bounds = re.search(r"iteration_bounds = array<i64: ([\d, ]+)>", text)
     semantics = re.search(r"dimension_semantics = \[([^\]]*)\]", text)
+    for decided in _DECIDED:
+        config["custom_call_config"].pop(decided, None)
     operands = [shape for name in instruction.operands for shape in computation.by_name[name].shapes]
     return KernelCall(
         name=instruction.stem,

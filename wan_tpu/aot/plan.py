@@ -21,6 +21,7 @@ from wan_tpu.stages import guided
 
 Report = Callable[[str], object]
 STEP = "denoise step"
+KEYS = "text keys"
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,14 @@ class Plan:
 
     @property
     def resident_gib(self) -> float:
-        """GiB a device with all weights resident: the programs of a VAE half share theirs, experts don't."""
+        """GiB a device with all weights resident.
+
+        The programs of a VAE half share theirs, so do a step and the text's keys; experts don't.
+        """
         weights: dict[str, int] = {}
         for program in self.programs:
-            copies = self.experts if program.name == STEP else 1
-            weights[program.name.split(" first")[0].split(" later")[0]] = program.compiled.weights_bytes * copies
+            owner = STEP if program.name == KEYS else program.name.split(" first")[0].split(" later")[0]
+            weights[owner] = program.compiled.weights_bytes * (self.experts if owner == STEP else 1)
         return (sum(weights.values()) + max(program.compiled.other_bytes for program in self.programs)) / GIB
 
     @property
@@ -181,14 +185,14 @@ class Planner:
     def _stages(self, programs: list[ProgramPlan]) -> Iterator[StagePlan]:
         flops, shape = self._model.flops, self._model.latent_shape(self._request)
         branches = 2 if guided(self._model, self._request) else 1
-        denoise = [program for program in programs if program.name == STEP]
+        denoise = [program for program in programs if program.name in (KEYS, STEP)]
         decoder = [program for program in programs if program.name.startswith("decoder")]
         encoder = [program for program in programs if program not in denoise + decoder]
         if encoder:
             yield StagePlan("encoder", tuple(encoder), flops.encoder(self._request, prompts=branches))
         if denoise:
-            work = flops.step(shape, branches=branches) * self._request.steps
-            yield StagePlan("denoise", tuple(denoise), work)
+            steps = sum(program.calls for program in denoise if program.name == STEP)
+            yield StagePlan("denoise", tuple(denoise), flops.step(shape, branches=branches) * steps)
         if decoder:
             yield StagePlan("decoder", tuple(decoder), flops.decoder(shape))
 

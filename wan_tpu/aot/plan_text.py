@@ -16,11 +16,11 @@ def describe(plan: Plan) -> str:
     request, memory = plan.request, plan.slice.hardware.hbm_bytes / GIB
     size = f"{request.height}x{request.width}, {request.frames} frames ({plan.tokens} tokens), {request.steps} steps"
     lines = [f"{plan.model}, {size}", f"{plan.slice.name}, mesh {_mesh(plan)}, {memory:g} GiB a device", ""]
-    lines.append(f"{'':<20}{'calls':>6}{'weights':>9}{'other':>8}{'GiB':>5}{'compile':>9}   fits")
+    lines.append(f"{'':<20}{'calls':>6}{'weights':>9}{'other':>8}{'GiB':>5}{'compile':>9}{'CPU':>8}   fits")
     lines += [_memory(program, memory) for program in plan.programs]
     lines += [
         "",
-        f"{'seconds a call':<20}{'estimate':>9}{'floor':>8}  {'':<2}" + "".join(f"{n:>12}" for n in CATEGORIES),
+        f"{'seconds a call':<20}{'estimate':>9}{'floor':>8}  {'':<2}" + "".join(f"{n:>13}" for n in CATEGORIES),
     ]
     lines += [line for program in plan.programs for line in _seconds(program)]
     lines += ["", f"{'seconds a video':<20}{'estimate':>9}{'floor':>8}{'of peak':>10}"]
@@ -79,7 +79,7 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(1.5 + 1.6 * len(plans), 4.5), layout="constrained")
-    colours = dict(zip(CATEGORIES, ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee"), strict=True))
+    colours = dict(zip(CATEGORIES, ("#4477aa", "#aa3377", "#ee6677", "#228833", "#ccbb44", "#66ccee"), strict=True))
     for i, plan in enumerate(plans):
         step = next(program for program in plan.programs if program.name == STEP)
         if step.optimistic is None:
@@ -88,6 +88,8 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
             base = 0.0
             for name in CATEGORIES:
                 height = getattr(step.optimistic.by_category[name], figure_name)
+                if height == 0:  # a step has no convolutions
+                    continue
                 label = name if i == 0 and figure_name == "estimate" else None
                 faded = 1.0 if figure_name == "estimate" else 0.55
                 axes.bar(i + offset, height, 0.36, bottom=base, color=colours[name], alpha=faded, label=label)
@@ -115,7 +117,7 @@ def _memory(program: ProgramPlan, memory: float) -> str:
     else:
         fits = f"yes, {memory - total:.1f} GiB free"
     start = f"{program.name:<20}{program.calls:>6}{weights:>9.2f}{other:>8.2f}{total:>5.1f}"
-    return f"{start}{compiled.compile_s:>7.0f} s   {fits}"
+    return f"{start}{compiled.compile_s:>7.0f} s{compiled.compile_cpu_s:>6.0f} s   {fits}"
 
 
 def _seconds(program: ProgramPlan) -> list[str]:
@@ -129,7 +131,7 @@ def _seconds(program: ProgramPlan) -> list[str]:
 
 def _prediction(name: str, prediction: Prediction) -> str:
     both = [prediction.by_category[category] for category in CATEGORIES]
-    parts = "".join(f"{f'{times.estimate:.3f}/{times.floor:.3f}':>12}" for times in both)
+    parts = "".join(f"{f'{times.estimate:.3f}/{times.floor:.3f}':>13}" for times in both)
     return f"{name:<20}{prediction.total.estimate:>9.3f}{prediction.total.floor:>8.3f}    {parts}"
 
 

@@ -75,12 +75,14 @@ def collective_bytes(instruction: Instruction, computation: Computation, kind: s
 def hbm_bytes(instruction: Instruction, computation: Computation, module: Module) -> float:
     """Return the HBM bytes that an instruction must read and write; what lies in VMEM is free.
 
-    Slices count what they touch, updates in place the update. This is the least traffic: nothing is read twice.
+    Slices count what they touch, updates in place the update. This is the least traffic: nothing is read twice, though
+    a kernel may be given an array several times, to see several parts of it at once.
     """
     if instruction.opcode == "fusion":
         return _fusion_bytes(instruction, computation, module)
     written = sum(_hbm(shape) for shape in instruction.shapes)
-    read = [[_hbm(shape) for shape in _shapes(operand, computation)] for operand in instruction.operands]
+    operands = dict.fromkeys(instruction.operands)
+    read = [[_hbm(shape) for shape in _shapes(operand, computation)] for operand in operands]
     if instruction.opcode in _PARTIAL:
         return sum(shape.bytes if read and any(read[0]) else 0 for shape in instruction.shapes) + written
     if instruction.opcode == "dynamic-update-slice":
