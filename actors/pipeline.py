@@ -86,6 +86,11 @@ class Pipeline:
         except StorageError as error:  # the video is made
             log.warning("%s: its snapshots stay: %s", id, error)
 
+    def close(self) -> None:
+        """Let go of the pools; before `ray.shutdown`, which the handles' threads don't notice."""
+        for pool in self._handles.values():
+            pool.shutdown()
+
     def pool_of(self, stage: str) -> str:
         """Return the pool that hosts a stage."""
         return self._pools[stage]
