@@ -88,10 +88,9 @@ class StageHost:
     def load(self) -> dict[str, float]:
         """Read the weights of all stages, after a look at every file's headers; return seconds by component."""
         self._runtime.check(self._components)
-        bar = self._progress.bar("load", len(self._components))
-        for name in self._components:
+        for i, name in enumerate(self._components):
+            self._progress.tell(name, i, len(self._components))
             self._runtime.component(name)
-            bar.step()
         return dict(self._runtime.load_s)
 
     def warm_up(self, request: GenerationRequest) -> dict[str, float]:
@@ -106,13 +105,12 @@ class StageHost:
             if stage in plan.shapes
             for item in stage_programs(self._runtime, plan.request, (stage,)).items()
         ]
-        bar = self._progress.bar("warm_up", len(found))
         seconds: dict[str, float] = {}
-        for name, (program, args, _) in found:
+        for i, (name, (program, args, _)) in enumerate(found):
+            self._progress.tell(name, i, len(found))
             before = program.compile_s
             program.compile(*args)
             seconds[name] = seconds.get(name, 0.0) + program.compile_s - before
-            bar.step()
         compiled = shapes(self._runtime.model, plan.request, image="i2v" in self._runtime.model.tasks)
         self._shapes |= {compiled[stage] for stage in self._stages if stage in compiled}
         return seconds

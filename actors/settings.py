@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from actors.host_values import HostSettings
 from actors.timeline import Chips
 from cluster.gang import Timeouts
+from wan_tpu.request import GenerationRequest
 
 STAGE_HOST = "actors.host:StageHost"
 
@@ -19,6 +20,7 @@ class PipelineSettings:
     in_flight       requests in the pipeline at a time; `waiting` more are held back, and one beyond that is refused
     attempts        how often a stage is tried before its request fails, when slices or objects are lost
     scale_wait_s    how long requests may wait for a pool before autoscaling adds a replica, by the measured stage time
+    warm_up         requests whose programs every replica compiles before it takes the first; only sizes matter
     chips           what the slices are: every figure and picture says so unless they are real
     host            class that runs on the hosts, "module:name"
     name            of the pipeline: its applications and actors carry it
@@ -33,6 +35,7 @@ class PipelineSettings:
     waiting: int = 1024
     attempts: int = 5
     scale_wait_s: float = 60
+    warm_up: tuple[GenerationRequest, ...] = ()
     chips: Chips = "real"
     timeouts: Timeouts = field(default_factory=Timeouts)
     host: str = STAGE_HOST

@@ -39,12 +39,14 @@ def batch(argv: Sequence[str]) -> None:
     say(report.text())
 
 
-def add_batch_arguments(parser: arguments.Parser) -> None:
+def add_batch_arguments(parser: arguments.Parser, in_flight: int = 2, *, required: bool = True) -> None:
     """What to make, and where it goes."""
     group = parser.add_argument_group("batch")
-    group.add_argument("--manifest", required=True, help="one JSON line a request: a path or gs:// (docs/batch.md)")
-    group.add_argument("--output", required=True, help="folder or gs://bucket/prefix of videos and results")
-    group.add_argument("--in_flight", type=int, default=2, help="requests under way at a time; default %(default)s")
+    group.add_argument("--manifest", required=required, help="one JSON line a request: a path or gs:// (docs/batch.md)")
+    group.add_argument("--output", required=required, help="folder or gs://bucket/prefix of videos and results")
+    group.add_argument(
+        "--in_flight", type=int, default=in_flight, help="requests under way at a time; default %(default)s"
+    )
     group.add_argument(
         "--remake_changed", action="store_true", help="make videos again whose line or model has changed since"
     )
