@@ -1,7 +1,6 @@
 """The pipeline that a batch uses: one that runs on the cluster already, or one of its own for as long as it takes."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,28 +8,15 @@ import ray
 
 from actors.board import NAMESPACE
 from actors.errors import PipelineNotFound
-from actors.pools import About, Tell, about, deploy, shut_down, wait_until_up
-from actors.settings import PipelineSettings
-from cluster.layout import Layout
+from actors.pools import Tell, about, deploy, shut_down, wait_until_up
+from actors.settings import About
 
 # How long a pipeline that a batch took down may take over what it has: the batch has ended, nobody waits for it.
 DRAIN_S = 20.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What a batch brings up when no pipeline of that name runs.
-
-    lasting  leave it up for the next batch
-    """
-
-    layout: Layout
-    settings: PipelineSettings
-    lasting: bool = False
-
-
 @contextlib.contextmanager
-def attached(name: str, wanted: Wanted | None, tell: Tell = lambda text: None) -> Iterator[About]:
+def attached(name: str, wanted: About | None, tell: Tell = lambda text: None) -> Iterator[About]:
     """Use the pipeline of that name; bring up the wanted one when there is none, and take it down at the end.
 
     A pipeline that a batch has brought up for itself is not shared: it would be taken away. When its batch was
@@ -56,7 +42,7 @@ def attached(name: str, wanted: Wanted | None, tell: Tell = lambda text: None) -
             raise _none(name)
         else:
             deploy(wanted.layout, wanted.settings, lasting=wanted.lasting, tell=tell)
-            found = About(wanted.layout, wanted.settings, wanted.lasting)
+            found = wanted
         try:
             yield found
         finally:
@@ -67,7 +53,7 @@ def attached(name: str, wanted: Wanted | None, tell: Tell = lambda text: None) -
         owner.end()
 
 
-def usable(name: str, wanted: Wanted | None) -> About | None:
+def usable(name: str, wanted: About | None) -> About | None:
     """Return what would be used of what runs, None when one would be brought up; raises `PipelineNotFound`."""
     found = about(name)
     if found is None:
@@ -94,7 +80,7 @@ def _none(name: str) -> PipelineNotFound:
     )
 
 
-def _same(found: About, wanted: Wanted) -> bool:
+def _same(found: About, wanted: About) -> bool:
     return (found.layout.pools, found.settings) == (wanted.layout.pools, wanted.settings)
 
 

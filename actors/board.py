@@ -66,7 +66,7 @@ class Board:
     def connect(cls, pipeline: str, about: Any = None) -> "Board":
         """Return the board of the pipeline of that name; make it when there is none.
 
-        about  what is to be known of the pipeline (`actors.pools.About`), when it is made
+        about  what is to be known of the pipeline (`actors.settings.About`), when it is made
         """
         kind = ray.remote(_BoardActor).options(
             name=f"{pipeline}-board",

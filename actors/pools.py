@@ -4,7 +4,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -16,7 +15,7 @@ from actors.board import Board, ReplicaSeen
 from actors.embedding_cache import EmbeddingCache
 from actors.errors import PipelineExists, PipelineNotUp
 from actors.replica import FAILED, REFUSED, PoolReplica
-from actors.settings import PipelineSettings, PoolSettings
+from actors.settings import About, PipelineSettings, PoolSettings
 from cluster.layout import Layout, Pool
 
 # Requests at a replica: one computes, the inputs of the next are on the devices, the results of the last leave. The
@@ -27,15 +26,6 @@ LEAVING_S = 3600.0  # a replica that is to go may finish what it has
 POLL_S = 0.25
 
 Tell = Callable[[str], object]
-
-
-@dataclass(frozen=True)
-class About:
-    """What is known of a pipeline that runs: how it was brought up, and whether it stays when its driver ends."""
-
-    layout: Layout
-    settings: PipelineSettings
-    lasting: bool
 
 
 def deploy(layout: Layout, settings: PipelineSettings, *, lasting: bool = True, tell: Tell = lambda text: None) -> None:
@@ -57,8 +47,8 @@ def deploy(layout: Layout, settings: PipelineSettings, *, lasting: bool = True, 
     if stale is not None:  # what a crash has left
         stale.close()
     Board.connect(settings.name, About(layout, settings, lasting))
-    serve.start(proxy_location=ProxyLocation.Disabled)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(proxy_location=ProxyLocation.Disabled)
     try:
         serve.run_many(
             [

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from actors.host_values import HostSettings
 from actors.timeline import Chips
 from cluster.gang import Timeouts
+from cluster.layout import Layout
 from wan_tpu.request import GenerationRequest
 
 STAGE_HOST = "actors.host:StageHost"
@@ -40,6 +41,18 @@ class PipelineSettings:
     timeouts: Timeouts = field(default_factory=Timeouts)
     host: str = STAGE_HOST
     name: str = "wan-tpu"
+
+
+@dataclass(frozen=True)
+class About:
+    """A pipeline as it is, or is to be, brought up.
+
+    lasting  whether it stays when the driver that brought it up ends
+    """
+
+    layout: Layout
+    settings: PipelineSettings
+    lasting: bool
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.board import ReplicaSeen, RequestSeen, Seen
-from actors.pools import About
+from actors.settings import About
 from cluster.inventory import SliceFound
 
 SHOWN = 20  # requests under way that are listed for people

@@ -4,8 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from actors.attached import Wanted
-from actors.settings import PipelineSettings
+from actors.settings import About, PipelineSettings
 from cluster.connect import connect, is_loopback
 from cluster.emulated import EmulatedCluster, default_folder
 from cluster.errors import ClusterNotFound
@@ -93,7 +92,7 @@ def layout_from(args: argparse.Namespace) -> Layout | None:
     return None if args.layout is None else Layout.load(args.layout, STAGES)
 
 
-def wanted_from(args: argparse.Namespace, address: str, *, lasting: bool, snapshots: str | None) -> Wanted | None:
+def wanted_from(args: argparse.Namespace, address: str, *, lasting: bool, snapshots: str | None) -> About | None:
     """Return the pipeline that the arguments describe, None where they don't describe one.
 
     snapshots  where states are kept unless told; without it a folder of this machine, if the cluster is there too
@@ -103,7 +102,7 @@ def wanted_from(args: argparse.Namespace, address: str, *, lasting: bool, snapsh
         if layout is not None:
             raise InvalidInput("--layout without --model_id; a pipeline needs both")
         return None
-    return Wanted(layout, _settings(args, address, snapshots), lasting)
+    return About(layout, _settings(args, address, snapshots), lasting)
 
 
 def _settings(args: argparse.Namespace, address: str, snapshots: str | None) -> PipelineSettings:

@@ -10,8 +10,8 @@ from actors import batch
 from actors.attached import attached, usable
 from actors.batch import BatchReport, BatchSettings, run_batch
 from actors.board import Board
-from actors.commands.batch import add_batch_arguments
-from actors.commands.cluster_arguments import add_cluster_arguments, add_pipeline_arguments, join, wanted_from
+from actors.commands.batch_arguments import add_drive_arguments
+from actors.commands.cluster_arguments import add_cluster_arguments, join, wanted_from
 from actors.live import Live
 from actors.manifest import Manifest, read_manifest
 from actors.pipeline import Pipeline
@@ -20,7 +20,7 @@ from actors.status import under_way
 from actors.storage import Storage, open_storage
 from actors.timeline import Span
 from actors.timeline_picture import save
-from wan_tpu.commands.arguments import Parser
+from wan_tpu.commands.parser import Parser
 
 SNAPSHOTS = ".snapshots"  # in the output, of a pipeline that isn't told another place
 
@@ -35,13 +35,6 @@ def drive(argv: Sequence[str]) -> None:
         report = _drive(args, live)
     report.check()
     batch.say(report.text())
-
-
-def add_drive_arguments(parser: Parser, *, required: bool = True) -> None:
-    """What to make, and with what pipeline."""
-    add_batch_arguments(parser, in_flight=16, required=required)
-    add_pipeline_arguments(parser, "of its own, brought up when none of that name runs on the cluster")
-    parser.add_argument("--keep", action="store_true", help="leave the pipeline up that this has brought up")
 
 
 def _drive(args: argparse.Namespace, live: Live) -> BatchReport:

@@ -7,7 +7,7 @@ from actors.commands.cluster_arguments import add_cluster_arguments, add_pipelin
 from actors.errors import PipelineNotFound
 from actors.live import Live
 from actors.pools import about, deploy, running, shut_down
-from wan_tpu.commands.arguments import Parser
+from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
 
 GCS = 'of the cluster\'s GCS, "host:port"'

@@ -12,7 +12,7 @@ from actors.pools import about
 from actors.status import pipeline_status, text
 from cluster.drawing import draw
 from cluster.inventory import SliceFound, slices_found
-from wan_tpu.commands.arguments import Parser
+from wan_tpu.commands.parser import Parser
 
 WATCH_S = 1.0
 

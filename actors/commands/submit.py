@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from actors.commands.batch_arguments import add_drive_arguments
 from actors.commands.cluster_arguments import add_cluster_arguments, jobs_address, layout_from
-from actors.commands.drive import add_drive_arguments
 from actors.errors import PipelineError
 from cluster.connect import is_loopback, stay_on_loopback
 from cluster.errors import ClusterNotFound
 from cluster.layout import shipped
-from wan_tpu.commands.arguments import Parser
+from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -93,15 +93,16 @@ def _client(address: str) -> Any:
     stay_on_loopback(urlsplit(address).netloc)
     from ray.job_submission import JobSubmissionClient  # after the line above: Ray reads its settings at import
 
-    logging.getLogger("ray.dashboard").setLevel(logging.ERROR)
     try:
-        return JobSubmissionClient(address)
+        client = JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ClusterNotFound(
             f"nothing takes jobs at {address} ({reason}); give the dashboard's address, http://host:8265 where it is "
             "as usual (behind kubectl port-forward or ssh -L if need be)"
         ) from None
+    logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.ERROR)  # which the line above has set
+    return client
 
 
 def _follow(client: Any, job: str) -> int:
