@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from PIL import Image
 
 from actors.host_values import HostSettings, Plan, Report, StepDone
 from actors.mp4 import Mp4
@@ -96,8 +97,10 @@ class StageHost:
     def warm_up(self, request: GenerationRequest) -> dict[str, float]:
         """Compile every program that a request like this needs here; return the seconds each took.
 
-        With an image, if the model takes one.
+        With an image, if the model takes one; it needn't be given.
         """
+        if request.image is None and "t2v" not in self._runtime.model.tasks:
+            request = dataclasses.replace(request, image=Image.new("RGB", (16, 16)))
         plan = self.plan(request)
         found = [
             item

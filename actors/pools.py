@@ -116,6 +116,18 @@ def running(pipeline: str) -> list[str]:
     )
 
 
+def living(pipeline: str, layout: Layout) -> set[str]:
+    """Return the names, as the board has them, of replicas whose process lives."""
+    pools = {f"SERVE_REPLICA::{application(pipeline, pool.name)}#{pool.name}#": pool.name for pool in layout.pools}
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    return {
+        f"{pool}/{name.removeprefix(start)}"
+        for name in names
+        for start, pool in pools.items()
+        if name.startswith(start)
+    }
+
+
 def shut_down(pipeline: str, *, drain_s: float = LEAVING_S) -> None:
     """End all pools of a pipeline, and what they share.
 

@@ -100,6 +100,7 @@ class PoolReplica:
             self._doing(f"{REFUSED}{cause}" if isinstance(cause, InvalidInput) else f"{FAILED}{error}")
             with contextlib.suppress(AttributeError):  # there is none yet
                 self._slice.close()
+            del self._board  # what it was told stays there, for whoever waits for this pool
             raise
         self._tell("idle")
         log.info("%s leads %s, ready after %.1f s", self._name, self._slice.describe(), time.time() - start)

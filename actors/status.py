@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +77,9 @@ class PipelineStatus:
         return dataclasses.asdict(self)
 
 
-def pipeline_status(told: About, seen: Seen, slices: Sequence[SliceFound]) -> PipelineStatus:
-    """Put a pipeline's status together."""
+def pipeline_status(told: About, seen: Seen, slices: Sequence[SliceFound], living: Set[str]) -> PipelineStatus:
+    """Put a pipeline's status together; living: names of the replicas that are there (`pools.living`)."""
+    seen.replicas = {name: replica for name, replica in seen.replicas.items() if name in living}
     settings, now = told.settings, time.time()
     requests = [
         RequestStatus(key, request.stage, request.step, request.steps, now - request.came)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from actors.board import Board
 from actors.commands.cluster_arguments import add_cluster_arguments, join
-from actors.pools import about
-from actors.status import pipeline_status, text
+from actors.pools import about, living
+from actors.status import PipelineStatus, pipeline_status, text
 from cluster.drawing import draw
 from cluster.inventory import SliceFound, slices_found
 from wan_tpu.commands.parser import Parser
@@ -37,17 +37,24 @@ def status(argv: Sequence[str]) -> None:
 
 def _as_text(pipeline: str) -> str:
     slices = slices_found()
-    told, board = about(pipeline), Board.find(pipeline)
-    if told is None or board is None:
+    found = _status(pipeline, slices)
+    if found is None:
         return f"{draw(slices)}\nno pipeline {pipeline!r} runs here; wan-tpu pipeline up --layout ... --model_id ..."
-    return f"{draw(slices)}\n{text(pipeline_status(told, board.seen(), slices))}"
+    return f"{draw(slices)}\n{text(found)}"
 
 
 def _as_json(pipeline: str) -> str:
     slices = slices_found()
+    found = _status(pipeline, slices)
+    told = None if found is None else found.to_json()
+    return json.dumps({"slices": [_slice(found_) for found_ in slices], "pipeline": told})
+
+
+def _status(pipeline: str, slices: list[SliceFound]) -> PipelineStatus | None:
     told, board = about(pipeline), Board.find(pipeline)
-    found = None if told is None or board is None else pipeline_status(told, board.seen(), slices).to_json()
-    return json.dumps({"slices": [_slice(found_) for found_ in slices], "pipeline": found})
+    if told is None or board is None:
+        return None
+    return pipeline_status(told, board.seen(), slices, living(pipeline, told.layout))
 
 
 def _slice(found: SliceFound) -> dict[str, object]:
