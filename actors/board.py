@@ -63,8 +63,11 @@ class Board:
         self._actor = actor
 
     @classmethod
-    def connect(cls, pipeline: str) -> "Board":
-        """Return the board of the pipeline of that name; make it when there is none."""
+    def connect(cls, pipeline: str, about: Any = None) -> "Board":
+        """Return the board of the pipeline of that name; make it when there is none.
+
+        about  what is to be known of the pipeline (`actors.settings.About`), when it is made
+        """
         kind = ray.remote(_BoardActor).options(
             name=f"{pipeline}-board",
             namespace=NAMESPACE,
@@ -73,7 +76,7 @@ class Board:
             num_cpus=0,
             max_restarts=-1,
         )
-        return cls(kind.remote())
+        return cls(kind.remote(about))
 
     @classmethod
     def find(cls, pipeline: str) -> "Board | None":
@@ -107,14 +110,22 @@ class Board:
         """Return all of it."""
         return ray.get(self._actor.seen.remote(), timeout=30)
 
+    def about(self) -> Any:
+        """Return what the board was made with."""
+        return ray.get(self._actor.about.remote(), timeout=30)
+
     def close(self) -> None:
         """End the board."""
         ray.kill(self._actor)
 
 
 class _BoardActor:
-    def __init__(self) -> None:
+    def __init__(self, about: Any) -> None:
+        self._about = about  # Ray gives it again to a board that it restarts
         self._seen = Seen()
+
+    def about(self) -> Any:
+        return self._about
 
     def replica(self, name: str, pool: str, where: str, doing: str) -> None:
         self._seen.replicas[name] = ReplicaSeen(pool, where, doing, time.time())

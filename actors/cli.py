@@ -18,6 +18,10 @@ ONE_MACHINE = {
 # command -> module, function in it, what it does
 CLUSTER = {
     "cluster": ("actors.commands.cluster", "cluster", "start, show and stop an emulated cluster; show a real one"),
+    "pipeline": ("actors.commands.pipeline", "pipeline", "bring a pipeline up on a cluster, and take it down"),
+    "submit": ("actors.commands.submit", "submit", "have a cluster make every video of a manifest, as a job"),
+    "status": ("actors.commands.status", "status", "show what the pipeline of a cluster is doing"),
+    "drive": ("actors.commands.drive", "drive", "what submit runs on the cluster: the batch's driver"),
     "batch": ("actors.commands.batch", "batch", "make every video of a manifest in this process"),
 }
 
@@ -39,17 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(getattr(importlib.import_module(module), function), argv[1:])
 
 
-def run(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> int:
+def run(command: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
     """Run one command; turn what it raises on purpose into one line on stderr and an exit code (2 for bad input)."""
     try:
-        command(argv)
+        return command(argv) or 0
     except _on_purpose() as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 def _on_purpose() -> tuple:

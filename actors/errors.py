@@ -23,6 +23,22 @@ class RequestFailed(PipelineError):
         return type(self), (str(self), self.code)
 
 
+class PipelineExists(PipelineError):
+    """There is a pipeline of that name already."""
+
+    exit_code = 2
+
+
+class PipelineNotFound(PipelineError):
+    """There is no pipeline of that name, or it isn't one that this command may use."""
+
+    exit_code = 2
+
+
+class PipelineNotUp(PipelineError):
+    """A pool can't be started; the message says which and why."""
+
+
 class PipelineFull(PipelineError):
     """There is no room for one more request; try again later."""
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from PIL import Image
 
 from actors.host_values import HostSettings, Plan, Report, StepDone
 from actors.mp4 import Mp4
@@ -88,17 +89,18 @@ class StageHost:
     def load(self) -> dict[str, float]:
         """Read the weights of all stages, after a look at every file's headers; return seconds by component."""
         self._runtime.check(self._components)
-        bar = self._progress.bar("load", len(self._components))
-        for name in self._components:
+        for i, name in enumerate(self._components):
+            self._progress.tell(name, i, len(self._components))
             self._runtime.component(name)
-            bar.step()
         return dict(self._runtime.load_s)
 
     def warm_up(self, request: GenerationRequest) -> dict[str, float]:
         """Compile every program that a request like this needs here; return the seconds each took.
 
-        With an image, if the model takes one.
+        With an image, if the model takes one; it needn't be given.
         """
+        if request.image is None and "t2v" not in self._runtime.model.tasks:
+            request = dataclasses.replace(request, image=Image.new("RGB", (16, 16)))
         plan = self.plan(request)
         found = [
             item
@@ -106,13 +108,12 @@ class StageHost:
             if stage in plan.shapes
             for item in stage_programs(self._runtime, plan.request, (stage,)).items()
         ]
-        bar = self._progress.bar("warm_up", len(found))
         seconds: dict[str, float] = {}
-        for name, (program, args, _) in found:
+        for i, (name, (program, args, _)) in enumerate(found):
+            self._progress.tell(name, i, len(found))
             before = program.compile_s
             program.compile(*args)
             seconds[name] = seconds.get(name, 0.0) + program.compile_s - before
-            bar.step()
         compiled = shapes(self._runtime.model, plan.request, image="i2v" in self._runtime.model.tasks)
         self._shapes |= {compiled[stage] for stage in self._stages if stage in compiled}
         return seconds

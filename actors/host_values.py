@@ -29,7 +29,7 @@ class HostSettings:
 
 @dataclasses.dataclass(frozen=True)
 class HostProgress:
-    """Told while a method runs: `done` of `total` units of `doing` ("load", "warm_up" or a stage)."""
+    """Told while a method runs: `done` of `total` units; `doing` is a stage, or the component or program at hand."""
 
     doing: str
     done: int

@@ -1,15 +1,21 @@
 """A layout's pools as Serve applications: one deployment each, whose replicas lead slices."""
 
+import contextlib
+import logging
+import time
+from collections.abc import Callable
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
-from ray.serve.schema import ServeStatus
+from ray.serve.schema import ApplicationStatus, ServeStatus
 
-from actors.board import Board
+from actors.board import Board, ReplicaSeen
 from actors.embedding_cache import EmbeddingCache
-from actors.replica import PoolReplica
-from actors.settings import PipelineSettings, PoolSettings
+from actors.errors import PipelineExists, PipelineNotUp
+from actors.replica import FAILED, REFUSED, PoolReplica
+from actors.settings import About, PipelineSettings, PoolSettings
 from cluster.layout import Layout, Pool
 from cluster.placement import off_hosts
 
@@ -18,20 +24,70 @@ from cluster.placement import off_hosts
 ONGOING, ENCODER_ONGOING = 3, 8
 HEALTH_S = 2.0
 LEAVING_S = 3600.0  # a replica that is to go may finish what it has
+POLL_S = 0.25
+
+Tell = Callable[[str], object]
 
 
-def deploy(layout: Layout, settings: PipelineSettings) -> None:
+def deploy(layout: Layout, settings: PipelineSettings, *, lasting: bool = True, tell: Tell = lambda text: None) -> None:
     """Start all pools of a layout, and return when every one has the replicas that it must have at least.
 
-    Needs a Ray cluster that this process has joined. Raises `RuntimeError` when a pool can't be started.
+    lasting  whether it is meant to stay when this process ends
+    tell     told in a line, again and again, what is being waited for
+
+    Needs a Ray cluster that this process has joined. Raises `PipelineExists` when one of that name is there,
+    `PipelineNotUp` when a pool can't be started: nothing of it is left then.
     """
+    if running(settings.name):
+        raise PipelineExists(
+            f"a pipeline {settings.name!r} is on this cluster already; use it, take it down "
+            f"(wan-tpu pipeline down --name {settings.name}), or choose another name"
+        )
+    tell("starting Ray Serve")
+    stale = Board.find(settings.name)
+    if stale is not None:  # what a crash has left
+        stale.close()
+    Board.connect(settings.name, About(layout, settings, lasting))
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location=ProxyLocation.Disabled)
-    serve.run_many(
-        [
-            serve.RunTarget(_application(pool, settings), name=application(settings.name, pool.name), route_prefix=None)
-            for pool in layout.pools
-        ]
-    )
+    try:
+        serve.run_many(
+            [
+                serve.RunTarget(
+                    _application(pool, settings), name=application(settings.name, pool.name), route_prefix=None
+                )
+                for pool in layout.pools
+            ],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+        wait_until_up(layout, settings.name, tell)
+    except BaseException:
+        shut_down(settings.name, drain_s=0)  # a replica that is starting can't be asked to leave
+        raise
+
+
+def wait_until_up(layout: Layout, pipeline: str, tell: Tell = lambda text: None) -> None:
+    """Return when every pool has the replicas that it must have at least; raises `PipelineNotUp`."""
+    board = Board.connect(pipeline)
+    while True:
+        seen = board.seen().replicas
+        refused = next((replica for replica in seen.values() if replica.doing.startswith(REFUSED)), None)
+        if refused is not None:  # what would be refused again: Serve tries three times
+            raise PipelineNotUp(f"pool {refused.pool}: {refused.doing.removeprefix(REFUSED)}")
+        found = serve.status().applications
+        gone = [pool.name for pool in layout.pools if application(pipeline, pool.name) not in found]
+        if gone:
+            raise PipelineNotUp(f"pool {', '.join(gone)}: taken down meanwhile")
+        states = {pool.name: found[application(pipeline, pool.name)] for pool in layout.pools}
+        for name, state in states.items():
+            if state.status == ApplicationStatus.DEPLOY_FAILED:
+                raise PipelineNotUp(f"pool {name}: {_failure(name, list(seen.values())) or state.message}")
+        if all(state.status == ApplicationStatus.RUNNING for state in states.values()):
+            return
+        ready = {name for name, state in states.items() if state.status == ApplicationStatus.RUNNING}
+        tell(" · ".join(_starting(pool.name, list(seen.values()), pool.name in ready) for pool in layout.pools))
+        time.sleep(POLL_S)
 
 
 def application(pipeline: str, pool: str) -> str:
@@ -44,20 +100,72 @@ def handle(pipeline: str, pool: str) -> Any:
     return serve.get_app_handle(application(pipeline, pool))
 
 
+def about(pipeline: str) -> About | None:
+    """Return what is known of a pipeline that is on this cluster, None when there is none of that name."""
+    board = Board.find(pipeline)
+    told = None if board is None else board.about()
+    return told if running(pipeline) else None
+
+
 def running(pipeline: str) -> list[str]:
     """Return the applications of a pipeline that run."""
     status: ServeStatus = serve.status()
-    return sorted(name for name in status.applications if name.startswith(f"{pipeline}-"))
+    return sorted(
+        name
+        for name, found in status.applications.items()
+        if any(name == application(pipeline, pool) for pool in found.deployments)
+    )
 
 
-def shut_down(pipeline: str) -> None:
-    """End all pools of a pipeline, and what they share."""
-    for name in running(pipeline):
-        serve.delete(name)
+def living(pipeline: str, layout: Layout) -> set[str]:
+    """Return the names, as the board has them, of replicas whose process lives."""
+    pools = {f"SERVE_REPLICA::{application(pipeline, pool.name)}#{pool.name}#": pool.name for pool in layout.pools}
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    return {
+        f"{pool}/{name.removeprefix(start)}"
+        for name in names
+        for start, pool in pools.items()
+        if name.startswith(start)
+    }
+
+
+def shut_down(pipeline: str, *, drain_s: float = LEAVING_S) -> None:
+    """End all pools of a pipeline, and what they share.
+
+    drain_s  how long they may finish what they have; after that their replicas are killed
+    """
+    found = running(pipeline)
+    for name in found:
+        serve.delete(name, _blocking=False)
+    until = time.monotonic() + drain_s
+    while set(found) & set(serve.status().applications):
+        if time.monotonic() > until:
+            _kill_replicas(found)
+        time.sleep(POLL_S)
     board = Board.find(pipeline)
     if board is not None:
         board.close()
     EmbeddingCache.connect(f"{pipeline}-embeddings").close()
+
+
+def _kill_replicas(applications: list[str]) -> None:
+    """End replicas at once; their slices end with them."""
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if any(actor["name"].startswith(f"SERVE_REPLICA::{name}#") for name in applications):
+            with contextlib.suppress(ValueError):  # gone already
+                ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+
+
+def _failure(pool: str, replicas: list[ReplicaSeen]) -> str | None:
+    """Return why a replica of the pool has failed, the latest one."""
+    failed = [seen for seen in replicas if seen.pool == pool and seen.doing.startswith(FAILED)]
+    return max(failed, key=lambda seen: seen.since).doing.removeprefix(FAILED) if failed else None
+
+
+def _starting(pool: str, replicas: list[ReplicaSeen], ready: bool) -> str:
+    mine = [seen for seen in replicas if seen.pool == pool and not seen.doing.startswith(FAILED)]
+    doing = "ready" if ready else ", ".join(dict.fromkeys(seen.doing for seen in mine)) or "starting"
+    return f"{pool}: {'started' if doing == 'idle' else doing}"
 
 
 def _application(pool: Pool, settings: PipelineSettings) -> Any:

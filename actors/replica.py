@@ -38,6 +38,7 @@ from wan_tpu.request import GenerationRequest, ResolvedRequest
 log = logging.getLogger(__name__)
 
 SHAPES = 64  # that a replica is remembered to hold, for routing
+FAILED, REFUSED = "failed: ", "refused: "  # how what a replica does begins when it can't start: again, or never
 LEAVE_S = 0.5  # between the loss of a slice and the end of its leader: callers are told first
 HAND_OVER_S = 5.0  # kept free before a drained slice is taken away, to copy a state out and write it
 
@@ -87,11 +88,23 @@ class PoolReplica:
         self._leave_by: float | None = None  # of time.monotonic(): the slice is being drained, and taken away then
         self._seconds = 0.0  # that a request takes on the slice, the latest counting most
         start = time.time()
-        self._slice = Slice(
-            SliceSpec(settings.slice), given.host, settings.host, name=self._name, timeouts=given.timeouts
-        )
-        self._tell("loading")
-        self._slice.call("load", on_progress=lambda told: self._tell("loading", told))
+        self._doing(f"takes a {settings.slice} and starts its hosts")
+        try:
+            self._slice = Slice(
+                SliceSpec(settings.slice), given.host, settings.host, name=self._name, timeouts=given.timeouts
+            )
+            self._tell("reads weights")
+            self._slice.call("load", on_progress=lambda told: self._tell("reads", told))
+            for request in given.warm_up:
+                self._tell("compiles")
+                self._slice.call("warm_up", request, on_progress=lambda told: self._tell("compiles", told))
+        except Exception as error:
+            cause = error.__cause__ if isinstance(error, CallFailed) else None
+            self._doing(f"{REFUSED}{cause}" if isinstance(cause, InvalidInput) else f"{FAILED}{error}")
+            with contextlib.suppress(AttributeError):  # there is none yet
+                self._slice.close()
+            del self._board  # what it was told stays there, for whoever waits for this pool
+            raise
         self._tell("idle")
         log.info("%s leads %s, ready after %.1f s", self._name, self._slice.describe(), time.time() - start)
 
@@ -340,8 +353,11 @@ class PoolReplica:
 
     def _tell(self, doing: str, progress: Any = None) -> None:
         if progress is not None:
-            doing = f"{doing} {progress.done}/{progress.total}"
-        self._board.replica(self._name, self._settings.pool, self._slice.describe(), doing)
+            doing = f"{doing} {progress.doing} ({progress.done + 1} of {progress.total})"
+        self._doing(doing, self._slice.describe())
+
+    def _doing(self, doing: str, where: str = "") -> None:
+        self._board.replica(self._name, self._settings.pool, where, doing)
 
     async def _call(self, method: str, *args: Any) -> Any:
         return await self._on_slice(self._slice.call, method, *args)

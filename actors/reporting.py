@@ -9,6 +9,10 @@ class Reported:
     def __init__(self, report: Report) -> None:
         self._report = report
 
+    def tell(self, doing: str, done: int, total: int) -> None:
+        """Tell what is at hand, the one after `done` of `total`."""
+        self._report(HostProgress(doing, done, total))
+
     def bar(self, stage: str, total: int) -> "_ReportedBar":
         """Start a stage of `total` units."""
         return _ReportedBar(self._report, stage, total)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from actors.host_values import HostSettings
 from actors.timeline import Chips
 from cluster.gang import Timeouts
+from cluster.layout import Layout
+from wan_tpu.request import GenerationRequest
 
 STAGE_HOST = "actors.host:StageHost"
 
@@ -21,6 +23,7 @@ class PipelineSettings:
     scale_wait_s    how long requests may wait for a pool before autoscaling adds a replica, by the measured stage time
     scale_up_s, scale_down_s  how long a pool must want more, or fewer, replicas before it is given them; scale_look_s:
                     over how long what it wants is averaged
+    warm_up         requests whose programs every replica compiles before it takes the first; only sizes matter
     chips           what the slices are: every figure and picture says so unless they are real
     host            class that runs on the hosts, "module:name"
     name            of the pipeline: its applications and actors carry it
@@ -38,10 +41,23 @@ class PipelineSettings:
     scale_up_s: float = 30
     scale_down_s: float = 600
     scale_look_s: float = 30
+    warm_up: tuple[GenerationRequest, ...] = ()
     chips: Chips = "real"
     timeouts: Timeouts = field(default_factory=Timeouts)
     host: str = STAGE_HOST
     name: str = "wan-tpu"
+
+
+@dataclass(frozen=True)
+class About:
+    """A pipeline as it is, or is to be, brought up.
+
+    lasting  whether it stays when the driver that brought it up ends
+    """
+
+    layout: Layout
+    settings: PipelineSettings
+    lasting: bool
 
 
 @dataclass(frozen=True)

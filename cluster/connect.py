@@ -41,8 +41,7 @@ def _start_none() -> None:
 
 def stay_on_loopback(address: str) -> None:
     """Let this process and its children join a cluster on the loopback interface, as an emulated one is."""
-    host = address.rpartition(":")[0]
-    if not _is_loopback(host):
+    if not is_loopback(address):
         return
     # Ray replaces a loopback address by the machine's own, where an emulated cluster doesn't listen, unless it is told
     # that clusters of several machines are not wanted. It has no other setting for it (2.60, services.py).
@@ -62,7 +61,9 @@ def _check_answers(address: str) -> None:
         raise ClusterNotFound(f"no Ray cluster answers at {address!r} ({error}); is it up? Give host:port") from None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether "host:port" is of this machine alone."""
+    host = address.rpartition(":")[0]
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -24,6 +24,7 @@ ENVIRONMENT = {
     "RAY_enable_metrics_collection": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # each node would see the memory of all, and kill for it
     "RAY_health_check_period_ms": "1000",  # five in a row make a node dead: 5 s instead of Ray's 15
+    "RAY_JOB_STOP_WAIT_TIME_S": "60",  # a job that is stopped takes its pipeline down; Ray kills it after 3 s
     "JAX_PLATFORMS": "cpu",
 }
 

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 
 from actors.batch import BatchSettings, drive, run_batch, say
+from actors.commands.batch_arguments import add_batch_arguments
 from actors.manifest import read_manifest
 from actors.one_process import OneProcessEngine
 from actors.storage import open_storage
 from actors.timeline import Span
 from actors.timeline_picture import save
 from wan_tpu.commands import arguments
+from wan_tpu.commands.parser import Parser
 from wan_tpu.pipeline import load_pipeline
 from wan_tpu.progress import Console
 from wan_tpu.video import check_ffmpeg
@@ -16,7 +18,7 @@ from wan_tpu.video import check_ffmpeg
 
 def batch(argv: Sequence[str]) -> None:
     """Make every video of a manifest that isn't in the output yet."""
-    parser = arguments.Parser(prog="wan-tpu batch", description=batch.__doc__)
+    parser = Parser(prog="wan-tpu batch", description=batch.__doc__)
     arguments.add_model_arguments(parser)
     add_batch_arguments(parser)
     args = parser.parse_args(argv)
@@ -37,15 +39,3 @@ def batch(argv: Sequence[str]) -> None:
         save(output, spans)
     report.check()
     say(report.text())
-
-
-def add_batch_arguments(parser: arguments.Parser) -> None:
-    """What to make, and where it goes."""
-    group = parser.add_argument_group("batch")
-    group.add_argument("--manifest", required=True, help="one JSON line a request: a path or gs:// (docs/batch.md)")
-    group.add_argument("--output", required=True, help="folder or gs://bucket/prefix of videos and results")
-    group.add_argument("--in_flight", type=int, default=2, help="requests under way at a time; default %(default)s")
-    group.add_argument(
-        "--remake_changed", action="store_true", help="make videos again whose line or model has changed since"
-    )
-    group.add_argument("--timeline", action="store_true", help="write timeline.png and its trace to the output")

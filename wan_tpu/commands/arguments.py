@@ -3,22 +3,13 @@
 import argparse
 import os
 from pathlib import Path
-from typing import NoReturn
 
-from wan_tpu.errors import InvalidInput, OutputError
+from wan_tpu.errors import OutputError
 from wan_tpu.pipeline import Pipeline, load_pipeline
 from wan_tpu.progress import Console
 from wan_tpu.record import Profiler
 from wan_tpu.request import NAMED_SIZES, SOLVERS, GenerationRequest, parse_size
 from wan_tpu.video import check_ffmpeg, check_output
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports wrong arguments like all bad input: in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise `InvalidInput`."""
-        raise InvalidInput(f"{message}; see {self.prog} --help")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

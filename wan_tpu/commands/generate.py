@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from wan_tpu.commands import arguments
+from wan_tpu.commands.parser import Parser
 from wan_tpu.data import Conditioning, DenoiseState, to_uint8
 from wan_tpu.pipeline import Pipeline
 from wan_tpu.record import Profiler, Recorder
@@ -16,7 +17,7 @@ from wan_tpu.video import ContactSheet, VideoWriter
 
 def generate(argv: Sequence[str]) -> None:
     """Make one video: encoder, experts, decoder."""
-    parser = arguments.Parser(prog="wan-tpu generate", description=generate.__doc__)
+    parser = Parser(prog="wan-tpu generate", description=generate.__doc__)
     arguments.add_model_arguments(parser)
     arguments.add_request_arguments(parser)
     arguments.add_profile_arguments(parser)

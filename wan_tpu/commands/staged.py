@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wan_tpu.commands import arguments, generate
+from wan_tpu.commands.parser import Parser
 from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value
 from wan_tpu.errors import InvalidInput
 from wan_tpu.record import Recorder, write_json
@@ -52,7 +53,7 @@ class Run:
 
 def encode(argv: Sequence[str]) -> None:
     """Encoder stage: write the embeddings and all settings, the resolved shift included, into a folder."""
-    parser = arguments.Parser(prog="stage1_encoder", description=encode.__doc__)
+    parser = Parser(prog="stage1_encoder", description=encode.__doc__)
     arguments.add_model_arguments(parser)
     arguments.add_request_arguments(parser)
     parser.add_argument("--output_dir", type=Path, default=Path("stages"), help="default %(default)s")
@@ -77,7 +78,7 @@ def encode(argv: Sequence[str]) -> None:
 
 def denoise(argv: Sequence[str]) -> None:
     """Expert stages: read the embeddings, write the latents; may stop at the boundary and go on from there."""
-    parser = arguments.Parser(prog="stage2_transformer", description=denoise.__doc__)
+    parser = Parser(prog="stage2_transformer", description=denoise.__doc__)
     _add_input(parser)
     arguments.add_sampling_arguments(parser)
     arguments.add_profile_arguments(parser)
@@ -117,7 +118,7 @@ def denoise(argv: Sequence[str]) -> None:
 
 def decode(argv: Sequence[str]) -> None:
     """Decoder stage: read the latents, write video, contact sheet and record."""
-    parser = arguments.Parser(prog="stage3_vae_decoder", description=decode.__doc__)
+    parser = Parser(prog="stage3_vae_decoder", description=decode.__doc__)
     _add_input(parser)
     parser.add_argument("--output_video", type=Path, help="default video.mp4 in the input folder")
     parser.add_argument("--fps", type=float, help="default: as in stage 1")

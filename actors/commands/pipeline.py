@@ -1,0 +1,48 @@
+"""`wan-tpu pipeline up | down`: a pipeline that stays, for all batches."""
+
+import argparse
+from collections.abc import Sequence
+
+from actors.commands.cluster_arguments import add_cluster_arguments, add_pipeline_arguments, join, wanted_from
+from actors.errors import PipelineNotFound
+from actors.live import Live
+from actors.pools import about, deploy, running, shut_down
+from wan_tpu.commands.parser import Parser
+from wan_tpu.errors import InvalidInput
+
+GCS = 'of the cluster\'s GCS, "host:port"'
+
+
+def pipeline(argv: Sequence[str]) -> None:
+    """Bring a pipeline up on a cluster, and take it down."""
+    parser = Parser(prog="wan-tpu pipeline", description=pipeline.__doc__)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
+    start = actions.add_parser("up", help="start its pools, and return when all have read their weights")
+    add_pipeline_arguments(start)
+    stop = actions.add_parser("down", help="end its pools when they have done what they have")
+    stop.add_argument("--drain_s", type=float, default=60, help="kill them after so many seconds; default %(default)s")
+    for action in (start, stop):
+        add_cluster_arguments(action, GCS)
+    args = parser.parse_args(argv)
+    {"up": _up, "down": _down}[args.action](args)
+
+
+def _up(args: argparse.Namespace) -> None:
+    with Live() as live:
+        live.tell("joining the cluster")
+        wanted = wanted_from(args, join(args), lasting=True, snapshots=None)
+        if wanted is None:
+            raise InvalidInput("--layout and --model_id say what to bring up; both are needed")
+        deploy(wanted.layout, wanted.settings, tell=live.tell)
+    print(f"pipeline {args.name} is up: {', '.join(pool.name for pool in wanted.layout.pools)}")
+
+
+def _down(args: argparse.Namespace) -> None:
+    with Live() as live:
+        live.tell("joining the cluster")
+        join(args)
+        if about(args.name) is None and not running(args.name):
+            raise PipelineNotFound(f"no pipeline {args.name!r} runs on this cluster")
+        live.tell(f"taking the pipeline {args.name} down")
+        shut_down(args.name, drain_s=args.drain_s)
+    print("stopped")

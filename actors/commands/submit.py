@@ -1,0 +1,164 @@
+"""`wan-tpu submit`: a batch as a job of the cluster. It goes on when this command, or this machine, goes away."""
+
+import asyncio
+import logging
+import shlex
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from actors.commands.batch_arguments import add_drive_arguments
+from actors.commands.cluster_arguments import add_cluster_arguments, jobs_address, layout_from
+from actors.errors import PipelineError
+from cluster.connect import is_loopback, stay_on_loopback
+from cluster.errors import ClusterNotFound
+from cluster.layout import shipped
+from wan_tpu.commands.parser import Parser
+from wan_tpu.errors import InvalidInput
+
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+POLL_S = 0.5
+
+
+class JobFailed(PipelineError):
+    """A job has ended without doing all; its exit code is this command's."""
+
+
+def submit(argv: Sequence[str]) -> int:
+    """Have a cluster make every video of a manifest, as a job that outlives this command, and follow it."""
+    parser = Parser(prog="wan-tpu submit", description=submit.__doc__)
+    add_cluster_arguments(parser, 'of what takes jobs, "http://host:8265"')
+    group = parser.add_argument_group("job")
+    group.add_argument("--detach", action="store_true", help="return at once, with the job's id on stdout")
+    group.add_argument("--attach", metavar="JOB_ID", help="follow a job that was submitted before, from its start")
+    group.add_argument("--stop", metavar="JOB_ID", help="end a job; run again, it goes on where it was")
+    add_drive_arguments(parser, required=False)
+    args = parser.parse_args(argv)
+    client = _client(jobs_address(args))
+    if args.stop is not None:
+        return _stop(client, args.stop)
+    if args.attach is not None:
+        return _follow(client, args.attach)
+    job = _submit(client, args)
+    if args.detach:
+        print(job)
+        return 0
+    print(f"job {job}; Ctrl-C leaves it running", file=sys.stderr)
+    return _follow(client, job)
+
+
+def _submit(client: Any, args: Any) -> str:
+    for name in ("manifest", "output"):
+        if getattr(args, name) is None:
+            raise InvalidInput(f"--{name} is missing; see wan-tpu submit --help")
+    job = f"wan-tpu-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    command = _command(args, here=is_loopback(urlsplit(client.get_address()).netloc))
+    client.submit_job(
+        entrypoint=shlex.join(command), submission_id=job, metadata={"manifest": args.manifest, "output": args.output}
+    )
+    return job
+
+
+def _command(args: Any, *, here: bool) -> list[str]:
+    """Return what the job runs; `here` when the cluster is on this machine."""
+    command = ["exec", sys.executable if here else "python", "-m", "actors.cli", "drive"]
+    paths = {"manifest": args.manifest, "output": args.output, "snapshots": args.snapshots}
+    given = {name: _absolute(value) for name, value in paths.items() if value is not None}
+    given |= {name: getattr(args, name) for name in ("name", "dtype", "in_flight", "snapshot_every", "executables")}
+    if args.model_id is not None:
+        given["model_id"] = str(Path(args.model_id).absolute()) if Path(args.model_id).is_dir() else args.model_id
+    layout = layout_from(args)  # looked at before the job is
+    if layout is not None and args.layout in shipped():
+        given["layout"] = args.layout
+    elif layout is not None:  # a file of this machine, which the cluster may not have
+        given["layout_text"] = args.layout_text or Path(layout.source).read_text()
+    for name, value in given.items():
+        if value is not None:
+            command += [f"--{name}", str(value)]
+    for size in args.warm_up:
+        command += ["--warm_up", size]
+    return command + [f"--{name}" for name in ("remake_changed", "timeline", "keep") if getattr(args, name)]
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else str(Path(path).expanduser().absolute())
+
+
+def _client(address: str) -> Any:
+    """Return what talks to the cluster's job server; raises `ClusterNotFound`."""
+    stay_on_loopback(urlsplit(address).netloc)
+    from ray.job_submission import JobSubmissionClient  # after the line above: Ray reads its settings at import
+
+    try:
+        client = JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ClusterNotFound(
+            f"nothing takes jobs at {address} ({reason}); give the dashboard's address, http://host:8265 where it is "
+            "as usual (behind kubectl port-forward or ssh -L if need be)"
+        ) from None
+    logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.ERROR)  # which the line above has set
+    return client
+
+
+def _follow(client: Any, job: str) -> int:
+    """Print a job's log as it comes; return the exit code of what it ran."""
+    _status(client, job)
+    try:
+        shown = 0
+        while True:
+            shown = asyncio.run(_print_log(client, job, shown))
+            if (state := _status(client, job)) in ENDED:
+                break
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        print(
+            f"\ndetached; the job goes on. Again: wan-tpu submit --attach {job}; end it: --stop {job}", file=sys.stderr
+        )
+        return 130
+    details = client.get_job_info(job)
+    if state == "SUCCEEDED":
+        return 0
+    code = details.driver_exit_code
+    if state == "STOPPED":
+        print(f"job {job} was stopped", file=sys.stderr)
+        return 130
+    if code is None or code < 0:
+        raise JobFailed(f"job {job} failed: {(details.message or 'no reason given').strip().splitlines()[-1]}")
+    return code
+
+
+async def _print_log(client: Any, job: str, shown: int) -> int:
+    """Print the log but for the first `shown` characters, to its end or the end of the connection."""
+    at = 0
+    try:
+        async for piece in client.tail_job_logs(job):
+            new = piece[max(shown - at, 0) :]
+            at += len(piece)
+            print(new, end="", flush=True)
+    except RuntimeError:  # the connection broke: the job is asked after again
+        pass
+    return max(at, shown)
+
+
+def _stop(client: Any, job: str) -> int:
+    if _status(client, job) not in ENDED:
+        client.stop_job(job)
+        while _status(client, job) not in ENDED:
+            time.sleep(POLL_S)
+    print(f"job {job}: {_status(client, job).lower()}")
+    return 0
+
+
+def _status(client: Any, job: str) -> str:
+    try:
+        return client.get_job_status(job).value
+    except RuntimeError as error:
+        known = sorted(str(found.submission_id) for found in client.list_jobs() if found.submission_id)
+        if job not in known:
+            raise InvalidInput(f"the cluster knows no job {job!r}; it knows {', '.join(known) or 'none'}") from None
+        raise ClusterNotFound(f"the cluster doesn't say how job {job} is ({str(error).splitlines()[0]})") from None
