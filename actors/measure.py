@@ -1,6 +1,7 @@
 """Figures of a pipeline under load: how near its throughput is to what its slowest pool allows, and what is lost."""
 
 import asyncio
+import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ class Load:
 
 
 async def run(pipeline: Pipeline, requests: Mapping[str, GenerationRequest]) -> tuple[Load, dict[str, bytes]]:
-    """Make all videos, as many at a time as the pipeline takes."""
+    """Make all videos, as many at a time as the pipeline takes; more than twice that, or it is never full for long."""
     load, videos = Load(len(requests), pipeline.settings.in_flight), {}
 
     async def one(key: str, request: GenerationRequest) -> None:
@@ -105,7 +106,7 @@ def between_requests(load: Load, pool: str) -> list[float]:
             (s for s in load.spans if s.slice == name and s.what == "compute" and start <= s.start_s <= end),
             key=lambda s: s.start_s,
         )
-        found += [b.start_s - a.end_s for a, b in zip(mine, mine[1:], strict=False) if a.request != b.request]
+        found += [b.start_s - a.end_s for a, b in itertools.pairwise(mine) if a.request != b.request]
     return found
 
 
@@ -120,7 +121,7 @@ def _gaps(spans: Sequence[Span]) -> list[float]:
     ordered = sorted((s for s in spans if s.step is not None), key=lambda s: (s.request, s.stage, s.step))
     return [
         b.start_s - a.end_s
-        for a, b in zip(ordered, ordered[1:], strict=False)
+        for a, b in itertools.pairwise(ordered)
         if (a.request, a.stage, a.slice) == (b.request, b.stage, b.slice)
     ]
 

@@ -1,7 +1,8 @@
 """A host that computes nothing: it waits for the planned seconds of each stage and hands out payloads of real sizes.
 
 With it the orchestration can be measured alone: pools, replicas, pipeline, Serve and object store are those of
-production, `PipelineSettings.host` names this class and `checkpoint` a `Planned` file. It imports neither JAX nor torch.
+production, `PipelineSettings.host` names this class and `checkpoint` a `Planned` file. It imports neither JAX nor
+torch.
 
 Values tell what has happened to them, so that a request that is given another's payload, or one out of order, fails:
 latents are filled with the request's seed, a state knows its step, a text embedding its prompt.
@@ -25,9 +26,7 @@ from wan_tpu.request import Defaults, GenerationRequest, ResolvedRequest
 from wan_tpu.solvers import solver_table
 
 SIMULATED_HOST = "actors.simulated:SimulatedHost"
-WAN = Defaults(
-    height=720, width=1280, frames=81, fps=16, steps=40, guidance_scale=3.5, guidance_scale_2=3.5, shift=5.0
-)
+WAN = Defaults(height=720, width=1280, frames=81, fps=16, steps=40, guidance_scale=3.5, guidance_scale_2=3.5, shift=5.0)
 BOUNDARY = 0.9  # of Wan 2.2 I2V A14B: steps with t >= 900 are the high-noise expert's
 
 

@@ -124,7 +124,9 @@ def report(
     start, end = load.full
     print(f"\n{name}: {', '.join(f'{p.name} ({p.replicas} x {pool.slice})' for p, pool in zip(pools, layout.pools))}")
     print(f"  full for {end - start:.1f} s; {measure.videos_per_hour(load) / speed:.1f} videos an hour at speed 1")
-    print(f"  {'pool':<8}{'s a video':>10}{'bound s':>9}{'busy':>7}{'share':>7}{'step s':>8}{'gap ms':>8}{'next ms':>9}")
+    print(
+        f"  {'pool':<8}{'s a video':>10}{'bound s':>9}{'busy':>7}{'share':>7}{'step s':>8}{'gap ms':>8}{'next ms':>9}"
+    )
     for pool in pools:
         between = measure.between_requests(load, pool.name)
         wait = f"{1000 * statistics.median(between):9.1f}" if between else ""
@@ -147,7 +149,9 @@ def compare(rates: dict[str, tuple[dict[str, Any], int]]) -> None:
     for name, (figures, chips) in rates.items():
         speed_one = figures["rate"] * figures["at_one"] / figures["share"]
         a_chip[name] = speed_one / chips
-        print(f"{name}: {speed_one:.1f} videos an hour at speed 1 on {chips} chips, {a_chip[name]:.3f} a chip (simulated)")
+        print(
+            f"{name}: {speed_one:.1f} videos an hour at speed 1 on {chips} chips, {a_chip[name]:.3f} a chip (simulated)"
+        )
     best = max(a_chip, key=lambda name: a_chip[name])
     other = min(a_chip, key=lambda name: a_chip[name])
     print(f"{best} wins by {a_chip[best] / a_chip[other] - 1:.1%} a chip (simulated)")
