@@ -12,7 +12,6 @@ the orchestration costs is not: it is measured in real seconds, and stated for s
 import argparse
 import asyncio
 import dataclasses
-import json
 import os
 import statistics
 import tempfile
@@ -24,10 +23,12 @@ from typing import Any
 
 import ray
 
-from actors import measure
+from actors import measure, soak
 from actors.board import Board
+from actors.memory import draw as draw_memory
+from actors.memory import growth, store_mib
 from actors.pipeline import Pipeline
-from actors.pools import deploy, shut_down
+from actors.pools import deploy, handle, shut_down
 from actors.settings import PipelineSettings
 from actors.simulated import SIMULATED_HOST, WAN, Planned, simulated_video
 from actors.timeline import NOTES
@@ -50,10 +51,11 @@ def main() -> None:
     parser.add_argument("--in_flight", type=int, default=16)
     parser.add_argument("--real", action="store_true", help="the small model instead of waiting")
     parser.add_argument("--only", choices=["pools", "whole"], help="one of the two layouts that are compared")
-    parser.add_argument("--picture", type=Path, help="PNG of the timeline")
+    parser.add_argument("--soak", type=int, metavar="N", help="so many small requests; is memory left behind?")
+    parser.add_argument("--picture", type=Path, help="PNG of the timeline, or of the memory")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        (real if args.real else simulated)(args, Path(folder))
+        (soaked if args.soak else real if args.real else simulated)(args, Path(folder))
 
 
 def simulated(args: argparse.Namespace, folder: Path) -> None:
@@ -95,17 +97,34 @@ def simulated(args: argparse.Namespace, folder: Path) -> None:
 
 
 def run(
-    layout: Layout, settings: PipelineSettings, requests: dict[str, GenerationRequest]
+    layout: Layout,
+    settings: PipelineSettings,
+    requests: dict[str, GenerationRequest],
+    warm: GenerationRequest | None = None,
 ) -> tuple[measure.Load, dict[str, bytes]]:
-    """Start the pools, make all videos, stop the pools."""
+    """Start the pools, make all videos, stop the pools; `warm`: a request whose programs are compiled first."""
     deploy(layout, settings)
+    if warm is not None:
+        for pool in layout.pools:
+            handle(settings.name, pool.name).warm_up.remote(warm).result()
+    held: list[float] = []
 
     async def all_of_them() -> tuple[measure.Load, dict[str, bytes]]:
-        return await measure.run(Pipeline(layout, settings), requests)
+        look = asyncio.create_task(looking())
+        try:
+            return await measure.run(Pipeline(layout, settings), requests)
+        finally:
+            look.cancel()
+
+    async def looking() -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            held.append(await asyncio.to_thread(store_mib))
 
     try:
         found = asyncio.run(all_of_them())
         handoffs(settings.name)
+        print(f"  object stores held {statistics.mean(held):.0f} MiB in the mean, {max(held):.0f} at most")
         return found
     finally:
         shut_down(settings.name)
@@ -122,17 +141,18 @@ def report(
     pools = measure.pool_figures(layout, load, planned_s)
     slowest = max(pools, key=lambda pool: pool.bound_s)
     start, end = load.full
-    print(f"\n{name}: {', '.join(f'{p.name} ({p.replicas} x {pool.slice})' for p, pool in zip(pools, layout.pools))}")
+    slices = ", ".join(f"{pool.name} {pool.replicas.minimum} x {pool.slice}" for pool in layout.pools)
+    print(f"\n{name}: {slices}")
     print(f"  full for {end - start:.1f} s; {measure.videos_per_hour(load) / speed:.1f} videos an hour at speed 1")
     print(
         f"  {'pool':<8}{'s a video':>10}{'bound s':>9}{'busy':>7}{'share':>7}{'step s':>8}{'gap ms':>8}{'next ms':>9}"
     )
     for pool in pools:
         between = measure.between_requests(load, pool.name)
-        wait = f"{1000 * statistics.median(between):9.1f}" if between else ""
+        wait = f"{1000 * statistics.median(between):10.1f}" if between else ""
         print(
-            f"  {pool.name:<8}{pool.video_s:10.2f}{pool.bound_s:9.3f}{pool.busy:7.1%}{pool.share:7.1%}"
-            f"{pool.step_s:8.3f}{1000 * pool.gap_s:8.1f}{wait}"
+            f"  {pool.name:<8}{pool.video_s:10.2f}{pool.bound_s:10.3f}{pool.busy:10.1%}{pool.share:10.1%}"
+            f"{pool.step_s:10.3f}{1000 * pool.gap_s:10.1f}{wait}"
         )
     lost = slowest.video_s * (1 / slowest.share - 1)
     at_one = slowest.video_s * speed / (slowest.video_s * speed + lost)
@@ -188,18 +208,61 @@ def whole(layout: Layout) -> Layout:
 
 
 @contextmanager
-def cluster(layout: Layout, folder: Path) -> Iterator[None]:
-    """Run an emulated cluster for a layout and join it."""
+def cluster(layout: Layout, folder: Path) -> Iterator[Path]:
+    """Run an emulated cluster for a layout and join it; yield its temporary folder."""
     with EmulatedCluster.start(layout.emulated_slices(), Settings(host_store_mib=512), folder=folder) as running:
         connect(running.address)
         try:
-            yield
+            yield running.temp
         finally:
             ray.shutdown()
 
 
 def real(args: argparse.Namespace, folder: Path) -> None:
-    raise NotImplementedError
+    """Measure the small model, computed on CPU devices."""
+    from wan_tpu.tiny import make_checkpoint
+
+    layout = Layout.load(args.layout or "emulated-demo", STAGES)
+    checkpoint = make_checkpoint(folder / "model", "wan2.2-i2v-a14b")
+    settings = PipelineSettings(
+        str(checkpoint), str(folder / "snapshots"), dtype="float32", in_flight=min(args.in_flight, 4)
+    )
+    count = args.requests or 12
+    requests = {
+        f"r{i}": GenerationRequest(prompt=f"{i}", image=IMAGE, height=64, width=64, frames=9, steps=6, seed=i)
+        for i in range(count)
+    }
+    print(f"{NOTES['emulated']}; slices share {os.cpu_count()} cores")
+    print(f"{count} requests, {settings.in_flight} in flight; load of this machine before: {os.getloadavg()[0]:.1f}")
+    with cluster(layout, folder):
+        load, videos = run(layout, settings, requests, warm=requests["r0"])
+    assert all(video[4:8] == b"ftyp" for video in videos.values())
+    report("pools", layout, load, None, 1)
+    if args.picture:
+        args.picture.write_bytes(draw(load.spans, f"Emulated: {layout.source}, {count} requests"))
+
+
+def soaked(args: argparse.Namespace, folder: Path) -> None:
+    """Make many small simulated videos and print what memory was left behind."""
+    settings = soak.settings(folder)
+    print(f"{NOTES['simulated']}; {args.soak} requests, 16 in flight")
+    start = time.monotonic()
+    with cluster(soak.LAYOUT, folder) as temp:
+        deploy(soak.LAYOUT, settings)
+        made = asyncio.run(
+            soak.soak(soak.LAYOUT, settings, args.soak, temp=temp, image=IMAGE, told=lambda one: print(one, flush=True))
+        )
+        shut_down(settings.name)
+    warm = args.soak // 4
+    roles = {role: made[-1].private_mib[role] for role in made[-1].private_mib} | {"object store": made[-1].store_mib}
+    print(
+        f"{time.monotonic() - start:.0f} s; MiB at the end, and what the second half of the samples, the first {warm}"
+    )
+    print("requests left out, has more than the first (medians):")
+    for role, grown in growth(made, warm).items():
+        print(f"  {role:<18}{roles[role]:8.1f}{grown:+8.2f}")
+    if args.picture:
+        args.picture.write_bytes(draw_memory(made, f"Simulated: {args.soak} small requests, memory between rounds"))
 
 
 if __name__ == "__main__":
