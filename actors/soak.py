@@ -33,10 +33,12 @@ pools:
 )
 
 
-def settings(folder: Path, host: str = SIMULATED_HOST) -> PipelineSettings:
+def settings(folder: Path, step_s: float = 0.0) -> PipelineSettings:
     """Return the settings of a soak, whose hosts hardly wait: payloads are small, but too large for Ray to inline."""
-    plan = Planned(0.0, 0.0, 0.0, 0.0, text=(1, 512, 256), mp4_bytes=200_000).save(folder / "plan.json")
-    return PipelineSettings(str(plan), str(folder / "snapshots"), chips="simulated", host=host, snapshot_every=3)
+    plan = Planned(0.0, 0.0, step_s, 0.0, text=(1, 512, 256), mp4_bytes=200_000).save(folder / "plan.json")
+    return PipelineSettings(
+        str(plan), str(folder / "snapshots"), chips="simulated", host=SIMULATED_HOST, snapshot_every=3
+    )
 
 
 def request(i: int, image: Path | None) -> GenerationRequest:
