@@ -139,7 +139,9 @@ class _Making:
         assert state is not None
         video = await self._stage(
             "decoder",
-            self._pipeline.call("decoder", plan.shapes["decoder"]).decode.remote(self._key, plan, state, self._shelf),
+            self._pipeline.call("decoder", plan.shapes["decoder"]).decode.remote(
+                self._key, plan.light(), state, self._shelf
+            ),
             lambda: self._shelf.drop(state),
         )
         with _losses():
@@ -164,7 +166,7 @@ class _Making:
                 self._texts, self._image = {}, None
 
         events = call.denoise.remote(
-            self._key, plan, [*texts, image], state=state, snapshot=snapshot, shelf=self._shelf
+            self._key, plan.light(), [*texts, image], state=state, snapshot=snapshot, shelf=self._shelf
         )
         made = await self._stage(stage, events, prepared)
         assert made.step is not None
