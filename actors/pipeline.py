@@ -1,7 +1,7 @@
 """The pipeline across slices: chains the pools, passes references on, and does again what was lost.
 
-The process that runs this never holds a latent: what it gets of a stage are references and small facts. In the end it
-gets the bytes of an mp4.
+The process that runs this never holds a latent: what it gets of a stage are tickets of the `Exchange` and small facts.
+In the end it gets the bytes of an mp4.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 
 from actors.board import Board
 from actors.errors import InputLost, PipelineError, PipelineFull, RequestFailed, StageLost, StageMoved
+from actors.exchange import Exchange, Shelf, Ticket
 from actors.host_values import Plan
 from actors.payloads import EncodedVideo, unpack
 from actors.pools import handle
@@ -43,6 +44,7 @@ class Pipeline:
         self._pools = {stage: pool.name for pool in layout.pools for stage in pool.stages}
         self._handles = {pool.name: handle(settings.name, pool.name) for pool in layout.pools}
         self._board = Board.connect(settings.name)
+        self._exchange = Exchange()
         self._snapshots = Snapshots(settings.snapshots)
         self._places = asyncio.Semaphore(settings.in_flight)
         self._inside: set[str] = set()
@@ -68,7 +70,11 @@ class Pipeline:
         try:
             self._board.request(id, "waiting")
             async with self._places:
-                video = await _Making(self, id, request, on_event).run()
+                shelf = self._exchange.shelf()
+                try:
+                    video = await _Making(self, id, request, on_event, shelf).run()
+                finally:
+                    shelf.end()
             how = "done"
             return video
         except RequestFailed:
@@ -106,17 +112,20 @@ class Pipeline:
 class _Making:
     """One request on its way."""
 
-    def __init__(self, pipeline: Pipeline, key: str, request: GenerationRequest, on_event: OnEvent) -> None:
+    def __init__(
+        self, pipeline: Pipeline, key: str, request: GenerationRequest, on_event: OnEvent, shelf: Shelf
+    ) -> None:
         self._pipeline = pipeline
         self._key = key
         self._request = request
         self._on_event = on_event
+        self._shelf = shelf
         self._attempts = 0  # since something was done that hadn't been done before
         self._done: set[tuple[str, int | None]] = set()
         self._lost_input = False
-        self._texts: dict[str, ray.ObjectRef] = {}
-        self._image: ray.ObjectRef | None = None
-        self._state: ray.ObjectRef | None = None
+        self._texts: dict[str, Ticket] = {}
+        self._image: Ticket | None = None
+        self._state: Ticket | None = None
         self._steps = 0
 
     async def run(self) -> bytes:
@@ -155,10 +164,15 @@ class _Making:
         assert state is not None
         video = await self._stage(
             "decoder",
-            self._pipeline.call("decoder", plan.shapes["decoder"]).decode.remote(self._key, plan, [state]),
+            self._pipeline.call("decoder", plan.shapes["decoder"]).decode.remote(
+                self._key, plan.light(), state, self._shelf
+            ),
+            lambda: self._shelf.drop(state),
         )
         with _losses():
-            payload = await video.refs[0]
+            [ref] = await self._shelf.get(video.ticket)
+            assert ref is not None
+            payload = await ref
         content = unpack(payload)
         assert isinstance(content, EncodedVideo)
         return content.mp4.tobytes()
@@ -168,47 +182,58 @@ class _Making:
         texts, image = await self._inputs(plan)
         state, self._state = self._state, None
         call = self._pipeline.call(stage, plan.shapes[stage])
-        made = await self._stage(
-            stage,
-            call.denoise.remote(
-                self._key,
-                plan,
-                [*texts, image],
-                state=None if state is None else [state],
-                kept=kept,
-                snapshot=snapshot,
-            ),
+        last = self._pipeline.pool_of(stage) == self._pipeline.pool_of(plan.experts[-1].stage)
+
+        def prepared() -> None:
+            self._shelf.drop(state)
+            if last:  # encoded again if this fails: less than what holding it all the time would cost the store
+                self._shelf.drop(image, *self._texts.values())
+                self._texts, self._image = {}, None
+
+        events = call.denoise.remote(
+            self._key,
+            plan.light(),
+            [*texts, image],
+            state=state,
+            kept=kept,
+            snapshot=snapshot,
+            shelf=self._shelf,
         )
+        made = await self._stage(stage, events, prepared)
         assert made.step is not None
-        self._state = made.refs[0]
+        self._state = made.ticket
         return made.step
 
-    async def _inputs(self, plan: Plan) -> tuple[list[ray.ObjectRef | None], ray.ObjectRef | None]:
+    async def _inputs(self, plan: Plan) -> tuple[list[Ticket | None], Ticket | None]:
         """Return text embeddings (the second None without guidance) and image condition; encode what isn't there."""
         wanted: list[Any] = [self._text(prompt) for prompt in set(plan.prompts) - set(self._texts)]
         if plan.request.image is not None and self._image is None:
             wanted.append(self._encode_image(plan))
         await _all(wanted)
-        texts: list[ray.ObjectRef | None] = [self._texts[prompt] for prompt in plan.prompts]
+        texts: list[Ticket | None] = [self._texts[prompt] for prompt in plan.prompts]
         return [*texts, None][:2], self._image
 
     async def _text(self, prompt: str) -> None:
-        made = await self._stage("encoder", self._pipeline.call("encoder").encode_text.remote(self._key, prompt))
-        self._texts[prompt] = made.refs[0]
+        call = self._pipeline.call("encoder")
+        made = await self._stage("encoder", call.encode_text.remote(self._key, prompt, self._shelf))
+        self._texts[prompt] = made.ticket
 
     async def _encode_image(self, plan: Plan) -> None:
         shape = plan.shapes["encoder"]
         call = self._pipeline.call("encoder", shape)
-        made = await self._stage("encoder", call.encode_image.remote(self._key, plan.request, shape))
-        self._image = made.refs[0]
+        made = await self._stage("encoder", call.encode_image.remote(self._key, plan.request, shape, self._shelf))
+        self._image = made.ticket
 
     async def _forget(self, plan: Plan) -> None:
         """Have everything that was handed over made again: one of them is lost."""
+        self._shelf.drop(self._image)
         self._image = None
         while self._texts:
-            prompt, ref = next(iter(self._texts.items()))
+            prompt, ticket = next(iter(self._texts.items()))
             with _losses():
-                await self._pipeline.call("encoder", stream=False).forget_text.remote(prompt, (ref,))
+                call = self._pipeline.call("encoder", stream=False)
+                await call.forget_text.remote(prompt, ticket, self._shelf)
+            self._shelf.drop(ticket)
             del self._texts[prompt]
         self._lost_input = False
 
@@ -227,6 +252,7 @@ class _Making:
                         if event.step is not None:
                             board.request(self._key, event.stage, event.step, self._steps, event.seconds)
                     elif isinstance(event, Prepared):
+                        prepared()
                         board.handoff(stage, event.seconds, event.nbytes)
                     else:
                         made = event

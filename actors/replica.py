@@ -1,8 +1,8 @@
 """A replica of a pool: a small CPU actor that leads one slice and takes one request at a time through its stages.
 
 While the slice computes for one request, the next one's inputs are fetched and put on the devices, and the results of
-the one before leave. Every method is a stream: spans as they end, then one `Handed` with what it has made. References
-are given and returned in lists: Ray would fetch the objects into this process otherwise.
+the one before leave. Every method is a stream: spans as they end, then one `Handed` with what it has made. What comes
+and goes waits on the request's shelf of the `Exchange`; the streams carry tickets.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from ray import serve
 from actors.board import Board
 from actors.embedding_cache import Embedding, EmbeddingCache, embedding_key
 from actors.errors import InputLost, RequestFailed, StageLost, StageMoved
+from actors.exchange import Shelf, Ticket
 from actors.host_values import Plan
 from actors.scaling import LOAD
 from actors.settings import PoolSettings
@@ -56,12 +57,12 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Handed:
-    """What a stage has made: references to payloads, and when they were ready.
+    """What a stage has made: the ticket of a payload, and when that was ready.
 
     step  how many denoising steps are done; note  small values, such as warnings
     """
 
-    refs: tuple[ray.ObjectRef, ...]
+    ticket: Ticket
     ready_s: float
     step: int | None = None
     note: Any = None
@@ -114,7 +115,7 @@ class PoolReplica:
         """Return what a request takes of this model. Raises `RequestFailed` when the model can't make it."""
         return await self._side("plan", request)
 
-    async def encode_text(self, key: str, prompt: str) -> AsyncIterator[Event]:
+    async def encode_text(self, key: str, prompt: str, shelf: Shelf) -> AsyncIterator[Event]:
         """Encode a prompt, or find that it has been: one `TextEmbedding`."""
         spans: list[Span] = []
 
@@ -128,13 +129,16 @@ class PoolReplica:
         made = await self._cache.get(self._embedding_key(prompt), encode)
         for span in spans:
             yield span
-        yield Handed((made.ref,), time.time(), note=made.note)
+        yield Handed(await shelf.put(made.ref), time.time(), note=made.note)
 
-    async def forget_text(self, prompt: str, lost: tuple[ray.ObjectRef, ...]) -> None:
-        """Drop an embedding from the cache whose object is lost."""
-        await self._cache.forget(self._embedding_key(prompt), Embedding(lost[0], None, cached=True))
+    async def forget_text(self, prompt: str, lost: Ticket, shelf: Shelf) -> None:
+        """Drop an embedding from the cache whose object is lost; if only its ticket is, leave it there."""
+        with contextlib.suppress(InputLost):
+            [ref] = await shelf.get(lost)
+            assert ref is not None
+            await self._cache.forget(self._embedding_key(prompt), Embedding(ref, None, cached=True))
 
-    async def encode_image(self, key: str, request: ResolvedRequest, shape: str) -> AsyncIterator[Event]:
+    async def encode_image(self, key: str, request: ResolvedRequest, shape: str, shelf: Shelf) -> AsyncIterator[Event]:
         """Encode a request's image: one `ImageCondition`."""
         await self._hold(shape)
         start = time.time()
@@ -146,21 +150,22 @@ class PoolReplica:
                 start = time.time()
                 _, ref = await self._call_payload("encode_image", held)
                 yield self._span(key, "encoder", "compute", start)
-            yield Handed((ref,), time.time())
+            yield Handed(await shelf.put(ref), time.time())
 
     async def denoise(
         self,
         key: str,
         plan: Plan,
-        inputs: list[Any],
+        inputs: list[Ticket | None],
         *,
-        state: list[ray.ObjectRef] | None,
+        state: Ticket | None,
         kept: str,
         snapshot: int | None,
+        shelf: Shelf,
     ) -> AsyncIterator[Event]:
         """Run all steps of this pool's experts: one `DenoiseState`.
 
-        inputs    references of prompt, negative prompt or None, image or None
+        inputs    tickets of prompt, negative prompt or None, image or None
         state     where the pool before has left off
         kept      the name of the request's snapshots; snapshot  the step of the one to go on from
 
@@ -171,10 +176,11 @@ class PoolReplica:
         await self._hold(plan.shapes[stage])
         start = time.time()
         async with self._held(key) as held:
-            given = state[0] if state else None
+            refs = await shelf.get(*inputs, state)
             if snapshot is not None:
-                given = await self._run(self._load, kept, snapshot)
-            nbytes = await self._side("prepare_denoise", held, plan.without_image, *inputs, given)
+                refs[-1] = await self._run(self._load, kept, snapshot)
+            nbytes = await self._side("prepare_denoise", held, plan.without_image, *refs)
+            del refs  # or the store would keep them until the last step
             yield self._span(key, stage, "fetch", start)
             yield Prepared(time.time() - start, nbytes)
             done = snapshot or mine[0].start
@@ -198,21 +204,21 @@ class PoolReplica:
                 # The next pool starts from this; if that is lost before its first snapshot, nothing is done twice.
                 await self._run(self._keep, kept, step, ref)
             yield self._span(key, stage, "fetch", start)
-            yield Handed((ref,), time.time(), step)
+            yield Handed(await shelf.put(ref), time.time(), step)
 
-    async def decode(self, key: str, plan: Plan, state: list[ray.ObjectRef]) -> AsyncIterator[Event]:
+    async def decode(self, key: str, plan: Plan, state: Ticket, shelf: Shelf) -> AsyncIterator[Event]:
         """Decode final latents: one `EncodedVideo`."""
         await self._hold(plan.shapes["decoder"])
         start = time.time()
         async with self._held(key) as held:
-            nbytes = await self._side("prepare_decode", held, plan.without_image, *state)
+            nbytes = await self._side("prepare_decode", held, plan.without_image, *await shelf.get(state))
             yield self._span(key, "decoder", "fetch", start)
             yield Prepared(time.time() - start, nbytes)
             async with self._busy(key, "decoder"):
                 start = time.time()
                 _, ref = await self._call_payload("decode", held)
                 yield self._span(key, "decoder", "compute", start)
-            yield Handed((ref,), time.time())
+            yield Handed(await shelf.put(ref), time.time())
 
     async def warm_up(self, request: GenerationRequest) -> dict[str, float]:
         """Compile what a request like this needs; return the seconds by program."""

@@ -1,0 +1,269 @@
+#!/usr/bin/env python3
+"""Measure the pipeline on an emulated cluster of this machine.
+
+    python scripts/bench_pipeline.py                 orchestration alone: hosts wait for planned durations (simulated)
+    python scripts/bench_pipeline.py --real          the small model, computed (emulated)
+    python scripts/bench_pipeline.py --soak 1000     many small requests: does memory grow?
+
+The first compares the layout with the same chips as whole-pipeline replicas. Durations are divided by --speed, what
+the orchestration costs is not: it is measured in real seconds, and stated for speed 1 too.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors import measure, soak
+from actors.board import Board
+from actors.memory import draw as draw_memory
+from actors.memory import growth, store_mib
+from actors.pipeline import Pipeline
+from actors.pools import deploy, handle, shut_down
+from actors.settings import PipelineSettings
+from actors.simulated import SIMULATED_HOST, WAN, Planned, simulated_video
+from actors.timeline import NOTES
+from actors.timeline_picture import draw
+from cluster.connect import connect
+from cluster.emulated import EmulatedCluster, Settings
+from cluster.layout import Layout, Pool, Replicas
+from wan_tpu import GenerationRequest
+from wan_tpu.expert import STAGES
+
+IMAGE = Path(__file__).parent.parent / "examples" / "cat.png"
+
+
+def main() -> None:
+    """Run one of the three and print its figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", help="file or shipped name (a14b-balanced-v6e; with --real emulated-demo)")
+    parser.add_argument("--speed", type=float, default=10, help="planned durations are divided by it")
+    parser.add_argument("--requests", type=int, help="how many (48; with --real 8)")
+    parser.add_argument("--in_flight", type=int, default=16)
+    parser.add_argument("--real", action="store_true", help="the small model instead of waiting")
+    parser.add_argument("--only", choices=["pools", "whole"], help="one of the two layouts that are compared")
+    parser.add_argument("--soak", type=int, metavar="N", help="so many small requests; is memory left behind?")
+    parser.add_argument("--picture", type=Path, help="PNG of the timeline, or of the memory")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        (soaked if args.soak else real if args.real else simulated)(args, Path(folder))
+
+
+def simulated(args: argparse.Namespace, folder: Path) -> None:
+    """Measure a layout, and its chips as whole-pipeline replicas, with hosts that wait."""
+    planned = Planned(speed=args.speed)
+    plan = planned.save(folder / "plan.json")
+    layout = emulated(Layout.load(args.layout or "a14b-balanced-v6e", STAGES))
+    settings = PipelineSettings(
+        str(plan),
+        str(folder / "snapshots"),
+        chips="simulated",
+        host=SIMULATED_HOST,
+        in_flight=args.in_flight,
+        snapshot_every=max(1, round(5 * args.speed)),  # as often in real time as at speed 1
+    )
+    count = args.requests or 48
+    requests = {
+        f"r{i}": GenerationRequest(prompt=f"prompt {i}", image=IMAGE, height=720, width=1280, seed=i)
+        for i in range(count)
+    }
+    one = requests["r0"].resolve(WAN)
+    planned_s = {stage: planned.seconds(stage, one) for stage in STAGES}
+    print(f"{NOTES['simulated']}: Wan 2.2 A14B, 720x1280, 81 frames, 40 steps on v6e-8, divided by {args.speed:g}")
+    print(f"{count} requests, {args.in_flight} in flight; load of this machine before: {os.getloadavg()[0]:.1f}")
+    rates = {}
+    with cluster(layout, folder):
+        for name, which in {"pools": layout, "whole": whole(layout)}.items():
+            if args.only not in (None, name):
+                continue
+            load, videos = run(which, settings, requests)
+            for key, request in requests.items():
+                assert videos[key].startswith(simulated_video(request)), f"{key} has another's video"
+            figures = report(name, which, load, planned_s, args.speed)
+            rates[name] = (figures, sum(pool.slice.chips * pool.replicas.minimum for pool in which.pools))
+            if args.picture and name == (args.only or "pools"):
+                args.picture.write_bytes(draw(load.spans, f"Simulated: {which.source}, {count} requests"))
+    if len(rates) == 2:
+        compare(rates)
+
+
+def run(
+    layout: Layout,
+    settings: PipelineSettings,
+    requests: dict[str, GenerationRequest],
+    warm: GenerationRequest | None = None,
+) -> tuple[measure.Load, dict[str, bytes]]:
+    """Start the pools, make all videos, stop the pools; `warm`: a request whose programs are compiled first."""
+    deploy(layout, settings)
+    if warm is not None:
+        for pool in layout.pools:
+            handle(settings.name, pool.name).warm_up.remote(warm).result()
+    held: list[float] = []
+
+    async def all_of_them() -> tuple[measure.Load, dict[str, bytes]]:
+        look = asyncio.create_task(looking())
+        try:
+            return await measure.run(Pipeline(layout, settings), requests)
+        finally:
+            look.cancel()
+
+    async def looking() -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            held.append(await asyncio.to_thread(store_mib))
+
+    try:
+        found = asyncio.run(all_of_them())
+        handoffs(settings.name)
+        print(f"  object stores held {statistics.mean(held):.0f} MiB in the mean, {max(held):.0f} at most")
+        return found
+    finally:
+        shut_down(settings.name)
+        deadline = time.monotonic() + 60
+        while ray.available_resources().get("TPU", 0) < ray.cluster_resources()["TPU"]:
+            assert time.monotonic() < deadline, "slices were not given back"
+            time.sleep(0.2)
+
+
+def report(
+    name: str, layout: Layout, load: measure.Load, planned_s: dict[str, float] | None, speed: float
+) -> dict[str, Any]:
+    """Print the figures of a run and return them."""
+    pools = measure.pool_figures(layout, load, planned_s)
+    slowest = max(pools, key=lambda pool: pool.bound_s)
+    start, end = load.full
+    slices = ", ".join(f"{pool.name} {pool.replicas.minimum} x {pool.slice}" for pool in layout.pools)
+    print(f"\n{name}: {slices}")
+    print(f"  full for {end - start:.1f} s; {measure.videos_per_hour(load) / speed:.1f} videos an hour at speed 1")
+    print(
+        f"  {'pool':<8}{'s a video':>10}{'bound s':>9}{'busy':>7}{'share':>7}{'step s':>8}{'gap ms':>8}{'next ms':>9}"
+    )
+    for pool in pools:
+        between = measure.between_requests(load, pool.name)
+        wait = f"{1000 * statistics.median(between):10.1f}" if between else ""
+        print(
+            f"  {pool.name:<8}{pool.video_s:10.2f}{pool.bound_s:10.3f}{pool.busy:10.1%}{pool.share:10.1%}"
+            f"{pool.step_s:10.3f}{1000 * pool.gap_s:10.1f}{wait}"
+        )
+    lost = slowest.video_s * (1 / slowest.share - 1)
+    at_one = slowest.video_s * speed / (slowest.video_s * speed + lost)
+    print(f"  {slowest.name} is the slowest: {slowest.share:.1%} of its bound here, {lost:.3f} s lost a video;")
+    print(f"  the same loss at speed 1 would be {at_one:.2%} of the bound")
+    rate = 3600 / (slowest.bound_s / slowest.share * speed)
+    return {"share": slowest.share, "at_one": at_one, "lost_s": lost, "rate": rate, "pools": pools}
+
+
+def compare(rates: dict[str, tuple[dict[str, Any], int]]) -> None:
+    """Print which of the two makes more of its chips."""
+    print()
+    a_chip = {}
+    for name, (figures, chips) in rates.items():
+        speed_one = figures["rate"] * figures["at_one"] / figures["share"]
+        a_chip[name] = speed_one / chips
+        print(
+            f"{name}: {speed_one:.1f} videos an hour at speed 1 on {chips} chips, {a_chip[name]:.3f} a chip (simulated)"
+        )
+    best = max(a_chip, key=lambda name: a_chip[name])
+    other = min(a_chip, key=lambda name: a_chip[name])
+    print(f"{best} wins by {a_chip[best] / a_chip[other] - 1:.1%} a chip (simulated)")
+
+
+def handoffs(pipeline: str) -> None:
+    """Print what the hand-offs to each stage took, from object store to devices."""
+    board = Board.find(pipeline)
+    assert board is not None
+    for stage, seen in board.seen().handoffs.items():
+        seconds = sorted(seen.seconds)
+        print(
+            f"  hand-off to {stage}: {statistics.mean(seen.nbytes) / 1e6:.1f} MB, median "
+            f"{1000 * statistics.median(seconds):.1f} ms, best {1000 * seconds[0]:.1f}, worst {1000 * seconds[-1]:.1f}"
+        )
+
+
+def emulated(layout: Layout) -> Layout:
+    """Return a layout with its hosts as processes of this machine, one CPU device each."""
+    pools = tuple(dataclasses.replace(pool, mesh=(None, None, None)) for pool in layout.pools)
+    return dataclasses.replace(layout, pools=pools, devices_per_host=1)
+
+
+def whole(layout: Layout) -> Layout:
+    """Return the expert slices of a layout as replicas of the whole pipeline.
+
+    What encoder and decoder had of their own is too small for that, and left out.
+    """
+    experts = [pool for pool in layout.pools if any(stage.startswith("denoise") for stage in pool.stages)]
+    count = sum(pool.replicas.minimum for pool in experts)
+    return dataclasses.replace(
+        layout, pools=(Pool("whole", STAGES, experts[0].slice, Replicas(count, count)),), source="whole pipelines"
+    )
+
+
+@contextmanager
+def cluster(layout: Layout, folder: Path) -> Iterator[Path]:
+    """Run an emulated cluster for a layout and join it; yield its temporary folder."""
+    with EmulatedCluster.start(layout.emulated_slices(), Settings(host_store_mib=512), folder=folder) as running:
+        connect(running.address)
+        try:
+            yield running.temp
+        finally:
+            ray.shutdown()
+
+
+def real(args: argparse.Namespace, folder: Path) -> None:
+    """Measure the small model, computed on CPU devices."""
+    from wan_tpu.tiny import make_checkpoint
+
+    layout = Layout.load(args.layout or "emulated-demo", STAGES)
+    checkpoint = make_checkpoint(folder / "model", "wan2.2-i2v-a14b")
+    settings = PipelineSettings(
+        str(checkpoint), str(folder / "snapshots"), dtype="float32", in_flight=min(args.in_flight, 4)
+    )
+    count = args.requests or 12
+    requests = {
+        f"r{i}": GenerationRequest(prompt=f"{i}", image=IMAGE, height=64, width=64, frames=9, steps=6, seed=i)
+        for i in range(count)
+    }
+    print(f"{NOTES['emulated']}; slices share {os.cpu_count()} cores")
+    print(f"{count} requests, {settings.in_flight} in flight; load of this machine before: {os.getloadavg()[0]:.1f}")
+    with cluster(layout, folder):
+        load, videos = run(layout, settings, requests, warm=requests["r0"])
+    assert all(video[4:8] == b"ftyp" for video in videos.values())
+    report("pools", layout, load, None, 1)
+    if args.picture:
+        args.picture.write_bytes(draw(load.spans, f"Emulated: {layout.source}, {count} requests"))
+
+
+def soaked(args: argparse.Namespace, folder: Path) -> None:
+    """Make many small simulated videos and print what memory was left behind."""
+    settings = soak.settings(folder)
+    print(f"{NOTES['simulated']}; {args.soak} requests, 16 in flight")
+    start = time.monotonic()
+    with cluster(soak.LAYOUT, folder) as temp:
+        deploy(soak.LAYOUT, settings)
+        made = asyncio.run(
+            soak.soak(soak.LAYOUT, settings, args.soak, temp=temp, image=IMAGE, told=lambda one: print(one, flush=True))
+        )
+        shut_down(settings.name)
+    warm = args.soak // 4
+    roles = {role: made[-1].private_mib[role] for role in made[-1].private_mib} | {"object store": made[-1].store_mib}
+    print(
+        f"{time.monotonic() - start:.0f} s; MiB at the end, and what the second half of the samples, the first {warm}"
+    )
+    print("requests left out, has more than the first (medians):")
+    for role, grown in growth(made, warm).items():
+        print(f"  {role:<18}{roles[role]:8.1f}{grown:+8.2f}")
+    if args.picture:
+        args.picture.write_bytes(draw_memory(made, f"Simulated: {args.soak} small requests, memory between rounds"))
+
+
+if __name__ == "__main__":
+    main()
