@@ -43,10 +43,7 @@ def deploy(layout: Layout, settings: PipelineSettings, *, lasting: bool = True, 
             f"(wan-tpu pipeline down --name {settings.name}), or choose another name"
         )
     tell("starting Ray Serve")
-    stale = Board.find(settings.name)
-    if stale is not None:  # what a crash has left
-        stale.close()
-    Board.connect(settings.name, About(layout, settings, lasting))
+    Board.create(settings.name, About(layout, settings, lasting))
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location=ProxyLocation.Disabled)
     try:
@@ -101,9 +98,8 @@ def handle(pipeline: str, pool: str) -> Any:
 
 def about(pipeline: str) -> About | None:
     """Return what is known of a pipeline that is on this cluster, None when there is none of that name."""
-    board = Board.find(pipeline)
-    told = None if board is None else board.about()
-    return told if running(pipeline) else None
+    board = Board.find(pipeline) if running(pipeline) else None
+    return None if board is None else board.about()
 
 
 def running(pipeline: str) -> list[str]:

@@ -36,19 +36,18 @@ from wan_tpu.request import GenerationRequest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "demo"
 LAYOUT = "emulated-demo"
-HEIGHT, WIDTH, FRAMES, STEPS = 160, 240, 17, 8
+HEIGHT, WIDTH, FRAMES, STEPS = 160, 240, 17, 16
 PROMPTS = {
     "cat-1": "A cat looks into the camera, its whiskers moving.",
     "cat-2": "A cat looks into the camera, its whiskers moving.",
     "cat-3": "A cat turns its head to the left, soft afternoon light on its fur.",
 }
 EXPERT = {"num_attention_heads": 4, "attention_head_dim": 32, "ffn_dim": 512, "num_layers": 4, "text_dim": 64}
-VAE = {"base_dim": 16}
 MAKE_CHECKPOINT = f"""
 import pathlib, sys, transformers
 from wan_tpu.tiny import make_checkpoint
 transformers.logging.disable_progress_bar()
-make_checkpoint(pathlib.Path(sys.argv[1]), "wan2.2-i2v-a14b", transformer={EXPERT}, vae={VAE})
+make_checkpoint(pathlib.Path(sys.argv[1]), "wan2.2-i2v-a14b", transformer={EXPERT})
 """
 
 
