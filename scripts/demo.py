@@ -118,6 +118,7 @@ def _make(manifest: Path, pipeline: Pipeline, live: Live) -> tuple[batch.BatchRe
         tell=live.line,
     )
     report = batch.drive(work)
+    live.tell("draws the timeline")
     live.look = None
     live.line(report.text())
     if spans:

@@ -63,6 +63,7 @@ def _drive(args: argparse.Namespace, live: Live) -> BatchReport:
                 tell=live.line,
             )
         )
+        live.tell("")
         live.look = None
     if spans:
         save(output, spans)
