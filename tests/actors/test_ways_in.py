@@ -102,7 +102,7 @@ def test_a_batch_brings_up_its_own_pipeline_and_the_next_one_finishes_what_a_kil
         driver.send_signal(signal.SIGKILL)
         driver.communicate()
     # What is left of it is taken over, by a job on the cluster; a bad line is reported and stops nothing.
-    manifest(tmp_path / "in.jsonl", long={"steps": 500}, short={"steps": 2}, bad={"frames": 6})
+    manifest(lines, long={"steps": 500}, short={"steps": 2}, bad={"frames": 6})
     code, log, err = cluster.run("submit", *cluster.pipeline, *given, "--warm_up", "32*48*5", "--timeline")
     assert code == 1, (log, err)
     assert "line 3 " in log
