@@ -16,7 +16,7 @@ import ray
 from actors import batch
 from actors.board import Board, Seen
 from actors.commands.drive import ended_as_by_ctrl_c, looking
-from actors.errors import PipelineNotUp
+from actors.errors import PipelineStartFailed
 from actors.live import Live
 from actors.manifest import read_manifest
 from actors.pipeline import Pipeline
@@ -85,7 +85,7 @@ def _run(layout: Layout, folder: Path, live: Live) -> tuple[batch.BatchReport, l
             live.tell("makes the checkpoint")
             complaint = making.communicate()[1]
             if making.returncode:
-                raise PipelineNotUp(f"no checkpoint: {complaint.strip()}")
+                raise PipelineStartFailed(f"no checkpoint: {complaint.strip()}")
             settings = PipelineSettings(
                 checkpoint=str(checkpoint),
                 snapshots=str(folder / "snapshots"),
