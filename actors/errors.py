@@ -47,5 +47,9 @@ class StageLost(PipelineError):
     """A slice or its leader is gone; the stage is to be done again elsewhere."""
 
 
+class StageMoved(StageLost):
+    """A replica is about to leave, and nothing is lost: the stage goes on elsewhere."""
+
+
 class InputLost(PipelineError):
     """An object that a stage was given is gone; it is to be made again."""

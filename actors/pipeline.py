@@ -11,17 +11,18 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.exceptions import RayActorError, RayError, TaskCancelledError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
 from actors.board import Board
-from actors.errors import InputLost, PipelineFull, RequestFailed, StageLost
+from actors.errors import InputLost, PipelineError, PipelineFull, RequestFailed, StageLost, StageMoved
 from actors.host_values import Plan
 from actors.payloads import EncodedVideo, unpack
 from actors.pools import handle
 from actors.replica import Handed, Prepared
 from actors.settings import PipelineSettings
-from actors.snapshots import Snapshots
+from actors.snapshots import Snapshots, name_of
+from actors.storage import StorageError
 from actors.timeline import Span
 from cluster.layout import Layout
 from wan_tpu.request import GenerationRequest
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 OnEvent = Callable[[Span], object]
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # before a stage is tried again
-LOST = (StageLost, InputLost, RayActorError, DeploymentUnavailableError)
+LOST = (StageLost, InputLost)
 
 
 class Pipeline:
@@ -44,7 +45,7 @@ class Pipeline:
         self._board = Board.connect(settings.name)
         self._snapshots = Snapshots(settings.snapshots)
         self._places = asyncio.Semaphore(settings.in_flight)
-        self._inside = 0
+        self._inside: set[str] = set()
 
     async def generate(self, request: GenerationRequest, *, id: str, on_event: OnEvent = lambda span: None) -> bytes:  # noqa: A002
         """Make one video and return its mp4.
@@ -54,11 +55,15 @@ class Pipeline:
 
         Raises `RequestFailed` when it can't be made, `PipelineFull` when too many wait.
         """
-        if self._inside >= self.settings.in_flight + self.settings.waiting:
-            raise PipelineFull(
-                f"{self._inside} requests are in the pipeline and before it, which is all it takes; try again later"
+        if id in self._inside:
+            raise RequestFailed(
+                f"a request {id} is under way already; wait for it, or give this one another id", "invalid"
             )
-        self._inside += 1
+        if len(self._inside) >= self.settings.in_flight + self.settings.waiting:
+            raise PipelineFull(
+                f"{len(self._inside)} requests are in the pipeline and before it, all it takes; try again later"
+            )
+        self._inside.add(id)
         how = "cancelled"
         try:
             self._board.request(id, "waiting")
@@ -70,10 +75,21 @@ class Pipeline:
             how = "failed"
             raise
         finally:
-            self._inside -= 1
+            self._inside.remove(id)
             self._board.ended(id, how)
             if how != "cancelled":
-                await asyncio.to_thread(self._snapshots.delete, id)
+                await asyncio.to_thread(self._clean_up, id)
+
+    def _clean_up(self, id: str) -> None:  # noqa: A002
+        try:
+            self._snapshots.delete(id)
+        except StorageError as error:  # the video is made
+            log.warning("%s: its snapshots stay: %s", id, error)
+
+    def close(self) -> None:
+        """Let go of the pools; before `ray.shutdown`, which the handles' threads don't notice."""
+        for pool in self._handles.values():
+            pool.shutdown()
 
     def pool_of(self, stage: str) -> str:
         """Return the pool that hosts a stage."""
@@ -95,7 +111,9 @@ class _Making:
         self._key = key
         self._request = request
         self._on_event = on_event
-        self._attempts = 0
+        self._attempts = 0  # since something was done that hadn't been done before
+        self._done: set[tuple[str, int | None]] = set()
+        self._lost_input = False
         self._texts: dict[str, ray.ObjectRef] = {}
         self._image: ray.ObjectRef | None = None
         self._state: ray.ObjectRef | None = None
@@ -106,25 +124,32 @@ class _Making:
         plan = None
         while True:
             try:
+                if self._lost_input and plan is not None:
+                    await self._forget(plan)
                 plan = plan or await self._plan()
                 return await self._go_on(plan)
             except LOST as lost:
+                self._lost_input |= isinstance(lost, InputLost)
                 await self._again(lost)
-                if isinstance(lost, InputLost) and plan is not None:
-                    await self._forget(plan)
 
     async def _plan(self) -> Plan:
-        found = await self._pipeline.call("encoder", stream=False).plan.remote(self._request)
+        with _losses():
+            found = await self._pipeline.call("encoder", stream=False).plan.remote(self._request)
         self._steps = found.request.steps
         return found
 
     async def _go_on(self, plan: Plan) -> bytes:
         self._state = None
-        snapshot = await asyncio.to_thread(self._pipeline._snapshots.newest, self._key)
+        settings = self._pipeline.settings
+        kept = name_of(self._key, plan.request, f"{settings.checkpoint} {settings.dtype}")
+        try:
+            snapshot = await asyncio.to_thread(self._pipeline._snapshots.newest, kept)
+        except StorageError as error:
+            raise RequestFailed(f"there is no telling how far it was: {error}", "error") from None
         step = snapshot or 0
         while step < plan.request.steps:
             expert = next(expert for expert in plan.experts if step < expert.stop)
-            step = await self._denoise(plan, expert.stage, snapshot)
+            step = await self._denoise(plan, expert.stage, kept, snapshot)
             snapshot = None
         state, self._state = self._state, None
         assert state is not None
@@ -138,7 +163,7 @@ class _Making:
         assert isinstance(content, EncodedVideo)
         return content.mp4.tobytes()
 
-    async def _denoise(self, plan: Plan, stage: str, snapshot: int | None) -> int:
+    async def _denoise(self, plan: Plan, stage: str, kept: str, snapshot: int | None) -> int:
         """Run the experts of one pool; return how many steps are done."""
         texts, image = await self._inputs(plan)
         state, self._state = self._state, None
@@ -146,7 +171,12 @@ class _Making:
         made = await self._stage(
             stage,
             call.denoise.remote(
-                self._key, plan, [*texts, image], state=None if state is None else [state], snapshot=snapshot
+                self._key,
+                plan,
+                [*texts, image],
+                state=None if state is None else [state],
+                kept=kept,
+                snapshot=snapshot,
             ),
         )
         assert made.step is not None
@@ -174,9 +204,13 @@ class _Making:
 
     async def _forget(self, plan: Plan) -> None:
         """Have everything that was handed over made again: one of them is lost."""
-        texts, self._texts, self._image = self._texts, {}, None
-        for prompt, ref in texts.items():
-            await self._pipeline.call("encoder", stream=False).forget_text.remote(prompt, (ref,))
+        self._image = None
+        while self._texts:
+            prompt, ref = next(iter(self._texts.items()))
+            with _losses():
+                await self._pipeline.call("encoder", stream=False).forget_text.remote(prompt, (ref,))
+            del self._texts[prompt]
+        self._lost_input = False
 
     async def _stage(
         self, stage: str, events: AsyncIterator[Any], prepared: Callable[[], None] = lambda: None
@@ -189,6 +223,7 @@ class _Making:
                 async for event in events:
                     if isinstance(event, Span):
                         self._on_event(event)
+                        self._progress(event.stage, event.step)
                         if event.step is not None:
                             board.request(self._key, event.stage, event.step, self._steps, event.seconds)
                     elif isinstance(event, Prepared):
@@ -200,14 +235,24 @@ class _Making:
             raise
         if made is None:
             raise StageLost(f"{stage} of {self._key} ended without a result")
+        self._progress(f"end of {stage}", made.step)
         return made
 
+    def _progress(self, what: str, step: int | None) -> None:
+        if (what, step) not in self._done:
+            self._done.add((what, step))
+            self._attempts = 0
+
     async def _again(self, lost: Exception) -> None:
-        """Wait before the next attempt; raises `RequestFailed` when there were enough."""
+        """Wait before the next attempt; raises `RequestFailed` when there were enough that came to nothing."""
+        if isinstance(lost, StageMoved):
+            log.info("%s: %s", self._key, lost)
+            await asyncio.sleep(2 * FIRST_WAIT_S)
+            return
         self._attempts += 1
         reason = str(lost).splitlines()[0] if str(lost) else type(lost).__name__
         if self._attempts >= self._pipeline.settings.attempts:
-            raise RequestFailed(f"given up after {self._attempts} attempts; the last one: {reason}", "lost")
+            raise RequestFailed(f"given up after {self._attempts} attempts at one place; the last: {reason}", "lost")
         log.warning("%s: %s; attempt %d", self._key, reason, self._attempts + 1)
         await asyncio.sleep(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**self._attempts))
 
@@ -224,15 +269,24 @@ async def _all(work: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _losses() -> Any:
-    """Raise what a stage raised, without Ray's wrapping."""
+    """Raise what a stage raised without Ray's wrapping, and what Ray says of losses in this room's words."""
     try:
         yield
-    except RayActorError:
-        raise
+    except (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError, TaskCancelledError) as error:
+        raise StageLost(_telling(error)) from None
+    except BackPressureError as error:  # other drivers use the same pools
+        raise StageMoved(_telling(error)) from None
     except RayError as error:
         cause = getattr(error, "cause", None)
-        if isinstance(cause, StageLost | InputLost | RequestFailed):
+        if isinstance(cause, PipelineError):
             raise cause from None
-        if isinstance(error, ray.exceptions.ObjectLostError):
-            raise InputLost(str(error).splitlines()[0]) from None
-        raise
+        if isinstance(error, ray.exceptions.ObjectLostError) or isinstance(cause, RayError):
+            raise InputLost(_telling(cause or error)) from None
+        raise RequestFailed(f"{type(cause or error).__name__}: {_telling(cause or error)}", "error") from error
+
+
+def _telling(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next(
+        (line for line in lines if "died" in line or "dead" in line), lines[0] if lines else type(error).__name__
+    )

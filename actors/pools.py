@@ -17,6 +17,7 @@ from actors.errors import PipelineExists, PipelineStartFailed
 from actors.replica import FAILED, REFUSED, PoolReplica
 from actors.settings import About, PipelineSettings, PoolSettings
 from cluster.layout import Layout, Pool
+from cluster.placement import off_hosts
 
 # Requests at a replica: one computes, the inputs of the next are on the devices, the results of the last leave. The
 # encoder's come in three pieces.
@@ -174,7 +175,7 @@ def _application(pool: Pool, settings: PipelineSettings) -> Any:
         "health_check_timeout_s": 2 * settings.timeouts.heartbeat_s,
         "graceful_shutdown_timeout_s": LEAVING_S,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "ray_actor_options": {"num_cpus": 0.1},
+        "ray_actor_options": {"num_cpus": 0.1, "label_selector": off_hosts()},
     }
     if pool.replicas.minimum == pool.replicas.maximum:
         options["num_replicas"] = pool.replicas.minimum
@@ -184,6 +185,10 @@ def _application(pool: Pool, settings: PipelineSettings) -> Any:
             max_replicas=pool.replicas.maximum,
             initial_replicas=pool.replicas.minimum,
             target_ongoing_requests=1,
+            upscale_delay_s=settings.scale_up_s,
+            downscale_delay_s=settings.scale_down_s,
+            look_back_period_s=settings.scale_look_s,
+            metrics_interval_s=settings.scale_look_s / 3,
             policy=AutoscalingPolicy(policy_function="actors.scaling:replicas_needed"),
         )
     return serve.deployment(**options)(PoolReplica).bind(told)

@@ -8,6 +8,7 @@ are given and returned in lists: Ray would fetch the objects into this process o
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import time
@@ -21,11 +22,11 @@ from ray import serve
 
 from actors.board import Board
 from actors.embedding_cache import Embedding, EmbeddingCache, embedding_key
-from actors.errors import InputLost, RequestFailed, StageLost
+from actors.errors import InputLost, RequestFailed, StageLost, StageMoved
 from actors.host_values import Plan
 from actors.scaling import LOAD
 from actors.settings import PoolSettings
-from actors.snapshots import Snapshots
+from actors.snapshots import Missing, Snapshots
 from actors.timeline import Span, What
 from cluster.draining import draining_for
 from cluster.errors import CallFailed, SliceLost
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 SHAPES = 64  # that a replica is remembered to hold, for routing
 FAILED, REFUSED = "failed: ", "refused: "  # how what a replica does begins when it can't start: again, or never
 LEAVE_S = 0.5  # between the loss of a slice and the end of its leader: callers are told first
+THREADS = 32  # more than requests can be here: each waits in one, and a health check must not wait for them
+HAND_OVER_S = 5.0  # kept free before a drained slice is taken away, to copy a state out and write it
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,15 @@ class PoolReplica:
         self._settings = settings
         given = settings.pipeline
         self._name = f"{settings.pool}/{serve.get_replica_context().replica_id.unique_id}"
-        self._threads = ThreadPoolExecutor(8, thread_name_prefix="slice")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="slice")
         self._turn = asyncio.Lock()
         self._snapshots = Snapshots(given.snapshots)
         self._cache = EmbeddingCache.connect(f"{given.name}-embeddings")
         self._board = Board.connect(given.name)
-        self._saving: asyncio.Task | None = None
-        self._leaving = False
+        self._saving: dict[str, asyncio.Task] = {}
+        self._visits = itertools.count(1)
+        self._ended = False
+        self._leave_by: float | None = None  # of time.monotonic(): the slice is being drained, and taken away then
         self._seconds = 0.0  # that a request takes on the slice, the latest counting most
         start = time.time()
         self._doing(f"takes a {settings.slice} and starts its hosts")
@@ -135,52 +140,65 @@ class PoolReplica:
         """Encode a request's image: one `ImageCondition`."""
         await self._hold(shape)
         start = time.time()
-        async with self._held(key):
-            nbytes = await self._side("prepare_encode", key, request)
+        async with self._held(key) as held:
+            nbytes = await self._side("prepare_encode", held, request)
             yield self._span(key, "encoder", "fetch", start)
             yield Prepared(time.time() - start, nbytes)
             async with self._busy(key, "encoder"):
                 start = time.time()
-                _, ref = await self._call_payload("encode_image", key)
+                _, ref = await self._call_payload("encode_image", held)
                 yield self._span(key, "encoder", "compute", start)
             yield Handed((ref,), time.time())
 
     async def denoise(
-        self, key: str, plan: Plan, inputs: list[Any], *, state: list[ray.ObjectRef] | None, snapshot: int | None
+        self,
+        key: str,
+        plan: Plan,
+        inputs: list[Any],
+        *,
+        state: list[ray.ObjectRef] | None,
+        kept: str,
+        snapshot: int | None,
     ) -> AsyncIterator[Event]:
         """Run all steps of this pool's experts: one `DenoiseState`.
 
         inputs    references of prompt, negative prompt or None, image or None
-        state     where the pool before has left off; snapshot  the step of the snapshot to go on from
+        state     where the pool before has left off
+        kept      the name of the request's snapshots; snapshot  the step of the one to go on from
+
+        Raises `StageMoved` when the slice is taken away before the last step could be done, a snapshot taken.
         """
         mine = [expert for expert in plan.experts if expert.stage in self._settings.stages]
         stage = mine[0].stage
         await self._hold(plan.shapes[stage])
         start = time.time()
-        async with self._held(key):
+        async with self._held(key) as held:
             given = state[0] if state else None
             if snapshot is not None:
-                given = await self._run(lambda: ray.put(self._snapshots.load(key, snapshot)))
-            nbytes = await self._side("prepare_denoise", key, plan.without_image, *inputs, given)
+                given = await self._run(self._load, kept, snapshot)
+            nbytes = await self._side("prepare_denoise", held, plan.without_image, *inputs, given)
             yield self._span(key, stage, "fetch", start)
             yield Prepared(time.time() - start, nbytes)
-            done = snapshot or 0
+            done = snapshot or mine[0].start
             async with self._busy(key, stage):
                 while done < mine[-1].stop:
                     start = time.time()
-                    expert = await self._call("begin", key)
+                    expert = await self._call("begin", held)
                     while done < expert.stop:
-                        fact = await self._call("step", key)
+                        fact = await self._call("step", held)
                         done = fact.step
-                        yield self._span(key, fact.stage, "compute", start, fact.step)
+                        span = self._span(key, fact.stage, "compute", start, fact.step)
+                        yield span
                         start = time.time()
+                        if self._must_go((mine[-1].stop - done) * span.seconds):
+                            await self._hand_over(key, held, kept)
                         if done % self._settings.pipeline.snapshot_every == 0 and done < plan.request.steps:
-                            self._snapshot(key)
+                            self._snapshot(held, kept)
             start = time.time()
-            step, ref = await self._side_payload("collect", key)
+            step, ref = await self._side_payload("collect", held)
             if step < plan.request.steps:
                 # The next pool starts from this; if that is lost before its first snapshot, nothing is done twice.
-                await self._run(self._keep, key, step, ref)
+                await self._run(self._keep, kept, step, ref)
             yield self._span(key, stage, "fetch", start)
             yield Handed((ref,), time.time(), step)
 
@@ -188,13 +206,13 @@ class PoolReplica:
         """Decode final latents: one `EncodedVideo`."""
         await self._hold(plan.shapes["decoder"])
         start = time.time()
-        async with self._held(key):
-            nbytes = await self._side("prepare_decode", key, plan.without_image, *state)
+        async with self._held(key) as held:
+            nbytes = await self._side("prepare_decode", held, plan.without_image, *state)
             yield self._span(key, "decoder", "fetch", start)
             yield Prepared(time.time() - start, nbytes)
             async with self._busy(key, "decoder"):
                 start = time.time()
-                _, ref = await self._call_payload("decode", key)
+                _, ref = await self._call_payload("decode", held)
                 yield self._span(key, "decoder", "compute", start)
             yield Handed((ref,), time.time())
 
@@ -208,6 +226,10 @@ class PoolReplica:
                 await self._programs(plan.shapes[stage])
         return seconds
 
+    async def held(self) -> list[str]:
+        """Return what the hosts of the slice hold: a request's id, and which visit of it."""
+        return await self._side("keys")
+
     # ---- what Serve asks
 
     @serve.multiplexed(max_num_models_per_replica=SHAPES)
@@ -220,15 +242,19 @@ class PoolReplica:
         return {LOAD: self._seconds / self._settings.pipeline.scale_wait_s}
 
     async def check_health(self) -> None:
-        """Raise when the slice is gone; leave when it is about to be taken away."""
-        await self._run(self._slice.check)
+        """Leave when the slice is gone, and when it is about to be taken away and nothing runs on it any more."""
+        try:
+            await self._run(self._slice.check)
+        except SliceLost as lost:
+            raise self._lost(lost) from None
         left = draining_for(host.node_id for host in self._slice.hosts)
-        if left is not None and not self._leaving:
-            self._leaving = True
+        if left is not None and self._leave_by is None:
+            self._leave_by = time.monotonic() + left
             self._tell(f"leaving: its hosts are drained in {left:.0f} s")
             log.warning("%s is being drained, %.0f s left", self._name, left)
-        if self._leaving and not self._turn.locked():
-            raise StageLost(f"{self._name}: its hosts are being drained")
+        if self._leave_by is not None and not self._turn.locked():
+            self._slice.close()
+            self._end()
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):
@@ -238,27 +264,33 @@ class PoolReplica:
     # ----
 
     async def _hold(self, shape: str) -> None:
-        if self._leaving:
-            raise StageLost(f"{self._name} is being drained; another replica takes it")
+        self._check_stays()
         await self._programs(shape)
 
+    def _check_stays(self) -> None:
+        if self._leave_by is not None:
+            raise StageMoved(f"{self._name} is being drained; another replica takes what comes")
+
     @contextlib.asynccontextmanager
-    async def _held(self, key: str) -> AsyncIterator[None]:
-        """Let go of a request's arrays at the end, however it ends."""
+    async def _held(self, key: str) -> AsyncIterator[str]:
+        """Give the name under which the hosts hold a request's arrays, and let go of them, however it ends.
+
+        A name for this time only: somebody who has lost sight of the request may have sent it here once more.
+        """
+        held = f"{key} {next(self._visits)}"
         try:
-            yield
+            yield held
         finally:
-            if self._saving is not None:
-                await asyncio.wait([self._saving])
+            if held in self._saving:
+                await asyncio.wait([self._saving.pop(held)])
             with contextlib.suppress(StageLost, RequestFailed):
-                await self._side("drop", key)
+                await self._side("drop", held)
 
     @contextlib.asynccontextmanager
     async def _busy(self, key: str, stage: str) -> AsyncIterator[None]:
         """Wait for the slice, and keep it."""
         async with self._turn:
-            if self._leaving:
-                raise StageLost(f"{self._name} is being drained; another replica takes {key}")
+            self._check_stays()
             self._tell(f"{stage} of {key}")
             start = time.monotonic()
             try:
@@ -268,22 +300,40 @@ class PoolReplica:
                 self._seconds = took if not self._seconds else 0.8 * self._seconds + 0.2 * took
                 self._tell("idle")
 
-    def _snapshot(self, key: str) -> None:
+    def _must_go(self, needed_s: float) -> bool:
+        """Whether the slice is taken away before that much more work would be done."""
+        return self._leave_by is not None and time.monotonic() + needed_s + HAND_OVER_S > self._leave_by
+
+    async def _hand_over(self, key: str, held: str, kept: str) -> None:
+        step, ref = await self._side_payload("snapshot", held)
+        await self._run(self._keep, kept, step, ref)
+        raise StageMoved(f"{self._name} is being drained; {key} goes on elsewhere after step {step}")
+
+    def _snapshot(self, held: str, kept: str) -> None:
         """Copy the state out and save it while steps go on; skipped while the one before is still being saved."""
-        if self._saving is None or self._saving.done():
-            self._saving = asyncio.create_task(self._save(key))
+        if held not in self._saving or self._saving[held].done():
+            self._saving[held] = asyncio.create_task(self._save(held, kept))
 
-    async def _save(self, key: str) -> None:
+    async def _save(self, held: str, kept: str) -> None:
         try:
-            step, ref = await self._side_payload("snapshot", key)
-            await self._run(self._keep, key, step, ref)
+            step, ref = await self._side_payload("snapshot", held)
+            await self._run(self._keep, kept, step, ref)
         except Exception:  # a snapshot is insurance: the request goes on without
-            log.exception("%s: no snapshot of %s", self._name, key)
+            log.exception("%s: no snapshot of %s", self._name, held)
 
-    def _keep(self, key: str, step: int, ref: ray.ObjectRef) -> None:
+    def _keep(self, kept: str, step: int, ref: ray.ObjectRef) -> None:
         from actors.payloads import unpack
 
-        self._snapshots.save(key, step, unpack(ray.get(ref)))  # type: ignore[arg-type]
+        self._snapshots.save(kept, step, unpack(ray.get(ref)))  # type: ignore[arg-type]
+
+    def _load(self, kept: str, step: int) -> ray.ObjectRef:
+        try:
+            return ray.put(self._snapshots.load(kept, step))
+        except Missing:
+            raise StageLost(f"the snapshot after step {step} of {kept} has been replaced by a newer one") from None
+        except InvalidInput as damaged:
+            self._snapshots.forget(kept, step)
+            raise StageLost(f"a snapshot can't be used and was deleted: {damaged}") from None
 
     def _embedding_key(self, prompt: str) -> str:
         host = self._settings.host
@@ -304,6 +354,8 @@ class PoolReplica:
         )
 
     def _tell(self, doing: str, progress: Any = None) -> None:
+        if self._ended:
+            return
         if progress is not None:
             doing = f"{doing} {progress.doing} ({progress.done + 1} of {progress.total})"
         self._doing(doing, self._slice.describe())
@@ -335,10 +387,19 @@ class PoolReplica:
             code = "unhealthy" if isinstance(cause, UnhealthyResult) else code
             raise RequestFailed(f"{method}: {cause}", code) from None
         except SliceLost as lost:
-            log.error("%s", lost)
-            self._tell(f"lost: {lost}")
-            asyncio.get_running_loop().call_later(LEAVE_S, os._exit, 1)  # Serve starts another at once
-            raise StageLost(str(lost)) from None
+            raise self._lost(lost) from None
+
+    def _lost(self, lost: SliceLost) -> StageLost:
+        log.error("%s", lost)
+        self._end()
+        return StageLost(str(lost))
+
+    def _end(self) -> None:
+        """End this process, since it leads nothing any more; Serve starts another at once."""
+        if not self._ended:
+            self._ended = True
+            self._board.gone(self._name)
+            asyncio.get_running_loop().call_later(LEAVE_S, os._exit, 1)
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run in a thread; when cancelled, wait until the thread is done: a step is never left alone."""

@@ -22,6 +22,8 @@ class PipelineSettings:
     attempts        how often a stage is tried before its request fails, when slices or objects are lost
     scale_wait_s    how long requests may wait for a pool before autoscaling adds a replica, by the measured stage time
     warm_up         requests whose programs every replica compiles before it takes the first; only sizes matter
+    scale_up_s, scale_down_s  how long a pool must want more, or fewer, replicas before it is given them; scale_look_s:
+                    over how long what it wants is averaged
     chips           what the slices are: every figure and picture says so unless they are real
     host            class that runs on the hosts, "module:name"
     name            of the pipeline: its applications and actors carry it
@@ -37,6 +39,9 @@ class PipelineSettings:
     attempts: int = 5
     scale_wait_s: float = 60
     warm_up: tuple[GenerationRequest, ...] = ()
+    scale_up_s: float = 30
+    scale_down_s: float = 600
+    scale_look_s: float = 30
     chips: Chips = "real"
     timeouts: Timeouts = field(default_factory=Timeouts)
     host: str = STAGE_HOST

@@ -1,17 +1,33 @@
 """States of unfinished requests, kept where they survive the slice that made them.
 
-One object a request and step, "ID/0012.safetensors"; the newest counts, older ones are deleted when it is whole.
+One object a request and step, "ID/DIGEST/0012.safetensors"; the newest counts, older ones are deleted when it is whole.
+A request is known by its id and by a digest of all that decides its states: an id that is used again, for something
+else, doesn't go on from them.
 """
 
+import dataclasses
+import hashlib
+import json
 import re
 
 from actors.payloads import Payload, pack
 from actors.storage import Missing, open_storage
 from wan_tpu.data import DenoiseState, dump_value, parse_value
+from wan_tpu.request import ResolvedRequest
+
+
+def name_of(id: str, request: ResolvedRequest, model: str) -> str:  # noqa: A002
+    """Return the name of a request's snapshots; model: what makes its states besides, such as checkpoint and dtype."""
+    fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    image = fields.pop("image")
+    digest = hashlib.sha256(json.dumps([model, fields], sort_keys=True, default=str).encode())
+    if image is not None:
+        digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
+    return f"{id}/{digest.hexdigest()[:16]}"
 
 
 class Snapshots:
-    """All snapshots of a pipeline."""
+    """All snapshots of a pipeline. `request`: the name that `name_of` makes."""
 
     def __init__(self, location: str) -> None:
         """location: a folder or gs://bucket/prefix."""
@@ -32,9 +48,14 @@ class Snapshots:
         value, _ = parse_value(DenoiseState, self._storage.read(name), self._storage.location(name))
         return pack(value)
 
-    def delete(self, request: str) -> None:
-        """Delete all snapshots of a request."""
-        self._delete(request, self._steps(request))
+    def forget(self, request: str, step: int) -> None:
+        """Delete one snapshot."""
+        self._delete(request, [step])
+
+    def delete(self, id: str) -> None:  # noqa: A002
+        """Delete all snapshots of an id, whatever they were of."""
+        for name in self._storage.list(f"{id}/"):
+            self._storage.delete(name)
 
     def _steps(self, request: str) -> list[int]:
         found = (re.fullmatch(r".*/(\d+)\.safetensors", name) for name in self._storage.list(f"{request}/"))
@@ -49,4 +70,4 @@ def _name(request: str, step: int) -> str:
     return f"{request}/{step:04d}.safetensors"
 
 
-__all__ = ["Missing", "Snapshots"]
+__all__ = ["Missing", "Snapshots", "name_of"]

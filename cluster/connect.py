@@ -19,12 +19,24 @@ def connect(address: str, namespace: str = "wan-tpu") -> None:
     if ray.is_initialized():
         return
     _check_answers(address)
+    _start_none()
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         ray.init(address=address, namespace=namespace, **settings)
     except (ConnectionError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ClusterNotFound(f"no Ray cluster answers at {address} ({reason}); is it up?") from None
+
+
+def _start_none() -> None:
+    """Keep Ray from starting a cluster of its own here, once this one is left.
+
+    Every call of Ray's does that in a process that has none; a handle of Serve's asks for its replicas' figures every
+    few seconds in a thread, and so did it after `ray.shutdown` (2.60).
+    """
+    from ray._private import auto_init_hook
+
+    auto_init_hook.enable_auto_connect = False
 
 
 def stay_on_loopback(address: str) -> None:

@@ -7,9 +7,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from cluster import inventory
+from cluster.chips import CHIPS
 from cluster.errors import SliceStartTimeout
 from cluster.gang import HostPlace
-from cluster.slice_spec import SLICE_NAME, SliceSpec
+from cluster.slice_spec import ACCELERATOR_TYPE, SLICE_NAME, SliceSpec
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,16 @@ def reserve(spec: SliceSpec, name: str, timeout_s: float) -> Placement:
     except BaseException:
         remove_placement_group(group)
         raise
+
+
+def off_hosts() -> dict[str, str]:
+    """Return Ray's label selector of nodes that are no TPU hosts; empty when the cluster has no other.
+
+    For what leads slices: on a host of another slice, it would be lost with that.
+    """
+    if all(ACCELERATOR_TYPE in node["Labels"] for node in ray.nodes() if node["Alive"]):
+        return {}
+    return {ACCELERATOR_TYPE: f"!in({','.join(chip.ray_accelerator for chip in CHIPS.values())})"}
 
 
 def _place(spec: SliceSpec, rank: int, node_id: str) -> HostPlace:

@@ -84,12 +84,8 @@ def manifest(path, **requests):
 
 def test_a_batch_brings_up_its_own_pipeline_and_the_next_one_finishes_what_a_kill_has_left(cluster, tmp_path):
     out = tmp_path / "out"
-    given = [
-        "--manifest",
-        manifest(tmp_path / "in.jsonl", long={"steps": 500}, short={"steps": 2}),
-        "--output",
-        str(out),
-    ]
+    lines = tmp_path / "in.jsonl"
+    given = ["--manifest", manifest(lines, long={"steps": 500}, short={"steps": 2}), "--output", str(out)]
     driver = cluster.start("drive", *cluster.pipeline, *given, "--warm_up", "32*48*5")
     try:
         found = cluster.stepping(driver)

@@ -1,0 +1,130 @@
+"""One emulated cluster and one running pipeline for all tests of this folder."""
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import safetensors.numpy
+
+from actors.pipeline import Pipeline
+from actors.pools import deploy, shut_down
+from actors.settings import PipelineSettings
+from cluster.connect import connect
+from cluster.emulated import EmulatedCluster
+from cluster.gang import Timeouts
+from cluster.layout import Layout
+from tests.actors.on_slices.running import Running
+from tests.cluster.conftest import wait_for
+from tests.conftest import PHOTO, ROOT
+from wan_tpu import GenerationRequest
+from wan_tpu.expert import STAGES
+
+# The shipped layout of the demo, and one slice more that `high` may take.
+LAYOUT = ROOT / "cluster" / "layouts" / "emulated-demo.yaml"
+HIGH = "  high:\n    stages: [denoise_high]\n    slice: v6e-4\n"
+# 72 steps of the high expert, 128 of the low: 20 ms each on two idle cores, and long enough to be met in the middle.
+REQUEST = GenerationRequest(prompt="A cat looks into the camera", image=PHOTO, height=64, width=64, frames=9, steps=200)
+POISON = "☠"  # the tokenizer doesn't know it, and what stands for unknown words is broken in these weights
+
+
+@pytest.fixture(scope="package")
+def broken_checkpoint(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small A14B that turns a prompt with an unknown word into NaN."""
+    folder = shutil.copytree(checkpoint("wan2.2-i2v-a14b"), tmp_path_factory.mktemp("broken") / "checkpoint")
+    path = folder / "text_encoder" / "model.safetensors"
+    weights = safetensors.numpy.load_file(path)
+    weights["shared.weight"][2] = np.inf
+    safetensors.numpy.save_file(weights, path, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="package")
+def layout() -> Layout:
+    text = LAYOUT.read_text()
+    assert HIGH in text
+    return Layout.parse(text.replace(HIGH, f"{HIGH}    replicas: {{min: 1, max: 2}}\n"), "tests", STAGES)
+
+
+@pytest.fixture(scope="package")
+def settings(broken_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> PipelineSettings:
+    return PipelineSettings(
+        str(broken_checkpoint),
+        str(tmp_path_factory.mktemp("snapshots")),
+        dtype="float32",
+        snapshot_every=20,
+        attempts=2,  # the first loss without progress in between is forgiven, the second isn't
+        scale_wait_s=20,
+        scale_up_s=1,
+        scale_down_s=3,
+        scale_look_s=3,
+        timeouts=Timeouts(place_s=5, heartbeat_s=6, grace_s=2),
+    )
+
+
+@pytest.fixture(scope="package")
+def running(layout: Layout, settings: PipelineSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with pytest.MonkeyPatch.context() as patch:
+        # A slice that is built again finds its programs compiled.
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        with EmulatedCluster.start(layout.emulated_slices(), folder=tmp_path_factory.mktemp("cluster")) as cluster:
+            connect(cluster.address)
+            try:
+                chips = ray.available_resources()["TPU"]
+                deploy(layout, settings)
+                made = Running(cluster, layout, Pipeline(layout, settings))
+                yield made
+                made.close()
+                shut_down(settings.name)
+                wait_for(lambda: ray.available_resources().get("TPU") == chips, 20, "all chips are free")
+                wait_for(lambda: not made.all_hosts(), 20, "no process of a host is left")
+                wait_for(lambda: not any(map(made.leaders, ("encoder", "high", "low", "decoder"))), 20, "no leader")
+            finally:
+                ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def settled(running: Running) -> Iterator[None]:
+    """After each test every pool has its slices, no slice is shared, and nothing is held by nobody."""
+    yield
+    running.settle()
+
+
+@pytest.fixture(scope="package")
+def reference(broken_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, np.ndarray]]:
+    """Starts the same request in one process, beside the cluster; returns what waits for its results."""
+    folder = tmp_path_factory.mktemp("reference")
+    (folder / "request.pickle").write_bytes(pickle.dumps(REQUEST))
+    environment = os.environ | {
+        "NPROC": str(max(os.cpu_count() or 1, 2)),  # as cluster/host_actor.py sets it: sums are cut by it
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
+    }
+    command = [sys.executable, "-m", "tests.actors.on_slices.reference_worker", str(broken_checkpoint)]
+    command += [str(folder / "request.pickle"), str(folder / "made.npz")]
+    log = folder / "log"
+    with log.open("w") as out:
+        worker = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+
+    def results() -> dict[str, np.ndarray]:
+        try:
+            assert worker.wait(240) == 0, log.read_text()[-3000:]
+        finally:
+            worker.kill()
+            worker.wait()
+        return dict(np.load(folder / "made.npz"))
+
+    return results
+
+
+@pytest.fixture(scope="package")
+def undisturbed(running: Running) -> bytes:
+    """The video of `REQUEST` when nothing happens."""
+    return running.start("undisturbed", REQUEST).video()

@@ -1,0 +1,171 @@
+"""A pipeline that runs on an emulated cluster, seen from outside: its requests, and the processes there are to kill."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Future
+
+import psutil
+import ray
+
+from actors.board import Board
+from actors.pipeline import Pipeline
+from actors.timeline import Span
+from cluster import ray_nodes
+from cluster.emulated import EmulatedCluster
+from cluster.inventory import SliceFound, slices_found
+from cluster.layout import Layout
+from wan_tpu import GenerationRequest
+
+SECONDS = 300  # that anything may take on a busy machine, a slice lost and built again included
+
+
+class Made:
+    """One request under way: what it was told, and its video."""
+
+    def __init__(self, id: str) -> None:  # noqa: A002
+        self.id = id
+        self.spans: list[Span] = []
+        self.told = threading.Condition()
+        self.future: Future[bytes] = Future()
+        self.task: asyncio.Task[bytes] | None = None
+
+    def on_event(self, span: Span) -> None:
+        with self.told:
+            self.spans.append(span)
+            self.told.notify_all()
+
+    def steps(self, stage: str) -> list[int]:
+        return [s.step for s in self.spans if s.stage == stage and s.step is not None]
+
+    def wait_for(self, stage: str, step: int | None = None) -> Span:
+        """Return the first span of a stage, or of its step: what comes next is under way."""
+
+        def found() -> Span | None:
+            assert not self.future.done(), f"{self.id} has ended: {self.future.exception() or 'done'}"
+            return next((s for s in self.spans if s.stage == stage and step in (None, s.step)), None)
+
+        with self.told:
+            assert self.told.wait_for(found, SECONDS), f"{stage} {step} of {self.id} doesn't come"
+            span = found()
+            assert span is not None
+            return span
+
+    def video(self, timeout_s: float = SECONDS) -> bytes:
+        return self.future.result(timeout_s)
+
+    def cancel(self) -> None:
+        assert self.task is not None
+        self.task.get_loop().call_soon_threadsafe(self.task.cancel)
+
+
+class Running:
+    """The pipeline, in an event loop of its own."""
+
+    def __init__(self, cluster: EmulatedCluster, layout: Layout, pipeline: Pipeline) -> None:
+        self.cluster, self.layout, self.pipeline = cluster, layout, pipeline
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def start(self, id: str, request: GenerationRequest, pipeline: Pipeline | None = None) -> Made:  # noqa: A002
+        made = Made(id)
+
+        async def run() -> None:
+            made.task = asyncio.current_task()
+            try:
+                video = await (pipeline or self.pipeline).generate(request, id=id, on_event=made.on_event)
+            except BaseException as error:
+                made.future.set_exception(error)
+            else:
+                made.future.set_result(video)
+            with made.told:
+                made.told.notify_all()
+
+        asyncio.run_coroutine_threadsafe(run(), self.loop)
+        return made
+
+    def ask(self, pool: str, method: str, *args: object) -> object:
+        """Call a replica of a pool."""
+
+        async def run() -> object:
+            handle = self.pipeline._handles[pool].options(stream=False)
+            return await getattr(handle, method).remote(*args)
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(SECONDS)
+
+    def slices(self, pool: str) -> list[SliceFound]:
+        """Return the slices that a pool's replicas hold."""
+        return [s for s in slices_found() if s.holder is not None and s.holder.split("/")[0] == pool]
+
+    def host(self, pool: str, rank: int = 0) -> psutil.Process:
+        """Return the process of a host of the pool's only slice."""
+        [found] = self.slices(pool)
+        [process] = self.hosts(found.name, rank)
+        return process
+
+    def hosts(self, slice_name: str, rank: int) -> list[psutil.Process]:
+        """Return the host processes on a node: one, or none."""
+        folder = self.cluster.temp / self.cluster._host(slice_name, rank).name
+        return [process for process in ray_nodes.processes(folder) if "HostActor" in title(process)]
+
+    def processes(self) -> list[psutil.Process]:
+        return ray_nodes.processes(self.cluster.temp)
+
+    def all_hosts(self) -> list[psutil.Process]:
+        return [process for process in self.processes() if "HostActor" in title(process)]
+
+    def leaders(self, pool: str) -> list[psutil.Process]:
+        """Return the processes of a pool's Serve replicas."""
+        return [
+            process for process in self.processes() if "ServeReplica" in title(process) and f":{pool}" in title(process)
+        ]
+
+    def settle(self, timeout_s: float = SECONDS) -> None:
+        """Wait until every pool has its slices, and check that nothing else is held by anybody."""
+        deadline = time.monotonic() + timeout_s
+        while (wrong := self.wrong()) is not None:
+            assert time.monotonic() < deadline, wrong
+            time.sleep(0.2)
+
+    def wrong(self) -> str | None:
+        """Say what is not as it should be when nobody makes a video; None when all is."""
+        found = slices_found()
+        holders = [s.holder for s in found if s.holder]
+        for pool in self.layout.pools:
+            held = [h for h in holders if h.split("/")[0] == pool.name]
+            if not pool.replicas.minimum <= len(held) <= pool.replicas.maximum:
+                return f"{pool.name} holds {held}"
+        if any("," in holder for holder in holders) or len(set(holders)) != len(holders):
+            return f"slices are shared: {holders}"
+        whole = [s for s in found if not s.missing]
+        chips = sum(s.spec.chips for s in whole if s.spec and not s.holder)
+        if ray.available_resources().get("TPU", 0) != chips:
+            return f"{ray.available_resources().get('TPU', 0)} chips are free, of slices that nobody holds {chips}"
+        wanted = sum(len(s.hosts) for s in found if s.holder)
+        if len(self.all_hosts()) != wanted:
+            return f"{len(self.all_hosts())} processes of hosts, not {wanted}: {[title(p) for p in self.all_hosts()]}"
+        seen = Board.connect(self.pipeline.settings.name).seen()
+        idle = sum(replica.doing == "idle" for replica in seen.replicas.values())
+        if idle < len(holders):
+            return f"{idle} of {len(holders)} replicas are ready: {seen.replicas}"
+        return None
+
+    def close(self) -> None:
+        self.pipeline.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def kill(process: psutil.Process) -> None:
+    os.kill(process.pid, signal.SIGKILL)

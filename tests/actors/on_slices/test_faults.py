@@ -1,0 +1,148 @@
+"""Real kills under real work: each request ends with the video that it would have had; spans say what ran again."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import pytest
+import ray
+
+from actors.embedding_cache import NAMESPACE
+from actors.snapshots import Snapshots
+from tests.actors.on_slices.conftest import REQUEST
+from tests.actors.on_slices.running import kill, title
+from tests.cluster.conftest import wait_for
+from tests.conftest import PHOTO, ROOT
+
+HIGH, ALL = 72, 200  # steps
+EVERY = 20  # steps from snapshot to snapshot
+
+
+def check(made, video, *, again=(0, 0)):
+    """The video is right, no step is left out, and between so many and so many ran twice or more."""
+    assert made.video() == video
+    ran = Counter(made.steps("denoise_high") + made.steps("denoise_low"))
+    assert set(ran) == set(range(1, ALL + 1))
+    repeated = sum(ran.values()) - ALL
+    assert again[0] <= repeated <= again[1], repeated
+
+
+def test_a_killed_host_then_a_hung_one(running, undisturbed):
+    """Two losses under one request are too many for its two attempts, but for the progress made in between."""
+    made, beside = running.start("hosts", REQUEST), running.start("beside", REQUEST)
+    made.wait_for("denoise_low", 90)
+    kill(running.host("low", 1))
+    made.wait_for("denoise_low", 140)
+    stopped = running.host("low", 0)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    back = threading.Timer(60, lambda: stopped.is_running() and stopped.send_signal(signal.SIGCONT))
+    back.daemon = True
+    back.start()
+    check(made, undisturbed, again=(1, 4 * EVERY))
+    check(beside, undisturbed)
+    assert not stopped.is_running()  # long before it would have gone on
+    back.cancel()
+    assert Counter(made.steps("denoise_high")).total() == HIGH
+    assert len({span.slice for span in made.spans if span.stage == "denoise_low"}) == 3
+
+
+def test_a_killed_node(running, undisturbed):
+    made, beside = running.start("node", REQUEST), running.start("beside", REQUEST)
+    made.wait_for("denoise_low", 120)
+    [found] = running.slices("low")
+    running.cluster.kill_host(found.name, 0)
+    time.sleep(12)  # longer than a leader looks for a slice: one has given up, and the requests wait all the same
+    assert not made.future.done()
+    running.cluster.add_host(found.name, 0)
+    check(made, undisturbed, again=(1, 2 * EVERY))
+    check(beside, undisturbed, again=(0, 2 * EVERY))
+
+
+def test_a_killed_replica(running, undisturbed):
+    made, beside = running.start("replica", REQUEST), running.start("beside", REQUEST)
+    made.wait_for("denoise_high", 50)
+    [leader] = running.leaders("high")
+    host = running.host("high")
+    kill(leader)
+    check(made, undisturbed, again=(1, 2 * EVERY))
+    check(beside, undisturbed, again=(0, 2 * EVERY))
+    assert not host.is_running()
+
+
+def test_lost_objects(running, undisturbed):
+    """What one stage has made for the next dies with its owner: the encoder's leader, and the cache of embeddings."""
+    made = running.start("objects", REQUEST)
+    made.wait_for("denoise_high", 20)
+    cache = ray.get_actor(f"{running.pipeline.settings.name}-embeddings", namespace=NAMESPACE)
+    pid = next(p.pid for p in running.processes() if "_CacheActor" in title(p))
+    os.kill(pid, signal.SIGKILL)
+    [leader] = running.leaders("encoder")
+    kill(leader)
+    check(made, undisturbed)
+    assert sum(span.stage == "encoder" and span.what == "compute" for span in made.spans) >= 2 * 2
+    assert ray.get(cache.stats.remote(), timeout=30).entries > 0  # it lives again, and is used again
+
+
+def drain(running, node_id, seconds):
+    """Tell Ray, as an operator or a notice of preemption does, that a node goes."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", running.cluster.address]
+    command += ["--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+    subprocess.run(
+        [*command, "--deadline-remaining-seconds", str(seconds)], check=True, timeout=60, capture_output=True
+    )
+
+
+def test_a_drained_slice_hands_its_work_over(running, undisturbed):
+    made = running.start("drained", REQUEST)
+    made.wait_for("denoise_high", 1)
+    [found] = running.slices("high")
+    drain(running, found.hosts[0].node_id, 6)
+    check(made, undisturbed)  # no step ran twice
+    slices = {span.slice for span in made.spans if span.stage == "denoise_high"}
+    assert len(slices) == 2, "it was over before it could be moved"
+    [moved] = running.slices("high")
+    assert moved.name != found.name
+    node = found.hosts[0].node_id
+    wait_for(lambda: not any(n["NodeID"] == node and n["Alive"] for n in ray.nodes()), 30, "the node is gone")
+    running.cluster.add_host(found.name, 0)
+
+
+def test_a_pool_grows_under_load_and_shrinks_after(running):
+    made = [running.start(f"many{i}", REQUEST) for i in range(16)]
+    wait_for(lambda: len(running.slices("high")) == 2, 90, "a second slice")
+    wait_for(
+        lambda: len({s.slice for one in made for s in one.spans if s.stage == "denoise_high"}) == 2, 90, "it works"
+    )
+    for one in made:
+        one.cancel()
+    wait_for(lambda: len(running.slices("high")) == 1, 90, "it is given back")
+    with pytest.raises(BaseException):  # noqa: B017, PT011
+        made[-1].video()
+
+
+def test_a_killed_driver(running, undisturbed, layout, settings, tmp_path):
+    """Run again it makes what is missing, from where it was; meanwhile the slices may still work for the first one."""
+    (tmp_path / "told.pickle").write_bytes(pickle.dumps((layout, settings)))
+    line = {"prompt": REQUEST.prompt, "height": 64, "width": 64, "frames": 9, "steps": ALL, "image": str(PHOTO)}
+    (tmp_path / "manifest.jsonl").write_text("".join(json.dumps(line | {"id": i}) + "\n" for i in ("cat", "dog")))
+    command = [sys.executable, "-m", "tests.actors.on_slices.batch_driver", running.cluster.address]
+    command += [str(tmp_path / name) for name in ("told.pickle", "manifest.jsonl", "out")]
+    snapshots = Snapshots(settings.snapshots)
+    with subprocess.Popen(command, cwd=ROOT) as driver:
+        wait_for(lambda: snapshots._storage.list("cat/") or snapshots._storage.list("dog/"), 60, "a snapshot")
+        driver.kill()
+    done = subprocess.run(command, cwd=ROOT, timeout=90, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "2 made" in done.stdout
+    first = [int(word) for word in done.stdout.partition("first steps")[2].split()]
+    assert first[-1] > 1  # one of them went on
+    out = tmp_path / "out"
+    assert sorted(path.name for path in out.glob("*.mp4")) == ["cat.mp4", "dog.mp4"]
+    assert (out / "cat.mp4").read_bytes() == (out / "dog.mp4").read_bytes() == undisturbed
+    assert not snapshots._storage.list("cat/")

@@ -1,0 +1,153 @@
+"""Requests on four pools, one on a slice of two hosts: the video of one process, and what goes wrong with one alone."""
+
+import asyncio
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+
+from actors.embedding_cache import EmbeddingCache
+from actors.errors import PipelineFull, RequestFailed
+from actors.pipeline import Pipeline
+from actors.snapshots import Snapshots, name_of
+from tests.actors.on_slices.conftest import POISON, REQUEST
+from tests.actors.on_slices.running import SECONDS
+from tests.cluster.conftest import wait_for
+from wan_tpu import load_pipeline
+from wan_tpu.data import DenoiseState
+
+HIGH, ALL = 72, 200  # steps
+
+
+def test_the_video_is_that_of_one_process(reference, running):
+    made = running.start("first", REQUEST)
+    video = made.video()
+    assert made.steps("denoise_high") == list(range(1, HIGH + 1))
+    assert made.steps("denoise_low") == list(range(HIGH + 1, ALL + 1))
+    assert {span.chips for span in made.spans} == {"emulated"}
+    expected = reference()
+    assert "2" in str(expected["mesh"])
+    assert video == expected["mp4"].tobytes()  # bit for bit on the same meshes
+    # 1e-4: on one device float32 sums run in another order
+    scale = np.abs(expected["latents_alone"]).max()
+    assert np.abs(expected["latents"] - expected["latents_alone"]).max() <= 1e-4 * scale
+    assert np.abs(expected["pixels"] - expected["pixels_alone"]).max() <= 1e-4
+    assert expected["pixels"].std() > 0.05
+
+
+def test_a_poisoned_request_fails_alone(running, undisturbed):
+    before = running.start("before", REQUEST)
+    impossible = running.start("impossible", dataclasses.replace(REQUEST, image=None))
+    poisoned = running.start("poisoned", dataclasses.replace(REQUEST, prompt=f"a cat {POISON}"))
+    after = running.start("after", REQUEST)
+    with pytest.raises(RequestFailed, match="image") as raised:
+        impossible.video()
+    assert (type(raised.value), raised.value.code) == (RequestFailed, "invalid")
+    with pytest.raises(RequestFailed, match="encoder, text encoder: NaN or Inf") as raised:
+        poisoned.video()
+    assert (type(raised.value), raised.value.code) == (RequestFailed, "unhealthy")
+    assert before.video() == after.video() == undisturbed
+    assert not poisoned.steps("denoise_high")
+
+
+def saved(running, id, step, latents):  # noqa: A002
+    """Leave a snapshot as if the request had been here before; return its name."""
+    settings = running.pipeline.settings
+    model = load_pipeline(settings.checkpoint, "float32", (1, 1, 1))
+    resolved = model.resolve(REQUEST)
+    state = model.initial_state(resolved)
+    name = name_of(id, resolved, f"{settings.checkpoint} {settings.dtype}")
+    state = DenoiseState(latents(state.latents), tuple(map(np.zeros_like, state.history)), step)
+    Snapshots(settings.snapshots).save(name, step, state)
+    return name
+
+
+def test_latents_that_are_nan_fail_their_request_on_both_hosts_and_no_other(running, undisturbed):
+    saved(running, "nan", 100, lambda latents: latents * np.nan)
+    nan = running.start("nan", REQUEST)
+    beside = running.start("beside", REQUEST)
+    with pytest.raises(RequestFailed, match=r"step: denoise_low, step 101 of 200") as raised:
+        nan.video()
+    assert raised.value.code == "unhealthy"
+    assert beside.video() == undisturbed
+    assert Snapshots(running.pipeline.settings.snapshots).newest("nan") is None
+
+
+def test_a_damaged_snapshot_is_deleted_and_not_used(running, undisturbed, settings):
+    name = saved(running, "damaged", 100, lambda latents: latents)
+    storage = Snapshots(settings.snapshots)._storage
+    storage.write(f"{name}/0100.safetensors", storage.read(f"{name}/0100.safetensors")[:5000])
+    made = running.start("damaged", REQUEST)
+    assert made.video() == undisturbed
+    assert made.steps("denoise_low")[0] == HIGH + 1
+
+
+def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(running, undisturbed, settings):
+    long = dataclasses.replace(REQUEST, steps=1000, seed=7)
+    cancelled = running.start("again", long)
+    waits = running.start("waits", REQUEST)
+    cancelled.wait_for("denoise_high", 50)
+    cancelled.cancel()
+    start = time.time()
+    with pytest.raises(asyncio.CancelledError):
+        cancelled.video()
+    span = waits.wait_for("denoise_high", 1)
+    assert span.end_s - start < 10
+    assert waits.video() == undisturbed
+    assert len(cancelled.steps("denoise_high")) < 300
+    wait_for(lambda: not running.ask("high", "held"), 10, "the hosts have let go of its arrays")
+    assert not running.ask("low", "held")
+    # The same id for another request doesn't go on from its states; for the same one it does.
+    assert Snapshots(settings.snapshots)._storage.list("again/")
+    other = running.start("again", REQUEST)
+    other.wait_for("denoise_high", 45)
+    other.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        other.video()
+    assert other.steps("denoise_high")[0] == 1
+    resumed = running.start("again", REQUEST)
+    assert resumed.video() == undisturbed
+    assert resumed.steps("denoise_high")[0] in (21, 41, 61)
+    assert not Snapshots(settings.snapshots)._storage.list("again/")
+
+
+def test_a_full_pipeline_refuses(running, layout, settings):
+    async def connect():
+        return Pipeline(layout, dataclasses.replace(settings, in_flight=1, waiting=1))
+
+    small = asyncio.run_coroutine_threadsafe(connect(), running.loop).result(SECONDS)
+    first = running.start("one", REQUEST, small)
+    first.wait_for("denoise_high", 1)
+    twin = running.start("one", REQUEST, small)
+    second = running.start("two", REQUEST, small)
+    third = running.start("three", REQUEST, small)
+    with pytest.raises(RequestFailed, match="request one is under way already"):
+        twin.video()
+    with pytest.raises(PipelineFull, match="2 requests are in the pipeline and before it, all it takes"):
+        third.video()
+    assert not second.spans
+    for made in (first, second):
+        made.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            made.video()
+    fourth = running.start("four", REQUEST, small)
+    fourth.wait_for("encoder")
+    fourth.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        fourth.video()
+    small.close()
+
+
+def test_a_prompt_is_encoded_once(running, undisturbed):
+    async def stats():
+        return await EmbeddingCache.connect(f"{running.pipeline.settings.name}-embeddings").stats()
+
+    count = lambda: asyncio.run_coroutine_threadsafe(stats(), running.loop).result(SECONDS)  # noqa: E731
+    before = count()
+    asked = dataclasses.replace(REQUEST, prompt="A dog runs along the beach", steps=2)
+    first, second = [running.start(f"dog{i}", asked) for i in range(2)]
+    assert first.video() == second.video()
+    after = count()
+    assert after.misses - before.misses == 1
+    assert after.hits > before.hits
