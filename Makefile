@@ -6,7 +6,7 @@ TORCH_CPU := https://download.pytorch.org/whl/cpu
 .PHONY: help demo test lint bench clean
 
 help:
-	@echo "make demo   build a small model, turn a photograph into a video with it"
+	@echo "make demo   a small model on four emulated slices: three videos, and which slice computed what when"
 	@echo "make test   run the tests"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  time the small model against diffusers on this CPU"

@@ -10,7 +10,10 @@ from typing import Any
 
 import ray
 
+from actors.errors import PipelineNotFound
+
 NAMESPACE = "wan-tpu"
+CLOSE_S = 10.0
 KEPT = 50  # steps and hand-offs that averages are taken over
 
 
@@ -59,30 +62,36 @@ class Seen:
 class Board:
     """A way to the board; picklable."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    def __init__(self, pipeline: str, actor: Any) -> None:
+        self._pipeline, self._actor = pipeline, actor
 
     @classmethod
-    def connect(cls, pipeline: str, about: Any = None) -> "Board":
-        """Return the board of the pipeline of that name; make it when there is none.
+    def create(cls, pipeline: str, about: Any) -> "Board":
+        """Make the board of a pipeline, in place of one that a crash has left.
 
-        about  what is to be known of the pipeline (`actors.settings.About`), when it is made
+        about  what is to be known of the pipeline: `actors.settings.About`
         """
-        kind = ray.remote(_BoardActor).options(
-            name=f"{pipeline}-board",
-            namespace=NAMESPACE,
-            get_if_exists=True,
-            lifetime="detached",
-            num_cpus=0,
-            max_restarts=-1,
+        stale = cls.find(pipeline)
+        if stale is not None:
+            stale.close()
+        kind: Any = ray.remote(_BoardActor).options(
+            name=f"{pipeline}-board", namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1
         )
-        return cls(kind.remote(about))
+        return cls(pipeline, kind.remote(about))
+
+    @classmethod
+    def connect(cls, pipeline: str) -> "Board":
+        """Return the board of the pipeline of that name; raises `PipelineNotFound` when there is none."""
+        found = cls.find(pipeline)
+        if found is None:
+            raise PipelineNotFound(f"there is no pipeline {pipeline!r} on this cluster, or it is being taken down")
+        return found
 
     @classmethod
     def find(cls, pipeline: str) -> "Board | None":
-        """Return the board of a pipeline that runs, None where there is none."""
+        """Return the board of a pipeline, None where there is none."""
         try:
-            return cls(ray.get_actor(f"{pipeline}-board", namespace=NAMESPACE))
+            return cls(pipeline, ray.get_actor(f"{pipeline}-board", namespace=NAMESPACE))
         except ValueError:
             return None
 
@@ -115,8 +124,11 @@ class Board:
         return ray.get(self._actor.about.remote(), timeout=30)
 
     def close(self) -> None:
-        """End the board."""
+        """End the board, and return when its name is free."""
         ray.kill(self._actor)
+        until = time.monotonic() + CLOSE_S
+        while Board.find(self._pipeline) is not None and time.monotonic() < until:
+            time.sleep(0.05)
 
 
 class _BoardActor:

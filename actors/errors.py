@@ -35,7 +35,7 @@ class PipelineNotFound(PipelineError):
     exit_code = 2
 
 
-class PipelineNotUp(PipelineError):
+class PipelineStartFailed(PipelineError):
     """A pool can't be started; the message says which and why."""
 
 

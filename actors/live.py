@@ -1,6 +1,7 @@
 """Say what goes on: one line that is rewritten on a terminal, now and then a line elsewhere. Never silent for long."""
 
 import contextlib
+import logging
 import shutil
 import sys
 import threading
@@ -20,7 +21,7 @@ Look = Callable[[], str]
 class Live:
     """A context manager in which `look`, or what was told last, is shown on stderr with the seconds since it began.
 
-    Also a `Progress`: its bar counts requests, with what is left of the time.
+    Also a `Progress`: its bar counts requests, with what is left of the time. Warnings of this room are lines.
     """
 
     def __init__(self, look: Look | None = None) -> None:
@@ -33,6 +34,7 @@ class Live:
         self._shown, self._shown_s = "", self._start
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="live")
+        self._warnings = _Warnings(self)
 
     def tell(self, text: str) -> None:
         """Show this from now on."""
@@ -52,9 +54,13 @@ class Live:
 
     def __enter__(self) -> Self:
         self._thread.start()
+        logging.getLogger("actors").addHandler(self._warnings)
+        logging.getLogger("actors").propagate = False
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: object, traceback: TracebackType | None) -> None:
+        logging.getLogger("actors").removeHandler(self._warnings)
+        logging.getLogger("actors").propagate = True
         self._ended.set()
         self._thread.join()
         with self._lock:
@@ -87,6 +93,15 @@ class Live:
 
     def _seconds(self) -> str:
         return f"{time.monotonic() - self._start:5.0f} s "
+
+
+class _Warnings(logging.Handler):
+    def __init__(self, live: Live) -> None:
+        super().__init__(logging.WARNING)
+        self._live = live
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._live.line(record.getMessage())
 
 
 class _LiveBar:

@@ -13,7 +13,7 @@ from ray.serve.schema import ApplicationStatus, ServeStatus
 
 from actors.board import Board, ReplicaSeen
 from actors.embedding_cache import EmbeddingCache
-from actors.errors import PipelineExists, PipelineNotUp
+from actors.errors import PipelineExists, PipelineStartFailed
 from actors.replica import FAILED, REFUSED, PoolReplica
 from actors.settings import About, PipelineSettings, PoolSettings
 from cluster.layout import Layout, Pool
@@ -36,7 +36,7 @@ def deploy(layout: Layout, settings: PipelineSettings, *, lasting: bool = True, 
     tell     told in a line, again and again, what is being waited for
 
     Needs a Ray cluster that this process has joined. Raises `PipelineExists` when one of that name is there,
-    `PipelineNotUp` when a pool can't be started: nothing of it is left then.
+    `PipelineStartFailed` when a pool can't be started: nothing of it is left then.
     """
     if running(settings.name):
         raise PipelineExists(
@@ -44,10 +44,7 @@ def deploy(layout: Layout, settings: PipelineSettings, *, lasting: bool = True, 
             f"(wan-tpu pipeline down --name {settings.name}), or choose another name"
         )
     tell("starting Ray Serve")
-    stale = Board.find(settings.name)
-    if stale is not None:  # what a crash has left
-        stale.close()
-    Board.connect(settings.name, About(layout, settings, lasting))
+    Board.create(settings.name, About(layout, settings, lasting))
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location=ProxyLocation.Disabled)
     try:
@@ -68,21 +65,21 @@ def deploy(layout: Layout, settings: PipelineSettings, *, lasting: bool = True, 
 
 
 def wait_until_up(layout: Layout, pipeline: str, tell: Tell = lambda text: None) -> None:
-    """Return when every pool has the replicas that it must have at least; raises `PipelineNotUp`."""
+    """Return when every pool has the replicas that it must have at least; raises `PipelineStartFailed`."""
     board = Board.connect(pipeline)
     while True:
         seen = board.seen().replicas
         refused = next((replica for replica in seen.values() if replica.doing.startswith(REFUSED)), None)
         if refused is not None:  # what would be refused again: Serve tries three times
-            raise PipelineNotUp(f"pool {refused.pool}: {refused.doing.removeprefix(REFUSED)}")
+            raise PipelineStartFailed(f"pool {refused.pool}: {refused.doing.removeprefix(REFUSED)}")
         found = serve.status().applications
         gone = [pool.name for pool in layout.pools if application(pipeline, pool.name) not in found]
         if gone:
-            raise PipelineNotUp(f"pool {', '.join(gone)}: taken down meanwhile")
+            raise PipelineStartFailed(f"pool {', '.join(gone)}: taken down meanwhile")
         states = {pool.name: found[application(pipeline, pool.name)] for pool in layout.pools}
         for name, state in states.items():
             if state.status == ApplicationStatus.DEPLOY_FAILED:
-                raise PipelineNotUp(f"pool {name}: {_failure(name, list(seen.values())) or state.message}")
+                raise PipelineStartFailed(f"pool {name}: {_failure(name, list(seen.values())) or state.message}")
         if all(state.status == ApplicationStatus.RUNNING for state in states.values()):
             return
         ready = {name for name, state in states.items() if state.status == ApplicationStatus.RUNNING}
@@ -102,9 +99,8 @@ def handle(pipeline: str, pool: str) -> Any:
 
 def about(pipeline: str) -> About | None:
     """Return what is known of a pipeline that is on this cluster, None when there is none of that name."""
-    board = Board.find(pipeline)
-    told = None if board is None else board.about()
-    return told if running(pipeline) else None
+    board = Board.find(pipeline) if running(pipeline) else None
+    return None if board is None else board.about()
 
 
 def running(pipeline: str) -> list[str]:

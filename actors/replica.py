@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 SHAPES = 64  # that a replica is remembered to hold, for routing
 FAILED, REFUSED = "failed: ", "refused: "  # how what a replica does begins when it can't start: again, or never
 LEAVE_S = 0.5  # between the loss of a slice and the end of its leader: callers are told first
+THREADS = 32  # more than requests can be here: each waits in one, and a health check must not wait for them
 HAND_OVER_S = 5.0  # kept free before a drained slice is taken away, to copy a state out and write it
 
 
@@ -79,13 +80,14 @@ class PoolReplica:
         self._settings = settings
         given = settings.pipeline
         self._name = f"{settings.pool}/{serve.get_replica_context().replica_id.unique_id}"
-        self._threads = ThreadPoolExecutor(8, thread_name_prefix="slice")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="slice")
         self._turn = asyncio.Lock()
         self._snapshots = Snapshots(given.snapshots)
         self._cache = EmbeddingCache.connect(f"{given.name}-embeddings")
         self._board = Board.connect(given.name)
         self._saving: dict[str, asyncio.Task] = {}
         self._visits = itertools.count(1)
+        self._ended = False
         self._leave_by: float | None = None  # of time.monotonic(): the slice is being drained, and taken away then
         self._seconds = 0.0  # that a request takes on the slice, the latest counting most
         start = time.time()
@@ -358,6 +360,8 @@ class PoolReplica:
         )
 
     def _tell(self, doing: str, progress: Any = None) -> None:
+        if self._ended:
+            return
         if progress is not None:
             doing = f"{doing} {progress.doing} ({progress.done + 1} of {progress.total})"
         self._doing(doing, self._slice.describe())
@@ -398,8 +402,10 @@ class PoolReplica:
 
     def _end(self) -> None:
         """End this process, since it leads nothing any more; Serve starts another at once."""
-        self._board.gone(self._name)
-        asyncio.get_running_loop().call_later(LEAVE_S, os._exit, 1)
+        if not self._ended:
+            self._ended = True
+            self._board.gone(self._name)
+            asyncio.get_running_loop().call_later(LEAVE_S, os._exit, 1)
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run in a thread; when cancelled, wait until the thread is done: a step is never left alone."""

@@ -161,4 +161,6 @@ def _named(error: Exception) -> str:
 def _reason(error: RayActorError) -> str:
     """Return the telling line of Ray's long message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "exit" in line.lower() or "dead" in line.lower()), lines[0] if lines else "")
+    first = lines[0] if lines else ""
+    telling = next((line for line in lines if "exit" in line.lower() or "dead" in line.lower()), first)
+    return telling.partition(" Some common causes")[0]  # which Ray lists at length, the same every time

@@ -16,7 +16,7 @@ import ray
 from actors import batch
 from actors.board import Board, Seen
 from actors.commands.drive import ended_as_by_ctrl_c, looking
-from actors.errors import PipelineNotUp
+from actors.errors import PipelineStartFailed
 from actors.live import Live
 from actors.manifest import read_manifest
 from actors.pipeline import Pipeline
@@ -36,19 +36,18 @@ from wan_tpu.request import GenerationRequest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "demo"
 LAYOUT = "emulated-demo"
-HEIGHT, WIDTH, FRAMES, STEPS = 160, 240, 17, 8
+HEIGHT, WIDTH, FRAMES, STEPS = 160, 240, 17, 16
 PROMPTS = {
     "cat-1": "A cat looks into the camera, its whiskers moving.",
     "cat-2": "A cat looks into the camera, its whiskers moving.",
     "cat-3": "A cat turns its head to the left, soft afternoon light on its fur.",
 }
 EXPERT = {"num_attention_heads": 4, "attention_head_dim": 32, "ffn_dim": 512, "num_layers": 4, "text_dim": 64}
-VAE = {"base_dim": 16}
 MAKE_CHECKPOINT = f"""
 import pathlib, sys, transformers
 from wan_tpu.tiny import make_checkpoint
 transformers.logging.disable_progress_bar()
-make_checkpoint(pathlib.Path(sys.argv[1]), "wan2.2-i2v-a14b", transformer={EXPERT}, vae={VAE})
+make_checkpoint(pathlib.Path(sys.argv[1]), "wan2.2-i2v-a14b", transformer={EXPERT})
 """
 
 
@@ -86,7 +85,7 @@ def _run(layout: Layout, folder: Path, live: Live) -> tuple[batch.BatchReport, l
             live.tell("makes the checkpoint")
             complaint = making.communicate()[1]
             if making.returncode:
-                raise PipelineNotUp(f"no checkpoint: {complaint.strip()}")
+                raise PipelineStartFailed(f"no checkpoint: {complaint.strip()}")
             settings = PipelineSettings(
                 checkpoint=str(checkpoint),
                 snapshots=str(folder / "snapshots"),
@@ -95,7 +94,9 @@ def _run(layout: Layout, folder: Path, live: Live) -> tuple[batch.BatchReport, l
             )
             deploy(layout, settings, tell=live.tell)
             live.line("the pipeline is up: weights are read, programs compiled")
-            report, spans = _make(manifest, Pipeline(layout, settings), live)
+            pipeline = Pipeline(layout, settings)
+            report, spans = _make(manifest, pipeline, live)
+            pipeline.close()
             seen = Board.connect(settings.name).seen()
             live.tell("stops everything")
             ray.shutdown()
@@ -119,6 +120,7 @@ def _make(manifest: Path, pipeline: Pipeline, live: Live) -> tuple[batch.BatchRe
         tell=live.line,
     )
     report = batch.drive(work)
+    live.tell("draws the timeline")
     live.look = None
     live.line(report.text())
     if spans:

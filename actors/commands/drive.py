@@ -50,7 +50,8 @@ def _drive(args: argparse.Namespace, live: Live) -> BatchReport:
         engine: batch.Engine = _Nothing()
         if _anything_to_do(manifest, output, how):
             up = stack.enter_context(attached(args.name, wanted, live.tell))
-            engine = Pipeline(up.layout, up.settings)
+            engine = pipeline = Pipeline(up.layout, up.settings)
+            stack.callback(pipeline.close)
             live.look = looking(args.name)
         report = batch.drive(
             run_batch(
@@ -63,6 +64,7 @@ def _drive(args: argparse.Namespace, live: Live) -> BatchReport:
                 tell=live.line,
             )
         )
+        live.tell("")
         live.look = None
     if spans:
         save(output, spans)

@@ -1,0 +1,37 @@
+"""What commands say while they wait."""
+
+import logging
+import time
+
+from actors import live
+from actors.board import RequestSeen, Seen
+from actors.live import Live
+from actors.status import under_way
+
+
+def test_lines_come_with_news_and_never_stop(monkeypatch, capsys):
+    monkeypatch.setattr(live, "TERMINAL_S", 0.02)
+    monkeypatch.setattr(live, "NEWS_S", 0.05)
+    monkeypatch.setattr(live, "SILENCE_S", 0.3)
+    with Live() as shown:
+        shown.tell("reads weights")
+        time.sleep(1.0)
+        bar = shown.bar("batch", 4)
+        bar.step()
+        shown.look = lambda: "cat-1 decoder"
+        time.sleep(0.3)
+        bar.close()
+        logging.getLogger("actors.pipeline").warning("cat-1: a slice was lost")
+        shown.line("done")
+    lines = [line.partition(" s  ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert 2 <= lines.count("reads weights") <= 5
+    assert any(line.startswith("batch 1/4 [##........]") and line.endswith("left · cat-1 decoder") for line in lines)
+    assert lines[-2:] == ["cat-1: a slice was lost", "done"]
+
+
+def test_where_requests_are_fits_on_a_line():
+    seen = Seen(requests={f"cat-{i}": RequestSeen(0.0, "denoise_low", i, 8) for i in range(1, 9)})
+    seen.requests["late"] = RequestSeen(0.0)
+    assert under_way(seen).startswith("cat-1 denoise_low 1/8 · cat-2 denoise_low 2/8 · ")
+    assert under_way(seen).endswith(" · 2 more · 1 waiting")
+    assert under_way(Seen()) == ""

@@ -1,0 +1,214 @@
+"""submit, drive, status and pipeline as a person uses them: each a process of its own, on one emulated cluster."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import imageio.v3 as iio
+import psutil
+import pytest
+
+from cluster.emulated import EmulatedCluster, Settings
+from cluster.layout import Layout
+from tests.conftest import PHOTO, ROOT
+from wan_tpu.expert import STAGES
+
+LAYOUT = """
+emulate: {devices_per_host: 1}
+pools:
+  all: {stages: [encoder, denoise_high, denoise_low, decoder], slice: v6e-1}
+"""
+REQUEST = {"prompt": "A cat looks.", "image": str(PHOTO), "height": 32, "width": 48, "frames": 5, "fps": 8}
+LIMIT_S = 240  # of a command: a quiet machine needs a tenth
+
+
+class Cluster:
+    """The cluster and the commands on it."""
+
+    def __init__(self, running, layout, checkpoint):
+        self.running, self.layout = running, layout
+        self.pipeline = ["--layout", str(layout), "--model_id", str(checkpoint), "--dtype", "float32"]
+
+    def start(self, *argv):
+        command = [sys.executable, "-m", "actors.cli", argv[0], *argv[1:], "--folder", str(self.running.folder)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+    def run(self, *argv):
+        process = self.start(*argv)
+        try:
+            out, err = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            pytest.fail(f"{argv} takes longer than {LIMIT_S} s: {process.communicate()}")
+        return process.returncode, out, err
+
+    def status(self):
+        code, out, err = self.run("status", "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    def stepping(self, process=None):
+        """Wait until a request has done a step; return the status then."""
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until:
+            assert process is None or process.poll() is None, process.communicate()
+            found = self.status()
+            if found["pipeline"] and any(request["step"] for request in found["pipeline"]["requests"]):
+                return found
+        pytest.fail("no request comes to its first step")
+
+    def check_nothing_is_held(self):
+        found = self.status()
+        assert found["pipeline"] is None
+        assert [one["holder"] for one in found["slices"]] == [None]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, checkpoint):
+    folder = tmp_path_factory.mktemp("ways-in")
+    layout = folder / "mine.yaml"
+    layout.write_text(LAYOUT)
+    slices = Layout.load(layout, STAGES).emulated_slices()
+    with EmulatedCluster.start(slices, Settings(dashboard=True), folder=folder / "state") as running:
+        yield Cluster(running, layout, checkpoint("wan2.2-i2v-a14b"))
+
+
+def manifest(path, **requests):
+    path.write_text("".join(json.dumps(REQUEST | {"id": id_} | given) + "\n" for id_, given in requests.items()))
+    return str(path)
+
+
+def test_a_batch_brings_up_its_own_pipeline_and_the_next_one_finishes_what_a_kill_has_left(cluster, tmp_path):
+    out = tmp_path / "out"
+    lines = tmp_path / "in.jsonl"
+    given = ["--manifest", manifest(lines, long={"steps": 500}, short={"steps": 2}), "--output", str(out)]
+    driver = cluster.start("drive", *cluster.pipeline, *given, "--warm_up", "32*48*5")
+    try:
+        found = cluster.stepping(driver)
+        assert found["pipeline"]["chips"] == "emulated"
+        # It is that batch's own.
+        code, _, err = cluster.run("drive", "--manifest", given[1], "--output", str(tmp_path / "other"))
+        assert code == 2
+        assert re.search(r"belongs to a batch that runs \(Ray job \d+\) and ends with it", err)
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.communicate()
+    # What is left of it is taken over, by a job on the cluster; a bad line is reported and stops nothing.
+    manifest(lines, long={"steps": 500}, short={"steps": 2}, bad={"frames": 6})
+    code, log, err = cluster.run("submit", *cluster.pipeline, *given, "--warm_up", "32*48*5", "--timeline")
+    assert code == 1, (log, err)
+    assert "line 3 " in log
+    assert "reads" not in log  # the weights were there
+    assert "3 requests: 2 made, 1 bad lines" in log
+    assert iio.imread(out / "long.mp4", plugin="FFMPEG").shape == (5, 32, 48, 3)
+    assert [json.loads(line)["status"] for line in (out / "results.jsonl").open()] == ["done", "done", "invalid"]
+    assert (out / "timeline.png").stat().st_size > 10_000
+    cluster.check_nothing_is_held()
+    # Nothing is missing: no pipeline is brought up for that.
+    code, log, _ = cluster.run("submit", *cluster.pipeline, *given)
+    assert code == 1
+    assert "2 done before" in log
+    assert "starting" not in log
+
+
+def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
+    code, _, err = cluster.run("pipeline", "up", *cluster.pipeline)
+    assert code == 0, err
+    assert re.search(r"all: reads (text_encoder|vae|transformer)", err) or "takes a v6e-1" in err
+    code, _, err = cluster.run("pipeline", "up", *cluster.pipeline)
+    assert (code, err.count("is on this cluster already")) == (2, 1), err
+
+    out = tmp_path / "out"
+    given = [
+        "--manifest",
+        manifest(tmp_path / "in.jsonl", one={"steps": 900}, two={"steps": 900}),
+        "--output",
+        str(out),
+    ]
+    code, job, err = cluster.run("submit", "--detach", *given)
+    assert code == 0, err
+    job = job.strip()
+
+    pipeline = cluster.stepping()["pipeline"]
+    (pool,) = pipeline["pools"]
+    assert (pool["name"], pool["wanted"], len(pool["replicas"])) == ("all", [1, 1], 1)
+    assert re.match(r"(denoise_\w+|encoder) of (one|two)$", pool["replicas"][0]["doing"])
+    assert {request["key"] for request in pipeline["requests"]} == {"one", "two"}
+    assert pool["queue"] == 1  # one slice: the other waits
+    assert 0 < pool["step_s"] < LIMIT_S
+    assert pool["handoff_bytes"] > 1000
+    assert 0 < pool["handoff_s"] < LIMIT_S
+    code, text, _ = cluster.run("status")
+    assert re.search(r"  all +v6e-1 +1 of 1 +queue 1 +\S+ s a step, hand-off \d+ ms", text), text
+    assert "(emulated: the seconds are not a TPU's)" in text
+    assert re.search(r"(one|two) +denoise_\w+ +step \d+/900", text), text
+
+    # Attached and detached again, it goes on.
+    following = cluster.start("submit", "--attach", job)
+    assert following.stdout.readline()  # the log comes
+    following.send_signal(signal.SIGINT)
+    _, err = following.communicate(timeout=LIMIT_S)
+    assert following.returncode == 130
+    assert f"wan-tpu submit --attach {job}" in err
+    assert cluster.status()["pipeline"]["requests"]
+    code, said, _ = cluster.run("submit", "--stop", job)
+    assert (code, said) == (0, f"job {job}: stopped\n")
+    assert cluster.run("submit", "--attach", job)[0] == 130
+    assert cluster.run("submit", "--attach", "nobody")[0] == 2
+
+    # The next batch finds the pipeline free and leaves it there.
+    given = ["--manifest", manifest(tmp_path / "in.jsonl", three={"steps": 2}), "--output", str(out)]
+    code, _, err = cluster.run("drive", *given)
+    assert code == 0, err
+    assert (out / "three.mp4").is_file()
+    code, _, err = cluster.run(
+        "drive", *given[:3], str(tmp_path / "o"), "--layout", str(cluster.layout), "--model_id", "a/b"
+    )
+    assert (code, err.count("\n")) == (2, 1)
+    assert "not a/b; leave --model_id out to use it" in err
+    assert cluster.run("pipeline", "down")[0] == 0
+    cluster.check_nothing_is_held()
+    assert cluster.run("pipeline", "down")[0] == 2
+
+
+def test_what_cannot_start_says_why_at_once_and_leaves_nothing(cluster, tmp_path):
+    code, _, err = cluster.run("pipeline", "up", *cluster.pipeline[:2], "--model_id", str(tmp_path))
+    assert code == 1
+    assert re.search(r"error: pool all: .*model_index.json", err), err
+    cluster.check_nothing_is_held()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["submit", "--manifest", "m", "--output", "o", "--address", "http://127.0.0.1:9"], "nothing takes jobs at"),
+        (["submit", "--output", "o"], "--manifest is missing"),
+        (["status", "--address", "http://127.0.0.1:8265"], "give host:port of its GCS"),
+        (["pipeline", "up", "--layout", "emulated-small"], "--layout without --model_id; a pipeline needs both"),
+        (["pipeline", "up"], "--layout and --model_id say what to bring up"),
+    ],
+)
+def test_errors_are_one_line(cluster, argv, message):
+    code, _, err = cluster.run(*argv)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert message in err
+
+
+def test_the_demo_stops_everything_when_it_is_interrupted():
+    demo = subprocess.Popen([sys.executable, "scripts/demo.py"], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    seen = ""
+    while "the cluster is up" not in seen:
+        line = demo.stderr.readline()
+        assert line, seen
+        seen += line
+    family = psutil.Process(demo.pid).children(recursive=True)
+    assert any(process.name() == "raylet" for process in family)
+    os.kill(demo.pid, signal.SIGINT)
+    _, err = demo.communicate(timeout=LIMIT_S)
+    assert (demo.returncode, err.count("interrupted: everything is stopped")) == (130, 1)
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
