@@ -23,6 +23,10 @@ class RequestFailed(PipelineError):
         return type(self), (str(self), self.code)
 
 
+class PipelineStartFailed(PipelineError):
+    """A pool has no replica that works; the message has what its leader said."""
+
+
 class PipelineFull(PipelineError):
     """There is no room for one more request; try again later."""
 

@@ -4,10 +4,11 @@ from typing import Any
 
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
-from ray.serve.schema import ServeStatus
+from ray.serve.schema import DeploymentStatus, ServeStatus
 
 from actors.board import Board
 from actors.embedding_cache import EmbeddingCache
+from actors.errors import PipelineStartFailed
 from actors.replica import PoolReplica
 from actors.settings import PipelineSettings, PoolSettings
 from cluster.layout import Layout, Pool
@@ -23,15 +24,20 @@ LEAVING_S = 3600.0  # a replica that is to go may finish what it has
 def deploy(layout: Layout, settings: PipelineSettings) -> None:
     """Start all pools of a layout, and return when every one has the replicas that it must have at least.
 
-    Needs a Ray cluster that this process has joined. Raises `RuntimeError` when a pool can't be started.
+    Needs a Ray cluster that this process has joined. Raises `PipelineStartFailed` when a pool can't be started; the
+    others are ended then.
     """
     serve.start(proxy_location=ProxyLocation.Disabled)
-    serve.run_many(
-        [
-            serve.RunTarget(_application(pool, settings), name=application(settings.name, pool.name), route_prefix=None)
-            for pool in layout.pools
-        ]
-    )
+    targets = [
+        serve.RunTarget(_application(pool, settings), name=application(settings.name, pool.name), route_prefix=None)
+        for pool in layout.pools
+    ]
+    try:
+        serve.run_many(targets)
+    except RuntimeError as error:
+        reasons = _reasons(settings.name) or str(error)
+        shut_down(settings.name)
+        raise PipelineStartFailed(reasons) from None
 
 
 def application(pipeline: str, pool: str) -> str:
@@ -48,6 +54,16 @@ def running(pipeline: str) -> list[str]:
     """Return the applications of a pipeline that run."""
     status: ServeStatus = serve.status()
     return sorted(name for name in status.applications if name.startswith(f"{pipeline}-"))
+
+
+def _reasons(pipeline: str) -> str:
+    """Return what Serve says of the pools that didn't start: the ends of their replicas' errors."""
+    found = []
+    for name in running(pipeline):
+        for pool, state in serve.status().applications[name].deployments.items():
+            if state.status != DeploymentStatus.HEALTHY:
+                found.append(f"{pool}: {state.message.strip()[-2000:]}")
+    return "\n".join(found)
 
 
 def shut_down(pipeline: str) -> None:
