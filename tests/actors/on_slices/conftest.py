@@ -64,7 +64,7 @@ def settings(broken_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
         scale_up_s=1,
         scale_down_s=3,
         scale_look_s=3,
-        timeouts=Timeouts(place_s=5, heartbeat_s=6, grace_s=2),
+        timeouts=Timeouts(place_s=5, heartbeat_s=12, grace_s=4),
     )
 
 
