@@ -1,0 +1,127 @@
+"""Several worker processes on one database, undisturbed and killed."""
+
+import collections
+import subprocess
+import sys
+import time
+
+import pytest
+
+from actors.jobs.store import JobStore, open_database
+from actors.jobs.values import Submission
+from tests.conftest import ROOT
+
+JOBS, WORKERS = 200, 4
+PATIENCE_S = 60
+
+
+class Crew:
+    """Worker processes with a folder for their notes."""
+
+    def __init__(self, address, folder):
+        self._address, self._folder = address, folder
+        self._running = []
+        self._hired = 0
+
+    def hire(self):
+        command = [
+            sys.executable,
+            "-m",
+            "tests.actors.jobs.worker",
+            self._address,
+            f"w{self._hired}",
+            str(self._folder),
+        ]
+        self._hired += 1
+        worker = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+        self._running.append(worker)
+        return worker
+
+    def dismiss(self):
+        (self._folder / "stop").touch()
+        return [worker.wait(PATIENCE_S) for worker in self._running]
+
+    def kill(self):
+        for worker in self._running:
+            worker.kill()
+            worker.wait()
+            worker.stdout.close()
+
+    def done(self):
+        return [line for file in self._folder.glob("*.done") for line in file.read_text().split()]
+
+
+@pytest.fixture
+def crew(address, tmp_path):
+    (tmp_path / "notes").mkdir()
+    hired = Crew(address, tmp_path / "notes")
+    yield hired
+    hired.kill()
+
+
+def submit(store, count):
+    return {store.submit(Submission(owner=f"owner{n % 3}", request={"n": n}))[0].id for n in range(count)}
+
+
+def wait_until_done(store):
+    give_up = time.monotonic() + PATIENCE_S
+    while (counts := store.counts().by_status)["queued"] + counts["in_progress"]:
+        assert time.monotonic() < give_up, counts
+        time.sleep(0.05)
+    return counts
+
+
+def all_jobs(store):
+    page = store.list(limit=100)
+    jobs = [*page.jobs]
+    while page.more:
+        page = store.list(limit=100, after=jobs[-1].id)
+        jobs += page.jobs
+    return jobs
+
+
+def test_none_is_lost_and_none_is_done_twice(crew, database):
+    store = JobStore(database)
+    for worker in [crew.hire() for _ in range(WORKERS)]:
+        worker.stdout.readline()
+    ids = submit(store, JOBS)
+    assert wait_until_done(store) == {"queued": 0, "in_progress": 0, "completed": JOBS, "failed": 0}
+    assert crew.dismiss() == [0] * WORKERS
+    assert collections.Counter(crew.done()) == dict.fromkeys(ids, 1)
+    jobs = all_jobs(store)
+    assert {job.attempts for job in jobs} == {1}
+    assert len({job.worker for job in jobs}) > 1
+
+
+def test_killed_workers_lose_no_job(crew, database):
+    store = JobStore(database)
+    hired = [crew.hire() for _ in range(WORKERS)]
+    for worker in hired:
+        worker.stdout.readline()
+    ids = submit(store, JOBS // 2)
+    for number in range(6):  # in the middle of whatever they do
+        hired[number].kill()
+        hired.append(crew.hire())
+        time.sleep(0.05)
+        ids |= submit(store, JOBS // 12)
+    for worker in hired[6:]:
+        worker.stdout.readline()
+    ids |= submit(store, JOBS - len(ids))
+    assert wait_until_done(store)["completed"] == JOBS
+    crew.dismiss()
+    noted = collections.Counter(crew.done())
+    assert max(noted.values()) == 1
+    # A worker killed between its commit and its note has completed the job; nobody else did.
+    assert len(ids - set(noted)) <= 6
+    jobs = all_jobs(store)
+    assert {job.id for job in jobs} == ids
+    assert all(job.results == {"video": f"{job.id}/{job.attempts}"} for job in jobs)
+
+
+def test_many_processes_may_bring_one_database_to_the_schema(empty_address):
+    code = "import sys; from actors.jobs.store import open_database; open_database(sys.argv[1])"
+    started = [subprocess.Popen([sys.executable, "-c", code, empty_address], cwd=ROOT) for _ in range(4)]
+    assert [process.wait(PATIENCE_S) for process in started] == [0] * 4
+    opened = open_database(empty_address)
+    assert JobStore(opened).list().jobs == ()
+    opened.close()
