@@ -18,6 +18,7 @@ ONE_MACHINE = {
 # command -> module, function in it, what it does
 CLUSTER = {
     "cluster": ("actors.commands.cluster", "cluster", "start, show and stop an emulated cluster; show a real one"),
+    "keys": ("actors.commands.keys", "keys", "make, show and revoke API keys of the online service"),
     "batch": ("actors.commands.batch", "batch", "make every video of a manifest in this process"),
 }
 

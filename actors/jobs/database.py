@@ -1,6 +1,7 @@
 """The connection to SQLite or PostgreSQL: transactions that behave the same on both."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ class Database:
         self._address = str(address)
         url = _url(self._address)
         self.postgresql = url.get_backend_name() == "postgresql"
+        self._writer = threading.Lock()
         self._engine = _postgresql(url) if self.postgresql else _sqlite(url)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -49,7 +51,7 @@ class Database:
 
         On SQLite writers follow one another; on PostgreSQL they lock the rows that they touch.
         """
-        with self._failures(), self._engine.connect() as connection:
+        with self._turn(), self._failures(), self._engine.connect() as connection:
             with connection.execution_options(writes=True).begin():
                 yield connection
 
@@ -67,6 +69,19 @@ class Database:
     def close(self) -> None:
         """Close all connections."""
         self._engine.dispose()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Let one thread write at a time: SQLite's own waiting is a sleep of up to 0.1 s, again and again."""
+        if self.postgresql:
+            yield
+            return
+        if not self._writer.acquire(timeout=LOCK_WAIT_S):
+            raise StoreUnavailable(f"{self} is being written to by another thread for {LOCK_WAIT_S} s; try again")
+        try:
+            yield
+        finally:
+            self._writer.release()
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:

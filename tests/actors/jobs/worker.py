@@ -1,9 +1,8 @@
 """A worker process of test_processes.py: claims jobs until told to end, and notes what it did.
 
-python -m tests.actors.jobs.worker ADDRESS NAME FOLDER
+python -m tests.actors.jobs.worker ADDRESS NAME FOLDER LEASE_S
 
-Every completion is one file in FOLDER, named by job and made with O_EXCL before it is recorded in the database; what
-the database then accepts is one line in FOLDER/NAME.
+What the database accepts as completed by it is a line in FOLDER/NAME.done.
 """
 
 import sys
@@ -15,11 +14,9 @@ from actors.jobs.errors import LeaseLost
 from actors.jobs.values import Progress
 from actors.jobs.work import LeaseSettings, WorkQueue
 
-LEASE_S = 2.0
 
-
-def main(address: str, name: str, folder: Path) -> None:
-    work = WorkQueue(Database(address), LeaseSettings(lease_s=LEASE_S, losses=1000))
+def main(address: str, name: str, folder: Path, lease_s: float) -> None:
+    work = WorkQueue(Database(address), LeaseSettings(lease_s=lease_s, losses=1000))
     done = open(folder / f"{name}.done", "a", buffering=1)  # noqa: SIM115 (closed by whatever ends this process)
     print("ready", flush=True)
     while not (folder / "stop").exists():
@@ -38,4 +35,4 @@ def main(address: str, name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), float(sys.argv[4]))
