@@ -56,7 +56,7 @@ class FetchSettings:
     trust: ssl.SSLContext | None = None
 
 
-async def fetch(url: str, settings: FetchSettings = FetchSettings()) -> bytes:  # noqa: B008 (frozen)
+async def fetch(url: str, settings: FetchSettings = FetchSettings()) -> bytes:
     """Return the content at an https URL; raises `FetchError` saying what isn't allowed, or what went wrong."""
     try:
         async with asyncio.timeout(settings.timeout_s):
@@ -95,6 +95,7 @@ async def _get(url: SplitResult, settings: FetchSettings) -> tuple[bytes, str | 
     host, port = url.hostname or "", url.port or 443
     if not host.isascii():
         host = host.encode("idna").decode()
+    request = _Request(host, port, url)
     address = await _checked_address(host, port, settings)
     context = settings.trust or ssl.create_default_context()
     try:
@@ -104,7 +105,7 @@ async def _get(url: SplitResult, settings: FetchSettings) -> tuple[bytes, str | 
     except OSError as error:
         raise FetchError(f"{host} can't be reached ({error.strerror or type(error).__name__})") from None
     try:
-        return await _exchange(reader, writer, _Request(host, port, url), settings)
+        return await _exchange(reader, writer, request, settings)
     except (h11.RemoteProtocolError, ssl.SSLError, OSError) as error:
         raise FetchError(f"{host} did not send an image ({type(error).__name__}: {error})") from None
     finally:

@@ -4,15 +4,16 @@ import collections
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from actors.jobs.store import JobStore, open_database
 from actors.jobs.values import Submission
-from tests.conftest import ROOT
 
 JOBS, WORKERS, KILLS = 200, 3, 4
 PATIENCE_S = 120
+ROOT = Path(__file__).parents[3]
 
 
 class Crew:
