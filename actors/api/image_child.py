@@ -20,23 +20,35 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # it writes no file
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    content = sys.stdin.buffer.read()
+    from wan_tpu.errors import InvalidRequest
+
+    try:
+        made = clean(content)
+    except InvalidRequest as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    sys.stdout.buffer.write(made)
+    return 0
+
+
+def clean(content: bytes) -> bytes:
+    """Return an image as an upright RGB PNG without metadata; raises `InvalidRequest`."""
     from wan_tpu.errors import InvalidRequest
     from wan_tpu.image import decode_image
 
-    content = sys.stdin.buffer.read()
     made = io.BytesIO()
     try:
         image = decode_image(io.BytesIO(content), "upload", FORMATS)
         image.info.clear()  # what the file says about its maker, its place and its colours ends here
         image.save(made, "PNG", compress_level=1)
-    except InvalidRequest as error:
-        print(error, file=sys.stderr)
-        return REFUSED
+    except InvalidRequest:
+        raise
     except Exception as error:  # decoders raise all kinds of things on broken files
-        print(f"image upload is damaged ({type(error).__name__}); save it again as PNG or JPEG", file=sys.stderr)
-        return REFUSED
-    sys.stdout.buffer.write(made.getvalue())
-    return 0
+        raise InvalidRequest(
+            f"image upload is damaged ({type(error).__name__}); save it again as PNG or JPEG"
+        ) from None
+    return made.getvalue()
 
 
 if __name__ == "__main__":
