@@ -1,5 +1,6 @@
 """Read the input image: any common format, upright, RGB, within limits."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,16 +35,19 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
         raise InvalidRequest(f"image {path} can't be read ({reason}); check the path and its permissions") from None
 
 
-def decode_image(file: BinaryIO, source: str) -> Image.Image:
+def decode_image(file: BinaryIO, source: str, formats: Sequence[str] | None = None) -> Image.Image:
     """Return the image in an open file as upright RGB; `source` is its name for people, also in `info["source"]`.
+
+    formats  the decoders of Pillow that may see the file ("PNG", ...); all of them when left out
 
     Raises `InvalidRequest` for a damaged or oversized image.
     """
     try:
-        with Image.open(file) as image:
+        with Image.open(file, formats=formats) as image:
             upright = _to_rgb(image)
     except UnidentifiedImageError:
-        raise InvalidRequest(f"image {source} is no image that Pillow can read; convert it to PNG or JPEG") from None
+        readable = "that Pillow can read" if formats is None else f"of the kinds {', '.join(formats)}"
+        raise InvalidRequest(f"image {source} is no image {readable}; convert it to PNG or JPEG") from None
     except Image.DecompressionBombError:
         raise InvalidRequest(f"image {source} is too large; {_LIMIT}") from None
     except (OSError, SyntaxError, ValueError) as error:

@@ -1,0 +1,157 @@
+"""The connection to SQLite or PostgreSQL: transactions that behave the same on both."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy
+from sqlalchemy import Connection, Engine, event, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
+
+from actors.jobs.errors import StoreError, StoreUnavailable
+
+LOCK_WAIT_S = 30  # of a writer for another one; each holds the lock for milliseconds
+_SUBMIT_LOCK = 0x77616E747075  # "wantpu": the key of PostgreSQL's advisory lock, one for our database
+
+
+class Database:
+    """An address, and the transactions at it. Safe between threads; each process makes its own (it can be pickled)."""
+
+    def __init__(self, address: str | Path) -> None:
+        """Name a database: the path of a SQLite file, or postgresql://user:password@host/name.
+
+        Raises `StoreError` for an address that can't be understood. Nothing is connected yet.
+        """
+        self._address = str(address)
+        url = _url(self._address)
+        self.postgresql = url.get_backend_name() == "postgresql"
+        self._writer = threading.Lock()
+        self._engine = _postgresql(url) if self.postgresql else _sqlite(url)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Database, (self._address,)
+
+    def __str__(self) -> str:
+        """Return the address without its password."""
+        return self._engine.url.render_as_string(hide_password=True)
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Connection]:
+        """Give a connection for reading, at one moment of the database."""
+        with self._failures(), self._engine.connect() as connection, connection.begin():
+            yield connection
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[Connection]:
+        """Give a connection whose changes appear all at once, or not at all when the block raises.
+
+        On SQLite writers follow one another; on PostgreSQL they lock the rows that they touch.
+        """
+        with self._turn(), self._failures(), self._engine.connect() as connection:
+            with connection.execution_options(writes=True).begin():
+                yield connection
+
+    def in_turn(self, connection: Connection) -> None:
+        """Hold back others that call this until the transaction has ended. SQLite's writers always do."""
+        if self.postgresql:
+            connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SUBMIT_LOCK})
+
+    def now(self, connection: Connection) -> float:
+        """Return Unix seconds by the one clock of all processes: the server's (SQLite has one machine anyway)."""
+        if self.postgresql:
+            return float(connection.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
+        return time.time()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Let one thread write at a time: SQLite's own waiting is a sleep of up to 0.1 s, again and again."""
+        if self.postgresql:
+            yield
+            return
+        if not self._writer.acquire(timeout=LOCK_WAIT_S):
+            raise StoreUnavailable(f"{self} is being written to by another thread for {LOCK_WAIT_S} s; try again")
+        try:
+            yield
+        finally:
+            self._writer.release()
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except OperationalError as error:
+            raise StoreUnavailable(f"{self} can't be used now: {_reason(error)}; try again") from None
+        except DBAPIError as error:
+            if error.connection_invalidated:
+                raise StoreUnavailable(f"the connection to {self} was lost: {_reason(error)}; try again") from None
+            raise
+
+
+def _url(address: str) -> URL:
+    if "://" not in address:
+        if not address:
+            raise StoreError("the database's address is empty; give the path of a file, or postgresql://...")
+        path = Path(address).expanduser().absolute()
+        return URL.create("sqlite", database=str(path))
+    try:
+        url = make_url(address)
+        backend = url.get_backend_name()
+    except (ArgumentError, NoSuchModuleError, ValueError):
+        raise StoreError(_allowed("that address")) from None  # it isn't shown: it may hold a password
+    if backend == "postgresql":
+        return url.set(drivername="postgresql+psycopg")
+    if backend == "sqlite" and url.database:
+        return url
+    raise StoreError(_allowed(f"{backend}://"))
+
+
+def _allowed(given: str) -> str:
+    return f"{given} is no database for jobs; give the path of a SQLite file, or postgresql://user@host/name"
+
+
+def _postgresql(url: URL) -> Engine:
+    try:
+        return sqlalchemy.create_engine(
+            url,
+            pool_pre_ping=True,  # a connection that died while it was idle is replaced
+            pool_size=5,
+            max_overflow=15,
+            connect_args={"connect_timeout": 10, "application_name": "wan-tpu"},
+        )
+    except ModuleNotFoundError:
+        raise StoreError('PostgreSQL needs its driver: pip install "wan-tpu[postgresql]"') from None
+
+
+def _sqlite(url: URL) -> Engine:
+    assert url.database is not None
+    Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+    engine = sqlalchemy.create_engine(url, connect_args={"timeout": LOCK_WAIT_S, "check_same_thread": False})
+
+    @event.listens_for(engine, "connect")
+    def connected(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # transactions begin below, not where the driver guesses
+        for pragma in (
+            "journal_mode = WAL",  # readers don't wait for a writer
+            "synchronous = FULL",  # a commit is on the disk: what was accepted survives a power cut
+        ):
+            connection.execute(f"PRAGMA {pragma}").close()
+
+    @event.listens_for(engine, "begin")
+    def begun(connection: Connection) -> None:
+        # A write lock from the start: a reader that turns writer would fail when another has written in between.
+        writes = connection.get_execution_options().get("writes")
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine
+
+
+def _reason(error: DBAPIError) -> str:
+    return str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else type(error.orig).__name__

@@ -1,0 +1,8 @@
+"""What Alembic runs: the steps that are missing, in the transaction of the connection it was given."""
+
+from alembic import context
+
+from actors.jobs.tables import metadata
+
+context.configure(connection=context.config.attributes["connection"], target_metadata=metadata)
+context.run_migrations()

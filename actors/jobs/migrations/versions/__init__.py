@@ -1,0 +1,1 @@
+"""Steps of the schema. A released one is never changed."""

@@ -1,0 +1,69 @@
+"""Real HTTPS servers on this machine, with certificates of an authority that only these tests trust."""
+
+import asyncio
+import ssl
+
+import pytest
+import trustme
+
+NAME = "pictures.test"
+
+
+@pytest.fixture(scope="session")
+def authority():
+    return trustme.CA()
+
+
+@pytest.fixture(scope="session")
+def trust(authority):
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    return context
+
+
+class Server:
+    """An HTTPS server that answers each path with the bytes, or the coroutine function, it was given."""
+
+    def __init__(self, context):
+        self._context = context
+        self.answers = {}
+        self.requests = []
+        self.connections = 0
+        self.names = []
+
+    async def start(self, address="127.0.0.1", port=0):
+        self._context.sni_callback = lambda _socket, name, _context: self.names.append(name)
+        self._server = await asyncio.start_server(self._accepted, address, port, ssl=self._context)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def close(self):
+        self._server.close()
+
+    async def _accepted(self, reader, writer):
+        self.connections += 1
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            self.requests.append(head)
+            answer = self.answers[head.split()[1].decode()]
+            if callable(answer):
+                await answer(writer)
+            else:
+                writer.write(answer)
+            await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the client has hung up
+        finally:
+            writer.close()
+
+
+@pytest.fixture
+def new_server(authority):
+    """Returns a server that isn't started yet, with a certificate for `name`."""
+
+    def made(name=NAME):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        authority.issue_cert(name).configure_cert(context)
+        return Server(context)
+
+    return made

@@ -1,0 +1,269 @@
+"""Fetching by URL from real HTTPS servers: what is allowed arrives, and nothing else is even connected to."""
+
+import asyncio
+import contextlib
+import dataclasses
+import ipaddress
+import ssl
+import time
+
+import pytest
+
+from actors.api.addresses import refusal
+from actors.api.fetch import FetchError, FetchSettings, fetch
+from tests.actors.api.conftest import NAME
+
+HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"  # both this machine; only the first is allowed in these tests
+
+
+def answer(content=b"", status="200 OK", **headers):
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(content)}", "Connection: close"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + content
+
+
+def resolver(**names):
+    """Returns a resolver of names with "_" for ".", and the list of what it was asked."""
+    asked = []
+
+    async def resolve(host, port):
+        asked.append(host)
+        found = names[host.replace(".", "_")]
+        return found.pop(0) if found and isinstance(found[0], list) else found
+
+    return resolve, asked
+
+
+@pytest.fixture
+def settings(trust):
+    find, _ = resolver(pictures_test=[HERE])
+    network = (ipaddress.ip_network(f"{HERE}/32"),)
+    return FetchSettings(max_bytes=1000, timeout_s=20, allowed=network, resolver=find, trust=trust)
+
+
+@contextlib.asynccontextmanager
+async def running(server, settings, *, address=HERE, port=0):
+    await server.start(address, port)
+    try:
+        yield dataclasses.replace(settings, ports=settings.ports | {server.port}), f"https://{NAME}:{server.port}"
+    finally:
+        await server.close()
+
+
+def got(server, settings, path="/cat.png", **changes):
+    """Fetch a path from a server that runs meanwhile."""
+
+    async def do():
+        async with running(server, settings) as (ready, base):
+            return await fetch(base + path, dataclasses.replace(ready, **changes))
+
+    return asyncio.run(do())
+
+
+def test_an_image_arrives(new_server, settings):
+    server = new_server()
+    server.answers = {"/cat.png?size=2": answer(b"image")}
+    assert got(server, settings, "/cat.png?size=2#top") == b"image"
+    (request,) = server.requests
+    assert f"host: {NAME}:{server.port}".encode() in request.lower()
+    assert server.names == [NAME]  # the certificate asked for is the name's, though the connection goes to an address
+
+
+def test_chunks_arrive(new_server, settings):
+    server = new_server()
+    server.answers = {
+        "/cat.png": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nima\r\n2\r\nge\r\n0\r\n\r\n",
+        "/old.png": b"HTTP/1.0 200 OK\r\n\r\nimage",  # ends with the connection
+    }
+    assert got(server, settings) == b"image"
+    assert got(server, settings, "/old.png") == b"image"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://pictures.test/cat.png",
+        "file:///etc/passwd",
+        "/etc/passwd",
+        "",
+        "ftp://pictures.test/cat.png",
+        "gopher://pictures.test/",
+        "data:image/png;base64,AAAA",
+        "https:///cat.png",
+        "https://ann:secret@pictures.test/cat.png",
+        "https://pictures.test:22/cat.png",
+        "https://pictures.test:99999/cat.png",
+        "https://[::1/cat.png",
+        "https://pictures.test/a b\r\nHost: evil",
+        "https://pictures.test/ä.png",
+        "https://" + "a" * 70 + ".é/",
+    ],
+)
+def test_other_urls_are_refused(settings, url):
+    find, _ = resolver(pictures_test=[HERE])
+    closed = dataclasses.replace(settings, resolver=find, allowed=(ipaddress.ip_network("127.0.0.0/8"),))
+    with pytest.raises(FetchError):
+        asyncio.run(fetch(url, closed))
+
+
+INSIDE = [
+    "127.0.0.1", "127.1.2.3", "0.0.0.0", "10.0.0.1", "172.16.5.4", "192.168.1.1", "169.254.169.254", "100.64.0.1",
+    "100.100.100.200", "168.63.129.16", "192.0.0.192", "198.18.0.1", "224.0.0.1", "239.255.255.250", "255.255.255.255",
+    "240.0.0.1", "::", "::1", "::ffff:127.0.0.1", "::ffff:8.8.8.8", "::127.0.0.1", "fe80::1", "fe80::1%eth0", "fc00::1",
+    "fd00:ec2::254", "ff02::1", "64:ff9b::7f00:1", "64:ff9b:1::1", "2002:7f00:1::", "2001:0:1::1", "2001:db8::1",
+    "nonsense",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("address", INSIDE)
+def test_addresses_that_aren_t_public_are_refused(address):
+    assert refusal(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "1.1.1.1", "100.128.0.1", "172.32.0.1", "2606:4700::1111", "2a00:1450::1"]
+)
+def test_public_addresses_are_fine(address):
+    assert refusal(address) is None
+
+
+@pytest.mark.parametrize("found", [[ELSEWHERE], [HERE, ELSEWHERE], ["::ffff:127.0.0.1"], ["169.254.169.254"], []])
+def test_a_name_that_leads_inside_is_not_connected_to(new_server, settings, found):
+    server = new_server()
+    server.answers = {"/cat.png": answer(b"secret")}
+
+    async def do():
+        async with running(server, settings, address=ELSEWHERE) as (ready, base):
+            find, _ = resolver(pictures_test=found)
+            await fetch(base + "/cat.png", dataclasses.replace(ready, resolver=find))
+
+    with pytest.raises(FetchError, match=r"public|no address"):
+        asyncio.run(do())
+    assert server.connections == 0
+
+
+@pytest.mark.parametrize("host", [ELSEWHERE, "0x7f.2", "2130706434", "[::1]", "localhost", "[::ffff:127.0.0.2]"])
+def test_spellings_of_an_address_lead_no_further(settings, host):
+    real = dataclasses.replace(settings, resolver=FetchSettings().resolver, allowed=())
+    with pytest.raises(FetchError, match=r"not a public address|no address"):
+        asyncio.run(fetch(f"https://{host}/", real))
+
+
+def test_the_address_that_was_checked_is_the_one_connected_to(new_server, settings):
+    """A name that resolves to something else a moment later (DNS rebinding) gains nothing."""
+    good, evil = new_server(), new_server()
+    good.answers, evil.answers = {"/cat.png": answer(b"image")}, {"/cat.png": answer(b"secret")}
+    find, asked = resolver(pictures_test=[[HERE], [ELSEWHERE]])
+
+    async def do():
+        async with running(good, settings) as (ready, base), running(evil, settings, address=ELSEWHERE, port=good.port):
+            ready = dataclasses.replace(ready, resolver=find)
+            first = await fetch(base + "/cat.png", ready)
+            with pytest.raises(FetchError, match="public"):
+                await fetch(base + "/cat.png", ready)
+            return first
+
+    assert asyncio.run(do()) == b"image"
+    assert asked == [NAME, NAME]
+    assert evil.connections == 0
+
+
+def test_redirects_are_followed_and_checked_again(new_server, settings):
+    server, inside = new_server(), new_server("inside.test")
+    inside.answers = {"/": answer(b"secret")}
+    find, _ = resolver(pictures_test=[HERE], inside_test=[ELSEWHERE])
+
+    async def do():
+        async with (
+            running(server, dataclasses.replace(settings, resolver=find)) as (ready, base),
+            running(inside, settings, address=ELSEWHERE, port=server.port),
+        ):
+            server.answers = {
+                "/moved": answer(status="302 Found", Location="/cat.png"),
+                "/cat.png": answer(b"image"),
+                "/inside": answer(status="307 Temporary Redirect", Location=f"https://inside.test:{server.port}/"),
+                "/plain": answer(status="301 Moved", Location="http://pictures.test/cat.png"),
+                "/file": answer(status="301 Moved", Location="file:///etc/passwd"),
+                "/round": answer(status="302 Found", Location="/round"),
+            }
+            assert await fetch(base + "/moved", ready) == b"image"
+            for path, reason in {
+                "/inside": "public internet",
+                "/plain": "only https",
+                "/file": "only https",
+                "/round": "more than 3 times",
+            }.items():
+                with pytest.raises(FetchError, match=reason):
+                    await fetch(base + path, ready)
+
+    asyncio.run(do())
+    assert inside.connections == 0
+
+
+async def endless(writer):
+    writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        writer.write(b"x" * 100)
+        await writer.drain()
+
+
+async def endless_header(writer):
+    writer.write(b"HTTP/1.1 200 OK\r\n")
+    while True:
+        writer.write(b"X-More: " + b"x" * 1000 + b"\r\n")
+        await writer.drain()
+
+
+async def dripping(writer):
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n")
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (answer(b"x" * 1001), "more than 1000 bytes"),
+        (endless, "more than 1000 bytes"),
+        (endless_header, "did not send an image"),
+        (answer(b"x", "404 Not Found"), "status 404"),
+        (answer(b"x", "500 Oops"), "status 500"),
+        (answer(b"x", Content_Encoding="gzip"), "encoding 'gzip'"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nhalf", "did not send an image"),
+        (b"220 smtp ready\r\n", "did not send an image"),
+        (b"", "did not send|closed the connection"),
+    ],
+)
+def test_what_is_no_image_of_the_right_size_is_refused(new_server, settings, given, reason):
+    server = new_server()
+    server.answers = {"/cat.png": given}
+    with pytest.raises(FetchError, match=reason):
+        got(server, settings)
+
+
+def test_slow_servers_are_given_up_in_time(new_server, settings):
+    server = new_server()
+    server.answers = {"/cat.png": dripping}
+    began = time.monotonic()
+    with pytest.raises(FetchError, match=r"did not come within 1 s"):
+        got(server, settings, timeout_s=1.0)
+    assert time.monotonic() - began < 15
+
+
+def test_certificates_are_checked(new_server, settings):
+    wrong = new_server("other.test")
+    wrong.answers = {"/cat.png": answer(b"image")}
+    with pytest.raises(FetchError, match="no certificate that is trusted"):
+        got(wrong, settings)
+    server = new_server()
+    server.answers = {"/cat.png": answer(b"image")}
+    with pytest.raises(FetchError, match="no certificate that is trusted"):
+        got(server, settings, trust=ssl.create_default_context())
+    assert server.requests == []
+
+
+def test_a_server_that_is_not_there(settings):
+    with pytest.raises(FetchError, match="can't be reached"):
+        asyncio.run(fetch(f"https://{NAME}:1/", dataclasses.replace(settings, ports=frozenset({1}))))

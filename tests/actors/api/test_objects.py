@@ -1,0 +1,153 @@
+"""The API's objects, against the types of OpenAI's own client."""
+
+import math
+
+import pytest
+from openai.types import Video as OpenAIVideo
+from openai.types import VideoDeleteResponse
+from pydantic import ValidationError
+
+from actors.api.objects import (
+    CreateVideo,
+    VideoDeleted,
+    error_body,
+    frames_for,
+    generation_request,
+    parse_size,
+    seconds_text,
+    video,
+    video_list,
+    with_model,
+)
+from actors.jobs.store import JobStore, open_database
+from actors.jobs.values import Progress, Submission
+from actors.jobs.work import WorkQueue
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.request import Defaults
+
+DEFAULTS = Defaults(
+    height=720, width=1280, frames=81, fps=16, steps=40, guidance_scale=3.5, guidance_scale_2=3.5, shift=5.0
+)
+
+
+@pytest.fixture
+def database(tmp_path):
+    opened = open_database(tmp_path / "jobs.sqlite")
+    yield opened
+    opened.close()
+
+
+def submit(database, **asked):
+    request = generation_request(CreateVideo(prompt="a cat", **asked), fps=16, seed=7).resolve(DEFAULTS)
+    return JobStore(database).submit(Submission(owner="ann", request=with_model(request, "wan2.2-i2v-a14b")))[0]
+
+
+def as_openai(made):
+    """What OpenAI's client reads of an object, strictly: every required field there, every type right."""
+    return OpenAIVideo.model_validate_json(made.model_dump_json(), strict=True)
+
+
+def test_a_video_in_every_state_is_one_to_openai_s_client(database):
+    store, work = JobStore(database), WorkQueue(database)
+    job = submit(database)
+    queued = as_openai(video(job, queue_position=2, eta_s=12.34))
+    assert (queued.status, queued.progress, queued.seconds, queued.size) == ("queued", 0, "5.06", "1280x720")
+    assert queued.created_at == int(job.created_at)
+    assert (queued.completed_at, queued.expires_at, queued.error) == (None, None, None)
+    lease = work.claim("w")
+    work.heartbeat(lease, Progress(stage="denoise_low", step=39, steps=40, percent=99.9))
+    running = video(store.get(job.id))
+    assert as_openai(running).progress == 99
+    assert (running.stage, running.step, running.num_inference_steps) == ("denoise_low", 39, 40)
+    done = as_openai(video(work.complete(lease, {})))
+    assert (done.status, done.progress) == ("completed", 100)
+    assert done.expires_at > done.completed_at >= done.created_at
+
+
+def test_a_cancelled_video_failed_with_that_code(database):
+    cancelled = as_openai(video(JobStore(database).cancel(submit(database).id)))
+    assert (cancelled.status, cancelled.error.code) == ("failed", "cancelled")
+    assert cancelled.error.message == "the job was cancelled"
+
+
+def test_lists_and_deletions(database):
+    videos = [video(submit(database)) for _ in range(2)]
+    page = video_list(videos, more=True)
+    assert (page.first_id, page.last_id, page.has_more) == (videos[0].id, videos[1].id, True)
+    assert video_list([], more=False).last_id is None
+    assert VideoDeleteResponse.model_validate_json(VideoDeleted(id="x").model_dump_json(), strict=True).deleted
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (401, "authentication_error"), (404, "not_found_error"),
+     (409, "invalid_request_error"), (429, "rate_limit_error"), (503, "server_error")],
+)  # fmt: skip
+def test_errors_have_openai_s_form(status, kind):
+    body = error_body(status, "no", code="c", param="size").model_dump()
+    assert body == {"error": {"message": "no", "type": kind, "param": "size", "code": "c"}}
+
+
+def test_a_size_is_width_by_height():
+    """The other way round than the command line's: a landscape video must not come out as a portrait."""
+    request = generation_request(CreateVideo(prompt="x", size="1280x720"), fps=16, seed=0)
+    assert (request.width, request.height) == (1280, 720)
+
+
+@pytest.mark.parametrize("size", ["", "720", "720*1280", "0x720", "720X1280", "-1x720", "1x2x3", "٧٢٠x١٢٨٠", "9" * 99])
+def test_what_is_no_size_is_refused(size):
+    with pytest.raises(InvalidRequest, match="WIDTHxHEIGHT"):
+        parse_size(size)
+
+
+def test_the_nearest_size_is_named():
+    with pytest.raises(InvalidRequest, match="1088x1920"):
+        parse_size("1080x1920")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fps", "frames"), [("5", 16, 81), ("4", 16, 65), ("5", 24, 121), ("0.01", 16, 1), ("5.06", 16, 81)]
+)
+def test_seconds_become_whole_latent_frames(seconds, fps, frames):
+    assert frames_for(seconds, fps) == frames
+    assert frames % 4 == 1
+
+
+@pytest.mark.parametrize("seconds", ["", "0", "-1", "nan", "inf", "1e3", "9999", "five", "٥"])
+def test_what_is_no_length_is_refused(seconds):
+    with pytest.raises(InvalidRequest, match="seconds is"):
+        frames_for(seconds, 16)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(5.0, "5"), (5.0625, "5.06"), (0.5, "0.5"), (10.0, "10"), (0.0625, "0.06")]
+)
+def test_lengths_are_written_short(seconds, text):
+    assert seconds_text(seconds) == text
+
+
+def test_length_and_frames_exclude_each_other():
+    with pytest.raises(InvalidRequest, match="give one of them"):
+        generation_request(CreateVideo(prompt="x", seconds="5", num_frames=81), fps=16, seed=0)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"prompt": ""}, {"prompt": "x" * 32_001}, {"num_frames": 0}, {"shift": math.nan}, {"guidance_scale": math.inf},
+     {"seed": -1}, {"priority": 1000}, {"solver": "ddim"}, {"unknown": 1}, {"deadline": math.inf}],
+)  # fmt: skip
+def test_fields_have_limits(field):
+    with pytest.raises(ValidationError):
+        CreateVideo(**{"prompt": "x"} | field)
+
+
+def test_what_is_asked_for_reaches_the_pipeline():
+    asked = CreateVideo(
+        prompt="a cat", negative_prompt="dogs", size="832x480", num_frames=49, fps=12, num_inference_steps=8,
+        guidance_scale=4, guidance_scale_2=3, shift=2, seed=11, solver="euler",
+    )  # fmt: skip
+    made = generation_request(asked, fps=16, seed=0)
+    assert made.to_json() == {
+        "prompt": "a cat", "negative_prompt": "dogs", "image": None, "height": 480, "width": 832, "frames": 49,
+        "fps": 12, "steps": 8, "guidance_scale": 4, "guidance_scale_2": 3, "shift": 2, "seed": 11, "solver": "euler",
+    }  # fmt: skip

@@ -1,0 +1,59 @@
+"""The same cases run on SQLite and on a real PostgreSQL server."""
+
+import shutil
+
+import pytest
+from sqlalchemy.engine import make_url
+
+from actors.jobs.database import Database
+from actors.jobs.store import open_database
+from tests.actors.jobs import postgres
+
+
+@pytest.fixture(scope="session")
+def postgres_server():
+    programs = postgres.binaries()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
+    pytest.importorskip("psycopg", reason='its driver is not installed (pip install "wan-tpu[postgresql]")')
+    with postgres.server(programs) as running:
+        yield running
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty_address(request, tmp_path):
+    """The address of an empty database."""
+    if request.param == "sqlite":
+        return str(tmp_path / "empty.sqlite")
+    return request.getfixturevalue("postgres_server").new_database()
+
+
+@pytest.fixture(scope="session")
+def migrated_postgres(postgres_server):
+    """The name of a database with the schema and nothing in it, to be copied: migrating each takes longer."""
+    address = postgres_server.new_database()
+    open_database(address).close()
+    return make_url(address).database
+
+
+@pytest.fixture(scope="session")
+def migrated_sqlite(tmp_path_factory):
+    file = tmp_path_factory.mktemp("migrated") / "jobs.sqlite"
+    open_database(file).close()
+    return file
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def address(request, tmp_path):
+    """The address of a database with the schema and nothing in it."""
+    if request.param == "sqlite":
+        return str(shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "jobs.sqlite"))
+    server = request.getfixturevalue("postgres_server")
+    return server.new_database(like=request.getfixturevalue("migrated_postgres"))
+
+
+@pytest.fixture
+def database(address):
+    opened = Database(address)
+    yield opened
+    opened.close()

@@ -1,0 +1,105 @@
+"""A private PostgreSQL server for the tests: real, on a Unix socket in a temporary folder, gone afterwards."""
+
+import contextlib
+import itertools
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+START_S = 60
+
+
+def binaries() -> Path | None:
+    """Return the folder of PostgreSQL's programs: of the path, or the newest of Debian's."""
+    found = shutil.which("initdb")
+    if found:
+        return Path(found).resolve().parent
+    installed = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
+    return installed[-1].parent if installed else None
+
+
+def unprivileged() -> str | None:
+    """Return who runs the server: PostgreSQL refuses to be root."""
+    if os.geteuid() != 0:
+        return None
+    names = {entry.pw_name for entry in pwd.getpwall()}
+    return next(name for name in ("postgres", "nobody") if name in names)
+
+
+class Server:
+    """A running server, and databases in it."""
+
+    def __init__(self, folder: Path, user: str) -> None:
+        self._folder, self._user = folder, user
+        self._numbers = itertools.count()
+
+    def new_database(self, like: str = "template1") -> str:
+        """Return the address of a new database, empty or a copy of the one named `like`."""
+        import psycopg
+
+        name = f"jobs_{next(self._numbers)}"
+        with psycopg.connect(self._at("postgres"), autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name} TEMPLATE {like}".encode())
+        return self._at(name)
+
+    def _at(self, name: str) -> str:
+        return f"postgresql://{self._user}@/{name}?host={self._folder}"
+
+
+@contextlib.contextmanager
+def server(programs: Path) -> Iterator[Server]:
+    """Run a server while the block lasts."""
+    user = unprivileged()
+    folder = Path(tempfile.mkdtemp(prefix="wan-tpu-postgres-"))
+    if user is not None:
+        shutil.chown(folder, user)
+    data = str(folder / "data")
+    name = user or pwd.getpwuid(os.geteuid()).pw_name
+    started: subprocess.Popen[bytes] | None = None
+    try:
+        subprocess.run(
+            [programs / "initdb", "-D", data, "--auth=trust", "--encoding=UTF8", "--locale=C", "--no-sync"],
+            user=user,
+            cwd=folder,
+            check=True,
+            capture_output=True,
+            timeout=START_S,
+        )
+        log = open(folder / "log", "wb")  # noqa: SIM115 (closed below)
+        with log:
+            started = subprocess.Popen(
+                [programs / "postgres", "-D", data, "-k", str(folder), "-c", "listen_addresses=", "-c", "fsync=off"],
+                user=user,
+                cwd=folder,
+                stdout=log,
+                stderr=log,
+            )
+        made = Server(folder, name)
+        _wait(made, started, folder / "log")
+        yield made
+    finally:
+        if started is not None:
+            started.send_signal(signal.SIGQUIT)  # at once; nothing is kept
+            started.wait(START_S)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait(made: Server, started: "subprocess.Popen[bytes]", log: Path) -> None:
+    import psycopg
+
+    give_up = time.monotonic() + START_S
+    while True:
+        try:
+            psycopg.connect(made._at("postgres")).close()
+        except psycopg.OperationalError as error:
+            if started.poll() is not None or time.monotonic() > give_up:
+                raise RuntimeError(f"PostgreSQL did not start: {log.read_text()}") from error
+            time.sleep(0.1)
+        else:
+            return

@@ -1,0 +1,121 @@
+"""Rows and files are removed together, also around crashes."""
+
+import time
+
+import pytest
+from sqlalchemy import select
+
+from actors.jobs.errors import JobNotFound
+from actors.jobs.retention import Retention
+from actors.jobs.rows import Keeping
+from actors.jobs.store import JobStore
+from actors.jobs.tables import files
+from actors.jobs.values import Submission
+from actors.jobs.work import LeaseSettings, WorkQueue
+from actors.storage import open_storage
+
+ALWAYS = Keeping()
+AT_ONCE = Keeping(ended_s=0.0, abandoned_s=0.0)
+HOUR = 3600.0
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return open_storage(tmp_path / "results")
+
+
+def recorded(database):
+    with database.read() as connection:
+        return set(connection.scalars(select(files.c.name)))
+
+
+def finished(database, storage, keeping=ALWAYS):
+    """A completed job with an input, a video, and a file that was announced and isn't a result."""
+    Retention(database, storage, ALWAYS).reserve("inputs/a.png")
+    storage.write("inputs/a.png", b"image")
+    JobStore(database).submit(Submission(owner="ann", request={}, input_image="inputs/a.png"))
+    work = WorkQueue(database, keeping=keeping)
+    lease = work.claim("w")
+    work.announce(lease, ["a/1/video.mp4", "a/1/draft.mp4"])
+    for name in ("a/1/video.mp4", "a/1/draft.mp4"):
+        storage.write(name, b"video")
+    return work.complete(lease, {"video": "a/1/video.mp4"})
+
+
+def test_what_is_no_result_is_removed_and_the_rest_stays(database, storage):
+    job = finished(database, storage)
+    assert Retention(database, storage).sweep() == (0, 1)
+    assert set(storage.list()) == recorded(database) == {"inputs/a.png", "a/1/video.mp4"}
+    assert JobStore(database).get(job.id).status == "completed"
+
+
+def test_an_expired_job_goes_with_all_its_files(database, storage):
+    job = finished(database, storage, AT_ONCE)
+    assert Retention(database, storage).sweep() == (1, 3)
+    with pytest.raises(JobNotFound):
+        JobStore(database).get(job.id)
+    assert storage.list() == {}
+    assert recorded(database) == set()
+
+
+def test_a_deleted_job_goes_with_all_its_files(database, storage):
+    job = finished(database, storage)
+    JobStore(database).delete(job.id)
+    # A crash here leaves files, but the list of them too.
+    assert Retention(database, storage).sweep() == (0, 3)
+    assert storage.list() == {}
+    assert Retention(database, storage).sweep() == (0, 0)
+
+
+def test_an_upload_that_became_no_job_is_removed(database, storage):
+    Retention(database, storage, AT_ONCE).reserve("inputs/b.png")
+    storage.write("inputs/b.png", b"image")
+    assert Retention(database, storage).sweep() == (0, 1)
+    assert storage.list() == {}
+
+
+def test_an_upload_that_may_still_become_one_stays(database, storage):
+    Retention(database, storage, Keeping(abandoned_s=HOUR)).reserve("inputs/b.png")
+    storage.write("inputs/b.png", b"image")
+    assert Retention(database, storage).sweep() == (0, 0)
+    JobStore(database).submit(Submission(owner="ann", request={}, input_image="inputs/b.png"))
+    assert Retention(database, storage).sweep() == (0, 0)
+    assert set(storage.list()) == {"inputs/b.png"}
+
+
+def test_what_a_lost_worker_wrote_is_removed_but_not_the_next_one_s(database, storage):
+    JobStore(database).submit(Submission(owner="ann", request={}))
+    lost = WorkQueue(database, LeaseSettings(lease_s=0.05), AT_ONCE)
+    late = lost.claim("late")
+    lost.announce(late, ["a/1/video.mp4"])
+    time.sleep(0.1)
+    lost.take_back()
+    work = WorkQueue(database)
+    lease = work.claim("next")
+    work.announce(lease, ["a/2/video.mp4"])
+    storage.write("a/1/video.mp4", b"half")
+    storage.write("a/2/video.mp4", b"video")
+    assert Retention(database, storage).sweep() == (0, 1)
+    assert set(storage.list()) == {"a/2/video.mp4"}
+    assert work.complete(lease, {"video": "a/2/video.mp4"}).status == "completed"
+    assert Retention(database, storage).sweep() == (0, 0)
+
+
+def test_a_file_that_can_t_be_removed_holds_up_no_other(database, storage, tmp_path):
+    job = finished(database, storage)
+    (tmp_path / "results" / "a/1/video.mp4").unlink()
+    (tmp_path / "results" / "a/1/video.mp4").mkdir()  # not a file: even root can't unlink it
+    JobStore(database).delete(job.id)
+    assert Retention(database, storage).sweep() == (0, 2)
+    assert recorded(database) == {"a/1/video.mp4"}  # it isn't forgotten
+    assert Retention(database, storage).sweep() == (0, 0)  # and tried again later
+
+
+def test_more_than_one_batch(database, storage):
+    store, work = JobStore(database), WorkQueue(database, keeping=AT_ONCE)
+    for _ in range(105):
+        store.submit(Submission(owner="ann", request={}))
+    while lease := work.claim("w"):
+        work.complete(lease, {})
+    assert Retention(database, storage).sweep() == (105, 0)
+    assert store.list().jobs == ()

@@ -1,0 +1,182 @@
+"""Jobs as clients see them, on both databases."""
+
+import pickle
+import threading
+
+import pytest
+
+from actors.jobs.database import Database
+from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, QueueFull, StoreError
+from actors.jobs.retention import Retention
+from actors.jobs.rows import Keeping
+from actors.jobs.store import JobStore, open_database
+from actors.jobs.values import Submission
+from actors.jobs.work import WorkQueue
+from actors.storage import open_storage
+
+
+def ask(owner="ann", prompt="a cat", **options):
+    return Submission(owner=owner, request={"prompt": prompt}, **options)
+
+
+@pytest.fixture
+def store(database):
+    return JobStore(database)
+
+
+def test_what_was_submitted_is_what_is_found(store, address):
+    request = {
+        "prompt": "Katze 🐈 \x00 \ud800",
+        "size": "1280x720",
+        "steps": 4,
+        "shift": 5.0,
+        "nested": {"a": [None, True]},
+    }
+    job, new = store.submit(Submission(owner="ann", request=request, priority=3, deadline=2e9, idempotency_key="k"))
+    assert new
+    assert job.status == "queued"
+    assert (job.request, job.priority, job.deadline, job.attempts) == (request, 3, 2e9, 0)
+    assert store.get(job.id) == store.get(job.id, "ann") == job
+    other = open_database(address)  # as another process sees it
+    assert JobStore(other).get(job.id) == job
+    other.close()
+
+
+def test_a_job_of_another_owner_is_not_there(store):
+    job, _ = store.submit(ask("ann"))
+    for call in (store.get, store.cancel, store.delete):
+        with pytest.raises(JobNotFound, match=job.id):
+            call(job.id, "bob")
+    assert store.list("bob").jobs == ()
+    with pytest.raises(JobNotFound):
+        store.list("bob", after=job.id)
+
+
+def test_what_is_no_id_is_not_found(store):
+    for name in ("", "video_", "../../etc/passwd", "video_" + "0" * 48, "a\x00b", "\ud800", "x" * 10_000):
+        with pytest.raises(JobNotFound):
+            store.get(name)
+
+
+def test_ids_can_t_be_guessed(store):
+    ids = {store.submit(ask())[0].id for _ in range(50)}
+    assert len(ids) == 50
+    assert all(len(name) == len("video_") + 48 for name in ids)
+
+
+def test_the_same_key_and_body_is_the_same_job(store):
+    job, _ = store.submit(ask(idempotency_key="key"))
+    again, new = store.submit(ask(idempotency_key="key"))
+    assert not new
+    assert again == job
+    with pytest.raises(IdempotencyConflict, match="another body"):
+        store.submit(ask(prompt="a dog", idempotency_key="key"))
+    assert store.submit(ask("bob", idempotency_key="key"))[1]  # keys are each owner's own
+    assert store.submit(ask())[0].id != store.submit(ask())[0].id  # and without one there is nothing to compare
+
+
+def test_a_key_sent_by_many_threads_at_once_makes_one_job(store):
+    found, start = [], threading.Barrier(8)
+
+    def send():
+        start.wait()
+        found.append(store.submit(ask(idempotency_key="key")))
+
+    threads = [threading.Thread(target=send) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 8
+    assert len({job.id for job, _ in found}) == 1
+    assert [new for _, new in found].count(True) == 1
+
+
+def test_a_full_queue_takes_no_more_but_knows_what_it_took(store):
+    job, _ = store.submit(ask(idempotency_key="key"), queue_limit=1)
+    with pytest.raises(QueueFull, match="1 jobs wait"):
+        store.submit(ask(), queue_limit=1)
+    assert store.submit(ask(idempotency_key="key"), queue_limit=1)[0] == job
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_pages_have_every_job_once(store, order):
+    made = [store.submit(ask(prompt=str(number)))[0].id for number in range(7)]
+    store.submit(ask("bob"))
+    seen, after = [], None
+    while True:
+        page = store.list("ann", after=after, limit=3, order=order)
+        seen += [job.id for job in page.jobs]
+        if not page.more:
+            break
+        after = seen[-1]
+    assert seen == (made if order == "asc" else made[::-1])
+    assert len(store.list(None, limit=100).jobs) == 8
+
+
+@pytest.mark.parametrize("options", [{"limit": 0}, {"limit": 101}, {"order": "down"}])
+def test_pages_have_limits(store, options):
+    with pytest.raises(ValueError, match="allowed"):
+        store.list("ann", **options)
+
+
+def test_positions_follow_priority_and_turns(store, database):
+    first, second = store.submit(ask("ann"))[0], store.submit(ask("ann"))[0]
+    bobs = store.submit(ask("bob"))[0]
+    urgent = store.submit(ask("bob", priority=1))[0]
+    assert [store.position(job) for job in (urgent, first, bobs, second)] == [0, 1, 2, 3]
+    WorkQueue(database).claim("w")
+    assert [store.position(job) for job in (urgent, first, bobs, second)] == [None, 0, 1, 2]
+
+
+def test_a_waiting_job_is_cancelled_at_once(store, database):
+    job, _ = store.submit(ask())
+    ended = store.cancel(job.id, "ann")
+    assert (ended.status, ended.error_code) == ("failed", "cancelled")
+    assert ended.expires_at > ended.ended_at
+    assert store.cancel(job.id) == ended  # once more changes nothing
+    assert WorkQueue(database).claim("w") is None
+
+
+def test_a_job_in_progress_is_not_deleted(store, database):
+    job, _ = store.submit(ask())
+    lease = WorkQueue(database).claim("w")
+    with pytest.raises(JobUnfinished, match="cancel it first"):
+        store.delete(job.id)
+    WorkQueue(database).fail(lease, "error", "broken")
+    store.delete(job.id)
+    with pytest.raises(JobNotFound):
+        store.get(job.id)
+
+
+def test_counts_say_what_there_is(store, database):
+    work = WorkQueue(database)
+    for _ in range(4):
+        store.submit(ask())
+    work.fail(work.claim("w"), "unhealthy", "NaN")
+    work.complete(work.claim("w"), {})
+    work.claim("w")
+    counts = store.counts()
+    assert counts.by_status == {"queued": 1, "in_progress": 1, "completed": 1, "failed": 1}
+    assert counts.failures == {"unhealthy": 1}
+    assert 0 <= counts.oldest_queued_s < 60
+    assert counts.doomed_files == 0
+
+
+def test_an_input_that_was_not_reserved_in_time_is_refused_with_its_job(store, database, tmp_path):
+    Retention(database, open_storage(tmp_path), Keeping(abandoned_s=30)).reserve("inputs/late.png")
+    for name in ("inputs/never.png", "inputs/late.png"):
+        with pytest.raises(JobError, match="send it again"):
+            store.submit(ask(input_image=name))
+    assert store.list().jobs == ()
+
+
+def test_a_database_can_be_handed_to_another_process(database):
+    assert JobStore(pickle.loads(pickle.dumps(database))).list().jobs == ()
+
+
+@pytest.mark.parametrize("address", ["", "mysql://root:hunter2@host/jobs", "sqlite://", "postgresql:/x://", "://"])
+def test_what_is_no_database_is_refused_without_showing_a_password(address):
+    with pytest.raises(StoreError, match=r"SQLite file|path of a file") as refused:
+        Database(address)
+    assert "hunter2" not in str(refused.value)

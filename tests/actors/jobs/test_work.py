@@ -1,0 +1,203 @@
+"""Jobs as workers see them, on both databases."""
+
+import time
+
+import pytest
+
+from actors.jobs.errors import LeaseLost
+from actors.jobs.store import JobStore
+from actors.jobs.values import Cost, Progress, Submission
+from actors.jobs.work import LeaseSettings, WorkQueue
+
+SHORT = LeaseSettings(lease_s=0.05, losses=3)
+
+
+@pytest.fixture
+def store(database):
+    return JobStore(database)
+
+
+@pytest.fixture
+def work(database):
+    return WorkQueue(database)
+
+
+def ask(store, owner="ann", name="", **options):
+    return store.submit(Submission(owner=owner, request={"prompt": name}, **options))[0]
+
+
+def claimed(work):
+    """The names of all waiting jobs in the order in which they are claimed."""
+    names = []
+    while lease := work.claim("w"):
+        names.append(lease.job.request["prompt"])
+    return names
+
+
+def test_nothing_to_do(work):
+    assert work.claim("w") is None
+    assert work.take_back() == []
+
+
+def test_a_job_from_claim_to_completion(store, work):
+    job = ask(store)
+    lease = work.claim("host-1")
+    assert lease.job.id == job.id
+    running = store.get(job.id)
+    assert (running.status, running.worker, running.attempts) == ("in_progress", "host-1", 1)
+    assert running.started_at >= job.created_at
+    progress = Progress(stage="denoise_high", step=3, steps=40, percent=12.5)
+    cost = Cost().plus("encoder", 2.0, chips=8).plus("denoise_high", 1.5, chips=16).plus("encoder", 1.0, chips=8)
+    orders = work.heartbeat(lease, progress, cost)
+    assert orders.stop_code is None
+    assert orders.expires_at > lease.expires_at
+    assert store.get(job.id).progress == progress
+    work.heartbeat(lease)  # without news, the last ones stay
+    assert store.get(job.id).progress == progress
+    assert store.get(job.id).cost == Cost(stage_seconds={"encoder": 3.0, "denoise_high": 1.5}, chip_seconds=48.0)
+    work.announce(lease, ["a/1/video.mp4", "a/1/thumbnail.webp"])
+    ended = work.complete(lease, {"video": "a/1/video.mp4", "thumbnail": "a/1/thumbnail.webp"}, cost)
+    assert ended == store.get(job.id)
+    assert (ended.status, ended.progress.percent, ended.stage_seconds["encoder"]) == ("completed", 100.0, 3.0)
+    assert ended.results == {"video": "a/1/video.mp4", "thumbnail": "a/1/thumbnail.webp"}
+
+
+def test_a_job_that_fails_says_why(store, work):
+    ask(store)
+    ended = work.fail(work.claim("w"), "unhealthy", "the video is NaN\x00", Cost(chip_seconds=5.0))
+    assert (ended.status, ended.error_code, ended.error_message) == ("failed", "unhealthy", "the video is NaN")
+    assert ended.chip_seconds == 5.0
+
+
+def test_only_what_was_announced_can_be_a_result(store, work):
+    ask(store)
+    lease = work.claim("w")
+    with pytest.raises(ValueError, match="never announced: b"):
+        work.complete(lease, {"video": "b"})
+    assert store.get(lease.job.id).status == "in_progress"
+
+
+def test_owners_take_turns_within_a_priority(store, work):
+    for number in range(4):
+        ask(store, "ann", f"a{number}")
+    for number in range(2):
+        ask(store, "bob", f"b{number}")
+    ask(store, "bob", "urgent", priority=1)
+    ask(store, "ann", "any time", priority=-1)
+    assert claimed(work) == ["urgent", "a0", "b0", "a1", "b1", "a2", "a3", "any time"]
+
+
+def test_who_comes_later_doesn_t_wait_for_all_who_came_before(store, work):
+    for number in range(6):
+        ask(store, "ann", f"a{number}")
+    for _ in range(3):
+        work.claim("w")
+    ask(store, "bob", "b0")
+    ask(store, "bob", "b1")
+    assert claimed(work) == ["a3", "b0", "a4", "b1", "a5"]
+
+
+def test_what_came_back_gives_nobody_else_an_early_turn(store, work):
+    for number in range(4):
+        ask(store, "ann", f"a{number}")
+    first = work.claim("w")
+    work.claim("w")
+    work.release(first)
+    for number in range(3):
+        ask(store, "bob", f"b{number}")
+    assert claimed(work) == ["a0", "a2", "b0", "a3", "b1", "b2"]
+
+
+def test_a_silent_worker_loses_its_job_to_the_next(store, database, work):
+    ask(store)
+    late = WorkQueue(database, SHORT).claim("late")
+    time.sleep(0.1)
+    lease = work.claim("next")
+    assert lease.job.id == late.job.id
+    assert (lease.job.attempts, lease.job.losses) == (2, 1)
+    for report in (
+        lambda: work.heartbeat(late),
+        lambda: work.announce(late, ["late"]),
+        lambda: work.complete(late, {}),
+        lambda: work.fail(late, "error", "late"),
+        lambda: work.release(late),
+    ):
+        with pytest.raises(LeaseLost, match="late"):
+            report()
+    work.announce(lease, ["a/2/video.mp4"])
+    work.complete(lease, {"video": "a/2/video.mp4"})
+    assert store.get(lease.job.id).worker == "next"
+    with pytest.raises(LeaseLost):
+        work.complete(lease, {"video": "a/2/video.mp4"})  # once is enough
+
+
+def test_a_late_heartbeat_is_in_time_while_nobody_took_the_job(store, database, work):
+    ask(store)
+    lease = WorkQueue(database, SHORT).claim("w")
+    time.sleep(0.1)
+    work.heartbeat(lease)
+    assert work.take_back() == []
+
+
+def test_what_kills_every_worker_fails_in_the_end(store, database):
+    job = ask(store)
+    work = WorkQueue(database, SHORT)
+    for worker in ("one", "two", "three"):
+        assert work.claim(worker)
+        time.sleep(0.1)
+    assert work.claim("four") is None
+    ended = store.get(job.id)
+    assert (ended.status, ended.error_code) == ("failed", "lost")
+    assert "3 workers were lost, the last one three" in ended.error_message
+
+
+def test_giving_a_job_back_is_no_loss(store, database):
+    job = ask(store)
+    work = WorkQueue(database, LeaseSettings(losses=1))
+    for _ in range(3):
+        work.release(work.claim("w"), Cost(chip_seconds=7.0))
+    found = store.get(job.id)
+    assert (found.status, found.attempts, found.losses, found.chip_seconds) == ("queued", 3, 0, 7.0)
+    assert found.worker is None
+
+
+@pytest.mark.parametrize("way", ["complete", "fail", "release", "silence"])
+def test_a_running_job_that_was_cancelled_ends_as_cancelled(store, database, way):
+    job = ask(store)
+    work = WorkQueue(database, SHORT if way == "silence" else LeaseSettings())
+    lease = work.claim("w")
+    work.announce(lease, ["a/1/video.mp4"])
+    flagged = store.cancel(job.id)
+    assert (flagged.status, flagged.stop_code) == ("in_progress", "cancelled")
+    assert store.cancel(job.id) == flagged
+    if way == "silence":
+        time.sleep(0.1)
+        assert work.take_back() == [job.id]
+    else:
+        assert work.heartbeat(lease).stop_code == "cancelled"
+        arguments = {"complete": [{"video": "a/1/video.mp4"}], "fail": ["error", "broken"], "release": []}[way]
+        getattr(work, way)(lease, *arguments)
+    ended = store.get(job.id)
+    assert (ended.status, ended.error_code, ended.results) == ("failed", "cancelled", {})
+    assert store.counts().doomed_files == 1
+
+
+def test_deadlines(store, work):
+    past = ask(store, deadline=time.time() - 1)
+    running = ask(store, deadline=time.time() + 0.3, priority=1)
+    later = ask(store, deadline=time.time() + 1e6)
+    lease = work.claim("w")
+    assert lease.job.id == running.id
+    assert work.stop_overdue() == [past.id]
+    assert store.get(past.id).error_code == "deadline_exceeded"
+    time.sleep(0.35)
+    assert work.stop_overdue() == [running.id]
+    assert work.stop_overdue() == []
+    assert work.heartbeat(lease).stop_code == "deadline_exceeded"
+    assert work.complete(lease, {}).error_code == "deadline_exceeded"
+    assert work.claim("w").job.id == later.id
+
+
+def test_a_job_that_is_past_its_deadline_is_not_begun(store, work):
+    ask(store, deadline=time.time() - 1)
+    assert work.claim("w") is None

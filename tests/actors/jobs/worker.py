@@ -1,0 +1,38 @@
+"""A worker process of test_processes.py: claims jobs until told to end, and notes what it did.
+
+python -m tests.actors.jobs.worker ADDRESS NAME FOLDER LEASE_S
+
+What the database accepts as completed by it is a line in FOLDER/NAME.done.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from actors.jobs.database import Database
+from actors.jobs.errors import LeaseLost
+from actors.jobs.values import Progress
+from actors.jobs.work import LeaseSettings, WorkQueue
+
+
+def main(address: str, name: str, folder: Path, lease_s: float) -> None:
+    work = WorkQueue(Database(address), LeaseSettings(lease_s=lease_s, losses=1000))
+    done = open(folder / f"{name}.done", "a", buffering=1)  # noqa: SIM115 (closed by whatever ends this process)
+    print("ready", flush=True)
+    while not (folder / "stop").exists():
+        lease = work.claim(name)
+        if lease is None:
+            time.sleep(0.02)
+            continue
+        result = f"{lease.job.id}/{lease.job.attempts}"
+        try:
+            work.announce(lease, [result])
+            work.heartbeat(lease, Progress(stage="denoise_high", step=1, steps=1, percent=50.0))
+            work.complete(lease, {"video": result})
+        except LeaseLost:
+            continue
+        done.write(lease.job.id + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), float(sys.argv[4]))
