@@ -43,7 +43,7 @@ def decode_image(file: BinaryIO, source: str, formats: Sequence[str] | None = No
     Raises `InvalidRequest` for a damaged or oversized image.
     """
     try:
-        with Image.open(file, formats=formats) as image:
+        with Image.open(file, formats=None if formats is None else tuple(formats)) as image:
             upright = _to_rgb(image)
     except UnidentifiedImageError:
         readable = "that Pillow can read" if formats is None else f"of the kinds {', '.join(formats)}"
