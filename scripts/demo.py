@@ -36,7 +36,7 @@ from wan_tpu.request import GenerationRequest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "demo"
 LAYOUT = "emulated-demo"
-HEIGHT, WIDTH, FRAMES, STEPS = 160, 240, 17, 16
+HEIGHT, WIDTH, FRAMES, STEPS = 160, 240, 13, 16
 PROMPTS = {
     "cat-1": "A cat looks into the camera, its whiskers moving.",
     "cat-2": "A cat looks into the camera, its whiskers moving.",
