@@ -1,6 +1,5 @@
 """Read the input image: any common format, upright, RGB, within limits."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,7 +34,7 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
         raise InvalidRequest(f"image {path} can't be read ({reason}); check the path and its permissions") from None
 
 
-def decode_image(file: BinaryIO, source: str, formats: Sequence[str] | None = None) -> Image.Image:
+def decode_image(file: BinaryIO, source: str, formats: tuple[str, ...] | None = None) -> Image.Image:
     """Return the image in an open file as upright RGB; `source` is its name for people, also in `info["source"]`.
 
     formats  the decoders of Pillow that may see the file ("PNG", ...); all of them when left out
