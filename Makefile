@@ -23,8 +23,10 @@ help:
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
 
+# What computes, a file a core; then what starts clusters and clocks them, alone.
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/kernels tests/wan_tpu tests/test_structure.py
+	$(BIN)/python -m pytest tests/cluster tests/actors
 
 lint: .venv/installed
 	$(BIN)/ruff check .
