@@ -1,6 +1,6 @@
 """States of unfinished requests, kept where they survive the slice that made them.
 
-One object a request and step, "ID/DIGEST/0012.safetensors"; the newest counts, older ones are deleted when it is whole.
+One object a request and step, "ID.DIGEST.0012.safetensors"; the newest counts, older ones are deleted when it is whole.
 A request is known by its id and by a digest of all that decides its states: an id that is used again, for something
 else, doesn't go on from them.
 """
@@ -23,7 +23,7 @@ def name_of(id: str, request: ResolvedRequest, model: str) -> str:  # noqa: A002
     digest = hashlib.sha256(json.dumps([model, fields], sort_keys=True, default=str).encode())
     if image is not None:
         digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
-    return f"{id}/{digest.hexdigest()[:16]}"
+    return f"{id}.{digest.hexdigest()[:16]}"
 
 
 class Snapshots:
@@ -54,11 +54,16 @@ class Snapshots:
 
     def delete(self, id: str) -> None:  # noqa: A002
         """Delete all snapshots of an id, whatever they were of."""
-        for name in self._storage.list(f"{id}/"):
+        for name in self.names(id):
             self._storage.delete(name)
 
+    def names(self, id: str) -> list[str]:  # noqa: A002
+        """Return the names of all snapshots of an id, in the storage."""
+        mine = re.compile(re.escape(id) + r"\.[0-9a-f]{16}\.\d+\.safetensors")
+        return [name for name in self._storage.list(f"{id}.") if mine.fullmatch(name)]
+
     def _steps(self, request: str) -> list[int]:
-        found = (re.fullmatch(r".*/(\d+)\.safetensors", name) for name in self._storage.list(f"{request}/"))
+        found = (re.fullmatch(r".*\.(\d+)\.safetensors", name) for name in self._storage.list(f"{request}."))
         return [int(match[1]) for match in found if match]
 
     def _delete(self, request: str, steps: list[int]) -> None:
@@ -67,7 +72,7 @@ class Snapshots:
 
 
 def _name(request: str, step: int) -> str:
-    return f"{request}/{step:04d}.safetensors"
+    return f"{request}.{step:04d}.safetensors"
 
 
 __all__ = ["Missing", "Snapshots", "name_of"]

@@ -135,7 +135,7 @@ def test_a_killed_driver(running, undisturbed, layout, settings, tmp_path):
     command += [str(tmp_path / name) for name in ("told.pickle", "manifest.jsonl", "out")]
     snapshots = Snapshots(settings.snapshots)
     with subprocess.Popen(command, cwd=ROOT) as driver:
-        wait_for(lambda: snapshots._storage.list("cat/") or snapshots._storage.list("dog/"), 60, "a snapshot")
+        wait_for(lambda: snapshots.names("cat") or snapshots.names("dog"), 60, "a snapshot")
         driver.kill()
     done = subprocess.run(command, cwd=ROOT, timeout=90, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -145,4 +145,4 @@ def test_a_killed_driver(running, undisturbed, layout, settings, tmp_path):
     out = tmp_path / "out"
     assert sorted(path.name for path in out.glob("*.mp4")) == ["cat.mp4", "dog.mp4"]
     assert (out / "cat.mp4").read_bytes() == (out / "dog.mp4").read_bytes() == undisturbed
-    assert not snapshots._storage.list("cat/")
+    assert not snapshots.names("cat")

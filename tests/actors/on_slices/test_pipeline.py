@@ -71,13 +71,13 @@ def test_latents_that_are_nan_fail_their_request_on_both_hosts_and_no_other(runn
         nan.video()
     assert raised.value.code == "unhealthy"
     assert beside.video() == undisturbed
-    assert Snapshots(running.pipeline.settings.snapshots).newest("nan") is None
+    assert not Snapshots(running.pipeline.settings.snapshots).names("nan")
 
 
 def test_a_damaged_snapshot_is_deleted_and_not_used(running, undisturbed, settings):
     name = saved(running, "damaged", 100, lambda latents: latents)
     storage = Snapshots(settings.snapshots)._storage
-    storage.write(f"{name}/0100.safetensors", storage.read(f"{name}/0100.safetensors")[:5000])
+    storage.write(f"{name}.0100.safetensors", storage.read(f"{name}.0100.safetensors")[:5000])
     made = running.start("damaged", REQUEST)
     assert made.video() == undisturbed
     assert made.steps("denoise_low")[0] == HIGH + 1
@@ -99,7 +99,7 @@ def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(runnin
     wait_for(lambda: not running.ask("high", "held"), 10, "the hosts have let go of its arrays")
     assert not running.ask("low", "held")
     # The same id for another request doesn't go on from its states; for the same one it does.
-    assert Snapshots(settings.snapshots)._storage.list("again/")
+    assert Snapshots(settings.snapshots).names("again")
     other = running.start("again", REQUEST)
     other.wait_for("denoise_high", 45)
     other.cancel()
@@ -109,7 +109,7 @@ def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(runnin
     resumed = running.start("again", REQUEST)
     assert resumed.video() == undisturbed
     assert resumed.steps("denoise_high")[0] in (21, 41, 61)
-    assert not Snapshots(settings.snapshots)._storage.list("again/")
+    assert not Snapshots(settings.snapshots).names("again")
 
 
 def test_a_full_pipeline_refuses(running, layout, settings):
