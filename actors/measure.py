@@ -24,9 +24,18 @@ class Load:
 
     @property
     def full(self) -> tuple[float, float]:
-        """From when the first video is there (every pool has work) until requests run out: what is measured."""
+        """From when every slice has had work until requests run out: what is measured."""
+        first: dict[str, float] = {}
+        for span in self.spans:
+            if span.what == "compute":
+                first[span.slice] = min(span.start_s, first.get(span.slice, span.start_s))
         times = sorted(self.ended.values())
-        return times[0], times[max(0, len(times) - self.in_flight)]
+        start, end = max(first.values()), times[max(0, len(times) - self.in_flight)]
+        if end <= start:
+            raise ValueError(
+                f"{self.requests} requests, {self.in_flight} at a time, never fill the pipeline; take more"
+            )
+        return start, end
 
 
 async def run(pipeline: Pipeline, requests: Mapping[str, GenerationRequest]) -> tuple[Load, dict[str, bytes]]:

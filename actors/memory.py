@@ -84,7 +84,7 @@ def draw(samples: Sequence[Sample], title: str) -> bytes:
     axes.plot(done, [one.store_mib for one in samples], label="object store", linewidth=1.2, linestyle="--", color="k")
     axes.set(title=title, xlabel="requests done", ylabel="MiB, the largest process of a role")
     axes.set_ylim(0)
-    axes.legend(fontsize=8, ncols=3)
+    figure.legend(fontsize=8, loc="outside right upper")
     axes.grid(alpha=0.3)
     content = io.BytesIO()
     figure.savefig(content, format="png")

@@ -91,9 +91,9 @@ pools:
         "here",
         STAGES,
     )
-    # Low: a step of 0.8 s by plan takes 0.9 s, and 0.1 s is lost after it. Full from the first end to the last but one.
+    # Low: a step of 0.8 s by plan takes 0.9 s, and 0.1 s is lost after it. Full until all are begun.
     load = Load(requests=4, in_flight=2)
-    for i in range(4):
+    for i in range(4):  # the window is 0 to 2.9 s
         span = Span(
             slice="l", request=f"r{i}", stage="denoise_low", what="compute", start_s=i, end_s=i + 0.9, pool="low"
         )
@@ -102,8 +102,10 @@ pools:
     figures = pool_figures(layout, load, {"encoder": 0, "denoise_high": 0, "denoise_low": 0.8, "decoder": 0})
     low = {pool.name: pool for pool in figures}["low"]
     assert low.bound_s == 0.8
-    assert low.busy == pytest.approx(0.9) and low.share == pytest.approx(0.8)
-    assert videos_per_hour(load) == pytest.approx(3600)
+    assert low.busy == pytest.approx(2.7 / 2.9) and low.share == pytest.approx(2.4 / 2.9)
+    assert videos_per_hour(load) == pytest.approx(3600 * 3 / 2.9)
+    with pytest.raises(ValueError, match="2 requests, 2 at a time, never fill"):
+        Load(2, 2, load.spans[1:2], {"r0": 0.9, "r1": 1.9}).full  # noqa: B018
 
 
 def prepare(host, plan, state=None):
