@@ -9,7 +9,7 @@ import torch
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels import causal_conv as convs
+from kernels import conv_shape as shapes
 from kernels.causal_conv import causal_conv, causal_conv_reference
 from wan_tpu.aot.bundles import count_bundles
 from wan_tpu.aot.conv_cases import CASES
@@ -83,8 +83,8 @@ CALLS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CALLS)
 def test_causal_conv_is_torchs(name, dtype, monkeypatch):
-    monkeypatch.setattr(convs, "PIXELS", 32)  # several tiles, and several products in each
-    monkeypatch.setattr(convs, "PIXELS_AT_ONCE", 16)
+    monkeypatch.setattr(shapes, "PIXELS", 32)  # several tiles, and several products in each
+    monkeypatch.setattr(shapes, "PIXELS_AT_ONCE", 16)
     given, more = CALLS[name]
     call = Call(*given, **{"before": (1, 1)} | more, dtype=dtype)
     expected = call.expected()
@@ -103,7 +103,7 @@ def test_what_lies_beyond_the_picture_comes_out_as_zero(name):
 
 
 def test_no_tile_reads_what_another_has_not_written(monkeypatch):
-    monkeypatch.setattr(convs, "PIXELS", 32)
+    monkeypatch.setattr(shapes, "PIXELS", 32)
     call = Call((2, 4, 16, 8), 8, (3, 3, 3), past=2, before=(1, 1), pieces="norm residual")
     simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
     out = call.run(lambda *args, **more: causal_conv(*args, **more, interpret=simulated))

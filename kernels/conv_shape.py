@@ -1,0 +1,142 @@
+"""Sizes and tiles of a causal convolution, and its weights as the matrix of one product.
+
+Shapes: T frames, X columns, Y rows, C channels in, O channels out, kt kx ky taps of the kernel.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+ROWS = 16  # sublanes of a bfloat16 tile: Y must be a multiple of it
+PIXELS = 4096  # of a tile: what is normalised for its neighbours' sake is a third of it at 720 rows
+PIXELS_AT_ONCE = 512  # of one product: enough rows to share the weights in the matrix unit, and little code to compile
+
+
+@dataclass(frozen=True)
+class ConvShape:
+    """All sizes of one call.
+
+    block   columns of a tile; group, part  frames and columns that one product makes
+    lanes   of one pixel's channels in the scratch, whole vector registers
+    halo    whether columns beside the tile are needed
+    """
+
+    frames: int
+    past: int
+    x: int
+    y: int
+    c: int
+    o: int
+    kt: int
+    kx: int
+    ky: int
+    before: tuple[int, int]
+    stride: int
+    group: int
+    block: int
+    cores: int
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that a pixel's channels take in the scratch: whole registers."""
+        return -(-self.c // LANES) * LANES
+
+    @property
+    def halo(self) -> int:
+        """1 when columns beside the tile are needed."""
+        return int(self.kx > 1)
+
+    @property
+    def out_frames(self) -> int:
+        """T'."""
+        return (self.past + self.frames - self.kt) // self.stride + 1
+
+    @property
+    def steps(self) -> int:
+        """Tiles of one call."""
+        return self.x // self.block
+
+    @property
+    def part(self) -> int:
+        """Columns that one product makes."""
+        return max(
+            n for n in range(1, self.block + 1) if self.block % n == 0 and (n == 1 or n * self.y <= PIXELS_AT_ONCE)
+        )
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of one product: taps times lanes."""
+        return (self.kt + self.group - 1) * self.kx * self.ky * self.lanes
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of one product."""
+        return self.o if self.group == 1 else self.group * LANES
+
+    def step(self, core: Any, step: Any) -> Any:
+        """Return the index of a tile."""
+        return core * (self.steps // self.cores) + step
+
+
+def conv_matrix(weight: jax.Array, shape: ConvShape) -> jax.Array:
+    """Return the matrix of one product, [inputs, outputs]: zeros for unused lanes, and where frames don't meet."""
+    unused = (0, shape.lanes - shape.c)
+    padded = jnp.pad(weight.reshape(shape.kt, -1, shape.c, shape.o), ((0, 0), (0, 0), unused, (0, 0)))
+    if shape.group > 1:
+        padded = jnp.pad(padded, ((0, 0), (0, 0), (0, 0), (0, LANES - shape.o)))
+        shifts = [((i, shape.group - 1 - i), (0, 0), (0, 0), (0, 0)) for i in range(shape.group)]
+        padded = jnp.concatenate([jnp.pad(padded, shift) for shift in shifts], axis=-1)
+    return padded.reshape(shape.inputs, shape.outputs)
+
+
+def conv_shape(
+    x: jax.Array,
+    weight: jax.Array,
+    past: jax.Array | None,
+    before: tuple[int, int],
+    stride: int,
+    vmem: int,
+    *,
+    interpret: bool,
+) -> ConvShape:
+    """Return the sizes of a call, with the largest tile that fits in `vmem` bytes.
+
+    Raises `ValueError` for arrays that don't belong together, and for rows that don't fill tiles.
+    """
+    kt, kx, ky, c, o = weight.shape
+    frames, columns, y = x.shape[:3]
+    count = kt - stride if past is not None else 0
+    if x.shape[3] != c or y % ROWS or count + frames < kt:
+        raise ValueError(f"x {x.shape}, weight {weight.shape}, {count} past frames: rows must be a multiple of {ROWS}")
+    mxu, cores = (256, 1) if interpret else _chip()
+    out_frames = (count + frames - kt) // stride + 1
+    group = 2 if o <= LANES and mxu >= 2 * LANES and stride == 1 and out_frames % 2 == 0 else 1
+    sizes = [n for n in range(1, columns + 1) if columns % n == 0 and (n == 1 or n * y <= PIXELS)]
+    for block in reversed(sizes):
+        parts = cores if columns // block % cores == 0 else 1
+        shape = ConvShape(frames, count, columns, y, c, o, kt, kx, ky, before, stride, group, block, parts)
+        if _vmem_use(shape, x.dtype.itemsize) <= vmem or block == 1:
+            return shape
+    raise AssertionError("a picture has at least one column")
+
+
+def _vmem_use(shape: ConvShape, itemsize: int) -> int:
+    """Return the bytes of a tile: double-buffered inputs and outputs, the scratch, a product's operands and result."""
+    rows = shape.block * shape.y
+    o_lanes = -(-shape.outputs // LANES) * LANES
+    seen = (shape.past + shape.frames) * (shape.block + 2 * shape.halo) * shape.y
+    streamed = 2 * (seen * shape.lanes + 2 * shape.out_frames * rows * o_lanes)
+    weights = 2 * shape.inputs * o_lanes
+    kept = seen * shape.ky * shape.lanes
+    product = shape.part * shape.y * (itemsize * shape.inputs + 3 * 4 * o_lanes)
+    return itemsize * (streamed + weights + kept) + product
+
+
+def _chip() -> tuple[int, int]:
+    """Return the columns of the matrix unit and the cores that share a call."""
+    info = pltpu.get_tpu_info()
+    return info.mxu_column_size, info.num_cores
