@@ -1,6 +1,7 @@
 # All a newcomer needs. Every target sets up what it uses, on a machine with Python 3.11 and make.
 PYTHON ?= python3.11
 BIN := .venv/bin
+COMPUTING := tests/kernels tests/wan_tpu tests/actors/api tests/actors/jobs
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
 .PHONY: help demo test lint bench clean
@@ -25,8 +26,8 @@ demo: .venv/installed
 
 # What computes, a file a core; then what starts clusters and clocks them, alone.
 test: .venv/installed
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/kernels tests/wan_tpu tests/test_structure.py
-	$(BIN)/python -m pytest tests/cluster tests/actors
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(COMPUTING) tests/test_structure.py
+	$(BIN)/python -m pytest tests --ignore tests/test_structure.py $(COMPUTING:%=--ignore %)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
