@@ -4,11 +4,12 @@ BIN := .venv/bin
 COMPUTING := tests/kernels tests/wan_tpu tests/actors/api tests/actors/jobs
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-faults lint bench clean
 
 help:
 	@echo "make demo   a small model on four emulated slices: three videos, and which slice computed what when"
 	@echo "make test   run the tests"
+	@echo "make test-faults   the slow ones: real kills, a soak, jobs on emulated clusters"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  time the small model against diffusers on this CPU"
 	@echo "make clean  remove what the targets above made"
@@ -28,6 +29,10 @@ demo: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(COMPUTING) tests/test_structure.py
 	$(BIN)/python -m pytest tests --ignore tests/test_structure.py $(COMPUTING:%=--ignore %)
+
+# Kills, drains, a soak, jobs: minutes of waiting that every change needn't pay for.
+test-faults: .venv/installed
+	$(BIN)/python -m pytest -m faults tests/actors
 
 lint: .venv/installed
 	$(BIN)/ruff check .

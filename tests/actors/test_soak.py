@@ -25,6 +25,8 @@ from cluster.inventory import slices_found
 from cluster.ray_nodes import processes
 from tests.conftest import PHOTO
 
+pytestmark = pytest.mark.faults
+
 SECONDS = 240
 
 

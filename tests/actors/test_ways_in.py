@@ -17,6 +17,8 @@ from cluster.layout import Layout
 from tests.conftest import PHOTO, ROOT
 from wan_tpu.expert import STAGES
 
+pytestmark = pytest.mark.faults
+
 LAYOUT = """
 emulate: {devices_per_host: 1}
 pools:
