@@ -1,7 +1,7 @@
 """Where payloads wait between two stages: a stage leaves a reference and gets a ticket, the next one is handed it.
 
 References don't travel through Serve's calls. As results of a stream they were freed while the receiver still had them
-(Ray 2.60: `ReferenceCountingAssertionError`, one hand-off in ten on a busy machine), and as arguments Ray holds them
+(Ray 2.60: `ReferenceCountingAssertionError`, on a busy machine), and as arguments Ray holds them
 until the stage ends, long after it has its copy. Here a small actor holds them, given by a plain call of which Ray's
 count is exact, until it is told that nobody needs them. Tickets are what streams and brokers see.
 
