@@ -56,4 +56,6 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Refuse: an older program would lose what a newer one has accepted."""
-    raise NotImplementedError("the database of jobs is never taken back a version; restore a copy made before the upgrade")
+    raise NotImplementedError(
+        "the database of jobs is never taken back a version; restore a copy made before the upgrade"
+    )

@@ -54,4 +54,6 @@ def _number_turns() -> None:
 
 def downgrade() -> None:
     """Refuse: an older program would leave files behind."""
-    raise NotImplementedError("the database of jobs is never taken back a version; restore a copy made before the upgrade")
+    raise NotImplementedError(
+        "the database of jobs is never taken back a version; restore a copy made before the upgrade"
+    )
