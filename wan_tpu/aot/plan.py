@@ -13,6 +13,7 @@ from wan_tpu.aot.cost import Cost, Times
 from wan_tpu.aot.kernel_prices import CountBundles, KernelPrices, count_alone
 from wan_tpu.aot.programs import AbstractRuntime, stage_programs
 from wan_tpu.aot.topology import DescribedSlice
+from wan_tpu.errors import InvalidRequest
 from wan_tpu.families.wan import WanModel
 from wan_tpu.families.wan_presets import PRESETS
 from wan_tpu.mesh import MeshShape, make_mesh
@@ -125,12 +126,14 @@ class Planner:
     def plan(self, mesh: Sequence[int | None], only: str | None = None) -> Plan:
         """Return the plan on a mesh, axes that are None as by default; `only` keeps one program.
 
-        Raises `MeshError` when the mesh doesn't fit slice or model.
+        Raises `MeshError` when the mesh doesn't fit slice or model, `InvalidRequest` when no program is called `only`.
         """
         placed = make_mesh(mesh, heads=self._model.heads, devices=self._slice.devices())
         tokens = self._model.tokens(self._model.latent_shape(self._request))
         runtime = AbstractRuntime(self._model, placed, self._dtype)
         calls = {name: calls for name, (_, _, calls) in stage_programs(runtime, self._request).items()}
+        if only is not None and only not in calls:
+            raise InvalidRequest(f"no program is called {only!r}; this model's are {', '.join(map(repr, calls))}")
         programs = [self._program(name, n, placed) for name, n in calls.items() if only in (None, name)]
         return Plan(
             model=self._name,

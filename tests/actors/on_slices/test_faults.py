@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import ray
@@ -40,7 +41,7 @@ def test_a_killed_host_then_a_hung_one(running, undisturbed):
     made, beside = running.start("hosts", REQUEST), running.start("beside", REQUEST)
     made.wait_for("denoise_low", 90)
     kill(running.host("low", 1))
-    made.wait_for("denoise_low", 140)
+    made.wait_for("denoise_low", 150)
     stopped = running.host("low", 0)
     os.kill(stopped.pid, signal.SIGSTOP)
     back = threading.Timer(60, lambda: stopped.is_running() and stopped.send_signal(signal.SIGCONT))
@@ -56,7 +57,7 @@ def test_a_killed_host_then_a_hung_one(running, undisturbed):
 
 def test_a_killed_node(running, undisturbed):
     made, beside = running.start("node", REQUEST), running.start("beside", REQUEST)
-    made.wait_for("denoise_low", 120)
+    made.wait_for("denoise_low", 130)  # half-way between two snapshots
     [found] = running.slices("low")
     running.cluster.kill_host(found.name, 0)
     time.sleep(12)  # longer than a leader looks for a slice: one has given up, and the requests wait all the same
@@ -100,23 +101,27 @@ def drain(running, node_id, seconds):
     )
 
 
-def test_a_drained_slice_hands_its_work_over(running, undisturbed):
-    made = running.start("drained", REQUEST)
+def test_a_drained_slice_hands_its_work_over(running):
+    long = replace(REQUEST, steps=3 * ALL)
+    whole = running.start("whole", long)
+    expected = whole.video()
+    made = running.start("drained", long)
     made.wait_for("denoise_high", 1)
     [found] = running.slices("high")
     drain(running, found.hosts[0].node_id, 6)
-    check(made, undisturbed)  # no step ran twice
+    assert made.video() == expected
+    assert made.steps("denoise_high") == whole.steps("denoise_high")  # no step ran twice
     slices = {span.slice for span in made.spans if span.stage == "denoise_high"}
     assert len(slices) == 2, "it was over before it could be moved"
     [moved] = running.slices("high")
     assert moved.name != found.name
-    node = found.hosts[0].node_id
-    wait_for(lambda: not any(n["NodeID"] == node and n["Alive"] for n in ray.nodes()), 30, "the node is gone")
+    running.cluster.kill_host(found.name, 0)  # as the cloud does when the time is over
     running.cluster.add_host(found.name, 0)
 
 
 def test_a_pool_grows_under_load_and_shrinks_after(running):
-    made = [running.start(f"many{i}", REQUEST) for i in range(16)]
+    long = replace(REQUEST, steps=5 * ALL)  # else they would wait for the low expert, which is slower
+    made = [running.start(f"many{i}", long) for i in range(16)]
     wait_for(lambda: len(running.slices("high")) == 2, 90, "a second slice")
     wait_for(
         lambda: len({s.slice for one in made for s in one.spans if s.stage == "denoise_high"}) == 2, 90, "it works"
