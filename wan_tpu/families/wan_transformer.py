@@ -39,6 +39,7 @@ RULES = (
 )
 _SPLIT = P(None, SHARDS, None)  # of such a matrix, stacked over the layers
 TextKeys = dict[str, jax.Array]  # "key", "value" [depth, B, 512, C], and "image_key", "image_value" with 257 tokens
+_Carry = tuple[list[jax.Array], Params]  # R x [B of this device, t, C], and the next layer's weights `_AHEAD`
 
 
 def half_split(heads: int, values: np.ndarray) -> np.ndarray:
@@ -187,12 +188,11 @@ class _Step:
 
     def _local(self, given: Inputs) -> jax.Array:
         ops, outer = self._ops, given.outer
-        requests, rows, values = given.tokens.shape
-        first_rows = self._first - jax.lax.axis_index(self._layout.token_axes) * rows
-        flat = given.tokens.reshape(-1, values)
-        hidden = ops.linear(flat, outer["patch_embedding.weight"], outer["patch_embedding.bias"])
-        hidden = hidden.reshape(requests, 1, rows, -1)
-        hidden = jnp.broadcast_to(hidden, (requests, self._local_branches, *hidden.shape[2:]))
+        first_rows = self._first - jax.lax.axis_index(self._layout.token_axes) * given.tokens.shape[1]
+
+        def embedded(tokens: jax.Array) -> jax.Array:
+            hidden = ops.linear(tokens, outer["patch_embedding.weight"], outer["patch_embedding.bias"])
+            return jnp.broadcast_to(hidden, (self._local_branches, *hidden.shape))
 
         def gathered(names: Iterable[str], layer: jax.Array | int) -> Params:
             one = {name: jax.lax.dynamic_index_in_dim(given.blocks[name], layer, keepdims=False) for name in names}
@@ -204,29 +204,31 @@ class _Step:
         depth = len(given.keys[0]["key"])
         later = [name for name in given.blocks if name not in _AHEAD]
 
-        def layer(carry: tuple[jax.Array, Params], index: jax.Array) -> tuple[tuple[jax.Array, Params], None]:
+        def layer(carry: _Carry, index: jax.Array) -> tuple[_Carry, None]:
             hidden, ahead = carry
             weights = ahead | gathered(later, index)
             ahead = gathered(_AHEAD, (index + 1) % depth)
-            keys = [self._layer_keys(one, index) for one in given.keys]
-            together = jax.tree.map(lambda *x: jnp.stack(x), *keys)  # [R, B, L, C] of this layer
 
-            def request(own: tuple[jax.Array, TextKeys, jax.Array]) -> jax.Array:
-                hidden, keys, modulation = own
+            def request(hidden: jax.Array, keys: TextKeys, modulation: jax.Array) -> jax.Array:
                 table = weights["scale_shift_table"] + modulation  # [M, 6, C]
                 return _each(
-                    lambda one: self._block(one[0], one[1], weights, table, given.tables, first_rows), (hidden, keys)
+                    lambda one: self._block(one[0], one[1], weights, table, given.tables, first_rows),
+                    (hidden, self._layer_keys(keys, index)),
                 )
 
-            return (_each(request, (hidden, together, given.modulation)), ahead), None
+            # Written out for each, no loop: weights can then be gathered while another request's kernels run.
+            return ([request(*own) for own in zip(hidden, given.keys, given.modulation, strict=True)], ahead), None
 
-        (hidden, _), _ = jax.lax.scan(layer, (hidden, gathered(_AHEAD, 0)), jnp.arange(depth))
+        start = [embedded(tokens) for tokens in given.tokens]  # R of [B of this device, t, C]
+        (hidden, _), _ = jax.lax.scan(layer, (start, gathered(_AHEAD, 0)), jnp.arange(depth))
 
         def head(hidden: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
             normed = ops.layer_norm(hidden, 1 + scale, shift, eps=self._eps, first_rows=first_rows)
             return ops.linear(normed, outer["proj_out.weight"], outer["proj_out.bias"]).astype(jnp.float32)
 
-        return _each(lambda own: _each(lambda x: head(x, *own[1]), own[0]), (hidden, given.head))
+        return jnp.stack(
+            [_each(lambda x, own=own: head(x, *own), x) for x, own in zip(hidden, given.head, strict=True)]
+        )
 
     def _layer_keys(self, keys: TextKeys, layer: jax.Array) -> TextKeys:
         """A request's keys and values of one layer, each [B of this device, L, C]."""
@@ -296,11 +298,11 @@ _AHEAD = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_o
 _MADE_ONCE = ("attn2.to_k", "attn2.to_v", "attn2.norm_k", "attn2.add_", "attn2.norm_added_k")  # by `text_keys`
 
 
-def _each(function: Any, stacked: Any) -> jax.Array:
-    """Run request after request, or branch after branch: activations take the room of one."""
-    if jax.tree.leaves(stacked)[0].shape[0] == 1:
-        return function(jax.tree.map(lambda x: x[0], stacked))[None]
-    return jax.lax.map(function, stacked)
+def _each(function: Any, branches: Any) -> jax.Array:
+    """Run branch after branch: activations take the room of one."""
+    if jax.tree.leaves(branches)[0].shape[0] == 1:
+        return function(jax.tree.map(lambda x: x[0], branches))[None]
+    return jax.lax.map(function, branches)
 
 
 def _embed_time(module: Any, times: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
