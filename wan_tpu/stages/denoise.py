@@ -188,7 +188,7 @@ class ExpertRun:
         try:
             check_finite(healthy, f"{stage}, step {i + 1} of {table.steps} (t = {timestep:g})")
         except UnhealthyResult as unhealthy:
-            return unhealthy
+            return unhealthy.with_traceback(None)  # whose frames hold the arrays
         latents, history, _ = result
         self.state = DenoiseState(latents, history, i + 1)
         return StepEvent(stage, i + 1, table.steps, timestep, seconds, self.state)
