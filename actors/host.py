@@ -3,14 +3,15 @@
 Methods are of two kinds. In lockstep: every host runs them with the same arguments in the same order, because the
 programs they call exchange data between hosts. On the side: they only copy between host and devices, so a second
 thread may run them while a step computes. A request that can't be run (`InvalidRequest`) or gives NaN
-(`UnhealthyResult`) raises the same error on every host, and the host goes on with the next.
+(`UnhealthyResult`) raises the same error on every host, and the host goes on with the next; of requests that are
+stepped together, NaN is the result of the one that has it.
 
 A request has a key, the caller's name for it, under which its inputs and its state are held on the devices.
 """
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -25,8 +26,7 @@ from cluster.slices import Output, report
 from wan_tpu import stages
 from wan_tpu.aot.programs import stage_programs
 from wan_tpu.data import Conditioning, DenoiseState, ImageCondition
-from wan_tpu.errors import InvalidInput, InvalidRequest, OutputError
-from wan_tpu.families import Model
+from wan_tpu.errors import InvalidInput, InvalidRequest, OutputError, UnhealthyResult
 from wan_tpu.processes import same_everywhere
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime import open_runtime
@@ -77,7 +77,7 @@ class StageHost:
                 f"stages {', '.join(unknown) or '()'} of {settings.checkpoint} can't be hosted; "
                 f"this model has {', '.join(known)}"
             )
-        self._stages = settings.stages
+        self._stages, self._batch = settings.stages, settings.batch
         self._components = [name for stage in settings.stages for name in known[stage]]
         self._progress = Reported(report)
         self._first = jax.process_index() == 0
@@ -106,7 +106,7 @@ class StageHost:
             item
             for stage in self._stages
             if stage in plan.shapes
-            for item in stage_programs(self._runtime, plan.request, (stage,)).items()
+            for item in stage_programs(self._runtime, plan.request, (stage,), together=self._batch).items()
         ]
         seconds: dict[str, float] = {}
         for i, (name, (program, args, _)) in enumerate(found):
@@ -114,7 +114,7 @@ class StageHost:
             before = program.compile_s
             program.compile(*args)
             seconds[name] = seconds.get(name, 0.0) + program.compile_s - before
-        compiled = shapes(self._runtime.model, plan.request, image="i2v" in self._runtime.model.tasks)
+        compiled = stages.program_shapes(self._runtime.model, plan.request, image="i2v" in self._runtime.model.tasks)
         self._shapes |= {compiled[stage] for stage in self._stages if stage in compiled}
         return seconds
 
@@ -131,7 +131,7 @@ class StageHost:
         work = self._take(key, _Encoding)
         bar = self._progress.bar("encoder", len(work.inputs.chunks) + (work.inputs.clip is not None))
         condition = stages.encode_image(self._runtime, work.inputs, bar)
-        self._shapes.add(shapes(self._runtime.model, work.request, image=True)["encoder"])
+        self._shapes.add(stages.program_shapes(self._runtime.model, work.request, image=True)["encoder"])
         return self._output(time.perf_counter() - start, lambda: condition)
 
     def begin(self, key: str) -> stages.Expert:
@@ -141,23 +141,28 @@ class StageHost:
         """
         work = self._get(key, _Denoising)
         state = work.state if work.run is None else work.run.state
-        expert = _turn(self._runtime.model, work.request, state.step)
+        expert = stages.whose_turn(self._runtime.model, work.request, state.step)
         self._check_stage(expert.stage)
         work.state, work.run = state, None  # the other expert's keys go first
         work.run = stages.ExpertRun(self._runtime, work.request, expert, work.inputs[expert.stage], state)
         return expert
 
-    def step(self, key: str) -> StepDone:
-        """Run the next step of a request that has begun."""
-        work = self._get(key, _Denoising)
-        if work.run is None or work.run.state.step >= work.run.expert.stop:
-            raise InvalidRequest(f"request {key} has no step to run here; call begin, or collect what is done")
-        event = work.run.step()
-        image = work.inputs[event.stage].image_latents is not None
-        self._shapes.add(shapes(self._runtime.model, work.request, image=image)[event.stage])
-        if event.step == work.run.expert.stop:
-            work.state, work.run = work.run.state, None  # its keys make room
-        return StepDone(event.stage, event.step, event.steps, event.timestep, event.seconds)
+    def step(self, keys: Sequence[str]) -> list[StepDone | UnhealthyResult]:
+        """Run the next step of requests that have begun, all at once; return what came of each.
+
+        They are of equal shape (`Plan.shapes` of their stage), each at a step of its own. One that gives NaN gets its
+        error as its result; the others don't notice.
+        """
+        works = [self._get(key, _Denoising) for key in keys]
+        for key, work in zip(keys, works, strict=True):
+            if work.run is None or work.run.state.step >= work.run.expert.stop:
+                raise InvalidRequest(f"request {key} has no step to run here; call begin, or collect what is done")
+        first, *others = (work.run for work in works if work.run is not None)
+        events = first.step_with(*others)
+        return [
+            event if isinstance(event, UnhealthyResult) else self._stepped(work, event)
+            for work, event in zip(works, events, strict=True)
+        ]
 
     def decode(self, key: str) -> Output:
         """Decode what `prepare_decode` has put here, encoding frames as they come: (seconds, `EncodedVideo`).
@@ -175,7 +180,7 @@ class StageHost:
         failure = same_everywhere(str(video.failure or ""))
         if failure:
             raise OutputError(failure)
-        self._shapes.add(shapes(self._runtime.model, work.request, image=False)["decoder"])
+        self._shapes.add(stages.program_shapes(self._runtime.model, work.request, image=False)["decoder"])
         return self._output(time.perf_counter() - start, lambda: mp4(video.content))
 
     # ---- on the side: no collective
@@ -186,7 +191,12 @@ class StageHost:
         resolved = request.resolve(model.defaults)
         model.check(resolved)
         texts, experts = stages.prompts(model, resolved), stages.experts(model, resolved)
-        return Plan(resolved, tuple(texts), tuple(experts), shapes(model, resolved, image=resolved.image is not None))
+        return Plan(
+            resolved,
+            tuple(texts),
+            tuple(experts),
+            stages.program_shapes(model, resolved, image=resolved.image is not None),
+        )
 
     def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
         """Put what the encoder needs of a request's image on the devices; return its bytes."""
@@ -275,6 +285,14 @@ class StageHost:
 
     # ----
 
+    def _stepped(self, work: _Denoising, event: stages.StepEvent) -> StepDone:
+        assert work.run is not None
+        image = work.inputs[event.stage].image_latents is not None
+        self._shapes.add(stages.program_shapes(self._runtime.model, work.request, image=image)[event.stage])
+        if event.step == work.run.expert.stop:
+            work.state, work.run = work.run.state, None  # its keys make room
+        return StepDone(event.stage, event.step, event.steps, event.timestep, event.seconds)
+
     def _output(self, value: Any, payload: Callable[[], Any]) -> Output:
         """Copies to the host, and into the object store, on the first host alone."""
         return Output(value, pack(payload()) if self._first else None)
@@ -295,14 +313,6 @@ class StageHost:
             raise InvalidRequest(f"{stage} is not hosted here ({', '.join(self._stages)}); ask a pool that hosts it")
 
 
-def _turn(model: Model, request: ResolvedRequest, step: int) -> stages.Expert:
-    """Return the expert that runs the step after `step` are done."""
-    for expert in stages.experts(model, request):
-        if expert.start <= step < expert.stop:
-            return expert
-    raise InvalidRequest(f"all {request.steps} steps of the request are done; collect its latents and decode them")
-
-
 def _state(work: _Denoising) -> DenoiseState:
     run = work.run  # read once: the other thread may end it meanwhile
     return work.state if run is None else run.state
@@ -315,17 +325,3 @@ def _unpacked(kind: type[_Value], payload: Payload | None) -> _Value | None:
     if not isinstance(value, kind):
         raise InvalidRequest(f"a {payload.kind} was given where a {kind.__name__} belongs; give that stage's payload")
     return value
-
-
-def shapes(model: Model, request: ResolvedRequest, *, image: bool) -> dict[str, str]:
-    """Name, by stage, the set of programs that a resolved request needs: what is compiled anew for another name.
-
-    image  whether the request has one; experts may hold a request without its pixels
-    """
-    size = f"{request.height}x{request.width}"
-    task = "i2v" if image else "t2v"
-    found = {"encoder": f"encoder {size}" if image else "encoder text"}
-    for expert in stages.experts(model, request):
-        branches = 2 if expert.guided else 1
-        found[expert.stage] = f"{expert.stage} {size}x{request.frames} {task} {branches} {request.solver}"
-    return found | {"decoder": f"decoder {size}"}

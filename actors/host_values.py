@@ -18,6 +18,7 @@ class HostSettings:
     stages       of this pool, of `stages.STAGES`
     mesh         (dp, sp, tp) over all devices of the slice; what is None takes its default
     executables  folder of compiled programs to load in place of compiling; one that is trusted
+    batch        requests of equal shape that are stepped at once at most: what is compiled ahead for experts
     """
 
     checkpoint: str
@@ -25,6 +26,7 @@ class HostSettings:
     mesh: tuple[int | None, int | None, int | None] | None = None
     dtype: str = "bfloat16"
     executables: str | None = None
+    batch: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Plan:
     request  with nothing left open; experts and the decoder need no image, `without_image` leaves it out
     prompts  to encode: the prompt and, under guidance, the negative prompt
     experts  which stage runs which steps, in order; one with no step left out
-    shapes   by stage, the name of the programs it needs (`StageHost.shapes`)
+    shapes   by stage, the name of the programs it needs (`StageHost.shapes`); requests of equal names can be stepped
+             together
     """
 
     request: ResolvedRequest

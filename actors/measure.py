@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -84,10 +85,17 @@ def pool_figures(layout: Layout, load: Load, planned_s: Mapping[str, float] | No
     found = []
     for pool in layout.pools:
         spans = [s for s in load.spans if s.pool == pool.name and s.what == "compute"]
-        taken = {stage: sum(s.seconds for s in spans if s.stage == stage) / load.requests for stage in pool.stages}
+        calls = Counter((s.slice, s.start_s) for s in spans)  # steps that requests took in one call share its seconds
+        share = {id(s): 1 / calls[s.slice, s.start_s] for s in spans}
+        taken = {
+            stage: sum(s.seconds * share[id(s)] for s in spans if s.stage == stage) / load.requests
+            for stage in pool.stages
+        }
         plan = taken if planned_s is None else {stage: planned_s[stage] for stage in pool.stages}
         inside = {
-            stage: sum(max(0.0, min(s.end_s, end) - max(s.start_s, start)) for s in spans if s.stage == stage)
+            stage: sum(
+                max(0.0, min(s.end_s, end) - max(s.start_s, start)) * share[id(s)] for s in spans if s.stage == stage
+            )
             for stage in pool.stages
         }
         done = sum(inside[stage] * plan[stage] / taken[stage] for stage in pool.stages if taken[stage])

@@ -16,11 +16,11 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 
 from actors.board import Board
 from actors.errors import InputLost, PipelineError, PipelineFull, RequestFailed, StageLost, StageMoved
+from actors.events import Handed, Prepared
 from actors.exchange import Exchange, Shelf, Ticket
 from actors.host_values import Plan
 from actors.payloads import EncodedVideo, unpack
 from actors.pools import handle
-from actors.replica import Handed, Prepared
 from actors.settings import PipelineSettings
 from actors.snapshots import Snapshots, name_of
 from actors.storage import StorageError

@@ -19,9 +19,9 @@ from actors.settings import About, PipelineSettings, PoolSettings
 from cluster.layout import Layout, Pool
 from cluster.placement import off_hosts
 
-# Requests at a replica: one computes, the inputs of the next are on the devices, the results of the last leave. The
-# encoder's come in three pieces.
-ONGOING, ENCODER_ONGOING = 3, 8
+# Requests at a replica beside those that compute: the inputs of the next are on the devices, the results of the last
+# leave. The encoder's come in three pieces.
+BESIDE, ENCODER_BESIDE = 2, 7
 HEALTH_S = 2.0
 LEAVING_S = 3600.0  # a replica that is to go may finish what it has
 POLL_S = 0.25
@@ -165,8 +165,8 @@ def _starting(pool: str, replicas: list[ReplicaSeen], ready: bool) -> str:
 
 
 def _application(pool: Pool, settings: PipelineSettings) -> Any:
-    told = PoolSettings(pool.name, pool.slice.name, pool.stages, pool.mesh, settings)
-    ongoing = ENCODER_ONGOING if "encoder" in pool.stages else ONGOING
+    told = PoolSettings(pool.name, pool.slice.name, pool.stages, pool.mesh, settings, pool.batch)
+    ongoing = pool.batch + (ENCODER_BESIDE if "encoder" in pool.stages else BESIDE)
     options: dict[str, Any] = {
         "name": pool.name,
         "max_ongoing_requests": ongoing,

@@ -62,16 +62,20 @@ class About:
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """What one pool's replicas are told."""
+    """What one pool's replicas are told.
+
+    batch  requests of equal shape whose steps a slice runs together at most
+    """
 
     pool: str
     slice: str
     stages: tuple[str, ...]
     mesh: tuple[int | None, int | None, int | None]
     pipeline: PipelineSettings
+    batch: int = 1
 
     @property
     def host(self) -> HostSettings:
         """What the hosts of its slices are told."""
         given = self.pipeline
-        return HostSettings(given.checkpoint, self.stages, self.mesh, given.dtype, given.executables)
+        return HostSettings(given.checkpoint, self.stages, self.mesh, given.dtype, given.executables, self.batch)

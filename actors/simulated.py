@@ -12,6 +12,7 @@ import dataclasses
 import json
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from actors.host_values import HostProgress, HostSettings, Plan, Report, StepDon
 from actors.payloads import BFLOAT16, Payload, TextEmbedding, Value, mp4, pack, unpack
 from cluster.gang import Output, report
 from wan_tpu.data import DenoiseState, ImageCondition
-from wan_tpu.errors import InvalidInput, InvalidRequest
+from wan_tpu.errors import InvalidInput, InvalidRequest, UnhealthyResult
 from wan_tpu.expert import Expert
 from wan_tpu.request import Defaults, GenerationRequest, ResolvedRequest
 from wan_tpu.solvers import solver_table
@@ -126,13 +127,19 @@ class SimulatedHost:
             raise InvalidRequest(f"{expert.stage} is not hosted here ({', '.join(self._stages)})")
         return expert
 
-    def step(self, key: str) -> StepDone:
-        """Wait for a step's seconds."""
-        held, start = self._held[key], time.perf_counter()
-        with self._lasting(self._planned.step_s):
-            expert = self.begin(key)
-        held.step += 1
-        return StepDone(expert.stage, held.step, held.request.steps, 0.0, time.perf_counter() - start)
+    def step(self, keys: Sequence[str]) -> list[StepDone | UnhealthyResult]:
+        """Wait for a step's seconds of each: what requests share of a step, reading the weights, is little of it."""
+        start = time.perf_counter()
+        with self._lasting(self._planned.step_s * len(keys)):
+            experts = [self.begin(key) for key in keys]
+            kinds = {(e.stage, _latents(self._held[key].request)) for e, key in zip(experts, keys, strict=True)}
+            if len(kinds) > 1:
+                raise InvalidRequest("requests of different experts or shapes can't be stepped together")
+        seconds, done = time.perf_counter() - start, list[StepDone | UnhealthyResult]()
+        for expert, held in zip(experts, (self._held[key] for key in keys), strict=True):
+            held.step += 1
+            done.append(StepDone(expert.stage, held.step, held.request.steps, 0.0, seconds))
+        return done
 
     def decode(self, key: str) -> Output:
         """Wait for a video's seconds: (seconds, `EncodedVideo`), whose bytes say that they are none."""

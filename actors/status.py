@@ -135,7 +135,7 @@ def under_way(seen: Seen) -> str:
 def _pool(pool: Any, seen: Seen, requests: Sequence[RequestStatus], now: float) -> PoolStatus:
     replicas = {name: replica for name, replica in seen.replicas.items() if replica.pool == pool.name}
     here = [request.key for request in requests if request.stage in pool.stages]
-    computed = {replica.doing.partition(" of ")[2] for replica in replicas.values()}
+    computed = {key for replica in replicas.values() for key in replica.doing.partition(" of ")[2].split(", ")}
     steps = [seconds for stage in pool.stages for seconds in seen.step_s.get(stage, ())]
     handoffs = [seen.handoffs[stage] for stage in pool.stages if stage in seen.handoffs]
     return PoolStatus(

@@ -6,6 +6,7 @@
         slice: v6e-8
         replicas: {min: 1, max: 4}        # or one number; 1 when left out
         mesh: {dp: 2, sp: 1, tp: 4}       # over one slice; what is left out is chosen from the model
+        batch: 2                          # requests that the slice computes at once; 1 when left out
     emulate:                              # only for emulated clusters
       devices_per_host: 1                 # CPU devices in place of a host's chips
 
@@ -39,13 +40,18 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Pool:
-    """Stages hosted together, in the order in which they run. `mesh`: sizes of dp, sp and tp, None where open."""
+    """Stages hosted together, in the order in which they run.
+
+    mesh   sizes of dp, sp and tp, None where open
+    batch  requests of equal shape that the slice computes at once at most
+    """
 
     name: str
     stages: tuple[str, ...]
     slice: SliceSpec
     replicas: Replicas = Replicas()
     mesh: tuple[int | None, int | None, int | None] = (None, None, None)
+    batch: int = 1
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,11 @@ class Layout:
     devices_per_host: int | None = None
 
     @classmethod
-    def load(cls, path: str | Path, stages: Sequence[str]) -> "Layout":
+    def load(cls, path: str | Path, stages: Sequence[str], together: Sequence[str] = ()) -> "Layout":
         """Read and validate a layout file, or one that is shipped, by its name.
 
-        stages  all there are, in the order in which they run; each must be in exactly one pool
+        stages    all there are, in the order in which they run; each must be in exactly one pool
+        together  those of them that can run for several requests at once
 
         Raises `LayoutError` naming file, pool and remedy.
         """
@@ -73,10 +80,10 @@ class Layout:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise LayoutError(f"{path} can't be read ({error})") from None
-        return cls.parse(text, str(path), stages)
+        return cls.parse(text, str(path), stages, together)
 
     @classmethod
-    def parse(cls, text: str, source: str, stages: Sequence[str]) -> "Layout":
+    def parse(cls, text: str, source: str, stages: Sequence[str], together: Sequence[str] = ()) -> "Layout":
         """Return the layout of a YAML text; the rest as `load`."""
         try:
             content = yaml.load(text, _UniqueKeys)
@@ -93,6 +100,7 @@ class Layout:
             raise at.error("there are no pools; add pools: {NAME: {stages: [...], slice: v6e-8}}")
         layout = cls(source, tuple(_pool(_At(source, name), name, pools[name], devices) for name in pools), devices)
         layout._check_stages(stages)
+        layout._check_batches(together)
         return layout
 
     @property
@@ -165,6 +173,15 @@ class Layout:
                 f"no pool hosts {', '.join(missing)}; add a pool with stages: [{', '.join(missing)}]"
             )
 
+    def _check_batches(self, together: Sequence[str]) -> None:
+        for pool in self.pools:
+            if pool.batch > 1 and not set(pool.stages) & set(together):
+                able = ", ".join(together) or "no stage"
+                raise _At(self.source, pool.name).error(
+                    f"batch is {pool.batch}, and {', '.join(pool.stages)} take one request at a time; leave batch out "
+                    f"({able} can take several at once)"
+                )
+
 
 def shipped() -> list[str]:
     """Return the names of the layouts that come with this package."""
@@ -184,7 +201,7 @@ def _find(path: str | Path) -> Path:
 def _pool(at: "_At", name: Any, content: Any, devices_per_host: int | None) -> Pool:
     if not isinstance(name, str) or not name.replace("_", "").replace("-", "").isalnum():
         raise at.error("a pool's name is made of letters, digits, - and _")
-    content = at.mapping(content, {"stages", "slice", "replicas", "mesh"}, "the pool")
+    content = at.mapping(content, {"stages", "slice", "replicas", "mesh", "batch"}, "the pool")
     stages = content.get("stages")
     if not isinstance(stages, list) or not stages or not all(isinstance(stage, str) for stage in stages):
         raise at.error(f"stages is {stages!r}; write a list of names, such as stages: [encoder]")
@@ -201,6 +218,7 @@ def _pool(at: "_At", name: Any, content: Any, devices_per_host: int | None) -> P
         spec,
         _replicas(at, content.get("replicas", 1)),
         _mesh(at, content.get("mesh", {}), spec, _devices(spec, devices_per_host)),
+        at.positive(content.get("batch", 1), "batch"),
     )
 
 

@@ -89,7 +89,7 @@ def _cases(pipe: Pipeline, checkpoint: Path) -> dict[str, tuple[Callable[[], np.
     scaled = torch.from_numpy(model.vae_latents(state.latents))
 
     def step_here() -> np.ndarray:
-        return np.asarray(program(loaded.params, *start, numbers, given)[0])
+        return np.asarray(program(loaded.params, [(*start, numbers, given)])[0][0])
 
     @torch.no_grad()
     def step_there() -> np.ndarray:

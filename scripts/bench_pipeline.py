@@ -37,7 +37,7 @@ from cluster.connect import connect
 from cluster.emulated import EmulatedCluster, Settings
 from cluster.layout import Layout, Pool, Replicas
 from wan_tpu import GenerationRequest
-from wan_tpu.expert import STAGES
+from wan_tpu.expert import STAGES, TOGETHER
 
 IMAGE = Path(__file__).parent.parent / "examples" / "cat.png"
 
@@ -62,7 +62,7 @@ def simulated(args: argparse.Namespace, folder: Path) -> None:
     """Measure a layout, and its chips as whole-pipeline replicas, with hosts that wait."""
     planned = Planned(speed=args.speed)
     plan = planned.save(folder / "plan.json")
-    layout = emulated(Layout.load(args.layout or "a14b-balanced-v6e", STAGES))
+    layout = emulated(Layout.load(args.layout or "a14b-balanced-v6e", STAGES, TOGETHER))
     settings = PipelineSettings(
         str(plan),
         str(folder / "snapshots"),
@@ -222,7 +222,7 @@ def real(args: argparse.Namespace, folder: Path) -> None:
     """Measure the small model, computed on CPU devices."""
     from wan_tpu.tiny import make_checkpoint
 
-    layout = Layout.load(args.layout or "emulated-demo", STAGES)
+    layout = Layout.load(args.layout or "emulated-demo", STAGES, TOGETHER)
     checkpoint = make_checkpoint(folder / "model", "wan2.2-i2v-a14b")
     settings = PipelineSettings(
         str(checkpoint), str(folder / "snapshots"), dtype="float32", in_flight=min(args.in_flight, 4)

@@ -37,7 +37,7 @@ def main() -> int:
         devices = described(SliceSpec(args.slice)).devices() if args.slice else None
         mesh = make_mesh((args.dp, args.sp, args.tp), heads=model.heads, devices=devices)
         print(f"{model.preset}, mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}", flush=True)
-        for done in precompile(model, given.resolve(model.defaults), mesh, args.dtype, args.folder):
+        for done in precompile(model, given.resolve(model.defaults), mesh, args.dtype, args.folder, args.batch):
             print(f"{done.name:<20}{done.compile_s:8.1f} s compiling{done.seconds:8.1f} s in all", flush=True)
     except (WanTpuError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -57,6 +57,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     for axis in ("dp", "sp", "tp"):
         parser.add_argument(f"--{axis}", type=int)
+    parser.add_argument("--batch", type=int, default=1, help="requests whose steps run together, as in the layout")
     parser.add_argument("folder", type=Path)
     return parser.parse_args()
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 STAGES = ("encoder", "denoise_high", "denoise_low", "decoder")  # in the order in which a request runs through them
+TOGETHER = ("denoise_high", "denoise_low")  # those that can run for several requests of equal shape at once
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from cluster.drawing import draw
 from cluster.emulated import EmulatedCluster, Settings, default_folder
 from cluster.errors import ClusterNotFound, LayoutError
 from cluster.layout import Layout, shipped
-from wan_tpu.expert import STAGES
+from wan_tpu.expert import STAGES, TOGETHER
 
 LAYOUT = "layout.yaml"  # beside the cluster's state file
 
@@ -34,7 +34,7 @@ def cluster(argv: Sequence[str]) -> None:
 
 
 def _up(args: argparse.Namespace) -> None:
-    layout = Layout.load(args.emulate, STAGES)
+    layout = Layout.load(args.emulate, STAGES, TOGETHER)
     slices = layout.emulated_slices()
     running = EmulatedCluster.start(slices, Settings(dashboard=True), folder=args.folder, outlive=True)
     shutil.copy(layout.source, args.folder / LAYOUT)
@@ -73,6 +73,6 @@ def _down(args: argparse.Namespace) -> None:
 
 def _layout(path: Path) -> Layout | None:
     try:
-        return Layout.load(path, STAGES)
+        return Layout.load(path, STAGES, TOGETHER)
     except LayoutError:  # of a cluster that wasn't started by this command
         return None

@@ -10,7 +10,7 @@ from cluster.emulated import EmulatedCluster, default_folder
 from cluster.errors import ClusterNotFound
 from cluster.layout import Layout, shipped
 from wan_tpu.errors import InvalidInput
-from wan_tpu.expert import STAGES
+from wan_tpu.expert import STAGES, TOGETHER
 from wan_tpu.request import GenerationRequest
 
 DEFAULT_NAME = PipelineSettings.name
@@ -88,8 +88,8 @@ def join(args: argparse.Namespace) -> str:
 def layout_from(args: argparse.Namespace) -> Layout | None:
     """Return the layout that was given."""
     if args.layout_text is not None:
-        return Layout.parse(args.layout_text, args.layout or "--layout_text", STAGES)
-    return None if args.layout is None else Layout.load(args.layout, STAGES)
+        return Layout.parse(args.layout_text, args.layout or "--layout_text", STAGES, TOGETHER)
+    return None if args.layout is None else Layout.load(args.layout, STAGES, TOGETHER)
 
 
 def wanted_from(args: argparse.Namespace, address: str, *, lasting: bool, snapshots: str | None) -> About | None:

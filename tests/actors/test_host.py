@@ -1,5 +1,6 @@
 """A slice of two hosts, as two real processes, computes what one process does."""
 
+import dataclasses
 import os
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from actors.host import StageHost
 from actors.host_values import HostSettings
 from actors.payloads import TextEmbedding, pack, unpack
 from tests.conftest import PHOTO, ROOT
-from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest
+from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, UnhealthyResult
 from wan_tpu.data import DenoiseState, ImageCondition
 
 KIND = "wan2.2-i2v-a14b"
@@ -112,6 +113,54 @@ def test_a_pool_does_its_own_stages_only(checkpoint):
         host.prepare_denoise("a", plan.request, None)
     with pytest.raises(InvalidRequest, match="does t2v only"):
         host.plan(GenerationRequest(image=PHOTO, height=32, width=32, frames=1))
+
+
+def test_requests_are_stepped_together_and_a_poison_one_fails_alone(checkpoint):
+    host = StageHost(HostSettings(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise_high",), (1, 1, 1), "float32", batch=3))
+    asked = GenerationRequest(prompt="a cat", height=32, width=48, frames=5, steps=4, guidance_scale=3.0)
+    host.warm_up(asked)
+    program = host._runtime.programs["denoise step"]
+    assert len(program._compiled) == 3  # for one, two and three at once
+    rng = np.random.default_rng(0)
+    texts = [pack(TextEmbedding(rng.standard_normal((1, 512, 32)).astype(np.float32))) for _ in range(4)]
+
+    def begin(key, number, state=None):
+        request = host.plan(dataclasses.replace(asked, seed=number)).request
+        host.prepare_denoise(key, request, *texts[2 * number : 2 * number + 2], None, state)
+        host.begin(key)
+
+    def latents(key):
+        return unpack(host.collect(key).payload).latents
+
+    for key, number in (("a", 0), ("b", 1)):  # alone
+        begin(key, number)
+        for _ in range(4):
+            host.step([key])
+    alone = [latents(key) for key in ("a", "b")]
+
+    begin("a", 0)
+    host.step(["a"])
+    poison = unpack(host.snapshot("a").payload)
+    begin("nan", 0, pack(dataclasses.replace(poison, latents=poison.latents * np.nan)))
+    begin("b", 1)
+    first, unhealthy, second = host.step(["a", "nan", "b"])
+    assert [(done.stage, done.step, done.steps) for done in (first, second)] == [
+        ("denoise_high", 2, 4),
+        ("denoise_high", 1, 4),
+    ]
+    assert isinstance(unhealthy, UnhealthyResult)
+    assert "denoise_high, step 2 of 4" in str(unhealthy)
+    host.drop("nan")
+    for _ in range(2):
+        host.step(["b", "a"])
+    with pytest.raises(InvalidRequest, match="request a has no step to run here"):
+        host.step(["b", "a"])
+    [last] = host.step(["b"])
+    assert last.step == 4
+    assert len(program._compiled) == 3
+    for key, expected in zip(("a", "b"), alone, strict=True):
+        # 1e-5: the same float32 sums, in programs that may fuse them otherwise
+        assert np.abs(latents(key) - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_experts_are_given_the_prompts_they_use(checkpoint):

@@ -8,6 +8,7 @@ from cluster.layout import Layout, Replicas, shipped
 from cluster.slice_spec import SliceSpec
 
 STAGES = ("encoder", "denoise_high", "denoise_low", "decoder")
+TOGETHER = STAGES[1:3]
 GOOD = {
     "pools": {
         "ends": {"stages": ["encoder", "decoder"], "slice": "v6e-1"},
@@ -16,13 +17,14 @@ GOOD = {
             "slice": "v6e-8",
             "replicas": {"min": 1, "max": 3},
             "mesh": {"dp": 2, "tp": 4},
+            "batch": 2,
         },
     }
 }
 
 
 def parse(content):
-    return Layout.parse(content if isinstance(content, str) else yaml.safe_dump(content), "some.yaml", STAGES)
+    return Layout.parse(content if isinstance(content, str) else yaml.safe_dump(content), "some.yaml", STAGES, TOGETHER)
 
 
 def changed(pool, **changes):
@@ -37,6 +39,7 @@ def test_a_layout_is_read():
     assert ends.slice == SliceSpec("v6e-1")
     assert ends.replicas == Replicas(1, 1)
     assert experts.mesh == (2, None, 4)
+    assert (ends.batch, experts.batch) == (1, 2)
     assert layout.pool_of("denoise_low") is experts
     assert layout.devices(experts) == 8
     assert [(pool.name, replica) for pool, replica in layout.slices()] == [("ends", 0), ("experts", 0)]
@@ -74,7 +77,7 @@ def test_all_the_layouts_that_were_promised_are_shipped():
         ({"pols": {}}, "the file has 'pols'; known here: emulate, pools"),
         ({"pools": {"a b": {}}}, "pool a b: a pool's name is made of"),
         ("pools:\n  a: {}\n  a: {}", "'a' is there twice"),
-        (changed("ends", stage=["encoder"]), "pool ends: the pool has 'stage'; known here: mesh, replicas, slice, sta"),
+        (changed("ends", stage=["encoder"]), "pool ends: the pool has 'stage'; known here: batch, mesh, replicas, sli"),
         (changed("ends", stages="encoder"), "pool ends: stages is 'encoder'; write a list of names"),
         (changed("ends", stages=["encoder", "vae"]), "pool ends: there is no stage 'vae'; stages are encoder, "),
         (changed("ends", stages=["encoder"]), r"no pool hosts decoder; add a pool with stages: \[decoder\]"),
@@ -89,6 +92,12 @@ def test_all_the_layouts_that_were_promised_are_shipped():
         (changed("experts", mesh={"dp": 3}), "mesh dp 3 doesn't divide the slice: v6e-8 has 8 devices; leave mesh out"),
         (changed("experts", mesh={"dp": 1, "sp": 1, "tp": 4}), "uses 4 of the slice's devices: .* make the product 8"),
         (changed("experts", mesh={"pp": 2}), "pool experts: mesh has 'pp'; known here: dp, sp, tp"),
+        (changed("experts", batch=0), "pool experts: batch is 0; write a whole number from 1"),
+        (changed("experts", batch={"max": 2}), "pool experts: batch is {'max': 2}; write a whole number from 1"),
+        (
+            changed("ends", batch=2),
+            r"pool ends: batch is 2, and encoder, decoder take one request at a time; leave batch out \(denoise_h",
+        ),
         (GOOD | {"emulate": {"devices_per_host": 0}}, "emulate: devices_per_host is 0; write a whole number from 1"),
         (GOOD | {"emulate": {}}, r"doesn't divide the slice: v6e-8 has 1 device when it is emulated \(8 when not\)"),
     ],
@@ -110,6 +119,6 @@ def test_files_and_shipped_names(tmp_path):
     with pytest.raises(LayoutError, match=r"no layout file nowhere; shipped ones, by name: a14b-balanced-v6e, "):
         Layout.load("nowhere", STAGES)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(GOOD))
-    assert Layout.load(tmp_path / "mine.yaml", STAGES).source.endswith("mine.yaml")
+    assert Layout.load(tmp_path / "mine.yaml", STAGES, TOGETHER).source.endswith("mine.yaml")
     with pytest.raises(LayoutError, match=r"mine.yaml: it is for real TPUs; add emulate: {devices_per_host: 1}"):
-        Layout.load(tmp_path / "mine.yaml", STAGES).emulated_slices()
+        Layout.load(tmp_path / "mine.yaml", STAGES, TOGETHER).emulated_slices()

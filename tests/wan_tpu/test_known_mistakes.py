@@ -117,13 +117,15 @@ def test_the_bfloat16_step_solves_nothing_and_combines_in_float32(pipeline):
     shape = runtime.model.latent_shape(request)
     latents, *history = (rng.standard_normal(shape).astype(np.float32) for _ in range(4))
     program = step_program(runtime, loaded.module)
-    args = (loaded.params, *place((latents, tuple(history), step_numbers(table, 1, 2.0)), runtime.mesh), given)
+    one = (*place((latents, tuple(history), step_numbers(table, 1, 2.0)), runtime.mesh), given)
+    args = (loaded.params, [one])
     text = program.compile(*args).as_text()
     assert not re.search(r"triangular|cholesky|lu_|getrf|trsm", text)
-    got, _, finite = program(*args)
+    [(got, _, finite)] = program(*args)
+    keys, image_latents = given
     velocity = np.asarray(
         jax.jit(functools.partial(runtime.model.velocity, loaded.module), static_argnums=1)(
-            loaded.params, runtime.mesh, latents, np.float32(table.timesteps[1]), np.float32(2.0), *given
+            loaded.params, runtime.mesh, latents, table.timesteps[1:2], np.float32([2.0]), [keys], image_latents
         ),
         np.float64,
     )

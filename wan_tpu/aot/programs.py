@@ -47,8 +47,12 @@ class AbstractRuntime(Runtime):
         return self._components[name]
 
 
-def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] = STAGES) -> StagePrograms:
+def stage_programs(
+    runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] = STAGES, *, together: int = 1
+) -> StagePrograms:
     """Return the programs of a resolved request in these stages, in the order in which they first run.
+
+    together  requests of that shape that are stepped at once at most: one program for each number of them
 
     A model that takes an image is given one.
     """
@@ -63,7 +67,8 @@ def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[
     mine = [expert for expert in experts(runtime.model, request) if expert.stage in stages]
     if mine:  # both run the same program
         found["text keys"] = _keys(runtime, mine)
-        found["denoise step"] = _denoise(runtime, request, mine)
+        found["denoise step"] = _denoise(runtime, request, mine, 1)
+        found |= {f"denoise step of {n}": _denoise(runtime, request, mine, n) for n in range(2, together + 1)}
     return found | (_vae(runtime, request, "decoder") if "decoder" in stages else {})
 
 
@@ -96,7 +101,9 @@ def _keys(runtime: Runtime, mine: list[Expert]) -> tuple[Program, tuple[Any, ...
     return keys_program(runtime, loaded.module), (loaded.params, text, image), len(mine)
 
 
-def _denoise(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) -> tuple[Program, tuple[Any, ...], int]:
+def _denoise(
+    runtime: Runtime, request: ResolvedRequest, mine: list[Expert], together: int
+) -> tuple[Program, tuple[Any, ...], int]:
     model, table, loaded = runtime.model, _table(request), runtime.component(mine[0].stage)
     shape = model.latent_shape(request)
     latents = _array(runtime, shape, jnp.float32)
@@ -104,7 +111,8 @@ def _denoise(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) -> 
     program, arguments, _ = _keys(runtime, mine)
     keys = model.key_shapes(runtime.mesh, jax.eval_shape(program.function, *arguments))
     given = (keys, _image_latents(runtime, shape))
-    arguments = (loaded.params, latents, (latents,) * table.history_terms, numbers, given)
+    one = (latents, (latents,) * table.history_terms, numbers, given)
+    arguments = (loaded.params, [one] * together)
     return step_program(runtime, loaded.module), arguments, sum(expert.stop - expert.start for expert in mine)
 
 

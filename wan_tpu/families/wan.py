@@ -3,10 +3,12 @@
 Everything particular to these models is here and in the files beside it named wan_*: components, conditioning,
 guidance, the latents' normalisation, limits. The reference for every formula is diffusers 0.42, pipelines/wan.
 
-Shapes: B batch (guidance branches), T latent frames, H W latent height and width, L tokens, C channels.
+Shapes: R requests stepped together, B batch (guidance branches), T latent frames, H W latent height and width, L
+tokens, C channels.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +24,7 @@ from PIL import Image
 from wan_tpu.bridge import Params, call
 from wan_tpu.checkpoint import Checkpoint, Component
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.families import wan_components, wan_presets, wan_transformer, wan_vae
+from wan_tpu.families import wan_components, wan_presets, wan_tokens, wan_transformer, wan_vae
 from wan_tpu.families.causal_vae import CausalChunks
 from wan_tpu.families.wan_flops import WanFlops
 from wan_tpu.families.wan_presets import TEXT_TOKENS, WanConfig
@@ -303,34 +305,34 @@ class WanModel:
         params: Params,
         mesh: Mesh,
         latents: jax.Array,
-        timestep: jax.Array,
+        timesteps: jax.Array,
         guidance: jax.Array,
-        keys: TextKeys,
+        keys: Sequence[TextKeys],
         image_latents: jax.Array | None,
     ) -> jax.Array:
-        """Return the guided velocity, float32 [1, C, T, H, W].
+        """Return the guided velocities of R requests of equal shape, float32 [R, C, T, H, W].
 
-        latents  float32 [1, C, T, H, W]; timestep, guidance  float32 scalars
-        keys     from `text_keys`; image_latents as in `Conditioning`
+        latents  float32 [R, C, T, H, W]; timesteps, guidance  float32 [R]
+        keys     R, from `text_keys`; image_latents as in `Conditioning`, their first dimension R
         """
-        times, first_tokens = timestep[None], 0
+        times, first_tokens = timesteps[:, None], 0
         if image_latents is None:
             given = latents
         elif self.config.expand_timesteps:
             # The given image has no noise: the tokens of the first latent frame are at time 0.
             given = latents.at[:, :, :1].set(image_latents)
-            times = jnp.stack([jnp.zeros_like(timestep), timestep])
+            times = jnp.stack([jnp.zeros_like(timesteps), timesteps], axis=1)
             first_tokens = self.tokens((*latents.shape[:2], 1, *latents.shape[3:]))
         else:
             given = jnp.concatenate([latents, image_latents], axis=1)
-        dtype = keys["key"].dtype
+        dtype = keys[0]["key"].dtype
         tokens = wan_transformer.velocity(module, params, mesh, given.astype(dtype), times, first_tokens, keys)
-        if tokens.shape[0] == 1:
-            guided = tokens[0]
+        if tokens.shape[1] == 1:
+            guided = tokens[:, 0]
         else:
-            conditional, unconditional = tokens
-            guided = unconditional + guidance * (conditional - unconditional)
-        return wan_transformer.unpatchify(guided, latents.shape, self._patch, self.latent_channels)
+            conditional, unconditional = tokens[:, 0], tokens[:, 1]
+            guided = unconditional + guidance[:, None, None] * (conditional - unconditional)
+        return wan_tokens.unpatchify(guided, latents.shape, self._patch, self.latent_channels)
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None) -> np.ndarray:
         """Return the latents to decode: TI2V 5B puts the given first frame back in place."""

@@ -8,8 +8,9 @@ the text are made once a request. Time, text and image embeddings are the module
 Each device holds some tokens of all heads; each layer's weights are gathered while earlier ones are in use, and
 self-attention exchanges tokens for heads (`wan_tpu.attention`). All of it is one `jax.shard_map`.
 
-Shapes: B branches of guidance, T H W latent frames, height, width, L tokens, t tokens of one device, N heads, D head
-width, C = N*D channels, M modulations (1, or 2 when the first frame's tokens have a timestep of their own).
+Shapes: R requests stepped together, B branches of guidance, T H W latent frames, height, width, L tokens, t tokens of
+one device, N heads, D head width, C = N*D channels, M modulations (1, or 2 when the first frame's tokens have a
+timestep of their own).
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from wan_tpu.attention import attention, exchanged_attention, head_groups, query_scale
 from wan_tpu.bridge import Params, call, to_jax
 from wan_tpu.collectives import gather_rows
+from wan_tpu.families.wan_tokens import padded, patches, rope_tables
 from wan_tpu.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
 from wan_tpu.ops import Ops, ops_for
 
@@ -37,6 +39,7 @@ RULES = (
 )
 _SPLIT = P(None, SHARDS, None)  # of such a matrix, stacked over the layers
 TextKeys = dict[str, jax.Array]  # "key", "value" [depth, B, 512, C], and "image_key", "image_value" with 257 tokens
+_Carry = tuple[list[jax.Array], Params]  # R x [B of this device, t, C], and the next layer's weights `_AHEAD`
 
 
 def half_split(heads: int, values: np.ndarray) -> np.ndarray:
@@ -100,48 +103,43 @@ def velocity(
     latents: jax.Array,
     times: jax.Array,
     first_tokens: int,
-    keys: TextKeys,
+    keys: Sequence[TextKeys],
 ) -> jax.Array:
-    """Return each branch's velocity as tokens, float32 [B, L, patch values].
+    """Return the velocity of each request and branch as tokens, float32 [R, B, L, patch values].
 
-    latents       [1, C, T, H, W] in the dtype to compute in, the same for every branch
-    times         [M] timesteps; of two, the first is that of the first `first_tokens` tokens
-    keys          from `text_keys`; its B is the number of branches
+    latents       [R, C, T, H, W] in the dtype to compute in, the same for every branch of a request
+    times         [R, M] timesteps; of two, the first is that of the first `first_tokens` tokens
+    keys          from `text_keys`, one for each request; their B is the number of branches
     """
 
-    def method(module: Any, latents: torch.Tensor, times: torch.Tensor, keys: dict[str, torch.Tensor]) -> jax.Array:
-        embedding, modulation = _embed_time(module, times, latents.dtype)
-        array, patch = to_jax(latents), module.config.patch_size
-        layout = token_layout(mesh, keys["key"].shape[1], _patches(array, patch).shape[0])
-        tables = _rope_tables(module, [n // p for n, p in zip(array.shape[2:], patch, strict=True)])
+    def method(module: Any, latents: torch.Tensor, times: torch.Tensor, keys: list[Any]) -> jax.Array:
+        embedding, modulation = _embed_time(module, times.flatten(), latents.dtype)
+        patch, requests = module.config.patch_size, times.shape[0]
+        cut = patches(to_jax(latents), patch)
+        layout = token_layout(mesh, keys[0]["key"].shape[1], cut.shape[1])
+        tables = rope_tables(module, [n // p for n, p in zip(latents.shape[2:], patch, strict=True)])
+        modulation = to_jax(modulation).astype(jnp.float32)
         head = jnp.stack([x.astype(jnp.float32) for x in _head_modulation(module, embedding)])
-        step = _Step(module.config, mesh, layout, first_tokens, _patches(array, patch).shape[0])
-        return step.run(
+        return _Step(module.config, mesh, layout, first_tokens, cut.shape[1]).run(
             Inputs(
-                tokens=_pad(_patches(array, patch), layout.padded),
-                tables=tuple(_pad(table, layout.padded) for table in tables),
-                modulation=to_jax(modulation).astype(jnp.float32),
-                head=head,
+                tokens=padded(cut, layout.padded),
+                tables=tuple(padded(table, layout.padded) for table in tables),
+                modulation=modulation.reshape(requests, -1, *modulation.shape[1:]),
+                head=head.reshape(2, requests, -1, head.shape[2]).swapaxes(0, 1),
                 keys=to_jax(keys),
                 blocks=to_jax(dict(module.blocks.template.named_parameters())),
                 outer=_outer(module),
             )
         )
 
-    return call(module, params, method, latents, times, keys)
-
-
-def unpatchify(tokens: jax.Array, latent_shape: tuple[int, ...], patch: Sequence[int], channels: int) -> jax.Array:
-    """Lay tokens [L, patch values] out as latents [1, C, T, H, W]."""
-    grid = [n // p for n, p in zip(latent_shape[2:], patch, strict=True)]
-    array = tokens.reshape(*grid, *patch, channels)
-    return array.transpose(6, 0, 3, 1, 4, 2, 5).reshape(1, channels, *latent_shape[2:])
+    return call(module, params, method, latents, times, list(keys))
 
 
 class Inputs(NamedTuple):
     """What the blocks of one step work on; see `_Step.specs` for where each lies.
 
-    tokens      [L, patch values]; tables: two [L, D]; modulation [M, 6, C]; head: shift and scale [2, M, C]
+    tokens      [R, L, patch values]; tables: two [L, D]; modulation [R, M, 6, C]; head: shift and scale [R, 2, M, C]
+    keys        one for each request, not one array: that would be a copy of all of them, gigabytes at 14B
     blocks      stacked weights of the layers, outer: those around them
     """
 
@@ -149,7 +147,7 @@ class Inputs(NamedTuple):
     tables: tuple[jax.Array, ...]
     modulation: jax.Array
     head: jax.Array
-    keys: TextKeys
+    keys: list[TextKeys]
     blocks: Params
     outer: Params
 
@@ -166,8 +164,8 @@ class _Step:
         self._ops: Ops = ops_for(platform)
 
     def run(self, inputs: Inputs) -> jax.Array:
-        """Return [B, L, patch values], float32, without the padding."""
-        branches = inputs.keys["key"].shape[1]
+        """Return [R, B, L, patch values], float32, without the padding."""
+        branches = inputs.keys[0]["key"].shape[1]
         self._blocks = {
             name: weight_spec(self._mesh, RULES, f"blocks.*.{name}", value.shape[1:], stacked=True)
             for name, value in inputs.blocks.items()
@@ -175,23 +173,26 @@ class _Step:
         }
         given = inputs._replace(blocks={name: inputs.blocks[name] for name in self._blocks})
         self._local_branches = branches // (self._mesh.shape["dp"] if self._layout.branch_axis else 1)
+        out = P(None, *self._layout.spec)
         local = jax.shard_map(
-            self._local, mesh=self._mesh, in_specs=(self._specs(given),), out_specs=self._layout.spec, check_vma=False
+            self._local, mesh=self._mesh, in_specs=(self._specs(given),), out_specs=out, check_vma=False
         )
-        return local(given)[:, : self._tokens]
+        return local(given)[:, :, : self._tokens]
 
     def _specs(self, inputs: Inputs) -> Inputs:
         tokens = P(self._layout.token_axes)
-        branches = inputs.keys["key"].shape[1]
-        keys = {name: key_sharding(self._mesh, name, branches).spec for name in inputs.keys}
-        return Inputs(tokens, (tokens, tokens), P(), P(), keys, self._blocks, P())  # type: ignore[arg-type]
+        branches = inputs.keys[0]["key"].shape[1]
+        keys = [{name: key_sharding(self._mesh, name, branches).spec for name in one} for one in inputs.keys]
+        own = P(None, self._layout.token_axes)
+        return Inputs(own, (tokens, tokens), P(), P(), keys, self._blocks, P())  # type: ignore[arg-type]
 
     def _local(self, given: Inputs) -> jax.Array:
         ops, outer = self._ops, given.outer
-        rows = given.tokens.shape[0]
-        first_rows = self._first - jax.lax.axis_index(self._layout.token_axes) * rows
-        hidden = ops.linear(given.tokens, outer["patch_embedding.weight"], outer["patch_embedding.bias"])
-        hidden = jnp.broadcast_to(hidden, (self._local_branches, *hidden.shape))
+        first_rows = self._first - jax.lax.axis_index(self._layout.token_axes) * given.tokens.shape[1]
+
+        def embedded(tokens: jax.Array) -> jax.Array:
+            hidden = ops.linear(tokens, outer["patch_embedding.weight"], outer["patch_embedding.bias"])
+            return jnp.broadcast_to(hidden, (self._local_branches, *hidden.shape))
 
         def gathered(names: Iterable[str], layer: jax.Array | int) -> Params:
             one = {name: jax.lax.dynamic_index_in_dim(given.blocks[name], layer, keepdims=False) for name in names}
@@ -200,34 +201,54 @@ class _Step:
                 for name, value in one.items()
             }
 
-        depth = len(given.keys["key"])
+        depth = len(given.keys[0]["key"])
         later = [name for name in given.blocks if name not in _AHEAD]
 
-        def layer(carry: tuple[jax.Array, Params], index: jax.Array) -> tuple[tuple[jax.Array, Params], None]:
+        def layer(carry: _Carry, index: jax.Array) -> tuple[_Carry, None]:
             hidden, ahead = carry
             weights = ahead | gathered(later, index)
             ahead = gathered(_AHEAD, (index + 1) % depth)
-            keys = {name: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for name, x in given.keys.items()}
-            keys = {name: jnp.broadcast_to(x, (hidden.shape[0], *x.shape[1:])) for name, x in keys.items()}
 
-            def branch(given_branch: tuple[jax.Array, TextKeys]) -> jax.Array:
-                return self._block(*given_branch, weights, given, first_rows)
+            def request(hidden: jax.Array, keys: TextKeys, modulation: jax.Array) -> jax.Array:
+                table = weights["scale_shift_table"] + modulation  # [M, 6, C]
+                return _each(
+                    lambda one: self._block(one[0], one[1], weights, table, given.tables, first_rows),
+                    (hidden, self._layer_keys(keys, index)),
+                )
 
-            return (_each(branch, (hidden, keys)), ahead), None
+            # Written out for each, no loop: weights can then be gathered while another request's kernels run.
+            return ([request(*own) for own in zip(hidden, given.keys, given.modulation, strict=True)], ahead), None
 
-        (hidden, _), _ = jax.lax.scan(layer, (hidden, gathered(_AHEAD, 0)), jnp.arange(depth))
+        start = [embedded(tokens) for tokens in given.tokens]  # R of [B of this device, t, C]
+        (hidden, _), _ = jax.lax.scan(layer, (start, gathered(_AHEAD, 0)), jnp.arange(depth))
 
-        def head(hidden: jax.Array) -> jax.Array:
-            shift, scale = given.head
+        def head(hidden: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
             normed = ops.layer_norm(hidden, 1 + scale, shift, eps=self._eps, first_rows=first_rows)
             return ops.linear(normed, outer["proj_out.weight"], outer["proj_out.bias"]).astype(jnp.float32)
 
-        return _each(head, hidden)
+        return jnp.stack(
+            [_each(lambda x, own=own: head(x, *own), x) for x, own in zip(hidden, given.head, strict=True)]
+        )
 
-    def _block(self, x: jax.Array, keys: TextKeys, w: Params, given: Inputs, first_rows: jax.Array) -> jax.Array:
-        """One layer on this device's tokens of one branch, x [t, C]; the formula is diffusers' WanTransformerBlock."""
+    def _layer_keys(self, keys: TextKeys, layer: jax.Array) -> TextKeys:
+        """A request's keys and values of one layer, each [B of this device, L, C]."""
+        found = {name: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in keys.items()}
+        return {name: jnp.broadcast_to(x, (self._local_branches, *x.shape[1:])) for name, x in found.items()}
+
+    def _block(
+        self,
+        x: jax.Array,
+        keys: TextKeys,
+        w: Params,
+        table: jax.Array,
+        tables: tuple[jax.Array, ...],
+        first_rows: jax.Array,
+    ) -> jax.Array:
+        """One layer on this device's tokens of one branch; the formula is diffusers' WanTransformerBlock.
+
+        x [t, C]; table [M, 6, C], the modulation of its request in this layer; tables as in `Inputs`
+        """
         ops, eps = self._ops, self._eps
-        table = w["scale_shift_table"] + given.modulation  # [M, 6, C]
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (table[:, i] for i in range(6))
 
         def linear(name: str, x: jax.Array, **more: Any) -> jax.Array:
@@ -238,7 +259,7 @@ class _Step:
             ops.rms_norm_rope(
                 linear(f"attn1.to_{name}", normed),
                 w[f"attn1.norm_{name}.weight"].astype(jnp.float32) * scale,
-                given.tables,
+                tables,
                 eps=eps,
                 groups=self._groups,
             )
@@ -307,33 +328,3 @@ def _outer(module: Any) -> Params:
         "proj_out.weight": to_jax(module.proj_out.weight),
         "proj_out.bias": to_jax(module.proj_out.bias),
     }
-
-
-def _patches(latents: jax.Array, patch: Sequence[int]) -> jax.Array:
-    """[1, C, T, H, W] -> [L, C * patch], values in the order of the convolution's weight."""
-    _, channels, *size = latents.shape
-    frames, height, width = (n // p for n, p in zip(size, patch, strict=True))
-    array = latents.reshape(channels, frames, patch[0], height, patch[1], width, patch[2])
-    return array.transpose(1, 3, 5, 0, 2, 4, 6).reshape(frames * height * width, -1)
-
-
-def _rope_tables(module: Any, grid: list[int]) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of all tokens' angles, each [L, D], for pairs (i, i + D/2): [cos, cos] and [-sin, sin]."""
-    rope = module.rope
-    tables = []
-    for table in (to_jax(rope.freqs_cos), to_jax(rope.freqs_sin)):
-        halves = table[:, ::2]  # diffusers stores each angle twice, for the pair (2i, 2i+1)
-        ends = np.cumsum([rope.t_dim // 2, rope.h_dim // 2])
-        parts = [
-            jnp.broadcast_to(
-                part[:size].reshape(*[size if i == axis else 1 for i in range(3)], -1), (*grid, part.shape[1])
-            )
-            for axis, (part, size) in enumerate(zip(jnp.split(halves, ends, axis=1), grid, strict=True))
-        ]
-        tables.append(jnp.concatenate(parts, axis=-1).reshape(-1, halves.shape[1]))
-    cos, sin = tables
-    return jnp.concatenate([cos, cos], axis=1), jnp.concatenate([-sin, sin], axis=1)
-
-
-def _pad(rows: jax.Array, length: int) -> jax.Array:
-    return jnp.pad(rows, ((0, length - rows.shape[0]), (0, 0)))

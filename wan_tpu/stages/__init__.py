@@ -6,7 +6,7 @@ Those that compute (`encode_prompt`, `encode_image`, `ExpertRun`, `decode_chunks
 mesh, in the same order. `encode`, `denoise` and `decode` put the pieces together for one machine.
 
 The loops run on the host, one device call a step: between steps progress is reported, results are checked, and a
-callback may stop the run by raising.
+callback may stop the run by raising. Requests of equal shape can be stepped at once (`ExpertRun.step_with`).
 """
 
 from wan_tpu.expert import STAGES, Expert
@@ -37,7 +37,7 @@ from wan_tpu.stages.encode import (
     text_program,
     vae_encode,
 )
-from wan_tpu.stages.plan import experts, guided, prompts, stage_components
+from wan_tpu.stages.plan import experts, guided, program_shapes, prompts, stage_components, whose_turn
 from wan_tpu.stages.vae import vae_programs
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "image_program",
     "initial_state",
     "keys_program",
+    "program_shapes",
     "prompts",
     "stage_components",
     "step_conditioning",
@@ -73,4 +74,5 @@ __all__ = [
     "to_host",
     "vae_encode",
     "vae_programs",
+    "whose_turn",
 ]

@@ -1,4 +1,4 @@
-"""The expert stages: one request on one expert, a step at a time; the state stays on the devices between steps."""
+"""The expert stages: requests on an expert, a step at a time; their states stay on the devices between steps."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 
 from wan_tpu.checkpoint import DTYPES, Loaded
 from wan_tpu.data import Conditioning, DenoiseState
-from wan_tpu.errors import InvalidRequest
+from wan_tpu.errors import InvalidRequest, UnhealthyResult
 from wan_tpu.expert import Expert
 from wan_tpu.families import Model
 from wan_tpu.health import check_finite
@@ -150,17 +150,48 @@ class ExpertRun:
 
     def step(self) -> StepEvent:
         """Run the next step; raises `UnhealthyResult` naming it, on every process, when it gives NaN or Inf."""
-        start, i, table = time.perf_counter(), self.state.step, self._table
-        assert self.expert.start <= i < self.expert.stop, f"step {i} is not {self.expert}'s"
-        numbers = place(step_numbers(table, i, self.expert.guidance), self._runtime.mesh)
-        latents, history, finite = self._program(
-            self._loaded.params, self.state.latents, self.state.history, numbers, self._given
-        )
-        timestep = float(table.timesteps[i])
-        check_finite(bool(finite), f"{self.expert.stage}, step {i + 1} of {table.steps} (t = {timestep:g})")
-        self.state = DenoiseState(latents, history, i + 1)
+        [done] = self.step_with()
+        if isinstance(done, UnhealthyResult):
+            raise done
+        return done
+
+    def step_with(self, *others: "ExpertRun") -> list[StepEvent | UnhealthyResult]:
+        """Run the next step of this run and of others at once, each at a step of its own; return what came of each.
+
+        A run whose step gives NaN or Inf gets the error and stays where it was; the rest don't notice. Every weight is
+        read, and gathered, once for all. Recompiles for: another number of runs. Raises `InvalidRequest`, before any
+        of them is touched, for runs that don't share one program on one expert.
+        """
+        start, runs = time.perf_counter(), (self, *others)
+        if any(run._loaded is not self._loaded or run._shapes() != self._shapes() for run in others):
+            raise InvalidRequest("runs of different experts or shapes can't be stepped together; step each alone")
+        numbers = place([run._numbers() for run in runs], self._runtime.mesh)
+        given = [
+            (run.state.latents, run.state.history, own, run._given) for run, own in zip(runs, numbers, strict=True)
+        ]
+        results = self._program(self._loaded.params, given)
+        healthy = [bool(finite) for _, _, finite in results]
         seconds = time.perf_counter() - start
-        return StepEvent(self.expert.stage, i + 1, table.steps, timestep, seconds, self.state)
+        return [run._end(result, ok, seconds) for run, result, ok in zip(runs, results, healthy, strict=True)]
+
+    def _numbers(self) -> dict[str, np.ndarray]:
+        i = self.state.step
+        assert self.expert.start <= i < self.expert.stop, f"step {i} is not {self.expert}'s"
+        return step_numbers(self._table, i, self.expert.guidance)
+
+    def _shapes(self) -> Any:
+        return jax.tree.map(jnp.shape, (self.state.latents, self.state.history, self._given))
+
+    def _end(self, result: Any, healthy: bool, seconds: float) -> StepEvent | UnhealthyResult:
+        stage, i, table = self.expert.stage, self.state.step, self._table
+        timestep = float(table.timesteps[i])
+        try:
+            check_finite(healthy, f"{stage}, step {i + 1} of {table.steps} (t = {timestep:g})")
+        except UnhealthyResult as unhealthy:
+            return unhealthy.with_traceback(None)  # whose frames hold the arrays
+        latents, history, _ = result
+        self.state = DenoiseState(latents, history, i + 1)
+        return StepEvent(stage, i + 1, table.steps, timestep, seconds, self.state)
 
 
 def denoise(
@@ -209,22 +240,43 @@ def step_numbers(table: SolverTable, i: int, guidance: float) -> dict[str, np.nd
 
 
 def step_program(runtime: Runtime, module: torch.nn.Module) -> Program:
-    """Return the jitted step: (params, latents, history, numbers, conditioning) -> (latents, history, finite).
+    """Return the jitted step: params, R x (latents, history, numbers, conditioning) -> R x (latents, history, finite).
 
-    Both experts run the same program: they differ in weights only (families refuse experts that don't).
+    Both experts run the same program: they differ in weights only (families refuse experts that don't). Recompiles for
+    another R, the number of requests of equal shape that are stepped together.
     """
 
-    def step(params, latents, history, numbers, given):  # type: ignore[no-untyped-def]
-        timestep, guidance = numbers["timestep"], numbers["guidance"]
-        velocity = runtime.model.velocity(module, params, runtime.mesh, latents, timestep, guidance, *given)
-        clean = latents - numbers["sigma"] * velocity
-        terms = (latents, clean, *history)
-        combined = [sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"]]
-        results = combined[0], tuple(combined[1:]), jnp.isfinite(combined[0]).all()
+    def step(params, requests):  # type: ignore[no-untyped-def]
+        latents, _, numbers, given = zip(*requests, strict=True)
+        keys, images = zip(*given, strict=True)
+        velocities = runtime.model.velocity(
+            module,
+            params,
+            runtime.mesh,
+            jnp.concatenate(latents),
+            jnp.stack([own["timestep"] for own in numbers]),
+            jnp.stack([own["guidance"] for own in numbers]),
+            keys,
+            None if images[0] is None else jnp.concatenate(images),
+        )
+        results = [
+            _solved(latents, history, numbers, velocities[i : i + 1])
+            for i, (latents, history, numbers, _) in enumerate(requests)
+        ]
         # Whole everywhere: every process can read the result, and the next step takes it as it lies.
         return jax.lax.with_sharding_constraint(results, replicated(runtime.mesh))
 
     return runtime.program("denoise step", step)
+
+
+def _solved(
+    latents: jax.Array, history: tuple[jax.Array, ...], numbers: dict[str, jax.Array], velocity: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
+    """One step of the solver: the next latents [1, C, T, H, W] and history, and whether all of them are finite."""
+    clean = latents - numbers["sigma"] * velocity
+    terms = (latents, clean, *history)
+    combined = [sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"]]
+    return combined[0], tuple(combined[1:]), jnp.isfinite(combined[0]).all()
 
 
 def step_conditioning(runtime: Runtime, expert: Loaded, inputs: ExpertInputs) -> tuple[Any, jax.Array | None]:

@@ -1,5 +1,6 @@
 """What a request asks of which stage: known from the request and the model's configuration, without weights."""
 
+from wan_tpu.errors import InvalidRequest
 from wan_tpu.expert import Expert
 from wan_tpu.families import Model
 from wan_tpu.request import ResolvedRequest
@@ -15,6 +16,30 @@ def experts(model: Model, request: ResolvedRequest) -> list[Expert]:
         Expert("denoise_low", boundary, table.steps, request.guidance_scale_2),
     ]
     return [expert for expert in both if expert.start < expert.stop]
+
+
+def whose_turn(model: Model, request: ResolvedRequest, step: int) -> Expert:
+    """Return the expert that runs the step after `step` are done; raises `InvalidRequest` after the last one."""
+    for expert in experts(model, request):
+        if expert.start <= step < expert.stop:
+            return expert
+    raise InvalidRequest(f"all {request.steps} steps of the request are done; collect its latents and decode them")
+
+
+def program_shapes(model: Model, request: ResolvedRequest, *, image: bool) -> dict[str, str]:
+    """Name, by stage, the set of programs that a resolved request needs: what is compiled anew for another name.
+
+    Requests whose experts have equal names can be stepped together.
+
+    image  whether the request has one; experts may hold a request without its pixels
+    """
+    size = f"{request.height}x{request.width}"
+    task = "i2v" if image else "t2v"
+    found = {"encoder": f"encoder {size}" if image else "encoder text"}
+    for expert in experts(model, request):
+        branches = 2 if expert.guided else 1
+        found[expert.stage] = f"{expert.stage} {size}x{request.frames} {task} {branches} {request.solver}"
+    return found | {"decoder": f"decoder {size}"}
 
 
 def guided(model: Model, request: ResolvedRequest) -> bool:
