@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import socket
+import sys
 from typing import Any
 
 from cluster.errors import ClusterNotFound
@@ -26,6 +27,17 @@ def connect(address: str, namespace: str = "wan-tpu") -> None:
     except (ConnectionError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ClusterNotFound(f"no Ray cluster answers at {address} ({reason}); is it up?") from None
+
+
+def leave() -> None:
+    """Leave the cluster that this process has joined, if any; another one can be joined then."""
+    import ray
+
+    ray.shutdown()
+    if "ray.serve.context" in sys.modules:
+        # Serve keeps its controller's handle, and believes it is of this cluster when the job has the same number
+        # (2.60): the first job of every cluster has.
+        sys.modules["ray.serve.context"]._disconnect()
 
 
 def _start_none() -> None:

@@ -33,7 +33,7 @@ from actors.settings import PipelineSettings
 from actors.simulated import SIMULATED_HOST, WAN, Planned, simulated_video
 from actors.timeline import NOTES
 from actors.timeline_picture import draw
-from cluster.connect import connect
+from cluster.connect import connect, leave
 from cluster.emulated import EmulatedCluster, Settings
 from cluster.layout import Layout, Pool, Replicas
 from wan_tpu import GenerationRequest
@@ -215,7 +215,7 @@ def cluster(layout: Layout, folder: Path) -> Iterator[Path]:
         try:
             yield running.temp
         finally:
-            ray.shutdown()
+            leave()
 
 
 def real(args: argparse.Namespace, folder: Path) -> None:

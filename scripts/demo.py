@@ -11,8 +11,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import ray
-
 from actors import batch
 from actors.board import Board, Seen
 from actors.commands.drive import ended_as_by_ctrl_c, looking
@@ -25,7 +23,7 @@ from actors.settings import PipelineSettings
 from actors.storage import open_storage
 from actors.timeline import Span, summarise
 from actors.timeline_picture import save
-from cluster.connect import connect
+from cluster.connect import connect, leave
 from cluster.emulated import EmulatedCluster
 from cluster.errors import ClusterError
 from cluster.layout import Layout
@@ -99,7 +97,7 @@ def _run(layout: Layout, folder: Path, live: Live) -> tuple[batch.BatchReport, l
             pipeline.close()
             seen = Board.connect(settings.name).seen()
             live.tell("stops everything")
-            ray.shutdown()
+            leave()
             return report, spans, seen
     finally:
         making.kill()

@@ -7,14 +7,13 @@ import time
 import imageio.v3 as iio
 import numpy as np
 import pytest
-import ray
 
 from actors.payloads import unpack
 from actors.pipeline import Pipeline
 from actors.pools import deploy, shut_down
 from actors.settings import PipelineSettings
 from actors.snapshots import Snapshots
-from cluster.connect import connect
+from cluster.connect import connect, leave
 from cluster.emulated import EmulatedCluster
 from cluster.layout import Layout
 from tests.conftest import PHOTO
@@ -58,7 +57,7 @@ def running(settings, tmp_path_factory):
             yield
             shut_down(settings.name)
         finally:
-            ray.shutdown()
+            leave()
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from actors.memory import growth, store_mib
 from actors.pipeline import Pipeline
 from actors.pools import deploy, shut_down
 from actors.simulated import simulated_video
-from cluster.connect import connect
+from cluster.connect import connect, leave
 from cluster.emulated import EmulatedCluster
 from cluster.inventory import slices_found
 from cluster.ray_nodes import processes
@@ -40,7 +40,7 @@ def running(tmp_path_factory):
         deploy(soak.LAYOUT, settings)
         yield cluster.temp, settings
         shut_down(settings.name)
-        ray.shutdown()
+        leave()
 
 
 def within(work):

@@ -7,7 +7,7 @@ import psutil
 import pytest
 import ray
 
-from cluster.connect import connect
+from cluster.connect import connect, leave
 from cluster.emulated import EmulatedCluster, EmulatedSlice
 from cluster.slice_spec import SliceSpec
 
@@ -22,7 +22,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedCluste
     with EmulatedCluster.start(SLICES, folder=tmp_path_factory.mktemp("cluster")) as running:
         connect(running.address)
         yield running
-        ray.shutdown()
+        leave()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import safetensors.numpy
 from actors.pipeline import Pipeline
 from actors.pools import deploy, shut_down
 from actors.settings import PipelineSettings
-from cluster.connect import connect
+from cluster.connect import connect, leave
 from cluster.emulated import EmulatedCluster
 from cluster.gang import Timeouts
 from cluster.layout import Layout
@@ -87,7 +87,7 @@ def running(layout: Layout, settings: PipelineSettings, tmp_path_factory: pytest
                 wait_for(lambda: not made.all_hosts(), 20, "no process of a host is left")
                 wait_for(lambda: not any(map(made.leaders, ("encoder", "high", "low", "decoder"))), 20, "no leader")
             finally:
-                ray.shutdown()
+                leave()
 
 
 @pytest.fixture(autouse=True)
