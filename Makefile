@@ -1,15 +1,14 @@
 # All a newcomer needs. Every target sets up what it uses, on a machine with Python 3.11 and make.
 PYTHON ?= python3.11
 BIN := .venv/bin
-COMPUTING := tests/kernels tests/wan_tpu tests/actors/api tests/actors/jobs
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test test-faults lint bench clean
+.PHONY: help demo test test-long lint bench clean
 
 help:
 	@echo "make demo   a small model on four emulated slices: three videos, and which slice computed what when"
 	@echo "make test   run the tests"
-	@echo "make test-faults   the slow ones: real kills, a soak, jobs on emulated clusters"
+	@echo "make test-long   the slow ones: a soak, jobs on emulated clusters"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  time the small model against diffusers on this CPU"
 	@echo "make clean  remove what the targets above made"
@@ -25,14 +24,13 @@ help:
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
 
-# What computes, a file a core; then what starts clusters and clocks them, alone.
+# Two processes for what computes, one for what starts clusters (tests/conftest.py says which).
 test: .venv/installed
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(COMPUTING) tests/test_structure.py
-	$(BIN)/python -m pytest tests --ignore tests/test_structure.py $(COMPUTING:%=--ignore %)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
-# Kills, drains, a soak, jobs: minutes of waiting that every change needn't pay for.
-test-faults: .venv/installed
-	$(BIN)/python -m pytest -m faults tests/actors
+# A soak, and the commands as processes of their own on one cluster: minutes of waiting that every change needn't pay for.
+test-long: .venv/installed
+	$(BIN)/python -m pytest -m long tests/actors
 
 lint: .venv/installed
 	$(BIN)/ruff check .

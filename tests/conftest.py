@@ -23,9 +23,25 @@ ROOT = Path(__file__).parent.parent
 PHOTO = ROOT / "examples" / "cat.png"
 
 
+# What starts clusters, and clocks them: all of it in one of pytest-xdist's processes, one cluster at a time.
+CLUSTERS = ("tests/cluster/", "tests/actors/")
+NO_CLUSTERS = ("tests/actors/api/", "tests/actors/jobs/")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what loads libtpu into this process last: with it, JAX's profiler crashes on a machine without a TPU."""
-    items.sort(key=lambda item: item.get_closest_marker("loads_libtpu") is not None)
+    """Keep files together, clusters first, as they mostly wait.
+
+    What loads libtpu into the process comes last: with it, JAX's profiler crashes on a machine without a TPU.
+    """
+
+    def group(item: pytest.Item) -> str:
+        file = item.path.relative_to(ROOT).as_posix()
+        return "clusters" if file.startswith(CLUSTERS) and not file.startswith(NO_CLUSTERS) else file
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
+    items.sort(key=lambda item: (item.get_closest_marker("loads_libtpu") is not None, group(item) != "clusters"))
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from cluster.inventory import slices_found
 from cluster.ray_nodes import processes
 from tests.conftest import PHOTO
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.long
 
 SECONDS = 240
 

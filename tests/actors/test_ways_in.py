@@ -17,7 +17,7 @@ from cluster.layout import Layout
 from tests.conftest import PHOTO, ROOT
 from wan_tpu.expert import STAGES
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.long
 
 LAYOUT = """
 emulate: {devices_per_host: 1}

@@ -21,8 +21,6 @@ from tests.actors.on_slices.running import kill, title
 from tests.cluster.conftest import wait_for
 from tests.conftest import PHOTO, ROOT
 
-pytestmark = pytest.mark.faults
-
 HIGH, ALL = 72, 200  # steps
 EVERY = 20  # steps from snapshot to snapshot
 
