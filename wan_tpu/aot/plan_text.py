@@ -38,7 +38,7 @@ def describe(plan: Plan) -> str:
 def compare(plans: Sequence[Plan]) -> str:
     """Return the denoise step of several plans, a line each."""
     lines = [
-        f"{'denoise step':<12}{'mesh':<22}{'GiB':>6}{'estimate':>10}{'floor':>8}  all heads online{'compile s':>11}"
+        f"{'one step':<12}{'mesh':<22}{'GiB':>6}{'estimate':>10}{'floor':>8}  all heads online{'compile s':>11}"
     ]
     for plan in plans:
         step = next(program for program in plan.programs if program.name == STEP)
