@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import ray
@@ -55,10 +55,11 @@ class PoolReplica:
         given = settings.pipeline
         self._name = f"{settings.pool}/{serve.get_replica_context().replica_id.unique_id}"
         self._turn = Turn(settings.batch)
+        self._lane = asyncio.Lock()  # calls of the slice, in the order in which they come
         snapshots = Snapshots(given.snapshots)
         self._cache = EmbeddingCache.connect(f"{given.name}-embeddings")
         self._board = Board.connect(given.name)
-        self._at_work: list[str] = []  # requests that hold the turn
+        self._at_work: list[str] = []  # stages of requests
         self._visits = itertools.count(1)
         self._ended = False
         self._leave_by: float | None = None  # of time.monotonic(): the slice is being drained, and taken away then
@@ -71,7 +72,7 @@ class PoolReplica:
             )
             self._calls = Calls(self._slice, settings.batch, self._lost)
             self._keeping = Keeping(self._calls, snapshots)
-            self._together = Together(lambda held: self._calls.call("step", held))
+            self._together = Together(lambda held: self._calls.call("step", held), self._lane)
             self._tell("reads weights")
             self._slice.call("load", on_progress=lambda told: self._tell("reads", told))
             for request in given.warm_up:
@@ -98,7 +99,7 @@ class PoolReplica:
         spans: list[Span] = []
 
         async def encode() -> tuple[Any, ray.ObjectRef]:
-            async with self._busy(key, "encoder"):
+            async with self._between(key, "encoder"):
                 start = time.time()
                 warnings, ref = await self._calls.call_payload("encode_text", prompt)
                 spans.append(self._span(key, "encoder", "compute", start))
@@ -124,7 +125,7 @@ class PoolReplica:
             nbytes = await self._calls.side("prepare_encode", held, request)
             yield self._span(key, "encoder", "fetch", start)
             yield Prepared(time.time() - start, nbytes)
-            async with self._busy(key, "encoder"):
+            async with self._between(key, "encoder"):
                 start = time.time()
                 _, ref = await self._calls.call_payload("encode_image", held)
                 yield self._span(key, "encoder", "compute", start)
@@ -176,8 +177,9 @@ class PoolReplica:
         """Run the steps of this pool's experts after the first `done`, a span each."""
         last = max(expert.stop for expert in plan.experts if expert.stage in self._settings.stages)
         while done < last:
-            begun: float | None = time.time()
-            expert = await self._calls.call("begin", held)
+            async with self._lane:
+                begun: float | None = time.time()
+                expert = await self._calls.call("begin", held)
             while done < expert.stop:
                 stepped = await self._together.step(held, plan.shapes[expert.stage])
                 done = stepped.done.step
@@ -199,7 +201,7 @@ class PoolReplica:
             nbytes = await self._calls.side("prepare_decode", held, plan.without_image, *await shelf.get(state))
             yield self._span(key, "decoder", "fetch", start)
             yield Prepared(time.time() - start, nbytes)
-            async with self._busy(key, "decoder"):
+            async with self._between(key, "decoder"):
                 start = time.time()
                 _, ref = await self._calls.call_payload("decode", held)
                 yield self._span(key, "decoder", "compute", start)
@@ -238,7 +240,7 @@ class PoolReplica:
             self._leave_by = time.monotonic() + left
             self._tell(f"leaving: its hosts are drained in {left:.0f} s")
             log.warning("%s is being drained, %.0f s left", self._name, left)
-        if self._leave_by is not None and not self._turn.taken():
+        if self._leave_by is not None and not self._turn.taken() and not self._lane.locked():
             self._slice.close()
             self._end()
 
@@ -272,18 +274,31 @@ class PoolReplica:
                 await self._calls.side("drop", held)
 
     @contextlib.asynccontextmanager
-    async def _busy(self, key: str, stage: str, shape: str | None = None) -> AsyncIterator[None]:
-        """Wait for the slice, and keep it: alone, or with others of the same shape."""
+    async def _busy(self, key: str, stage: str, shape: str) -> AsyncIterator[None]:
+        """Wait for the turn of this request's steps, and keep it: alone, or with others of the same shape."""
         async with self._turn.held(shape):
-            self._check_stays()
-            self._at_work.append(key)
-            self._tell(f"{stage} of {', '.join(self._at_work)}")
-            try:
-                with self._time.taken():
-                    yield
-            finally:
-                self._at_work.remove(key)
-                self._tell(f"{stage} of {', '.join(self._at_work)}" if self._at_work else "idle")
+            with self._at(key, stage):
+                yield
+
+    @contextlib.asynccontextmanager
+    async def _between(self, key: str, stage: str) -> AsyncIterator[None]:
+        """Wait for a moment between two calls of the slice, and keep it for one: steps of others go on after it."""
+        async with self._lane:
+            with self._at(key, stage):
+                yield
+
+    @contextlib.contextmanager
+    def _at(self, key: str, stage: str) -> Iterator[None]:
+        self._check_stays()
+        work = f"{stage} of {key}"
+        self._at_work.append(work)
+        self._tell(", ".join(self._at_work))
+        try:
+            with self._time.taken():
+                yield
+        finally:
+            self._at_work.remove(work)
+            self._tell(", ".join(self._at_work) or "idle")
 
     def _must_go(self, needed_s: float) -> bool:
         """Whether the slice is taken away before that much more work would be done."""

@@ -38,9 +38,9 @@ class _Asked:
 class Together:
     """The members, by the names under which the hosts hold them, and their rounds."""
 
-    def __init__(self, run: Run) -> None:
-        """run: step the members of these names at once, and return what came of each."""
-        self._run = run
+    def __init__(self, run: Run, lane: asyncio.Lock) -> None:
+        """run: step the members of these names at once, and return what came of each; lane: held meanwhile."""
+        self._run, self._lane = run, lane
         self._members: set[str] = set()
         self._asked: dict[str, _Asked] = {}
         self._round: asyncio.Task[None] | None = None
@@ -94,9 +94,10 @@ class Together:
 
     async def _step(self, group: dict[str, asyncio.Future[Stepped]]) -> RequestFailed | None:
         """Step a group and answer it; of several, return a failure that may be of one of them, unanswered."""
-        start = time.time()
         try:
-            results = await self._run(list(group))
+            async with self._lane:
+                start = time.time()
+                results = await self._run(list(group))
         except RequestFailed as failed:
             if len(group) > 1:
                 return failed

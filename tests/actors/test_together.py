@@ -141,7 +141,7 @@ async def steps(together, name, count, program="p"):
 def test_members_are_stepped_together_come_and_go():
     async def run():
         slice_ = Slice()
-        together = Together(slice_.step)
+        together = Together(slice_.step, asyncio.Lock())
         long = asyncio.create_task(steps(together, "long", 6))
         await asyncio.sleep(0.005)  # its first step is under way
         short, other = await asyncio.gather(steps(together, "short", 2), steps(together, "other", 2, "q"))
@@ -160,7 +160,7 @@ def test_members_are_stepped_together_come_and_go():
 def test_a_poison_request_fails_alone(bad, code):
     async def run():
         slice_ = Slice()
-        together = Together(slice_.step)
+        together = Together(slice_.step, asyncio.Lock())
         found = await asyncio.gather(*(steps(together, name, 3) for name in ("a", bad, "b")), return_exceptions=True)
         return slice_.calls, found
 
@@ -176,7 +176,7 @@ def test_what_only_fails_together_is_stepped_alone_from_then_on():
     async def run():
         slice_ = Slice()
         slice_.room = 1
-        together = Together(slice_.step)
+        together = Together(slice_.step, asyncio.Lock())
         found = await asyncio.gather(*(steps(together, name, 2) for name in "ab"))
         return slice_.calls, found
 
@@ -187,7 +187,7 @@ def test_what_only_fails_together_is_stepped_alone_from_then_on():
 
 def test_a_lost_slice_is_everybody_s():
     async def run():
-        together = Together(Slice().step)
+        together = Together(Slice().step, asyncio.Lock())
         return await asyncio.gather(*(steps(together, name, 2) for name in ("a", "lost")), return_exceptions=True)
 
     assert [type(error) for error in within(run())] == [StageLost, StageLost]
@@ -196,7 +196,7 @@ def test_a_lost_slice_is_everybody_s():
 def test_a_cancelled_member_leaves_after_its_step_and_the_others_go_on():
     async def run():
         slice_ = Slice()
-        together = Together(slice_.step)
+        together = Together(slice_.step, asyncio.Lock())
         stays, leaves = (asyncio.create_task(steps(together, name, count)) for name, count in (("a", 3), ("b", 9)))
         await asyncio.sleep(0.005)
         leaves.cancel()
@@ -212,7 +212,7 @@ def test_a_cancelled_member_leaves_after_its_step_and_the_others_go_on():
 def test_a_member_that_asks_for_nothing_is_waited_for_until_it_leaves():
     async def run():
         slice_ = Slice()
-        together = Together(slice_.step)
+        together = Together(slice_.step, asyncio.Lock())
         async with together.member("slow"):
             quick = asyncio.create_task(steps(together, "quick", 1))
             await asyncio.sleep(0.03)

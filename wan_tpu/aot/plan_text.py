@@ -37,9 +37,7 @@ def describe(plan: Plan) -> str:
 
 def compare(plans: Sequence[Plan]) -> str:
     """Return the denoise step of several plans, a line each."""
-    lines = [
-        f"{'one step':<12}{'mesh':<22}{'GiB':>6}{'estimate':>10}{'floor':>8}  all heads online{'compile s':>11}"
-    ]
+    lines = [f"{'one step':<12}{'mesh':<22}{'GiB':>6}{'estimate':>10}{'floor':>8}  all heads online{'compile s':>11}"]
     for plan in plans:
         step = next(program for program in plan.programs if program.name == STEP)
         start = f"{plan.slice.name:<12}{_mesh(plan):<22}{step.compiled.total_bytes / GIB:>6.1f}"
