@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, select, update
 
-from actors.jobs.tables import files, jobs
+from actors.jobs.tables import deliveries, files, jobs
 from actors.jobs.values import Cost, Job, Progress
 
 _FIELDS = [field.name for field in dataclasses.fields(Job)]
@@ -68,7 +68,7 @@ def end(
     used = cost or job.cost
     progress = job.progress
     if failure is None:
-        progress = dataclasses.replace(progress or Progress(stage="decoder"), percent=100.0)
+        progress = dataclasses.replace(progress or Progress(stage="decoder"), percent=100.0, eta_s=None)
     row = connection.execute(
         update(jobs)
         .where(jobs.c.id == job.id)
@@ -87,6 +87,7 @@ def end(
         )
         .returning(jobs)
     ).one()
+    connection.execute(update(deliveries).where(deliveries.c.job == job.id).values(due_at=now))
     kept = {*(results or {}).values(), job.input_image or ""}
     doom(connection, job.id, now + (0 if failure is None else keeping.abandoned_s), keep=kept)
     return job_of(row)

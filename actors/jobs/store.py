@@ -9,7 +9,7 @@ from actors.jobs.database import Database
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, QueueFull
 from actors.jobs.migrate import migrate
 from actors.jobs.rows import Keeping, ahead, doom, end, job_of, next_turn
-from actors.jobs.tables import files, jobs
+from actors.jobs.tables import deliveries, files, jobs
 from actors.jobs.values import CANCELLED, Counts, Job, Page, Submission, digest, is_id, new_id
 
 MAX_PAGE = 100
@@ -121,7 +121,15 @@ class JobStore:
             if found.status == "in_progress":
                 raise JobUnfinished(f"{found.id} is in progress; cancel it first, or wait for its end")
             doom(connection, found.id, self._database.now(connection))
+            connection.execute(delete(deliveries).where(deliveries.c.job == found.id))
             connection.execute(delete(jobs).where(jobs.c.id == found.id))
+
+    def recent(self, limit: int) -> tuple[Job, ...]:
+        """Return jobs of any owner that have completed, the latest first."""
+        query = select(jobs).where(jobs.c.status == "completed", jobs.c.expires_at.is_not(None))
+        with self._database.read() as connection:
+            found = connection.execute(query.order_by(jobs.c.expires_at.desc()).limit(limit))
+            return tuple(map(job_of, found))
 
     def counts(self) -> Counts:
         """Return how many jobs there are, by status and failure."""
@@ -185,6 +193,8 @@ class JobStore:
             )
             .returning(jobs)
         ).one()
+        if submission.webhook_url is not None:
+            connection.execute(insert(deliveries).values(job=row.id, url=submission.webhook_url, attempts=0))
         if submission.input_image is not None:
             self._attach(connection, submission.input_image, row.id, now)
         return job_of(row)
