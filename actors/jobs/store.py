@@ -131,6 +131,11 @@ class JobStore:
             found = connection.execute(query.order_by(jobs.c.expires_at.desc()).limit(limit))
             return tuple(map(job_of, found))
 
+    def running(self) -> int:
+        """Return how many jobs are in progress."""
+        with self._database.read() as connection:
+            return connection.scalar(select(func.count()).where(jobs.c.status == "in_progress")) or 0
+
     def counts(self) -> Counts:
         """Return how many jobs there are, by status and failure."""
         with self._database.read() as connection:

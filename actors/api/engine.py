@@ -1,0 +1,122 @@
+"""The pipeline as the service uses it: it may be gone, and come back, while jobs wait."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import AsyncIterator
+
+from PIL import Image
+
+from actors.api.admission import FixedPlanner, NotReady
+from actors.api.logs import told
+from actors.batch import OnEvent
+from actors.errors import PipelineError, RequestFailed
+from actors.jobs.notices import Notices
+from actors.pipeline import Pipeline
+from actors.settings import About
+from wan_tpu.errors import InvalidRequest, WanTpuError
+from wan_tpu.request import Defaults, GenerationRequest, ResolvedRequest
+
+log = logging.getLogger(__name__)
+
+_PLAN_S = 10.0  # for an answer that takes milliseconds
+_MODEL = "model"
+_LEARN_S = 5.0
+_REMIND_S = 3600.0
+
+
+class LastingPipeline:
+    """The engine of workers: a `Pipeline` that is made when it is first needed, and anew when it was lost."""
+
+    def __init__(self, about: About) -> None:
+        self._about = about
+        self._lock = asyncio.Lock()
+        self._pipeline: Pipeline | None = None
+
+    async def generate(self, request: GenerationRequest, *, id: str, on_event: OnEvent) -> bytes:  # noqa: A002
+        """Make one video, as `Pipeline.generate` does; raises `PipelineError` also where there is no pipeline."""
+        async with self._used() as pipeline:
+            return await pipeline.generate(request, id=id, on_event=on_event)
+
+    async def plan(self, request: GenerationRequest) -> ResolvedRequest:
+        """Return a request with nothing left open; raises `InvalidRequest`, `NotReady`."""
+        try:
+            async with asyncio.timeout(_PLAN_S), self._used() as pipeline:
+                return (await pipeline.plan(request)).request
+        except RequestFailed as failed:
+            if failed.code == "invalid":
+                raise InvalidRequest(str(failed).removeprefix("plan: ")) from None
+            raise NotReady(f"the pipeline can't say what it makes: {failed}; try again") from None
+        except (PipelineError, TimeoutError) as error:
+            raise NotReady(f"the pipeline doesn't answer ({error or 'in time'}); try again") from None
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+
+    @contextlib.asynccontextmanager
+    async def _used(self) -> AsyncIterator[Pipeline]:
+        async with self._lock:
+            if self._pipeline is None:
+                try:
+                    self._pipeline = await asyncio.to_thread(Pipeline, self._about.layout, self._about.settings)
+                except PipelineError:
+                    raise
+                except Exception as error:  # Serve raises all kinds of things while it comes and goes
+                    raise PipelineError(f"there is no pipeline now: {type(error).__name__}: {error}") from error
+            pipeline = self._pipeline
+        try:
+            yield pipeline
+        except RequestFailed as failed:
+            if failed.code == "lost":
+                self._pipeline = None
+            raise
+        except WanTpuError:
+            raise
+        except Exception:
+            self._pipeline = None  # what others still do with it goes on
+            raise
+
+
+class RememberingPlanner:
+    """Plans with the pipeline; while that can't be asked, with what the model's settings were known to be."""
+
+    def __init__(self, pipeline: LastingPipeline, notices: Notices) -> None:
+        self._pipeline, self._notices = pipeline, notices
+
+    async def plan(self, request: GenerationRequest) -> ResolvedRequest:
+        """Return a request with nothing left open; raises `InvalidRequest`, `NotReady`."""
+        try:
+            return await self._pipeline.plan(request)
+        except NotReady as error:
+            known = await asyncio.to_thread(self._notices.read, _MODEL)
+            if not known:
+                raise
+            told(log, "planned without the pipeline", logging.WARNING, reason=str(error))
+            found = json.loads(known[0].content)
+            return await FixedPlanner(Defaults(**found["defaults"]), tuple(found["tasks"])).plan(request)
+
+    async def learn(self) -> None:
+        """Write down what the model's settings are, as soon as the pipeline can be asked, and now and then again."""
+        while True:
+            try:
+                await self._learn()
+            except WanTpuError as error:
+                told(log, "nothing known yet", reason=str(error))
+                await asyncio.sleep(_LEARN_S)
+            else:
+                await asyncio.sleep(_REMIND_S)
+
+    async def _learn(self) -> None:
+        tasks, defaults = [], {}
+        for task, image in (("t2v", None), ("i2v", Image.new("RGB", (16, 16)))):
+            with contextlib.suppress(InvalidRequest):
+                planned = await self._pipeline.plan(GenerationRequest(image=image))
+                tasks.append(task)
+                defaults = {field.name: getattr(planned, field.name) for field in dataclasses.fields(Defaults)}
+        if tasks:
+            content = json.dumps({"tasks": tasks, "defaults": defaults})
+            await asyncio.to_thread(self._notices.tell, _MODEL, _MODEL, content)

@@ -1,0 +1,108 @@
+"""OpenAI's client against the service on an emulated cluster; and the processes of the service killed meanwhile."""
+
+import time
+
+import httpx
+import openai
+import pytest
+
+from actors.jobs.database import Database
+from actors.jobs.store import JobStore
+from tests.actors.api.serving import wait_for
+from tests.actors.api.test_openai_client import frames_of
+from tests.conftest import PHOTO
+
+pytestmark = pytest.mark.faults
+
+SECONDS = 120
+ASKED = {"prompt": "A cat looks into the camera", "size": "64x64"}
+
+
+def asked(steps, frames=9, **given):
+    return ASKED | {"extra_body": {"num_frames": str(frames), "num_inference_steps": str(steps), "seed": "3", **given}}
+
+
+def create(client, steps, **given):
+    with PHOTO.open("rb") as photo:
+        return client.videos.create(input_reference=photo, **asked(steps, **given))
+
+
+def poll(client, made):
+    return wait_for(lambda: (v := client.videos.retrieve(made.id)).status in ("completed", "failed") and v, SECONDS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(online):
+    """The video of 60 steps that nothing disturbed."""
+    with online.client() as client:
+        made = poll(client, create(client, 60))
+        assert made.status == "completed", made.error
+        return client.videos.download_content(made.id).content
+
+
+def test_a_video_through_openai_s_client(online, undisturbed):
+    with online.client() as client:
+        with PHOTO.open("rb") as photo:
+            made = client.videos.create_and_poll(input_reference=photo, **asked(60))
+        assert (made.status, made.progress, made.size) == ("completed", 100, "64x64")
+        assert set(made.stage_seconds) == {"encoder", "denoise_high", "denoise_low", "decoder"}
+        video = client.videos.download_content(made.id).content
+        assert video == undisturbed
+        assert len(frames_of(video)) == 9 * 64 * 64
+        assert client.videos.download_content(made.id, variant="thumbnail").content[8:12] == b"WEBP"
+        assert made.id in [one.id for one in client.videos.list(limit=5)]
+        assert client.videos.delete(made.id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.videos.retrieve(made.id)
+
+
+def test_what_can_t_be_made_is_refused_at_once(online):
+    with online.client() as client:
+        with pytest.raises(openai.BadRequestError, match="i2v only"):
+            client.videos.create(**ASKED)
+        with pytest.raises(openai.BadRequestError, match="nearest that does is 64x64 with 17 frames"):
+            create(client, 4, frames=33)
+
+
+def test_events_through_serve_s_proxy(online):
+    with online.client() as client, httpx.Client(base_url=online.address, timeout=SECONDS) as http:
+        made = create(client, 60)
+        with http.stream("GET", f"/v1/videos/{made.id}/events") as answer:
+            names = [line.removeprefix("event: ") for line in answer.iter_lines() if line.startswith("event: ")]
+        assert names[-1] == "completed" and names.count("progress") >= 2
+
+
+def test_a_killed_worker_then_a_killed_ingress(online, undisturbed):
+    with online.client(max_retries=0) as client:
+        made = create(client, 60)
+        wait_for(lambda: (client.videos.retrieve(made.id).step or 0) > 20, SECONDS)
+        online.kill("ServiceWorker")
+        wait_for(lambda: client.videos.retrieve(made.id).attempts == 2, SECONDS)
+        killed = online.kill("Ingress")
+        wait_for(lambda: not killed.is_running())
+
+        def answers():
+            try:
+                return client.videos.retrieve(made.id).status == "completed"
+            except openai.APIError:
+                return False
+
+        wait_for(answers, SECONDS)
+        video = client.videos.retrieve(made.id)
+        assert video.attempts == 2
+        assert client.videos.download_content(made.id).content == undisturbed
+        # It went on from a snapshot: the second worker's steps are fewer than all.
+        stored = JobStore(Database(online.settings.database)).get(made.id)
+        assert len(stored.results) == 3
+
+
+def test_a_cancelled_job_frees_its_slice(online):
+    with online.client() as client:
+        made = create(client, 1000)
+        wait_for(lambda: (client.videos.retrieve(made.id).step or 0) > 3, SECONDS)
+        start = time.monotonic()
+        client.post(f"/videos/{made.id}/cancel", cast_to=object)
+        ended = poll(client, made)
+        assert (ended.status, ended.error.code) == ("failed", "cancelled")
+        assert time.monotonic() - start < 15
+        assert poll(client, create(client, 2)).status == "completed"
