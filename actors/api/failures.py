@@ -79,11 +79,10 @@ def answer(error: Exception) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Have every error of an application answered so."""
+    """Have the errors that are raised on purpose answered so; `Guard` sees to all others."""
 
     async def handle(_: Request, error: Exception) -> Response:
         return answer(error)
 
     for kind in (Problem, UnknownKey, TooMany, JobError, InvalidInput, NotReady, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, handle)
-    app.add_exception_handler(Exception, handle)

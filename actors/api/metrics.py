@@ -59,7 +59,7 @@ class Meters:
         return generate_latest(self.registry).decode()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Whole(Collector):
     """All processes of a service, and its database."""
 

@@ -54,7 +54,7 @@ def served(settings, planner=None):
     """Give the address of the application, served by uvicorn."""
     app = make_app(Service(settings, planner or FixedPlanner(DEFAULTS)))
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     wait_for(lambda: server.started)
@@ -62,7 +62,6 @@ def served(settings, planner=None):
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
-        server.force_exit = True
         thread.join(20)
         listening.close()
 

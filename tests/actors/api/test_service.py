@@ -1,0 +1,362 @@
+"""What OpenAI's client doesn't ask for: keys, idempotency, admission, ranges, events, ends of jobs, figures."""
+
+import dataclasses
+import json
+import logging
+import threading
+import time
+
+import httpx
+import pytest
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+
+from actors.api.keys import add_key, revoke_key
+from actors.api.logs import JsonFormatter
+from actors.jobs.database import Database
+from actors.jobs.store import JobStore
+from actors.jobs.values import Submission
+from tests.actors.api import serving
+from tests.actors.api.serving import served, wait_for, working
+from tests.conftest import PHOTO
+
+
+@pytest.fixture
+def http(service):
+    with httpx.Client(base_url=service, timeout=30) as made:
+        yield made
+
+
+def create(http, headers=None, **fields):
+    return http.post("/v1/videos", json={"prompt": "a cat", **fields}, headers=headers or {})
+
+
+def done(http, job):
+    return wait_for(lambda: (v := http.get(f"/v1/videos/{job}").json())["status"] in ("completed", "failed") and v)
+
+
+def test_the_same_key_and_body_is_the_same_job(http):
+    first = create(http, {"Idempotency-Key": "k1"}, seed=1)
+    again = create(http, {"Idempotency-Key": "k1"}, seed=1)
+    assert first.status_code == again.status_code == 200
+    assert first.json()["id"] == again.json()["id"]
+    other = create(http, {"Idempotency-Key": "k1"}, seed=2)
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_conflict")
+    assert create(http, {"Idempotency-Key": "k2"}, seed=1).json()["id"] != first.json()["id"]
+    image = {"input_reference": ("cat.png", PHOTO.read_bytes())}
+    one, two = (
+        http.post("/v1/videos", data={"prompt": "x"}, files=image, headers={"Idempotency-Key": "k3"}) for _ in "ab"
+    )
+    assert one.json()["id"] == two.json()["id"]
+    conflict = http.post("/v1/videos", files={"prompt": (None, "x")}, headers={"Idempotency-Key": "k3"})
+    assert conflict.status_code == 409
+
+
+def test_a_full_queue_says_when_to_come_back(settings):
+    with served(dataclasses.replace(settings, queue_limit=2)) as address, httpx.Client(base_url=address) as http:
+        assert [create(http).status_code for _ in range(3)] == [200, 200, 429]
+        refused = create(http)
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert 1 <= int(refused.headers["retry-after"]) <= 600
+
+
+def test_what_doesn_t_fit_the_slices_is_refused_with_the_nearest_that_does(settings):
+    small = dataclasses.replace(settings, largest=((480, 832, 81),))
+    with served(small) as address, httpx.Client(base_url=address) as http:
+        for size, frames, nearest in (
+            ("832x480", 81, None),
+            ("1280x720", 81, "832x464 with 81 frames"),
+            ("832x480", 121, "832x480 with 81 frames"),
+            ("480x832", 161, "480x832 with 81 frames"),
+        ):
+            answer = create(http, size=size, num_frames=frames)
+            assert answer.status_code == (200 if nearest is None else 400)
+            if nearest is not None:
+                assert nearest in answer.json()["error"]["message"]
+                wide, _, rest = nearest.partition(" with ")
+                assert create(http, size=wide, num_frames=int(rest.split()[0])).status_code == 200
+
+
+def test_ranges_and_etags(http, worker):
+    job = create(http).json()["id"]
+    assert done(http, job)["status"] == "completed"
+    url = f"/v1/videos/{job}/content"
+    whole = http.get(url)
+    size, etag = len(whole.content), whole.headers["etag"]
+    assert (whole.headers["content-type"], whole.headers["accept-ranges"]) == ("video/mp4", "bytes")
+    for asked, start, stop in (("0-99", 0, 100), ("100-", 100, size), ("-50", size - 50, size), ("0-9999999", 0, size)):
+        part = http.get(url, headers={"Range": f"bytes={asked}"})
+        assert part.status_code == 206 and part.content == whole.content[start:stop]
+        assert part.headers["content-range"] == f"bytes {start}-{stop - 1}/{size}"
+    assert http.get(url, headers={"Range": f"bytes={size}-"}).status_code == 416
+    assert http.get(url, headers={"Range": "bytes=-0"}).status_code == 416
+    assert http.get(url, headers={"Range": "lines=1-2"}).status_code == 200
+    assert http.get(url, headers={"Range": "bytes=0-9", "If-Range": '"another"'}).content == whole.content
+    known = http.get(url, headers={"If-None-Match": etag})
+    assert (known.status_code, known.content) == (304, b"")
+    assert http.get(f"{url}?variant=thumbnail").headers["etag"] != etag
+    assert http.get(f"{url}?variant=poster").status_code == 400
+
+
+def test_events_agree_with_polling(http, worker, engine):
+    engine.go.clear()
+    job = create(http).json()["id"]
+    seen, polled = [], []
+
+    def poll():
+        while not polled or polled[-1]["status"] != "completed":
+            polled.append(http.get(f"/v1/videos/{job}").json())
+            time.sleep(0.05)
+
+    polling = threading.Thread(target=poll)
+    polling.start()
+    threading.Timer(2.5, engine.go.set).start()
+    with http.stream("GET", f"/v1/videos/{job}/events") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer.iter_lines():
+            if line.startswith("event: "):
+                seen.append([line.removeprefix("event: ")])
+            elif line.startswith("data: "):
+                seen[-1].append(json.loads(line.removeprefix("data: ")))
+    polling.join()
+    names, videos = zip(*seen, strict=True)
+    assert names[-1] == "completed" and set(names[:-1]) == {"progress"}
+    percents = [video["progress"] for video in videos]
+    assert percents == sorted(percents) and percents[-1] == 100
+    assert videos[-1] == polled[-1]
+    known = [{**video, "eta_seconds": None, "queue_position": None} for video in polled]
+    steps = [{**video, "eta_seconds": None, "queue_position": None} for video in videos if video["step"]]
+    assert steps and all(step in known for step in steps)
+    assert http.get("/v1/videos/video_nothing/events").status_code == 404
+
+
+def test_cancelling_stops_the_work(http, worker, engine):
+    engine.go.clear()
+    running = create(http).json()["id"]
+    wait_for(lambda: http.get(f"/v1/videos/{running}").json()["status"] == "in_progress")
+    assert http.delete(f"/v1/videos/{running}").status_code == 409
+    http.post(f"/v1/videos/{running}/cancel").raise_for_status()
+    ended = done(http, running)
+    assert (ended["status"], ended["error"]["code"]) == ("failed", "cancelled")
+    wait_for(lambda: engine.under_way == 0)
+    assert http.post(f"/v1/videos/{running}/cancel").json()["status"] == "failed"
+    assert http.delete(f"/v1/videos/{running}").status_code == 200
+
+
+def test_cancelling_what_waits(http):
+    job = create(http).json()["id"]
+    assert http.post(f"/v1/videos/{job}/cancel").json()["error"]["code"] == "cancelled"
+
+
+def test_a_deadline(http, worker, engine):
+    engine.go.clear()
+    job = create(http, deadline=time.time() + 1.5).json()["id"]
+    assert done(http, job)["error"]["code"] == "deadline_exceeded"
+    wait_for(lambda: engine.under_way == 0)
+
+
+def test_keys_see_their_own_jobs_only(settings, tmp_path):
+    file = tmp_path / "keys.json"
+    ann, bob = (add_key(file, name)[0] for name in ("ann", "bob"))
+    slow, _ = add_key(file, "slow", requests_per_minute=6)
+    keyed = dataclasses.replace(settings, keys_file=str(file))
+    with served(keyed) as address, httpx.Client(base_url=address) as http:
+
+        def of(key):
+            return {"Authorization": f"Bearer {key}"}
+
+        for headers in ({}, of("nonsense"), of(ann[:-1] + "x"), {"Authorization": "Basic " + ann}):
+            refused = create(http, headers)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+        job = create(http, of(ann)).json()["id"]
+        assert http.get(f"/v1/videos/{job}", headers=of(ann)).status_code == 200
+        for method, path in (
+            ("GET", ""),
+            ("DELETE", ""),
+            ("POST", "/cancel"),
+            ("GET", "/content"),
+            ("GET", "/events"),
+        ):
+            assert http.request(method, f"/v1/videos/{job}{path}", headers=of(bob)).status_code == 404
+        assert http.get("/v1/videos", headers=of(bob)).json()["data"] == []
+        assert http.get("/v1/models").status_code == 401
+        answers = [http.get("/v1/models", headers=of(slow)) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 429]
+        assert int(answers[1].headers["retry-after"]) >= 1
+        revoke_key(file, "bob")
+        time.sleep(1.1)
+        assert http.get("/v1/videos", headers=of(bob)).status_code == 401
+        assert http.get("/health").status_code == http.get("/docs").status_code == 200
+
+
+def test_without_keys_only_this_machine_s_own_pages_may_ask(http, service):
+    assert http.get("/v1/videos", headers={"Host": "evil.example"}).status_code == 421
+    assert create(http, {"Origin": "https://evil.example"}).status_code == 403
+    assert create(http, {"Origin": service}).status_code == 200
+    assert "access-control-allow-origin" not in create(http).headers
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ({"content": b"{", "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b"\xff\xfe", "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b"prompt=x", "headers": {"content-type": "application/x-www-form-urlencoded"}}, 415),
+        ({"content": b"x"}, 415),
+        ({"content": b"--x", "headers": {"content-type": "multipart/form-data"}}, 400),
+        ({"content": b"nonsense", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400),
+        ({"data": {"prompt": "x"}, "files": {"input_reference": ("a.png", b"no image")}}, 400),
+        ({"data": {"prompt": "x"}, "files": {"another": ("a.png", b"x")}}, 400),
+        ({"data": {"prompt": "x" * 300_000}, "files": {"input_reference": ("a.png", b"x")}}, 400),
+        ({"json": {"prompt": "x", "input_reference": {"image_url": "http://example.com/a.png"}}}, 400),
+        ({"json": {"prompt": "x", "input_reference": {"image_url": "https://127.0.0.1/a.png"}}}, 400),
+        ({"json": {"prompt": "x", "input_reference": {"image_url": "file:///etc/passwd"}}}, 400),
+        ({"json": {"prompt": "x", "input_reference": {"image_url": "data:image/png;base64,AAAA"}}}, 400),
+        ({"content": b'{"prompt": "\\ud800"}', "headers": {"content-type": "application/json"}}, 400),
+        ({"json": {"prompt": "x", "webhook_url": "https://example.com/hook"}}, 400),
+        ({"json": {"prompt": "x"}, "headers": {"Idempotency-Key": "k" * 256}}, 400),
+    ],
+)
+def test_what_can_t_be_used_is_refused_and_nothing_breaks(http, given, status):
+    answer = http.post("/v1/videos", **given)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"]
+    assert http.get("/v1/videos").json()["data"] == []
+
+
+def test_bodies_end_where_they_must(settings, tmp_path):
+    limits = dataclasses.replace(settings.images, max_bytes=100_000)
+    with served(dataclasses.replace(settings, images=limits)) as address, httpx.Client(base_url=address) as http:
+
+        def endless():
+            for _ in range(200):
+                yield b"x" * 65536
+
+        for given in ({"content": endless()}, {"content": b"x" * 2_000_000}):
+            answer = http.post("/v1/videos", headers={"content-type": "application/json"}, **given)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+        big = {"input_reference": ("a.png", b"x" * 200_000)}
+        assert http.post("/v1/videos", data={"prompt": "x"}, files=big).status_code == 400
+
+
+def test_an_image_in_the_json(http, settings):
+    import base64
+
+    url = "data:image/png;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
+    made = create(http, input_reference={"image_url": url})
+    assert made.status_code == 200
+    job = JobStore(Database(settings.database)).get(made.json()["id"])
+    kept = Image.open(f"{settings.storage}/{job.input_image}")
+    assert (kept.format, kept.size) == ("PNG", Image.open(PHOTO).size)
+
+
+def test_a_lost_worker_s_job_is_done_by_another(http, settings, engine):
+    quick = dataclasses.replace(settings, leases=dataclasses.replace(settings.leases, lease_s=2.0))
+    database = Database(settings.database)
+    from actors.jobs.work import WorkQueue
+
+    job = create(http).json()["id"]
+    assert WorkQueue(database, quick.leases).claim("lost").job.id == job  # and is never heard of again
+    with working(quick, engine):
+        video = done(http, job)
+    assert (video["status"], video["attempts"]) == ("completed", 2)
+    database.close()
+
+
+def test_a_worker_that_leaves_gives_its_jobs_back(http, settings, engine):
+    engine.go.clear()
+    job = create(http).json()["id"]
+    with working(settings, engine):
+        wait_for(lambda: http.get(f"/v1/videos/{job}").json()["step"])
+    assert http.get(f"/v1/videos/{job}").json()["status"] == "queued"
+    engine.go.set()
+    with working(settings, engine, name="worker-2"):
+        assert done(http, job)["attempts"] == 2
+
+
+def test_a_pipeline_that_is_away_costs_no_job(http, settings, engine):
+    from actors.errors import PipelineNotFound
+
+    engine.failure = PipelineNotFound("there is no pipeline")
+    job = create(http).json()["id"]
+    with working(settings, engine):
+        wait_for(lambda: http.get(f"/v1/videos/{job}").json()["attempts"] == 1)
+        engine.failure = None
+        assert done(http, job)["status"] == "completed"
+
+
+def test_figures_and_readiness(http, worker):
+    for _ in range(2):
+        done(http, create(http).json()["id"])
+    wait_for(lambda: "wan_step_seconds_count" in http.get("/metrics").text)
+    text = wait_for(
+        lambda: (
+            'wan_jobs_ended_total{process="worker-1",status="completed"} 2.0' in (t := http.get("/metrics").text) and t
+        )
+    )
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    steps = sum(s.value for s in found["wan_step_seconds"].samples if s.name.endswith("_count"))
+    assert steps == 2 * 4
+    jobs = {s.labels["status"]: s.value for s in found["wan_jobs"].samples}
+    assert jobs == {"queued": 0, "in_progress": 0, "completed": 2, "failed": 0}
+    assert found["wan_chip_seconds"].samples and found["wan_http_seconds"].samples
+    assert http.get("/ready").json() == {"status": "ok", "workers": 1}
+    assert http.get("/health").json() == {"status": "ok"}
+
+
+def test_an_eta_comes_from_the_jobs_before(http, worker, engine):
+    done(http, create(http).json()["id"])
+    engine.go.clear()
+    ids = [create(http).json()["id"] for _ in range(8)]
+    waiting = wait_for(lambda: (v := http.get(f"/v1/videos/{ids[-1]}").json())["queue_position"] == 3 and v)
+    time.sleep(5)  # the forecast is looked at again
+    waiting = http.get(f"/v1/videos/{ids[-1]}")
+    assert waiting.json()["eta_seconds"] > 0
+    assert 500 <= int(waiting.headers["openai-poll-after-ms"]) <= 5000
+    engine.go.set()
+
+
+def test_logs_are_json_without_prompts_or_keys(settings, tmp_path, engine):
+    key, _ = add_key(tmp_path / "keys.json", "ann")
+    lines = []
+
+    class Kept(logging.Handler):
+        def emit(self, record):
+            lines.append(json.loads(JsonFormatter().format(record)))
+
+    log, kept = logging.getLogger("actors"), Kept()
+    log.addHandler(kept)
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
+        keyed = dataclasses.replace(settings, keys_file=str(tmp_path / "keys.json"))
+        with served(keyed) as address, httpx.Client(base_url=address) as http, working(keyed, engine):
+            http.headers["Authorization"] = f"Bearer {key}"
+            job = create(http, prompt="a secret wish").json()["id"]
+            done(http, job)
+    finally:
+        log.removeHandler(kept)
+        log.setLevel(level)
+    life = [line["event"] for line in lines if line.get("job") == job]
+    assert life.index("accepted") < life.index("begun") < life.index("completed")
+    assert "secret wish" not in str(lines) and key not in str(lines) and key.split("_")[2] not in str(lines)
+
+
+def test_many_jobs_are_listed_page_by_page(http, settings):
+    store = JobStore(Database(settings.database))
+    request = {
+        "prompt": "x", "negative_prompt": "", "image": None, "height": 64, "width": 64, "frames": 9, "fps": 16,
+        "steps": 4, "guidance_scale": 1, "guidance_scale_2": 1, "shift": 5, "seed": 0, "solver": "unipc",
+        "model": serving.MODEL,
+    }  # fmt: skip
+    for _ in range(300):
+        store.submit(Submission(owner="", request=request))
+    ids, after = [], None
+    while True:
+        page = http.get("/v1/videos", params={"limit": 100} | ({"after": after} if after else {})).json()
+        ids += [video["id"] for video in page["data"]]
+        after = page["last_id"]
+        if not page["has_more"]:
+            break
+    assert len(ids) == len(set(ids)) == 300
