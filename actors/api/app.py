@@ -18,7 +18,7 @@ from actors.api.failures import Problem
 from actors.api.guard import Guard
 from actors.api.metrics import CONTENT_TYPE
 from actors.api.service import Service
-from actors.api.videos import Owner, router, service_of
+from actors.api.videos import Owner, errors, router, service_of
 
 _STARTED = int(time.time())
 
@@ -59,16 +59,20 @@ def make_app(service: Service) -> FastAPI:
         )
     names = None if settings.with_keys else settings.names
     app.add_middleware(Guard, body_bytes=settings.body_bytes, names=names, meters=service.meters)
+    described = app.openapi()
+    for path in described["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)  # FastAPI's own; such requests are answered with 400 here
     return app
 
 
-@rest.get("/v1/models", tags=["models"])
+@rest.get("/v1/models", tags=["models"], responses=errors())
 async def models(request: Request, owner: Owner) -> JSONResponse:
     """List what can be asked for."""
     return JSONResponse({"object": "list", "data": [_model(service_of(request))]})
 
 
-@rest.get("/v1/models/{model:path}", tags=["models"])
+@rest.get("/v1/models/{model:path}", tags=["models"], responses=errors(404))
 async def model(request: Request, model: str, owner: Owner) -> JSONResponse:
     """Return one model."""
     service = service_of(request)
@@ -77,20 +81,22 @@ async def model(request: Request, model: str, owner: Owner) -> JSONResponse:
     return JSONResponse(_model(service))
 
 
-@rest.get("/health", tags=["service"])
+@rest.get("/health", tags=["service"], responses=errors())
 async def health() -> JSONResponse:
     """Say that this process answers."""
     return JSONResponse({"status": "ok"})
 
 
-@rest.get("/ready", tags=["service"])
+@rest.get("/ready", tags=["service"], responses=errors())
 async def ready(request: Request) -> JSONResponse:
     """Say that jobs can be accepted: database and storage can be used. 503 where not."""
     state = await asyncio.to_thread(service_of(request).state_now)
     return JSONResponse({"status": "ok", "workers": state["workers"]})
 
 
-@rest.get("/metrics", tags=["service"], response_class=Response)
+@rest.get(
+    "/metrics", tags=["service"], response_class=Response, responses=errors() | {200: {"content": {CONTENT_TYPE: {}}}}
+)
 async def metrics(request: Request) -> Response:
     """Return the figures of all processes for Prometheus. They name no job and no prompt."""
     return Response(await asyncio.to_thread(service_of(request).metrics_now), media_type=CONTENT_TYPE)

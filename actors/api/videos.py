@@ -22,7 +22,8 @@ _ENDINGS = {"video": "mp4", "thumbnail": "webp", "spritesheet": "jpg"}
 _KEY_LENGTH = 255
 
 
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the description of answers that aren't a success, those that any route may give included."""
     return {status: {"model": ErrorBody} for status in (401, 403, 421, 429, 500, 503, *statuses)}
 
 
@@ -68,7 +69,7 @@ _BODY = {
 _BODY["content"]["application/json"]["schema"].pop("$defs", None)  # type: ignore[index]
 
 
-@router.post("", response_model=Video, responses=_errors(400, 409, 413, 415), openapi_extra={"requestBody": _BODY})
+@router.post("", response_model=Video, responses=errors(400, 409, 413, 415), openapi_extra={"requestBody": _BODY})
 async def create(
     request: Request,
     owner: Owner,
@@ -84,7 +85,7 @@ async def create(
     return _answer(service.video(job, outlook), outlook.poll_after_ms)
 
 
-@router.get("", response_model=VideoList, responses=_errors(400, 404))
+@router.get("", response_model=VideoList, responses=errors(400, 404))
 async def list_(
     request: Request,
     owner: Owner,
@@ -102,7 +103,7 @@ async def list_(
     return _answer(await asyncio.to_thread(page))
 
 
-@router.get("/{video_id}", response_model=Video, responses=_errors(404))
+@router.get("/{video_id}", response_model=Video, responses=errors(404))
 async def retrieve(request: Request, video_id: str, owner: Owner) -> Response:
     """Return one video, how far it is, and when it will be done."""
     service = service_of(request)
@@ -113,7 +114,7 @@ async def retrieve(request: Request, video_id: str, owner: Owner) -> Response:
 @router.get(
     "/{video_id}/content",
     response_class=Response,
-    responses=_errors(404)
+    responses=errors(400, 404)
     | {
         200: {"content": {kind: {} for kind in VARIANTS.values()}},
         206: {"description": "A part of it"},
@@ -136,7 +137,7 @@ async def content(request: Request, video_id: str, owner: Owner, variant: Varian
         raise Problem(404, f"{job.id} is gone: it was deleted, or has expired", code="video_not_found") from None
 
 
-@router.delete("/{video_id}", response_model=VideoDeleted, responses=_errors(404, 409))
+@router.delete("/{video_id}", response_model=VideoDeleted, responses=errors(404, 409))
 async def delete(request: Request, video_id: str, owner: Owner) -> Response:
     """Remove a video and its files. One in progress is to be cancelled first."""
     service = service_of(request)
@@ -144,7 +145,7 @@ async def delete(request: Request, video_id: str, owner: Owner) -> Response:
     return _answer(VideoDeleted(id=video_id))
 
 
-@router.post("/{video_id}/cancel", response_model=Video, responses=_errors(404))
+@router.post("/{video_id}/cancel", response_model=Video, responses=errors(404))
 async def cancel(request: Request, video_id: str, owner: Owner) -> Response:
     """Have a video not made: it becomes `failed` with code `cancelled`. One that has ended stays as it is."""
     service = service_of(request)
@@ -160,7 +161,7 @@ async def cancel(request: Request, video_id: str, owner: Owner) -> Response:
 @router.get(
     "/{video_id}/events",
     response_class=StreamingResponse,
-    responses=_errors(404) | {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    responses=errors(404) | {200: {"content": {"text/event-stream": {}}}},
 )
 async def follow(request: Request, video_id: str, owner: Owner) -> Response:
     """Follow a video: "progress" events with the video object, then "completed" or "failed"."""

@@ -9,7 +9,7 @@ from actors.api.deploying import config, deploy_service, take_down
 from actors.api.settings import ServiceSettings
 from actors.commands.cluster_arguments import gcs_address, join, wanted_from
 from actors.commands.drive import ended_as_by_ctrl_c
-from actors.commands.serve_arguments import serve_parser, service_settings
+from actors.commands.serve_arguments import NONE, serve_parser, service_settings
 from actors.live import Live
 from actors.settings import About
 from wan_tpu.commands.parser import Parser
@@ -93,6 +93,7 @@ def _write_config(args: argparse.Namespace, parser: Parser) -> None:
         for name, value in vars(args).items()
         if name not in _HERE and value != parser.get_default(name) and value is not None
     }
+    given.setdefault("webhook_secret", NONE)  # a file made on each machine would be another secret on each
     given |= {
         "layout_text": args.layout_text or Path(about.layout.source).read_text(),
         "host": args.host,

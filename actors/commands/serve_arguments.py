@@ -15,6 +15,7 @@ from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
 
 PORT = 8000
+NONE = "none"
 _FOLDER = "service"
 
 
@@ -42,7 +43,7 @@ def serve_parser(description: str | None = None) -> Parser:
     group.add_argument("--ingresses", type=int, default=1, help="processes that answer HTTP; default %(default)s")
     group.add_argument("--keep_days", type=float, default=7, help="videos are removed after; default %(default)s")
     group.add_argument(
-        "--webhook_secret", type=Path, help="file of what webhooks are signed with; default: in --folder"
+        "--webhook_secret", help=f"file of what webhooks are signed with, or {NONE}; default: a file in --folder"
     )
     group.add_argument(
         "--name_of_host", action="append", default=[], help="a name that a service without keys answers to"
@@ -56,6 +57,7 @@ def service_settings(args: argparse.Namespace, about: About) -> ServiceSettings:
     settings, layout = about.settings, about.layout
     folder = (args.folder / _FOLDER).absolute()
     keys_text = os.environ.get(ENVIRONMENT)
+    secret = args.webhook_secret or str(folder / "webhook-secret")
     _check(args)
     check_access(args.host, args.keys, keys_text)
     slices = sum(pool.replicas.maximum for pool in layout.pools)
@@ -70,7 +72,7 @@ def service_settings(args: argparse.Namespace, about: About) -> ServiceSettings:
         queue_limit=args.queue_limit,
         concurrency=args.concurrency or max(2, 2 * slices),
         chips={stage: pool.slice.chips for pool in layout.pools for stage in pool.stages},
-        webhook_secret_file=str((args.webhook_secret or folder / "webhook-secret").expanduser().absolute()),
+        webhook_secret_file=None if secret == NONE else _place(secret),
         origins=tuple(args.origin),
     )
     keeping = dataclasses.replace(made.keeping, ended_s=args.keep_days * 86400)
