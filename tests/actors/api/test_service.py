@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import re
 import threading
 import time
 
@@ -18,7 +19,7 @@ from actors.jobs.store import JobStore
 from actors.jobs.values import Submission
 from tests.actors.api import serving
 from tests.actors.api.serving import served, wait_for, working
-from tests.conftest import PHOTO
+from tests.conftest import PHOTO, ROOT
 
 
 @pytest.fixture
@@ -360,3 +361,32 @@ def test_many_jobs_are_listed_page_by_page(http, settings):
         if not page["has_more"]:
             break
     assert len(ids) == len(set(ids)) == 300
+
+
+def test_the_dashboard_asks_for_figures_that_there_are(http, worker):
+    """Grafana's queries, against the real /metrics: every name and label in them is served."""
+    done(http, create(http).json()["id"])
+    text = wait_for(lambda: "wan_jobs_ended_total" in (t := http.get("/metrics").text) and t)
+    families = list(text_string_to_metric_families(text))
+    labels = {sample.name: set() for family in families for sample in family.samples}
+    for family in families:
+        for sample in family.samples:
+            labels[sample.name] |= set(sample.labels)
+    # Of these there are samples only once something has failed, compiled or been told.
+    labels |= {
+        "wan_failures_total": {"code"},
+        "wan_compile_seconds_count": {"stage"},
+        "wan_webhooks_total": {"outcome"},
+        "wan_handoff_seconds_bucket": {"le", "stage"},
+    }
+    declared = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert {"wan_failures_total", "wan_compile_seconds", "wan_webhooks_total", "wan_handoff_seconds"} <= declared
+    panels = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(queries) > 10
+    for query in queries:
+        for name in re.findall(r"wan_\w+", query):
+            assert name in labels, query
+            asked = [word for found in re.findall(r"by \(([^)]*)\)", query) for word in found.split(", ")]
+            asked += re.findall(r"(\w+)=~", query)
+            assert set(asked) <= labels[name] | {"le"}, query

@@ -1,5 +1,6 @@
 """The whole service on an emulated cluster: Serve's HTTP proxy, ingress, worker, and a pipeline with a small model."""
 
+import json
 import os
 import shutil
 import signal
@@ -13,6 +14,8 @@ from openai import OpenAI
 
 from actors.api.deploying import deploy_service, take_down
 from actors.api.settings import ServiceSettings
+from actors.jobs.database import Database
+from actors.jobs.store import JobStore
 from actors.jobs.work import LeaseSettings
 from actors.settings import About, PipelineSettings
 from cluster import ray_nodes
@@ -42,8 +45,20 @@ class Online:
     def client(self, **options):
         return OpenAI(base_url=f"{self.address}/v1", api_key="none", **options)
 
-    def processes(self, name):
-        return [process for process in ray_nodes.processes(self.cluster.temp) if name in title(process)]
+    def processes(self, *names):
+        """Return the cluster's processes whose title has one of these names in it."""
+        found = ray_nodes.processes(self.cluster.temp)
+        return [process for process in found if any(name in title(process) for name in names)]
+
+    def counts(self):
+        return JobStore(Database(self.settings.database)).counts().by_status
+
+    def told(self):
+        """Return the events that the service's processes have logged."""
+        for log in Path(self.cluster.temp).glob("head/session_*/logs/*.err"):
+            for line in log.read_text(errors="replace").splitlines():
+                if line.startswith("{"):
+                    yield json.loads(line)
 
     def kill(self, name):
         """Kill the only process of a deployment."""
