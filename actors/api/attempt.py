@@ -7,7 +7,7 @@ import hashlib
 import io
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from PIL import Image
@@ -33,6 +33,10 @@ _TELL_S = 1.0  # between two heartbeats: how late a person sees a step, and a wo
 _PAUSE_S = 5.0  # before the next claim, when the pipeline as a whole can't be used
 _WRITES = 6  # attempts to store a result, with growing pauses
 _ENDINGS = {"video": "mp4", "thumbnail": "webp", "spritesheet": "jpg"}
+
+
+async def _ready() -> None:
+    """Find nothing wrong."""
 
 
 class MakePreviews(Protocol):
@@ -62,6 +66,7 @@ class Tools:
 
     pace           what sizes take, as far as it is known
     make_previews  decodes what was made
+    ready          raises when the engine can't be used now; asked after it has failed
     forget         removes what the engine keeps of a job that isn't to be made any more: its snapshots
     """
 
@@ -72,6 +77,7 @@ class Tools:
     pace: Pace = dataclasses.field(default_factory=Pace)
     meters: Meters = dataclasses.field(default_factory=Meters)
     make_previews: MakePreviews = previews
+    ready: Callable[[], Awaitable[None]] = _ready
     forget: Callable[[str], object] = lambda job: None
 
 

@@ -52,6 +52,11 @@ class LastingPipeline:
         except (PipelineError, TimeoutError) as error:
             raise NotReady(f"the pipeline doesn't answer ({error or 'in time'}); try again") from None
 
+    async def ready(self) -> None:
+        """Raise `NotReady` when there is no pipeline that answers."""
+        with contextlib.suppress(InvalidRequest):  # an answer as good as any
+            await self.plan(GenerationRequest())
+
     def close(self) -> None:
         """Let go of it."""
         if self._pipeline is not None:

@@ -83,6 +83,7 @@ class ServiceWorker:
             settings=WorkerSettings(concurrency=settings.concurrency, chips=settings.chips),
             pace=Pace(recent),
             meters=meters,
+            ready=self._pipeline.ready,
             # A simulated video is no mp4.
             make_previews=previews if about.settings.chips != "simulated" else lambda mp4, **size: {},
             forget=Snapshots(about.settings.snapshots).delete,

@@ -6,12 +6,13 @@ import time
 
 from actors.api.attempt import Attempt, Tools
 from actors.api.logs import told
-from actors.jobs.errors import StoreUnavailable
 from actors.jobs.values import Lease
+from wan_tpu.errors import WanTpuError
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5  # for a job, when none waited
+_AGAIN_S = 2.0  # when database or pipeline didn't answer
 
 
 class Worker:
@@ -22,6 +23,7 @@ class Worker:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._places = asyncio.Semaphore(tools.settings.concurrency)
         self._paused_until = 0.0  # of time.monotonic()
+        self._doubtful = False  # whether the pipeline can be used
         self._leaving = False
 
     async def run(self) -> None:
@@ -48,15 +50,19 @@ class Worker:
             await asyncio.wait(running)
 
     def _pause(self, seconds: float) -> None:
-        self._paused_until = time.monotonic() + seconds
+        self._paused_until, self._doubtful = time.monotonic() + seconds, True
 
     async def _claim(self) -> Lease | None:
         if time.monotonic() < self._paused_until:
             return None
         try:
+            if self._doubtful:  # no job's attempts are spent on finding out
+                await self._tools.ready()
+                self._doubtful = False
             return await asyncio.to_thread(self._tools.queue.claim, self.name)
-        except StoreUnavailable as error:
+        except WanTpuError as error:
             told(log, "no claim", logging.WARNING, reason=str(error))
+            self._paused_until = time.monotonic() + _AGAIN_S
             return None
 
     async def _start(self, lease: Lease) -> None:

@@ -279,12 +279,18 @@ def test_a_worker_that_leaves_gives_its_jobs_back(http, settings, engine):
 def test_a_pipeline_that_is_away_costs_no_job(http, settings, engine):
     from actors.errors import PipelineNotFound
 
-    engine.failure = PipelineNotFound("there is no pipeline")
+    async def ready():
+        if engine.failure is not None:
+            asked.append(engine.failure)
+            raise engine.failure
+
+    engine.failure, asked = PipelineNotFound("there is no pipeline"), []
     job = create(http).json()["id"]
-    with working(settings, engine):
-        wait_for(lambda: http.get(f"/v1/videos/{job}").json()["attempts"] == 1)
+    with working(settings, engine, ready=ready):
+        wait_for(lambda: len(asked) == 2)
         engine.failure = None
         assert done(http, job)["status"] == "completed"
+    assert http.get(f"/v1/videos/{job}").json()["attempts"] == 2
 
 
 def test_figures_and_readiness(http, worker):
