@@ -21,7 +21,7 @@ from actors.api.previews import previews
 from actors.api.progress import Pace
 from actors.api.service import Service, process_name, webhook_fetching
 from actors.api.settings import ServiceSettings
-from actors.api.upkeep import upkeep
+from actors.api.upkeep import Orphans, upkeep
 from actors.api.webhook import Webhooks, read_secret
 from actors.api.worker import Worker
 from actors.jobs.deliveries import Deliveries
@@ -74,8 +74,9 @@ class ServiceWorker:
         self._pipeline = LastingPipeline(about)
         self._database = database = await asyncio.to_thread(open_database, settings.database)
         storage, meters = open_storage(settings.storage), Meters()
+        store, snapshots = JobStore(database), Snapshots(about.settings.snapshots)
         queue = WorkQueue(database, settings.leases, settings.keeping)
-        recent = await asyncio.to_thread(JobStore(database).recent, _RECENT)
+        recent = await asyncio.to_thread(store.recent, _RECENT)
         tools = Tools(
             queue=queue,
             storage=storage,
@@ -86,7 +87,7 @@ class ServiceWorker:
             ready=self._pipeline.ready,
             # A simulated video is no mp4.
             make_previews=previews if about.settings.chips != "simulated" else lambda mp4, **size: {},
-            forget=Snapshots(about.settings.snapshots).delete,
+            forget=snapshots.delete,
         )
         self._worker = Worker(self._name, tools)
         webhooks = None
@@ -96,7 +97,9 @@ class ServiceWorker:
         retention = Retention(database, storage, settings.keeping)
         self._tasks = [
             asyncio.create_task(self._worker.run()),
-            asyncio.create_task(upkeep(self._name, queue, retention, Notices(database), meters, webhooks)),
+            asyncio.create_task(
+                upkeep(self._name, queue, retention, Notices(database), meters, webhooks, Orphans(store, snapshots))
+            ),
         ]
         told(log, "worker", worker=self._name)
 
@@ -118,6 +121,7 @@ class ServiceWorker:
 def ingress_application(settings: ServiceSettings, about: About, *, replicas: int = 1) -> Any:
     """Return the application that answers HTTP."""
     options: dict[str, Any] = {"max_ongoing_requests": REQUESTS, "num_replicas": replicas}
+    options["max_surge_percent"] = 100  # the next version answers before this one goes
     return serve.deployment(**options, **_options(settings))(Ingress).bind(settings, about)
 
 

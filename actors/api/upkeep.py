@@ -7,9 +7,13 @@ from collections.abc import Awaitable, Callable
 from actors.api.logs import told
 from actors.api.metrics import Meters
 from actors.api.webhook import Webhooks
+from actors.jobs.errors import JobNotFound
 from actors.jobs.notices import Notices
 from actors.jobs.retention import Retention
+from actors.jobs.store import JobStore
+from actors.jobs.values import is_id
 from actors.jobs.work import WorkQueue
+from actors.snapshots import Snapshots
 from wan_tpu.errors import WanTpuError
 
 log = logging.getLogger(__name__)
@@ -18,6 +22,27 @@ QUEUE_S = 2.0  # between two looks for deadlines that passed, and for workers th
 _TELL_S = 5.0
 _SWEEP_S = 30.0
 _WEBHOOKS_S = 1.0
+_ORPHANS_S = 3600.0
+
+
+class Orphans:
+    """Snapshots of jobs that nobody will go on with: deleted, or ended while no worker had them."""
+
+    def __init__(self, store: JobStore, snapshots: Snapshots) -> None:
+        self._store, self._snapshots = store, snapshots
+
+    def remove(self) -> int:
+        """Remove them; return of how many jobs. Snapshots of batches, which have other ids, stay."""
+        removed = 0
+        for job in filter(is_id, self._snapshots.ids()):
+            try:
+                needed = not self._store.get(job).ended
+            except JobNotFound:
+                needed = False
+            if not needed:
+                self._snapshots.delete(job)
+                removed += 1
+        return removed
 
 
 async def upkeep(
@@ -26,7 +51,8 @@ async def upkeep(
     retention: Retention,
     notices: Notices,
     meters: Meters,
-    webhooks: Webhooks | None,
+    webhooks: Webhooks | None = None,
+    orphans: Orphans | None = None,
 ) -> None:
     """Keep queue, storage and figures in order under a worker's name, until this is cancelled."""
 
@@ -48,6 +74,10 @@ async def upkeep(
         if webhooks is not None:
             await webhooks.call_due()
 
+    async def remove_orphans() -> None:
+        if orphans is not None and (removed := await asyncio.to_thread(orphans.remove)):
+            told(log, "snapshots removed", jobs=removed)
+
     try:
         async with asyncio.TaskGroup() as tasks:
             for work, every_s in (
@@ -55,6 +85,7 @@ async def upkeep(
                 (sweep, _SWEEP_S),
                 (tell, _TELL_S),
                 (call_webhooks, _WEBHOOKS_S),
+                (remove_orphans, _ORPHANS_S),
             ):
                 tasks.create_task(_repeat(work, every_s))
     finally:

@@ -372,7 +372,7 @@ def test_many_jobs_are_listed_page_by_page(http, settings):
 def test_the_dashboard_asks_for_figures_that_there_are(http, worker):
     """Grafana's queries, against the real /metrics: every name and label in them is served."""
     done(http, create(http).json()["id"])
-    text = wait_for(lambda: "wan_jobs_ended_total" in (t := http.get("/metrics").text) and t)
+    text = wait_for(lambda: "wan_jobs_ended_total{" in (t := http.get("/metrics").text) and t)
     families = list(text_string_to_metric_families(text))
     labels = {sample.name: set() for family in families for sample in family.samples}
     for family in families:
@@ -396,3 +396,17 @@ def test_the_dashboard_asks_for_figures_that_there_are(http, worker):
             asked = [word for found in re.findall(r"by \(([^)]*)\)", query) for word in found.split(", ")]
             asked += re.findall(r"(\w+)=~", query)
             assert set(asked) <= labels[name] | {"le"}, query
+
+
+def test_snapshots_of_jobs_that_nobody_goes_on_with_are_removed(http, settings, tmp_path):
+    from actors.api.upkeep import Orphans
+    from actors.snapshots import Snapshots
+
+    waiting, cancelled, deleted = (create(http).json()["id"] for _ in range(3))
+    for job in (waiting, cancelled, deleted, "cat"):
+        (tmp_path / f"{job}.{'0' * 16}.0010.safetensors").write_bytes(b"x")
+    http.post(f"/v1/videos/{cancelled}/cancel")
+    http.delete(f"/v1/videos/{deleted}")
+    snapshots = Snapshots(str(tmp_path))
+    assert Orphans(JobStore(Database(settings.database)), snapshots).remove() == 2
+    assert snapshots.ids() == ["cat", waiting]

@@ -1,11 +1,14 @@
 """OpenAI's client against the service on an emulated cluster; and the processes of the service killed meanwhile."""
 
+import dataclasses
+import threading
 import time
 
 import httpx
 import openai
 import pytest
 
+from actors.api.deploying import deploy_service
 from actors.jobs.database import Database
 from actors.jobs.store import JobStore
 from tests.actors.api.serving import wait_for
@@ -109,3 +112,31 @@ def test_a_cancelled_job_frees_its_slice(online):
         assert (ended.status, ended.error.code) == ("failed", "cancelled")
         assert time.monotonic() - start < 15
         assert poll(client, create(client, 2)).status == "completed"
+
+
+def test_a_rolling_update_loses_no_job_and_refuses_none(online, undisturbed):
+    """Both applications are replaced while jobs run and a client asks all the time."""
+    with online.client(max_retries=0) as client, httpx.Client(base_url=online.address, timeout=30) as http:
+        jobs = [create(client, STEPS) for _ in range(2)]
+        wait_for(lambda: client.videos.retrieve(jobs[0].id).step, SECONDS)
+        refused, ended = [], threading.Event()
+
+        def ask():
+            while not ended.wait(0.05):
+                try:
+                    answer = http.get(f"/v1/videos/{jobs[0].id}")
+                    if answer.status_code != 200:
+                        refused.append(answer.text)
+                except httpx.TransportError as error:
+                    refused.append(repr(error))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        changed = dataclasses.replace(online.settings, queue_limit=999)
+        deploy_service(changed, online.about, host="127.0.0.1", port=int(online.address.rpartition(":")[2]))
+        ends = [poll(client, job) for job in jobs]
+        ended.set()
+        asking.join()
+        assert [end.status for end in ends] == ["completed", "completed"]
+        assert refused == []
+        assert all(client.videos.download_content(job.id).content == undisturbed for job in jobs)
