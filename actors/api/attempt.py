@@ -16,6 +16,7 @@ from actors.api.logs import told
 from actors.api.metrics import Meters
 from actors.api.previews import BrokenVideo, previews
 from actors.api.progress import Pace, Tracker
+from actors.api.traces import Stages, Traces
 from actors.batch import Engine
 from actors.errors import PipelineError, RequestFailed
 from actors.jobs.errors import LeaseLost, StoreUnavailable
@@ -66,6 +67,7 @@ class Tools:
 
     pace           what sizes take, as far as it is known
     make_previews  decodes what was made
+    traces         told of every job that ends, if there are any
     ready          raises when the engine can't be used now; asked after it has failed
     forget         removes what the engine keeps of a job that isn't to be made any more: its snapshots
     """
@@ -77,6 +79,7 @@ class Tools:
     pace: Pace = dataclasses.field(default_factory=Pace)
     meters: Meters = dataclasses.field(default_factory=Meters)
     make_previews: MakePreviews = previews
+    traces: Traces | None = None
     ready: Callable[[], Awaitable[None]] = _ready
     forget: Callable[[str], object] = lambda job: None
 
@@ -89,6 +92,7 @@ class Attempt:
         self._tools, self._lease, self._job, self._pause = tools, lease, lease.job, pause
         self._queue, self._storage = tools.queue, tools.storage
         self._tracker = Tracker(self._job, tools.pace.of(self._job.request), tools.settings.chips)
+        self._stages, self._start_s = Stages(), time.time()
         self._start = time.monotonic()
         self._stopped: str | None = None  # why the job is to stop
         self._lost = False
@@ -127,6 +131,7 @@ class Attempt:
 
     def _note(self, span: Span) -> None:
         self._tracker.note(span)
+        self._stages.note(span)
         meters = self._tools.meters
         if span.what == "fetch":
             meters.handoff_s.labels(span.stage).observe(span.seconds)
@@ -208,6 +213,8 @@ class Attempt:
                 await asyncio.to_thread(self._tools.forget, job.id)
             except StorageError as error:
                 told(log, "snapshots stay", logging.WARNING, job=job.id, reason=str(error))
+        if self._tools.traces is not None:
+            self._tools.traces.tell(job, self._stages, self._start_s, time.time())
         spent = {stage: round(used_s, 3) for stage, used_s in job.stage_seconds.items()}
         told(log, job.status, job=job.id, code=job.error_code, seconds=round(seconds, 2), stages=spent)
 

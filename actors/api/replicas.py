@@ -21,6 +21,7 @@ from actors.api.previews import previews
 from actors.api.progress import Pace
 from actors.api.service import Service, process_name, webhook_fetching
 from actors.api.settings import ServiceSettings
+from actors.api.traces import Traces
 from actors.api.upkeep import Orphans, upkeep
 from actors.api.webhook import Webhooks, read_secret
 from actors.api.worker import Worker
@@ -71,7 +72,7 @@ class ServiceWorker:
         """Open the database and the storage, and begin to work."""
         log_as_json()
         self._name = process_name("worker")
-        self._pipeline = LastingPipeline(about)
+        self._pipeline, self._traces = LastingPipeline(about), Traces.from_environment()
         self._database = database = await asyncio.to_thread(open_database, settings.database)
         storage, meters = open_storage(settings.storage), Meters()
         store, snapshots = JobStore(database), Snapshots(about.settings.snapshots)
@@ -84,6 +85,7 @@ class ServiceWorker:
             settings=WorkerSettings(concurrency=settings.concurrency, chips=settings.chips),
             pace=Pace(recent),
             meters=meters,
+            traces=self._traces,
             ready=self._pipeline.ready,
             # A simulated video is no mp4.
             make_previews=previews if about.settings.chips != "simulated" else lambda mp4, **size: {},
@@ -116,6 +118,8 @@ class ServiceWorker:
             task.cancel()
         await asyncio.wait(self._tasks)
         self._pipeline.close()
+        if self._traces is not None:
+            self._traces.close()
 
 
 def ingress_application(settings: ServiceSettings, about: About, *, replicas: int = 1) -> Any:

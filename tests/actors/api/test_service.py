@@ -410,3 +410,24 @@ def test_snapshots_of_jobs_that_nobody_goes_on_with_are_removed(http, settings, 
     snapshots = Snapshots(str(tmp_path))
     assert Orphans(JobStore(Database(settings.database)), snapshots).remove() == 2
     assert snapshots.ids() == ["cat", waiting]
+
+
+def test_a_job_is_a_trace_when_that_is_wanted(http, settings, engine):
+    trace = pytest.importorskip("opentelemetry.sdk.trace", reason='traces need their packages ("wan-tpu[traces]")')
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from actors.api.traces import Traces
+
+    assert Traces.from_environment() is None
+    kept, provider = InMemorySpanExporter(), trace.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    with working(settings, engine, traces=Traces(provider)):
+        job = create(http).json()["id"]
+        done(http, job)
+        spans = wait_for(lambda: len(found := kept.get_finished_spans()) == 5 and found)
+    *stages, root = spans
+    assert (root.name, root.attributes["job"], root.attributes["status"]) == ("video", job, "completed")
+    assert [span.name for span in stages] == ["encoder", "denoise_high", "denoise_low", "decoder"]
+    assert {span.parent.span_id for span in stages} == {root.context.span_id}
+    assert stages[1].attributes["computed_s"] == pytest.approx(0.5, abs=0.05)
