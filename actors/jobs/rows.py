@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, select, update
+from sqlalchemy import Connection, Row, bindparam, func, select, update
 
 from actors.jobs.tables import deliveries, files, jobs
 from actors.jobs.values import Cost, Job, Progress
@@ -32,12 +32,20 @@ def job_of(row: Row[Any]) -> Job:
     return Job(**{name: found[name] for name in _FIELDS} | {"progress": progress})
 
 
-def ahead(job: Job) -> Any:
-    """Return the condition of the waiting jobs that are claimed before this one."""
-    earlier = (jobs.c.turn < job.turn) | ((jobs.c.turn == job.turn) & (jobs.c.sequence < job.sequence))
-    return (jobs.c.status == "queued") & (
-        (jobs.c.priority > job.priority) | ((jobs.c.priority == job.priority) & earlier)
-    )
+def _ahead() -> Any:
+    """Return what counts the waiting jobs that are claimed before one, given its priority, turn and sequence."""
+    priority: Any = bindparam("own_priority")
+    turn: Any = bindparam("own_turn")
+    sequence: Any = bindparam("own_sequence")
+    earlier = (jobs.c.turn < turn) | ((jobs.c.turn == turn) & (jobs.c.sequence < sequence))
+    before = (jobs.c.priority > priority) | ((jobs.c.priority == priority) & earlier)
+    return select(func.count()).where(jobs.c.status == "queued", before)
+
+
+# Built once: they are asked with every poll, and putting them together takes longer than answering them.
+BY_ID = select(jobs).where(jobs.c.id == bindparam("wanted"))
+STATUS = select(jobs.c.status).where(jobs.c.id == bindparam("wanted"))
+AHEAD = _ahead()
 
 
 def next_turn(connection: Connection, owner: str, priority: int) -> int:

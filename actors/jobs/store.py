@@ -8,7 +8,7 @@ from sqlalchemy import Connection, delete, func, insert, select, update
 from actors.jobs.database import Database
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, QueueFull
 from actors.jobs.migrate import migrate
-from actors.jobs.rows import Keeping, ahead, doom, end, job_of, next_turn
+from actors.jobs.rows import AHEAD, BY_ID, STATUS, Keeping, doom, end, job_of, next_turn
 from actors.jobs.tables import deliveries, files, jobs
 from actors.jobs.values import CANCELLED, Counts, Job, Page, Submission, digest, is_id, new_id
 
@@ -89,9 +89,10 @@ class JobStore:
     def position(self, job: Job) -> int | None:
         """Return how many jobs are claimed before this one if none is added; None when it doesn't wait."""
         with self._database.read() as connection:
-            if connection.scalar(select(jobs.c.status).where(jobs.c.id == job.id)) != "queued":
+            if connection.scalar(STATUS, {"wanted": job.id}) != "queued":
                 return None
-            return connection.scalar(select(func.count()).where(ahead(job)))
+            own = {"own_priority": job.priority, "own_turn": job.turn, "own_sequence": job.sequence}
+            return connection.scalar(AHEAD, own)
 
     def cancel(self, job: str, owner: str | None = None) -> Job:
         """Cancel a job: it ends as failed with code "cancelled".
@@ -156,13 +157,10 @@ class JobStore:
         )
 
     def _find(self, connection: Connection, job: str, owner: str | None, *, lock: bool = False) -> Job:
-        query = select(jobs).where(jobs.c.id == job)
-        if owner is not None:
-            query = query.where(jobs.c.owner == owner)
         row = None
         if is_id(job):  # anything else isn't asked for: PostgreSQL refuses some texts
-            row = connection.execute(query.with_for_update() if lock else query).one_or_none()
-        if row is None:
+            row = connection.execute(BY_ID.with_for_update() if lock else BY_ID, {"wanted": job}).one_or_none()
+        if row is None or owner not in (None, row.owner):
             raise JobNotFound(f"there is no job {job[:80]!r}; it may have been deleted, or have expired")
         return job_of(row)
 

@@ -55,7 +55,7 @@ class Online:
 
     def told(self):
         """Return the events that the service's processes have logged."""
-        for log in Path(self.cluster.temp).glob("head/session_*/logs/*.err"):
+        for log in Path(self.cluster.temp).glob("head/session_2*/logs/*.err"):
             for line in log.read_text(errors="replace").splitlines():
                 if line.startswith("{"):
                     yield json.loads(line)
