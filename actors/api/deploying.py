@@ -49,19 +49,18 @@ def start_http(host: str, port: int) -> None:
 def deploy_service(
     settings: ServiceSettings, about: About, *, host: str, port: int, ingresses: int = 1, tell: Tell = lambda text: None
 ) -> None:
-    """Start pipeline, worker and ingress, and return when the service answers.
+    """Start pipeline, worker and ingress, and return when the service answers. What runs already is updated.
 
     Raises `InvalidInput` where database, storage or secret can't be used, `PipelineStartFailed`,
-    `ServiceStartFailed`; nothing of it is left then.
+    `ServiceStartFailed`; nothing that this has started is left then.
     """
     prepare(settings)
     start_http(host, port)
     name = about.settings.name
-    if not running(name):
+    before = set(serve.status().applications)
+    ours = not running(name)
+    if ours:
         deploy(about.layout, about.settings, tell=tell)
-        ours = True
-    else:
-        ours = False
     try:
         tell("starting the service")
         ingress, worker = names(name)
@@ -78,7 +77,8 @@ def deploy_service(
         _wait_until_up((ingress, worker), tell)
         wait_until_answers(host, port)
     except BaseException:
-        take_down(name, pipeline=ours, drain_s=0)
+        if not before & set(names(name)):
+            take_down(name, pipeline=ours, drain_s=0)
         raise
 
 
@@ -92,9 +92,8 @@ def prepare(settings: ServiceSettings) -> None:
 
 def take_down(name: str, *, pipeline: bool = True, drain_s: float = DRAIN_S) -> None:
     """End ingress and worker, whose jobs wait for the next one; and the pipeline, if told to."""
-    for found in names(name):
-        with contextlib.suppress(Exception):  # not there, or on its way
-            serve.delete(found)
+    for found in sorted(set(names(name)) & set(serve.status().applications)):
+        serve.delete(found)
     if pipeline and running(name):
         shut_down(name, drain_s=drain_s)
 
@@ -103,11 +102,12 @@ def wait_until_answers(host: str, port: int, within_s: float = _ANSWERS_S) -> No
     """Return when the service answers over HTTP; raises `ServiceStartFailed`."""
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"http://{f'[{near}]' if ':' in near else near}:{port}/health"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
     until, reason = time.monotonic() + within_s, ""
     while time.monotonic() < until:
         try:
             request = urllib.request.Request(address, headers={"Host": f"localhost:{port}"})
-            with urllib.request.urlopen(request, timeout=5) as answer:
+            with opener.open(request, timeout=5) as answer:
                 if answer.status == 200:
                     return
         except OSError as error:

@@ -33,7 +33,7 @@ class LastingPipeline:
     def __init__(self, about: About) -> None:
         self._about = about
         self._lock = asyncio.Lock()
-        self._pipeline: Pipeline | None = None
+        self._held: _Held | None = None
 
     async def generate(self, request: GenerationRequest, *, id: str, on_event: OnEvent) -> bytes:  # noqa: A002
         """Make one video, as `Pipeline.generate` does; raises `PipelineError` also where there is no pipeline."""
@@ -43,7 +43,7 @@ class LastingPipeline:
     async def plan(self, request: GenerationRequest) -> ResolvedRequest:
         """Return a request with nothing left open; raises `InvalidRequest`, `NotReady`."""
         try:
-            async with asyncio.timeout(_PLAN_S), self._used() as pipeline:
+            async with asyncio.timeout(2 * _PLAN_S), self._used() as pipeline, asyncio.timeout(_PLAN_S):
                 return (await pipeline.plan(request)).request
         except RequestFailed as failed:
             if failed.code == "invalid":
@@ -59,31 +59,51 @@ class LastingPipeline:
 
     def close(self) -> None:
         """Let go of it."""
-        if self._pipeline is not None:
-            self._pipeline.close()
+        if self._held is not None:
+            self._held.pipeline.close()
 
     @contextlib.asynccontextmanager
     async def _used(self) -> AsyncIterator[Pipeline]:
+        """Give the pipeline; it is made anew for the next user when this one finds that it can't be used."""
         async with self._lock:
-            if self._pipeline is None:
-                try:
-                    self._pipeline = await asyncio.to_thread(Pipeline, self._about.layout, self._about.settings)
-                except PipelineError:
-                    raise
-                except Exception as error:  # Serve raises all kinds of things while it comes and goes
-                    raise PipelineError(f"there is no pipeline now: {type(error).__name__}: {error}") from error
-            pipeline = self._pipeline
+            if self._held is None:
+                self._held = _Held(await asyncio.to_thread(_made, self._about))
+            held = self._held
+        held.users += 1
         try:
-            yield pipeline
-        except RequestFailed as failed:
-            if failed.code == "lost":
-                self._pipeline = None
-            raise
-        except WanTpuError:
+            yield held.pipeline
+        except (RequestFailed, InvalidRequest) as failed:
+            if getattr(failed, "code", None) == "lost":
+                self._drop(held)
             raise
         except Exception:
-            self._pipeline = None  # what others still do with it goes on
+            self._drop(held)
             raise
+        finally:
+            held.users -= 1
+            if held is not self._held and not held.users:
+                await asyncio.to_thread(held.pipeline.close)
+
+    def _drop(self, held: "_Held") -> None:
+        if self._held is held:  # what others still do with it goes on
+            self._held = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Held:
+    """A pipeline, and how many use it at the moment."""
+
+    pipeline: Pipeline
+    users: int = 0
+
+
+def _made(about: About) -> Pipeline:
+    try:
+        return Pipeline(about.layout, about.settings)
+    except PipelineError:
+        raise
+    except Exception as error:  # Serve raises all kinds of things while it comes and goes
+        raise PipelineError(f"there is no pipeline now: {type(error).__name__}: {error}") from error
 
 
 class RememberingPlanner:

@@ -13,6 +13,7 @@ from actors.jobs.database import Database
 from actors.jobs.store import JobStore
 from tests.actors.api.serving import wait_for
 from tests.actors.api.test_openai_client import frames_of
+from tests.actors.on_service.conftest import Told
 from tests.conftest import PHOTO
 
 pytestmark = pytest.mark.faults
@@ -133,7 +134,9 @@ def test_a_rolling_update_loses_no_job_and_refuses_none(online, undisturbed):
         asking = threading.Thread(target=ask)
         asking.start()
         changed = dataclasses.replace(online.settings, queue_limit=999)
-        deploy_service(changed, online.about, host="127.0.0.1", port=int(online.address.rpartition(":")[2]))
+        port = int(online.address.rpartition(":")[2])
+        deploy_service(changed, online.about, host="127.0.0.1", port=port, tell=Told())
+        print("deployed")
         ends = [poll(client, job) for job in jobs]
         ended.set()
         asking.join()
