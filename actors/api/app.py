@@ -58,7 +58,9 @@ def make_app(service: Service) -> FastAPI:
             expose_headers=["openai-poll-after-ms", "Retry-After"],
         )
     names = None if settings.with_keys else settings.names
-    app.add_middleware(Guard, body_bytes=settings.body_bytes, names=names, meters=service.meters)
+    app.add_middleware(
+        Guard, body_bytes=settings.body_bytes, names=names, origins=settings.origins, meters=service.meters
+    )
     described = app.openapi()
     for path in described["paths"].values():
         for operation in path.values():

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import statistics
 import time
+from collections.abc import Sequence
 
 from actors.jobs.store import JobStore
 from actors.jobs.values import Job
@@ -42,9 +43,16 @@ class Forecast:
 
     def outlook(self, job: Job) -> Outlook:
         """Return what can be told of a job."""
+        return self._outlook(job, self._store.position(job) if job.status == "queued" else None)
+
+    def outlooks(self, jobs: Sequence[Job]) -> list[Outlook]:
+        """Return the same for the jobs of a page."""
+        positions = self._store.positions([job.id for job in jobs if job.status == "queued"])
+        return [self._outlook(job, positions.get(job.id)) for job in jobs]
+
+    def _outlook(self, job: Job, position: int | None) -> Outlook:
         if job.status == "in_progress":
             return Outlook(None, job.progress.eta_s if job.progress is not None else None)
-        position = self._store.position(job) if job.status == "queued" else None
         if position is None:  # it has ended, or begun just now
             return Outlook()
         self._look()

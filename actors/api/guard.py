@@ -23,12 +23,16 @@ _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds by machine
 class Guard:
     """ASGI middleware.
 
-    names  under which the service may be asked, None for any: without keys, a page of another site that a browser
-           here has open could otherwise ask through it, also by a name of its own that leads here (DNS rebinding)
+    names    under which the service may be asked, None for any: without keys, a page of another site that a browser
+             here has open could otherwise ask through it, also by a name of its own that leads here (DNS rebinding)
+    origins  of pages that may ask all the same
     """
 
-    def __init__(self, app: Any, *, body_bytes: int, names: tuple[str, ...] | None, meters: Meters) -> None:
+    def __init__(
+        self, app: Any, *, body_bytes: int, names: tuple[str, ...] | None, origins: tuple[str, ...], meters: Meters
+    ) -> None:
         self._app, self._body_bytes, self._names, self._meters = app, body_bytes, names, meters
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, unless it is refused."""
@@ -58,10 +62,14 @@ class Guard:
         if self._names is None:
             return
         if _name(headers.get("host", "")) not in self._names:
-            raise Problem(421, "this service has no keys and is asked under another name; use one of "
-                          f"{', '.join(self._names)}, or start it with keys", code="wrong_host")  # fmt: skip
+            allowed = ", ".join(self._names)
+            raise Problem(
+                421,
+                f"this service has no keys and is asked under another name; use one of {allowed}, or start it with keys",
+                code="wrong_host",
+            )
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        if origin not in (None, *self._origins) and urlsplit(origin).netloc != headers.get("host"):
             raise Problem(403, "pages of other sites may not use this service", code="wrong_origin")
 
     def _limited(self, receive: Receive, headers: Headers) -> Receive:

@@ -98,7 +98,8 @@ async def list_(
 
     def page() -> VideoList:
         found = service.store.list(owner, after=after, limit=limit, order=order)
-        return video_list([service.video(job, service.outlook_now(job)) for job in found.jobs], more=found.more)
+        outlooks = service.forecast.outlooks(found.jobs)
+        return video_list([service.video(*pair) for pair in zip(found.jobs, outlooks, strict=True)], more=found.more)
 
     return _answer(await asyncio.to_thread(page))
 

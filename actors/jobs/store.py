@@ -1,5 +1,6 @@
 """Jobs as those who ask for videos see them: submit, look, list, cancel, delete."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -93,6 +94,16 @@ class JobStore:
                 return None
             own = {"own_priority": job.priority, "own_turn": job.turn, "own_sequence": job.sequence}
             return connection.scalar(AHEAD, own)
+
+    def positions(self, ids: Sequence[str]) -> dict[str, int]:
+        """Return the same for many at once, in one walk over the queue; those that don't wait are left out."""
+        if not ids:
+            return {}
+        order = func.row_number().over(order_by=(jobs.c.priority.desc(), jobs.c.turn, jobs.c.sequence))
+        queue = select(jobs.c.id, (order - 1).label("position")).where(jobs.c.status == "queued").subquery()
+        with self._database.read() as connection:
+            found = connection.execute(select(queue).where(queue.c.id.in_(ids)))
+            return {row.id: row.position for row in found}
 
     def cancel(self, job: str, owner: str | None = None) -> Job:
         """Cancel a job: it ends as failed with code "cancelled".

@@ -197,6 +197,16 @@ def test_without_keys_only_this_machine_s_own_pages_may_ask(http, service):
     assert "access-control-allow-origin" not in create(http).headers
 
 
+def test_a_page_elsewhere_may_ask_where_it_was_allowed_to(settings):
+    there = "https://videos.example"
+    with served(dataclasses.replace(settings, origins=(there,))) as address, httpx.Client(base_url=address) as http:
+        asked = {"Origin": there, "Access-Control-Request-Method": "POST"}
+        before = http.options("/v1/videos", headers=asked)
+        assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, there)
+        assert create(http, {"Origin": there}).headers["access-control-allow-origin"] == there
+        assert create(http, {"Origin": "https://evil.example"}).status_code == 403
+
+
 @pytest.mark.parametrize(
     ("given", "status"),
     [

@@ -99,3 +99,14 @@ def test_recent_jobs_are_those_that_completed_the_latest_first(database):
     store.cancel(submit(database).id)
     assert [job.id for job in store.recent(2)] == ids[:0:-1]
     assert store.running() == 0
+
+
+def test_positions_of_many_are_those_of_each(database):
+    store = JobStore(database)
+    for i in range(12):
+        store.submit(Submission(owner=f"o{i % 3}", request={"n": i}, priority=i % 2))
+    WorkQueue(database).claim("w")
+    page = store.list(limit=20).jobs
+    found = store.positions([job.id for job in page])
+    assert found == {job.id: store.position(job) for job in page if job.status == "queued"}
+    assert sorted(found.values()) == list(range(11)) and store.positions([]) == {}
