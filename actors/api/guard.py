@@ -65,7 +65,7 @@ class Guard:
             allowed = ", ".join(self._names)
             raise Problem(
                 421,
-                f"this service has no keys and is asked under another name; use one of {allowed}, or start it with keys",
+                f"this service has no keys and is asked under another name; use {allowed}, or start it with keys",
                 code="wrong_host",
             )
         origin = headers.get("origin")
