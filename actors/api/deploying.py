@@ -14,11 +14,12 @@ from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus, ProxyStatus
 
+from actors import pools
 from actors.api.replicas import DRAIN_S, ingress_application, names, worker_application
 from actors.api.settings import ServiceSettings
 from actors.api.webhook import read_secret
 from actors.board import Board
-from actors.errors import PipelineError
+from actors.errors import PipelineError, PipelineExists
 from actors.jobs.store import open_database
 from actors.pools import POLL_S, Tell, application, deploy, pool_application, running, shut_down
 from actors.settings import About
@@ -59,6 +60,8 @@ def deploy_service(
     name = about.settings.name
     before = set(serve.status().applications)
     ours = not running(name)
+    if not ours:
+        _check_same(about)
     if ours:
         deploy(about.layout, about.settings, tell=tell)
     try:
@@ -80,6 +83,16 @@ def deploy_service(
         if not before & set(names(name)):
             take_down(name, pipeline=ours, drain_s=0)
         raise
+
+
+def _check_same(wanted: About) -> None:
+    """Raise `PipelineExists` when the pipeline that runs isn't the wanted one."""
+    found = pools.about(wanted.settings.name)
+    if found is None or (found.layout.pools, found.settings) != (wanted.layout.pools, wanted.settings):
+        raise PipelineExists(
+            f"another pipeline {wanted.settings.name!r} runs on this cluster, with another layout, model or settings; "
+            "take it down (wan-tpu serve --down), or choose another --name"
+        )
 
 
 def prepare(settings: ServiceSettings) -> None:
