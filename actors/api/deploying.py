@@ -105,6 +105,7 @@ def prepare(settings: ServiceSettings) -> None:
 
 def take_down(name: str, *, pipeline: bool = True, drain_s: float = DRAIN_S) -> None:
     """End ingress and worker, whose jobs wait for the next one; and the pipeline, if told to."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     for found in sorted(set(names(name)) & set(serve.status().applications)):
         serve.delete(found)
     if pipeline and running(name):
