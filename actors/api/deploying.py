@@ -15,7 +15,7 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus, ProxyStatus
 
 from actors import pools
-from actors.api.replicas import DRAIN_S, ingress_application, names, worker_application
+from actors.api.replicas import DRAIN_S, QUIET, ingress_application, names, worker_application
 from actors.api.settings import ServiceSettings
 from actors.api.webhook import read_secret
 from actors.board import Board
@@ -44,7 +44,11 @@ def start_http(host: str, port: int) -> None:
                 "(wan-tpu pipeline down), and have wan-tpu serve bring it up"
             )
         serve.shutdown()
-    serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=HTTPOptions(host=host, port=port))
+    serve.start(
+        proxy_location=ProxyLocation.HeadOnly,
+        http_options=HTTPOptions(host=host, port=port),
+        logging_config=QUIET,
+    )
 
 
 def deploy_service(
@@ -160,6 +164,7 @@ def config(arguments: Mapping[str, Any], about: About, *, host: str, port: int) 
     whole = {
         "proxy_location": "HeadOnly",
         "http_options": {"host": host, "port": port},
+        "logging_config": QUIET,
         "applications": applications,
     }
     return yaml.safe_dump(whole, sort_keys=False)

@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 REQUESTS = 2000  # at an ingress at a time: most of them follow the events of a job, and cost nothing
 DRAIN_S = 30.0  # that an ingress which is replaced may go on answering, and a worker may take to give its jobs back
 _RECENT = 20
+_PARTING_S = 2.0  # between the end of a worker's jobs and its own: what they had running is told to stop meanwhile
+# Of Serve itself: two lines a request, of its proxy and of the replica, cost more than the answer to a poll.
+QUIET = {"log_level": "WARNING", "enable_access_log": False}
 _HEAD = "node:__internal_head__"  # a resource that Ray gives the head node alone
 
 
@@ -117,6 +120,7 @@ class ServiceWorker:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
+        await asyncio.sleep(_PARTING_S)
         self._pipeline.close()
         if self._traces is not None:
             self._traces.close()
@@ -145,6 +149,7 @@ def _options(settings: ServiceSettings) -> dict[str, Any]:
         actor["resources"] = {_HEAD: 0.001}  # files are of one machine
     return {
         "ray_actor_options": actor,
+        "logging_config": QUIET,
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 30.0,
         "graceful_shutdown_timeout_s": DRAIN_S,
