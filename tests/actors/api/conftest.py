@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 
+import httpx
 import pytest
 import trustme
 from openai import OpenAI
@@ -104,3 +105,9 @@ def worker(settings, service, engine):
     """A worker of the service, at work."""
     with serving.working(settings, engine) as tools:
         yield tools
+
+
+@pytest.fixture
+def http(service):
+    with httpx.Client(base_url=service, timeout=30) as made:
+        yield made

@@ -152,3 +152,11 @@ def wait_for(found, seconds=20.0, what="it"):
         assert time.monotonic() < give_up, f"{what} doesn't come"
         time.sleep(0.02)
     return value
+
+
+def create(http, headers=None, **fields):
+    return http.post("/v1/videos", json={"prompt": "a cat", **fields}, headers=headers or {})
+
+
+def done(http, job):
+    return wait_for(lambda: (v := http.get(f"/v1/videos/{job}").json())["status"] in ("completed", "failed") and v)
