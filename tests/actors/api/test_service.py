@@ -1,4 +1,4 @@
-"""What OpenAI's client doesn't ask for: keys, idempotency, admission, ranges, events, ends of jobs, figures."""
+"""What OpenAI's client doesn't ask for: idempotency, admission, ranges, keys, other sites, bodies of nonsense."""
 
 import dataclasses
 import time
