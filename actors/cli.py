@@ -22,6 +22,7 @@ CLUSTER = {
     "submit": ("actors.commands.submit", "submit", "have a cluster make every video of a manifest, as a job"),
     "status": ("actors.commands.status", "status", "show what the pipeline of a cluster is doing"),
     "drive": ("actors.commands.drive", "drive", "what submit runs on the cluster: the batch's driver"),
+    "serve": ("actors.commands.serve", "serve", "put a pipeline behind HTTP: OpenAI's videos API"),
     "keys": ("actors.commands.keys", "keys", "make, show and revoke API keys of the online service"),
     "batch": ("actors.commands.batch", "batch", "make every video of a manifest in this process"),
 }

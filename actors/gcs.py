@@ -23,6 +23,7 @@ from actors.storage import GCS_SCHEME, AlreadyThere, Missing, StorageError, chec
 # https://cloud.google.com/storage/docs/buckets#naming
 _BUCKET = re.compile(r"[a-z0-9][-_.a-z0-9]{1,220}[a-z0-9]")
 _CONTENT_TYPES = {".mp4": "video/mp4", ".json": "application/json", ".jsonl": "application/jsonl", ".png": "image/png"}
+_CONTENT_TYPES |= {".webp": "image/webp", ".jpg": "image/jpeg"}
 
 
 class GcsStorage:
@@ -51,14 +52,26 @@ class GcsStorage:
         """Return the gs:// address."""
         return GCS_SCHEME + "/".join(part for part in (self._name, self._prefix, name) if part)
 
-    def read(self, name: str) -> bytes:
-        """Return the content of the object; the client compares its checksum."""
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the content of the object; of the whole one the client compares its checksum."""
         where = self.location(check_name(name))
+        if stop is not None and stop <= start:
+            return b""
         try:
             with self._explained("read", where):
-                return self._blob(name).download_as_bytes(retry=self._retry)
+                last = None if stop is None else stop - 1
+                return self._blob(name).download_as_bytes(start=start or None, end=last, retry=self._retry)
         except _NotThere:
             raise Missing(f"{where} does not exist, or its bucket doesn't; check the address") from None
+
+    def size(self, name: str) -> int:
+        """Return the size of the object."""
+        where = self.location(check_name(name))
+        with self._explained("look for", where):
+            found = self._bucket.get_blob(self._blob(name).name, retry=self._retry)
+        if found is None or found.size is None:
+            raise Missing(f"{where} does not exist; check the address")
+        return int(found.size)
 
     def write(self, name: str, content: bytes, *, only_if_absent: bool = False) -> None:
         """Upload the object: it is there when the upload has ended well, whatever was there stays until then."""

@@ -21,7 +21,8 @@ from typing import Any
 
 from PIL import Image
 
-from actors.storage import GCS_SCHEME, StorageError, name_problem, open_storage, split_location
+from actors.names import name_problem
+from actors.storage import GCS_SCHEME, StorageError, open_storage, split_location
 from wan_tpu.errors import InvalidInput, WanTpuError
 from wan_tpu.image import decode_image, load_image
 from wan_tpu.request import GenerationRequest

@@ -66,7 +66,7 @@ class Pipeline:
                 f"{len(self._inside)} requests are in the pipeline and before it, all it takes; try again later"
             )
         self._inside.add(id)
-        how = "cancelled"
+        how, kept = "cancelled", False
         try:
             self._board.request(id, "waiting")
             async with self._places:
@@ -77,13 +77,14 @@ class Pipeline:
                     shelf.end()
             how = "done"
             return video
-        except RequestFailed:
+        except RequestFailed as failed:
             how = "failed"
+            kept = failed.code == "lost"  # whoever tries again goes on from there
             raise
         finally:
             self._inside.remove(id)
             self._board.ended(id, how)
-            if how != "cancelled":
+            if how != "cancelled" and not kept:
                 await asyncio.to_thread(self._clean_up, id)
 
     def _clean_up(self, id: str) -> None:  # noqa: A002
@@ -91,6 +92,11 @@ class Pipeline:
             self._snapshots.delete(id)
         except StorageError as error:  # the video is made
             log.warning("%s: its snapshots stay: %s", id, error)
+
+    async def plan(self, request: GenerationRequest) -> Plan:
+        """Return what a request takes; raises `RequestFailed` when the model can't make it, `StageLost`."""
+        with _losses():
+            return await self.call("encoder", stream=False).plan.remote(request)
 
     def close(self) -> None:
         """Let go of the pools; before `ray.shutdown`, which the handles' threads don't notice."""
@@ -142,8 +148,7 @@ class _Making:
                 await self._again(lost)
 
     async def _plan(self) -> Plan:
-        with _losses():
-            found = await self._pipeline.call("encoder", stream=False).plan.remote(self._request)
+        found = await self._pipeline.plan(self._request)
         self._steps = found.request.steps
         return found
 

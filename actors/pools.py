@@ -51,7 +51,7 @@ def deploy(layout: Layout, settings: PipelineSettings, *, lasting: bool = True, 
         serve.run_many(
             [
                 serve.RunTarget(
-                    _application(pool, settings), name=application(settings.name, pool.name), route_prefix=None
+                    pool_application(pool, settings), name=application(settings.name, pool.name), route_prefix=None
                 )
                 for pool in layout.pools
             ],
@@ -164,7 +164,8 @@ def _starting(pool: str, replicas: list[ReplicaSeen], ready: bool) -> str:
     return f"{pool}: {'started' if doing == 'idle' else doing}"
 
 
-def _application(pool: Pool, settings: PipelineSettings) -> Any:
+def pool_application(pool: Pool, settings: PipelineSettings) -> Any:
+    """Return the Serve application of a pool."""
     told = PoolSettings(pool.name, pool.slice.name, pool.stages, pool.mesh, settings, pool.batch)
     ongoing = pool.batch + (ENCODER_BESIDE if "encoder" in pool.stages else BESIDE)
     options: dict[str, Any] = {

@@ -57,6 +57,11 @@ class Snapshots:
         for name in self.names(id):
             self._storage.delete(name)
 
+    def ids(self) -> list[str]:
+        """Return the ids that have snapshots."""
+        form = re.compile(r"(.+)\.[0-9a-f]{16}\.\d+\.safetensors")
+        return sorted({found[1] for name in self._storage.list() if (found := form.fullmatch(name))})
+
     def names(self, id: str) -> list[str]:  # noqa: A002
         """Return the names of all snapshots of an id, in the storage."""
         mine = re.compile(re.escape(id) + r"\.[0-9a-f]{16}\.\d+\.safetensors")

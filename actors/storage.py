@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from actors.names import name_problem
 from wan_tpu.errors import InvalidInput
 
 GCS_SCHEME = "gs://"
-MAX_PART_BYTES = 200  # of a name between slashes: file systems allow 255, and the partial file's name is longer
 _LOCK = ".wan-tpu.lock"
 _PARTIAL = ".partial"
 
@@ -39,8 +39,11 @@ class Storage(Protocol):
     def location(self, name: str = "") -> str:
         """Return the path or gs:// address of a name (of the folder itself when left out), for people and links."""
 
-    def read(self, name: str) -> bytes:
-        """Return the whole content; raises `Missing`."""
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the content, or its bytes from `start` to before `stop`; raises `Missing`."""
+
+    def size(self, name: str) -> int:
+        """Return how many bytes it has; raises `Missing`."""
 
     def write(self, name: str, content: bytes, *, only_if_absent: bool = False) -> None:
         """Write the whole content or nothing, over what is there.
@@ -99,24 +102,6 @@ def split_location(location: str) -> tuple[str, str]:
     return str(path_.parent), path_.name
 
 
-def name_problem(name: str) -> str | None:
-    """Return why a name can't be used under a folder, or None when it can."""
-    if not name:
-        return "is empty"
-    if name.startswith("/") or "\\" in name:
-        return "is not a relative path with forward slashes"
-    for part in name.split("/"):
-        if part in ("", ".", ".."):
-            return f"has the part {part!r}, and would leave its folder or change its meaning"
-        if part.startswith("."):
-            return f"has the part {part!r}, which would be hidden: begin it with another character than a dot"
-        if len(part.encode(errors="replace")) > MAX_PART_BYTES:
-            return f"has a part of more than {MAX_PART_BYTES} bytes"
-    if any(not character.isprintable() for character in name):
-        return "has a control character, or is no valid Unicode"
-    return None
-
-
 def check_name(name: str) -> str:
     """Return a name that can be used; raises `StorageError` otherwise."""
     problem = name_problem(name)
@@ -138,15 +123,16 @@ class LocalStorage:
         """Return the absolute path."""
         return str(self._path(name) if name else self._folder)
 
-    def read(self, name: str) -> bytes:
-        """Return the content of the file."""
-        path = self._path(name)
-        try:
-            return path.read_bytes()
-        except FileNotFoundError:
-            raise Missing(f"{path} does not exist; check the path") from None
-        except OSError as error:
-            raise StorageError(f"can't read {path} ({_reason(error)}); check the path and its permissions") from None
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the content of the file, or a part of it."""
+        with _reading(self._path(name)) as path, path.open("rb") as file:
+            file.seek(start)
+            return file.read(-1 if stop is None else max(0, stop - start))
+
+    def size(self, name: str) -> int:
+        """Return the size of the file."""
+        with _reading(self._path(name)) as path:
+            return path.stat().st_size
 
     def write(self, name: str, content: bytes, *, only_if_absent: bool = False) -> None:
         """Write beside it, flush to the disk, rename: a reader sees the old file or the new one."""
@@ -267,6 +253,16 @@ class LocalStorage:
 
     def _path(self, name: str) -> Path:
         return self._folder / check_name(name)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Path]:
+    try:
+        yield path
+    except FileNotFoundError:
+        raise Missing(f"{path} does not exist; check the path") from None
+    except OSError as error:
+        raise StorageError(f"can't read {path} ({_reason(error)}); check the path and its permissions") from None
 
 
 def _write_through(path: Path, content: bytes) -> None:

@@ -85,6 +85,12 @@ class Video(_Object):
     stage: str | None = None
     step: int | None = None
     num_inference_steps: int
+    negative_prompt: str
+    guidance_scale: float
+    guidance_scale_2: float
+    shift: float
+    solver: str
+    input_size: str | None
     queue_position: int | None = None
     eta_seconds: float | None = None
     attempts: int
@@ -147,6 +153,12 @@ def video(job: Job, *, queue_position: int | None = None, eta_s: float | None = 
         stage=progress.stage if progress and job.status == "in_progress" else None,
         step=progress.step if progress and job.status == "in_progress" else None,
         num_inference_steps=asked["steps"],
+        negative_prompt=asked["negative_prompt"],
+        guidance_scale=asked["guidance_scale"],
+        guidance_scale_2=asked["guidance_scale_2"],
+        shift=asked["shift"],
+        solver=asked["solver"],
+        input_size=asked["image"],
         queue_position=queue_position,
         eta_seconds=None if eta_s is None else round(eta_s, 1),
         attempts=job.attempts,

@@ -6,7 +6,7 @@ from sqlalchemy import delete, insert, select, update
 
 from actors.jobs.database import Database
 from actors.jobs.rows import Keeping, doom
-from actors.jobs.tables import files, jobs
+from actors.jobs.tables import deliveries, files, jobs
 from actors.storage import Storage, StorageError
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class Retention:
             ).all()
             for job in expired:
                 doom(connection, job, now)
+            connection.execute(delete(deliveries).where(deliveries.c.job.in_(expired)))
             connection.execute(delete(jobs).where(jobs.c.id.in_(expired)))
         return len(expired)
 

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, select, update
+from sqlalchemy import Connection, Row, bindparam, func, select, update
 
-from actors.jobs.tables import files, jobs
+from actors.jobs.tables import deliveries, files, jobs
 from actors.jobs.values import Cost, Job, Progress
 
 _FIELDS = [field.name for field in dataclasses.fields(Job)]
@@ -32,12 +32,20 @@ def job_of(row: Row[Any]) -> Job:
     return Job(**{name: found[name] for name in _FIELDS} | {"progress": progress})
 
 
-def ahead(job: Job) -> Any:
-    """Return the condition of the waiting jobs that are claimed before this one."""
-    earlier = (jobs.c.turn < job.turn) | ((jobs.c.turn == job.turn) & (jobs.c.sequence < job.sequence))
-    return (jobs.c.status == "queued") & (
-        (jobs.c.priority > job.priority) | ((jobs.c.priority == job.priority) & earlier)
-    )
+def _ahead() -> Any:
+    """Return what counts the waiting jobs that are claimed before one, given its priority, turn and sequence."""
+    priority: Any = bindparam("own_priority")
+    turn: Any = bindparam("own_turn")
+    sequence: Any = bindparam("own_sequence")
+    earlier = (jobs.c.turn < turn) | ((jobs.c.turn == turn) & (jobs.c.sequence < sequence))
+    before = (jobs.c.priority > priority) | ((jobs.c.priority == priority) & earlier)
+    return select(func.count()).where(jobs.c.status == "queued", before)
+
+
+# Built once: they are asked with every poll, and putting them together takes longer than answering them.
+BY_ID = select(jobs).where(jobs.c.id == bindparam("wanted"))
+STATUS = select(jobs.c.status).where(jobs.c.id == bindparam("wanted"))
+AHEAD = _ahead()
 
 
 def next_turn(connection: Connection, owner: str, priority: int) -> int:
@@ -68,7 +76,7 @@ def end(
     used = cost or job.cost
     progress = job.progress
     if failure is None:
-        progress = dataclasses.replace(progress or Progress(stage="decoder"), percent=100.0)
+        progress = dataclasses.replace(progress or Progress(stage="decoder"), percent=100.0, eta_s=None)
     row = connection.execute(
         update(jobs)
         .where(jobs.c.id == job.id)
@@ -87,6 +95,7 @@ def end(
         )
         .returning(jobs)
     ).one()
+    connection.execute(update(deliveries).where(deliveries.c.job == job.id).values(due_at=now))
     kept = {*(results or {}).values(), job.input_image or ""}
     doom(connection, job.id, now + (0 if failure is None else keeping.abandoned_s), keep=kept)
     return job_of(row)

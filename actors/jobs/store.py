@@ -1,5 +1,6 @@
 """Jobs as those who ask for videos see them: submit, look, list, cancel, delete."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -8,8 +9,8 @@ from sqlalchemy import Connection, delete, func, insert, select, update
 from actors.jobs.database import Database
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, QueueFull
 from actors.jobs.migrate import migrate
-from actors.jobs.rows import Keeping, ahead, doom, end, job_of, next_turn
-from actors.jobs.tables import files, jobs
+from actors.jobs.rows import AHEAD, BY_ID, STATUS, Keeping, doom, end, job_of, next_turn
+from actors.jobs.tables import deliveries, files, jobs
 from actors.jobs.values import CANCELLED, Counts, Job, Page, Submission, digest, is_id, new_id
 
 MAX_PAGE = 100
@@ -89,9 +90,20 @@ class JobStore:
     def position(self, job: Job) -> int | None:
         """Return how many jobs are claimed before this one if none is added; None when it doesn't wait."""
         with self._database.read() as connection:
-            if connection.scalar(select(jobs.c.status).where(jobs.c.id == job.id)) != "queued":
+            if connection.scalar(STATUS, {"wanted": job.id}) != "queued":
                 return None
-            return connection.scalar(select(func.count()).where(ahead(job)))
+            own = {"own_priority": job.priority, "own_turn": job.turn, "own_sequence": job.sequence}
+            return connection.scalar(AHEAD, own)
+
+    def positions(self, ids: Sequence[str]) -> dict[str, int]:
+        """Return the same for many at once, in one walk over the queue; those that don't wait are left out."""
+        if not ids:
+            return {}
+        order = func.row_number().over(order_by=(jobs.c.priority.desc(), jobs.c.turn, jobs.c.sequence))
+        queue = select(jobs.c.id, (order - 1).label("position")).where(jobs.c.status == "queued").subquery()
+        with self._database.read() as connection:
+            found = connection.execute(select(queue).where(queue.c.id.in_(ids)))
+            return {row.id: row.position for row in found}
 
     def cancel(self, job: str, owner: str | None = None) -> Job:
         """Cancel a job: it ends as failed with code "cancelled".
@@ -121,7 +133,20 @@ class JobStore:
             if found.status == "in_progress":
                 raise JobUnfinished(f"{found.id} is in progress; cancel it first, or wait for its end")
             doom(connection, found.id, self._database.now(connection))
+            connection.execute(delete(deliveries).where(deliveries.c.job == found.id))
             connection.execute(delete(jobs).where(jobs.c.id == found.id))
+
+    def recent(self, limit: int) -> tuple[Job, ...]:
+        """Return jobs of any owner that have completed, the latest first."""
+        query = select(jobs).where(jobs.c.status == "completed", jobs.c.expires_at.is_not(None))
+        with self._database.read() as connection:
+            found = connection.execute(query.order_by(jobs.c.expires_at.desc()).limit(limit))
+            return tuple(map(job_of, found))
+
+    def running(self) -> int:
+        """Return how many jobs are in progress."""
+        with self._database.read() as connection:
+            return connection.scalar(select(func.count()).where(jobs.c.status == "in_progress")) or 0
 
     def counts(self) -> Counts:
         """Return how many jobs there are, by status and failure."""
@@ -143,13 +168,10 @@ class JobStore:
         )
 
     def _find(self, connection: Connection, job: str, owner: str | None, *, lock: bool = False) -> Job:
-        query = select(jobs).where(jobs.c.id == job)
-        if owner is not None:
-            query = query.where(jobs.c.owner == owner)
         row = None
         if is_id(job):  # anything else isn't asked for: PostgreSQL refuses some texts
-            row = connection.execute(query.with_for_update() if lock else query).one_or_none()
-        if row is None:
+            row = connection.execute(BY_ID.with_for_update() if lock else BY_ID, {"wanted": job}).one_or_none()
+        if row is None or owner not in (None, row.owner):
             raise JobNotFound(f"there is no job {job[:80]!r}; it may have been deleted, or have expired")
         return job_of(row)
 
@@ -185,6 +207,8 @@ class JobStore:
             )
             .returning(jobs)
         ).one()
+        if submission.webhook_url is not None:
+            connection.execute(insert(deliveries).values(job=row.id, url=submission.webhook_url, attempts=0))
         if submission.input_image is not None:
             self._attach(connection, submission.input_image, row.id, now)
         return job_of(row)

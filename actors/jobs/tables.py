@@ -66,3 +66,24 @@ files = Table(
 )
 Index("files_of_job", files.c.job)
 Index("files_doomed", files.c.doomed_at)
+
+# What a process says of itself, again and again: who it is, what it counts.
+notices = Table(
+    "notices",
+    metadata,
+    Column("name", String(255), primary_key=True),
+    Column("kind", String(32), nullable=False),
+    Column("content", Text, nullable=False),
+    Column("told_at", Float, nullable=False),
+)
+
+# Whom to tell of a job's end. `due_at`: when to try next; none while the job hasn't ended.
+deliveries = Table(
+    "deliveries",
+    metadata,
+    Column("job", String(64), primary_key=True),
+    Column("url", Text, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("due_at", Float),
+)
+Index("deliveries_due", deliveries.c.due_at)

@@ -43,6 +43,7 @@ class Submission:
     deadline         a job that hasn't ended by then fails with code "deadline_exceeded"
     idempotency_key  the same key and body of the same owner is the same job
     body_digest      of what the client sent, for the comparison; of `request` when left out
+    webhook_url      told when the job has ended
     """
 
     owner: str
@@ -52,16 +53,21 @@ class Submission:
     deadline: float | None = None
     idempotency_key: str | None = None
     body_digest: str | None = None
+    webhook_url: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a job is: the stage, the last finished step of how many, and percent weighted by measured time."""
+    """How far a job is: the stage, the last finished step of how many, and percent weighted by measured time.
+
+    eta_s  seconds that were left when this was told; None where nothing is known yet
+    """
 
     stage: str
     step: int = 0
     steps: int = 0
     percent: float = 0.0
+    eta_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

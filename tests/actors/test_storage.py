@@ -237,3 +237,16 @@ def test_no_credentials(tmp_path, monkeypatch):
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
     with pytest.raises(StorageError, match=r"no usable Google credentials .*gcloud auth application-default login"):
         GcsStorage("videos")
+
+
+def test_a_part_is_read_without_the_rest(storage):
+    storage.write("a.mp4", b"0123456789")
+    assert storage.size("a.mp4") == 10
+    assert [storage.read("a.mp4", *part) for part in ((0, 3), (7,), (3, 99), (4, 4))] == [
+        b"012",
+        b"789",
+        b"3456789",
+        b"",
+    ]
+    with pytest.raises(Missing):
+        storage.size("b.mp4")

@@ -1,10 +1,15 @@
-"""Real HTTPS servers on this machine, with certificates of an authority that only these tests trust."""
+"""Real HTTPS servers on this machine, with certificates of an authority that only these tests trust; the service."""
 
 import asyncio
 import ssl
 
+import httpx
 import pytest
 import trustme
+from openai import OpenAI
+
+from actors.api.settings import ServiceSettings
+from tests.actors.api import serving
 
 NAME = "pictures.test"
 
@@ -67,3 +72,42 @@ def new_server(authority):
         return Server(context)
 
     return made
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return ServiceSettings(
+        database=str(tmp_path / "jobs.sqlite"), storage=str(tmp_path / "results"), model=serving.MODEL
+    )
+
+
+@pytest.fixture
+def engine(tmp_path):
+    (tmp_path / "frames").mkdir()
+    return serving.Engine(tmp_path / "frames")
+
+
+@pytest.fixture
+def service(settings):
+    """The address of a service that nobody works for."""
+    with serving.served(settings) as address:
+        yield address
+
+
+@pytest.fixture
+def client(service):
+    with OpenAI(base_url=f"{service}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def worker(settings, service, engine):
+    """A worker of the service, at work."""
+    with serving.working(settings, engine) as tools:
+        yield tools
+
+
+@pytest.fixture
+def http(service):
+    with httpx.Client(base_url=service, timeout=30) as made:
+        yield made

@@ -227,13 +227,13 @@ async def dripping(writer):
     [
         (answer(b"x" * 1001), "more than 1000 bytes"),
         (endless, "more than 1000 bytes"),
-        (endless_header, "did not send an image"),
+        (endless_header, "did not answer as it should"),
         (answer(b"x", "404 Not Found"), "status 404"),
         (answer(b"x", "500 Oops"), "status 500"),
         (answer(b"x", Content_Encoding="gzip"), "encoding 'gzip'"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nhalf", "did not send an image"),
-        (b"220 smtp ready\r\n", "did not send an image"),
-        (b"", "did not send|closed the connection"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nhalf", "did not answer as it should"),
+        (b"220 smtp ready\r\n", "did not answer as it should"),
+        (b"", "did not answer|closed the connection"),
     ],
 )
 def test_what_is_no_image_of_the_right_size_is_refused(new_server, settings, given, reason):

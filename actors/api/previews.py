@@ -1,0 +1,57 @@
+"""Pictures of a finished video: a thumbnail and a sheet of frames. Making them decodes all of it."""
+
+import io
+import subprocess
+
+import imageio_ffmpeg
+from PIL import Image
+
+from wan_tpu.errors import WanTpuError
+
+SHEET_FRAMES = 12
+_WIDEST = 400  # pixels of a picture in the sheet
+_COLUMNS = 4
+_TIMEOUT_S = 300.0
+
+
+class BrokenVideo(WanTpuError):
+    """The mp4 can't be decoded."""
+
+
+def previews(mp4: bytes, *, height: int, width: int, frames: int) -> dict[str, bytes]:
+    """Return the thumbnail (WebP) and the sheet (JPEG) of a video by variant; raises `BrokenVideo`."""
+    pictures = _pictures(mp4, height=height, width=width, frames=frames)
+    cell_width, cell_height = pictures[0].size
+    columns = min(_COLUMNS, len(pictures))
+    sheet = Image.new("RGB", (columns * cell_width, -(-len(pictures) // columns) * cell_height))
+    for i, picture in enumerate(pictures):
+        sheet.paste(picture, (i % columns * cell_width, i // columns * cell_height))
+    return {"thumbnail": _saved(pictures[0], "WEBP", quality=80), "spritesheet": _saved(sheet, "JPEG", quality=85)}
+
+
+def _pictures(mp4: bytes, *, height: int, width: int, frames: int) -> list[Image.Image]:
+    wide = min(_WIDEST, width)
+    tall = max(2, round(height * wide / width))
+    every = -(-frames // SHEET_FRAMES)
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-threads", "1", "-i", "-"]
+    command += ["-vf", f"select='not(mod(n,{every}))',scale={wide}:{tall}", "-fps_mode", "passthrough"]
+    command += ["-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    try:
+        done = subprocess.run(command, input=mp4, capture_output=True, timeout=_TIMEOUT_S, start_new_session=True)
+    except subprocess.TimeoutExpired:
+        raise BrokenVideo(f"the video isn't decoded within {_TIMEOUT_S:g} s") from None
+    size = wide * tall * 3
+    expected = -(-frames // every)
+    if done.returncode or len(done.stdout) != expected * size:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it ends early"]
+        raise BrokenVideo(f"the video has {len(done.stdout) / size:g} of {expected} pictures ({said[-1][:200]})")
+    return [
+        Image.frombytes("RGB", (wide, tall), done.stdout[start : start + size])
+        for start in range(0, len(done.stdout), size)
+    ]
+
+
+def _saved(picture: Image.Image, kind: str, *, quality: int) -> bytes:
+    made = io.BytesIO()
+    picture.save(made, kind, quality=quality)
+    return made.getvalue()

@@ -1,0 +1,36 @@
+"""Requests of every kind, made up from the service's own description: no answer is a 5xx, and all are as described."""
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.actors.api.serving import served, wait_for, working
+
+EACH = os.environ.get("WAN_TPU_EXAMPLES", "20")  # made up for each operation; 450 are 3,500 cases
+# Not "positive_data_acceptance" and its kin: what fits the description may still not fit the model.
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+
+
+def test_whatever_is_asked_is_answered(settings, engine, tmp_path):
+    program = shutil.which("schemathesis", path=os.pathsep.join([str(Path(sys.executable).parent), os.defpath]))
+    if program is None:
+        pytest.skip("schemathesis is not installed (pip install schemathesis)")
+    few = dataclasses.replace(settings, queue_limit=50, images=dataclasses.replace(settings.images, max_bytes=200_000))
+    with served(few) as address, working(few, engine), httpx.Client(base_url=address, timeout=30) as http:
+        command = [program, "run", f"{address}/openapi.json", "--checks", CHECKS, "--max-examples", EACH]
+        command += ["--phases", "examples,coverage,fuzzing", "--continue-on-failure", "--no-color", "--seed", "7"]
+        command += ["--request-timeout", "30", "--warnings", "off", "--no-shrink"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3000)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        cases = int(re.search(r"([\d,]+) generated", done.stdout)[1].replace(",", ""))
+        print(f"{cases} cases")
+        assert cases >= 5 * int(EACH)  # those that were made up twice are left out
+        job = wait_for(lambda: http.post("/v1/videos", json={"prompt": "the worker is alive"}).json().get("id"))
+        wait_for(lambda: http.get(f"/v1/videos/{job}").json()["status"] == "completed")

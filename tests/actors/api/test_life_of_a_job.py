@@ -1,0 +1,238 @@
+"""A job's way: events, cancelling, deadlines, workers that come and go, and what is counted and told of it."""
+
+import dataclasses
+import json
+import logging
+import re
+import threading
+import time
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from actors.api.keys import add_key
+from actors.api.logs import JsonFormatter
+from actors.jobs.database import Database
+from actors.jobs.store import JobStore
+from tests.actors.api.serving import create, done, served, wait_for, working
+from tests.conftest import ROOT
+
+
+def test_events_agree_with_polling(http, worker, engine):
+    engine.go.clear()
+    job = create(http).json()["id"]
+    seen, polled = [], []
+
+    def poll():
+        while not polled or polled[-1]["status"] != "completed":
+            polled.append(http.get(f"/v1/videos/{job}").json())
+            time.sleep(0.05)
+
+    polling = threading.Thread(target=poll)
+    polling.start()
+    threading.Timer(2.5, engine.go.set).start()
+    with http.stream("GET", f"/v1/videos/{job}/events") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer.iter_lines():
+            if line.startswith("event: "):
+                seen.append([line.removeprefix("event: ")])
+            elif line.startswith("data: "):
+                seen[-1].append(json.loads(line.removeprefix("data: ")))
+    polling.join()
+    names, videos = zip(*seen, strict=True)
+    assert names[-1] == "completed" and set(names[:-1]) == {"progress"}
+    percents = [video["progress"] for video in videos]
+    assert percents == sorted(percents) and percents[-1] == 100
+    assert videos[-1] == polled[-1]
+    known = [{**video, "eta_seconds": None, "queue_position": None} for video in polled]
+    steps = [{**video, "eta_seconds": None, "queue_position": None} for video in videos if video["step"]]
+    assert steps and all(step in known for step in steps)
+    assert http.get("/v1/videos/video_nothing/events").status_code == 404
+
+
+def test_cancelling_stops_the_work(http, worker, engine):
+    engine.go.clear()
+    running = create(http).json()["id"]
+    wait_for(lambda: http.get(f"/v1/videos/{running}").json()["status"] == "in_progress")
+    assert http.delete(f"/v1/videos/{running}").status_code == 409
+    http.post(f"/v1/videos/{running}/cancel").raise_for_status()
+    ended = done(http, running)
+    assert (ended["status"], ended["error"]["code"]) == ("failed", "cancelled")
+    wait_for(lambda: engine.under_way == 0)
+    assert http.post(f"/v1/videos/{running}/cancel").json()["status"] == "failed"
+    assert http.delete(f"/v1/videos/{running}").status_code == 200
+
+
+def test_cancelling_what_waits(http):
+    job = create(http).json()["id"]
+    assert http.post(f"/v1/videos/{job}/cancel").json()["error"]["code"] == "cancelled"
+
+
+def test_a_deadline(http, worker, engine):
+    engine.go.clear()
+    job = create(http, deadline=time.time() + 1.5).json()["id"]
+    assert done(http, job)["error"]["code"] == "deadline_exceeded"
+    wait_for(lambda: engine.under_way == 0)
+
+
+def test_a_lost_worker_s_job_is_done_by_another(http, settings, engine):
+    quick = dataclasses.replace(settings, leases=dataclasses.replace(settings.leases, lease_s=2.0))
+    database = Database(settings.database)
+    from actors.jobs.work import WorkQueue
+
+    job = create(http).json()["id"]
+    assert WorkQueue(database, quick.leases).claim("lost").job.id == job  # and is never heard of again
+    with working(quick, engine):
+        video = done(http, job)
+    assert (video["status"], video["attempts"]) == ("completed", 2)
+    database.close()
+
+
+def test_a_worker_that_leaves_gives_its_jobs_back(http, settings, engine):
+    engine.go.clear()
+    job = create(http).json()["id"]
+    with working(settings, engine):
+        wait_for(lambda: http.get(f"/v1/videos/{job}").json()["step"])
+    assert http.get(f"/v1/videos/{job}").json()["status"] == "queued"
+    engine.go.set()
+    with working(settings, engine, name="worker-2"):
+        assert done(http, job)["attempts"] == 2
+
+
+def test_a_pipeline_that_is_away_costs_no_job(http, settings, engine):
+    from actors.errors import PipelineNotFound
+
+    async def ready():
+        if engine.failure is not None:
+            asked.append(engine.failure)
+            raise engine.failure
+
+    engine.failure, asked = PipelineNotFound("there is no pipeline"), []
+    job = create(http).json()["id"]
+    with working(settings, engine, ready=ready):
+        wait_for(lambda: len(asked) == 2)
+        engine.failure = None
+        assert done(http, job)["status"] == "completed"
+    assert http.get(f"/v1/videos/{job}").json()["attempts"] == 2
+
+
+def test_figures_and_readiness(http, worker):
+    for _ in range(2):
+        done(http, create(http).json()["id"])
+    wait_for(lambda: "wan_step_seconds_count" in http.get("/metrics").text)
+    text = wait_for(
+        lambda: (
+            'wan_jobs_ended_total{process="worker-1",status="completed"} 2.0' in (t := http.get("/metrics").text) and t
+        )
+    )
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    steps = sum(s.value for s in found["wan_step_seconds"].samples if s.name.endswith("_count"))
+    assert steps == 2 * 4
+    jobs = {s.labels["status"]: s.value for s in found["wan_jobs"].samples}
+    assert jobs == {"queued": 0, "in_progress": 0, "completed": 2, "failed": 0}
+    assert found["wan_chip_seconds"].samples and found["wan_http_seconds"].samples
+    assert http.get("/ready").json() == {"status": "ok", "workers": 1}
+    assert http.get("/health").json() == {"status": "ok"}
+
+
+def test_an_eta_comes_from_the_jobs_before(http, worker, engine):
+    done(http, create(http).json()["id"])
+    engine.go.clear()
+    ids = [create(http).json()["id"] for _ in range(8)]
+    waiting = wait_for(lambda: (v := http.get(f"/v1/videos/{ids[-1]}").json())["queue_position"] == 3 and v)
+    time.sleep(5)  # the forecast is looked at again
+    waiting = http.get(f"/v1/videos/{ids[-1]}")
+    assert waiting.json()["eta_seconds"] > 0
+    assert 500 <= int(waiting.headers["openai-poll-after-ms"]) <= 5000
+    engine.go.set()
+
+
+def test_logs_are_json_without_prompts_or_keys(settings, tmp_path, engine):
+    key, _ = add_key(tmp_path / "keys.json", "ann")
+    lines = []
+
+    class Kept(logging.Handler):
+        def emit(self, record):
+            lines.append(json.loads(JsonFormatter().format(record)))
+
+    log, kept = logging.getLogger("actors"), Kept()
+    log.addHandler(kept)
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
+        keyed = dataclasses.replace(settings, keys_file=str(tmp_path / "keys.json"))
+        with served(keyed) as address, httpx.Client(base_url=address) as http, working(keyed, engine):
+            http.headers["Authorization"] = f"Bearer {key}"
+            job = create(http, prompt="a secret wish").json()["id"]
+            done(http, job)
+    finally:
+        log.removeHandler(kept)
+        log.setLevel(level)
+    life = [line["event"] for line in lines if line.get("job") == job]
+    assert life.index("accepted") < life.index("begun") < life.index("completed")
+    assert "secret wish" not in str(lines) and key not in str(lines) and key.split("_")[2] not in str(lines)
+
+
+def test_the_dashboard_asks_for_figures_that_there_are(http, worker):
+    """Grafana's queries, against the real /metrics: every name and label in them is served."""
+    done(http, create(http).json()["id"])
+    text = wait_for(lambda: "wan_jobs_ended_total{" in (t := http.get("/metrics").text) and t)
+    families = list(text_string_to_metric_families(text))
+    labels = {sample.name: set() for family in families for sample in family.samples}
+    for family in families:
+        for sample in family.samples:
+            labels[sample.name] |= set(sample.labels)
+    # Of these there are samples only once something has failed, compiled or been told.
+    labels |= {
+        "wan_failures_total": {"code"},
+        "wan_compile_seconds_count": {"stage"},
+        "wan_webhooks_total": {"outcome"},
+        "wan_handoff_seconds_bucket": {"le", "stage"},
+    }
+    declared = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert {"wan_failures_total", "wan_compile_seconds", "wan_webhooks_total", "wan_handoff_seconds"} <= declared
+    panels = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(queries) > 10
+    for query in queries:
+        for name in re.findall(r"wan_\w+", query):
+            assert name in labels, query
+            asked = [word for found in re.findall(r"by \(([^)]*)\)", query) for word in found.split(", ")]
+            asked += re.findall(r"(\w+)=~", query)
+            assert set(asked) <= labels[name] | {"le"}, query
+
+
+def test_snapshots_of_jobs_that_nobody_goes_on_with_are_removed(http, settings, tmp_path):
+    from actors.api.upkeep import Orphans
+    from actors.snapshots import Snapshots
+
+    waiting, cancelled, deleted = (create(http).json()["id"] for _ in range(3))
+    for job in (waiting, cancelled, deleted, "cat"):
+        (tmp_path / f"{job}.{'0' * 16}.0010.safetensors").write_bytes(b"x")
+    http.post(f"/v1/videos/{cancelled}/cancel")
+    http.delete(f"/v1/videos/{deleted}")
+    snapshots = Snapshots(str(tmp_path))
+    assert Orphans(JobStore(Database(settings.database)), snapshots).remove() == 2
+    assert snapshots.ids() == ["cat", waiting]
+
+
+def test_a_job_is_a_trace_when_that_is_wanted(http, settings, engine):
+    trace = pytest.importorskip("opentelemetry.sdk.trace", reason='traces need their packages ("wan-tpu[traces]")')
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from actors.api.traces import Traces
+
+    assert Traces.from_environment() is None
+    kept, provider = InMemorySpanExporter(), trace.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    with working(settings, engine, traces=Traces(provider)):
+        job = create(http).json()["id"]
+        done(http, job)
+        spans = wait_for(lambda: len(found := kept.get_finished_spans()) == 5 and found)
+    *stages, root = spans
+    assert (root.name, root.attributes["job"], root.attributes["status"]) == ("video", job, "completed")
+    assert [span.name for span in stages] == ["encoder", "denoise_high", "denoise_low", "decoder"]
+    assert {span.parent.span_id for span in stages} == {root.context.span_id}
+    assert stages[1].attributes["computed_s"] == pytest.approx(0.5, abs=0.05)

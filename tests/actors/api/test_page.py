@@ -1,0 +1,156 @@
+"""The page in a real browser: submit, watch it move, play, cancel, reload meanwhile, on a phone, with the keyboard."""
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from actors.api.keys import add_key
+from tests.actors.api.serving import served, wait_for, working
+from tests.conftest import PHOTO
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
+PHONE = {"width": 360, "height": 740}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no Chromium (Debian: apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def page(browser, service):
+    """The page of a service, open; what it asks elsewhere or complains of fails the test."""
+    made = browser.new_page()
+    made.set_default_timeout(15_000)
+    problems = []
+    made.on("request", lambda asked: asked.url.startswith((service, "data:", "blob:")) or problems.append(asked.url))
+    made.on("pageerror", lambda error: problems.append(str(error)))
+    made.on("console", lambda said: said.type == "error" and " 400 " not in said.text and problems.append(said.text))
+    made.goto(service)
+    yield made
+    shot(made, "end")
+    made.close()
+    assert problems == []
+
+
+def shot(page, name):
+    """Keep a picture where they are wanted, to be looked at."""
+    if folder := os.environ.get("WAN_TPU_SCREENSHOTS"):
+        test = os.environ["PYTEST_CURRENT_TEST"].split("::")[1].split(" ")[0]
+        page.screenshot(path=Path(folder) / f"{test}-{name}.png", full_page=True)
+
+
+def ask(page, prompt, **fields):
+    page.get_by_label("Prompt", exact=True).fill(prompt)
+    for label, value in fields.items():
+        page.get_by_label(label, exact=True).fill(str(value))
+    page.get_by_role("button", name="Make it").click()
+    card = page.locator("article").filter(has_text=prompt)
+    card.wait_for()
+    return card
+
+
+def plays(page):
+    """Wait until a video has pictures. The page lets nobody evaluate strings in a loop of its own."""
+    wait_for(lambda: page.evaluate("(document.querySelector('article video') || {}).readyState >= 2"))
+
+
+def test_from_the_prompt_to_the_video(page, worker, engine):
+    engine.go.clear()
+    card = ask(page, "A cat looks up", Size="96x64", Frames=9, Steps=4, Seed=5)
+    sync_api.expect(card).to_contain_text("step 1 of 4")
+    first = int(card.get_by_role("progressbar").get_attribute("aria-valuenow"))
+    shot(page, "under-way")
+    page.reload()
+    card = page.locator("article").filter(has_text="A cat looks up")
+    sync_api.expect(card).to_contain_text("step 1 of 4")
+    engine.go.set()
+    card.get_by_role("button", name="play:").wait_for()
+    assert 0 < first < 100
+    assert (engine.asked[0].width, engine.asked[0].steps, engine.asked[0].seed) == (96, 4, 5)
+    card.get_by_role("button", name="play:").click()
+    plays(page)
+    assert page.evaluate("document.querySelector('article video').videoWidth") == 96
+    with page.expect_download() as download:
+        card.get_by_role("button", name="Download").click()
+    assert Path(download.value.path()).read_bytes()[4:8] == b"ftyp"
+    page.get_by_label("Seed", exact=True).fill("1")
+    card.get_by_role("button", name="Reuse").click()
+    assert page.get_by_label("Seed", exact=True).input_value() == "5"
+    assert page.get_by_label("Prompt", exact=True).input_value() == "A cat looks up"
+    card.get_by_role("button", name="Delete").click()
+    sync_api.expect(page.get_by_text("None yet.")).to_be_visible()
+
+
+def test_an_image_is_dropped_and_cancelled(page, worker, engine):
+    engine.go.clear()
+    page.locator("#file").set_input_files(PHOTO)
+    sync_api.expect(page.get_by_alt_text("first frame: cat.png")).to_be_visible()
+    card = ask(page, "It moves")
+    sync_api.expect(card).to_contain_text("step 1")
+    card.get_by_role("button", name="Cancel").click()
+    sync_api.expect(card).to_contain_text("cancelled")
+    assert engine.asked[0].image is not None
+
+
+def test_what_is_refused_is_said(page):
+    page.get_by_label("Prompt", exact=True).fill("x")
+    page.get_by_label("Size", exact=True).fill("100x64")
+    page.get_by_role("button", name="Make it").click()
+    sync_api.expect(page.get_by_role("alert")).to_contain_text("96x64")
+
+
+def test_with_the_keyboard_alone(page, worker):
+    page.get_by_label("Prompt", exact=True).focus()
+    page.keyboard.type("typed")
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.textContent") == "Make it":
+            break
+    page.keyboard.press("Enter")
+    card = page.locator("article").filter(has_text="typed")
+    card.get_by_role("button", name="play:").focus()
+    page.keyboard.press("Enter")
+    plays(page)
+
+
+def test_on_a_phone_in_the_dark(page, worker):
+    page.set_viewport_size(PHONE)
+    page.emulate_media(color_scheme="dark")
+    card = ask(page, "A prompt with a very long word: " + "x" * 200)
+    card.get_by_role("button", name="play:").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert ground == "rgb(22, 23, 26)"
+
+
+def test_markup_in_a_prompt_stays_text(page, worker):
+    card = ask(page, "<img src=x onerror=alert(1)><b>bold</b>")
+    assert card.locator("b b, p b, p img").count() == 0
+    sync_api.expect(card.locator(".prompt")).to_have_text("<img src=x onerror=alert(1)><b>bold</b>")
+
+
+def test_a_key_is_asked_for_and_kept(browser, settings, engine, tmp_path):
+    key, _ = add_key(tmp_path / "keys.json", "ann")
+    keyed = dataclasses.replace(settings, keys_file=str(tmp_path / "keys.json"))
+    with served(keyed) as address, working(keyed, engine):
+        page = browser.new_page()
+        page.set_default_timeout(15_000)
+        page.goto(address)
+        page.locator("#key").fill(key)
+        page.locator("#key").press("Tab")
+        card = ask(page, "with a key")
+        card.get_by_role("button", name="play:").click()
+        plays(page)
+        page.reload()
+        page.locator("article").filter(has_text="with a key").wait_for()
+        page.close()

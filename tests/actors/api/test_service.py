@@ -1,0 +1,204 @@
+"""What OpenAI's client doesn't ask for: idempotency, admission, ranges, keys, other sites, bodies of nonsense."""
+
+import dataclasses
+import time
+
+import httpx
+import pytest
+from PIL import Image
+
+from actors.api.keys import add_key, revoke_key
+from actors.jobs.database import Database
+from actors.jobs.store import JobStore
+from actors.jobs.values import Submission
+from tests.actors.api import serving
+from tests.actors.api.serving import create, done, served
+from tests.conftest import PHOTO
+
+
+def test_the_same_key_and_body_is_the_same_job(http):
+    first = create(http, {"Idempotency-Key": "k1"}, seed=1)
+    again = create(http, {"Idempotency-Key": "k1"}, seed=1)
+    assert first.status_code == again.status_code == 200
+    assert first.json()["id"] == again.json()["id"]
+    other = create(http, {"Idempotency-Key": "k1"}, seed=2)
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_conflict")
+    assert create(http, {"Idempotency-Key": "k2"}, seed=1).json()["id"] != first.json()["id"]
+    image = {"input_reference": ("cat.png", PHOTO.read_bytes())}
+    one, two = (
+        http.post("/v1/videos", data={"prompt": "x"}, files=image, headers={"Idempotency-Key": "k3"}) for _ in "ab"
+    )
+    assert one.json()["id"] == two.json()["id"]
+    conflict = http.post("/v1/videos", files={"prompt": (None, "x")}, headers={"Idempotency-Key": "k3"})
+    assert conflict.status_code == 409
+
+
+def test_a_full_queue_says_when_to_come_back(settings):
+    with served(dataclasses.replace(settings, queue_limit=2)) as address, httpx.Client(base_url=address) as http:
+        assert [create(http).status_code for _ in range(3)] == [200, 200, 429]
+        refused = create(http)
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert 1 <= int(refused.headers["retry-after"]) <= 600
+
+
+def test_what_doesn_t_fit_the_slices_is_refused_with_the_nearest_that_does(settings):
+    small = dataclasses.replace(settings, largest=((480, 832, 81),))
+    with served(small) as address, httpx.Client(base_url=address) as http:
+        for size, frames, nearest in (
+            ("832x480", 81, None),
+            ("1280x720", 81, "832x464 with 81 frames"),
+            ("832x480", 121, "832x480 with 81 frames"),
+            ("480x832", 161, "480x832 with 81 frames"),
+        ):
+            answer = create(http, size=size, num_frames=frames)
+            assert answer.status_code == (200 if nearest is None else 400)
+            if nearest is not None:
+                assert nearest in answer.json()["error"]["message"]
+                wide, _, rest = nearest.partition(" with ")
+                assert create(http, size=wide, num_frames=int(rest.split()[0])).status_code == 200
+
+
+def test_ranges_and_etags(http, worker):
+    job = create(http).json()["id"]
+    assert done(http, job)["status"] == "completed"
+    url = f"/v1/videos/{job}/content"
+    whole = http.get(url)
+    size, etag = len(whole.content), whole.headers["etag"]
+    assert (whole.headers["content-type"], whole.headers["accept-ranges"]) == ("video/mp4", "bytes")
+    for asked, start, stop in (("0-99", 0, 100), ("100-", 100, size), ("-50", size - 50, size), ("0-9999999", 0, size)):
+        part = http.get(url, headers={"Range": f"bytes={asked}"})
+        assert part.status_code == 206 and part.content == whole.content[start:stop]
+        assert part.headers["content-range"] == f"bytes {start}-{stop - 1}/{size}"
+    assert http.get(url, headers={"Range": f"bytes={size}-"}).status_code == 416
+    assert http.get(url, headers={"Range": "bytes=-0"}).status_code == 416
+    assert http.get(url, headers={"Range": "lines=1-2"}).status_code == 200
+    assert http.get(url, headers={"Range": "bytes=0-9", "If-Range": '"another"'}).content == whole.content
+    known = http.get(url, headers={"If-None-Match": etag})
+    assert (known.status_code, known.content) == (304, b"")
+    assert http.get(f"{url}?variant=thumbnail").headers["etag"] != etag
+    assert http.get(f"{url}?variant=poster").status_code == 400
+
+
+def test_keys_see_their_own_jobs_only(settings, tmp_path):
+    file = tmp_path / "keys.json"
+    ann, bob = (add_key(file, name)[0] for name in ("ann", "bob"))
+    slow, _ = add_key(file, "slow", requests_per_minute=6)
+    keyed = dataclasses.replace(settings, keys_file=str(file))
+    with served(keyed) as address, httpx.Client(base_url=address) as http:
+
+        def of(key):
+            return {"Authorization": f"Bearer {key}"}
+
+        for headers in ({}, of("nonsense"), of(ann[:-1] + "x"), {"Authorization": "Basic " + ann}):
+            refused = create(http, headers)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+        job = create(http, of(ann)).json()["id"]
+        assert http.get(f"/v1/videos/{job}", headers=of(ann)).status_code == 200
+        for method, path in (
+            ("GET", ""),
+            ("DELETE", ""),
+            ("POST", "/cancel"),
+            ("GET", "/content"),
+            ("GET", "/events"),
+        ):
+            assert http.request(method, f"/v1/videos/{job}{path}", headers=of(bob)).status_code == 404
+        assert http.get("/v1/videos", headers=of(bob)).json()["data"] == []
+        assert http.get("/v1/models").status_code == 401
+        answers = [http.get("/v1/models", headers=of(slow)) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 429]
+        assert int(answers[1].headers["retry-after"]) >= 1
+        revoke_key(file, "bob")
+        time.sleep(1.1)
+        assert http.get("/v1/videos", headers=of(bob)).status_code == 401
+        assert http.get("/health").status_code == http.get("/docs").status_code == 200
+
+
+def test_without_keys_only_this_machine_s_own_pages_may_ask(http, service):
+    assert http.get("/v1/videos", headers={"Host": "evil.example"}).status_code == 421
+    assert create(http, {"Origin": "https://evil.example"}).status_code == 403
+    assert create(http, {"Origin": service}).status_code == 200
+    assert "access-control-allow-origin" not in create(http).headers
+
+
+def test_a_page_elsewhere_may_ask_where_it_was_allowed_to(settings):
+    there = "https://videos.example"
+    with served(dataclasses.replace(settings, origins=(there,))) as address, httpx.Client(base_url=address) as http:
+        asked = {"Origin": there, "Access-Control-Request-Method": "POST"}
+        before = http.options("/v1/videos", headers=asked)
+        assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, there)
+        assert create(http, {"Origin": there}).headers["access-control-allow-origin"] == there
+        assert create(http, {"Origin": "https://evil.example"}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ({"content": b"{", "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b"\xff\xfe", "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b"prompt=x", "headers": {"content-type": "application/x-www-form-urlencoded"}}, 415),
+        ({"content": b"x"}, 415),
+        ({"content": b"--x", "headers": {"content-type": "multipart/form-data"}}, 400),
+        ({"content": b"nonsense", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400),
+        ({"data": {"prompt": "x"}, "files": {"input_reference": ("a.png", b"no image")}}, 400),
+        ({"data": {"prompt": "x"}, "files": {"another": ("a.png", b"x")}}, 400),
+        ({"data": {"prompt": "x" * 300_000}, "files": {"input_reference": ("a.png", b"x")}}, 400),
+        ({"json": {"prompt": "x", "input_reference": {"image_url": "http://example.com/a.png"}}}, 400),
+        ({"json": {"prompt": "x", "input_reference": {"image_url": "https://127.0.0.1/a.png"}}}, 400),
+        ({"json": {"prompt": "x", "input_reference": {"image_url": "file:///etc/passwd"}}}, 400),
+        ({"json": {"prompt": "x", "input_reference": {"image_url": "data:image/png;base64,AAAA"}}}, 400),
+        ({"content": b'{"prompt": "\\ud800"}', "headers": {"content-type": "application/json"}}, 400),
+        ({"json": {"prompt": "x", "webhook_url": "https://example.com/hook"}}, 400),
+        ({"json": {"prompt": "x"}, "headers": {"Idempotency-Key": "k" * 256}}, 400),
+    ],
+)
+def test_what_can_t_be_used_is_refused_and_nothing_breaks(http, given, status):
+    answer = http.post("/v1/videos", **given)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"]
+    assert http.get("/v1/videos").json()["data"] == []
+
+
+def test_bodies_end_where_they_must(settings, tmp_path):
+    limits = dataclasses.replace(settings.images, max_bytes=100_000)
+    with served(dataclasses.replace(settings, images=limits)) as address, httpx.Client(base_url=address) as http:
+
+        def endless():
+            for _ in range(200):
+                yield b"x" * 65536
+
+        for given in ({"content": endless()}, {"content": b"x" * 2_000_000}):
+            answer = http.post("/v1/videos", headers={"content-type": "application/json"}, **given)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+        big = {"input_reference": ("a.png", b"x" * 200_000)}
+        assert http.post("/v1/videos", data={"prompt": "x"}, files=big).status_code == 400
+
+
+def test_an_image_in_the_json(http, settings):
+    import base64
+
+    url = "data:image/png;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
+    made = create(http, input_reference={"image_url": url})
+    assert made.status_code == 200
+    job = JobStore(Database(settings.database)).get(made.json()["id"])
+    kept = Image.open(f"{settings.storage}/{job.input_image}")
+    assert (kept.format, kept.size) == ("PNG", Image.open(PHOTO).size)
+
+
+def test_many_jobs_are_listed_page_by_page(http, settings):
+    store = JobStore(Database(settings.database))
+    request = {
+        "prompt": "x", "negative_prompt": "", "image": None, "height": 64, "width": 64, "frames": 9, "fps": 16,
+        "steps": 4, "guidance_scale": 1, "guidance_scale_2": 1, "shift": 5, "seed": 0, "solver": "unipc",
+        "model": serving.MODEL,
+    }  # fmt: skip
+    for _ in range(300):
+        store.submit(Submission(owner="", request=request))
+    ids, after = [], None
+    while True:
+        page = http.get("/v1/videos", params={"limit": 100} | ({"after": after} if after else {})).json()
+        ids += [video["id"] for video in page["data"]]
+        after = page["last_id"]
+        if not page["has_more"]:
+            break
+    assert len(ids) == len(set(ids)) == 300

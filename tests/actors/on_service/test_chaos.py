@@ -1,0 +1,170 @@
+"""Jobs under load while processes of every kind are killed at random: none is lost, none is done twice.
+
+Slices are simulated, so that what is tried is the service, not this machine's arithmetic: a video says whose it is.
+"""
+
+import collections
+import dataclasses
+import os
+import random
+import signal
+import threading
+import time
+
+import httpx
+import pytest
+import ray
+from ray import serve
+
+from actors import soak
+from actors.api.deploying import deploy_service, take_down
+from actors.api.replicas import names
+from actors.api.settings import ServiceSettings
+from actors.jobs.work import LeaseSettings
+from actors.settings import About
+from actors.simulated import simulated_video
+from cluster.connect import connect
+from cluster.emulated import EmulatedCluster
+from cluster.gang import Timeouts
+from tests.actors.api.serving import wait_for
+from tests.actors.on_service.conftest import Online, Told, free_port
+from wan_tpu.expert import STAGES
+from wan_tpu.request import GenerationRequest
+
+pytestmark = pytest.mark.long
+
+JOBS = int(os.environ.get("WAN_TPU_CHAOS_JOBS", "200"))
+A_SECOND = 3.0  # jobs are sent
+EVERY_S = 4.0  # something is killed
+SECONDS = 300.0  # for all to be done, once the killing has ended
+# What is killed, by the titles of its processes; each comes up again by itself, but for a node and the application.
+TITLES = {
+    "ingress": ("Ingress",),
+    "worker": ("ServiceWorker",),
+    "proxy": ("ProxyActor",),
+    "controller": ("ServeController",),
+    "replica": tuple(f"-{pool.name}:{pool.name}" for pool in soak.LAYOUT.pools),
+    "host": ("HostActor",),
+}
+KINDS = [*TITLES, "node", "application"]
+
+
+@pytest.fixture
+def online(tmp_path):
+    about = About(
+        soak.LAYOUT,
+        dataclasses.replace(
+            soak.settings(tmp_path, step_s=0.05), timeouts=Timeouts(place_s=10, heartbeat_s=12, grace_s=4)
+        ),
+        lasting=True,
+    )
+    settings = ServiceSettings(
+        database=str(tmp_path / "jobs.sqlite"),
+        storage=str(tmp_path / "results"),
+        model="simulated",
+        concurrency=6,
+        chips=dict.fromkeys(STAGES, 1),
+        leases=LeaseSettings(lease_s=5.0, losses=1000),
+    )
+    port = free_port()
+    with EmulatedCluster.start(soak.LAYOUT.emulated_slices(), folder=tmp_path / "cluster") as cluster:
+        connect(cluster.address)
+        try:
+            deploy_service(settings, about, host="127.0.0.1", port=port, tell=Told())
+            yield Online(cluster, settings, about, f"http://127.0.0.1:{port}")
+            take_down(about.settings.name, drain_s=5)
+        finally:
+            ray.shutdown()
+
+
+class Client:
+    """Sends jobs and asks for them; what doesn't answer is asked again, with the same key."""
+
+    def __init__(self, address):
+        self._http = httpx.Client(base_url=address, timeout=10)
+        self.again = collections.Counter()
+
+    def ask(self, method, path, **given):
+        give_up = time.monotonic() + 120
+        while time.monotonic() < give_up:
+            try:
+                answer = self._http.request(method, path, **given)
+            except httpx.TransportError as error:
+                self.again[type(error).__name__] += 1
+            else:
+                if answer.status_code == 200:
+                    return answer
+                ours = answer.headers.get("content-type", "").startswith("application/json")
+                assert answer.status_code >= 500 or not ours, answer.text  # Serve's own 404: there is no application
+                self.again[answer.status_code] += 1
+            time.sleep(0.2)
+        raise AssertionError(f"{path} isn't answered: {self.again}")
+
+
+class Killer(threading.Thread):
+    """Kills something every few seconds, kinds in a random order, until told to end."""
+
+    def __init__(self, online, seed):
+        super().__init__(daemon=True)
+        self._online, self._random, self._ended = online, random.Random(seed), threading.Event()
+        self.killed = collections.Counter()
+        self.failure = None
+
+    def run(self):
+        try:
+            kinds = []
+            while not self._ended.wait(EVERY_S):
+                kinds = kinds or self._random.sample(KINDS, len(KINDS))
+                kind = kinds.pop()
+                self.kill(kind)
+                self.killed[kind] += 1
+                print(f"killed {kind}", flush=True)
+        except BaseException as error:
+            self.failure = error
+
+    def kill(self, kind):
+        online = self._online
+        if kind == "application":
+            for name in names(online.about.settings.name):
+                serve.delete(name)
+            deploy_service(online.settings, online.about, host="127.0.0.1", port=int(online.address.split(":")[-1]))
+        elif kind == "node":
+            slice_ = self._random.choice(online.cluster.slices)
+            online.cluster.kill_host(slice_.name, 0)
+            online.cluster.add_host(slice_.name, 0)
+        elif victims := online.processes(*TITLES[kind]):
+            os.kill(self._random.choice(victims).pid, signal.SIGKILL)
+
+    def end(self):
+        self._ended.set()
+        self.join(120)
+        assert self.failure is None, self.failure
+
+
+def test_nothing_is_lost_and_nothing_done_twice(online):
+    client, killer = Client(online.address), Killer(online, seed=5)
+    killer.start()
+    start, jobs = time.monotonic(), {}
+    for i in range(JOBS):
+        fields = {"prompt": f"{i % 20}", "size": "256x256", "num_frames": 17, "num_inference_steps": 4, "seed": i}
+        made = client.ask("POST", "/v1/videos", json=fields, headers={"Idempotency-Key": f"job {i}"}).json()
+        jobs[made["id"]] = fields
+        time.sleep(max(0.0, start + (i + 1) / A_SECOND - time.monotonic()))
+    killer.end()
+    print(f"{JOBS} sent in {time.monotonic() - start:.0f} s; killed {dict(killer.killed)}; again {dict(client.again)}")
+
+    def left():
+        counts = online.counts()
+        return counts["queued"] + counts["in_progress"] == 0
+
+    wait_for(left, SECONDS, "the last job")
+    print(f"all ended after {time.monotonic() - start:.0f} s: {online.counts()}")
+    assert len(jobs) == JOBS
+    assert online.counts() == {"queued": 0, "in_progress": 0, "completed": JOBS, "failed": 0}
+    for job, fields in jobs.items():
+        content = client.ask("GET", f"/v1/videos/{job}/content").content
+        asked = GenerationRequest(prompt=fields["prompt"], seed=fields["seed"])
+        assert content.rstrip(b"\0") == simulated_video(asked)
+    done = collections.Counter(event["job"] for event in online.told() if event["event"] == "completed")
+    assert set(done) <= set(jobs) and max(done.values()) == 1
+    assert sum(killer.killed.values()) >= min(8, JOBS // 15)

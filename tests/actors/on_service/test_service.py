@@ -1,0 +1,146 @@
+"""OpenAI's client against the service on an emulated cluster; and the processes of the service killed meanwhile."""
+
+import dataclasses
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from actors.api.deploying import deploy_service
+from actors.jobs.database import Database
+from actors.jobs.store import JobStore
+from tests.actors.api.serving import wait_for
+from tests.actors.api.test_openai_client import frames_of
+from tests.actors.on_service.conftest import Told
+from tests.conftest import PHOTO
+
+pytestmark = pytest.mark.long
+
+SECONDS = 120
+STEPS = 800  # 10 ms each, and told once a second
+ASKED = {"prompt": "A cat looks into the camera", "size": "64x64"}
+
+
+def asked(steps, frames=9, **given):
+    return ASKED | {"extra_body": {"num_frames": str(frames), "num_inference_steps": str(steps), "seed": "3", **given}}
+
+
+def create(client, steps, **given):
+    with PHOTO.open("rb") as photo:
+        return client.videos.create(input_reference=photo, **asked(steps, **given))
+
+
+def poll(client, made):
+    return wait_for(lambda: (v := client.videos.retrieve(made.id)).status in ("completed", "failed") and v, SECONDS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(online):
+    """The video of `STEPS` that nothing disturbed."""
+    with online.client() as client:
+        made = poll(client, create(client, STEPS))
+        assert made.status == "completed", made.error
+        return client.videos.download_content(made.id).content
+
+
+def test_a_video_through_openai_s_client(online, undisturbed):
+    with online.client() as client:
+        with PHOTO.open("rb") as photo:
+            made = client.videos.create_and_poll(input_reference=photo, **asked(STEPS))
+        assert (made.status, made.progress, made.size) == ("completed", 100, "64x64")
+        assert set(made.stage_seconds) == {"encoder", "denoise_high", "denoise_low", "decoder"}
+        video = client.videos.download_content(made.id).content
+        assert video == undisturbed
+        assert len(frames_of(video)) == 9 * 64 * 64
+        assert client.videos.download_content(made.id, variant="thumbnail").content[8:12] == b"WEBP"
+        assert made.id in [one.id for one in client.videos.list(limit=5)]
+        assert client.videos.delete(made.id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.videos.retrieve(made.id)
+
+
+def test_what_can_t_be_made_is_refused_at_once(online):
+    with online.client() as client:
+        with pytest.raises(openai.BadRequestError, match="i2v only"):
+            client.videos.create(**ASKED)
+        with pytest.raises(openai.BadRequestError, match="nearest that does is 64x64 with 17 frames"):
+            create(client, 4, frames=33)
+
+
+def test_events_through_serve_s_proxy(online):
+    with online.client() as client, httpx.Client(base_url=online.address, timeout=SECONDS) as http:
+        made = create(client, STEPS)
+        with http.stream("GET", f"/v1/videos/{made.id}/events") as answer:
+            names = [line.removeprefix("event: ") for line in answer.iter_lines() if line.startswith("event: ")]
+        assert names[-1] == "completed" and names.count("progress") >= 2
+
+
+def test_a_killed_worker_then_a_killed_ingress(online, undisturbed):
+    with online.client(max_retries=0) as client:
+        made = create(client, STEPS)
+        wait_for(lambda: (client.videos.retrieve(made.id).step or 0) > 100, SECONDS)
+        online.kill("ServiceWorker")
+        wait_for(lambda: client.videos.retrieve(made.id).attempts == 2, SECONDS)
+        killed = online.kill("Ingress")
+        wait_for(lambda: not killed.is_running())
+
+        def answers():
+            try:
+                return client.videos.retrieve(made.id).status == "completed"
+            except openai.APIError:
+                return False
+
+        wait_for(answers, SECONDS)
+        video = client.videos.retrieve(made.id)
+        assert video.attempts == 2
+        assert client.videos.download_content(made.id).content == undisturbed
+        # It went on from a snapshot: what both workers have seen computed is hardly more than once the whole.
+        stored = JobStore(Database(online.settings.database)).get(made.id)
+        once = JobStore(Database(online.settings.database)).recent(50)[-1]
+        assert stored.chip_seconds < 1.5 * once.chip_seconds
+        assert len(stored.results) == 3
+
+
+def test_a_cancelled_job_frees_its_slice(online):
+    with online.client() as client:
+        made = create(client, 1000)
+        wait_for(lambda: (client.videos.retrieve(made.id).step or 0) > 3, SECONDS)
+        start = time.monotonic()
+        client.post(f"/videos/{made.id}/cancel", cast_to=object)
+        ended = poll(client, made)
+        assert (ended.status, ended.error.code) == ("failed", "cancelled")
+        assert time.monotonic() - start < 15
+        assert poll(client, create(client, 2)).status == "completed"
+
+
+def test_a_rolling_update_loses_no_job_and_refuses_none(online):
+    """Both applications are replaced while jobs run and a client asks all the time."""
+    with online.client(max_retries=0) as client, httpx.Client(base_url=online.address, timeout=30) as http:
+        jobs = [create(client, 400) for _ in range(2)]
+        wait_for(lambda: client.videos.retrieve(jobs[0].id).step, SECONDS)
+        refused, ended = [], threading.Event()
+
+        def ask():
+            while not ended.wait(0.05):
+                try:
+                    answer = http.get(f"/v1/videos/{jobs[0].id}")
+                    if answer.status_code != 200:
+                        refused.append(answer.text)
+                except httpx.TransportError as error:
+                    refused.append(repr(error))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        changed = dataclasses.replace(online.settings, queue_limit=999)
+        port = int(online.address.rpartition(":")[2])
+        deploy_service(changed, online.about, host="127.0.0.1", port=port, tell=Told())
+        print("deployed")
+        ends = [poll(client, job) for job in jobs]
+        ended.set()
+        asking.join()
+        assert [end.status for end in ends] == ["completed", "completed"]
+        assert refused == []
+        one, other = (client.videos.download_content(job.id).content for job in jobs)
+        assert one == other and len(frames_of(one)) == 9 * 64 * 64
