@@ -2,7 +2,8 @@
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.wan import WanModel, read_config
+from wan_tpu.families.wan import WanModel
+from wan_tpu.families.wan_config import read_config
 
 Model = WanModel  # the union of the families' model classes
 
