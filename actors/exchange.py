@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from actors.errors import InputLost
+from actors.errors import InputLost, StageLost
 
 ENDED = 10_000  # requests that are remembered to have ended, so that a stage that was cancelled leaves nothing
 
@@ -62,6 +62,13 @@ class Shelf:
         refs = iter(found)
         return [None if ticket is None else next(refs) for ticket in tickets]
 
+    async def check(self) -> None:
+        """Raise `StageLost` when the driver is gone, and with it everybody who waits for this request."""
+        try:
+            await self._actor.ping.remote()
+        except ray.exceptions.RayActorError:
+            raise StageLost("the driver of this request is gone") from None
+
     def drop(self, *tickets: Ticket | None) -> None:
         """Let go of payloads that nobody needs any more; doesn't wait."""
         self._actor.drop.remote(self._number, [ticket.number for ticket in tickets if ticket is not None])
@@ -86,6 +93,9 @@ class _ExchangeActor:
     def get(self, shelf: int, numbers: list[int]) -> list[ray.ObjectRef]:
         there = self._shelves.get(shelf, {})
         return [there[number] for number in numbers if number in there]
+
+    def ping(self) -> None:
+        """Answer."""
 
     def drop(self, shelf: int, numbers: list[int]) -> None:
         for number in numbers:

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 SHAPES = 64  # that a replica is remembered to hold, for routing
 FAILED, REFUSED = "failed: ", "refused: "  # how what a replica does begins when it can't start: again, or never
 LEAVE_S = 0.5  # between the loss of a slice and the end of its leader: callers are told first
+DRIVER_S = 5.0  # between two looks whether anybody still waits for a request
 HAND_OVER_S = 5.0  # kept free before a drained slice is taken away, to copy a state out and write it
 
 
@@ -163,7 +164,7 @@ class PoolReplica:
             yield self._span(key, stage, "fetch", start)
             yield Prepared(time.time() - start, nbytes)
             async with self._busy(key, stage, plan.shapes[stage]), self._together.member(held):
-                async for span in self._steps(key, plan, held, kept, snapshot or mine[0].start):
+                async for span in self._steps(key, plan, held, kept, snapshot or mine[0].start, shelf):
                     yield span
             start = time.time()
             step, ref = await self._calls.side_payload("collect", held)
@@ -173,9 +174,10 @@ class PoolReplica:
             yield self._span(key, stage, "fetch", start)
             yield Handed(await shelf.put(ref), time.time(), step)
 
-    async def _steps(self, key: str, plan: Plan, held: str, kept: str, done: int) -> AsyncIterator[Span]:
+    async def _steps(self, key: str, plan: Plan, held: str, kept: str, done: int, shelf: Shelf) -> AsyncIterator[Span]:
         """Run the steps of this pool's experts after the first `done`, a span each."""
         last = max(expert.stop for expert in plan.experts if expert.stage in self._settings.stages)
+        asked = time.monotonic()
         while done < last:
             async with self._lane:
                 begun: float | None = time.time()
@@ -192,6 +194,9 @@ class PoolReplica:
                     raise StageMoved(f"{self._name} is being drained; {key} goes on elsewhere after step {step}")
                 if done % self._settings.pipeline.snapshot_every == 0 and done < plan.request.steps:
                     self._keeping.beside(held, kept)
+                if time.monotonic() > asked + DRIVER_S:  # Serve doesn't end a stream whose reader was killed
+                    await shelf.check()
+                    asked = time.monotonic()
 
     async def decode(self, key: str, plan: Plan, state: Ticket, shelf: Shelf) -> AsyncIterator[Event]:
         """Decode final latents: one `EncodedVideo`."""

@@ -131,13 +131,18 @@ def test_a_pool_grows_under_load_and_shrinks_after(running):
         made[-1].video()
 
 
+def driver_command(running, layout, settings, folder, steps, ids):
+    """Return the command of a batch in a process of its own."""
+    (folder / "told.pickle").write_bytes(pickle.dumps((layout, settings)))
+    line = {"prompt": REQUEST.prompt, "height": 64, "width": 64, "frames": 9, "steps": steps, "image": str(PHOTO)}
+    (folder / "manifest.jsonl").write_text("".join(json.dumps(line | {"id": i}) + "\n" for i in ids))
+    command = [sys.executable, "-m", "tests.actors.on_slices.batch_driver", running.cluster.address]
+    return command + [str(folder / name) for name in ("told.pickle", "manifest.jsonl", "out")]
+
+
 def test_a_killed_driver(running, undisturbed, layout, settings, tmp_path):
     """Run again it makes what is missing, from where it was; meanwhile the slices may still work for the first one."""
-    (tmp_path / "told.pickle").write_bytes(pickle.dumps((layout, settings)))
-    line = {"prompt": REQUEST.prompt, "height": 64, "width": 64, "frames": 9, "steps": ALL, "image": str(PHOTO)}
-    (tmp_path / "manifest.jsonl").write_text("".join(json.dumps(line | {"id": i}) + "\n" for i in ("cat", "dog")))
-    command = [sys.executable, "-m", "tests.actors.on_slices.batch_driver", running.cluster.address]
-    command += [str(tmp_path / name) for name in ("told.pickle", "manifest.jsonl", "out")]
+    command = driver_command(running, layout, settings, tmp_path, ALL, ("cat", "dog"))
     snapshots = Snapshots(settings.snapshots)
     with subprocess.Popen(command, cwd=ROOT) as driver:
         wait_for(lambda: snapshots.names("cat") or snapshots.names("dog"), 60, "a snapshot")
@@ -151,3 +156,15 @@ def test_a_killed_driver(running, undisturbed, layout, settings, tmp_path):
     assert sorted(path.name for path in out.glob("*.mp4")) == ["cat.mp4", "dog.mp4"]
     assert (out / "cat.mp4").read_bytes() == (out / "dog.mp4").read_bytes() == undisturbed
     assert not snapshots.names("cat")
+
+
+def test_a_killed_driver_s_slices_are_soon_free(running, layout, settings, tmp_path):
+    command = driver_command(running, layout, settings, tmp_path, 5 * ALL, ("long",))
+    snapshots = Snapshots(settings.snapshots)
+    with subprocess.Popen(command, cwd=ROOT) as driver:
+        wait_for(lambda: snapshots.names("long"), 60, "a snapshot")
+        driver.kill()
+    wait_for(lambda: not running.ask("high", "held"), 60, "the slice is free")
+    reached = max(int(name.split(".")[-2]) for name in snapshots.names("long"))
+    assert reached < 5 * HIGH  # it wasn't free because all was done
+    snapshots.delete("long")
