@@ -26,7 +26,7 @@ demo: .venv/installed
 
 # Two processes for what computes, one for what starts clusters (tests/conftest.py says which).
 test: .venv/installed
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 3 --no-loadscope-reorder
 
 # A soak, and the commands as processes of their own on one cluster: minutes of waiting that every change needn't pay for.
 test-long: .venv/installed

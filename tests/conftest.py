@@ -10,6 +10,7 @@ import functools
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,20 +29,30 @@ CLUSTERS = ("tests/cluster/", "tests/actors/")
 NO_CLUSTERS = ("tests/actors/api/", "tests/actors/jobs/")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def group(nodeid: str) -> str:
+    """Return what is kept together in one process: the file, or all that starts clusters."""
+    clusters = nodeid.startswith(CLUSTERS) and not nodeid.startswith(NO_CLUSTERS)
+    return "clusters" if clusters else nodeid.partition("::")[0]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep files together, clusters first, as they mostly wait.
+    """Run clusters first, as they mostly wait.
 
     What loads libtpu into the process comes last: with it, JAX's profiler crashes on a machine without a TPU.
     """
+    items.sort(key=lambda item: (item.get_closest_marker("loads_libtpu") is not None, group(item.nodeid) != "clusters"))
 
-    def group(item: pytest.Item) -> str:
-        file = item.path.relative_to(ROOT).as_posix()
-        return "clusters" if file.startswith(CLUSTERS) and not file.startswith(NO_CLUSTERS) else file
 
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
-    items.sort(key=lambda item: (item.get_closest_marker("loads_libtpu") is not None, group(item) != "clusters"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out groups. (Its own `--dist loadgroup` doesn't see them: 3.8 with pytest 9.2.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    return Groups(config, log)
 
 
 @pytest.fixture(scope="session")
