@@ -45,7 +45,7 @@ def deploy(layout: Layout, settings: PipelineSettings, *, lasting: bool = True, 
         )
     tell("starting Ray Serve")
     Board.create(settings.name, About(layout, settings, lasting))
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    _quiet()
     serve.start(proxy_location=ProxyLocation.Disabled)
     try:
         serve.run_many(
@@ -94,6 +94,7 @@ def application(pipeline: str, pool: str) -> str:
 
 def handle(pipeline: str, pool: str) -> Any:
     """Return the handle of a running pool."""
+    _quiet()
     return serve.get_app_handle(application(pipeline, pool))
 
 
@@ -130,6 +131,7 @@ def shut_down(pipeline: str, *, drain_s: float = LEAVING_S) -> None:
 
     drain_s  how long they may finish what they have; after that their replicas are killed
     """
+    _quiet()
     found = running(pipeline)
     for name in found:
         serve.delete(name, _blocking=False)
@@ -142,6 +144,11 @@ def shut_down(pipeline: str, *, drain_s: float = LEAVING_S) -> None:
     if board is not None:
         board.close()
     EmbeddingCache.connect(f"{pipeline}-embeddings").close()
+
+
+def _quiet() -> None:
+    """Keep Serve's notes on its own doings off a person's screen."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
 
 def _kill_replicas(applications: list[str]) -> None:

@@ -63,6 +63,7 @@ def start_host(folder: Path, settings: NodeSettings, address: str) -> str:
 def _start(folder: Path, settings: NodeSettings, address: str | None, include_dashboard: bool = False) -> Any:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
+    from ray._private.utils import write_ray_address
 
     temp = folder / settings.name  # a folder for each node: Ray's file names race when nodes start at once
     temp.mkdir(parents=True)
@@ -88,7 +89,10 @@ def _start(folder: Path, settings: NodeSettings, address: str | None, include_da
         no_monitor=True,  # of the autoscaler
         env_vars=ENVIRONMENT,
     )
-    return Node(params, head=address is None, shutdown_at_exit=False, spawn_reaper=False)
+    node = Node(params, head=address is None, shutdown_at_exit=False, spawn_reaper=False)
+    # As `ray start` does. A job asks this file for its cluster; without it, the processes of the machine for any.
+    write_ray_address(node.gcs_address, str(temp))
+    return node
 
 
 @contextlib.contextmanager

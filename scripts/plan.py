@@ -23,18 +23,22 @@ from cluster.slice_spec import SliceSpec
 from wan_tpu import GenerationRequest
 from wan_tpu.aot.plan import STEP, Plan, Planner
 from wan_tpu.aot.plan_text import compare, describe, draw, to_json
-from wan_tpu.errors import WanTpuError
+from wan_tpu.errors import OutputError, WanTpuError
 from wan_tpu.families.wan import WanModel
 from wan_tpu.families.wan_presets import PRESETS
 from wan_tpu.request import parse_size
+
+PLOTS = (".png", ".svg", ".pdf")
 
 
 def main() -> int:
     """Print the plans; return the exit code."""
     args = _arguments()
     try:
+        if args.plot:
+            _check_plot(args.plot)
         plans, others = _plans(args)
-    except (WanTpuError, ValueError) as error:
+    except (WanTpuError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.plot:
@@ -70,6 +74,14 @@ def _plans(args: argparse.Namespace) -> tuple[list[Plan], list[Plan]]:
         if args.meshes:
             others += [planner.plan(mesh, only=STEP) for mesh in planner.meshes() if mesh != plan.mesh]
     return plans, others
+
+
+def _check_plot(file: Path) -> None:
+    """Raise `OutputError` before minutes of compiling, not after."""
+    if file.suffix not in PLOTS:
+        raise OutputError(f"--plot {file} ends with {file.suffix or 'nothing'}; allowed are {', '.join(PLOTS)}")
+    if not file.absolute().parent.is_dir():
+        raise OutputError(f"--plot {file}: {file.absolute().parent} is no folder; make it first")
 
 
 def _progress():  # type: ignore[no-untyped-def]

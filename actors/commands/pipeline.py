@@ -20,7 +20,9 @@ def pipeline(argv: Sequence[str]) -> None:
     start = actions.add_parser("up", help="start its pools, and return when all have read their weights")
     add_pipeline_arguments(start)
     stop = actions.add_parser("down", help="end its pools when they have done what they have")
-    stop.add_argument("--drain_s", type=float, default=60, help="kill them after so many seconds; default %(default)s")
+    stop.add_argument(
+        "--drain_s", type=_seconds, default=60, help="kill them after so many seconds; default %(default)s"
+    )
     for action in (start, stop):
         add_cluster_arguments(action, GCS)
     args = parser.parse_args(argv)
@@ -46,3 +48,11 @@ def _down(args: argparse.Namespace) -> None:
         live.tell(f"taking the pipeline {args.name} down")
         shut_down(args.name, drain_s=args.drain_s)
     print("stopped")
+
+
+def _seconds(text: str) -> float:
+    """Return a number of seconds; argparse says what isn't one."""
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
+        raise ValueError
+    return seconds

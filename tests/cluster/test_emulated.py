@@ -51,6 +51,9 @@ def test_up_status_down(tmp_path):
         assert {"raylet", "gcs_server"} <= {process.name() for process in found}
         listening = {c.laddr.ip for p in found for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         assert listening <= {"127.0.0.1", "::ffff:127.0.0.1"}
+        # Where a job of this cluster looks for it, instead of among all processes of the machine.
+        for node in ("head", "v6e-1-0-0"):
+            assert (Path(state["temp"]) / node / "ray_current_cluster").read_text() == state["address"]
 
         code, out, err = run("up", "--emulate", str(layout), "--folder", str(folder))
         assert (code, out) == (1, "")

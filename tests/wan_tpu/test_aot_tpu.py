@@ -155,8 +155,19 @@ def test_plan_says_what_fits(tmp_path):
     assert len(list(tmp_path.glob("*.hlo.gz"))) == 1
 
 
-def test_plan_refuses_what_it_does_not_know():
-    command = [sys.executable, "scripts/plan.py", "--slice", "v6e-6"]
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--slice", "v6e-6"], "nearest: v6e-8"),
+        (["--slice", "v6e-4", "--dp", "3"], "uses 3 of the 4 devices of v6e-4"),
+        (["--model", "wan2.2-ti2v-5b", "--size", "720*1280"], "multiple of 32, nearest 704"),
+        (["--program", "denois"], "'denoise step'"),
+        (["--plot", "step.foo"], "allowed are .png"),
+    ],
+)
+def test_plan_refuses_what_it_does_not_know(argv, message):
+    command = [sys.executable, "scripts/plan.py", *argv]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "nearest: v6e-8" in done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -102,7 +102,8 @@ def compile_job(job: Job, cache: Path) -> tuple[Compiled, str]:
         command = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(job)), str(cache / job.digest)]
         child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not result.exists():
-            last = (child.stderr.strip().splitlines() or ["no message"])[-1]
+            lines = child.stderr.strip().splitlines() or ["no message"]
+            last = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
             return Compiled(0.0, 0.0, 0, refused=f"the compiling process ended with {child.returncode}: {last}"), ""
     compiled = Compiled(**json.loads(result.read_text()))
     return compiled, "" if compiled.refused else gzip.decompress(hlo.read_bytes()).decode()

@@ -13,7 +13,7 @@ from wan_tpu.aot.cost import Cost, Times
 from wan_tpu.aot.kernel_prices import CountBundles, KernelPrices, count_alone
 from wan_tpu.aot.programs import AbstractRuntime, stage_programs
 from wan_tpu.aot.topology import DescribedSlice
-from wan_tpu.errors import InvalidRequest
+from wan_tpu.errors import InvalidRequest, MeshError
 from wan_tpu.families.wan import WanModel
 from wan_tpu.families.wan_presets import PRESETS
 from wan_tpu.mesh import MeshShape, make_mesh
@@ -113,9 +113,13 @@ class Planner:
         report: Report,
         count: CountBundles = count_alone,
     ) -> None:
-        """cache: folder of what was compiled before; report: told what is being done; count: a kernel's bundles."""
+        """Raise `InvalidRequest` when the model can't make that size.
+
+        cache: folder of what was compiled before; report: told what is being done; count: a kernel's bundles
+        """
         self._name = model
         self._model = WanModel(PRESETS[model])
+        self._model.check_size(request)
         self._request = request
         self._slice = described
         self._dtype = dtype
@@ -128,7 +132,13 @@ class Planner:
 
         Raises `MeshError` when the mesh doesn't fit slice or model, `InvalidRequest` when no program is called `only`.
         """
-        placed = make_mesh(mesh, heads=self._model.heads, devices=self._slice.devices())
+        devices = self._slice.devices()
+        placed = make_mesh(mesh, heads=self._model.heads, devices=devices)
+        if placed.size < len(devices):
+            raise MeshError(
+                f"mesh {tuple(placed.shape.values())} uses {placed.size} of the {len(devices)} devices of "
+                f"{self._slice.name}; give axes whose product is {len(devices)}, or a smaller slice"
+            )
         tokens = self._model.tokens(self._model.latent_shape(self._request))
         runtime = AbstractRuntime(self._model, placed, self._dtype)
         calls = {name: calls for name, (_, _, calls) in stage_programs(runtime, self._request).items()}

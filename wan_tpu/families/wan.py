@@ -77,6 +77,10 @@ class WanModel:
         if request.task not in self.tasks:
             remedy = "give --image" if request.image is None else "leave the image out, or use an I2V checkpoint"
             raise InvalidRequest(f"this checkpoint ({self.preset}) does {' and '.join(self.tasks)} only; {remedy}")
+        self.check_size(request)
+
+    def check_size(self, request: ResolvedRequest) -> None:
+        """Raise `InvalidRequest` when this model can't make videos of a (resolved) request's size."""
         for name, patch in (("height", self._patch[1]), ("width", self._patch[2])):
             value, multiple = getattr(request, name), self._spatial * patch
             if value % multiple:
