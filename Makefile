@@ -1,14 +1,15 @@
 # All a newcomer needs. Every target sets up what it uses, on a machine with Python 3.11 and make.
 PYTHON ?= python3.11
 BIN := .venv/bin
+COMPUTING := tests/kernels tests/wan_tpu tests/actors/api tests/actors/jobs
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test test-long lint bench clean
+.PHONY: help demo test test-computing test-clusters test-long lint bench clean
 
 help:
 	@echo "make demo   a small model on four emulated slices: three videos, and which slice computed what when"
 	@echo "make test   run the tests"
-	@echo "make test-long   the slow ones: a soak, jobs on emulated clusters"
+	@echo "make test-long   the slow ones: real kills, a soak, jobs on emulated clusters"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  time the small model against diffusers on this CPU"
 	@echo "make clean  remove what the targets above made"
@@ -24,11 +25,17 @@ help:
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
 
-# Two processes for what computes, one for what starts clusters (tests/conftest.py says which).
+# What computes, two files at a time, and beside it what starts clusters, one after the other: those mostly wait.
 test: .venv/installed
-	$(BIN)/python -m pytest --numprocesses 3 --no-loadscope-reorder
+	$(MAKE) --jobs 2 test-computing test-clusters
 
-# A soak, and the commands as processes of their own on one cluster: minutes of waiting that every change needn't pay for.
+test-computing:
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(COMPUTING) tests/test_structure.py
+
+test-clusters:
+	$(BIN)/python -m pytest tests --ignore tests/test_structure.py $(COMPUTING:%=--ignore %)
+
+# Kills, a soak, and the commands as processes of their own: minutes of waiting that every change needn't pay for.
 test-long: .venv/installed
 	$(BIN)/python -m pytest -m long tests/actors
 

@@ -294,7 +294,7 @@ async def _all(work: list[Any]) -> None:
         async with asyncio.TaskGroup() as group:
             for one in work:
                 group.create_task(one)
-    except* Exception as several:
+    except ExceptionGroup as several:  # not `except*`: what is raised in one comes out in a group again (3.11.2)
         raise several.exceptions[0] from None
 
 

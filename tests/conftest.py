@@ -10,7 +10,6 @@ import functools
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,35 +23,9 @@ ROOT = Path(__file__).parent.parent
 PHOTO = ROOT / "examples" / "cat.png"
 
 
-# What starts clusters, and clocks them: all of it in one of pytest-xdist's processes, one cluster at a time.
-CLUSTERS = ("tests/cluster/", "tests/actors/")
-NO_CLUSTERS = ("tests/actors/api/", "tests/actors/jobs/")
-
-
-def group(nodeid: str) -> str:
-    """Return what is kept together in one process: the file, or all that starts clusters."""
-    clusters = nodeid.startswith(CLUSTERS) and not nodeid.startswith(NO_CLUSTERS)
-    return "clusters" if clusters else nodeid.partition("::")[0]
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run clusters first, as they mostly wait.
-
-    What loads libtpu into the process comes last: with it, JAX's profiler crashes on a machine without a TPU.
-    """
-    items.sort(key=lambda item: (item.get_closest_marker("loads_libtpu") is not None, group(item.nodeid) != "clusters"))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hand out groups. (Its own `--dist loadgroup` doesn't see them: 3.8 with pytest 9.2.)"""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Groups(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return group(nodeid)
-
-    return Groups(config, log)
+    """Run what loads libtpu into this process last: with it, JAX's profiler crashes on a machine without a TPU."""
+    items.sort(key=lambda item: item.get_closest_marker("loads_libtpu") is not None)
 
 
 @pytest.fixture(scope="session")
