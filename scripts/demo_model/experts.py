@@ -62,7 +62,7 @@ def train_experts(run: Run, schedule: sizes.Schedule = sizes.EXPERTS_SCHEDULE) -
         ]
         x, condition, sentences = _batch(group, rng, schedule.batch, run.device)
         high = step % 2 == 0
-        sigma = _sigmas(rng, schedule.batch, high=high).to(run.device)
+        sigma = noise_levels(rng, schedule.batch, high=high).to(run.device)
         noise = torch.randn_like(x)
         at = sigma[:, None, None, None, None]
         given = torch.cat([(1 - at) * x + at * noise, condition], dim=1)
@@ -164,6 +164,15 @@ def generate(
     ).frames[0]
 
 
+def noise_levels(rng: np.random.Generator, size: int, *, high: bool) -> torch.Tensor:
+    """Return noise levels [B] of one side of the boundary, as often as the sampler visits them."""
+    boundary = sizes.BOUNDARY / (sizes.SHIFT - (sizes.SHIFT - 1) * sizes.BOUNDARY)
+    # Evenly spread with one offset: a batch sees all levels, which steadies the loss.
+    s = (np.arange(size) + rng.random()) / size
+    s = boundary + s * (1 - boundary) if high else s * boundary
+    return torch.from_numpy(sizes.SHIFT * s / (1 + (sizes.SHIFT - 1) * s)).float()
+
+
 def _batch(
     group: Latents, rng: np.random.Generator, size: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
@@ -180,15 +189,6 @@ def _batch(
         worded = caption(replace(scene, wording=int(rng.integers(4))))
         sentences.append("" if rng.random() < sizes.TEXT_DROPOUT else worded)
     return x, torch.cat([mask, known], dim=1), sentences
-
-
-def _sigmas(rng: np.random.Generator, size: int, *, high: bool) -> torch.Tensor:
-    """Return noise levels [B] of one side of the boundary, as often as the sampler visits them."""
-    boundary = sizes.BOUNDARY / (sizes.SHIFT - (sizes.SHIFT - 1) * sizes.BOUNDARY)
-    # Evenly spread with one offset: a batch sees all levels, which steadies the loss.
-    s = (np.arange(size) + rng.random()) / size
-    s = boundary + s * (1 - boundary) if high else s * boundary
-    return torch.from_numpy(sizes.SHIFT * s / (1 + (sizes.SHIFT - 1) * s)).float()
 
 
 def _set_statistics(vae: diffusers.AutoencoderKLWan, mean: list[float], std: list[float]) -> None:

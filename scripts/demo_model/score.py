@@ -3,6 +3,7 @@
 Every limit below was chosen on rendered scenes, clean and damaged (tests/quality/test_score.py), not on the model.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -55,7 +56,7 @@ SUB_SCORES = tuple(field.name for field in fields(Score) if field.type is bool)
 def psnr(one: np.ndarray, other: np.ndarray) -> float:
     """Return the peak signal to noise ratio of pictures in [0, 1], in dB; at most 99."""
     error = float(np.mean((one.astype(np.float64) - other) ** 2))
-    return min(99.0, -10 * np.log10(max(error, 1e-12)))
+    return min(99.0, -10 * math.log10(max(error, 1e-12)))
 
 
 def score(frames: np.ndarray, scene: Scene) -> Score:
@@ -69,13 +70,13 @@ def score(frames: np.ndarray, scene: Scene) -> Score:
     change = still_part(frames, scene)
     stands = all(_stands(follow(thing, seen[thing.colour])) for thing in scene.others)
     return Score(
-        first_frame=first >= LEAST_FIRST_FRAME_DB,
+        first_frame=bool(first >= LEAST_FIRST_FRAME_DB),
         colour=bool(actor.seen.mean() >= _SEEN),
         outline=_outline_right(seen[scene.actor.colour], actor, scene),
-        direction=amplitude >= _LEAST_AMPLITUDE,
+        direction=bool(amplitude >= _LEAST_AMPLITUDE),
         kind=kind_seen[0] == scene.kind,
         speed=bool(_RIGHT_SPEEDS[0] <= speed_seen <= _RIGHT_SPEEDS[1]),
-        steady=change <= _STEADY and stands,
+        steady=bool(change <= _STEADY and stands),
         first_frame_db=first,
         amplitude=amplitude,
         kind_seen=kind_seen,

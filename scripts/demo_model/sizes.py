@@ -39,7 +39,7 @@ class Schedule:
     batch      clips a step
     rate       the learning rate's peak; it rises over `warm_up` steps and falls as a cosine to a twentieth
     ema        decay of the averaged weights that are kept in the end
-    save_every, sheet_every  steps
+    save_every, sheet_every  steps; no sheets when 0
     """
 
     steps: int
@@ -52,7 +52,7 @@ class Schedule:
 
 
 VAE_SCHEDULE = Schedule(steps=8000, batch=4, rate=2e-3, ema=0.998)
-EXPERTS_SCHEDULE = Schedule(steps=24000, batch=32, rate=1e-3, ema=0.9995)
+EXPERTS_SCHEDULE = Schedule(steps=16000, batch=32, rate=1e-3, ema=0.9995)
 SCENES = 4000  # each with its opposite: 8,000 clips
 SHORT_SHARE = 0.8  # of the VAE's steps are on pieces of 32 x 32 pixels and 9 frames, an eighth of a clip's cost
 KL_WEIGHT = 1e-4

@@ -43,7 +43,7 @@ def train(
     optimiser = torch.optim.AdamW(modules.parameters(), lr=schedule.rate, betas=(0.9, 0.99), weight_decay=0.01)
     first = _restore(run.folder / f"{name}.pt", modules, optimiser, averaged, run.device)
     began = time.monotonic()
-    step = first
+    step, seen = first, []
     while step < schedule.steps and time.monotonic() - began < run.seconds:
         _seed(run.seed, step)
         for group in optimiser.param_groups:
@@ -54,12 +54,14 @@ def train(
         torch.nn.utils.clip_grad_norm_(modules.parameters(), 1.0)
         optimiser.step()
         step += 1
+        seen.append({key: value.detach() for key, value in parts.items()})
         _average(averaged, modules, min(schedule.ema, step / (step + 10)))
         if step % 50 == 0 or step == schedule.steps:
-            _log(run.folder / f"{name}.jsonl", step, parts, (time.monotonic() - began) / (step - first))
+            _log(run.folder / f"{name}.jsonl", step, seen, (time.monotonic() - began) / (step - first))
+            seen = []
         if step % schedule.save_every == 0:
             _save(run.folder / f"{name}.pt", step, modules, optimiser, averaged)
-        if step % schedule.sheet_every == 0 or step == schedule.steps:
+        if schedule.sheet_every and (step % schedule.sheet_every == 0 or step == schedule.steps):
             _with_average(modules, averaged, lambda: sheet(step))  # noqa: B023 (called at once)
     _save(run.folder / f"{name}.pt", step, modules, optimiser, averaged)
     modules.load_state_dict(averaged)
@@ -139,8 +141,10 @@ def _save(
     os.replace(partial, file)  # whole or not at all: an interrupted save mustn't cost the run
 
 
-def _log(file: Path, step: int, parts: dict[str, torch.Tensor], seconds: float) -> None:
-    values = {key: round(float(value.detach()), 5) for key, value in parts.items()}
+def _log(file: Path, step: int, seen: list[dict[str, torch.Tensor]], seconds: float) -> None:
+    """Write the means of what each step since the last line gave; not every step gives every part."""
+    names = dict.fromkeys(name for parts in seen for name in parts)
+    values = {name: round(float(np.mean([float(p[name]) for p in seen if name in p])), 5) for name in names}
     line = json.dumps({"step": step, **values, "seconds_a_step": round(seconds, 3)})
     with file.open("a") as log:
         log.write(line + "\n")

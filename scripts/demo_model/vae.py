@@ -21,12 +21,12 @@ def new_vae() -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({"vae": diffusers.AutoencoderKLWan.from_config(sizes.VAE)})
 
 
-def train_vae(run: Run, schedule: sizes.Schedule = sizes.VAE_SCHEDULE) -> bool:
-    """Train the VAE; return whether all its steps are done."""
+def train_vae(run: Run, schedule: sizes.Schedule = sizes.VAE_SCHEDULE, short_share: float = sizes.SHORT_SHARE) -> bool:
+    """Train the VAE, a share of its steps on small pieces of clips; return whether all steps are done."""
     torch.manual_seed(run.seed)
     modules = new_vae()
     vae = modules["vae"]
-    short = int(schedule.steps * sizes.SHORT_SHARE)
+    short = int(schedule.steps * short_share)
 
     def loss_of(step: int) -> dict[str, torch.Tensor]:
         pixels = _batch(run, step, schedule.batch, short=step < short)
