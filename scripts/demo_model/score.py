@@ -128,5 +128,5 @@ def _stands(track: Track) -> bool:
 def _outline_right(share: np.ndarray, actor: Track, scene: Scene) -> bool:
     """Whether most of five frames show the shape that was asked for."""
     looked_at = np.linspace(0, len(share) - 1, 5).round().astype(int)
-    right = [actor.seen[i] and outline(share[i], actor.states[i]) == scene.actor.shape for i in looked_at]
+    right = [bool(actor.seen[i]) and outline(share[i], actor.states[i]) == scene.actor.shape for i in looked_at]
     return sum(right) >= 3

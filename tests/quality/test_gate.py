@@ -36,6 +36,15 @@ def test_true_clips_pass_and_files_say_so(tmp_path):
     assert "| direction | 100 (" in gate.table(found)
 
 
+def test_a_black_clip_can_be_written_too(tmp_path):
+    scenes = gate.held_out_scenes(2)
+    made = gate.make(lambda request: np.zeros((17, 64, request.width, 3), np.float32), scenes, gate.Sampling(), str)
+    found = gate.figures(made)
+    gate.write(tmp_path, made, found)
+    assert found["score"].value == 0
+    assert json.loads((tmp_path / "clips.jsonl").read_text().splitlines()[0])["colour"] is False
+
+
 def test_a_model_that_ignores_sentences_fails_that_figure():
     scenes = gate.held_out_scenes(COUNT)
     made = gate.make(renderer(scenes), scenes, gate.Sampling(), str)
