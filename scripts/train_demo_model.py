@@ -21,7 +21,10 @@ STAGES = ("vae", "latents", "experts", "export")
 
 def main() -> int:
     """Run the stages that were asked for; return 1 when time ran out before one was done."""
-    args = _parser().parse_args()
+    parser = _parser()
+    args = parser.parse_args()
+    if unknown := set(args.stages) - set(STAGES):
+        parser.error(f"no stage is called {', '.join(sorted(unknown))}; stages are {', '.join(STAGES)}")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -127,7 +127,8 @@ def table(found: dict[str, Estimate]) -> str:
     for name, estimate in found.items():
         decibel = name.endswith("_db")
         text = estimate.text(1, 1) + " dB" if decibel else estimate.text() + " %"
-        lines.append(f"| {name.removesuffix('_db').replace('_', ' ')} | {text} |")
+        shown = name.removesuffix("_db").replace("_", " ") + (", PSNR" if decibel else "")
+        lines.append(f"| {shown} | {text} |")
     return "\n".join(lines)
 
 

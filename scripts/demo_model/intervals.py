@@ -29,7 +29,7 @@ def share(outcomes: Sequence[bool]) -> Estimate:
     p = sum(map(bool, outcomes)) / n
     middle = (p + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2))
-    return Estimate(p, middle - half, middle + half)
+    return Estimate(p, max(0.0, middle - half), min(1.0, middle + half))
 
 
 def mean(values: Sequence[float], seed: int = 0) -> Estimate:

@@ -46,13 +46,8 @@ def train(
     step, seen = first, []
     while step < schedule.steps and time.monotonic() - began < run.seconds:
         _seed(run.seed, step)
-        for group in optimiser.param_groups:
-            group["lr"] = learning_rate(schedule, step)
         parts = loss_of(step)
-        optimiser.zero_grad(set_to_none=True)
-        parts["loss"].backward()
-        torch.nn.utils.clip_grad_norm_(modules.parameters(), 1.0)
-        optimiser.step()
+        _descend(optimiser, modules, parts["loss"], learning_rate(schedule, step))
         step += 1
         seen.append({key: value.detach() for key, value in parts.items()})
         _average(averaged, modules, min(schedule.ema, step / (step + 10)))
@@ -83,6 +78,15 @@ def load_average(name: str, run: Run, modules: torch.nn.ModuleDict) -> None:
     state = torch.load(run.folder / f"{name}.pt", map_location="cpu", weights_only=True)
     modules.load_state_dict(state["averaged"])
     modules.to(run.device).eval()
+
+
+def _descend(optimiser: torch.optim.Optimizer, modules: torch.nn.Module, loss: torch.Tensor, rate: float) -> None:
+    for group in optimiser.param_groups:
+        group["lr"] = rate
+    optimiser.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(modules.parameters(), 1.0)
+    optimiser.step()
 
 
 def _seed(seed: int, step: int) -> None:
