@@ -1,0 +1,198 @@
+"""Train the text encoder and the two experts, each on its side of the boundary.
+
+Flow matching: x = (1 - sigma) clip + sigma noise, velocity = noise - clip, as diffusers' schedulers take it. Sigma is
+drawn as the sampler visits it: shift s / (1 + (shift - 1) s) for uniform s.
+
+Shapes: B clips, Z latent channels, T latent frames, H W latent height and width.
+"""
+
+from dataclasses import dataclass, replace
+
+import diffusers
+import numpy as np
+import torch
+import transformers
+
+from . import sizes
+from .captions import caption
+from .scenes import FRAMES, Scene, draw_scene, first_frame, opposite
+from .score import score
+from .sheets import save_rows
+from .text import PaddedText, embed, new_text_encoder, train_tokenizer
+from .training import Run, load_average, train
+from .vae import load_vae, statistics
+
+EXPERTS = ("transformer", "transformer_2")  # high noise, low noise
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Encoded clips of one width, normalised: clips [2, N, Z, T, H, W] (as asked, the opposite), conditions [N, ...].
+
+    scenes  the N scenes as drawn
+    """
+
+    clips: torch.Tensor
+    conditions: torch.Tensor
+    scenes: list[Scene]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """All components of the model, on one device."""
+
+    tokenizer: transformers.T5TokenizerFast
+    modules: torch.nn.ModuleDict
+    vae: diffusers.AutoencoderKLWan
+
+
+def train_experts(run: Run, schedule: sizes.Schedule = sizes.EXPERTS_SCHEDULE) -> bool:
+    """Train text encoder and experts on the encoded clips; return whether all their steps are done."""
+    model = new_model(run)
+    latents, mean, std = read_latents(run)
+    _set_statistics(model.vae, mean, std)
+    modules, tokenizer = model.modules, model.tokenizer
+    clips_of = np.array([len(group.scenes) for group in latents], float)
+
+    def loss_of(step: int) -> dict[str, torch.Tensor]:
+        rng = np.random.default_rng([run.seed, step])
+        # Two steps at a time of one width: steps alternate between the experts, and both must see both widths.
+        group = latents[
+            int(np.random.default_rng([run.seed, step // 2, 1]).choice(len(latents), p=clips_of / clips_of.sum()))
+        ]
+        x, condition, sentences = _batch(group, rng, schedule.batch, run.device)
+        high = step % 2 == 0
+        sigma = noise_levels(rng, schedule.batch, high=high).to(run.device)
+        noise = torch.randn_like(x)
+        at = sigma[:, None, None, None, None]
+        given = torch.cat([(1 - at) * x + at * noise, condition], dim=1)
+        expert = modules[EXPERTS[0] if high else EXPERTS[1]]
+        text = embed(modules["text_encoder"], tokenizer, sentences)
+        velocity = expert(given, sigma * 1000, text, return_dict=False)[0]
+        loss = (velocity - (noise - x)).square().mean()
+        return {"loss": loss, "high" if high else "low": loss}
+
+    def sheet(step: int) -> None:
+        draw_sheet(run, model, step)
+
+    return train("experts", run, schedule, modules, loss_of, sheet)
+
+
+def new_model(run: Run) -> Trained:
+    """Return the trained VAE with an untrained text encoder and untrained experts, always the same for a seed."""
+    tokenizer = train_tokenizer(run.seed)
+    torch.manual_seed(run.seed)
+    modules = torch.nn.ModuleDict({"text_encoder": new_text_encoder(len(tokenizer))})
+    for name in EXPERTS:
+        expert = diffusers.WanTransformer3DModel.from_config(sizes.TRANSFORMER)
+        for block in expert.blocks:
+            block.attn2.set_processor(PaddedText())
+        modules[name] = expert
+    return Trained(tokenizer, modules, load_vae(run))
+
+
+def load_model(run: Run) -> Trained:
+    """Return the trained model, the VAE with its statistics."""
+    model = new_model(run)
+    load_average("experts", run, model.modules)
+    _, mean, std = read_latents(run)
+    _set_statistics(model.vae, mean, std)
+    return model
+
+
+def read_latents(run: Run) -> tuple[list[Latents], list[float], list[float]]:
+    """Return the encoded clips, a group for each width, and the mean and deviation they were normalised with."""
+    files = sorted((run.folder / "latents").glob("*.pt"))
+    if not files:
+        raise SystemExit(f"error: {run.folder} holds no encoded clips; run the stage latents first")
+    found = [(int(file.name.split("-")[0]), torch.load(file, weights_only=True)) for file in files]
+    mean, std = statistics([state["clips"] for _, state in found])
+    shape = (-1, 1, 1, 1)
+    centre, scale = torch.tensor(mean).view(shape), torch.tensor(std).view(shape)
+    groups = []
+    for width in sorted({width for width, _ in found}):
+        states = [state for at, state in found if at == width]
+        clips = (torch.cat([state["clips"] for state in states], dim=1).float() - centre) / scale
+        conditions = (torch.cat([state["conditions"] for state in states]).float() - centre) / scale
+        indices = torch.cat([state["indices"] for state in states]).tolist()
+        groups.append(Latents(clips, conditions, [draw_scene(run.seed, i, held_out=False) for i in indices]))
+    return groups, mean, std
+
+
+def pipeline_of(model: Trained) -> diffusers.WanImageToVideoPipeline:
+    """Return diffusers' own pipeline around the model."""
+    return diffusers.WanImageToVideoPipeline(
+        tokenizer=model.tokenizer,
+        text_encoder=model.modules["text_encoder"],
+        vae=model.vae,
+        scheduler=diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=sizes.SHIFT
+        ),
+        transformer=model.modules[EXPERTS[0]],
+        transformer_2=model.modules[EXPERTS[1]],
+        boundary_ratio=sizes.BOUNDARY,
+    )
+
+
+def draw_sheet(run: Run, model: Trained, step: int, scenes: int = 3) -> None:
+    """Make held-out clips, each scene and its opposite, with diffusers' pipeline; draw and score them."""
+    pipeline = pipeline_of(model)
+    pipeline.set_progress_bar_config(disable=True)
+    drawn = [draw_scene(run.seed, i, held_out=True, width=64) for i in range(scenes)]
+    asked = [each for scene in drawn for each in (scene, opposite(scene))]
+    clips = [generate(pipeline, scene, seed=i, device=run.device) for i, scene in enumerate(asked)]
+    scores = [score(clip, scene) for clip, scene in zip(clips, asked, strict=True)]
+    print(f"held-out scenes after {step} steps: {np.mean([each.whole for each in scores]):.2f} of sub-scores right")
+    save_rows(run.folder / f"experts-{step:06d}.png", clips, [caption(scene) for scene in asked])
+
+
+def generate(
+    pipeline: diffusers.WanImageToVideoPipeline, scene: Scene, *, seed: int, device: torch.device
+) -> np.ndarray:
+    """Return the clip that diffusers' pipeline makes of a scene's picture and sentence, float32 [T, H, W, 3]."""
+    picture = pipeline.video_processor.preprocess(first_frame(scene)[None] / np.float32(255)).to(device)
+    return pipeline(
+        image=picture,
+        prompt=caption(scene),
+        height=picture.shape[2],
+        width=picture.shape[3],
+        num_frames=FRAMES,
+        num_inference_steps=sizes.STEPS,
+        guidance_scale=sizes.GUIDANCE,
+        generator=torch.Generator("cpu").manual_seed(seed),
+        output_type="np",
+    ).frames[0]
+
+
+def noise_levels(rng: np.random.Generator, size: int, *, high: bool) -> torch.Tensor:
+    """Return noise levels [B] of one side of the boundary, as often as the sampler visits them."""
+    boundary = sizes.BOUNDARY / (sizes.SHIFT - (sizes.SHIFT - 1) * sizes.BOUNDARY)
+    # Evenly spread with one offset: a batch sees all levels, which steadies the loss.
+    s = (np.arange(size) + rng.random()) / size
+    s = boundary + s * (1 - boundary) if high else s * boundary
+    return torch.from_numpy(sizes.SHIFT * s / (1 + (sizes.SHIFT - 1) * s)).float()
+
+
+def _batch(
+    group: Latents, rng: np.random.Generator, size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Return clips, conditions (4 mask channels, then latents) and sentences, some of them empty for guidance."""
+    chosen = rng.integers(len(group.scenes), size=size)
+    other_way = rng.integers(2, size=size)
+    x = group.clips[torch.from_numpy(other_way), torch.from_numpy(chosen)].to(device)
+    known = group.conditions[torch.from_numpy(chosen)].to(device)
+    mask = torch.zeros_like(known[:, :4])
+    mask[:, :, 0] = 1
+    sentences = []
+    for i, other in zip(chosen, other_way, strict=True):
+        scene = opposite(group.scenes[i]) if other else group.scenes[i]
+        worded = caption(replace(scene, wording=int(rng.integers(4))))
+        sentences.append("" if rng.random() < sizes.TEXT_DROPOUT else worded)
+    return x, torch.cat([mask, known], dim=1), sentences
+
+
+def _set_statistics(vae: diffusers.AutoencoderKLWan, mean: list[float], std: list[float]) -> None:
+    digits = 4  # as Wan's own
+    vae.register_to_config(
+        latents_mean=[round(value, digits) for value in mean], latents_std=[round(value, digits) for value in std]
+    )

@@ -1,0 +1,137 @@
+"""Make held-out clips with wan_tpu's pipeline and say, with intervals, how good they are."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import torch
+from PIL import Image
+
+from wan_tpu import GenerationRequest
+
+from . import intervals, sizes
+from .captions import caption
+from .intervals import Estimate
+from .scenes import FPS, FRAMES, HEIGHT, Scene, draw_scene, first_frame, opposite, render
+from .score import SUB_SCORES, Score, psnr, score
+from .sheets import save_rows
+from .vae import reconstruct
+
+SEED = 1_000_003  # of the gate's scenes: not that of any training
+_ON_A_SHEET = 8
+
+Generate = Callable[[GenerationRequest], np.ndarray]
+"""Makes a request's video, float32 [T, H, W, 3] in [0, 1]: any way that this project has."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How requests are sampled."""
+
+    steps: int = sizes.STEPS
+    guidance: float = sizes.GUIDANCE
+    shift: float | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """One clip and what is right about it; `clip` float32 [T, H, W, 3]."""
+
+    scene: Scene
+    clip: np.ndarray
+    score: Score
+
+
+def request_of(scene: Scene, seed: int, sampling: Sampling) -> GenerationRequest:
+    """Return the request for a scene: its picture, its sentence, its size."""
+    return GenerationRequest(
+        prompt=caption(scene),
+        image=Image.fromarray(first_frame(scene)),
+        height=HEIGHT,
+        width=scene.width,
+        frames=FRAMES,
+        fps=FPS,
+        steps=sampling.steps,
+        guidance_scale=sampling.guidance,
+        shift=sampling.shift,
+        seed=seed,
+    )
+
+
+def held_out_scenes(count: int, *, width: int | None = None) -> list[Scene]:
+    """Return the gate's scenes; the first n are the same for every count."""
+    return [draw_scene(SEED, i, held_out=True, width=width) for i in range(count)]
+
+
+def make(
+    generate: Generate, scenes: Sequence[Scene], sampling: Sampling, tell: Callable[[str], object] = print
+) -> list[Made]:
+    """Make and score one clip a scene."""
+    made = []
+    for i, scene in enumerate(scenes):
+        clip = generate(request_of(scene, i, sampling))
+        made.append(Made(scene, clip, score(clip, scene)))
+        if (i + 1) % 10 == 0 or i + 1 == len(scenes):
+            whole = np.mean([each.score.whole for each in made])
+            tell(f"{i + 1} of {len(scenes)} clips, {100 * whole:.0f} % of sub-scores right")
+    return made
+
+
+def figures(made: Sequence[Made], made_opposite: Sequence[Made] = ()) -> dict[str, Estimate]:
+    """Return every figure of the gate by its name: shares in [0, 1], and decibels.
+
+    made_opposite  clips of the same scenes with the opposite sentence, in the same order
+    """
+    found = {"score": intervals.mean([each.score.whole for each in made])}
+    for name in SUB_SCORES:
+        found[name] = intervals.share([getattr(each.score, name) for each in made])
+    found["first_frame_db"] = intervals.mean([each.score.first_frame_db for each in made])
+    if made_opposite:
+        pairs = zip(made, made_opposite, strict=True)
+        found["sentence"] = intervals.share([one.score.direction and other.score.direction for one, other in pairs])
+    return found
+
+
+def reconstruction(checkpoint: Path, scenes: Sequence[Scene]) -> Estimate:
+    """Return how well the checkpoint's VAE rebuilds clips, in dB."""
+    vae = diffusers.AutoencoderKLWan.from_pretrained(checkpoint / "vae", torch_dtype=torch.float32).eval()
+    clips = [render(scene) for scene in scenes]
+    return intervals.mean([psnr(reconstruct(vae, clip), clip / 255) for clip in clips])
+
+
+def opposites(scenes: Sequence[Scene]) -> list[Scene]:
+    """Return the scenes with the same pictures and the opposite sentences."""
+    return [opposite(scene) for scene in scenes]
+
+
+def write(folder: Path, made: Sequence[Made], found: dict[str, Estimate]) -> None:
+    """Write figures.json, clips.jsonl and contact sheets of the best and the worst clips."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {name: asdict(estimate) for name, estimate in found.items()} | {"requests": len(made)}
+    (folder / "figures.json").write_text(json.dumps(content, indent=2) + "\n")
+    with (folder / "clips.jsonl").open("w") as file:
+        for each in made:
+            file.write(json.dumps({"caption": caption(each.scene), **asdict(each.score)}) + "\n")
+    # By sub-scores first, then by how near the motion came to what was asked for.
+    ordered = sorted(made, key=lambda each: (each.score.whole, -abs(each.score.amplitude - 1)))
+    for name, chosen in (("worst", ordered[:_ON_A_SHEET]), ("best", ordered[::-1][:_ON_A_SHEET])):
+        save_rows(folder / f"{name}.png", [each.clip for each in chosen], [_title(each) for each in chosen])
+
+
+def table(found: dict[str, Estimate]) -> str:
+    """Return the figures as a table for docs/quality.md."""
+    lines = ["| figure | value (95 % interval) |", "|---|---|"]
+    for name, estimate in found.items():
+        decibel = name.endswith("_db")
+        text = estimate.text(1, 1) + " dB" if decibel else estimate.text() + " %"
+        shown = name.removesuffix("_db").replace("_", " ") + (", PSNR" if decibel else "")
+        lines.append(f"| {shown} | {text} |")
+    return "\n".join(lines)
+
+
+def _title(made: Made) -> str:
+    wrong = [name.replace("_", " ") for name in SUB_SCORES if not getattr(made.score, name)]
+    return caption(made.scene) + (f"  [wrong: {', '.join(wrong)}]" if wrong else "")

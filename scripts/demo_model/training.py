@@ -1,0 +1,155 @@
+"""What both stages of training share: the learning rate, averaged weights, a log, and a state to go on from."""
+
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .sizes import Schedule
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where and how long: stages stop, saved, `seconds` after they began, and go on when called again."""
+
+    folder: Path
+    device: torch.device
+    seed: int
+    seconds: float
+
+
+def train(
+    name: str,
+    run: Run,
+    schedule: Schedule,
+    modules: torch.nn.ModuleDict,
+    loss_of: Callable[[int], dict[str, torch.Tensor]],
+    sheet: Callable[[int], None],
+) -> bool:
+    """Train `modules` from where the last call stopped; return whether it is done. Afterwards they hold the average.
+
+    loss_of  gives the parts of a step's loss, of which "loss" is minimised; all randomness must come from the step
+    sheet    draws what the averaged weights make, at a step
+    """
+    modules.to(run.device).train()
+    averaged = {key: value.detach().clone() for key, value in modules.state_dict().items()}
+    optimiser = torch.optim.AdamW(modules.parameters(), lr=schedule.rate, betas=(0.9, 0.99), weight_decay=0.01)
+    first = _restore(run.folder / f"{name}.pt", modules, optimiser, averaged, run.device)
+    began = time.monotonic()
+    step, seen = first, []
+    while step < schedule.steps and time.monotonic() - began < run.seconds:
+        _seed(run.seed, step)
+        parts = loss_of(step)
+        _descend(optimiser, modules, parts["loss"], learning_rate(schedule, step))
+        step += 1
+        seen.append({key: value.detach() for key, value in parts.items()})
+        _average(averaged, modules, min(schedule.ema, step / (step + 10)))
+        if step % 50 == 0 or step == schedule.steps:
+            _log(run.folder / f"{name}.jsonl", step, seen, (time.monotonic() - began) / (step - first))
+            seen = []
+        if step % schedule.save_every == 0:
+            _save(run.folder / f"{name}.pt", step, modules, optimiser, averaged)
+        if schedule.sheet_every and (step % schedule.sheet_every == 0 or step == schedule.steps):
+            _with_average(modules, averaged, lambda: sheet(step))  # noqa: B023 (called at once)
+    _save(run.folder / f"{name}.pt", step, modules, optimiser, averaged)
+    modules.load_state_dict(averaged)
+    modules.eval()
+    print(f"{name}: {step} of {schedule.steps} steps, {(time.monotonic() - began) / max(1, step - first):.2f} s a step")
+    return step >= schedule.steps
+
+
+def learning_rate(schedule: Schedule, step: int) -> float:
+    """Return the learning rate of a step: a rise, then a cosine down to a twentieth."""
+    if step < schedule.warm_up:
+        return schedule.rate * (step + 1) / schedule.warm_up
+    passed = (step - schedule.warm_up) / max(1, schedule.steps - schedule.warm_up)
+    return schedule.rate * (0.05 + 0.95 * (1 + math.cos(math.pi * min(1.0, passed))) / 2)
+
+
+def load_average(name: str, run: Run, modules: torch.nn.ModuleDict) -> None:
+    """Fill `modules` with a stage's averaged weights."""
+    state = torch.load(run.folder / f"{name}.pt", map_location="cpu", weights_only=True)
+    modules.load_state_dict(state["averaged"])
+    modules.to(run.device).eval()
+
+
+def _descend(optimiser: torch.optim.Optimizer, modules: torch.nn.Module, loss: torch.Tensor, rate: float) -> None:
+    for group in optimiser.param_groups:
+        group["lr"] = rate
+    optimiser.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(modules.parameters(), 1.0)
+    optimiser.step()
+
+
+def _seed(seed: int, step: int) -> None:
+    # A step draws the same numbers whether or not the run was stopped before it.
+    mixed = int(np.random.SeedSequence([seed, step]).generate_state(1)[0])
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.manual_seed(mixed)
+
+
+def _average(averaged: dict[str, torch.Tensor], modules: torch.nn.Module, decay: float) -> None:
+    for key, value in modules.state_dict().items():
+        if value.is_floating_point():
+            averaged[key].lerp_(value.detach(), 1 - decay)
+        else:
+            averaged[key].copy_(value)
+
+
+def _with_average(modules: torch.nn.Module, averaged: dict[str, torch.Tensor], look: Callable[[], None]) -> None:
+    trained = {key: value.detach().clone() for key, value in modules.state_dict().items()}
+    modules.load_state_dict(averaged)
+    modules.eval()
+    with torch.no_grad():
+        look()
+    modules.load_state_dict(trained)
+    modules.train()
+
+
+def _restore(
+    file: Path,
+    modules: torch.nn.Module,
+    optimiser: torch.optim.Optimizer,
+    averaged: dict[str, torch.Tensor],
+    device: torch.device,
+) -> int:
+    if not file.exists():
+        return 0
+    state = torch.load(file, map_location=device, weights_only=True)
+    modules.load_state_dict(state["trained"])
+    optimiser.load_state_dict(state["optimiser"])
+    for key, value in state["averaged"].items():
+        averaged[key].copy_(value)
+    return int(state["step"])
+
+
+def _save(
+    file: Path,
+    step: int,
+    modules: torch.nn.Module,
+    optimiser: torch.optim.Optimizer,
+    averaged: dict[str, torch.Tensor],
+) -> None:
+    partial = file.with_suffix(".partial")
+    state = {"step": step, "trained": modules.state_dict(), "averaged": averaged, "optimiser": optimiser.state_dict()}
+    torch.save(state, partial)
+    os.replace(partial, file)  # whole or not at all: an interrupted save mustn't cost the run
+
+
+def _log(file: Path, step: int, seen: list[dict[str, torch.Tensor]], seconds: float) -> None:
+    """Write the means of what each step since the last line gave; not every step gives every part."""
+    names = dict.fromkeys(name for parts in seen for name in parts)
+    values = {name: round(float(np.mean([float(p[name]) for p in seen if name in p])), 5) for name in names}
+    line = json.dumps({"step": step, **values, "seconds_a_step": round(seconds, 3)})
+    with file.open("a") as log:
+        log.write(line + "\n")
+    print(line, flush=True)

@@ -1,0 +1,93 @@
+"""Training goes on exactly where it stopped, and what it writes is a checkpoint of this project."""
+
+import dataclasses
+import json
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from scripts.demo_model import experts, sizes, vae
+from scripts.demo_model.captions import caption
+from scripts.demo_model.export import LARGEST_MB, export
+from scripts.demo_model.scenes import draw_scene
+from scripts.demo_model.text import embed
+from scripts.demo_model.training import Run, learning_rate
+from wan_tpu import load_pipeline
+
+SHORT = sizes.Schedule(steps=4, batch=1, rate=1e-3, warm_up=2, sheet_every=0)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run after a step of each stage."""
+    run = Run(tmp_path_factory.mktemp("run"), torch.device("cpu"), 0, 3600)
+    assert vae.train_vae(run, dataclasses.replace(SHORT, steps=1))
+    vae.encode_clips(run, 4, chunk=1)
+    assert experts.train_experts(run, dataclasses.replace(SHORT, steps=2))
+    return run
+
+
+def test_a_stopped_run_gives_the_bits_of_one_that_wasn_t(tmp_path):
+    states = []
+    for name, stops in (("whole", [4]), ("stopped", [2, 4])):
+        (tmp_path / name).mkdir()
+        run = Run(tmp_path / name, torch.device("cpu"), 0, 3600)
+        schedule = dataclasses.replace(SHORT, warm_up=100)  # the rate of a step mustn't depend on the length here
+        for steps in stops:
+            # Pieces only: the share of whole clips depends on the length too.
+            vae.train_vae(run, dataclasses.replace(schedule, steps=steps), short_share=1.0)
+        states.append(torch.load(run.folder / "vae.pt", weights_only=True))
+    for part in ("trained", "averaged"):
+        for key, value in states[0][part].items():
+            assert torch.equal(value, states[1][part][key]), key
+
+
+def test_learning_rate_rises_and_falls():
+    schedule = sizes.Schedule(steps=1000, batch=1, rate=1e-3, warm_up=100)
+    rates = [learning_rate(schedule, step) for step in range(1000)]
+    assert max(rates) == rates[100] == pytest.approx(1e-3)
+    assert rates[0] == pytest.approx(1e-5)
+    assert rates[-1] == pytest.approx(5e-5, rel=0.01)
+
+
+@torch.no_grad()
+def test_few_tokens_of_text_stand_for_512(run):
+    model = experts.new_model(run)
+    expert = model.modules["transformer"].eval()
+    text = embed(model.modules["text_encoder"].eval(), model.tokenizer, ["a red ball rolls to the right", ""])
+    padded = torch.nn.functional.pad(text, (0, 0, 0, sizes.TEXT_TOKENS - text.shape[1]))
+    given = torch.randn(2, 2 * sizes.Z + 4, 5, 4, 4), torch.tensor([950.0, 910.0])
+    exact, got = (expert(*given, each, return_dict=False)[0] for each in (padded, text))
+    assert (exact - got).abs().max() < 1e-5 * exact.std() * 10  # float32
+    without = expert(*given, text[:, :-1], return_dict=False)[0]
+    assert (exact - without).abs().max() > 0.01
+
+
+def test_noise_levels_stay_on_their_side_of_the_boundary():
+    rng = np.random.default_rng(0)
+    high, low = (torch.cat([experts.noise_levels(rng, 32, high=side) for _ in range(20)]) for side in (True, False))
+    assert high.min() >= sizes.BOUNDARY - 1e-6
+    assert high.max() <= 1
+    assert low.max() <= sizes.BOUNDARY + 1e-6
+    assert low.min() < 0.05
+
+
+def test_the_export_is_a_checkpoint_with_its_own_statistics(run, tmp_path):
+    assert export(run, tmp_path / "checkpoint") < LARGEST_MB
+    config = json.loads((tmp_path / "checkpoint" / "vae" / "config.json").read_text())
+    latents, mean, _ = experts.read_latents(run)
+    assert config["latents_mean"] == pytest.approx(mean, abs=1e-4)
+    normalised = torch.cat([group.clips.movedim(2, 0).flatten(1) for group in latents], dim=1)
+    assert normalised.mean(1).abs().max() < 1e-2
+    assert (normalised.std(1) - 1).abs().max() < 1e-2
+    pipeline = load_pipeline(tmp_path / "checkpoint", dtype="float32", mesh=(1, 1, 1))
+    pipeline.check_components()
+    assert pipeline.runtime.model.tasks == ("i2v",)
+    sentence = caption(draw_scene(0, 0, held_out=True))
+    ids, mask, warnings = pipeline.runtime.model.tokenize([sentence])
+    theirs = diffusers.WanImageToVideoPipeline.from_pretrained(tmp_path / "checkpoint").tokenizer(sentence).input_ids
+    assert ids[0, : mask.sum()].tolist() == theirs
+    assert 2 not in theirs  # no unknown word
+    assert not warnings
