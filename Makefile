@@ -4,7 +4,7 @@ BIN := .venv/bin
 COMPUTING := tests/kernels tests/wan_tpu tests/quality tests/actors/api tests/actors/jobs
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test test-computing test-clusters test-long lint bench clean
+.PHONY: help demo test test-long lint bench clean
 
 help:
 	@echo "make demo   a small model on four emulated slices: three videos, and which slice computed what when"
@@ -25,14 +25,9 @@ help:
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
 
-# What computes, two files at a time, and beside it what starts clusters, one after the other: those mostly wait.
+# What computes, two files at a time; then what starts clusters and clocks them, alone.
 test: .venv/installed
-	$(MAKE) --jobs 2 test-computing test-clusters
-
-test-computing:
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(COMPUTING) tests/test_structure.py
-
-test-clusters:
 	$(BIN)/python -m pytest tests --ignore tests/test_structure.py $(COMPUTING:%=--ignore %)
 
 # Kills, a soak, and the commands as processes of their own: minutes of waiting that every change needn't pay for.

@@ -19,7 +19,7 @@ from cluster.inventory import SliceFound, slices_found
 from cluster.layout import Layout
 from wan_tpu import GenerationRequest
 
-SECONDS = 150  # that anything may take on a busy machine, a slice lost and built again included
+SECONDS = 300  # that anything may take on a busy machine, a slice lost and built again included
 
 
 class Made:

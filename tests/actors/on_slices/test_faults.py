@@ -21,6 +21,8 @@ from tests.actors.on_slices.running import kill, title
 from tests.cluster.conftest import wait_for
 from tests.conftest import PHOTO, ROOT
 
+pytestmark = pytest.mark.long
+
 HIGH, ALL = 72, 200  # steps
 EVERY = 20  # steps from snapshot to snapshot
 
@@ -53,7 +55,6 @@ def test_a_killed_host_then_a_hung_one(running, undisturbed):
     assert len({span.slice for span in made.spans if span.stage == "denoise_low"}) == 3
 
 
-@pytest.mark.long
 def test_a_killed_node(running, undisturbed):
     made, beside = running.start("node", REQUEST), running.start("beside", REQUEST)
     made.wait_for("denoise_low", 130)  # half-way between two snapshots
@@ -77,7 +78,6 @@ def test_a_killed_replica(running, undisturbed):
     assert not host.is_running()
 
 
-@pytest.mark.long
 def test_lost_objects(running, undisturbed):
     """What one stage has made for the next dies with its owner: the encoder's leader, and the cache of embeddings."""
     made = running.start("objects", REQUEST)
@@ -101,7 +101,6 @@ def drain(running, node_id, seconds):
     )
 
 
-@pytest.mark.long
 def test_a_drained_slice_hands_its_work_over(running):
     long = replace(REQUEST, steps=3 * ALL)
     whole = running.start("whole", long)
@@ -120,7 +119,6 @@ def test_a_drained_slice_hands_its_work_over(running):
     running.cluster.add_host(found.name, 0)
 
 
-@pytest.mark.long
 def test_a_pool_grows_under_load_and_shrinks_after(running):
     long = replace(REQUEST, steps=5 * ALL)  # else they would wait for the low expert, which is slower
     made = [running.start(f"many{i}", long) for i in range(16)]
@@ -144,7 +142,6 @@ def driver_command(running, layout, settings, folder, steps, ids):
     return command + [str(folder / name) for name in ("told.pickle", "manifest.jsonl", "out")]
 
 
-@pytest.mark.long
 def test_a_killed_driver(running, undisturbed, layout, settings, tmp_path):
     """Run again it makes what is missing, from where it was; meanwhile the slices may still work for the first one."""
     command = driver_command(running, layout, settings, tmp_path, ALL, ("cat", "dog"))
@@ -163,7 +160,6 @@ def test_a_killed_driver(running, undisturbed, layout, settings, tmp_path):
     assert not snapshots.names("cat")
 
 
-@pytest.mark.long
 def test_a_killed_driver_s_slices_are_soon_free(running, layout, settings, tmp_path):
     command = driver_command(running, layout, settings, tmp_path, 5 * ALL, ("long",))
     snapshots = Snapshots(settings.snapshots)
