@@ -28,6 +28,7 @@ def main(address: str, name: str, folder: Path, lease_s: float) -> None:
         try:
             work.announce(lease, [result])
             work.heartbeat(lease, Progress(stage="denoise_high", step=1, steps=1, percent=50.0))
+            time.sleep(0.005)  # a job takes time, in which others come to the database
             work.complete(lease, {"video": result})
         except LeaseLost:
             continue
