@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import socket
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -102,9 +103,9 @@ def split_location(location: str) -> tuple[str, str]:
     return str(path_.parent), path_.name
 
 
-def check_name(name: str) -> str:
-    """Return a name that can be used; raises `StorageError` otherwise."""
-    problem = name_problem(name)
+def check_name(name: str, *, hidden: bool = False) -> str:
+    """Return a name that can be used; raises `StorageError` otherwise. hidden: as in `name_problem`."""
+    problem = name_problem(name, hidden=hidden)
     if problem is not None:
         raise StorageError(f"the name {name!r} {problem}; give one such as 'clips/cat.mp4'")
     return name
@@ -115,6 +116,7 @@ class LocalStorage:
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder).expanduser().absolute()
+        self._writing = threading.Lock()  # one that doesn't fit takes all the room until it has failed
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return LocalStorage, (str(self._folder),)
@@ -140,15 +142,16 @@ class LocalStorage:
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{_PARTIAL}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                _write_through(partial, content)
-                if only_if_absent:
-                    os.link(partial, path)  # unlike a rename, it fails when something is there
-                else:
-                    os.replace(partial, path)
-                _sync_folder(path.parent)
-            finally:
-                partial.unlink(missing_ok=True)
+            with self._writing:
+                try:
+                    _write_through(partial, content)
+                    if only_if_absent:
+                        os.link(partial, path)  # unlike a rename, it fails when something is there
+                    else:
+                        os.replace(partial, path)
+                    _sync_folder(path.parent)
+                finally:
+                    partial.unlink(missing_ok=True)
         except FileExistsError as error:
             if not path.is_file():
                 raise _write_error(path, error) from None
@@ -203,10 +206,11 @@ class LocalStorage:
         probe = self._folder / f".probe.{uuid.uuid4().hex[:12]}{_PARTIAL}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            try:
-                _write_through(probe, bytes(4096))
-            finally:
-                probe.unlink(missing_ok=True)
+            with self._writing:
+                try:
+                    _write_through(probe, bytes(4096))
+                finally:
+                    probe.unlink(missing_ok=True)
         except OSError as error:
             raise _write_error(self._folder, error) from None
 

@@ -253,7 +253,6 @@ def test_a_full_disk_costs_no_more_work(tmp_path):
     if worker.returncode == 77:
         pytest.skip(errors)
     statuses = [line.split()[1] for line in out.splitlines()[1:-1]]
-    assert statuses[:2] == ["done", "done"]
-    assert "failed" in statuses
-    assert "writing" not in statuses
+    assert statuses.count("done") == 3  # what fits, whichever came first
+    assert statuses.count("failed") == 7
     assert worker.returncode == 1
