@@ -1,9 +1,27 @@
-"""What the scripts share: a kind of slice, from `cluster`, as `wan_tpu.aot` wants it."""
+"""What the scripts share: a kind of slice, from `cluster`, as `wan_tpu.aot` wants it; and how they end."""
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 from cluster.chips import GIB
+from cluster.errors import ClusterError
 from cluster.slice_spec import SliceSpec
 from wan_tpu.aot.cost import Hardware
 from wan_tpu.aot.topology import DescribedSlice
+from wan_tpu.errors import WanTpuError
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """End with what `main` returns; what is raised on purpose, and Ctrl-C, are one line."""
+    try:
+        sys.exit(main() or 0)
+    except (ClusterError, WanTpuError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def described(kind: SliceSpec) -> DescribedSlice:
@@ -18,7 +36,7 @@ def described(kind: SliceSpec) -> DescribedSlice:
             name=chip.name,
             clock_hz=chip.clock_hz,
             peak_flops=chip.bf16_flops / chip.devices,
-            hbm_bytes=chip.hbm_gib * GIB / chip.devices,
+            hbm_bytes=chip.usable_gib * GIB / chip.devices,
             hbm_bytes_per_s=chip.hbm_bytes_per_s / chip.devices,
         ),
         wraps=_three(sizes, 0),

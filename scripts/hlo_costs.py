@@ -10,12 +10,13 @@ which branch of a conditional to follow. The program's devices are the slice's, 
 
 import argparse
 import os
+import re
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own accelerators stay untouched
 
 import numpy as np
-from described import described
+from described import described, run
 from jax.sharding import Mesh
 
 from cluster.slice_spec import SliceSpec
@@ -35,6 +36,9 @@ def main() -> None:
     parser.add_argument("--prefer", action="append", default=[], metavar="NAME")
     parser.add_argument("--top", type=int, default=20)
     args = parser.parse_args()
+    for option in args.kernel:
+        if not re.fullmatch(r"[^=]+=\d+(\.\d+)?", option):
+            parser.error(f"--kernel {option}: give NAME=BUNDLES or NAME@GRID=BUNDLES, such as splash=25283")
     where = described(SliceSpec(args.slice))
     counted = KernelPrices(args.count, where.hardware, where.cores, count_alone) if args.count else None
     cost = analyse(
@@ -63,4 +67,4 @@ def prices(options: list[str], cores: int, counted: KernelPrices | None) -> Kern
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

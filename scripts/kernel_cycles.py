@@ -4,7 +4,7 @@
     kernel_cycles.py --chip v6e                        attention: ours, jax's and tokamax's
     kernel_cycles.py --chip v6e --kernel convolution   the VAE's convolution, at each level of Wan's decoder
 
-Needs libtpu (`pip install ".[aot]"`); tokamax's row needs tokamax. A bundle is a cycle when nothing stalls. The column
+Needs libtpu (`pip install ".[aot]"`); tokamax's row needs `.[peers]`. A bundle is a cycle when nothing stalls.
 "slots" is the least the kernel's instructions allow, start and end of the kernel included.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # chips are described, this machine's own accelerators stay untouched
 
-from described import described
+from described import described, run
 
 from cluster.slice_spec import SliceSpec
 from wan_tpu.aot.attention_kernels import LOW_PRECISION, table
@@ -72,4 +72,4 @@ def _convolution(chip: str, *, as_json: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

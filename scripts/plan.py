@@ -17,13 +17,13 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own accelerators stay untouched
 
-from described import described
+from described import described, run
 
 from cluster.slice_spec import SliceSpec
 from wan_tpu import GenerationRequest
 from wan_tpu.aot.plan import STEP, Plan, Planner
 from wan_tpu.aot.plan_text import compare, describe, draw, to_json
-from wan_tpu.errors import OutputError, WanTpuError
+from wan_tpu.errors import OutputError
 from wan_tpu.families.wan import WanModel
 from wan_tpu.families.wan_presets import PRESETS
 from wan_tpu.request import parse_size
@@ -32,24 +32,21 @@ PLOTS = (".png", ".svg", ".pdf")
 
 
 def main() -> int:
-    """Print the plans; return the exit code."""
+    """Print the plans; return 1 when a program of them doesn't fit or can't be compiled."""
     args = _arguments()
-    try:
-        if args.plot:
-            _check_plot(args.plot)
-        plans, others = _plans(args)
-    except (WanTpuError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if args.plot:
+        _check_plot(args.plot)
+    _check_cache(args.cache)
+    plans, others = _plans(args)
     if args.plot:
         draw([plan for plan in plans if any(program.name == STEP for program in plan.programs)], args.plot)
     if args.json:
         print(json.dumps({"plans": [to_json(plan) for plan in plans], "other_meshes": [to_json(p) for p in others]}))
-        return 0
-    print("\n\n".join(describe(plan) for plan in plans))
-    if others:
-        print(f"\nother meshes\n{compare(others)}")
-    return 0
+    else:
+        print("\n\n".join(describe(plan) for plan in plans))
+        if others:
+            print(f"\nother meshes\n{compare(others)}")
+    return 1 if any(program.compiled.refused for plan in plans for program in plan.programs) else 0
 
 
 def _plans(args: argparse.Namespace) -> tuple[list[Plan], list[Plan]]:
@@ -66,6 +63,7 @@ def _plans(args: argparse.Namespace) -> tuple[list[Plan], list[Plan]]:
             request,
             described(SliceSpec(name)),
             dtype=args.dtype,
+            together=args.batch,
             cache=args.cache,
             report=_progress(),
         )
@@ -84,6 +82,13 @@ def _check_plot(file: Path) -> None:
         raise OutputError(f"--plot {file}: {file.absolute().parent} is no folder; make it first")
 
 
+def _check_cache(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"--cache {folder} can't be made ({error.strerror}); give another folder") from None
+
+
 def _progress():  # type: ignore[no-untyped-def]
     start = time.monotonic()
     return lambda text: print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
@@ -100,6 +105,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     for axis in ("dp", "sp", "tp"):
         parser.add_argument(f"--{axis}", type=int)
+    parser.add_argument(
+        "--batch", type=int, default=1, help="also the step of so many requests together, as in a layout"
+    )
     parser.add_argument("--meshes", action="store_true", help="the denoise step on every other mesh, too")
     parser.add_argument("--program", help='only this one, such as "denoise step"')
     parser.add_argument("--json", action="store_true")
@@ -108,8 +116,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=home / "wan-tpu" / "plan", help="default %(default)s")
     args = parser.parse_args()
     args.slice = args.slice or ["v6e-8"]
+    if args.batch < 1:
+        parser.error(f"--batch is {args.batch}; allowed are 1 and more")
     return args
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

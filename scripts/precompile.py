@@ -2,24 +2,31 @@
 """Compile every program of a model ahead of time and keep the executables in a folder.
 
     precompile.py --model_id Wan-AI/Wan2.2-I2V-A14B-Diffusers --slice v6e-8 --size 720*1280 executables/
+    precompile.py --model_id Wan-AI/Wan2.2-I2V-A14B-Diffusers --layout a14b-balanced-v6e --size 720*1280 executables/
     precompile.py --model_id demo/checkpoint --size 160*240 --frames 17 --dtype float32 executables/   # this machine
 
-`wan-tpu generate --executables executables/` then loads them. With --slice no TPU is needed, but libtpu is
+`wan-tpu generate --executables executables/` then loads them; so do the pools of a pipeline, each the programs of its
+stages on its slice, which --layout compiles. With --slice or --layout no TPU is needed, but libtpu is
 (`pip install ".[aot]"`). Of the checkpoint only configurations are read; --model takes a published one instead, whose
 programs serve where its files say exactly the same.
 """
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from described import described
+import jax
+from described import described, run
+from jax.sharding import Mesh
 
+from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
 from wan_tpu import GenerationRequest
 from wan_tpu.aot.precompile import precompile
 from wan_tpu.checkpoint import DTYPES, Checkpoint
-from wan_tpu.errors import WanTpuError
+from wan_tpu.errors import InvalidInput
+from wan_tpu.expert import STAGES, TOGETHER
 from wan_tpu.families import open_model
 from wan_tpu.families.wan import WanModel
 from wan_tpu.families.wan_presets import PRESETS
@@ -30,19 +37,46 @@ from wan_tpu.request import parse_size
 def main() -> int:
     """Print a line for each program; return the exit code."""
     args = _arguments()
+    if args.batch < 1:
+        raise InvalidInput(f"--batch is {args.batch}; allowed are 1 and more")
     try:
         model = open_model(Checkpoint(args.model_id)) if args.model_id else WanModel(PRESETS[args.model])
         height, width = parse_size(args.size) if args.size else (None, None)
         given = GenerationRequest(height=height, width=width, frames=args.frames, guidance_scale=args.guidance_scale)
-        devices = described(SliceSpec(args.slice)).devices() if args.slice else None
-        mesh = make_mesh((args.dp, args.sp, args.tp), heads=model.heads, devices=devices)
-        print(f"{model.preset}, mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}", flush=True)
-        for done in precompile(model, given.resolve(model.defaults), mesh, args.dtype, args.folder, args.batch):
-            print(f"{done.name:<20}{done.compile_s:8.1f} s compiling{done.seconds:8.1f} s in all", flush=True)
-    except (WanTpuError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        request = given.resolve(model.defaults)
+        for part in _parts(args):
+            mesh = make_mesh(part.mesh, heads=model.heads, devices=part.slice and described(part.slice).devices())
+            print(f"{part.name}{model.preset}, mesh {dict(mesh.shape)} of {_kind(part, mesh)}", flush=True)
+            how = {"stages": part.stages, "together": part.batch}
+            for done in precompile(model, request, mesh, args.dtype, args.folder, **how):
+                print(f"{done.name:<20}{done.compile_s:8.1f} s compiling{done.seconds:8.1f} s in all", flush=True)
+    except jax.errors.JaxRuntimeError as error:  # all that a compiler says
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
     return 0
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Stages that are compiled for one slice: all of them, or those of a layout's pool."""
+
+    name: str
+    slice: SliceSpec | None
+    mesh: tuple[int | None, int | None, int | None]
+    stages: tuple[str, ...]
+    batch: int
+
+
+def _parts(args: argparse.Namespace) -> list[_Part]:
+    if args.layout:
+        pools = Layout.load(args.layout, STAGES, TOGETHER).pools
+        return [_Part(f"pool {pool.name}: ", pool.slice, pool.mesh, pool.stages, pool.batch) for pool in pools]
+    kind = SliceSpec(args.slice) if args.slice else None
+    return [_Part("", kind, (args.dp, args.sp, args.tp), STAGES, args.batch)]
+
+
+def _kind(part: _Part, mesh: Mesh) -> str:
+    return f"{part.slice or 'this machine'} ({mesh.devices.flat[0].device_kind})"
 
 
 def _arguments() -> argparse.Namespace:
@@ -50,7 +84,9 @@ def _arguments() -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model_id", help="diffusers directory or hub id; only its configurations are read")
     which.add_argument("--model", choices=PRESETS, help="a published configuration, without its files")
-    parser.add_argument("--slice", help="such as v6e-8; this machine's own devices when left out")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--slice", help="such as v6e-8; this machine's own devices when left out")
+    where.add_argument("--layout", help="file or shipped name: every pool's stages, for its slice, mesh and batch")
     parser.add_argument("--size", help="HEIGHT*WIDTH")
     parser.add_argument("--frames", type=int)
     parser.add_argument("--guidance_scale", type=float)
@@ -59,8 +95,11 @@ def _arguments() -> argparse.Namespace:
         parser.add_argument(f"--{axis}", type=int)
     parser.add_argument("--batch", type=int, default=1, help="requests whose steps run together, as in the layout")
     parser.add_argument("folder", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.layout and (args.batch > 1 or any((args.dp, args.sp, args.tp))):
+        parser.error("--batch and the mesh's axes are the layout's; write them there")
+    return args
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -87,10 +87,11 @@ def test_a_plot_is_drawn(plan, tmp_path):
 
 
 def test_a_job_survives_the_way_to_its_process_and_its_key_says_what_changes_it():
-    job = Job(MODEL, STEP, SLICE, (2, 1, 2), 480, 832, 81, 50, "bfloat16")
+    job = Job(MODEL, STEP, SLICE, (2, 1, 2), 480, 832, 81, 50, 5.0, "bfloat16")
     assert Job.from_json(json.dumps(dataclasses.asdict(job))) == job
     others = [dataclasses.replace(job, mesh=(1, 1, 4)), dataclasses.replace(job, frames=5)]
+    others.append(dataclasses.replace(job, guidance_scale=1.0))
     others.append(dataclasses.replace(job, slice=dataclasses.replace(SLICE, topology="v5p:2x2x1")))
-    assert len({job.digest, *(other.digest for other in others)}) == 4
+    assert len({job.digest, *(other.digest for other in others)}) == 5
     same = dataclasses.replace(job, slice=dataclasses.replace(SLICE, link_bytes_per_s=1.0))  # prices, not programs
     assert same.digest == job.digest

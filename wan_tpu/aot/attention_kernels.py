@@ -59,7 +59,7 @@ def _count(chip: str, function: str, block_q: int, block_kv: int, options: dict[
     try:
         [kernel, *_] = count_bundles(f"{CASES}:{function}", options, chip)
     except CompileError as error:
-        return Row(chip, name, tile, None, None, None, None, " ".join(str(error).split())[:160])
+        return Row(chip, name, tile, None, None, None, None, _why(" ".join(str(error).split())))
     scores = block_q * block_kv / 1e6
     return Row(
         chip,
@@ -70,3 +70,11 @@ def _count(chip: str, function: str, block_q: int, block_kv: int, options: dict[
         kernel.hot,
         kernel.total - kernel.hot,
     )
+
+
+def _why(error: str) -> str:
+    if "No module named" in error:
+        return "not installed: pip install '.[peers]'"
+    if "Ran out of memory in memory space vmem" in error:
+        return "doesn't fit: needs more VMEM than the chip has at this tile"
+    return error[:160]

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ class Job:
     width: int
     frames: int
     steps: int
+    guidance_scale: float
     dtype: str
+    together: int = 1
 
     @property
     def digest(self) -> str:
@@ -95,7 +98,9 @@ class Compiled:
 def compile_job(job: Job, cache: Path) -> tuple[Compiled, str]:
     """Return what the compiler says of a job and its scheduled HLO (empty when refused), from the cache if it can."""
     result, hlo = cache / f"{job.digest}.json", cache / f"{job.digest}.hlo.gz"
-    if not result.exists():
+    known = _read(result, hlo)
+    if known is None:
+        result.unlink(missing_ok=True)
         cache.mkdir(parents=True, exist_ok=True)
         flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {READABLE}".strip()
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags}
@@ -105,8 +110,23 @@ def compile_job(job: Job, cache: Path) -> tuple[Compiled, str]:
             lines = child.stderr.strip().splitlines() or ["no message"]
             last = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
             return Compiled(0.0, 0.0, 0, refused=f"the compiling process ended with {child.returncode}: {last}"), ""
-    compiled = Compiled(**json.loads(result.read_text()))
-    return compiled, "" if compiled.refused else gzip.decompress(hlo.read_bytes()).decode()
+        known = _read(result, hlo)
+        assert known is not None, f"{hlo} was damaged as soon as it was written"
+    return known
+
+
+def is_known(job: Job, cache: Path) -> bool:
+    """Whether a job was compiled before."""
+    return (cache / f"{job.digest}.json").exists()
+
+
+def _read(result: Path, hlo: Path) -> tuple[Compiled, str] | None:
+    """Return what is kept of a job; None where there is nothing, or it is damaged."""
+    try:
+        compiled = Compiled(**json.loads(result.read_text()))
+        return compiled, "" if compiled.refused else gzip.decompress(hlo.read_bytes()).decode()
+    except (OSError, EOFError, ValueError, TypeError, zlib.error):
+        return None
 
 
 def _compile(job: Job, result: Path) -> None:
@@ -120,10 +140,12 @@ def _compile(job: Job, result: Path) -> None:
     from wan_tpu.mesh import make_mesh
 
     model = WanModel(PRESETS[job.model])
-    given = GenerationRequest(height=job.height, width=job.width, frames=job.frames, steps=job.steps)
+    given = GenerationRequest(
+        height=job.height, width=job.width, frames=job.frames, steps=job.steps, guidance_scale=job.guidance_scale
+    )
     mesh = make_mesh(job.mesh, heads=model.heads, devices=job.slice.devices())
-    programs = stage_programs(AbstractRuntime(model, mesh, job.dtype), given.resolve(model.defaults))
-    program, args, _ = programs[job.program]
+    runtime, request = AbstractRuntime(model, mesh, job.dtype), given.resolve(model.defaults)
+    program, args, _ = stage_programs(runtime, request, together=job.together)[job.program]
     weights = sum(_shard_bytes(leaf) for leaf in args[0].values())
     start, start_cpu = time.perf_counter(), time.process_time()
 

@@ -12,7 +12,7 @@ class Hardware:
     """One device as JAX counts them (a chip, on v7x half a chip).
 
     peak_flops        dense bfloat16 operations a second
-    hbm_bytes         its memory; hbm_bytes_per_s  its bandwidth
+    hbm_bytes         its memory that programs may use; hbm_bytes_per_s  its bandwidth
     """
 
     name: str

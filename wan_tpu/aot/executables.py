@@ -6,17 +6,20 @@ only where all of that is the same; otherwise the program is compiled, and the l
 Loading runs code from the files: only folders that you trust.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from wan_tpu.aot import key
@@ -54,8 +57,10 @@ class Executables:
         loaded = self._load(path, asked, mesh)
         if loaded is not None:
             return loaded
-        built = build()
-        if self._save:
+        if not self._save:
+            return build()
+        with _compiled_anew():
+            built = build()
             _write(path, {"what": asked, "made_by": key.made_by()}, built)
         return built
 
@@ -78,9 +83,22 @@ class Executables:
             reason = "there is none for these shapes, this mesh and this model"
             level = logging.INFO if self._save else logging.WARNING
         except Exception as error:  # a damaged file, or whatever a runtime makes of one from another version
-            reason = f"{path.name} can't be loaded ({type(error).__name__}: {str(error).splitlines()[:1]})"
+            reason = f"{path.name} can't be loaded ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
         _log.log(level, "compiling %s, no stored executable is used: %s", asked["program"], reason)
         return None
+
+
+@contextlib.contextmanager
+def _compiled_anew() -> Iterator[None]:
+    """Keep JAX's own cache of compiled programs away: what comes from there can't be stored again whole (CPU, 0.10)."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # or it goes on as it was
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:

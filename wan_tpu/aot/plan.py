@@ -8,7 +8,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from wan_tpu.aot.analyse import analyse
-from wan_tpu.aot.compiling import GIB, Compiled, Job, compile_job
+from wan_tpu.aot.compiling import GIB, Compiled, Job, compile_job, is_known
 from wan_tpu.aot.cost import Cost, Times
 from wan_tpu.aot.kernel_prices import CountBundles, KernelPrices, count_alone
 from wan_tpu.aot.programs import AbstractRuntime, stage_programs
@@ -89,7 +89,8 @@ class Plan:
         """
         weights: dict[str, int] = {}
         for program in self.programs:
-            owner = STEP if program.name == KEYS else program.name.split(" first")[0].split(" later")[0]
+            owner = program.name.split(" first")[0].split(" later")[0]
+            owner = STEP if owner == KEYS or owner.startswith(STEP) else owner
             weights[owner] = program.compiled.weights_bytes * (self.experts if owner == STEP else 1)
         return (sum(weights.values()) + max(program.compiled.other_bytes for program in self.programs)) / GIB
 
@@ -111,11 +112,13 @@ class Planner:
         dtype: str,
         cache: Path,
         report: Report,
+        together: int = 1,
         count: CountBundles = count_alone,
     ) -> None:
         """Raise `InvalidRequest` when the model can't make that size.
 
-        cache: folder of what was compiled before; report: told what is being done; count: a kernel's bundles
+        together: requests of that shape that are also stepped at once; cache: folder of what was compiled before;
+        report: told what is being done; count: a kernel's bundles
         """
         self._name = model
         self._model = WanModel(PRESETS[model])
@@ -123,6 +126,7 @@ class Planner:
         self._request = request
         self._slice = described
         self._dtype = dtype
+        self._together = together
         self._cache = cache
         self._report = report
         self._prices = KernelPrices(cache, described.hardware, described.cores, count)
@@ -142,6 +146,8 @@ class Planner:
         tokens = self._model.tokens(self._model.latent_shape(self._request))
         runtime = AbstractRuntime(self._model, placed, self._dtype)
         calls = {name: calls for name, (_, _, calls) in stage_programs(runtime, self._request).items()}
+        if self._together > 1:
+            calls[step_of(self._together)] = calls[STEP]
         if only is not None and only not in calls:
             raise InvalidRequest(f"no program is called {only!r}; this model's are {', '.join(map(repr, calls))}")
         programs = [self._program(name, n, placed) for name, n in calls.items() if only in (None, name)]
@@ -175,9 +181,12 @@ class Planner:
             width=request.width,
             frames=request.frames,
             steps=request.steps,
+            guidance_scale=request.guidance_scale,
             dtype=self._dtype,
+            together=self._together if name == step_of(self._together) else 1,
         )
-        self._report(f"{self._slice.name}, mesh {shape}: compiling {name}")
+        doing = "compiled before:" if is_known(job, self._cache) else "compiling"
+        self._report(f"{self._slice.name}, mesh {shape}: {doing} {name}")
         compiled, hlo = compile_job(job, self._cache)
         if compiled.refused:
             return ProgramPlan(name, calls, compiled, None, None)
@@ -198,16 +207,26 @@ class Planner:
     def _stages(self, programs: list[ProgramPlan]) -> Iterator[StagePlan]:
         flops, shape = self._model.flops, self._model.latent_shape(self._request)
         branches = 2 if guided(self._model, self._request) else 1
+        together = [program for program in programs if program.name == step_of(self._together)]
         denoise = [program for program in programs if program.name in (KEYS, STEP)]
         decoder = [program for program in programs if program.name.startswith("decoder")]
-        encoder = [program for program in programs if program not in denoise + decoder]
+        encoder = [program for program in programs if program not in denoise + together + decoder]
         if encoder:
             yield StagePlan("encoder", tuple(encoder), flops.encoder(self._request, prompts=branches))
         if denoise:
             steps = sum(program.calls for program in denoise if program.name == STEP)
             yield StagePlan("denoise", tuple(denoise), flops.step(shape, branches=branches) * steps)
+        if together and self._together > 1:
+            n = self._together
+            steps_flops = flops.step(shape, branches=branches) * together[0].calls
+            yield StagePlan(f"denoise {n} at once", tuple(together), n * steps_flops)
         if decoder:
             yield StagePlan("decoder", tuple(decoder), flops.decoder(shape))
+
+
+def step_of(together: int) -> str:
+    """Return what the program is called that steps so many requests at once (`stage_programs`)."""
+    return STEP if together == 1 else f"{STEP} of {together}"
 
 
 def share_of_peak(stage: StagePlan, plan: Plan) -> float:

@@ -15,19 +15,20 @@ def describe(plan: Plan) -> str:
     """Return a plan for people."""
     request, memory = plan.request, plan.slice.hardware.hbm_bytes / GIB
     size = f"{request.height}x{request.width}, {request.frames} frames ({plan.tokens} tokens), {request.steps} steps"
-    lines = [f"{plan.model}, {size}", f"{plan.slice.name}, mesh {_mesh(plan)}, {memory:g} GiB a device", ""]
+    lines = [f"{plan.model}, {size}", f"{plan.slice.name}, mesh {_mesh(plan)}, {memory:g} GiB a device can be used", ""]
     lines.append(f"{'':<20}{'calls':>6}{'weights':>9}{'other':>8}{'GiB':>5}{'compile':>9}{'CPU':>8}   fits")
     lines += [_memory(program, memory) for program in plan.programs]
     lines += [
         "",
-        f"{'seconds a call':<20}{'estimate':>9}{'floor':>8}  {'':<2}" + "".join(f"{n:>13}" for n in CATEGORIES),
+        f"{'seconds a call':<20}{'estimate':>9}{'floor':>8}  {'':<2}" + "".join(f"{n:>15}" for n in CATEGORIES),
     ]
-    lines += [line for program in plan.programs for line in _seconds(program)]
+    priced = [line for program in plan.programs for line in _seconds(program)]
+    lines += priced or ["nothing was compiled"]
     lines += ["", f"{'seconds a video':<20}{'estimate':>9}{'floor':>8}{'of peak':>10}"]
     for stage in plan.stages:
         seconds = stage.seconds
         if seconds is None:
-            lines.append(f"{stage.name:<20}  doesn't compile")
+            lines.append(f"{stage.name:<20}  not all of it could be compiled")
             continue
         share = share_of_peak(stage, plan)
         lines.append(f"{stage.name:<20}{seconds.estimate:>9.2f}{seconds.floor:>8.2f}{share:>10.1%}")
@@ -113,7 +114,8 @@ def _memory(program: ProgramPlan, memory: float) -> str:
     elif compiled.refused:
         fits = f"NO: {compiled.refused}"
     else:
-        fits = f"yes, {memory - total:.1f} GiB free"
+        # Arguments, results and temporaries added up are more than the compiler needs, which shares memory among them.
+        fits = f"yes, {memory - total:.1f} GiB free" if total < memory else "yes, just"
     start = f"{program.name:<20}{program.calls:>6}{weights:>9.2f}{other:>8.2f}{total:>5.1f}"
     return f"{start}{compiled.compile_s:>7.0f} s{compiled.compile_cpu_s:>6.0f} s   {fits}"
 
@@ -129,14 +131,15 @@ def _seconds(program: ProgramPlan) -> list[str]:
 
 def _prediction(name: str, prediction: Prediction) -> str:
     both = [prediction.by_category[category] for category in CATEGORIES]
-    parts = "".join(f"{f'{times.estimate:.3f}/{times.floor:.3f}':>13}" for times in both)
+    parts = "".join(f"{f'{times.estimate:.3f}/{times.floor:.3f}':>15}" for times in both)
     return f"{name:<20}{prediction.total.estimate:>9.3f}{prediction.total.floor:>8.3f}    {parts}"
 
 
 def _verdict(plan: Plan, memory: float) -> list[str]:
-    refused = [program.name for program in plan.programs if program.compiled.refused]
-    if refused:
-        return [f"doesn't fit: {', '.join(refused)}"]
+    large = [program.name for program in plan.programs if program.compiled.over_bytes]
+    other = [program.name for program in plan.programs if program.compiled.refused and program.name not in large]
+    if large or other:
+        return [f"{what}: {', '.join(names)}" for what, names in (("doesn't fit", large), ("failed", other)) if names]
     resident = "fit" if plan.resident_gib <= memory else "do NOT fit"
     return [
         f"one component at a time: {plan.largest_gib:.1f} GiB a device; "

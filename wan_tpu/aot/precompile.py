@@ -1,7 +1,7 @@
 """Compile a model's programs ahead of time and keep them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from wan_tpu.aot.programs import AbstractRuntime, stage_programs
 from wan_tpu.families import Model
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime import settings
+from wan_tpu.stages import STAGES
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,23 @@ class Precompiled:
 
 
 def precompile(
-    model: Model, request: ResolvedRequest, mesh: Mesh, dtype: str, folder: Path, together: int = 1
+    model: Model,
+    request: ResolvedRequest,
+    mesh: Mesh,
+    dtype: str,
+    folder: Path,
+    *,
+    stages: Sequence[str] = STAGES,
+    together: int = 1,
 ) -> Iterator[Precompiled]:
     """Compile every program of a resolved request for a mesh, described or real, and store each in `folder`.
 
-    together  as in `stage_programs`
+    stages, together  as in `stage_programs`
 
     Yields as they are done; what the folder has already is left alone.
     """
     runtime = AbstractRuntime(model, mesh, dtype, executables=Executables(folder, settings(model, dtype), save=True))
-    for name, (program, args, _) in stage_programs(runtime, request, together=together).items():
+    for name, (program, args, _) in stage_programs(runtime, request, stages, together=together).items():
         start, before = time.perf_counter(), program.compile_s
         program.compile(*args)
         yield Precompiled(name, program.compile_s - before, time.perf_counter() - start)
