@@ -6,6 +6,7 @@ import socket
 import sys
 from typing import Any
 
+from cluster.authentication import use_token
 from cluster.errors import ClusterNotFound
 
 
@@ -17,9 +18,9 @@ def connect(address: str, namespace: str = "wan-tpu") -> None:
     stay_on_loopback(address)
     import ray  # after the line above: Ray reads its settings when it is imported
 
+    _check_answers(address)
     if ray.is_initialized():
         return
-    _check_answers(address)
     _start_none()
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
@@ -58,7 +59,7 @@ def stay_on_loopback(address: str) -> None:
     # Ray replaces a loopback address by the machine's own, where an emulated cluster doesn't listen, unless it is told
     # that clusters of several machines are not wanted. It has no other setting for it (2.60, services.py).
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    use_token()
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False  # in case Ray had been imported before

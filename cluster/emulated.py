@@ -1,7 +1,7 @@
 """An emulated cluster: real Ray nodes on this machine with the labels and resources of TPU hosts, without the chips.
 
 It lives in a folder, which holds one small file (`cluster.json`) that says what was started; by it any process can find
-the cluster, and stop it, also after a crash. Everything listens on the loopback interface only.
+the cluster, and stop it, also after a crash. Ray's nodes listen on the loopback interface only.
 """
 
 import concurrent.futures

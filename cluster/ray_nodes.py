@@ -13,10 +13,12 @@ from typing import Any
 
 import psutil
 
+from cluster import haproxy
+from cluster.authentication import make_token
+
 LOOPBACK = "127.0.0.1"
 
 ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",  # it listens on loopback only; unset, Ray would write a token into the home folder
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # see connect.py
     "RAY_enable_worker_prestart": "0",  # idle Python processes on every node; there are two cores for all of them
@@ -51,16 +53,24 @@ class Head:
 
 def start_head(folder: Path, settings: NodeSettings, *, dashboard: bool) -> Head:
     """Start GCS and head node; the dashboard only where it is wanted (3 s of CPU)."""
-    node = _start(folder, settings, None, include_dashboard=dashboard)
+    # Serve's controller, proxies and ingresses are all there, so no other node has to know.
+    own = haproxy.environment(folder)
+    node = _start(folder, settings, None, ENVIRONMENT | own, include_dashboard=dashboard)
     return Head(node.gcs_address, node.webui_url or None if dashboard else None)
 
 
 def start_host(folder: Path, settings: NodeSettings, address: str) -> str:
     """Start one more node of the cluster at `address`; return its node id. Several may start at once, in threads."""
-    return _start(folder, settings, address).node_id
+    return _start(folder, settings, address, ENVIRONMENT).node_id
 
 
-def _start(folder: Path, settings: NodeSettings, address: str | None, include_dashboard: bool = False) -> Any:
+def _start(
+    folder: Path,
+    settings: NodeSettings,
+    address: str | None,
+    environment: Mapping[str, str],
+    include_dashboard: bool = False,
+) -> Any:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
     from ray._private.utils import write_ray_address
@@ -87,7 +97,7 @@ def _start(folder: Path, settings: NodeSettings, address: str | None, include_da
         include_dashboard=include_dashboard,
         include_log_monitor=False,
         no_monitor=True,  # of the autoscaler
-        env_vars=ENVIRONMENT,
+        env_vars=dict(environment),
     )
     node = Node(params, head=address is None, shutdown_at_exit=False, spawn_reaper=False)
     # As `ray start` does. A job asks this file for its cluster; without it, the processes of the machine for any.
@@ -97,7 +107,8 @@ def _start(folder: Path, settings: NodeSettings, address: str | None, include_da
 
 @contextlib.contextmanager
 def environment() -> Iterator[None]:
-    """Give every process that is started meanwhile the environment of an emulated cluster."""
+    """Give every process that is started meanwhile the environment of an emulated cluster, and the user's token."""
+    make_token()
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     try:

@@ -3,12 +3,15 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Tests, and the processes that they start, compile the same small programs again and again.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.abspath(f"{__file__}/../../build/compiled-for-tests")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"  # else reading a video back forks in Python, beside JAX's threads
 
 import functools
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,17 @@ PHOTO = ROOT / "examples" / "cat.png"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run what loads libtpu into this process last: with it, JAX's profiler crashes on a machine without a TPU."""
     items.sort(key=lambda item: item.get_closest_marker("loads_libtpu") is not None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def token(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The token of the Ray clusters that tests start: none is written into the home folder."""
+    path = tmp_path_factory.mktemp("token") / "auth_token"
+    path.write_text("of-the-tests-" * 5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+        patch.setenv("RAY_AUTH_MODE", "token")
+        yield path
 
 
 @pytest.fixture(scope="session")

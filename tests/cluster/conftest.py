@@ -1,5 +1,7 @@
 """One emulated cluster for all tests of this room: two slices of one host, one of two hosts."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -35,6 +37,15 @@ def all_free(cluster: EmulatedCluster) -> Iterator[Callable[..., None]]:
 
     yield wait
     wait()
+
+
+def drain(cluster: EmulatedCluster, node_id: str, seconds: float) -> None:
+    """Tell Ray, as an operator or a notice of preemption does, that a node goes."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address]
+    command += ["--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+    subprocess.run(
+        [*command, "--deadline-remaining-seconds", str(seconds)], check=True, timeout=60, capture_output=True
+    )
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

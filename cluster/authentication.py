@@ -1,0 +1,39 @@
+"""Ray's token authentication: on a cluster that we start, who hasn't this user's token can do nothing.
+
+The token lies where Ray's own commands look for it: at RAY_AUTH_TOKEN_PATH, else ~/.ray/auth_token. RAY_AUTH_MODE, when
+it is set already, is left as it is.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+MODE, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
+
+
+def use_token() -> None:
+    """Let this process, and those that it starts, show the user's token, if there is one."""
+    from ray._private.authentication.authentication_token_setup import AuthenticationTokenLoader, Config
+
+    if MODE not in os.environ and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        os.environ[MODE] = "token"
+    Config.initialize("")  # Ray reads the environment once; this is how it does so again (2.60)
+
+
+def make_token() -> None:
+    """Use the user's token, and make one that only this user can read if there is none."""
+    from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
+    from ray._private.authentication.authentication_token_setup import AuthenticationTokenLoader
+
+    loader = AuthenticationTokenLoader.instance()
+    if os.environ.get(MODE, "token") == "token" and not loader.has_token(ignore_auth_mode=True):
+        path = Path(os.environ.get(PATH) or Path.home() / ".ray" / "auth_token")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(generate_new_authentication_token())
+        with contextlib.suppress(FileExistsError):  # another process was first
+            os.link(part, path)
+        part.unlink()
+        loader.reset_cache()
+    use_token()

@@ -1,0 +1,42 @@
+"""Who has no token, or another one, can't join an emulated cluster."""
+
+import os
+import subprocess
+import sys
+
+from tests.conftest import ROOT
+
+JOIN = "import ray; ray.init(address={address!r}, log_to_driver=False); print(len(ray.nodes()), 'nodes')"
+
+
+def join(address, **environment):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")} | environment
+    env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "1"}
+    command = [sys.executable, "-c", JOIN.format(address=address)]
+    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_token_opens_the_cluster_and_nothing_else_does(cluster, token, tmp_path):
+    (tmp_path / "another").write_text("another" * 8)
+    right = join(cluster.address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+    wrong = join(cluster.address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(tmp_path / "another"))
+    none = join(cluster.address, RAY_AUTH_MODE="disabled")
+    out, err = right.communicate(timeout=120)
+    assert out == "5 nodes\n", err
+    for refused in (wrong, none):  # Ray tries for 20 s
+        out, err = refused.communicate(timeout=120)
+        assert (refused.returncode, out) == (1, "")
+        assert "uthentication" in err
+
+
+def test_a_token_is_made_that_only_its_user_can_read(tmp_path):
+    code = "from cluster.authentication import make_token; make_token(); import os; print(os.environ['RAY_AUTH_MODE'])"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    made = tmp_path / ".ray" / "auth_token"
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env | {"HOME": str(tmp_path)}, cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.stdout == "token\n", done.stderr
+        assert (made.stat().st_mode & 0o777, len(made.read_text())) == (0o600, 64)
+    assert [path.name for path in made.parent.iterdir()] == ["auth_token"]
