@@ -1,69 +1,177 @@
-"""Ask a running service at a steady rate, and say how long answers took.
+"""Ask a running service at a steady rate, and say how long answers took; then list its jobs page by page.
 
 python scripts/bench_service.py --url http://127.0.0.1:8000 --rate 300 --seconds 20
+python scripts/bench_service.py --simulated --rate 300 --seconds 30 --ingresses 2
+python scripts/bench_service.py --simulated --seconds 0 --list 10000
 
 One request in `--submit_every` submits a job, the others ask for one that was submitted. Requests are sent when they
-are due, whether or not earlier ones were answered: a service that falls behind shows it.
+are due, whether or not earlier ones were answered: a service that falls behind shows it. `--simulated` brings a service
+up on an emulated cluster of this machine, whose slices only wait, and takes it down again.
 """
 
 import argparse
 import asyncio
+import contextlib
 import os
 import random
+import socket
 import statistics
+import tempfile
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import aiohttp
 
+MIB = 2**20
+BODY = {"size": "256x256", "num_frames": 17, "num_inference_steps": 4}
 
-async def main(args: argparse.Namespace) -> None:
+
+async def main(args: argparse.Namespace, url: str, memory_mib: Callable[[], float] | None) -> None:
     """Send and measure."""
     headers = {"Authorization": f"Bearer {args.key}"} if args.key else {}
+    async with aiohttp.ClientSession(url, headers=headers, connector=aiohttp.TCPConnector(limit=200)) as http:
+        if args.seconds:
+            jobs: list[str] = []
+            await send(http, args, args.warm_up, jobs)
+            start = time.perf_counter()
+            took, wrong = await send(http, args, args.seconds, jobs)
+            tell(took, wrong, time.perf_counter() - start)
+        if args.list:
+            await fill(http, args.list)
+            for _ in range(3):
+                await pages(http, memory_mib)
+    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+
+
+async def send(
+    http: aiohttp.ClientSession, args: argparse.Namespace, seconds: float, jobs: list[str]
+) -> tuple[dict[str, list[float]], list[str]]:
+    """Send at the rate for so long; return the seconds that answers took by kind, and what went wrong."""
     took: dict[str, list[float]] = {"submit": [], "poll": []}
     wrong: list[str] = []
-    jobs: list[str] = []
-    connector = aiohttp.TCPConnector(limit=200)
-    async with aiohttp.ClientSession(args.url, headers=headers, connector=connector) as http:
 
-        async def submit(i: int) -> None:
-            body = {"prompt": f"load {i}", "size": "256x256", "num_frames": 17, "num_inference_steps": 4, "seed": i}
-            async with http.post("/v1/videos", json=body) as answer:
-                found = await answer.json()
-                if answer.status != 200:
-                    raise ValueError(f"{answer.status} {found}")
-                jobs.append(found["id"])
+    async def submit(i: int) -> None:
+        async with http.post("/v1/videos", json=BODY | {"prompt": f"load {i}", "seed": i}) as answer:
+            found = await answer.json()
+            if answer.status != 200:
+                raise ValueError(f"{answer.status} {found}")
+            jobs.append(found["id"])
 
-        async def poll() -> None:
-            async with http.get(f"/v1/videos/{random.choice(jobs)}") as answer:
-                await answer.read()
-                if answer.status != 200:
-                    raise ValueError(str(answer.status))
+    async def poll() -> None:
+        async with http.get(f"/v1/videos/{random.choice(jobs)}") as answer:
+            await answer.read()
+            if answer.status != 200:
+                raise ValueError(str(answer.status))
 
-        async def one(i: int, due: float) -> None:
-            kind = "submit" if i % args.submit_every == 0 else "poll"
-            try:
-                await (submit(i) if kind == "submit" else poll())
-                took[kind].append(time.perf_counter() - due)
-            except (aiohttp.ClientError, ValueError, TimeoutError) as error:
-                wrong.append(f"{kind}: {error}"[:200])
+    async def one(i: int, due: float) -> None:
+        kind = "submit" if i % args.submit_every == 0 else "poll"
+        try:
+            await (submit(i) if kind == "submit" else poll())
+            took[kind].append(time.perf_counter() - due)
+        except (aiohttp.ClientError, ValueError, TimeoutError) as error:
+            wrong.append(f"{kind}: {error}"[:200])
 
+    if not jobs:
         await submit(0)
-        start, sent = time.perf_counter(), []
-        for i in range(int(args.rate * args.seconds)):
-            due = start + i / args.rate
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            sent.append(asyncio.create_task(one(i, due)))
-        await asyncio.gather(*sent)
-        seconds = time.perf_counter() - start
+    start, sent = time.perf_counter(), []
+    for i in range(int(args.rate * seconds)):
+        due = start + i / args.rate
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        sent.append(asyncio.create_task(one(i, due)))
+    await asyncio.gather(*sent)
+    return took, wrong
+
+
+def tell(took: dict[str, list[float]], wrong: list[str], seconds: float) -> None:
+    """Print how long answers took."""
     total = sum(map(len, took.values()))
     print(f"{total} answers in {seconds:.1f} s, {total / seconds:.0f} a second, {len(wrong)} failed {wrong[:3]}")
     for kind, times in took.items():
-        ms = [1000 * value for value in times]
-        if len(ms) > 2:
-            cuts = statistics.quantiles(ms, n=100)
-            shares = ", ".join(f"{name} {cuts[at]:.1f} ms" for name, at in (("half", 49), ("95 %", 94), ("99 %", 98)))
-            print(f"{kind:7} {len(ms):6}: {shares}, longest {max(ms):.1f} ms")
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+        if len(times) > 2:
+            print(f"{kind:7} {len(times):6}: {shares(times)}")
+
+
+def shares(times: list[float]) -> str:
+    """Return half, 95 %, 99 % and the longest of some seconds, in milliseconds."""
+    cuts = statistics.quantiles([1000 * value for value in times], n=100)
+    told = ", ".join(f"{name} {cuts[at]:.1f} ms" for name, at in (("half", 49), ("95 %", 94), ("99 %", 98)))
+    return f"{told}, longest {1000 * max(times):.1f} ms"
+
+
+async def fill(http: aiohttp.ClientSession, jobs: int) -> None:
+    """Submit that many jobs, eight at a time."""
+    left = iter(range(jobs))
+
+    async def one_by_one() -> None:
+        for i in left:
+            async with http.post("/v1/videos", json=BODY | {"prompt": f"fill {i}", "seed": i}) as answer:
+                answer.raise_for_status()
+
+    start = time.perf_counter()
+    await asyncio.gather(*(one_by_one() for _ in range(8)))
+    print(f"{jobs} jobs submitted in {time.perf_counter() - start:.1f} s")
+
+
+async def pages(http: aiohttp.ClientSession, memory_mib: Callable[[], float] | None) -> None:
+    """List all jobs in pages of 100, and print how many, how long a page took, and what the ingress holds meanwhile."""
+    times, seen, after = [], set(), ""
+    memory = [] if memory_mib is None else [memory_mib()]
+    while True:
+        start = time.perf_counter()
+        async with http.get("/v1/videos", params={"limit": 100} | ({"after": after} if after else {})) as answer:
+            page = await answer.json()
+        times.append(time.perf_counter() - start)
+        seen.update(video["id"] for video in page["data"])
+        if memory_mib is not None:
+            memory.append(memory_mib())
+        if not page["has_more"]:
+            break
+        after = page["last_id"]
+    print(f"{len(seen)} jobs in {len(times)} pages: {shares(times)}")
+    if memory:
+        print(f"the ingress holds {memory[0]:.1f} MiB before, {memory[-1]:.1f} after, at most {max(memory):.1f}")
+
+
+@contextlib.contextmanager
+def simulated(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Give the address of a service whose steps take `--step_s`, and what says how much memory its ingresses hold."""
+    import ray
+
+    from actors import soak
+    from actors.api.deploying import deploy_service, take_down
+    from actors.api.settings import ServiceSettings
+    from actors.settings import About
+    from cluster import ray_nodes
+    from cluster.connect import connect
+    from cluster.emulated import EmulatedCluster
+    from wan_tpu.expert import STAGES
+
+    with tempfile.TemporaryDirectory(prefix="wan-bench-") as given, socket.create_server(("127.0.0.1", 0)) as free:
+        folder, port = Path(given), free.getsockname()[1]
+        free.close()
+        about = About(soak.LAYOUT, soak.settings(folder, args.step_s), lasting=True)
+        settings = ServiceSettings(
+            database=str(folder / "jobs.sqlite"),
+            storage=str(folder / "results"),
+            model="simulated",
+            concurrency=6,
+            chips=dict.fromkeys(STAGES, 1),
+            queue_limit=100_000,
+        )
+        with EmulatedCluster.start(soak.LAYOUT.emulated_slices(), folder=folder / "cluster") as cluster:
+            connect(cluster.address)
+            try:
+                deploy_service(settings, about, host="127.0.0.1", port=port, ingresses=args.ingresses)
+
+                def memory_mib() -> float:
+                    found = ray_nodes.processes(cluster.temp)
+                    return sum(one.memory_info().rss for one in found if "Ingress" in "".join(one.cmdline())) / MIB
+
+                yield f"http://127.0.0.1:{port}", memory_mib
+                take_down(about.settings.name, drain_s=5)
+            finally:
+                ray.shutdown()
 
 
 if __name__ == "__main__":
@@ -72,5 +180,12 @@ if __name__ == "__main__":
     parser.add_argument("--key")
     parser.add_argument("--rate", type=float, default=300, help="requests a second; default %(default)s")
     parser.add_argument("--seconds", type=float, default=20, help="default %(default)s")
+    parser.add_argument("--warm_up", type=float, default=3, help="seconds before, not counted; default %(default)s")
     parser.add_argument("--submit_every", type=int, default=30, help="a job for so many requests; default %(default)s")
-    asyncio.run(main(parser.parse_args()))
+    parser.add_argument("--list", type=int, default=0, metavar="JOBS", help="submit so many, and list all")
+    parser.add_argument("--simulated", action="store_true", help="a service of its own, instead of --url")
+    parser.add_argument("--step_s", type=float, default=0.5, help="a simulated step takes; default %(default)s")
+    parser.add_argument("--ingresses", type=int, default=1, help="of the simulated service; default %(default)s")
+    given = parser.parse_args()
+    with simulated(given) if given.simulated else contextlib.nullcontext((given.url, None)) as (address, measured):
+        asyncio.run(main(given, address, measured))

@@ -1,0 +1,140 @@
+"""What is between clients and the ingress: HAProxy as Serve runs it, its limits, and what a death there costs."""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+import urllib.parse
+
+import grpc
+import httpx
+import pytest
+
+from tests.actors.api.serving import wait_for
+from tests.actors.on_slices.running import title
+from tests.conftest import PHOTO
+
+pytestmark = pytest.mark.long
+
+JOB = {"num_frames": "9", "num_inference_steps": "2", "prompt": "a cat", "size": "64x64"}
+LOOPBACK = ("127.0.0.1", "::ffff:127.0.0.1")
+PARTS = ("haproxy", "HAProxyManager", "ProxyActor", "ServeController", "Ingress")
+SECONDS = 60  # for what died to be there again
+
+
+@pytest.fixture
+def http(online):
+    with httpx.Client(base_url=online.address, timeout=30) as made:
+        yield made
+
+
+@pytest.fixture
+def connected(online):
+    """Return a connection, to write requests by hand."""
+    where = urllib.parse.urlsplit(online.address)
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(socket.create_connection((where.hostname, where.port), timeout=60))
+
+
+def test_nothing_is_open_to_the_network_but_what_asks_for_the_token(online):
+    """Serve's replicas listen everywhere for each other's calls."""
+    open_to_all = [
+        (process, found.laddr.port)
+        for process in online.processes("")
+        for found in process.net_connections("inet")
+        if found.status == "LISTEN" and found.laddr.ip not in LOOPBACK
+    ]
+    for process, port in open_to_all:
+        assert "ServeReplica" in title(process)
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.RpcError) as refused:
+                channel.unary_unary("/ray.serve.ASGIService/HandleRequest")(b"", timeout=20)
+            assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    found = [c for process in online.processes("haproxy") for c in process.net_connections("inet")]
+    assert {c.laddr.port for c in found if c.status == "LISTEN"} == {int(online.address.rpartition(":")[2])}
+
+
+def test_bodies_end_where_they_must(online, http):
+    limit = online.settings.body_bytes
+    answer = http.post("/v1/videos", data=JOB, files={"input_reference": bytes(limit - 10_000_000)})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")  # it arrived, and is no image
+    for body in (bytes(limit + 1), iter([bytes(65536)] * (limit // 65536 + 2))):  # announced, and in chunks
+        try:
+            answer = http.post("/v1/videos", content=body, headers={"Content-Type": "application/json"})
+        except httpx.WriteError:
+            continue  # it was hung up on while it sent
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+    assert http.get("/health").status_code == 200
+
+
+def test_slow_clients_hold_nobody_up(http, connected):
+    slow = [connected() for _ in range(100)]
+    for one in slow:
+        one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+    start = time.monotonic()
+    assert http.get("/health").status_code == 200
+    assert time.monotonic() - start < 5
+    assert {one.recv(30)[:12] for one in slow} == {b"HTTP/1.1 408"}
+    assert 20 < time.monotonic() - start < 50
+
+
+def test_who_hangs_up_leaves_nothing_behind(online, http, connected):
+    [ingress] = online.processes("Ingress")
+    made = http.post(
+        "/v1/videos", files={"input_reference": PHOTO.read_bytes()}, data=JOB | {"num_inference_steps": "900"}
+    )
+    job = made.json()["id"]
+    before = len(ingress.net_connections("inet"))
+    following = [connected() for _ in range(50)]
+    for one in following:
+        one.sendall(f"GET /v1/videos/{job}/events HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    assert {one.recv(15) for one in following} == {b"HTTP/1.1 200 OK"}
+    assert len(ingress.net_connections("inet")) > max(50, before + 20)  # some of those before had nothing to do
+    for one in following:
+        one.close()
+    wait_for(lambda: len(ingress.net_connections("inet")) < before + 10, SECONDS, "the end of connections")
+    http.post(f"/v1/videos/{job}/cancel")
+
+
+def test_parts_of_a_video(online, http):
+    made = http.post("/v1/videos", files={"input_reference": PHOTO.read_bytes()}, data=JOB).json()
+    wait_for(lambda: http.get(f"/v1/videos/{made['id']}").json()["status"] == "completed", SECONDS)
+    whole = http.get(f"/v1/videos/{made['id']}/content")
+    part = http.get(f"/v1/videos/{made['id']}/content", headers={"Range": "bytes=100-199"})
+    assert (part.status_code, part.content) == (206, whole.content[100:200])
+    assert part.headers["content-range"] == f"bytes 100-199/{len(whole.content)}"
+    kept = http.get(f"/v1/videos/{made['id']}/content", headers={"If-None-Match": whole.headers["etag"]})
+    assert kept.status_code == 304
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_comes_again(online, http, part):
+    wait_for(lambda: up(online, http), SECONDS, "the whole service")
+    killed = online.processes(part)
+    for process in killed:
+        os.kill(process.pid, signal.SIGKILL)
+    start, missed, gap = time.monotonic(), 0, 0.0
+
+    def again():
+        return {process.pid for process in online.processes(part)} - {process.pid for process in killed}
+
+    while not (again() and time.monotonic() - start > 10 and gap < time.monotonic() - start - 5):
+        assert time.monotonic() - start < 2 * SECONDS, f"no {part} comes"
+        try:
+            answer = http.get("/v1/models", timeout=10)
+            if answer.status_code == 200:
+                time.sleep(0.05)
+                continue
+        except httpx.TransportError:
+            pass
+        missed, gap = missed + 1, time.monotonic() - start
+        time.sleep(0.05)
+    print(f"{part}: {missed} requests had no answer, the last {gap:.1f} s after")
+    assert part in ("haproxy", "HAProxyManager", "Ingress") or missed == 0
+    assert gap < 20
+
+
+def up(online, http):
+    with contextlib.suppress(httpx.TransportError):
+        return all(online.processes(part) for part in PARTS) and http.get("/ready").status_code == 200
