@@ -83,6 +83,7 @@ class StageHost:
         self._first = jax.process_index() == 0
         self._work: dict[str, _Encoding | _Denoising | _Decoding] = {}
         self._shapes: set[str] = set()
+        self._compile_s: dict[str, float] = {}  # by program, as last told
 
     # ---- in lockstep
 
@@ -278,6 +279,12 @@ class StageHost:
     def shapes(self) -> list[str]:
         """Return for which shapes (`Plan.shapes`) the programs of this host's stages are compiled."""
         return sorted(self._shapes)
+
+    def compiled(self) -> dict[str, float]:
+        """Return the seconds spent compiling since this was last asked, by program; those that weren't left out."""
+        before, self._compile_s = self._compile_s, {n: p.compile_s for n, p in list(self._runtime.programs.items())}
+        spent = {name: seconds - before.get(name, 0.0) for name, seconds in self._compile_s.items()}
+        return {name: seconds for name, seconds in spent.items() if seconds > 0}
 
     def keys(self) -> list[str]:
         """Return the requests that are held here."""

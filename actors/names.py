@@ -3,8 +3,8 @@
 MAX_PART_BYTES = 200  # of a name between slashes: file systems allow 255, and the partial file's name is longer
 
 
-def name_problem(name: str) -> str | None:
-    """Return why a name can't be used under a folder, or None when it can."""
+def name_problem(name: str, *, hidden: bool = False) -> str | None:
+    """Return why a name can't be used under a folder, or None when it can; hidden: parts may begin with a dot."""
     if not name:
         return "is empty"
     if name.startswith("/") or "\\" in name:
@@ -12,7 +12,7 @@ def name_problem(name: str) -> str | None:
     for part in name.split("/"):
         if part in ("", ".", ".."):
             return f"has the part {part!r}, and would leave its folder or change its meaning"
-        if part.startswith("."):
+        if part.startswith(".") and not hidden:
             return f"has the part {part!r}, which would be hidden: begin it with another character than a dot"
         if len(part.encode(errors="replace")) > MAX_PART_BYTES:
             return f"has a part of more than {MAX_PART_BYTES} bytes"

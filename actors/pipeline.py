@@ -19,13 +19,15 @@ from actors.errors import InputLost, PipelineError, PipelineFull, RequestFailed,
 from actors.events import Handed, Prepared
 from actors.exchange import Exchange, Shelf, Ticket
 from actors.host_values import Plan
+from actors.line import Line
 from actors.payloads import EncodedVideo, unpack
-from actors.pools import handle
+from actors.pools import handle, line
 from actors.settings import PipelineSettings
 from actors.snapshots import Snapshots, name_of
 from actors.storage import StorageError
 from actors.timeline import Span
 from cluster.layout import Layout
+from wan_tpu.expert import TOGETHER
 from wan_tpu.request import GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -46,14 +48,23 @@ class Pipeline:
         self._board = Board.connect(settings.name)
         self._exchange = Exchange()
         self._snapshots = Snapshots(settings.snapshots)
-        self._places = asyncio.Semaphore(settings.in_flight)
+        self._places = Line(settings.in_flight, settings.urgent)
+        self._lines = {pool.name: line(pool) for pool in layout.pools if set(pool.stages) & set(TOGETHER)}
         self._inside: set[str] = set()
 
-    async def generate(self, request: GenerationRequest, *, id: str, on_event: OnEvent = lambda span: None) -> bytes:  # noqa: A002
+    async def generate(
+        self,
+        request: GenerationRequest,
+        *,
+        id: str,  # noqa: A002
+        on_event: OnEvent = lambda span: None,
+        priority: int = 0,
+    ) -> bytes:
         """Make one video and return its mp4.
 
         id        names the request in spans, logs and snapshots; one that was left unfinished goes on where it was
         on_event  told a `Span` whenever a slice has done something for it
+        priority  the higher goes first; at the experts' slices it takes the place of a lower one between two steps
 
         Raises `RequestFailed` when it can't be made, `PipelineFull` when too many wait.
         """
@@ -69,10 +80,10 @@ class Pipeline:
         how, kept = "cancelled", False
         try:
             self._board.request(id, "waiting")
-            async with self._places:
+            async with self._places.place(priority):
                 shelf = self._exchange.shelf()
                 try:
-                    video = await _Making(self, id, request, on_event, shelf).run()
+                    video = await _Making(self, id, request, on_event, priority, shelf).run()
                 finally:
                     shelf.end()
             how = "done"
@@ -107,6 +118,10 @@ class Pipeline:
         """Return the pool that hosts a stage."""
         return self._pools[stage]
 
+    def line(self, stage: str) -> Line:
+        """Return the line before an expert stage's pool."""
+        return self._lines[self._pools[stage]]
+
     def call(self, stage: str, shape: str | None = None, *, stream: bool = True) -> Any:
         """Return the handle to a stage's pool; replicas that hold the shape's programs are preferred."""
         options: dict[str, Any] = {"stream": True} if stream else {}
@@ -119,12 +134,19 @@ class _Making:
     """One request on its way."""
 
     def __init__(
-        self, pipeline: Pipeline, key: str, request: GenerationRequest, on_event: OnEvent, shelf: Shelf
+        self,
+        pipeline: Pipeline,
+        key: str,
+        request: GenerationRequest,
+        on_event: OnEvent,
+        priority: int,
+        shelf: Shelf,
     ) -> None:
         self._pipeline = pipeline
         self._key = key
         self._request = request
         self._on_event = on_event
+        self._priority = priority
         self._shelf = shelf
         self._attempts = 0  # since something was done that hadn't been done before
         self._done: set[tuple[str, int | None]] = set()
@@ -195,16 +217,19 @@ class _Making:
                 self._shelf.drop(image, *self._texts.values())
                 self._texts, self._image = {}, None
 
-        events = call.denoise.remote(
-            self._key,
-            plan.light(),
-            [*texts, image],
-            state=state,
-            kept=kept,
-            snapshot=snapshot,
-            shelf=self._shelf,
-        )
-        made = await self._stage(stage, events, prepared)
+        self._pipeline._board.request(self._key, stage, steps=self._steps)
+        async with self._pipeline.line(stage).place(self._priority):
+            events = call.denoise.remote(
+                self._key,
+                plan.light(),
+                [*texts, image],
+                state=state,
+                kept=kept,
+                snapshot=snapshot,
+                priority=self._priority,
+                shelf=self._shelf,
+            )
+            made = await self._stage(stage, events, prepared)
         assert made.step is not None
         self._state = made.ticket
         return made.step

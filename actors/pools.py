@@ -14,8 +14,10 @@ from ray.serve.schema import ApplicationStatus, ServeStatus
 from actors.board import Board, ReplicaSeen
 from actors.embedding_cache import EmbeddingCache
 from actors.errors import PipelineExists, PipelineStartFailed
+from actors.line import Line
 from actors.replica import FAILED, REFUSED, PoolReplica
 from actors.settings import About, PipelineSettings, PoolSettings
+from actors.stepping import HELD_STILL
 from cluster.layout import Layout, Pool
 from cluster.placement import off_hosts
 
@@ -25,6 +27,8 @@ BESIDE, ENCODER_BESIDE = 2, 7
 HEALTH_S = 2.0
 LEAVING_S = 3600.0  # a replica that is to go may finish what it has
 POLL_S = 0.25
+# For replicas that answer no HTTP: where Serve runs HAProxy, each first deployment of an application would listen.
+NO_HTTP = {"env_vars": {"RAY_SERVE_ENABLE_HA_PROXY": "0"}}
 
 Tell = Callable[[str], object]
 
@@ -85,6 +89,16 @@ def wait_until_up(layout: Layout, pipeline: str, tell: Tell = lambda text: None)
         ready = {name for name, state in states.items() if state.status == ApplicationStatus.RUNNING}
         tell(" · ".join(_starting(pool.name, list(seen.values()), pool.name in ready) for pool in layout.pools))
         time.sleep(POLL_S)
+
+
+def line(pool: Pool) -> Line:
+    """Return the line of requests for the steps of an expert's pool.
+
+    Serve's own queue knows no priorities, so what the slices can't take waits here, and a place at each is kept for
+    what is more urgent. A pool that is smaller than it may become has Serve's queue besides, from which it grows.
+    """
+    slices = pool.replicas.maximum
+    return Line(slices * (pool.batch + BESIDE), slices * HELD_STILL)
 
 
 def application(pipeline: str, pool: str) -> str:
@@ -174,7 +188,7 @@ def _starting(pool: str, replicas: list[ReplicaSeen], ready: bool) -> str:
 def pool_application(pool: Pool, settings: PipelineSettings) -> Any:
     """Return the Serve application of a pool."""
     told = PoolSettings(pool.name, pool.slice.name, pool.stages, pool.mesh, settings, pool.batch)
-    ongoing = pool.batch + (ENCODER_BESIDE if "encoder" in pool.stages else BESIDE)
+    ongoing = pool.batch + HELD_STILL + (ENCODER_BESIDE if "encoder" in pool.stages else BESIDE)
     options: dict[str, Any] = {
         "name": pool.name,
         "max_ongoing_requests": ongoing,
@@ -183,7 +197,7 @@ def pool_application(pool: Pool, settings: PipelineSettings) -> Any:
         "health_check_timeout_s": 2 * settings.timeouts.heartbeat_s,
         "graceful_shutdown_timeout_s": LEAVING_S,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "ray_actor_options": {"num_cpus": 0.1, "label_selector": off_hosts()},
+        "ray_actor_options": {"num_cpus": 0.1, "label_selector": off_hosts(), "runtime_env": NO_HTTP},
     }
     if pool.replicas.minimum == pool.replicas.maximum:
         options["num_replicas"] = pool.replicas.minimum

@@ -20,17 +20,17 @@ from ray import serve
 from actors.board import Board
 from actors.calls import Calls
 from actors.embedding_cache import Embedding, EmbeddingCache, embedding_key
-from actors.errors import InputLost, RequestFailed, StageLost, StageMoved
+from actors.errors import InputLost, RequestFailed, StageLost
 from actors.events import Event, Handed, Prepared
 from actors.exchange import Shelf, Ticket
 from actors.host_values import Plan
 from actors.keeping import Keeping
+from actors.leaving import Leaving
 from actors.scaling import LOAD, SliceTime
 from actors.settings import PoolSettings
 from actors.snapshots import Snapshots
+from actors.stepping import Stepping, Visit
 from actors.timeline import Span, What
-from actors.together import Together
-from actors.turn import Turn
 from cluster.draining import draining_for
 from cluster.errors import CallFailed, SliceLost
 from cluster.slice_spec import SliceSpec
@@ -43,8 +43,6 @@ log = logging.getLogger(__name__)
 SHAPES = 64  # that a replica is remembered to hold, for routing
 FAILED, REFUSED = "failed: ", "refused: "  # how what a replica does begins when it can't start: again, or never
 LEAVE_S = 0.5  # between the loss of a slice and the end of its leader: callers are told first
-DRIVER_S = 5.0  # between two looks whether anybody still waits for a request
-HAND_OVER_S = 5.0  # kept free before a drained slice is taken away, to copy a state out and write it
 
 
 class PoolReplica:
@@ -55,32 +53,41 @@ class PoolReplica:
         self._settings = settings
         given = settings.pipeline
         self._name = f"{settings.pool}/{serve.get_replica_context().replica_id.unique_id}"
-        self._turn = Turn(settings.batch)
         self._lane = asyncio.Lock()  # calls of the slice, in the order in which they come
-        snapshots = Snapshots(given.snapshots)
         self._cache = EmbeddingCache.connect(f"{given.name}-embeddings")
         self._board = Board.connect(given.name)
         self._at_work: list[str] = []  # stages of requests
         self._visits = itertools.count(1)
         self._ended = False
-        self._leave_by: float | None = None  # of time.monotonic(): the slice is being drained, and taken away then
+        self._leaving = Leaving(self._name)
         self._time = SliceTime()
         start = time.time()
         self._doing(f"takes a {settings.slice} and starts its hosts")
         try:
+            snapshots = Snapshots(given.snapshots)
             self._slice = Slice(
                 SliceSpec(settings.slice), given.host, settings.host, name=self._name, timeouts=given.timeouts
             )
             self._calls = Calls(self._slice, settings.batch, self._lost)
             self._keeping = Keeping(self._calls, snapshots)
-            self._together = Together(lambda held: self._calls.call("step", held), self._lane)
+            self._stepping = Stepping(
+                self._calls,
+                self._keeping,
+                self._leaving,
+                self._lane,
+                batch=settings.batch,
+                snapshot_every=given.snapshot_every,
+                at=self._at,
+                span=lambda key, stage, start, step: self._span(key, stage, "compute", start, step),
+            )
             self._tell("reads weights")
             self._slice.call("load", on_progress=lambda told: self._tell("reads", told))
             for request in given.warm_up:
                 self._tell("compiles")
                 self._slice.call("warm_up", request, on_progress=lambda told: self._tell("compiles", told))
+            self._board.compiled(settings.pool, self._slice.side("compiled"))
         except Exception as error:
-            cause = error.__cause__ if isinstance(error, CallFailed) else None
+            cause = error.__cause__ if isinstance(error, CallFailed) else error
             self._doing(f"{REFUSED}{cause}" if isinstance(cause, InvalidInput) else f"{FAILED}{error}")
             with contextlib.suppress(AttributeError):  # there is none yet
                 self._slice.close()
@@ -141,6 +148,7 @@ class PoolReplica:
         state: Ticket | None,
         kept: str,
         snapshot: int | None,
+        priority: int,
         shelf: Shelf,
     ) -> AsyncIterator[Event]:
         """Run all steps of this pool's experts: one `DenoiseState`.
@@ -148,10 +156,11 @@ class PoolReplica:
         inputs    tickets of prompt, negative prompt or None, image or None
         state     where the pool before has left off
         kept      the name of the request's snapshots; snapshot  the step of the one to go on from
+        priority  a request of a higher one takes the slice between two steps of this one
 
         Raises `StageMoved` when the slice is taken away before the last step could be done, a snapshot taken.
         """
-        mine = [expert for expert in plan.experts if expert.stage in self._settings.stages]
+        mine = tuple(expert for expert in plan.experts if expert.stage in self._settings.stages)
         stage = mine[0].stage
         await self._hold(plan.shapes[stage])
         start = time.time()
@@ -163,9 +172,14 @@ class PoolReplica:
             del refs  # or the store would keep them until the last step
             yield self._span(key, stage, "fetch", start)
             yield Prepared(time.time() - start, nbytes)
-            async with self._busy(key, stage, plan.shapes[stage]), self._together.member(held):
-                async for span in self._steps(key, plan, held, kept, snapshot or mine[0].start, shelf):
+            visit = Visit(key, held, kept, plan, mine, priority, shelf)
+            async with contextlib.aclosing(self._stepping.run(visit, snapshot or mine[0].start)) as spans:
+                told = False
+                async for span in spans:
                     yield span
+                    if not told:  # the first step is the one that compiles
+                        await self._tell_compiled()
+                    told = True
             start = time.time()
             step, ref = await self._calls.side_payload("collect", held)
             if step < plan.request.steps:
@@ -173,30 +187,6 @@ class PoolReplica:
                 await self._keeping.keep(kept, step, ref)
             yield self._span(key, stage, "fetch", start)
             yield Handed(await shelf.put(ref), time.time(), step)
-
-    async def _steps(self, key: str, plan: Plan, held: str, kept: str, done: int, shelf: Shelf) -> AsyncIterator[Span]:
-        """Run the steps of this pool's experts after the first `done`, a span each."""
-        last = max(expert.stop for expert in plan.experts if expert.stage in self._settings.stages)
-        asked = time.monotonic()
-        while done < last:
-            async with self._lane:
-                begun: float | None = time.time()
-                expert = await self._calls.call("begin", held)
-            while done < expert.stop:
-                stepped = await self._together.step(held, plan.shapes[expert.stage])
-                done = stepped.done.step
-                span = self._span(key, expert.stage, "compute", begun or stepped.start_s, done)
-                begun = None
-                yield span
-                if self._must_go((last - done) * span.seconds):
-                    await self._together.leave(held)  # the others go on while this one's state is copied out
-                    step = await self._keeping.now(held, kept)
-                    raise StageMoved(f"{self._name} is being drained; {key} goes on elsewhere after step {step}")
-                if done % self._settings.pipeline.snapshot_every == 0 and done < plan.request.steps:
-                    self._keeping.beside(held, kept)
-                if time.monotonic() > asked + DRIVER_S:  # Serve doesn't end a stream whose reader was killed
-                    await shelf.check()
-                    asked = time.monotonic()
 
     async def decode(self, key: str, plan: Plan, state: Ticket, shelf: Shelf) -> AsyncIterator[Event]:
         """Decode final latents: one `EncodedVideo`."""
@@ -215,8 +205,9 @@ class PoolReplica:
     async def warm_up(self, request: GenerationRequest) -> dict[str, float]:
         """Compile what a request like this needs; return the seconds by program."""
         plan = await self.plan(request)
-        async with self._turn.held():
+        async with self._stepping.turn.held():
             seconds = await self._calls.call("warm_up", request)
+        await self._tell_compiled()
         for stage in self._settings.stages:
             if stage in plan.shapes:
                 await self._programs(plan.shapes[stage])
@@ -241,11 +232,12 @@ class PoolReplica:
         """Leave when the slice is gone, and when it is about to be taken away and nothing runs on it any more."""
         await self._calls.check()
         left = draining_for(host.node_id for host in self._slice.hosts)
-        if left is not None and self._leave_by is None:
-            self._leave_by = time.monotonic() + left
+        if left is not None and not self._leaving.known:
+            self._leaving.begin(left)
+            self._stepping.turn.send_away(self._leaving.moved)
             self._tell(f"leaving: its hosts are drained in {left:.0f} s")
             log.warning("%s is being drained, %.0f s left", self._name, left)
-        if self._leave_by is not None and not self._turn.taken() and not self._lane.locked():
+        if self._leaving.known and not self._stepping.turn.taken() and not self._lane.locked():
             self._slice.close()
             self._end()
 
@@ -257,12 +249,8 @@ class PoolReplica:
     # ----
 
     async def _hold(self, shape: str) -> None:
-        self._check_stays()
+        self._leaving.check()
         await self._programs(shape)
-
-    def _check_stays(self) -> None:
-        if self._leave_by is not None:
-            raise StageMoved(f"{self._name} is being drained; another replica takes what comes")
 
     @contextlib.asynccontextmanager
     async def _held(self, key: str) -> AsyncIterator[str]:
@@ -279,22 +267,20 @@ class PoolReplica:
                 await self._calls.side("drop", held)
 
     @contextlib.asynccontextmanager
-    async def _busy(self, key: str, stage: str, shape: str) -> AsyncIterator[None]:
-        """Wait for the turn of this request's steps, and keep it: alone, or with others of the same shape."""
-        async with self._turn.held(shape):
-            with self._at(key, stage):
-                yield
-
-    @contextlib.asynccontextmanager
     async def _between(self, key: str, stage: str) -> AsyncIterator[None]:
         """Wait for a moment between two calls of the slice, and keep it for one: steps of others go on after it."""
         async with self._lane:
             with self._at(key, stage):
                 yield
+        await self._tell_compiled()
+
+    async def _tell_compiled(self) -> None:
+        if seconds := await self._calls.side("compiled"):
+            self._board.compiled(self._settings.pool, seconds)
 
     @contextlib.contextmanager
     def _at(self, key: str, stage: str) -> Iterator[None]:
-        self._check_stays()
+        self._leaving.check()
         work = f"{stage} of {key}"
         self._at_work.append(work)
         self._tell(", ".join(self._at_work))
@@ -304,10 +290,6 @@ class PoolReplica:
         finally:
             self._at_work.remove(work)
             self._tell(", ".join(self._at_work) or "idle")
-
-    def _must_go(self, needed_s: float) -> bool:
-        """Whether the slice is taken away before that much more work would be done."""
-        return self._leave_by is not None and time.monotonic() + needed_s + HAND_OVER_S > self._leave_by
 
     def _embedding_key(self, prompt: str) -> str:
         host = self._settings.host
@@ -346,5 +328,6 @@ class PoolReplica:
         """End this process, since it leads nothing any more; Serve starts another at once."""
         if not self._ended:
             self._ended = True
+            self._leaving.begin(0.0)  # who comes before the end is sent on: the loss has cost its attempt already
             self._board.gone(self._name)
             asyncio.get_running_loop().call_later(LEAVE_S, os._exit, 1)

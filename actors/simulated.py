@@ -213,6 +213,10 @@ class SimulatedHost:
         """Return the shapes that were warmed up."""
         return sorted(self._shapes)
 
+    def compiled(self) -> dict[str, float]:
+        """Return nothing: there are no programs."""
+        return {}
+
     def keys(self) -> list[str]:
         """Return the requests that are held here."""
         return sorted(self._held)

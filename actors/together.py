@@ -50,11 +50,15 @@ class Together:
     @contextlib.asynccontextmanager
     async def member(self, held: str) -> AsyncIterator[None]:
         """Be one: from now on rounds wait until this one asks. At the end none of its steps is running."""
-        self._members.add(held)
+        self.join(held)
         try:
             yield
         finally:
             await self.leave(held)
+
+    def join(self, held: str) -> None:
+        """Be one again, after `leave`."""
+        self._members.add(held)
 
     async def leave(self, held: str) -> None:
         """Be none any more, so that the others needn't wait; a second time does nothing."""
