@@ -1,18 +1,17 @@
 """What is let into the queue: requests that this model can make, on these slices."""
 
+import bisect
 import dataclasses
-import math
 from typing import Protocol
 
 from PIL import Image
 
+from actors.api.memory import Size, volume
 from wan_tpu.errors import InvalidRequest, WanTpuError
 from wan_tpu.request import FRAME_STRIDE, SIZE_MULTIPLE, Defaults, GenerationRequest, ResolvedRequest
 
 _PLACEHOLDER = (SIZE_MULTIPLE, SIZE_MULTIPLE)  # pixels: what is made depends on whether there is an image
 _KEPT = 1000  # answers of a planner
-
-Size = tuple[int, int, int]
 
 
 class NotReady(WanTpuError):
@@ -34,6 +33,13 @@ class Planner(Protocol):
         """Return a request with nothing left open; raises `InvalidRequest`, `NotReady`."""
 
 
+class Room(Protocol):
+    """Knows which sizes the slices have memory for; what is larger in anything needs no less."""
+
+    def fits(self, size: Size) -> bool:
+        """Whether (height, width, frames) fits."""
+
+
 class FixedPlanner:
     """Knows a model's published settings and tasks, and nothing else of it."""
 
@@ -51,10 +57,10 @@ class FixedPlanner:
 class Admission:
     """Checks requests, and remembers what the planner said: it needn't be there for what it has seen."""
 
-    def __init__(self, planner: Planner, largest: tuple[Size, ...] = ()) -> None:
-        """largest: (height, width, frames) that fit; anything if empty."""
+    def __init__(self, planner: Planner, room: Room | None = None) -> None:
+        """room: None where anything fits."""
         self._planner = planner
-        self._largest = largest
+        self._room = room
         self._known: dict[tuple[object, ...], ResolvedRequest] = {}
 
     async def fps(self) -> float:
@@ -92,33 +98,32 @@ class Admission:
 
     def _check_fits(self, request: ResolvedRequest) -> None:
         asked = (request.height, request.width, request.frames)
-        if not self._largest or any(_fits(asked, size) for size in self._largest):
+        if self._room is None or self._room.fits(asked):
             return
-        height, width, frames = max((_nearest(asked, size) for size in self._largest), key=_volume)
+        nearest = _nearest(asked, self._room)
+        remedy = "no size does"
+        if nearest is not None:
+            height, width, frames = nearest
+            remedy = f"the nearest that does is {width}x{height} with {frames} frames"
         raise Unsuitable(
-            f"{request.width}x{request.height} with {request.frames} frames doesn't fit the memory of these slices; "
-            f"the nearest that does is {width}x{height} with {frames} frames",
-            "size" if frames == request.frames else "num_frames",
+            f"{request.width}x{request.height} with {request.frames} frames doesn't fit the memory of these slices, as "
+            f"far as that is known; {remedy}",
+            "size" if nearest is None or nearest[2] == request.frames else "num_frames",
         )
 
 
-def _fits(asked: Size, size: Size) -> bool:
-    """Whether one size needs no more than another: tokens for the experts, pixels of a frame for the VAE."""
-    return _volume(asked) <= _volume(size) and asked[0] * asked[1] <= size[0] * size[1]
-
-
-def _volume(size: Size) -> int:
-    """Pixels over the latent frames: what the number of tokens grows with."""
-    height, width, frames = size
-    return height * width * ((frames - 1) // FRAME_STRIDE + 1)
-
-
-def _nearest(asked: Size, size: Size) -> Size:
+def _nearest(asked: Size, room: Room) -> Size | None:
     """Return the largest size of the asked shape that fits; with fewer frames where that is what is too much."""
     height, width, frames = asked
-    if height * width <= size[0] * size[1]:
-        latent = _volume(size) // (height * width)
-        return height, width, (latent - 1) * FRAME_STRIDE + 1
-    shape = math.sqrt(min(size[0] * size[1], _volume(size) / ((frames - 1) // FRAME_STRIDE + 1)) / (height * width))
-    tall, wide = (max(SIZE_MULTIPLE, int(side * shape) // SIZE_MULTIPLE * SIZE_MULTIPLE) for side in (height, width))
-    return tall, wide, frames
+    fewer = [(height, width, count) for count in range(1, frames, FRAME_STRIDE)]
+    smaller = [(_scaled(height, share), _scaled(width, share), frames) for share in range(1, 1000)]
+    for sizes in (fewer, smaller):
+        fitting = bisect.bisect_left(sizes, True, key=lambda size: not room.fits(size))
+        if fitting:
+            return max(sizes[:fitting], key=volume)
+    return None
+
+
+def _scaled(side: int, share: int) -> int:
+    """Return so many thousandths of a side, as a size that there is."""
+    return max(SIZE_MULTIPLE, side * share // 1000 // SIZE_MULTIPLE * SIZE_MULTIPLE)

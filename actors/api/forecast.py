@@ -43,14 +43,15 @@ class Forecast:
 
     def outlook(self, job: Job) -> Outlook:
         """Return what can be told of a job."""
-        return self._outlook(job, self._store.position(job) if job.status == "queued" else None)
+        return self.outlook_at(job, self._store.position(job) if job.status == "queued" else None)
 
     def outlooks(self, jobs: Sequence[Job]) -> list[Outlook]:
         """Return the same for the jobs of a page."""
         positions = self._store.positions([job.id for job in jobs if job.status == "queued"])
-        return [self._outlook(job, positions.get(job.id)) for job in jobs]
+        return [self.outlook_at(job, positions.get(job.id)) for job in jobs]
 
-    def _outlook(self, job: Job, position: int | None) -> Outlook:
+    def outlook_at(self, job: Job, position: int | None) -> Outlook:
+        """Return the same for a job whose position is known."""
         if job.status == "in_progress":
             return Outlook(None, job.progress.eta_s if job.progress is not None else None)
         if position is None:  # it has ended, or begun just now

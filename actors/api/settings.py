@@ -4,6 +4,7 @@ import dataclasses
 
 from actors.api.fetch import FetchSettings
 from actors.api.images import ImageLimits
+from actors.api.memory import Memory, Sizes
 from actors.jobs.rows import Keeping
 from actors.jobs.work import LeaseSettings
 
@@ -19,7 +20,7 @@ class ServiceSettings:
     model         the model's name, as clients give it
     keys_file     file of API keys; keys_text: the content of one besides; without both, all jobs belong to everybody,
                   and only requests to one of `names` are answered: other pages in a browser of this machine can't ask
-    largest       (height, width, frames) that the slices have memory for; anything if empty
+    room          what the slices have memory for, as a person has said or as it was derived; anything if None
     queue_limit   jobs that may wait; one more is answered with 429
     concurrency   jobs that one worker has in the pipeline at a time
     chips         stage -> chips of the slice that runs it, for chip-seconds
@@ -33,7 +34,7 @@ class ServiceSettings:
     keys_file: str | None = None
     keys_text: str | None = None
     names: tuple[str, ...] = LOCAL_NAMES
-    largest: tuple[tuple[int, int, int], ...] = ()
+    room: Memory | Sizes | None = None
     queue_limit: int = 1000
     concurrency: int = 4
     chips: dict[str, int] = dataclasses.field(default_factory=dict)
