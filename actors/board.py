@@ -11,9 +11,11 @@ from typing import Any
 import ray
 
 from actors.errors import PipelineNotFound
+from cluster.placement import off_hosts
 
 NAMESPACE = "wan-tpu"
 CLOSE_S = 10.0
+KEPT_PROGRAMS = 1000
 KEPT = 50  # steps and hand-offs that averages are taken over
 
 
@@ -45,11 +47,22 @@ class Handoffs:
     nbytes: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A program that a replica of a pool has compiled, the seconds, and when that was told (`time.time()`)."""
+
+    pool: str
+    program: str
+    seconds: float
+    told_s: float
+
+
 @dataclass
 class Seen:
     """All of it.
 
-    step_s  the latest denoising steps' seconds, by stage; ended  how many requests ended, by how
+    step_s    the latest denoising steps' seconds, by stage; ended  how many requests ended, by how
+    compiled  the latest programs that replicas have compiled
     """
 
     replicas: dict[str, ReplicaSeen] = field(default_factory=dict)
@@ -57,6 +70,7 @@ class Seen:
     handoffs: dict[str, Handoffs] = field(default_factory=dict)
     step_s: dict[str, deque[float]] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
+    compiled: deque[Compiled] = field(default_factory=lambda: deque(maxlen=KEPT_PROGRAMS))
 
 
 class Board:
@@ -75,7 +89,12 @@ class Board:
         if stale is not None:
             stale.close()
         kind: Any = ray.remote(_BoardActor).options(
-            name=f"{pipeline}-board", namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1
+            name=f"{pipeline}-board",
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            label_selector=off_hosts(),
         )
         return cls(pipeline, kind.remote(about))
 
@@ -110,6 +129,10 @@ class Board:
     def handoff(self, stage: str, seconds: float, nbytes: int) -> None:
         """Tell of inputs that went from the object store to a stage's devices."""
         self._actor.handoff.remote(stage, seconds, nbytes)
+
+    def compiled(self, pool: str, seconds: dict[str, float]) -> None:
+        """Tell what a replica has compiled: program -> seconds."""
+        self._actor.compiled.remote(pool, seconds)
 
     def ended(self, key: str, how: str) -> None:
         """Tell that a request has ended: "done", "failed" or "cancelled"."""
@@ -155,6 +178,10 @@ class _BoardActor:
         seen = self._seen.handoffs.setdefault(stage, Handoffs())
         seen.seconds.append(seconds)
         seen.nbytes.append(nbytes)
+
+    def compiled(self, pool: str, seconds: dict[str, float]) -> None:
+        now = time.time()
+        self._seen.compiled.extend(Compiled(pool, program, spent, now) for program, spent in seconds.items())
 
     def ended(self, key: str, how: str) -> None:
         self._seen.requests.pop(key, None)

@@ -19,6 +19,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from cluster.placement import off_hosts
+
 DEFAULT_NAME = "wan-tpu-embeddings"
 NAMESPACE = "wan-tpu"  # a fixed one: Serve's replicas and the driver that ends the pipeline have different ones
 DEFAULT_CAPACITY_BYTES = 1 << 30  # 250 prompts of UMT5-XXL in bfloat16: 512 tokens x 4096 x 2 bytes each
@@ -89,6 +91,7 @@ class EmbeddingCache:
             get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
+            label_selector=off_hosts(),
             max_restarts=-1,  # when its node dies; empty then
             max_task_retries=0,
             max_concurrency=10_000,  # who waits for somebody else's encoding holds a call

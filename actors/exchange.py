@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from actors.errors import InputLost, StageLost
+from cluster.placement import off_hosts
 
 ENDED = 10_000  # requests that are remembered to have ended, so that a stage that was cancelled leaves nothing
 
@@ -31,7 +32,9 @@ class Exchange:
     """One driver's exchange."""
 
     def __init__(self) -> None:
-        kind = ray.remote(_ExchangeActor).options(num_cpus=0, max_restarts=-1, max_task_retries=-1)
+        kind = ray.remote(_ExchangeActor).options(
+            num_cpus=0, max_restarts=-1, max_task_retries=-1, label_selector=off_hosts()
+        )
         self._actor = kind.remote()
         self._shelves = itertools.count()
 

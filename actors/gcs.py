@@ -38,7 +38,7 @@ class GcsStorage:
         self._name = bucket
         self._prefix = prefix.strip("/")
         if self._prefix:
-            check_name(self._prefix)
+            check_name(self._prefix, hidden=True)
         with self._explained("open", self.location()):
             self._client = storage.Client()
         self._bucket = self._client.bucket(bucket)

@@ -21,6 +21,7 @@ class Chip:
     devices               JAX devices a chip: its two cores appear as one on v5p, as two on v7x
     cores                 TensorCores a chip
     hbm_gib               memory, GiB; hbm_bytes_per_s its bandwidth
+    usable_gib            what programs may use of it, as libtpu's compiler says when it refuses one (0.0.51)
     bf16_flops, int8_ops  dense peak a second (a multiply-add is two); where there is no integer MXU int8_ops is None
     fp8_flops             the same in float8, None where it runs at the bfloat16 rate
     clock_hz              of the TensorCore: one VLIW bundle a cycle
@@ -33,6 +34,7 @@ class Chip:
     devices: int
     cores: int
     hbm_gib: float
+    usable_gib: float
     hbm_bytes_per_s: float
     bf16_flops: float
     int8_ops: float | None
@@ -59,6 +61,7 @@ V5E = Chip(
     devices=1,
     cores=1,
     hbm_gib=16,  # [v5e]
+    usable_gib=15.75,
     hbm_bytes_per_s=819e9,  # [v5e]
     bf16_flops=197e12,  # [v5e]
     int8_ops=393e12,  # [v5e]
@@ -79,6 +82,7 @@ V5P = Chip(
     devices=1,
     cores=2,
     hbm_gib=95,  # [tpu7x]
+    usable_gib=95.73,
     hbm_bytes_per_s=2765e9,  # [tpu7x]
     bf16_flops=459e12,  # [tpu7x]
     int8_ops=918e12,  # [v5p]
@@ -99,6 +103,7 @@ V6E = Chip(
     devices=1,
     cores=1,
     hbm_gib=32,  # [v6e]
+    usable_gib=31.24,
     hbm_bytes_per_s=1638e9,  # [tpu7x]
     bf16_flops=918e12,  # [v6e]
     int8_ops=1836e12,  # [v6e]
@@ -119,6 +124,7 @@ V7X = Chip(
     devices=2,
     cores=2,
     hbm_gib=192,  # [tpu7x]
+    usable_gib=2 * 94.74,
     hbm_bytes_per_s=7380e9,  # [tpu7x]
     bf16_flops=2307e12,  # [tpu7x]
     int8_ops=None,  # float8 takes its place [tpu7x]

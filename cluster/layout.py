@@ -28,6 +28,7 @@ from cluster.slice_spec import SliceSpec, kinds
 
 SHIPPED = Path(__file__).parent / "layouts"
 AXES = ("dp", "sp", "tp")
+MOST_REPLICAS, MOST_TOGETHER = 1000, 64  # beyond these it is a slip of the pen
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def _pool(at: "_At", name: Any, content: Any, devices_per_host: int | None) -> P
         spec,
         _replicas(at, content.get("replicas", 1)),
         _mesh(at, content.get("mesh", {}), spec, _devices(spec, devices_per_host)),
-        at.positive(content.get("batch", 1), "batch"),
+        at.positive(content.get("batch", 1), "batch", MOST_TOGETHER),
     )
 
 
@@ -229,12 +230,12 @@ def _devices(spec: SliceSpec, devices_per_host: int | None) -> int:
 def _replicas(at: "_At", given: Any) -> Replicas:
     if isinstance(given, dict):
         content = at.mapping(given, {"min", "max"}, "replicas")
-        minimum = at.positive(content.get("min", 1), "replicas: min")
-        maximum = at.positive(content.get("max", minimum), "replicas: max")
+        minimum = at.positive(content.get("min", 1), "replicas: min", MOST_REPLICAS)
+        maximum = at.positive(content.get("max", minimum), "replicas: max", MOST_REPLICAS)
         if minimum > maximum:
             raise at.error(f"replicas: min is {minimum}, max {maximum}; exchange them")
         return Replicas(minimum, maximum)
-    count = at.positive(given, "replicas")
+    count = at.positive(given, "replicas", MOST_REPLICAS)
     return Replicas(count, count)
 
 
@@ -277,9 +278,9 @@ class _At:
             raise self.error(f"{what} has {', '.join(map(repr, unknown))}; known here: {', '.join(sorted(allowed))}")
         return value
 
-    def positive(self, value: Any, what: str) -> int:
-        if type(value) is not int or value < 1:
-            raise self.error(f"{what} is {value!r}; write a whole number from 1")
+    def positive(self, value: Any, what: str, most: int | None = None) -> int:
+        if type(value) is not int or value < 1 or (most is not None and value > most):
+            raise self.error(f"{what} is {value!r}; write a whole number from 1" + (f" to {most}" if most else ""))
         return value
 
 

@@ -7,7 +7,7 @@ import hashlib
 import io
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from PIL import Image
@@ -17,7 +17,8 @@ from actors.api.metrics import Meters
 from actors.api.previews import BrokenVideo, previews
 from actors.api.progress import Pace, Tracker
 from actors.api.traces import Stages, Traces
-from actors.batch import Engine
+from actors.batch import OnEvent
+from actors.board import Compiled
 from actors.errors import PipelineError, RequestFailed
 from actors.jobs.errors import LeaseLost, StoreUnavailable
 from actors.jobs.values import Job, Lease
@@ -40,6 +41,16 @@ async def _ready() -> None:
     """Find nothing wrong."""
 
 
+class Engine(Protocol):
+    """Makes videos: `actors.api.engine.LastingPipeline`."""
+
+    async def generate(self, request: GenerationRequest, *, id: str, on_event: OnEvent, priority: int) -> bytes:  # noqa: A002
+        """Return the mp4 of a request, as `Pipeline.generate` does."""
+
+    async def compiled(self) -> Sequence[Compiled]:
+        """Return what was compiled since this was last asked, for whichever request or for none."""
+
+
 class MakePreviews(Protocol):
     """Makes pictures of a video: variant -> file."""
 
@@ -52,11 +63,13 @@ class WorkerSettings:
     """How a worker works.
 
     concurrency  jobs that it has in the pipeline at a time
+    urgent       jobs besides that it takes when they are more urgent than one that it has
     attempts     how often a job is tried while it is the pipeline that fails, not the job
     chips        stage -> chips of the slice that runs it
     """
 
     concurrency: int = 4
+    urgent: int = 2
     attempts: int = 20
     chips: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -119,7 +132,9 @@ class Attempt:
     async def _make(self) -> dict[str, str]:
         """Return the results' names in storage, once they are there."""
         request = await asyncio.to_thread(_request, self._job, self._storage)
-        mp4 = await self._tools.engine.generate(request, id=self._job.id, on_event=self._note)
+        mp4 = await self._tools.engine.generate(
+            request, id=self._job.id, on_event=self._note, priority=self._job.priority
+        )
         asked = self._job.request
         size = {name: int(asked[name]) for name in ("height", "width", "frames")}
         made = {"video": mp4, **await asyncio.to_thread(self._tools.make_previews, mp4, **size)}
@@ -135,8 +150,6 @@ class Attempt:
         meters = self._tools.meters
         if span.what == "fetch":
             meters.handoff_s.labels(span.stage).observe(span.seconds)
-        elif span.what == "compile":
-            meters.compile_s.labels(span.stage).observe(span.seconds)
         elif span.what == "compute":
             meters.chip_s.labels(span.stage).inc(span.seconds * self._tools.settings.chips.get(span.stage, 1))
             if span.step is not None:

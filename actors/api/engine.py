@@ -8,10 +8,12 @@ import logging
 from collections.abc import AsyncIterator
 
 from PIL import Image
+from ray.exceptions import RayError
 
 from actors.api.admission import FixedPlanner, NotReady
 from actors.api.logs import told
 from actors.batch import OnEvent
+from actors.board import Board, Compiled
 from actors.errors import PipelineError, RequestFailed
 from actors.jobs.notices import Notices
 from actors.pipeline import Pipeline
@@ -34,11 +36,24 @@ class LastingPipeline:
         self._about = about
         self._lock = asyncio.Lock()
         self._held: _Held | None = None
+        self._compiled_s = 0.0  # when what was last told of compilations was
 
-    async def generate(self, request: GenerationRequest, *, id: str, on_event: OnEvent) -> bytes:  # noqa: A002
+    async def generate(self, request: GenerationRequest, *, id: str, on_event: OnEvent, priority: int) -> bytes:  # noqa: A002
         """Make one video, as `Pipeline.generate` does; raises `PipelineError` also where there is no pipeline."""
         async with self._used() as pipeline:
-            return await pipeline.generate(request, id=id, on_event=on_event)
+            return await pipeline.generate(request, id=id, on_event=on_event, priority=priority)
+
+    async def compiled(self) -> list[Compiled]:
+        """Return what replicas have compiled since this was last asked; nothing where there is no pipeline."""
+        try:
+            board = await asyncio.to_thread(Board.find, self._about.settings.name)
+            known = [] if board is None else (await asyncio.to_thread(board.seen)).compiled
+        except RayError as error:
+            told(log, "compilations unknown", reason=str(error).split("\n")[0])
+            return []
+        found = [one for one in known if one.told_s > self._compiled_s]
+        self._compiled_s = max((one.told_s for one in found), default=self._compiled_s)
+        return found
 
     async def plan(self, request: GenerationRequest) -> ResolvedRequest:
         """Return a request with nothing left open; raises `InvalidRequest`, `NotReady`."""

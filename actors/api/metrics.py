@@ -49,7 +49,11 @@ class Meters:
         )
         self.chip_s = Counter("wan_chip_seconds", "Chips compute.", ("stage",), registry=registry)
         self.compile_s = Histogram(
-            "wan_compile_seconds", "Programs are compiled.", ("stage",), buckets=_JOB_S, registry=registry
+            "wan_compile_seconds",
+            "A replica of a pool compiles a program.",
+            ("pool", "program"),
+            buckets=_JOB_S,
+            registry=registry,
         )
         self.under_way = Gauge("wan_worker_jobs", "Jobs that this worker has under way.", registry=registry)
         self.webhooks = Counter("wan_webhooks", "Webhooks called.", ("outcome",), registry=registry)

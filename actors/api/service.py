@@ -47,7 +47,7 @@ class Service:
         self.retention = Retention(self.database, self.storage, settings.keeping)
         self.access = Access(_path(settings.keys_file), settings.keys_text or "") if settings.with_keys else None
         self.images = ImageDecoder(settings.images)
-        self.admission = Admission(planner, settings.largest)
+        self.admission = Admission(planner, settings.room)
         self.forecast = Forecast(self.store, settings.concurrency)
         self.meters = Meters()
         self._notices = Notices(self.database)
@@ -87,8 +87,8 @@ class Service:
 
     def look_now(self, job: str, owner: str | None) -> tuple[Job, Outlook]:
         """Return a job and when it will be done; raises `JobNotFound`."""
-        found = self.store.get(job, owner)
-        return found, self.forecast.outlook(found)
+        found, position = self.store.look(job, owner)
+        return found, self.forecast.outlook_at(found, position)
 
     def video(self, job: Job, outlook: Outlook) -> Video:
         """Return a job as the API shows it."""

@@ -1,6 +1,7 @@
 """A worker: takes jobs out of the queue, and has each made."""
 
 import asyncio
+import contextlib
 import logging
 import time
 
@@ -12,6 +13,7 @@ from wan_tpu.errors import WanTpuError
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5  # for a job, when none waited
+_COUNT_S = 5.0  # between two looks at what replicas have compiled
 _AGAIN_S = 2.0  # when database or pipeline didn't answer
 
 
@@ -20,46 +22,61 @@ class Worker:
 
     def __init__(self, name: str, tools: Tools) -> None:
         self.name, self._tools = name, tools
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._places = asyncio.Semaphore(tools.settings.concurrency)
+        self._running: dict[str, tuple[asyncio.Task[None], int]] = {}  # job -> attempt, priority
+        self._ended_one = asyncio.Event()
         self._paused_until = 0.0  # of time.monotonic()
         self._doubtful = False  # whether the pipeline can be used
         self._leaving = False
 
     async def run(self) -> None:
         """Work until `leave` is called, or this is cancelled."""
+        counting = asyncio.create_task(self._count_compilations())
         try:
             while not self._leaving:
-                async with self._places:
-                    lease = await self._claim()
-                if lease is None:
-                    await asyncio.sleep(max(_LOOK_S, self._paused_until - time.monotonic()))
+                lease = await self._claim()
+                if lease is not None:
+                    await self._start(lease)
                     continue
-                await self._places.acquire()
-                await self._start(lease)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(_LOOK_S, self._paused_until - time.monotonic())):
+                        await self._ended_one.wait()
+                self._ended_one.clear()
         finally:
+            counting.cancel()
             await self.leave()
 
     async def leave(self) -> None:
         """Give back what is under way, for another worker to go on with."""
         self._leaving = True
-        running = list(self._running.values())
+        running = [task for task, _ in self._running.values()]
         for task in running:
             task.cancel()
         if running:
             await asyncio.wait(running)
 
+    async def _count_compilations(self) -> None:
+        while True:
+            try:
+                for one in await self._tools.engine.compiled():
+                    self._tools.meters.compile_s.labels(one.pool, one.program).observe(one.seconds)
+            except Exception:  # figures: jobs go on without
+                log.exception("compilations")
+            await asyncio.sleep(_COUNT_S)
+
     def _pause(self, seconds: float) -> None:
         self._paused_until, self._doubtful = time.monotonic() + seconds, True
 
     async def _claim(self) -> Lease | None:
-        if time.monotonic() < self._paused_until:
+        """Take a job if there is a place; beyond `concurrency` only one more urgent than another that runs."""
+        settings, running = self._tools.settings, [priority for _, priority in self._running.values()]
+        if time.monotonic() < self._paused_until or len(running) >= settings.concurrency + settings.urgent:
             return None
+        above = min(running) if len(running) >= settings.concurrency else None
         try:
             if self._doubtful:  # no job's attempts are spent on finding out
                 await self._tools.ready()
                 self._doubtful = False
-            return await asyncio.to_thread(self._tools.queue.claim, self.name)
+            return await asyncio.to_thread(self._tools.queue.claim, self.name, above=above)
         except WanTpuError as error:
             told(log, "no claim", logging.WARNING, reason=str(error))
             self._paused_until = time.monotonic() + _AGAIN_S
@@ -68,17 +85,17 @@ class Worker:
     async def _start(self, lease: Lease) -> None:
         before = self._running.get(lease.job.id)
         if before is not None:  # its lease had run out; the engine must be rid of it first
-            before.cancel()
-            await asyncio.wait([before])
+            before[0].cancel()
+            await asyncio.wait([before[0]])
         task = asyncio.create_task(Attempt(self._tools, lease, self._pause).run())
-        self._running[lease.job.id] = task
+        self._running[lease.job.id] = task, lease.job.priority
         self._tools.meters.under_way.set(len(self._running))
         task.add_done_callback(lambda done: self._ended(lease.job.id, done))
 
     def _ended(self, job: str, task: asyncio.Task[None]) -> None:
-        self._places.release()
-        if self._running.get(job) is task:
+        if job in self._running and self._running[job][0] is task:
             del self._running[job]
+        self._ended_one.set()
         self._tools.meters.under_way.set(len(self._running))
         if not task.cancelled() and task.exception() is not None:
             log.error("attempt", exc_info=task.exception())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from actors.api.access import Access
 from actors.api.keys import ENVIRONMENT
+from actors.api.memory import Sizes, derived
 from actors.api.settings import LOCAL_NAMES, ServiceSettings
 from actors.commands.cluster_arguments import add_cluster_arguments, add_pipeline_arguments
 from actors.settings import About
@@ -36,7 +37,7 @@ def serve_parser(description: str | None = None) -> Parser:
         action="append",
         default=[],
         metavar="HEIGHT*WIDTH*FRAMES",
-        help="that the slices have memory for (scripts/plan.py says); larger requests are refused",
+        help="that the slices have memory for; larger ones are refused. Default: derived where the slices are known",
     )
     group.add_argument("--queue_limit", type=int, default=1000, help="jobs that may wait; default %(default)s")
     group.add_argument("--concurrency", type=int, help="jobs in the pipeline at a time; default: two for each slice")
@@ -68,7 +69,7 @@ def service_settings(args: argparse.Namespace, about: About) -> ServiceSettings:
         keys_file=None if args.keys is None else str(args.keys.expanduser().absolute()),
         keys_text=keys_text,
         names=(*LOCAL_NAMES, *args.name_of_host),
-        largest=tuple(_size(text) for text in args.largest),
+        room=Sizes(tuple(map(_size, args.largest))) if args.largest else derived(about),
         queue_limit=args.queue_limit,
         concurrency=args.concurrency or max(2, 2 * slices),
         chips={stage: pool.slice.chips for pool in layout.pools for stage in pool.stages},

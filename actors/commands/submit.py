@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import shlex
+import signal
 import sys
 import time
 import uuid
@@ -68,8 +69,9 @@ def _command(args: Any, *, here: bool) -> list[str]:
     command = ["exec", sys.executable if here else "python", "-m", "actors.cli", "drive"]
     paths = {"manifest": args.manifest, "output": args.output, "snapshots": args.snapshots}
     given = {name: _absolute(value) for name, value in paths.items() if value is not None}
-    given |= {name: getattr(args, name) for name in ("name", "dtype", "in_flight", "snapshot_every", "executables")}
-    if args.model_id is not None:
+    given |= {name: getattr(args, name) for name in ("name", "in_flight")}
+    if args.model_id is not None:  # else the pipeline runs already, as it was brought up
+        given |= {name: getattr(args, name) for name in ("dtype", "snapshot_every", "executables")}
         given["model_id"] = str(Path(args.model_id).absolute()) if Path(args.model_id).is_dir() else args.model_id
     layout = layout_from(args)  # looked at before the job is
     if layout is not None and args.layout in shipped():
@@ -116,6 +118,7 @@ def _follow(client: Any, job: str) -> int:
                 break
             time.sleep(POLL_S)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt Ray's own end
         print(
             f"\ndetached; the job goes on. Again: wan-tpu submit --attach {job}; end it: --stop {job}", file=sys.stderr
         )

@@ -46,6 +46,12 @@ class Database:
             yield connection
 
     @contextlib.contextmanager
+    def read_once(self) -> Iterator[Connection]:
+        """Give a connection for one query: on SQLite without a transaction, which would be two more statements."""
+        with self._failures(), self._engine.connect() as connection, connection.execution_options(once=True).begin():
+            yield connection
+
+    @contextlib.contextmanager
     def write(self) -> Iterator[Connection]:
         """Give a connection whose changes appear all at once, or not at all when the block raises.
 
@@ -147,8 +153,9 @@ def _sqlite(url: URL) -> Engine:
     @event.listens_for(engine, "begin")
     def begun(connection: Connection) -> None:
         # A write lock from the start: a reader that turns writer would fail when another has written in between.
-        writes = connection.get_execution_options().get("writes")
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+        options = connection.get_execution_options()
+        if not options.get("once"):
+            connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("writes") else "BEGIN")
 
     return engine
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, func, select, update
+from sqlalchemy import Connection, Row, bindparam, case, func, literal_column, select, update
 
 from actors.jobs.tables import deliveries, files, jobs
 from actors.jobs.values import Cost, Job, Progress
@@ -32,20 +32,33 @@ def job_of(row: Row[Any]) -> Job:
     return Job(**{name: found[name] for name in _FIELDS} | {"progress": progress})
 
 
-def _ahead() -> Any:
-    """Return what counts the waiting jobs that are claimed before one, given its priority, turn and sequence."""
-    priority: Any = bindparam("own_priority")
-    turn: Any = bindparam("own_turn")
-    sequence: Any = bindparam("own_sequence")
-    earlier = (jobs.c.turn < turn) | ((jobs.c.turn == turn) & (jobs.c.sequence < sequence))
-    before = (jobs.c.priority > priority) | ((jobs.c.priority == priority) & earlier)
-    return select(func.count()).where(jobs.c.status == "queued", before)
+# Written out: with a parameter SQLite looks each row of the index of waiting jobs up in the table.
+_WAITS: Any = literal_column("'queued'")
+
+
+def _position() -> Any:
+    """Return what counts the waiting jobs that are claimed before one; null when it doesn't wait.
+
+    Three ranges of the index of waiting jobs, so that those behind aren't looked at.
+    """
+    other = jobs.alias("other")
+    same = other.c.priority == jobs.c.priority
+    ranges = (
+        [other.c.priority > jobs.c.priority],
+        [same, other.c.turn < jobs.c.turn],
+        [same, other.c.turn == jobs.c.turn, other.c.sequence < jobs.c.sequence],
+    )
+    waiting = other.c.status == _WAITS
+    counts = [select(func.count()).select_from(other).where(waiting, *range_).correlate(jobs) for range_ in ranges]
+    first, second, third = (count.scalar_subquery() for count in counts)
+    return case((jobs.c.status == _WAITS, first + second + third)).label("position")
 
 
 # Built once: they are asked with every poll, and putting them together takes longer than answering them.
 BY_ID = select(jobs).where(jobs.c.id == bindparam("wanted"))
-STATUS = select(jobs.c.status).where(jobs.c.id == bindparam("wanted"))
-AHEAD = _ahead()
+POSITION = select(_position()).where(jobs.c.id == bindparam("wanted"))
+WAITING = select(func.count()).where(jobs.c.status == _WAITS)
+LOOK = select(jobs, _position()).where(jobs.c.id == bindparam("wanted"))
 
 
 def next_turn(connection: Connection, owner: str, priority: int) -> int:
@@ -53,7 +66,7 @@ def next_turn(connection: Connection, owner: str, priority: int) -> int:
 
     Jobs of equal priority are claimed by turn, so that owners alternate however many each has sent.
     """
-    waiting = (jobs.c.status == "queued") & (jobs.c.priority == priority)
+    waiting = (jobs.c.status == _WAITS) & (jobs.c.priority == priority)
     last_own = connection.scalar(select(func.max(jobs.c.turn)).where(waiting, jobs.c.owner == owner))
     if last_own is not None:
         return int(last_own) + 1

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, Select, delete, func, insert, select, update
 
 from actors.jobs.database import Database
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, QueueFull
 from actors.jobs.migrate import migrate
-from actors.jobs.rows import AHEAD, BY_ID, STATUS, Keeping, doom, end, job_of, next_turn
+from actors.jobs.rows import BY_ID, LOOK, POSITION, WAITING, Keeping, doom, end, job_of, next_turn
 from actors.jobs.tables import deliveries, files, jobs
 from actors.jobs.values import CANCELLED, Counts, Job, Page, Submission, digest, is_id, new_id
 
@@ -50,15 +50,21 @@ class JobStore:
                         "with another body; use a new key for a new request"
                     )
                 return earlier, False
-            waiting = connection.scalar(select(func.count()).where(jobs.c.status == "queued")) or 0
+            waiting = connection.scalar(WAITING) or 0
             if queue_limit is not None and waiting >= queue_limit:
                 raise QueueFull(f"{waiting} jobs wait, which is all that are taken; try again later")
             return self._insert(connection, submission, body_digest), True
 
     def get(self, job: str, owner: str | None = None) -> Job:
         """Return a job; raises `JobNotFound`."""
-        with self._database.read() as connection:
+        with self._database.read_once() as connection:
             return self._find(connection, job, owner)
+
+    def look(self, job: str, owner: str | None = None) -> tuple[Job, int | None]:
+        """Return a job and its `position`, both of one moment; raises `JobNotFound`."""
+        with self._database.read_once() as connection:
+            row = self._row(connection, LOOK, job, owner)
+        return job_of(row), row.position
 
     def list(
         self,
@@ -89,11 +95,9 @@ class JobStore:
 
     def position(self, job: Job) -> int | None:
         """Return how many jobs are claimed before this one if none is added; None when it doesn't wait."""
-        with self._database.read() as connection:
-            if connection.scalar(STATUS, {"wanted": job.id}) != "queued":
-                return None
-            own = {"own_priority": job.priority, "own_turn": job.turn, "own_sequence": job.sequence}
-            return connection.scalar(AHEAD, own)
+        with self._database.read_once() as connection:
+            found: int | None = connection.scalar(POSITION, {"wanted": job.id})
+            return found
 
     def positions(self, ids: Sequence[str]) -> dict[str, int]:
         """Return the same for many at once, in one walk over the queue; those that don't wait are left out."""
@@ -168,12 +172,15 @@ class JobStore:
         )
 
     def _find(self, connection: Connection, job: str, owner: str | None, *, lock: bool = False) -> Job:
+        return job_of(self._row(connection, BY_ID.with_for_update() if lock else BY_ID, job, owner))
+
+    def _row(self, connection: Connection, query: Select[Any], job: str, owner: str | None) -> Row[Any]:
         row = None
         if is_id(job):  # anything else isn't asked for: PostgreSQL refuses some texts
-            row = connection.execute(BY_ID.with_for_update() if lock else BY_ID, {"wanted": job}).one_or_none()
+            row = connection.execute(query, {"wanted": job}).one_or_none()
         if row is None or owner not in (None, row.owner):
             raise JobNotFound(f"there is no job {job[:80]!r}; it may have been deleted, or have expired")
-        return job_of(row)
+        return row
 
     def _same_key(self, connection: Connection, submission: Submission) -> Job | None:
         if submission.idempotency_key is None:

@@ -51,17 +51,22 @@ class WorkQueue:
         self._settings = settings
         self._keeping = keeping
 
-    def claim(self, worker: str) -> Lease | None:
+    def claim(self, worker: str, *, above: int | None = None) -> Lease | None:
         """Take the next job: of the highest priority, by turns of owners, then by age; None when none waits.
+
+        above: only one of a higher priority than this
 
         Jobs whose lease has run out are taken back first.
         """
         with self._database.write() as connection:
             now = self._database.now(connection)
             self._take_back(connection, now)
+            wanted = [jobs.c.status == "queued", jobs.c.deadline.is_(None) | (jobs.c.deadline > now)]
+            if above is not None:
+                wanted.append(jobs.c.priority > above)
             chosen = connection.execute(
                 select(jobs.c.id)
-                .where(jobs.c.status == "queued", jobs.c.deadline.is_(None) | (jobs.c.deadline > now))
+                .where(*wanted)
                 .order_by(jobs.c.priority.desc(), jobs.c.turn, jobs.c.sequence)
                 .limit(1)
                 .with_for_update(skip_locked=True)  # on PostgreSQL workers don't wait for one another

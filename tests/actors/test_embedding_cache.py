@@ -17,7 +17,6 @@ LEASE_S = 1.5
 @pytest.fixture(scope="module")
 def local_ray(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # a local Ray would else write a token into the home folder
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.delenv("RAY_ADDRESS", raising=False)
         ray.init(

@@ -18,7 +18,6 @@ MEGABYTES = 64
 def store(tmp_path_factory):
     """A Ray of one process, with an object store of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(
             address="local",

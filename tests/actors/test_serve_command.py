@@ -6,6 +6,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from actors.api.deploying import argv
 from actors.api.keys import add_key
+from actors.api.memory import Sizes
 from actors.cli import main
 from actors.commands.serve import understood
 from actors.commands.serve_arguments import check_access
@@ -68,7 +69,7 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, monkeypatch)
     assert [app["route_prefix"] for app in content["applications"]] == [None] * 5 + ["/"]
     for app in content["applications"]:
         settings, about = understood(argv(app["args"]["arguments"]), "10.0.0.1:6379")
-        assert settings.largest == ((720, 1280, 81), (480, 832, 121)) and settings.queue_limit == 50
+        assert settings.room == Sizes(((720, 1280, 81), (480, 832, 121))) and settings.queue_limit == 50
         assert settings.database == "postgresql://user@db/jobs" and settings.model == "model"
         assert settings.chips == {"encoder": 4, "denoise_high": 4, "denoise_low": 8, "decoder": 4}
         assert about.settings.checkpoint == "some/model" and len(about.settings.warm_up) == 1

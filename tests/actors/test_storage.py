@@ -62,6 +62,15 @@ def test_probe_leaves_nothing(storage):
         assert storage.list() == {}
 
 
+def test_a_hidden_folder_is_a_place_of_its_own(storage):
+    """As a batch's snapshots are, below its output."""
+    below = open_storage(storage.location() + "/.snapshots")
+    below.write("cat.safetensors", b"state")
+    assert below.list() == {"cat.safetensors": 5}
+    assert below.read("cat.safetensors") == b"state"
+    assert storage.list() == {}
+
+
 def test_storage_travels(storage):
     storage.write("cat.mp4", b"video")
     there = pickle.loads(pickle.dumps(storage))

@@ -87,6 +87,8 @@ def test_all_the_layouts_that_were_promised_are_shipped():
         (changed("ends", slice="v6e-6"), "pool ends: slice: there is no v6e-6; nearest: v6e-8"),
         (changed("ends", slice=None), "pool ends: slice is None; write a kind, such as slice: v6e-8"),
         (changed("ends", replicas=0), "pool ends: replicas is 0; write a whole number from 1"),
+        (changed("ends", replicas=1001), "pool ends: replicas is 1001; write a whole number from 1 to 1000"),
+        (changed("experts", batch=65), "pool experts: batch is 65; write a whole number from 1 to 64"),
         (changed("ends", replicas=True), "pool ends: replicas is True; write a whole number"),
         (changed("ends", replicas={"min": 3, "max": 2}), "pool ends: replicas: min is 3, max 2; exchange them"),
         (changed("experts", mesh={"dp": 3}), "mesh dp 3 doesn't divide the slice: v6e-8 has 8 devices; leave mesh out"),

@@ -75,10 +75,17 @@ class Engine:
         self.go.set()
         self.failure = None
         self.asked = []
+        self.priorities = []
         self.under_way = 0
+        self.compilations = []
 
-    async def generate(self, request, *, id, on_event):  # noqa: A002
+    async def compiled(self):
+        found, self.compilations = self.compilations, []
+        return found
+
+    async def generate(self, request, *, id, on_event, priority):  # noqa: A002
         self.asked.append(request)
+        self.priorities.append(priority)
         self.under_way += 1
         try:
             on_event(span(id, "encoder"))

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.api.keys import add_key
 from actors.api.logs import JsonFormatter
+from actors.board import Compiled
 from actors.jobs.database import Database
 from actors.jobs.store import JobStore
 from tests.actors.api.serving import create, done, served, wait_for, working
@@ -74,6 +75,24 @@ def test_a_deadline(http, worker, engine):
     job = create(http, deadline=time.time() + 1.5).json()["id"]
     assert done(http, job)["error"]["code"] == "deadline_exceeded"
     wait_for(lambda: engine.under_way == 0)
+
+
+def test_an_urgent_job_is_taken_when_all_places_are_taken(http, settings, engine):
+    few = dataclasses.replace(settings, concurrency=2)
+    engine.go.clear()
+    with working(few, engine):
+        normal = [create(http, prompt=f"n{i}", priority=1).json()["id"] for i in range(4)]
+        wait_for(lambda: engine.under_way == 2)
+        urgent = [create(http, prompt=f"u{i}", priority=5).json()["id"] for i in range(3)]
+        wait_for(lambda: engine.under_way == 4)
+        time.sleep(1.2)  # two more looks at the queue
+        # Two beyond its places, and no more; another of the normal ones is not among them.
+        assert [request.prompt for request in engine.asked] == ["n0", "n1", "u0", "u1"]
+        assert engine.priorities == [1, 1, 5, 5]
+        engine.go.set()
+        for job in normal + urgent:
+            assert done(http, job)["status"] == "completed"
+    assert [request.prompt for request in engine.asked][4:] == ["u2", "n2", "n3"]
 
 
 def test_a_lost_worker_s_job_is_done_by_another(http, settings, engine):
@@ -174,19 +193,28 @@ def test_logs_are_json_without_prompts_or_keys(settings, tmp_path, engine):
     assert "secret wish" not in str(lines) and key not in str(lines) and key.split("_")[2] not in str(lines)
 
 
-def test_the_dashboard_asks_for_figures_that_there_are(http, worker):
+def test_what_replicas_compile_is_counted(http, worker, engine):
+    engine.compilations = [Compiled("high", "denoise step", 90.0, 1.0), Compiled("ends", "decoder", 30.0, 1.0)]
+    text = wait_for(lambda: "wan_compile_seconds_count{" in (t := http.get("/metrics").text) and t, 30)
+    [family] = [f for f in text_string_to_metric_families(text) if f.name == "wan_compile_seconds"]
+    sums = {(s.labels["pool"], s.labels["program"]): s.value for s in family.samples if s.name.endswith("_sum")}
+    assert sums == {("high", "denoise step"): 90.0, ("ends", "decoder"): 30.0}
+
+
+def test_the_dashboard_asks_for_figures_that_there_are(http, worker, engine):
     """Grafana's queries, against the real /metrics: every name and label in them is served."""
+    engine.compilations = [Compiled("high", "denoise step", 90.0, 1.0)]
     done(http, create(http).json()["id"])
-    text = wait_for(lambda: "wan_jobs_ended_total{" in (t := http.get("/metrics").text) and t)
+    there = ("wan_jobs_ended_total{", "wan_compile_seconds_count{")
+    text = wait_for(lambda: all(name in (t := http.get("/metrics").text) for name in there) and t, 30)
     families = list(text_string_to_metric_families(text))
     labels = {sample.name: set() for family in families for sample in family.samples}
     for family in families:
         for sample in family.samples:
             labels[sample.name] |= set(sample.labels)
-    # Of these there are samples only once something has failed, compiled or been told.
+    # Of these there are samples only once something has failed or been told.
     labels |= {
         "wan_failures_total": {"code"},
-        "wan_compile_seconds_count": {"stage"},
         "wan_webhooks_total": {"outcome"},
         "wan_handoff_seconds_bucket": {"le", "stage"},
     }

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from actors.api.keys import add_key, revoke_key
+from actors.api.memory import Sizes
 from actors.jobs.database import Database
 from actors.jobs.store import JobStore
 from actors.jobs.values import Submission
@@ -42,11 +43,11 @@ def test_a_full_queue_says_when_to_come_back(settings):
 
 
 def test_what_doesn_t_fit_the_slices_is_refused_with_the_nearest_that_does(settings):
-    small = dataclasses.replace(settings, largest=((480, 832, 81),))
+    small = dataclasses.replace(settings, room=Sizes(((480, 832, 81),)))
     with served(small) as address, httpx.Client(base_url=address) as http:
         for size, frames, nearest in (
             ("832x480", 81, None),
-            ("1280x720", 81, "832x464 with 81 frames"),
+            ("1280x720", 81, "848x464 with 81 frames"),
             ("832x480", 121, "832x480 with 81 frames"),
             ("480x832", 161, "480x832 with 81 frames"),
         ):

@@ -124,9 +124,14 @@ def test_positions_follow_priority_and_turns(store, database):
     first, second = store.submit(ask("ann"))[0], store.submit(ask("ann"))[0]
     bobs = store.submit(ask("bob"))[0]
     urgent = store.submit(ask("bob", priority=1))[0]
-    assert [store.position(job) for job in (urgent, first, bobs, second)] == [0, 1, 2, 3]
+    order = (urgent, first, bobs, second)
+    assert [store.position(job) for job in order] == [0, 1, 2, 3]
+    assert [store.look(job.id, job.owner) for job in order] == [(job, at) for at, job in enumerate(order)]
     WorkQueue(database).claim("w")
-    assert [store.position(job) for job in (urgent, first, bobs, second)] == [None, 0, 1, 2]
+    assert [store.position(job) for job in order] == [None, 0, 1, 2]
+    assert [store.look(job.id)[1] for job in order] == [None, 0, 1, 2]
+    with pytest.raises(JobNotFound):
+        store.look(first.id, "bob")
 
 
 def test_a_waiting_job_is_cancelled_at_once(store, database):

@@ -89,6 +89,15 @@ def test_owners_take_turns_within_a_priority(store, work):
     assert claimed(work) == ["urgent", "a0", "b0", "a1", "b1", "a2", "a3", "any time"]
 
 
+def test_only_what_is_more_urgent_is_claimed_when_that_is_asked_for(store, work):
+    ask(store, name="as urgent", priority=2)
+    assert work.claim("w", above=2) is None
+    ask(store, name="urgent", priority=4)
+    assert work.claim("w", above=2).job.request["prompt"] == "urgent"
+    assert work.claim("w", above=2) is None
+    assert claimed(work) == ["as urgent"]
+
+
 def test_who_comes_later_doesn_t_wait_for_all_who_came_before(store, work):
     for number in range(6):
         ask(store, "ann", f"a{number}")

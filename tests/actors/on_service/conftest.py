@@ -1,4 +1,4 @@
-"""The whole service on an emulated cluster: Serve's HTTP proxy, ingress, worker, and a pipeline with a small model."""
+"""The whole service on an emulated cluster: HAProxy, ingress, worker, and a pipeline with a small model."""
 
 import json
 import os
@@ -9,17 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
-import ray
 from openai import OpenAI
 
 from actors.api.deploying import deploy_service, take_down
+from actors.api.memory import Sizes
 from actors.api.settings import ServiceSettings
 from actors.jobs.database import Database
 from actors.jobs.store import JobStore
 from actors.jobs.work import LeaseSettings
 from actors.settings import About, PipelineSettings
 from cluster import ray_nodes
-from cluster.connect import connect
+from cluster.connect import connect, leave
 from cluster.emulated import EmulatedCluster
 from cluster.layout import Layout
 from tests.actors.on_slices.running import title
@@ -87,25 +87,22 @@ def online(checkpoint, tmp_path_factory):
         model="small-wan",
         webhook_secret_file=str(folder / "secret"),
         chips=dict.fromkeys(STAGES, 1),
-        largest=((64, 64, 17),),
+        room=Sizes(((64, 64, 17),)),
         leases=LeaseSettings(lease_s=5.0),
     )
     port = free_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        with EmulatedCluster.start(LAYOUT.emulated_slices(), folder=folder / "cluster") as cluster:
-            connect(cluster.address)
-            try:
-                deploy_service(settings, about, host="127.0.0.1", port=port, tell=Told())
-                yield Online(cluster, settings, about, f"http://127.0.0.1:{port}")
-                take_down(about.settings.name)
-            finally:
-                for log in sorted(Path(cluster.temp).glob("*/session_latest/logs/*.err")):
-                    text = log.read_text(errors="replace")
-                    if "actors" in text:
-                        print(log.name, text[-6000:])
-                ray.shutdown()
+    with EmulatedCluster.start(LAYOUT.emulated_slices(), folder=folder / "cluster") as cluster:
+        connect(cluster.address)
+        try:
+            deploy_service(settings, about, host="127.0.0.1", port=port, tell=Told())
+            yield Online(cluster, settings, about, f"http://127.0.0.1:{port}")
+            take_down(about.settings.name)
+        finally:
+            for log in sorted(Path(cluster.temp).glob("*/session_latest/logs/*.err")):
+                text = log.read_text(errors="replace")
+                if "actors" in text:
+                    print(log.name, text[-6000:])
+            leave()
 
 
 class Told:

@@ -13,7 +13,6 @@ import time
 
 import httpx
 import pytest
-import ray
 from ray import serve
 
 from actors import soak
@@ -23,7 +22,7 @@ from actors.api.settings import ServiceSettings
 from actors.jobs.work import LeaseSettings
 from actors.settings import About
 from actors.simulated import simulated_video
-from cluster.connect import connect
+from cluster.connect import connect, leave
 from cluster.emulated import EmulatedCluster
 from cluster.gang import Timeouts
 from tests.actors.api.serving import wait_for
@@ -41,7 +40,7 @@ SECONDS = 300.0  # for all to be done, once the killing has ended
 TITLES = {
     "ingress": ("Ingress",),
     "worker": ("ServiceWorker",),
-    "proxy": ("ProxyActor",),
+    "proxy": ("HAProxyManager", "haproxy", "ProxyActor"),
     "controller": ("ServeController",),
     "replica": tuple(f"-{pool.name}:{pool.name}" for pool in soak.LAYOUT.pools),
     "host": ("HostActor",),
@@ -74,7 +73,7 @@ def online(tmp_path):
             yield Online(cluster, settings, about, f"http://127.0.0.1:{port}")
             take_down(about.settings.name, drain_s=5)
         finally:
-            ray.shutdown()
+            leave()
 
 
 class Client:

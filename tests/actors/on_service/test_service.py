@@ -69,7 +69,7 @@ def test_what_can_t_be_made_is_refused_at_once(online):
             create(client, 4, frames=33)
 
 
-def test_events_through_serve_s_proxy(online):
+def test_events_through_haproxy(online):
     with online.client() as client, httpx.Client(base_url=online.address, timeout=SECONDS) as http:
         made = create(client, STEPS)
         with http.stream("GET", f"/v1/videos/{made.id}/events") as answer:
@@ -97,8 +97,9 @@ def test_a_killed_worker_then_a_killed_ingress(online, undisturbed):
         assert video.attempts == 2
         assert client.videos.download_content(made.id).content == undisturbed
         # It went on from a snapshot: what both workers have seen computed is hardly more than once the whole.
-        stored = JobStore(Database(online.settings.database)).get(made.id)
-        once = JobStore(Database(online.settings.database)).recent(50)[-1]
+        store = JobStore(Database(online.settings.database))
+        stored = store.get(made.id)
+        once = [job for job in store.recent(50) if job.request["steps"] == STEPS][-1]
         assert stored.chip_seconds < 1.5 * once.chip_seconds
         assert len(stored.results) == 3
 

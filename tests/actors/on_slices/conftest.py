@@ -70,24 +70,20 @@ def settings(broken_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="package")
 def running(layout: Layout, settings: PipelineSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with pytest.MonkeyPatch.context() as patch:
-        # A slice that is built again finds its programs compiled.
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        with EmulatedCluster.start(layout.emulated_slices(), folder=tmp_path_factory.mktemp("cluster")) as cluster:
-            connect(cluster.address)
-            try:
-                chips = ray.available_resources()["TPU"]
-                deploy(layout, settings)
-                made = Running(cluster, layout, Pipeline(layout, settings))
-                yield made
-                made.close()
-                shut_down(settings.name)
-                wait_for(lambda: ray.available_resources().get("TPU") == chips, 20, "all chips are free")
-                wait_for(lambda: not made.all_hosts(), 20, "no process of a host is left")
-                wait_for(lambda: not any(map(made.leaders, ("encoder", "high", "low", "decoder"))), 20, "no leader")
-            finally:
-                leave()
+    with EmulatedCluster.start(layout.emulated_slices(), folder=tmp_path_factory.mktemp("cluster")) as cluster:
+        connect(cluster.address)
+        try:
+            chips = ray.available_resources()["TPU"]
+            deploy(layout, settings)
+            made = Running(cluster, layout, Pipeline(layout, settings))
+            yield made
+            made.close()
+            shut_down(settings.name)
+            wait_for(lambda: ray.available_resources().get("TPU") == chips, 20, "all chips are free")
+            wait_for(lambda: not made.all_hosts(), 20, "no process of a host is left")
+            wait_for(lambda: not any(map(made.leaders, ("encoder", "high", "low", "decoder"))), 20, "no leader")
+        finally:
+            leave()
 
 
 @pytest.fixture(autouse=True)

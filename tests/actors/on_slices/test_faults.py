@@ -18,7 +18,7 @@ from actors.embedding_cache import NAMESPACE
 from actors.snapshots import Snapshots
 from tests.actors.on_slices.conftest import REQUEST
 from tests.actors.on_slices.running import kill, title
-from tests.cluster.conftest import wait_for
+from tests.cluster.conftest import drain, wait_for
 from tests.conftest import PHOTO, ROOT
 
 pytestmark = pytest.mark.long
@@ -92,15 +92,6 @@ def test_lost_objects(running, undisturbed):
     assert ray.get(cache.stats.remote(), timeout=30).entries > 0  # it lives again, and is used again
 
 
-def drain(running, node_id, seconds):
-    """Tell Ray, as an operator or a notice of preemption does, that a node goes."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", running.cluster.address]
-    command += ["--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
-    subprocess.run(
-        [*command, "--deadline-remaining-seconds", str(seconds)], check=True, timeout=60, capture_output=True
-    )
-
-
 def test_a_drained_slice_hands_its_work_over(running):
     long = replace(REQUEST, steps=3 * ALL)
     whole = running.start("whole", long)
@@ -108,7 +99,7 @@ def test_a_drained_slice_hands_its_work_over(running):
     made = running.start("drained", long)
     made.wait_for("denoise_high", 1)
     [found] = running.slices("high")
-    drain(running, found.hosts[0].node_id, 6)
+    drain(running.cluster, found.hosts[0].node_id, 6)
     assert made.video() == expected
     assert made.steps("denoise_high") == whole.steps("denoise_high")  # no step ran twice
     slices = {span.slice for span in made.spans if span.stage == "denoise_high"}
