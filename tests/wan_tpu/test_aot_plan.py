@@ -8,7 +8,7 @@ import pytest
 from wan_tpu import GenerationRequest
 from wan_tpu.aot.compiling import GIB, Compiled, Job
 from wan_tpu.aot.cost import CATEGORIES, Hardware, Times
-from wan_tpu.aot.plan import KEYS, STEP, Plan, Prediction, ProgramPlan, StagePlan, share_of_peak
+from wan_tpu.aot.plan import KEYS, STEP, Plan, Planner, Prediction, ProgramPlan, StagePlan, share_of_peak
 from wan_tpu.aot.plan_text import compare, describe, draw, to_json
 from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.families.wan import WanModel
@@ -95,3 +95,15 @@ def test_a_job_survives_the_way_to_its_process_and_its_key_says_what_changes_it(
     assert len({job.digest, *(other.digest for other in others)}) == 5
     same = dataclasses.replace(job, slice=dataclasses.replace(SLICE, link_bytes_per_s=1.0))  # prices, not programs
     assert same.digest == job.digest
+
+
+def test_other_steps_and_guidance_compile_the_experts_programs_again_and_no_others(tmp_path):
+    def digest(program: str, **given: float) -> str:
+        request = GenerationRequest(height=480, width=832, frames=81, **given).resolve(WanModel(PRESETS[MODEL]).defaults)
+        planner = Planner(MODEL, request, SLICE, dtype="bfloat16", cache=tmp_path, report=print)
+        return planner.job(program, MeshShape(2, 1, 2)).digest
+
+    for program in (STEP, KEYS):
+        assert len({digest(program, steps=40), digest(program, steps=20), digest(program, guidance_scale=1.0)}) == 3
+    for program in ("text_encoder", "decoder later"):
+        assert digest(program, steps=40) == digest(program, steps=20, guidance_scale=1.0)

@@ -169,28 +169,33 @@ class Planner:
                 if self._model.heads % tp == 0:
                     yield MeshShape(dp, len(devices) // (dp * tp), tp)
 
-    def _program(self, name: str, calls: int, mesh: Mesh) -> ProgramPlan:
-        shape = (mesh.shape["dp"], mesh.shape["sp"], mesh.shape["tp"])
+    def job(self, program: str, mesh: MeshShape) -> Job:
+        """Return what is compiled for a program; steps and guidance change the expert's programs only."""
         request = self._request
-        job = Job(
+        sampled = request if program == KEYS or program.startswith(STEP) else self._model.defaults
+        return Job(
             model=self._name,
-            program=name,
+            program=program,
             slice=self._slice,
-            mesh=shape,
+            mesh=mesh,
             height=request.height,
             width=request.width,
             frames=request.frames,
-            steps=request.steps,
-            guidance_scale=request.guidance_scale,
+            steps=sampled.steps,
+            guidance_scale=sampled.guidance_scale,
             dtype=self._dtype,
-            together=self._together if name == step_of(self._together) else 1,
+            together=self._together if program == step_of(self._together) else 1,
         )
+
+    def _program(self, name: str, calls: int, mesh: Mesh) -> ProgramPlan:
+        shape = MeshShape(**mesh.shape)
+        job = self.job(name, shape)
         doing = "compiled before:" if is_known(job, self._cache) else "compiling"
-        self._report(f"{self._slice.name}, mesh {shape}: {doing} {name}")
+        self._report(f"{self._slice.name}, mesh {tuple(shape)}: {doing} {name}")
         compiled, hlo = compile_job(job, self._cache)
         if compiled.refused:
             return ProgramPlan(name, calls, compiled, None, None)
-        self._report(f"{self._slice.name}, mesh {shape}: pricing {name}")
+        self._report(f"{self._slice.name}, mesh {tuple(shape)}: pricing {name}")
         optimistic, online = (self._price(hlo, mesh, path) for path in ("optimistic", "online"))
         return ProgramPlan(name, calls, compiled, optimistic, online)
 
