@@ -99,7 +99,8 @@ def test_a_job_survives_the_way_to_its_process_and_its_key_says_what_changes_it(
 
 def test_other_steps_and_guidance_compile_the_experts_programs_again_and_no_others(tmp_path):
     def digest(program: str, **given: float) -> str:
-        request = GenerationRequest(height=480, width=832, frames=81, **given).resolve(WanModel(PRESETS[MODEL]).defaults)
+        asked = GenerationRequest(height=480, width=832, frames=81, **given)
+        request = asked.resolve(WanModel(PRESETS[MODEL]).defaults)
         planner = Planner(MODEL, request, SLICE, dtype="bfloat16", cache=tmp_path, report=print)
         return planner.job(program, MeshShape(2, 1, 2)).digest
 
