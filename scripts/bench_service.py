@@ -136,14 +136,12 @@ async def pages(http: aiohttp.ClientSession, memory_mib: Callable[[], float] | N
 @contextlib.contextmanager
 def simulated(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], float]]]:
     """Give the address of a service whose steps take `--step_s`, and what says how much memory its ingresses hold."""
-    import ray
-
     from actors import soak
     from actors.api.deploying import deploy_service, take_down
     from actors.api.settings import ServiceSettings
     from actors.settings import About
     from cluster import ray_nodes
-    from cluster.connect import connect
+    from cluster.connect import connect, leave
     from cluster.emulated import EmulatedCluster
     from wan_tpu.expert import STAGES
 
@@ -171,7 +169,7 @@ def simulated(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], floa
                 yield f"http://127.0.0.1:{port}", memory_mib
                 take_down(about.settings.name, drain_s=5)
             finally:
-                ray.shutdown()
+                leave()
 
 
 if __name__ == "__main__":
