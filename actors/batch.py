@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import signal
 import sys
 import time
 from collections import defaultdict
@@ -12,6 +11,7 @@ from typing import Protocol
 
 from tqdm import tqdm
 
+from actors.interrupts import ended_as_by_ctrl_c
 from actors.manifest import Entry, Manifest
 from actors.results import SUMMARY, Plan, Result, Summary, invalid, make_plan, publish, record_name
 from actors.storage import Storage, StorageError
@@ -143,11 +143,8 @@ async def run_batch(
 
 def drive(batch: Coroutine[None, None, BatchReport]) -> BatchReport:
     """Run a batch to its end. SIGTERM (what `ray job stop` sends) ends it as Ctrl-C does: `KeyboardInterrupt`."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
+    with ended_as_by_ctrl_c():
         return asyncio.run(batch)
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 class _Run:

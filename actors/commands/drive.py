@@ -2,8 +2,7 @@
 
 import argparse
 import contextlib
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from actors import batch
@@ -12,6 +11,7 @@ from actors.batch import BatchReport, BatchSettings, run_batch
 from actors.board import Board
 from actors.commands.batch_arguments import add_drive_arguments
 from actors.commands.cluster_arguments import add_cluster_arguments, join, wanted_from
+from actors.interrupts import ended_as_by_ctrl_c
 from actors.live import Live
 from actors.manifest import Manifest, read_manifest
 from actors.pipeline import Pipeline
@@ -75,16 +75,6 @@ def looking(pipeline: str) -> Callable[[], str]:
     """Return what tells, whenever it is called, where requests are."""
     board = Board.connect(pipeline)
     return lambda: under_way(board.seen())
-
-
-@contextlib.contextmanager
-def ended_as_by_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM, which `ray job stop` sends, end what is done here in good order."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 class _Nothing:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from actors.commands.cluster_arguments import add_cluster_arguments, add_pipeline_arguments, join, wanted_from
 from actors.errors import PipelineNotFound
+from actors.interrupts import ended_as_by_ctrl_c
 from actors.live import Live
 from actors.pools import about, deploy, running, shut_down
 from wan_tpu.commands.parser import Parser
@@ -26,7 +27,8 @@ def pipeline(argv: Sequence[str]) -> None:
     for action in (start, stop):
         add_cluster_arguments(action, GCS)
     args = parser.parse_args(argv)
-    {"up": _up, "down": _down}[args.action](args)
+    with ended_as_by_ctrl_c():
+        {"up": _up, "down": _down}[args.action](args)
 
 
 def _up(args: argparse.Namespace) -> None:

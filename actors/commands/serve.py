@@ -8,8 +8,8 @@ from pathlib import Path
 from actors.api.deploying import config, deploy_service, take_down
 from actors.api.settings import ServiceSettings
 from actors.commands.cluster_arguments import gcs_address, join, wanted_from
-from actors.commands.drive import ended_as_by_ctrl_c
 from actors.commands.serve_arguments import NONE, serve_parser, service_settings
+from actors.interrupts import ended_as_by_ctrl_c
 from actors.live import Live
 from actors.settings import About
 from wan_tpu.commands.parser import Parser

@@ -130,8 +130,10 @@ def _follow(client: Any, job: str) -> int:
     if state == "STOPPED":
         print(f"job {job} was stopped", file=sys.stderr)
         return 130
-    if code is None or code < 0:
+    if code is None:
         raise JobFailed(f"job {job} failed: {(details.message or 'no reason given').strip().splitlines()[-1]}")
+    if code < 0:
+        raise JobFailed(f"job {job}: its driver was killed ({signal.Signals(-code).name}); submitted again, it goes on")
     return code
 
 

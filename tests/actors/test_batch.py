@@ -174,19 +174,29 @@ def test_an_output_that_cannot_be_written_is_said_before_any_work(batch, tmp_pat
 # ---- in a process of its own
 
 
-def start(tmp_path, output, *, seconds, lines, more=()):
+def start(tmp_path, output, *, seconds, lines, more=(), through=()):
     path = tmp_path / "requests.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines))
     command = [sys.executable, "-m", "tests.actors.batch_worker", str(path), str(output), str(seconds), *more]
+    command = [*through, *command]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("kind", ["folder", "gs"])
 def test_stopped_drivers_are_resumed(tmp_path, request, kind, number):
+    stop_and_resume(tmp_path, request, kind, number)
+
+
+@pytest.mark.parametrize("how", ["--block-signal=INT", "--ignore-signal=INT"])
+def test_a_job_of_rays_and_one_in_a_shells_background_end_at_sigterm(tmp_path, request, how):
+    stop_and_resume(tmp_path, request, "folder", signal.SIGTERM, through=["env", how])
+
+
+def stop_and_resume(tmp_path, request, kind, number, through=()):
     storage = open_storage(tmp_path / "out") if kind == "folder" else request.getfixturevalue("gcs")
     lines = [{"id": f"r{i}", "prompt": "300000"} for i in range(8)]
-    first = start(tmp_path, storage.location(), seconds=0.4, lines=lines)
+    first = start(tmp_path, storage.location(), seconds=0.4, lines=lines, through=through)
     try:
         deadline = time.monotonic() + 30
         while len(made(storage)) < 2:

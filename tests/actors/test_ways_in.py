@@ -160,7 +160,9 @@ def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
     assert cluster.status()["pipeline"]["requests"]
     code, said, _ = cluster.run("submit", "--stop", job)
     assert (code, said) == (0, f"job {job}: stopped\n")
-    assert cluster.run("submit", "--attach", job)[0] == 130
+    code, log, err = cluster.run("submit", "--attach", job)
+    assert (code, err) == (130, f"job {job} was stopped\n")
+    assert "interrupted: nothing half-written was left behind" in log  # it wasn't killed
     assert cluster.run("submit", "--attach", "nobody")[0] == 2
 
     # The next batch finds the pipeline free and leaves it there.
