@@ -45,6 +45,15 @@ _REFUSED: tuple[Network, ...] = tuple(
 )
 
 
+def is_address(text: str) -> bool:
+    """Whether a host is given by its address instead of a name."""
+    try:
+        ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
 def refusal(text: str, allowed: Sequence[Network] = ()) -> str | None:
     """Return why an address may not be connected to, or None when it may.
 

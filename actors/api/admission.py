@@ -49,8 +49,10 @@ class FixedPlanner:
     async def plan(self, request: GenerationRequest) -> ResolvedRequest:
         """Fill in what was left open."""
         if request.task not in self._tasks:
-            remedy = "give input_reference" if request.image is None else "leave input_reference out"
-            raise Unsuitable(f"this model does {' and '.join(self._tasks)} only; {remedy}", "input_reference")
+            does = f"this model does {' and '.join(self._tasks)} only"
+            if request.image is None:
+                raise InvalidRequest(f"image is missing, and {does}; give one")
+            raise InvalidRequest(f"image was given, but {does}; leave it out")
         return request.resolve(self._defaults)
 
 

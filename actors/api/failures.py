@@ -9,13 +9,16 @@ from starlette.exceptions import HTTPException
 from actors.api.access import TooMany, UnknownKey
 from actors.api.admission import NotReady
 from actors.api.logs import told
-from actors.api.objects import error_body
+from actors.api.objects import CreateVideo, error_body
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, QueueFull, StoreUnavailable
 from actors.storage import StorageError
-from wan_tpu.errors import InvalidInput
+from wan_tpu.errors import InvalidInput, InvalidRequest
 
 log = logging.getLogger(__name__)
 
+# Fields of a request by the API's name; of a size, a message is about one side.
+_RENAMED = {"frames": "num_frames", "steps": "num_inference_steps", "image": "input_reference"}
+_FIELDS = {name: name for name in CreateVideo.model_fields} | _RENAMED | {"height": "size", "width": "size"}
 _AGAIN_S = 5  # after which a service that can't answer now may be asked again
 
 
@@ -62,6 +65,10 @@ def answer(error: Exception) -> Response:
                 message = "the service can't reach its database or storage now; try again"
         case JobError():
             status, code = 409, "conflict"
+        case InvalidRequest():
+            status, code = 400, "invalid_value"
+            if param is None:
+                message, param = _of_this_api(message)
         case InvalidInput():
             status, code = 400, "invalid_value"
         case RequestValidationError():
@@ -76,6 +83,13 @@ def answer(error: Exception) -> Response:
             log.error("failed", exc_info=error)
     body = error_body(status, message, code=code, param=param)
     return Response(body.model_dump_json(), status, headers, "application/json")
+
+
+def _of_this_api(message: str) -> tuple[str, str | None]:
+    """Return a message of `wan_tpu.request` with the API's name of the field that it begins with, and that name."""
+    field, _, rest = message.partition(" ")
+    param = _FIELDS.get(field)
+    return (message, None) if param is None else (f"{param if field in _RENAMED else field} {rest}", param)
 
 
 def install(app: FastAPI) -> None:

@@ -14,7 +14,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 import h11
 
-from actors.api.addresses import Network, refusal
+from actors.api.addresses import Network, is_address, refusal
 from wan_tpu.errors import InvalidRequest
 
 # Returns the addresses of a host's name.
@@ -87,12 +87,16 @@ def check_url(url: str, settings: FetchSettings) -> SplitResult:
             host.encode("idna" if not host.isascii() else "ascii")
     except ValueError as error:  # UnicodeError is one
         raise FetchError(f"the {what}'s URL can't be read ({error}); give one such as https://host/path") from None
-    if parts.scheme != "https" or not host:
+    if parts.scheme != "https":
         raise FetchError(f"the {what}'s URL begins with {parts.scheme[:20]!r}; only https:// URLs are used")
+    if not host:
+        raise FetchError(f"the {what}'s URL names no host; give one such as https://host/path")
     if parts.username is not None or parts.password is not None:
         raise FetchError(f"the {what}'s URL has a user or password in it; give one without")
     if port not in settings.ports:
         raise FetchError(f"the {what}'s URL has port {port}; allowed: {', '.join(map(str, sorted(settings.ports)))}")
+    if is_address(host) and (problem := refusal(host, settings.allowed)):
+        raise FetchError(f"{host} {problem}; only the public internet is reached")
     return parts
 
 

@@ -69,7 +69,11 @@ class Guard:
                 code="wrong_host",
             )
         origin = headers.get("origin")
-        if origin not in (None, *self._origins) and urlsplit(origin).netloc != headers.get("host"):
+        # Who only follows a link here has the mode "navigate"; pictures and scripts of a page there have none of ours.
+        elsewhere = headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate"
+        if (origin is None and elsewhere) or (
+            origin not in (None, *self._origins) and urlsplit(origin).netloc != headers.get("host")
+        ):
             raise Problem(403, "pages of other sites may not use this service", code="wrong_origin")
 
     def _limited(self, receive: Receive, headers: Headers) -> Receive:

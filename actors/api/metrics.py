@@ -13,6 +13,7 @@ from actors.jobs.notices import Notice
 from actors.jobs.values import Counts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PROCESSES = ("ingress", "worker")  # kinds of notices that hold figures
 FRESH_S = 60.0  # a process that has told nothing for so long isn't there any more
 _STAGE_S = (0.05, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 _STEP_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 6, 8, 12, 20, 40)
@@ -76,6 +77,8 @@ class Whole(Collector):
         families: dict[str, Metric] = {}
         kinds: dict[str, int] = {}
         for notice in self.notices:
+            if notice.kind not in PROCESSES:  # what is known of the model, say
+                continue
             kinds[notice.kind] = kinds.get(notice.kind, 0) + 1
             for family in text_string_to_metric_families(notice.content):
                 if family.name.endswith("_created"):

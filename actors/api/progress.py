@@ -40,7 +40,8 @@ class Pace:
             denoising = sum(used.get(stage, 0.0) for stage in _EXPERTS)
             found = Seconds(used.get("encoder", 0.0), denoising / steps, used.get("decoder", 0.0))
             if denoising and job.started_at and job.ended_at:
-                found.wait = max(1.0, (job.ended_at - job.started_at) / sum(used.values()))
+                if job.attempts == 1:  # of others, the time in which nothing ran would count too
+                    found.wait = max(1.0, (job.ended_at - job.started_at) / sum(used.values()))
                 self._known[volume(job.request)] = found
 
     def of(self, request: Mapping[str, Any]) -> Seconds:
@@ -62,7 +63,7 @@ class Tracker:
         self._steps = int(job.request["steps"])
         before = job.progress or Progress(stage="encoder")
         self._stage, self._step, self._percent = "encoder", 0, before.percent
-        self._decoded = False
+        self._decoded, self._first = False, job.attempts <= 1
         self.cost = job.cost
         self._mine: dict[str, float] = {}  # seconds of this attempt, by stage
 
@@ -101,7 +102,7 @@ class Tracker:
         pace, mine = self._pace, self._mine
         pace.encode += _NEW * (mine.get("encoder", 0.0) - pace.encode)
         pace.decode += _NEW * (mine.get("decoder", 0.0) - pace.decode)
-        if mine:
+        if mine and self._first:
             pace.wait += _NEW * (max(1.0, seconds / max(sum(mine.values()), 1e-9)) - pace.wait)
 
     @property

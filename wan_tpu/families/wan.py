@@ -75,8 +75,10 @@ class WanModel:
     def check(self, request: ResolvedRequest) -> None:
         """Raise `InvalidRequest` when this model can't make what a (resolved) request asks for."""
         if request.task not in self.tasks:
-            remedy = "give --image" if request.image is None else "leave the image out, or use an I2V checkpoint"
-            raise InvalidRequest(f"this checkpoint ({self.preset}) does {' and '.join(self.tasks)} only; {remedy}")
+            does = f"this checkpoint ({self.preset}) does {' and '.join(self.tasks)} only"
+            if request.image is None:
+                raise InvalidRequest(f"image is missing, and {does}; give one")
+            raise InvalidRequest(f"image was given, but {does}; leave it out, or use an I2V checkpoint")
         self.check_size(request)
 
     def check_size(self, request: ResolvedRequest) -> None:

@@ -88,8 +88,8 @@ def test_delete(client, worker, settings):
 def test_errors_have_openai_s_form(client, service):
     for given, param in (
         ({"prompt": ""}, "prompt"),
-        ({"prompt": "x", "size": "100x64"}, None),
-        ({"prompt": "x", "seconds": "never"}, None),
+        ({"prompt": "x", "size": "100x64"}, "size"),
+        ({"prompt": "x", "seconds": "never"}, "seconds"),
         ({"prompt": "x", "model": "sora-2"}, "model"),
         ({"prompt": "x", "extra_body": {"surprise": "1"}}, "surprise"),
     ):

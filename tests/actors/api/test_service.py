@@ -7,14 +7,18 @@ import httpx
 import pytest
 from PIL import Image
 
+from actors.api.admission import FixedPlanner
 from actors.api.keys import add_key, revoke_key
 from actors.api.memory import Sizes
 from actors.jobs.database import Database
-from actors.jobs.store import JobStore
+from actors.jobs.notices import Notices
+from actors.jobs.store import JobStore, open_database
 from actors.jobs.values import Submission
 from tests.actors.api import serving
 from tests.actors.api.serving import create, done, served
 from tests.conftest import PHOTO
+from wan_tpu.families.wan import WanModel
+from wan_tpu.families.wan_presets import PRESETS
 
 
 def test_the_same_key_and_body_is_the_same_job(http):
@@ -118,7 +122,44 @@ def test_without_keys_only_this_machine_s_own_pages_may_ask(http, service):
     assert http.get("/v1/videos", headers={"Host": "evil.example"}).status_code == 421
     assert create(http, {"Origin": "https://evil.example"}).status_code == 403
     assert create(http, {"Origin": service}).status_code == 200
+    elsewhere = {
+        "Sec-Fetch-Site": "cross-site",
+        "Sec-Fetch-Mode": "no-cors",
+    }  # a picture in a page there, a script's GET
+    assert http.get("/v1/videos", headers=elsewhere).status_code == 403
+    assert http.get("/", headers=elsewhere | {"Sec-Fetch-Mode": "navigate"}).status_code == 200
     assert "access-control-allow-origin" not in create(http).headers
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_frames", 12, "num_frames is 12; it must be 4n + 1, nearest 13"),
+        ("size", "1281x720", "size 1281x720 isn't in multiples of 16"),
+        ("size", "16x16000", "height is 16000; allowed are 16 to 8192"),
+        ("seconds", "0", "seconds is '0'"),
+    ],
+)
+def test_what_is_wrong_with_a_field_is_said_under_its_name(http, field, value, message):
+    error = http.post("/v1/videos", json={"prompt": "x", field: value}).json()["error"]
+    assert error["param"] == field
+    assert error["message"].startswith(message)
+
+
+def test_a_model_that_needs_an_image_says_so(settings):
+    planner = FixedPlanner(WanModel(PRESETS["wan2.2-i2v-a14b"]).defaults, ("i2v",))
+    with served(settings, planner) as address, httpx.Client(base_url=address) as http:
+        answer = create(http)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_reference")
+        assert answer.json()["error"]["message"].startswith("input_reference is missing")
+
+
+def test_figures_are_there_while_what_is_known_of_the_model_is_fresh(http, settings):
+    database = open_database(settings.database)
+    Notices(database).tell("model", "model", '{"tasks": ["i2v"]}')
+    database.close()
+    assert http.get("/metrics").status_code == 200
+    assert 'kind="model"' not in http.get("/metrics").text
 
 
 def test_a_page_elsewhere_may_ask_where_it_was_allowed_to(settings):

@@ -103,7 +103,17 @@ def test_a_server_that_never_answers_well_is_given_up(hooked, hook, engine, monk
 
 
 @pytest.mark.parametrize(
-    "url", ["http://pictures.test/", "https://user@pictures.test/", "ftp://x/", "https://x:22/", "no"]
+    "url",
+    [
+        "http://pictures.test/",
+        "https://user@pictures.test/",
+        "ftp://x/",
+        "https://x:22/",
+        "no",
+        "https://127.0.0.2/",
+        "https://192.168.1.1/",
+        "https://[fe80::1]/",
+    ],
 )
 def test_an_address_that_can_t_be_right_is_refused_at_once(hooked, url):
     with served(hooked) as address, httpx.Client(base_url=address) as http:
