@@ -2,13 +2,14 @@
 
 import dataclasses
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from actors.api.keys import add_key
-from tests.actors.api.serving import served, wait_for, working
+from tests.actors.api.serving import create, served, wait_for, working
 from tests.conftest import PHOTO
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
@@ -102,6 +103,17 @@ def test_an_image_is_dropped_and_cancelled(page, worker, engine):
     assert engine.asked[0].image is not None
 
 
+def test_a_file_that_is_no_image_is_refused_at_once(page):
+    page.locator("#file").set_input_files({"name": "notes.png", "mimeType": "image/png", "buffer": b"no image"})
+    sync_api.expect(page.get_by_role("alert")).to_contain_text("notes.png is no image")
+    sync_api.expect(page.get_by_text("First frame: drop")).to_be_visible()
+    assert page.locator("#drop img").count() == 0
+    assert page.locator("#file").input_value() == ""
+    page.locator("#file").set_input_files(PHOTO)
+    sync_api.expect(page.get_by_alt_text("first frame: cat.png")).to_be_visible()
+    sync_api.expect(page.get_by_role("alert")).to_be_hidden()
+
+
 def test_what_is_refused_is_said(page):
     page.get_by_label("Prompt", exact=True).fill("x")
     page.get_by_label("Size", exact=True).fill("100x64")
@@ -121,6 +133,68 @@ def test_with_the_keyboard_alone(page, worker):
     card.get_by_role("button", name="play:").focus()
     page.keyboard.press("Enter")
     plays(page)
+
+
+def test_the_focus_stays_when_cards_change(page, worker, engine):
+    engine.go.clear()
+    make = page.get_by_role("button", name="Make it")
+    cancelled = ask(page, "Cancelled")
+    sync_api.expect(cancelled).to_contain_text("step 1")
+    page.get_by_label("Prompt", exact=True).fill("Made")
+    make.press("Enter")
+    made = page.locator("article").filter(has_text="Made")
+    made.wait_for()
+    sync_api.expect(make).to_be_enabled()
+    sync_api.expect(make).to_be_focused()
+    cancelled.get_by_role("button", name="Cancel:").press("Enter")
+    sync_api.expect(cancelled).to_contain_text("cancelled")
+    sync_api.expect(cancelled.get_by_role("button", name="Reuse")).to_be_focused()
+    made.get_by_role("button", name="Reuse").focus()
+    engine.go.set()
+    made.get_by_role("button", name="Play:").wait_for()
+    sync_api.expect(made.get_by_role("button", name="Reuse")).to_be_focused()
+    made.get_by_role("button", name="Delete").press("Enter")
+    sync_api.expect(made).to_have_count(0)
+    sync_api.expect(page.get_by_role("heading", name="Videos")).to_be_focused()
+
+
+def test_older_ones_take_the_focus(page, http):
+    for number in range(14):
+        create(http, prompt=f"video {number}.")
+    page.get_by_role("button", name="Older ones").press("Enter")
+    sync_api.expect(page.locator("article")).to_have_count(14)
+    sync_api.expect(page.get_by_role("button", name="Reuse: video 1.")).to_be_focused()
+
+
+def test_names_say_of_which_video(page):
+    card = ask(page, "A cat looks up " + "and up " * 20)
+    name = "A cat looks up and up and up and up and up and up and up an…"
+    sync_api.expect(card.get_by_role("button", name=f"Cancel: {name}", exact=True)).to_have_text("Cancel")
+    bar = card.get_by_role("progressbar", name=f"progress of {name}", exact=True)
+    assert [bar.get_attribute(f"aria-value{end}") for end in ("min", "now", "max")] == ["0", "0", "100"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_controls_stand_out(page, scheme):
+    page.emulate_media(color_scheme=scheme)
+    grounds = [colour(page, "form", "backgroundColor"), colour(page, "input[name=size]", "backgroundColor")]
+    for control in ("textarea", "input[name=size]", "#drop", "#without"):
+        edge = colour(page, control, "borderTopColor")
+        assert min(contrast(edge, ground) for ground in grounds) >= 3, control
+    assert contrast(colour(page, "input[name=size]", "color", "::placeholder"), grounds[1]) >= 4.5
+
+
+def colour(page, selector, name, part=None):
+    """Return a computed colour as three numbers of 0 to 1."""
+    style = f"getComputedStyle(document.querySelector('{selector}'), {part!r})".replace("None", "null")
+    return [int(number) / 255 for number in re.findall(r"\d+", page.evaluate(f"{style}.{name}"))[:3]]
+
+
+def contrast(one, other):
+    """Return the contrast as WCAG reckons it."""
+    linear = [[v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in c] for c in (one, other)]
+    low, high = sorted(0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in linear)
+    return (high + 0.05) / (low + 0.05)
 
 
 def test_on_a_phone_in_the_dark(page, worker):
