@@ -11,6 +11,7 @@ from typing import Any
 import ray
 import yaml
 from ray import serve
+from ray.serve import context
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus, ProxyStatus
 
@@ -34,21 +35,25 @@ class ServiceStartFailed(PipelineError):
 
 
 def start_http(host: str, port: int) -> None:
-    """Start Ray Serve with a proxy on the head node; before any application. Raises `ServiceStartFailed`."""
+    """Have Ray Serve listen there, with a proxy on the head node; before any application.
+
+    A Serve that listens elsewhere, or nowhere, keeps to that for as long as it runs: it is shut down where it has no
+    application. Raises `ServiceStartFailed` where it has one.
+    """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    found = serve.status() if _serve_runs() else None
-    if found is not None and not found.proxies:
-        if found.applications:
-            raise ServiceStartFailed(
-                "Ray Serve runs here without HTTP, as wan-tpu pipeline up starts it; take the pipeline down "
-                "(wan-tpu pipeline down), and have wan-tpu serve bring it up"
-            )
+    client = _serve()
+    if client is not None and (found := _listens_at(client)) != (host, port):
+        applications = sorted(serve.status().applications)
+        if applications:
+            raise ServiceStartFailed(_taken(found, (host, port), applications))
         serve.shutdown()
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,
         http_options=HTTPOptions(host=host, port=port),
         logging_config=QUIET,
     )
+    if (found := _listens_at(_serve())) != (host, port):  # another process has started it at the same moment
+        raise ServiceStartFailed(_taken(found, (host, port), sorted(serve.status().applications)))
 
 
 def deploy_service(
@@ -110,6 +115,7 @@ def prepare(settings: ServiceSettings) -> None:
 def take_down(name: str, *, pipeline: bool = True, drain_s: float = DRAIN_S) -> None:
     """End ingress and worker, whose jobs wait for the next one; and the pipeline, if told to."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    _serve()
     for found in sorted(set(names(name)) & set(serve.status().applications)):
         serve.delete(found)
     if pipeline and running(name):
@@ -210,8 +216,28 @@ def argv(arguments: Mapping[str, Any]) -> Sequence[str]:
     return words
 
 
-def _serve_runs() -> bool:
-    return any(actor["name"] == "SERVE_CONTROLLER_ACTOR" for actor in ray.util.list_named_actors(all_namespaces=True))
+def _serve() -> Any:
+    """Return Serve's client for the cluster, None where Serve doesn't run; its public calls use the same one then."""
+    context._check_cached_client_alive()  # forgets a Serve that another process has shut down
+    return context._get_global_client(raise_if_no_controller_running=False)
+
+
+def _listens_at(client: Any) -> tuple[str, int] | None:
+    """Return the host and port of Serve's proxy, None where Serve runs without HTTP."""
+    if client.get_serve_details()["proxy_location"] == ProxyLocation.Disabled:
+        return None
+    return client.http_config.host, client.http_config.port
+
+
+def _taken(found: tuple[str, int] | None, wanted: tuple[str, int], applications: Sequence[str]) -> str:
+    """Return why a service can't be at the wanted host and port, and what to do."""
+    does = "runs without HTTP, as wan-tpu pipeline up starts it," if found is None else "listens at {} port {}"
+    remedy = ", and have wan-tpu serve bring it up" if found is None else ", or ask for --host {} --port {}"
+    return (
+        f"Ray Serve of this cluster {does.format(*found or ())} until nothing runs on it any more "
+        f"({', '.join(applications)}), so no service can be at {wanted[0]} port {wanted[1]}; take down what runs "
+        f"(wan-tpu serve --down, wan-tpu pipeline down){remedy.format(*found or ())}"
+    )
 
 
 def _wait_until_up(applications: Sequence[str], tell: Tell) -> None:

@@ -8,12 +8,12 @@ import httpx
 import openai
 import pytest
 
-from actors.api.deploying import deploy_service
+from actors.api.deploying import ServiceStartFailed, deploy_service
 from actors.jobs.database import Database
 from actors.jobs.store import JobStore
 from tests.actors.api.serving import wait_for
 from tests.actors.api.test_openai_client import frames_of
-from tests.actors.on_service.conftest import Told
+from tests.actors.on_service.conftest import Told, free_port
 from tests.conftest import PHOTO
 
 pytestmark = pytest.mark.long
@@ -67,6 +67,14 @@ def test_what_can_t_be_made_is_refused_at_once(online):
             client.videos.create(**ASKED)
         with pytest.raises(openai.BadRequestError, match="nearest that does is 64x64 with 17 frames"):
             create(client, 4, frames=33)
+
+
+@pytest.mark.parametrize(("host", "other_port"), [("127.0.0.2", False), ("127.0.0.1", True)])
+def test_another_address_than_the_proxy_s_is_refused_at_once(online, host, other_port):
+    port = int(online.address.rpartition(":")[2])
+    with pytest.raises(ServiceStartFailed, match=rf"listens at 127\.0\.0\.1 port {port} .*--port {port}"):
+        deploy_service(online.settings, online.about, host=host, port=free_port() if other_port else port)
+    assert httpx.get(f"{online.address}/health").status_code == 200
 
 
 def test_events_through_haproxy(online):

@@ -1,0 +1,80 @@
+"""Where Ray Serve's one proxy listens, on an emulated cluster: it starts anew elsewhere when nothing runs on it."""
+
+import socket
+
+import pytest
+from ray import serve
+from ray.serve.config import ProxyLocation
+
+from actors.api.deploying import ServiceStartFailed, start_http, take_down
+from cluster.connect import connect, leave
+from cluster.emulated import EmulatedCluster
+from tests.actors.api.serving import wait_for
+from tests.actors.on_service.conftest import LAYOUT, free_port
+
+pytestmark = pytest.mark.long
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 0.1})
+class Other:
+    def __call__(self):
+        return "here"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("address")
+    with EmulatedCluster.start(LAYOUT.emulated_slices(), folder=folder / "cluster") as made:
+        connect(made.address)
+        try:
+            yield made
+        finally:
+            leave()
+
+
+def listens(host, port):
+    with socket.socket() as tried:
+        return tried.connect_ex((host, port)) == 0
+
+
+def controller():
+    return serve.context._get_global_client()._controller._actor_id
+
+
+def run_other():
+    serve.run(Other.bind(), name="other", route_prefix=None)
+
+
+def test_it_starts_anew_elsewhere_unless_something_runs():
+    port = free_port()
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    run_other()
+    with pytest.raises(ServiceStartFailed, match=r"runs without HTTP.*\(other\)"):
+        start_http("127.0.0.1", port)
+    serve.delete("other")
+
+    start_http("127.0.0.1", port)
+    run_other()
+    wait_for(lambda: listens("127.0.0.1", port), 60)
+    same = controller()
+    start_http("127.0.0.1", port)
+    for host, other_port in (("127.0.0.2", port), ("127.0.0.1", port + 1)):
+        with pytest.raises(ServiceStartFailed, match=rf"listens at 127\.0\.0\.1 port {port} .*\(other\)"):
+            start_http(host, other_port)
+    serve.delete("other")
+    start_http("127.0.0.1", port)
+    assert controller() == same
+
+    start_http("127.0.0.2", port)
+    assert controller() != same
+    run_other()
+    wait_for(lambda: listens("127.0.0.2", port) and not listens("127.0.0.1", port), 60)
+    serve.delete("other")
+
+
+def test_a_service_is_taken_down_where_another_process_has_shut_serve_down():
+    start_http("127.0.0.1", free_port())
+    client = serve.context._get_global_client()
+    serve.shutdown()
+    serve.context._set_global_client(client)  # what the other process still has
+    take_down("gone")
