@@ -123,7 +123,7 @@ class Pipeline:
         return self._lines[self._pools[stage]]
 
     def call(self, stage: str, shape: str | None = None, *, stream: bool = True) -> Any:
-        """Return the handle to a stage's pool; replicas that hold the shape's programs are preferred."""
+        """Return the handle to a stage's pool; of equally busy replicas, one that holds the shape is taken."""
         options: dict[str, Any] = {"stream": True} if stream else {}
         if shape is not None:
             options["multiplexed_model_id"] = shape

@@ -192,6 +192,7 @@ def pool_application(pool: Pool, settings: PipelineSettings) -> Any:
     options: dict[str, Any] = {
         "name": pool.name,
         "max_ongoing_requests": ongoing,
+        "request_router_config": {"request_router_class": "actors.routing:FewestCalls"},
         "max_queued_requests": settings.in_flight * 4,  # a request is at most at three calls at a time
         "health_check_period_s": HEALTH_S,
         "health_check_timeout_s": 2 * settings.timeouts.heartbeat_s,

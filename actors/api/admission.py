@@ -12,6 +12,7 @@ from wan_tpu.request import FRAME_STRIDE, SIZE_MULTIPLE, Defaults, GenerationReq
 
 _PLACEHOLDER = (SIZE_MULTIPLE, SIZE_MULTIPLE)  # pixels: what is made depends on whether there is an image
 _KEPT = 1000  # answers of a planner
+KNOWN = "model"  # the notice of what is known of the model: JSON of its tasks and defaults
 
 
 class NotReady(WanTpuError):

@@ -70,8 +70,8 @@ def make_app(service: Service) -> FastAPI:
 
 @rest.get("/v1/models", tags=["models"], responses=errors())
 async def models(request: Request, owner: Owner) -> JSONResponse:
-    """List what can be asked for."""
-    return JSONResponse({"object": "list", "data": [_model(service_of(request))]})
+    """List what can be asked for; `tasks` says what a model makes: videos of text (t2v), of an image and text (i2v)."""
+    return JSONResponse({"object": "list", "data": [await _model(service_of(request))]})
 
 
 @rest.get("/v1/models/{model:path}", tags=["models"], responses=errors(404))
@@ -80,7 +80,7 @@ async def model(request: Request, model: str, owner: Owner) -> JSONResponse:
     service = service_of(request)
     if model != service.settings.model:
         raise Problem(404, f"there is no model {model[:80]!r}; GET /v1/models lists them", code="model_not_found")
-    return JSONResponse(_model(service))
+    return JSONResponse(await _model(service))
 
 
 @rest.get("/health", tags=["service"], responses=errors())
@@ -122,5 +122,7 @@ def _policy(text: str) -> str:
     )
 
 
-def _model(service: Service) -> dict[str, Any]:
-    return {"id": service.settings.model, "object": "model", "created": _STARTED, "owned_by": "wan-tpu"}
+async def _model(service: Service) -> dict[str, Any]:
+    tasks = await asyncio.to_thread(service.tasks_now)
+    known = {} if tasks is None else {"tasks": tasks}
+    return {"id": service.settings.model, "object": "model", "created": _STARTED, "owned_by": "wan-tpu"} | known

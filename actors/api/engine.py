@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from PIL import Image
 from ray.exceptions import RayError
 
-from actors.api.admission import FixedPlanner, NotReady
+from actors.api.admission import KNOWN, FixedPlanner, NotReady
 from actors.api.logs import told
 from actors.batch import OnEvent
 from actors.board import Board, Compiled
@@ -24,7 +24,6 @@ from wan_tpu.request import Defaults, GenerationRequest, ResolvedRequest
 log = logging.getLogger(__name__)
 
 _PLAN_S = 10.0  # for an answer that takes milliseconds
-_MODEL = "model"
 _LEARN_S = 5.0
 _REMIND_S = 3600.0
 
@@ -132,7 +131,7 @@ class RememberingPlanner:
         try:
             return await self._pipeline.plan(request)
         except NotReady as error:
-            known = await asyncio.to_thread(self._notices.read, _MODEL)
+            known = await asyncio.to_thread(self._notices.read, KNOWN)
             if not known:
                 raise
             told(log, "planned without the pipeline", logging.WARNING, reason=str(error))
@@ -159,4 +158,4 @@ class RememberingPlanner:
                 defaults = {field.name: getattr(planned, field.name) for field in dataclasses.fields(Defaults)}
         if tasks:
             content = json.dumps({"tasks": tasks, "defaults": defaults})
-            await asyncio.to_thread(self._notices.tell, _MODEL, _MODEL, content)
+            await asyncio.to_thread(self._notices.tell, KNOWN, KNOWN, content)

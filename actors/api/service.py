@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import logging
 import os
 import secrets
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.api.access import Access
-from actors.api.admission import Admission, Planner
+from actors.api.admission import KNOWN, Admission, Planner
 from actors.api.bodies import Asked, read_image
 from actors.api.failures import Busy, Problem
 from actors.api.fetch import FetchSettings, check_url
@@ -106,6 +107,11 @@ class Service:
         kinds = [notice.kind for notice in self._notices.read(within_s=FRESH_S)]
         counts = self.store.counts().by_status
         return {"workers": kinds.count("worker"), "ingresses": kinds.count("ingress"), "jobs": counts}
+
+    def tasks_now(self) -> list[str] | None:
+        """Return what the model can make, of t2v and i2v; None as long as that isn't known."""
+        known = self._notices.read(KNOWN)
+        return json.loads(known[0].content)["tasks"] if known else None
 
     async def tell(self) -> None:
         """Tell this process's figures to the others, as long as it isn't cancelled."""

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from actors.api.keys import add_key
+from actors.jobs.notices import Notices
+from actors.jobs.store import open_database
 from tests.actors.api.serving import create, served, wait_for, working
 from tests.conftest import PHOTO
 
@@ -101,6 +103,16 @@ def test_an_image_is_dropped_and_cancelled(page, worker, engine):
     card.get_by_role("button", name="Cancel").click()
     sync_api.expect(card).to_contain_text("cancelled")
     assert engine.asked[0].image is not None
+
+
+@pytest.mark.parametrize(("tasks", "shown"), [('["i2v"]', "(this model needs one)"), ('["t2v"]', None)])
+def test_whether_the_model_takes_an_image_is_seen_beforehand(page, settings, tasks, shown):
+    database = open_database(settings.database)
+    Notices(database).tell("model", "model", f'{{"tasks": {tasks}}}')
+    database.close()
+    page.reload()
+    field = page.locator("#drop")
+    sync_api.expect(field).to_contain_text(shown) if shown else sync_api.expect(field).to_be_hidden()
 
 
 def test_a_file_that_is_no_image_is_refused_at_once(page):

@@ -154,10 +154,12 @@ def test_a_model_that_needs_an_image_says_so(settings):
         assert answer.json()["error"]["message"].startswith("input_reference is missing")
 
 
-def test_figures_are_there_while_what_is_known_of_the_model_is_fresh(http, settings):
+def test_what_is_known_of_the_model_is_told_and_is_no_figure(http, settings):
     database = open_database(settings.database)
+    assert "tasks" not in http.get("/v1/models").json()["data"][0]
     Notices(database).tell("model", "model", '{"tasks": ["i2v"]}')
     database.close()
+    assert http.get("/v1/models").json()["data"][0]["tasks"] == ["i2v"]
     assert http.get("/metrics").status_code == 200
     assert 'kind="model"' not in http.get("/metrics").text
 

@@ -1,0 +1,81 @@
+"""Three slices that each host the whole pipeline, simulated: which of them gets a request."""
+
+import asyncio
+import dataclasses
+import time
+from collections import Counter
+
+import pytest
+
+from actors import measure
+from actors.pipeline import Pipeline
+from actors.pools import deploy, shut_down
+from actors.settings import PipelineSettings
+from actors.simulated import SIMULATED_HOST, Planned
+from cluster.connect import connect, leave
+from cluster.emulated import EmulatedCluster
+from cluster.layout import Layout
+from tests.conftest import PHOTO
+from wan_tpu import GenerationRequest
+from wan_tpu.expert import STAGES
+
+SLICES = 3
+STEPS, STEP_S = 20, 0.1
+KNOWN_S = 2.0  # after which all know which shapes a replica holds; it says so ten times a second
+LAYOUT = Layout.parse(
+    f"""
+emulate: {{devices_per_host: 1}}
+pools:
+  whole: {{stages: [{", ".join(STAGES)}], slice: v6e-1, replicas: {{min: {SLICES}, max: {SLICES}}}}}
+""",
+    "the test's layout",
+    STAGES,
+)
+REQUEST = GenerationRequest(prompt="A cat", image=PHOTO, height=64, width=64, frames=9, steps=STEPS)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("routing")
+    plan = Planned(0.0, 0.0, STEP_S, 0.0, text=(1, 8, 4), mp4_bytes=1000).save(folder / "plan.json")
+    settings = PipelineSettings(str(plan), str(folder / "snapshots"), chips="simulated", host=SIMULATED_HOST)
+    with EmulatedCluster.start(LAYOUT.emulated_slices(), folder=folder) as cluster:
+        connect(cluster.address)
+        try:
+            deploy(LAYOUT, settings)
+            yield settings
+            shut_down(settings.name)
+        finally:
+            leave()
+
+
+def slices_of(settings, *requests):
+    """Make videos at once; return the slice that has denoised each."""
+
+    async def made():
+        pipeline = Pipeline(LAYOUT, settings)
+        load, _ = await measure.run(pipeline, {str(i): request for i, request in enumerate(requests)})
+        pipeline.close()
+        return load
+
+    slices = {span.request: span.slice for span in asyncio.run(made()).spans if span.step is not None}
+    return [slices[str(i)] for i in range(len(requests))]
+
+
+def test_an_idle_slice_is_taken_before_a_busy_one_that_holds_the_shape(running):
+    slices_of(running, REQUEST)
+    time.sleep(KNOWN_S)
+    assert len(set(slices_of(running, *[REQUEST] * SLICES))) == SLICES
+
+
+def test_of_idle_slices_one_that_holds_the_shape_is_taken(running):
+    shapes = [dataclasses.replace(REQUEST, width=64 + 32 * i) for i in range(1, 1 + SLICES)]
+    held = slices_of(running, *shapes)
+    assert len(set(held)) == SLICES
+    time.sleep(KNOWN_S)
+    assert [slices_of(running, shape)[0] for shape in shapes] == held
+
+
+def test_many_at_once_are_spread_evenly(running):
+    """They come within milliseconds: the slices themselves don't know yet what each is about to get."""
+    assert set(Counter(slices_of(running, *[REQUEST] * 3 * SLICES)).values()) == {3}
