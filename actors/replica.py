@@ -221,7 +221,7 @@ class PoolReplica:
 
     @serve.multiplexed(max_num_models_per_replica=SHAPES)
     async def _programs(self, shape: str) -> str:
-        """Hold a shape's programs: Serve then prefers this replica for it."""
+        """Hold a shape's programs: Serve tells it to `actors.routing`."""
         return shape
 
     def record_autoscaling_stats(self) -> dict[str, float]:
