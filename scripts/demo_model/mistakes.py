@@ -1,0 +1,98 @@
+"""Mistakes that checks of shapes and NaN never see, made on purpose: the gate has to notice them."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+
+from wan_tpu import GenerationRequest, load_pipeline
+from wan_tpu.families.wan_presets import VAE_21
+from wan_tpu.pipeline import Pipeline
+
+from . import sizes
+from .gate import Generate, Sampling
+
+_EXPERTS = ("transformer", "transformer_2")
+_WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """One mistake.
+
+    damage    done to a copy of the checkpoint
+    sampling  what of the requests is wrong
+    forgets   whether the solver's history is lost where the second expert takes over
+    """
+
+    damage: Callable[[Path], None] | None = None
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    forgets: bool = False
+
+
+def _swap(checkpoint: Path) -> None:
+    first, second = (checkpoint / name / _WEIGHTS for name in _EXPERTS)
+    first.rename(first.with_suffix(".aside"))
+    second.rename(first)
+    first.with_suffix(".aside").rename(second)
+
+
+def _only(kept: int) -> Callable[[Path], None]:
+    def damage(checkpoint: Path) -> None:
+        shutil.copyfile(checkpoint / _EXPERTS[kept] / _WEIGHTS, checkpoint / _EXPERTS[1 - kept] / _WEIGHTS)
+
+    return damage
+
+
+def _blind(checkpoint: Path) -> None:
+    """Zero the weights of the four mask channels: what they say is lost, as if they were zero."""
+    for name in _EXPERTS:
+        file = checkpoint / name / _WEIGHTS
+        weights = safetensors.torch.load_file(file)
+        weights["patch_embedding.weight"][:, sizes.Z : sizes.Z + 4] = 0
+        safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
+
+
+def _others_statistics(checkpoint: Path) -> None:
+    file = checkpoint / "vae" / "config.json"
+    config = json.loads(file.read_text())
+    config |= {name: VAE_21[name] for name in ("latents_mean", "latents_std")}
+    file.write_text(json.dumps(config))
+
+
+MISTAKES = {
+    "shift ignored": Mistake(sampling=Sampling(shift=1.0)),
+    "experts swapped": Mistake(_swap),
+    "the high-noise expert throughout": Mistake(_only(0)),
+    "the low-noise expert throughout": Mistake(_only(1)),
+    "mask channels zeroed": Mistake(_blind),
+    "latent statistics of Wan 2.1's VAE": Mistake(_others_statistics),
+    "guidance off": Mistake(sampling=Sampling(guidance=1.0)),
+    "solver history dropped at the boundary": Mistake(forgets=True),
+    "a quarter of the steps": Mistake(sampling=Sampling(steps=sizes.STEPS // 4)),
+}
+
+
+def mistaken(mistake: Mistake, checkpoint: Path, folder: Path, dtype: str = "float32") -> Generate:
+    """Return what makes videos with a mistake; a damaged checkpoint is written into `folder`."""
+    if mistake.damage is not None:
+        checkpoint = Path(shutil.copytree(checkpoint, folder / "checkpoint"))
+        mistake.damage(checkpoint)
+    pipeline = load_pipeline(checkpoint, dtype=dtype, mesh=(1, 1, 1))
+    if mistake.forgets:
+        return lambda request: _forgetful(pipeline, request)
+    return lambda request: pipeline.generate(request).pixels
+
+
+def _forgetful(pipeline: Pipeline, given: GenerationRequest) -> np.ndarray:
+    request = pipeline.resolve(given)
+    state = begun = pipeline.initial_state(request)
+    conditioning = pipeline.encode(request)
+    for expert in pipeline.experts(request):
+        state = dataclasses.replace(state, history=begun.history)
+        state = pipeline.denoise(request, conditioning, state, stop=expert.stop)
+    return np.concatenate(list(pipeline.decode(state.latents)))
