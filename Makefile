@@ -1,7 +1,7 @@
 # All a newcomer needs. Every target sets up what it uses, on a machine with Python 3.11 and make.
 PYTHON ?= python3.11
 BIN := .venv/bin
-COMPUTING := tests/kernels tests/wan_tpu tests/quality tests/actors/api tests/actors/jobs
+COMPUTING := tests/kernels tests/wan_tpu tests/quality tests/actors/api tests/actors/jobs tests/actors/test_host.py
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
 .PHONY: help demo test test-long lint bench clean

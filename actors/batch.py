@@ -11,7 +11,7 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from actors.interrupts import ended_as_by_ctrl_c
+from actors import interrupts
 from actors.manifest import Entry, Manifest
 from actors.results import SUMMARY, Plan, Result, Summary, invalid, make_plan, publish, record_name
 from actors.storage import Storage, StorageError
@@ -143,8 +143,7 @@ async def run_batch(
 
 def drive(batch: Coroutine[None, None, BatchReport]) -> BatchReport:
     """Run a batch to its end. SIGTERM (what `ray job stop` sends) ends it as Ctrl-C does: `KeyboardInterrupt`."""
-    with ended_as_by_ctrl_c():
-        return asyncio.run(batch)
+    return interrupts.run(batch)
 
 
 class _Run:

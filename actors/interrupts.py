@@ -1,8 +1,12 @@
 """SIGTERM, which `ray job stop` and Kubernetes send, ends a command as Ctrl-C does."""
 
+import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -19,6 +23,26 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, previous)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def run(work: Coroutine[None, None, T]) -> T:
+    """Run a coroutine to its end. SIGTERM cancels it as Ctrl-C does, and both end in `KeyboardInterrupt`.
+
+    It is cancelled where it waits; an exception of a signal's handler would come anywhere, also between a video's being
+    there and its being told.
+    """
+
+    async def cancellable() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: task.cancelling() or task.cancel())
+        return await work
+
+    with ended_as_by_ctrl_c():
+        try:
+            return asyncio.run(cancellable())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
 
 
 def _interrupt(*_: object) -> None:

@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from actors.embedding_cache import EmbeddingCache, embedding_key
+from cluster.authentication import use_token
 
 MEGABYTE = 1_000_000
 LEASE_S = 1.5
@@ -19,6 +20,7 @@ def local_ray(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.delenv("RAY_ADDRESS", raising=False)
+        use_token()  # Ray was imported before there was one
         ray.init(
             address="local",
             num_cpus=4,

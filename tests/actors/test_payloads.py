@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from actors.payloads import EncodedVideo, Payload, TextEmbedding, mp4, pack, unpack
+from cluster.authentication import use_token
 from wan_tpu.data import DenoiseState, ImageCondition
 
 RNG = np.random.default_rng(0)
@@ -19,6 +20,7 @@ def store(tmp_path_factory):
     """A Ray of one process, with an object store of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        use_token()  # Ray was imported before there was one
         ray.init(
             address="local",
             num_cpus=1,

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 
 import pytest
+from ray import serve
 
 from actors import measure
 from actors.pipeline import Pipeline
@@ -15,13 +16,14 @@ from actors.simulated import SIMULATED_HOST, Planned
 from cluster.connect import connect, leave
 from cluster.emulated import EmulatedCluster
 from cluster.layout import Layout
+from cluster.placement import off_hosts
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest
 from wan_tpu.expert import STAGES
 
 SLICES = 3
-STEPS, STEP_S = 20, 0.1
-KNOWN_S = 2.0  # after which all know which shapes a replica holds; it says so ten times a second
+STEPS, STEP_S = 10, 0.1
+KNOWN_S = 1.0  # after which all know which shapes a replica holds; it says so ten times a second
 LAYOUT = Layout.parse(
     f"""
 emulate: {{devices_per_host: 1}}
@@ -77,5 +79,20 @@ def test_of_idle_slices_one_that_holds_the_shape_is_taken(running):
 
 
 def test_many_at_once_are_spread_evenly(running):
-    """They come within milliseconds: the slices themselves don't know yet what each is about to get."""
-    assert set(Counter(slices_of(running, *[REQUEST] * 3 * SLICES)).values()) == {3}
+    """They come within milliseconds: the replicas themselves don't know yet what each is about to get."""
+
+    @serve.deployment(
+        num_replicas=SLICES,
+        max_ongoing_requests=9,
+        request_router_config={"request_router_class": "actors.routing:FewestCalls"},
+        ray_actor_options={"num_cpus": 0.1, "label_selector": off_hosts()},
+    )
+    class Sleeper:
+        async def __call__(self):
+            await asyncio.sleep(5)  # until all have come, on a busy machine too
+            return serve.get_replica_context().replica_id.unique_id
+
+    sleepers = serve.run(Sleeper.bind(), name="sleepers", route_prefix=None)
+    calls = [sleepers.remote() for _ in range(3 * SLICES)]
+    assert set(Counter(call.result() for call in calls).values()) == {3}
+    serve.delete("sleepers")

@@ -1,12 +1,13 @@
 """Plans as people and programs read them, and what the compiler's refusals become."""
 
 import dataclasses
+import gzip
 import json
 
 import pytest
 
 from wan_tpu import GenerationRequest
-from wan_tpu.aot.compiling import GIB, Compiled, Job
+from wan_tpu.aot.compiling import GIB, Compiled, Job, compile_job
 from wan_tpu.aot.cost import CATEGORIES, Hardware, Times
 from wan_tpu.aot.plan import KEYS, STEP, Plan, Planner, Prediction, ProgramPlan, StagePlan, share_of_peak
 from wan_tpu.aot.plan_text import compare, describe, draw, to_json
@@ -95,6 +96,16 @@ def test_a_job_survives_the_way_to_its_process_and_its_key_says_what_changes_it(
     assert len({job.digest, *(other.digest for other in others)}) == 5
     same = dataclasses.replace(job, slice=dataclasses.replace(SLICE, link_bytes_per_s=1.0))  # prices, not programs
     assert same.digest == job.digest
+
+
+def test_what_a_crash_left_half_written_is_compiled_again(tmp_path):
+    job = Job("unknown", STEP, SLICE, (2, 1, 2), 480, 832, 81, 50, 5.0, "bfloat16")
+    kept = tmp_path / f"{job.digest}.hlo.gz"
+    kept.with_name(f"{job.digest}.json").write_text(json.dumps(dataclasses.asdict(Compiled(1.0, 2.0, 3))))
+    kept.write_bytes(gzip.compress(b"HloModule"))
+    assert compile_job(job, tmp_path) == (Compiled(1.0, 2.0, 3), "HloModule")
+    kept.write_bytes(kept.read_bytes()[:-10])
+    assert "KeyError: 'unknown'" in compile_job(job, tmp_path)[0].refused  # by the process that compiles
 
 
 def test_other_steps_and_guidance_compile_the_experts_programs_again_and_no_others(tmp_path):
