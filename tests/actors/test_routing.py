@@ -89,7 +89,7 @@ def test_many_at_once_are_spread_evenly(running):
     )
     class Sleeper:
         async def __call__(self):
-            await asyncio.sleep(5)  # until all have come, on a busy machine too
+            await asyncio.sleep(3)  # until all have come, on a busy machine too
             return serve.get_replica_context().replica_id.unique_id
 
     sleepers = serve.run(Sleeper.bind(), name="sleepers", route_prefix=None)
