@@ -4,7 +4,8 @@
     plan.py --model wan2.2-i2v-a14b --slice v6e-8 --size 720*1280 --frames 81 --steps 40 [--json]
     plan.py --model wan2.2-i2v-a14b --slice v6e-8 --slice v5p-8 --program "denoise step" --plot step.png
 
-The first also says what the denoise step would be on each other mesh of the slice; without that it takes half the time.
+The first also says what the denoise step would be on each other mesh of the slice: half of its
+13 minutes on two cores (--no-meshes).
 
 Every program is compiled for the slice by libtpu's compiler (`pip install ".[aot]"`); no TPU and no weights are
 needed. What was compiled once is kept in --cache. docs/performance.md says what the seconds mean.
