@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -192,7 +193,6 @@ def pool_application(pool: Pool, settings: PipelineSettings) -> Any:
     options: dict[str, Any] = {
         "name": pool.name,
         "max_ongoing_requests": ongoing,
-        "request_router_config": {"request_router_class": "actors.routing:FewestCalls"},
         "max_queued_requests": settings.in_flight * 4,  # a request is at most at three calls at a time
         "health_check_period_s": HEALTH_S,
         "health_check_timeout_s": 2 * settings.timeouts.heartbeat_s,
@@ -200,6 +200,8 @@ def pool_application(pool: Pool, settings: PipelineSettings) -> Any:
         "graceful_shutdown_wait_loop_s": 0.2,
         "ray_actor_options": {"num_cpus": 0.1, "label_selector": off_hosts(), "runtime_env": NO_HTTP},
     }
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":  # Serve refuses a router of one's own there (2.60)
+        options["request_router_config"] = {"request_router_class": "actors.routing:FewestCalls"}
     if pool.replicas.minimum == pool.replicas.maximum:
         options["num_replicas"] = pool.replicas.minimum
     else:
