@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,7 @@ BESIDE, ENCODER_BESIDE = 2, 7
 HEALTH_S = 2.0
 LEAVING_S = 3600.0  # a replica that is to go may finish what it has
 POLL_S = 0.25
-# For replicas that answer no HTTP: where Serve runs HAProxy, each first deployment of an application would listen.
+# For the first deployment of an application that answers no HTTP: where Serve runs HAProxy, it would listen.
 NO_HTTP = {"env_vars": {"RAY_SERVE_ENABLE_HA_PROXY": "0"}}
 
 Tell = Callable[[str], object]
@@ -110,7 +109,7 @@ def application(pipeline: str, pool: str) -> str:
 def handle(pipeline: str, pool: str) -> Any:
     """Return the handle of a running pool."""
     _quiet()
-    return serve.get_app_handle(application(pipeline, pool))
+    return serve.get_deployment_handle(pool, application(pipeline, pool))
 
 
 def about(pipeline: str) -> About | None:
@@ -193,15 +192,14 @@ def pool_application(pool: Pool, settings: PipelineSettings) -> Any:
     options: dict[str, Any] = {
         "name": pool.name,
         "max_ongoing_requests": ongoing,
+        "request_router_config": {"request_router_class": "actors.routing:FewestCalls"},
         "max_queued_requests": settings.in_flight * 4,  # a request is at most at three calls at a time
         "health_check_period_s": HEALTH_S,
         "health_check_timeout_s": 2 * settings.timeouts.heartbeat_s,
         "graceful_shutdown_timeout_s": LEAVING_S,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "ray_actor_options": {"num_cpus": 0.1, "label_selector": off_hosts(), "runtime_env": NO_HTTP},
+        "ray_actor_options": {"num_cpus": 0.1, "label_selector": off_hosts()},
     }
-    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":  # Serve refuses a router of one's own there (2.60)
-        options["request_router_config"] = {"request_router_class": "actors.routing:FewestCalls"}
     if pool.replicas.minimum == pool.replicas.maximum:
         options["num_replicas"] = pool.replicas.minimum
     else:
@@ -216,4 +214,16 @@ def pool_application(pool: Pool, settings: PipelineSettings) -> Any:
             metrics_interval_s=settings.scale_look_s / 3,
             policy=AutoscalingPolicy(policy_function="actors.scaling:replicas_needed"),
         )
-    return serve.deployment(**options)(PoolReplica).bind(told)
+    never = AutoscalingConfig(min_replicas=0, initial_replicas=0, max_replicas=1)
+    first = serve.deployment(name=f"first-of-{pool.name}", autoscaling_config=never, ray_actor_options={"num_cpus": 0})
+    return first(_First).bind(serve.deployment(**options)(PoolReplica).bind(told))
+
+
+class _First:
+    """The first deployment of a pool's application: nobody calls it, and it never has a replica.
+
+    The first one is what HTTP comes to, and where Serve runs HAProxy it may have no router of its own (Ray 2.60).
+    """
+
+    def __init__(self, pool: Any) -> None:
+        """pool: the deployment that is called."""

@@ -6,6 +6,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests, and the processes that they start, compile the same small programs again and again.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.abspath(f"{__file__}/../../build/compiled-for-tests")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # its 15 is below what computes beside
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"  # else reading a video back forks in Python, beside JAX's threads
 

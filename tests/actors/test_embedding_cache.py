@@ -133,9 +133,11 @@ def test_the_value_outlives_its_encoder(cache, replicas):
 
 
 def kill(actor):
+    """Return when it is dead: until then it may still answer."""
     ray.kill(actor)
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(actor.count.remote(), timeout=20)
+        while True:
+            ray.get(actor.count.remote(), timeout=20)
 
 
 def test_the_next_encodes_when_the_first_dies(cache, replicas):
