@@ -1,7 +1,7 @@
 # All a newcomer needs. Every target sets up what it uses, on a machine with Python 3.11 and make.
 PYTHON ?= python3.11
 BIN := .venv/bin
-COMPUTING := tests/kernels tests/wan_tpu tests/quality tests/actors/api tests/actors/jobs tests/actors/test_host.py
+COMPUTING := tests/actors/test_host.py tests/wan_tpu tests/kernels tests/actors/api tests/quality tests/actors/jobs
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
 .PHONY: help demo test test-long lint bench clean
@@ -28,7 +28,7 @@ demo: .venv/installed
 # What computes, two files at a time, and beside it what starts clusters and clocks them: that waits half of its time,
 # and goes before the other when it doesn't.
 test: .venv/installed
-	nice $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(COMPUTING) tests/test_structure.py & computing=$$!; \
+	nice $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(COMPUTING) tests/test_structure.py & computing=$$!; \
 	$(BIN)/python -m pytest tests --ignore tests/test_structure.py $(COMPUTING:%=--ignore %); clusters=$$?; \
 	wait $$computing && exit $$clusters
 

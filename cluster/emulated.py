@@ -181,7 +181,7 @@ class EmulatedCluster:
             host = which[0].host(which[1], 0, self.settings)
             try:
                 ray_nodes.start_host(self.temp, host, self.address)
-            except Exception as error:  # Ray raises plain Exception here
+            except Exception as error:
                 failed[host.name] = error
 
         # As many at once as there are cores: a node is 2 s of CPU, and more at once were slower than one by one.

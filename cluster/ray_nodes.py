@@ -5,7 +5,9 @@ The one file that uses Ray's private classes: `ray start` takes three times as l
 """
 
 import contextlib
+import logging
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,9 @@ import psutil
 
 from cluster import haproxy
 from cluster.authentication import make_token
+from cluster.errors import ClusterStartFailed
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
@@ -64,7 +69,20 @@ def start_host(folder: Path, settings: NodeSettings, address: str) -> str:
     return _start(folder, settings, address, ENVIRONMENT).node_id
 
 
-def _start(
+def _start(folder: Path, settings: NodeSettings, *args: Any, **kwargs: Any) -> Any:
+    """Start a node, twice if need be: Ray gives it half a minute, fixed, and the machine may be busy."""
+    try:
+        return _start_once(folder, settings, *args, **kwargs)
+    except ClusterStartFailed as error:
+        if "timed out" not in str(error):
+            raise
+        log.warning("%s is started once more: %s", settings.name, error)
+    kill(processes(folder / settings.name))
+    shutil.rmtree(folder / settings.name)
+    return _start_once(folder, settings, *args, **kwargs)
+
+
+def _start_once(
     folder: Path,
     settings: NodeSettings,
     address: str | None,
@@ -99,7 +117,10 @@ def _start(
         no_monitor=True,  # of the autoscaler
         env_vars=dict(environment),
     )
-    node = Node(params, head=address is None, shutdown_at_exit=False, spawn_reaper=False)
+    try:
+        node = Node(params, head=address is None, shutdown_at_exit=False, spawn_reaper=False)
+    except Exception as error:  # Ray raises plain Exception here
+        raise ClusterStartFailed(f"{error}\n{_last_words(temp)}") from error
     # As `ray start` does. A job asks this file for its cluster; without it, the processes of the machine for any.
     write_ray_address(node.gcs_address, str(temp))
     return node
@@ -140,6 +161,13 @@ def kill(victims: list[psutil.Process], timeout_s: float = 10) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(victims, timeout=timeout_s)
+
+
+def _last_words(folder: Path, lines: int = 3) -> str:
+    """Return the end of each log of a node that hasn't come up: Ray itself says no more than that it took too long."""
+    logs = sorted(path for path in folder.glob("session_*/logs/*") if path.is_file() and path.stat().st_size)
+    ends = {path.name: path.read_text(errors="replace").splitlines()[-lines:] for path in logs}
+    return "\n".join(f"{name}: {line}" for name, end in ends.items() for line in end)
 
 
 def _open_files(pid: int) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 from actors import cli
 from cluster import ray_nodes
 from cluster.drawing import draw
-from cluster.emulated import EmulatedCluster, EmulatedSlice
+from cluster.emulated import EmulatedCluster, EmulatedSlice, Settings
 from cluster.errors import ClusterNotFound, ClusterStartFailed
 from cluster.inventory import HostFound, SliceFound
 from cluster.layout import Layout
@@ -126,6 +126,31 @@ def test_slices_need_names_of_their_own(tmp_path):
     twice = (EmulatedSlice("a", SliceSpec("v6e-1")), EmulatedSlice("a", SliceSpec("v6e-4")))
     with pytest.raises(ClusterStartFailed, match="same name: a, a"):
         EmulatedCluster.start(twice, folder=tmp_path)
+
+
+def test_a_node_that_does_not_start_tells_the_end_of_its_logs(tmp_path):
+    more_than_any_machine_has = Settings(head_store_mib=10**8)
+    with pytest.raises(ClusterStartFailed, match=r"(?s)memory.*\ngcs_server.out: "):
+        EmulatedCluster.start((EmulatedSlice("a", SliceSpec("v6e-1")),), more_than_any_machine_has, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_node_that_takes_too_long_is_started_once_more(tmp_path, monkeypatch, caplog):
+    from ray._private import services
+
+    start, calls = services.start_raylet, []
+
+    def slow_once(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("the node timed out")
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(services, "start_raylet", slow_once)
+    with EmulatedCluster.start((EmulatedSlice("a", SliceSpec("v6e-1")),), folder=tmp_path) as cluster:
+        assert len(calls) == 3  # the head's two, the host's
+        assert "head is started once more" in caplog.text
+        assert cluster.running
 
 
 def test_a_drawing_shows_holders_missing_hosts_and_pools():
