@@ -28,7 +28,7 @@ demo: .venv/installed
 # What computes, two files at a time, and beside it what starts clusters and clocks them: that waits half of its time,
 # and goes before the other when it doesn't.
 test: .venv/installed
-	nice $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(COMPUTING) tests/test_structure.py & computing=$$!; \
+	nice $(BIN)/python -m pytest -n 2 --dist loadfile $(COMPUTING) tests/test_structure.py & computing=$$!; \
 	$(BIN)/python -m pytest tests --ignore tests/test_structure.py $(COMPUTING:%=--ignore %); clusters=$$?; \
 	wait $$computing && exit $$clusters
 

@@ -1,7 +1,6 @@
 """The cache on a real Ray, with replicas that are really killed."""
 
 import asyncio
-import os
 import time
 
 import numpy as np
@@ -9,7 +8,8 @@ import pytest
 import ray
 
 from actors.embedding_cache import EmbeddingCache, embedding_key
-from cluster.authentication import use_token
+from cluster.connect import connect, leave
+from cluster.emulated import EmulatedCluster
 
 MEGABYTE = 1_000_000
 LEASE_S = 1.5
@@ -17,24 +17,10 @@ LEASE_S = 1.5
 
 @pytest.fixture(scope="module")
 def local_ray(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.delenv("RAY_ADDRESS", raising=False)
-        use_token()  # Ray was imported before there was one
-        ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=200 * MEGABYTE,
-            namespace="tests",
-            log_to_driver=False,
-            _node_ip_address="127.0.0.1",
-            # Short: a socket's path has at most 107 bytes.
-            _temp_dir=str(tmp_path_factory.mktemp("ray")),
-            runtime_env={"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", os.getcwd())}},
-        )
+    with EmulatedCluster.start((), folder=tmp_path_factory.mktemp("cluster")) as head:
+        connect(head.address)
         yield
-        ray.shutdown()
+        leave()
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 import ray
 
 from actors.payloads import EncodedVideo, Payload, TextEmbedding, mp4, pack, unpack
-from cluster.authentication import use_token
+from cluster.connect import connect, leave
+from cluster.emulated import EmulatedCluster, Settings
 from wan_tpu.data import DenoiseState, ImageCondition
 
 RNG = np.random.default_rng(0)
@@ -17,20 +18,11 @@ MEGABYTES = 64
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """A Ray of one process, with an object store of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        use_token()  # Ray was imported before there was one
-        ray.init(
-            address="local",
-            num_cpus=1,
-            object_store_memory=1 << 30,
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(tmp_path_factory.mktemp("ray")),
-        )
+    """A Ray of one node, with an object store of its own."""
+    with EmulatedCluster.start((), Settings(head_store_mib=1024), folder=tmp_path_factory.mktemp("cluster")) as head:
+        connect(head.address)
         yield
-        ray.shutdown()
+        leave()
 
 
 def array(*shape, dtype=np.float32):
