@@ -100,8 +100,8 @@ class Tools:
 class Attempt:
     """One job, from its claim until this worker is rid of it."""
 
-    def __init__(self, tools: Tools, lease: Lease, pause: Callable[[float], object]) -> None:
-        """pause: told for how many seconds nothing should be claimed."""
+    def __init__(self, tools: Tools, lease: Lease, pause: Callable[[float], Awaitable[None]]) -> None:
+        """pause: told for how many seconds nothing should be claimed; returns when nothing is."""
         self._tools, self._lease, self._job, self._pause = tools, lease, lease.job, pause
         self._queue, self._storage = tools.queue, tools.storage
         self._tracker = Tracker(self._job, tools.pace.of(self._job.request), tools.settings.chips)
@@ -200,7 +200,7 @@ class Attempt:
             raise error
         code, message = _blame(error)
         if code is None:
-            self._pause(_PAUSE_S)
+            await self._pause(_PAUSE_S)
             if self._job.attempts < self._tools.settings.attempts:
                 told(log, "given back", logging.WARNING, job=self._job.id, reason=message)
                 await self._insist(self._queue.release, self._lease, self._tracker.cost)

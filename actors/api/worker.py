@@ -26,6 +26,7 @@ class Worker:
         self._ended_one = asyncio.Event()
         self._paused_until = 0.0  # of time.monotonic()
         self._doubtful = False  # whether the pipeline can be used
+        self._claiming = asyncio.Lock()
         self._leaving = False
 
     async def run(self) -> None:
@@ -63,8 +64,10 @@ class Worker:
                 log.exception("compilations")
             await asyncio.sleep(_COUNT_S)
 
-    def _pause(self, seconds: float) -> None:
-        self._paused_until, self._doubtful = time.monotonic() + seconds, True
+    async def _pause(self, seconds: float) -> None:
+        self._paused_until = time.monotonic() + seconds
+        async with self._claiming:  # a claim under way would take the job that is about to be given back
+            self._doubtful = True
 
     async def _claim(self) -> Lease | None:
         """Take a job if there is a place; beyond `concurrency` only one more urgent than another that runs."""
@@ -73,10 +76,11 @@ class Worker:
             return None
         above = min(running) if len(running) >= settings.concurrency else None
         try:
-            if self._doubtful:  # no job's attempts are spent on finding out
-                await self._tools.ready()
-                self._doubtful = False
-            return await asyncio.to_thread(self._tools.queue.claim, self.name, above=above)
+            async with self._claiming:
+                if self._doubtful:  # no job's attempts are spent on finding out
+                    await self._tools.ready()
+                    self._doubtful = False
+                return await asyncio.to_thread(self._tools.queue.claim, self.name, above=above)
         except WanTpuError as error:
             told(log, "no claim", logging.WARNING, reason=str(error))
             self._paused_until = time.monotonic() + _AGAIN_S
