@@ -29,7 +29,8 @@ ENVIRONMENT = {
     "RAY_enable_worker_prestart": "0",  # idle Python processes on every node; there are two cores for all of them
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_metrics_collection": "0",
-    "RAY_task_events_report_interval_ms": "0",  # else GCS keeps 100,000 calls, 0.2 MB a video, which nobody reads here
+    "RAY_task_events_report_interval_ms": "0",  # of calls: 0.2 MB a video, which nobody reads here
+    "RAY_task_events_max_num_task_in_gcs": "100",  # drivers report theirs; 100,000 are the default
     "RAY_memory_monitor_refresh_ms": "0",  # each node would see the memory of all, and kill for it
     "RAY_health_check_period_ms": "1000",  # five in a row make a node dead: 5 s instead of Ray's 15
     "RAY_JOB_STOP_WAIT_TIME_S": "60",  # a job that is stopped takes its pipeline down; Ray kills it after 3 s
