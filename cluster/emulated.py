@@ -175,20 +175,20 @@ class EmulatedCluster:
         return found.host(worker_id, self.generations.get((slice_name, worker_id), 0), self.settings)
 
     def _start_hosts(self, hosts: Sequence[tuple[EmulatedSlice, int]]) -> None:
-        failed: dict[str, BaseException] = {}
+        failed: list[Exception] = []
 
         def start(which: tuple[EmulatedSlice, int]) -> None:
             host = which[0].host(which[1], 0, self.settings)
             try:
                 ray_nodes.start_host(self.temp, host, self.address)
             except Exception as error:
-                failed[host.name] = error
+                failed.append(error)
 
         # As many at once as there are cores: a node is 2 s of CPU, and more at once were slower than one by one.
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(start, hosts))
         if failed:
-            reasons = "; ".join(f"{name}: {error}" for name, error in failed.items())
+            reasons = "; ".join(map(str, failed))
             raise ClusterStartFailed(f"{len(failed)} of {len(hosts)} emulated hosts didn't start ({reasons})")
 
     def _save(self) -> None:

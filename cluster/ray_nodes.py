@@ -75,9 +75,9 @@ def _start(folder: Path, settings: NodeSettings, *args: Any, **kwargs: Any) -> A
     try:
         return _start_once(folder, settings, *args, **kwargs)
     except ClusterStartFailed as error:
-        if "timed out" not in str(error):
+        if "timed out" not in str(error.__cause__):
             raise
-        log.warning("%s is started once more: %s", settings.name, error)
+        log.warning("once more: %s", error)
     kill(processes(folder / settings.name))
     shutil.rmtree(folder / settings.name)
     return _start_once(folder, settings, *args, **kwargs)
@@ -121,7 +121,7 @@ def _start_once(
     try:
         node = Node(params, head=address is None, shutdown_at_exit=False, spawn_reaper=False)
     except Exception as error:  # Ray raises plain Exception here
-        raise ClusterStartFailed(f"{error}\n{_last_words(temp)}") from error
+        raise ClusterStartFailed(f"{settings.name} didn't start: {error}\n{_last_words(temp)}") from error
     # As `ray start` does. A job asks this file for its cluster; without it, the processes of the machine for any.
     write_ray_address(node.gcs_address, str(temp))
     return node
