@@ -12,6 +12,7 @@ import diffusers
 import numpy as np
 import torch
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import sizes
 from .captions import caption
@@ -52,6 +53,12 @@ def train_experts(run: Run, schedule: sizes.Schedule = sizes.EXPERTS_SCHEDULE) -
     latents, mean, std = read_latents(run)
     _set_statistics(model.vae, mean, std)
     modules, tokenizer = model.modules, model.tokenizer
+    if run.device.type == "cpu":
+        _compile(modules)
+    # The backward pass of torch's flash attention takes half of a CPU's step over as few tokens as these.
+    attention = (
+        [SDPBackend.MATH] if run.device.type == "cpu" else [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    )
     clips_of = np.array([len(group.scenes) for group in latents], float)
 
     def loss_of(step: int) -> dict[str, torch.Tensor]:
@@ -67,11 +74,13 @@ def train_experts(run: Run, schedule: sizes.Schedule = sizes.EXPERTS_SCHEDULE) -
         at = sigma[:, None, None, None, None]
         given = torch.cat([(1 - at) * x + at * noise, condition], dim=1)
         expert = modules[EXPERTS[0] if high else EXPERTS[1]]
-        text = embed(modules["text_encoder"], tokenizer, sentences)
-        velocity = expert(given, sigma * 1000, text, return_dict=False)[0]
-        loss = (velocity - (noise - x)).square().mean()
+        with torch.autocast(run.device.type, torch.bfloat16), sdpa_kernel(attention):
+            text = embed(modules["text_encoder"], tokenizer, sentences)
+            velocity = expert(given, sigma * 1000, text, return_dict=False)[0]
+        loss = (velocity.float() - (noise - x)).square().mean()
         return {"loss": loss, "high" if high else "low": loss}
 
+    @torch.compiler.set_stance("force_eager")  # its shapes are others, for a few calls
     def sheet(step: int) -> None:
         draw_sheet(run, model, step)
 
@@ -189,6 +198,14 @@ def _batch(
         worded = caption(replace(scene, wording=int(rng.integers(4))))
         sentences.append("" if rng.random() < sizes.TEXT_DROPOUT else worded)
     return x, torch.cat([mask, known], dim=1), sentences
+
+
+def _compile(modules: torch.nn.ModuleDict) -> None:
+    """Have inductor fuse what lies between the products: half of a step's time on a CPU."""
+    # torchax, which wan_tpu imports, registers its device as an accelerator; torch.compile would ask it for a stream.
+    torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
+    for name in EXPERTS:
+        modules[name].compile_repeated_blocks(dynamic=False)
 
 
 def _set_statistics(vae: diffusers.AutoencoderKLWan, mean: list[float], std: list[float]) -> None:

@@ -10,8 +10,19 @@ TEXT_TOKENS = 512  # a constant of the pipelines
 BOUNDARY, SHIFT = 0.9, 5.0  # Wan 2.2 I2V A14B's
 STEPS, GUIDANCE = 20, 3.0
 
-# 8 channels at full resolution: that level costs most of the time and holds least of what is learned.
-VAE: dict[str, Any] = VAE_21 | {"base_dim": 8, "dim_mult": [1, 2, 4, 8], "num_res_blocks": 1}
+# Pixels come in patches of two, as in Wan 2.2's own VAE, and one level less halves them: full resolution costs most of
+# the time and holds least of what is learned.
+VAE: dict[str, Any] = VAE_21 | {
+    "patch_size": 2,
+    "in_channels": 12,
+    "out_channels": 12,
+    "base_dim": 16,
+    "dim_mult": [1, 2, 4],
+    "num_res_blocks": 2,
+    "temperal_downsample": [True, True],
+    "scale_factor_spatial": 8,
+    "scale_factor_temporal": 4,
+}
 _TEXT_WIDTH = 128
 TRANSFORMER: dict[str, Any] = TRANSFORMER_14B_I2V_22 | {
     "num_attention_heads": 4,
@@ -37,23 +48,24 @@ class Schedule:
 
     steps      in all
     batch      clips a step
-    rate       the learning rate's peak; it rises over `warm_up` steps and falls as a cosine to a twentieth
+    muon_rate, adam_rate  the learning rates' peaks; they rise over `warm_up` steps and fall as a cosine to a fiftieth
     ema        decay of the averaged weights that are kept in the end
     save_every, sheet_every  steps; no sheets when 0
     """
 
     steps: int
     batch: int
-    rate: float
-    warm_up: int = 200
+    muon_rate: float = 0.02
+    adam_rate: float = 2e-3
+    warm_up: int = 100
     ema: float = 0.999
     save_every: int = 500
     sheet_every: int = 2000
 
 
-VAE_SCHEDULE = Schedule(steps=8000, batch=4, rate=2e-3, ema=0.998)
-EXPERTS_SCHEDULE = Schedule(steps=16000, batch=32, rate=1e-3, ema=0.9995)
+VAE_SCHEDULE = Schedule(steps=2500, batch=4, ema=0.995, sheet_every=500)
+EXPERTS_SCHEDULE = Schedule(steps=10000, batch=32, ema=0.999, sheet_every=2000)
 SCENES = 4000  # each with its opposite: 8,000 clips
-SHORT_SHARE = 0.8  # of the VAE's steps are on pieces of 32 x 32 pixels and 9 frames, an eighth of a clip's cost
+FIRST_LOGVAR = -6.0  # of the VAE's latents, untrained
 KL_WEIGHT = 1e-4
 TEXT_DROPOUT = 0.12

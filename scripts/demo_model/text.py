@@ -18,6 +18,7 @@ from .captions import all_words, caption
 from .scenes import draw_scene
 
 _SENTENCES = 4000  # whose words are counted
+_MULTIPLE = 32  # of tokens: longer than any sentence, so that all batches have one shape
 _RARE = -12.0  # log probability of a letter: below that of any word
 
 
@@ -70,6 +71,6 @@ def embed(
     encoder: transformers.UMT5EncoderModel, tokenizer: transformers.T5TokenizerFast, sentences: list[str]
 ) -> torch.Tensor:
     """Return embeddings [B, L + 1, C], zero behind each sentence, the last row for all padding (`PaddedText`)."""
-    tokens = tokenizer(sentences, padding=True, return_tensors="pt").to(encoder.device)
+    tokens = tokenizer(sentences, padding=True, pad_to_multiple_of=_MULTIPLE, return_tensors="pt").to(encoder.device)
     hidden = encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
     return torch.nn.functional.pad(hidden * tokens.attention_mask[..., None], (0, 0, 0, 1))

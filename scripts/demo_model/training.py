@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from .descent import Descent
 from .sizes import Schedule
 
 
@@ -40,14 +41,15 @@ def train(
     """
     modules.to(run.device).train()
     averaged = {key: value.detach().clone() for key, value in modules.state_dict().items()}
-    optimiser = torch.optim.AdamW(modules.parameters(), lr=schedule.rate, betas=(0.9, 0.99), weight_decay=0.01)
-    first = _restore(run.folder / f"{name}.pt", modules, optimiser, averaged, run.device)
+    descent = Descent(modules)
+    first = _restore(run.folder / f"{name}.pt", modules, descent, averaged, run.device)
     began = time.monotonic()
     step, seen = first, []
     while step < schedule.steps and time.monotonic() - began < run.seconds:
         _seed(run.seed, step)
         parts = loss_of(step)
-        _descend(optimiser, modules, parts["loss"], learning_rate(schedule, step))
+        part = learning_rate(schedule, step)
+        descent.step(parts["loss"], part * schedule.adam_rate, part * schedule.muon_rate)
         step += 1
         seen.append({key: value.detach() for key, value in parts.items()})
         _average(averaged, modules, min(schedule.ema, step / (step + 10)))
@@ -55,10 +57,10 @@ def train(
             _log(run.folder / f"{name}.jsonl", step, seen, (time.monotonic() - began) / (step - first))
             seen = []
         if step % schedule.save_every == 0:
-            _save(run.folder / f"{name}.pt", step, modules, optimiser, averaged)
+            _save(run.folder / f"{name}.pt", step, modules, descent, averaged)
         if schedule.sheet_every and (step % schedule.sheet_every == 0 or step == schedule.steps):
             _with_average(modules, averaged, lambda: sheet(step))  # noqa: B023 (called at once)
-    _save(run.folder / f"{name}.pt", step, modules, optimiser, averaged)
+    _save(run.folder / f"{name}.pt", step, modules, descent, averaged)
     modules.load_state_dict(averaged)
     modules.eval()
     print(f"{name}: {step} of {schedule.steps} steps, {(time.monotonic() - began) / max(1, step - first):.2f} s a step")
@@ -66,11 +68,11 @@ def train(
 
 
 def learning_rate(schedule: Schedule, step: int) -> float:
-    """Return the learning rate of a step: a rise, then a cosine down to a twentieth."""
+    """Return which part of its peak a step's learning rate is: a rise, then a cosine down to a fiftieth."""
     if step < schedule.warm_up:
-        return schedule.rate * (step + 1) / schedule.warm_up
+        return (step + 1) / schedule.warm_up
     passed = (step - schedule.warm_up) / max(1, schedule.steps - schedule.warm_up)
-    return schedule.rate * (0.05 + 0.95 * (1 + math.cos(math.pi * min(1.0, passed))) / 2)
+    return 0.02 + 0.98 * (1 + math.cos(math.pi * min(1.0, passed))) / 2
 
 
 def load_average(name: str, run: Run, modules: torch.nn.ModuleDict) -> None:
@@ -78,15 +80,6 @@ def load_average(name: str, run: Run, modules: torch.nn.ModuleDict) -> None:
     state = torch.load(run.folder / f"{name}.pt", map_location="cpu", weights_only=True)
     modules.load_state_dict(state["averaged"])
     modules.to(run.device).eval()
-
-
-def _descend(optimiser: torch.optim.Optimizer, modules: torch.nn.Module, loss: torch.Tensor, rate: float) -> None:
-    for group in optimiser.param_groups:
-        group["lr"] = rate
-    optimiser.zero_grad(set_to_none=True)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(modules.parameters(), 1.0)
-    optimiser.step()
 
 
 def _seed(seed: int, step: int) -> None:
@@ -118,7 +111,7 @@ def _with_average(modules: torch.nn.Module, averaged: dict[str, torch.Tensor], l
 def _restore(
     file: Path,
     modules: torch.nn.Module,
-    optimiser: torch.optim.Optimizer,
+    descent: Descent,
     averaged: dict[str, torch.Tensor],
     device: torch.device,
 ) -> int:
@@ -126,7 +119,7 @@ def _restore(
         return 0
     state = torch.load(file, map_location=device, weights_only=True)
     modules.load_state_dict(state["trained"])
-    optimiser.load_state_dict(state["optimiser"])
+    descent.load_state_dict(state["optimiser"])
     for key, value in state["averaged"].items():
         averaged[key].copy_(value)
     return int(state["step"])
@@ -136,11 +129,11 @@ def _save(
     file: Path,
     step: int,
     modules: torch.nn.Module,
-    optimiser: torch.optim.Optimizer,
+    descent: Descent,
     averaged: dict[str, torch.Tensor],
 ) -> None:
     partial = file.with_suffix(".partial")
-    state = {"step": step, "trained": modules.state_dict(), "averaged": averaged, "optimiser": optimiser.state_dict()}
+    state = {"step": step, "trained": modules.state_dict(), "averaged": averaged, "optimiser": descent.state_dict()}
     torch.save(state, partial)
     os.replace(partial, file)  # whole or not at all: an interrupted save mustn't cost the run
 

@@ -8,31 +8,51 @@ from collections.abc import Iterator
 import diffusers
 import numpy as np
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanResidualBlock
 
 from . import sizes
-from .scenes import Scene, draw_scene, opposite, render
+from .scenes import WIDTHS, Scene, draw_scene, opposite, render
 from .score import psnr
 from .sheets import save_rows
 from .training import Run, load_average, train
+from .whole_clip import WholeClips
 
 
 def new_vae() -> torch.nn.ModuleDict:
-    """Return an untrained VAE."""
-    return torch.nn.ModuleDict({"vae": diffusers.AutoencoderKLWan.from_config(sizes.VAE)})
+    """Return an untrained VAE, its convolutions in the layout that CPUs are fastest at."""
+    vae = diffusers.AutoencoderKLWan.from_config(sizes.VAE)
+    residual = []
+    layouts = {5: torch.channels_last_3d, 4: torch.channels_last}
+    for module in vae.modules():
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d):
+            # As large as what they are given, where torch's own make every layer's part fainter.
+            torch.nn.init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
+            torch.nn.init.zeros_(module.bias)
+            module.weight.data = module.weight.data.contiguous(memory_format=layouts[module.weight.dim()])
+        elif isinstance(module, WanResidualBlock):
+            residual.append(module.conv2)
+    with torch.no_grad():
+        for convolution in residual:
+            convolution.weight.mul_(0.1)
+        vae.quant_conv.weight[sizes.Z :].mul_(0.1)
+    # Little noise at first: with a deviation of one, nothing that the encoder says gets through.
+    torch.nn.init.constant_(vae.quant_conv.bias[sizes.Z :], sizes.FIRST_LOGVAR)
+    return torch.nn.ModuleDict({"vae": vae})
 
 
-def train_vae(run: Run, schedule: sizes.Schedule = sizes.VAE_SCHEDULE, short_share: float = sizes.SHORT_SHARE) -> bool:
-    """Train the VAE, a share of its steps on small pieces of clips; return whether all steps are done."""
+def train_vae(run: Run, schedule: sizes.Schedule = sizes.VAE_SCHEDULE) -> bool:
+    """Train the VAE; return whether all steps are done."""
     torch.manual_seed(run.seed)
     modules = new_vae()
     vae = modules["vae"]
-    short = int(schedule.steps * short_share)
+    whole = WholeClips(vae)
 
     def loss_of(step: int) -> dict[str, torch.Tensor]:
-        pixels = _batch(run, step, schedule.batch, short=step < short)
-        posterior = vae.encode(pixels).latent_dist
-        rebuilt = vae.decode(posterior.sample()).sample
-        error = rebuilt - pixels
+        pixels = _batch(run, step, schedule.batch)
+        with torch.autocast(run.device.type, torch.bfloat16):
+            posterior = whole.encode(pixels)
+            rebuilt = whole.decode(posterior.sample())
+        error = rebuilt.float() - pixels
         # A value's mean: diffusers' kl() is written for pictures, without the axis of time.
         kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
         square = error.square().mean()
@@ -70,22 +90,12 @@ def as_pixels(clips: list[np.ndarray], device: torch.device) -> torch.Tensor:
     return stacked.permute(0, 4, 1, 2, 3).float() / 127.5 - 1
 
 
-def _batch(run: Run, step: int, size: int, *, short: bool) -> torch.Tensor:
-    """Return whole clips of 64 x 64, or pieces of 32 x 32 and 9 frames around what moves."""
-    rng = np.random.default_rng([run.seed, step])
-    clips = []
-    for i in range(size):
-        scene = draw_scene(run.seed, step * size + i, held_out=False, width=64)
-        if not short:
-            clips.append(render(scene))
-            continue
-        # The actor lies in four of five pieces: a background alone teaches little.
-        y, x = (scene.actor.y, scene.actor.x) if rng.random() < 0.8 else rng.uniform(16, 48, 2)
-        top, left = (int(np.clip(at - 16 + rng.integers(-10, 11), 0, 32)) for at in (y, x))
-        start = int(rng.integers(9))
-        times = np.linspace(0, 1, 17)[start : start + 9]
-        clips.append(render(scene, times)[:, top : top + 32, left : left + 32])
-    return as_pixels(clips, run.device)
+def _batch(run: Run, step: int, size: int) -> torch.Tensor:
+    """Return whole clips; every fourth batch is of the wider ones."""
+    width = WIDTHS[step % 4 == 3]
+    scenes = [draw_scene(run.seed, step * size + i, held_out=False, width=width) for i in range(size)]
+    pixels = as_pixels([render(scene) for scene in scenes], run.device)
+    return pixels.contiguous(memory_format=torch.channels_last_3d)
 
 
 @torch.no_grad()
@@ -95,29 +105,25 @@ def encode_clips(run: Run, count: int = sizes.SCENES, chunk: int = 8) -> None:
     A file holds, of `chunk` scenes of one width: clips [2, B, Z, T, H, W] and conditions [B, Z, T, H, W], the VAE's
     means, not normalised, and the scenes' indices.
     """
-    vae = load_vae(run)
+    vae = WholeClips(load_vae(run))
     for width, indices in _by_width(run, count, chunk):
         file = run.folder / "latents" / f"{width}-{indices[0]:06d}.pt"
         if file.exists():
             continue
         file.parent.mkdir(exist_ok=True)
         scenes = [draw_scene(run.seed, i, held_out=False) for i in indices]
-        both = [encode(vae, [render(s) for s in asked]) for asked in (scenes, [opposite(s) for s in scenes])]
-        firsts = [render(scene) for scene in scenes]
+        asked = as_pixels([render(scene) for scene in scenes], run.device)
+        other = as_pixels([render(opposite(scene)) for scene in scenes], run.device)
+        known = asked.clone()
+        known[:, :, 1:] = 0  # as the pipeline's condition is: the first frame and grey
+        both = torch.cat([asked, other, known]).contiguous(memory_format=torch.channels_last_3d)
+        means = vae.encode(both).mode().cpu().half().unflatten(0, (3, -1))
         state = {
-            "clips": torch.stack(both).half(),
-            "conditions": encode(vae, firsts, first_only=True).half(),
+            "clips": means[:2],
+            "conditions": means[2],
             "indices": torch.tensor(indices),
         }
         torch.save(state, file)
-
-
-def encode(vae: diffusers.AutoencoderKLWan, clips: list[np.ndarray], *, first_only: bool = False) -> torch.Tensor:
-    """Return the VAE's means of clips; `first_only`: of the first frame and zeros, as the pipeline's condition is."""
-    pixels = as_pixels(clips, vae.device)
-    if first_only:
-        pixels[:, :, 1:] = 0
-    return vae.encode(pixels).latent_dist.mode().cpu()
 
 
 def statistics(clips: list[torch.Tensor]) -> tuple[list[float], list[float]]:

@@ -10,13 +10,15 @@ import torch
 
 from scripts.demo_model import experts, sizes, vae
 from scripts.demo_model.captions import caption
+from scripts.demo_model.descent import Descent
 from scripts.demo_model.export import LARGEST_MB, export
 from scripts.demo_model.scenes import draw_scene
 from scripts.demo_model.text import embed
 from scripts.demo_model.training import Run, learning_rate
+from scripts.demo_model.whole_clip import WholeClips
 from wan_tpu import load_pipeline
 
-SHORT = sizes.Schedule(steps=4, batch=1, rate=1e-3, warm_up=2, sheet_every=0)
+SHORT = sizes.Schedule(steps=4, batch=1, warm_up=2, sheet_every=0)
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +38,7 @@ def test_a_stopped_run_gives_the_bits_of_one_that_wasn_t(tmp_path):
         run = Run(tmp_path / name, torch.device("cpu"), 0, 3600)
         schedule = dataclasses.replace(SHORT, warm_up=100)  # the rate of a step mustn't depend on the length here
         for steps in stops:
-            # Pieces only: the share of whole clips depends on the length too.
-            vae.train_vae(run, dataclasses.replace(schedule, steps=steps), short_share=1.0)
+            vae.train_vae(run, dataclasses.replace(schedule, steps=steps))
         states.append(torch.load(run.folder / "vae.pt", weights_only=True))
     for part in ("trained", "averaged"):
         for key, value in states[0][part].items():
@@ -45,11 +46,40 @@ def test_a_stopped_run_gives_the_bits_of_one_that_wasn_t(tmp_path):
 
 
 def test_learning_rate_rises_and_falls():
-    schedule = sizes.Schedule(steps=1000, batch=1, rate=1e-3, warm_up=100)
+    schedule = sizes.Schedule(steps=1000, batch=1, warm_up=100)
     rates = [learning_rate(schedule, step) for step in range(1000)]
-    assert max(rates) == rates[100] == pytest.approx(1e-3)
-    assert rates[0] == pytest.approx(1e-5)
-    assert rates[-1] == pytest.approx(5e-5, rel=0.01)
+    assert max(rates) == rates[100] == pytest.approx(1)
+    assert rates[0] == pytest.approx(0.01)
+    assert rates[-1] == pytest.approx(0.02, rel=0.01)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("width", [64, 96])
+def test_a_clip_at_once_is_what_diffusers_makes_in_chunks(width):
+    model = vae.new_vae()["vae"]
+    pixels = torch.rand(1, 3, 17, 64, width) * 2 - 1
+    in_chunks = model.encode(pixels).latent_dist
+    latents = in_chunks.mean
+    rebuilt = model.decode(latents).sample
+    whole = WholeClips(model)
+    posterior = whole.encode(pixels)
+    assert (posterior.mean - in_chunks.mean).abs().max() < 1e-5 * latents.std()
+    assert (posterior.logvar - in_chunks.logvar).abs().max() < 1e-4
+    assert (whole.decode(latents).clamp(-1, 1) - rebuilt).abs().max() < 1e-5 * rebuilt.std() * 10
+    assert (rebuilt - pixels).abs().max() > 0.1
+    assert (rebuilt[:, :, 1:] - rebuilt[:, :, :-1]).abs().max() > 0.01
+
+
+def test_every_parameter_is_moved_by_one_optimiser():
+    modules = torch.nn.ModuleDict({"linear": torch.nn.Linear(6, 4), "conv": torch.nn.Conv3d(2, 3, (3, 1, 1))})
+    modules["embedding"] = torch.nn.Embedding(5, 6)
+    modules["conv"].weight.data = modules["conv"].weight.data.contiguous(memory_format=torch.channels_last_3d)
+    before = {name: value.detach().clone() for name, value in modules.named_parameters()}
+    seen = modules["linear"](modules["embedding"](torch.arange(5))).square().mean()
+    seen = seen + modules["conv"](torch.randn(1, 2, 4, 2, 2)).square().mean()
+    Descent(modules).step(seen, adam_rate=1e-3, muon_rate=0.02)
+    for name, value in modules.named_parameters():
+        assert (value.detach() - before[name]).abs().max() > 1e-4, name
 
 
 @torch.no_grad()
