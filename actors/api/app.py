@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi_offline import FastAPIOffline
 
 from actors.api import failures
 from actors.api.failures import Problem
@@ -37,7 +38,7 @@ def make_app(service: Service) -> FastAPI:
             telling.cancel()
             service.close()
 
-    app = FastAPI(
+    app = FastAPIOffline(  # its page of the API asks no other server for its script
         title="wan-tpu",
         description="Video generation. OpenAI's videos API, and some fields and routes more.",
         version="1",

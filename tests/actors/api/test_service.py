@@ -1,6 +1,7 @@
 """What OpenAI's client doesn't ask for: idempotency, admission, ranges, keys, other sites, bodies of nonsense."""
 
 import dataclasses
+import re
 import time
 
 import httpx
@@ -115,7 +116,17 @@ def test_keys_see_their_own_jobs_only(settings, tmp_path):
         revoke_key(file, "bob")
         time.sleep(1.1)
         assert http.get("/v1/videos", headers=of(bob)).status_code == 401
-        assert http.get("/health").status_code == http.get("/docs").status_code == 200
+        assert http.get("/health").status_code == 200
+
+
+def test_the_page_of_the_api_asks_no_other_server(http):
+    page = http.get("/docs").text
+    wanted = re.findall(r"""(?:src|href)=["']([^"']+)""", page)
+    assert len(wanted) >= 2
+    for address in wanted:
+        assert address.startswith("/"), address
+        assert http.get(address).status_code == 200
+    assert http.get("/openapi.json").json()["info"]["title"] == "wan-tpu"
 
 
 def test_without_keys_only_this_machine_s_own_pages_may_ask(http, service):
