@@ -34,7 +34,7 @@ test: .venv/installed
 
 # Kills, a soak, and the commands as processes of their own: minutes of waiting that every change needn't pay for.
 test-long: .venv/installed
-	$(BIN)/python -m pytest -m long tests/actors
+	$(BIN)/python -m pytest -m long tests/actors tests/quality
 
 lint: .venv/installed
 	$(BIN)/ruff check .

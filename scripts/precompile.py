@@ -3,7 +3,7 @@
 
     precompile.py --model_id Wan-AI/Wan2.2-I2V-A14B-Diffusers --slice v6e-8 --size 720*1280 executables/
     precompile.py --model_id Wan-AI/Wan2.2-I2V-A14B-Diffusers --layout a14b-balanced-v6e --size 720*1280 executables/
-    precompile.py --model_id demo/checkpoint --size 160*240 --frames 17 --dtype float32 executables/   # this machine
+    precompile.py --model_id examples/small-wan2.2-i2v --size 64*64 --frames 17 --dtype float32 executables/   # here
 
 `wan-tpu generate --executables executables/` then loads them; so do the pools of a pipeline, each the programs of its
 stages on its slice, which --layout compiles. With --slice or --layout no TPU is needed, but libtpu is

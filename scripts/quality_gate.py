@@ -7,14 +7,14 @@ Exit code 1 when a figure is below its limit.
 import argparse
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import numpy as np
 from demo_model import gate
-
-from wan_tpu import GenerationRequest, load_pipeline
+from demo_model.mistakes import MISTAKES, fallen, mistaken
+from demo_model.ways import WAYS
 
 # Shares, and decibels: what the model card promises.
 LIMITS = {
@@ -29,15 +29,11 @@ LIMITS = {
 def main() -> int:
     """Run the gate; return 1 when a limit isn't met."""
     args = _parser().parse_args()
-    pipeline = load_pipeline(args.checkpoint, dtype=args.dtype, mesh=(1, 1, 1))
     sampling = gate.Sampling(args.steps, args.guidance, args.shift)
     scenes = gate.held_out_scenes(args.requests)
-
-    def generate(request: GenerationRequest) -> np.ndarray:
-        return pipeline.generate(request).pixels
-
-    made = gate.make(generate, scenes, sampling)
-    made_opposite = [] if args.no_opposites else gate.make(generate, gate.opposites(scenes), sampling)
+    with WAYS[args.through](args.checkpoint, args.dtype) as generate:
+        made = gate.make(generate, scenes, sampling)
+        made_opposite = [] if args.no_opposites else gate.make(generate, gate.opposites(scenes), sampling)
     found = {"vae_db": gate.reconstruction(args.checkpoint, scenes)} | gate.figures(made, made_opposite)
     gate.write(args.out, made, found)
     print(gate.table(found))
@@ -45,20 +41,40 @@ def main() -> int:
     for name in failed:
         print(f"below its limit: {name} is {found[name].value:.3g}, the limit {LIMITS[name]:g}", file=sys.stderr)
     print(f"figures and contact sheets are in {args.out}")
+    if args.mistakes:
+        _try_mistakes(args, gate.figures(made))
     return 1 if failed else 0
+
+
+def _try_mistakes(args: argparse.Namespace, right: gate.Figures) -> None:
+    """Print, as a table for docs/quality.md, what each mistake makes of the figures."""
+    scenes = gate.held_out_scenes(args.requests)
+    lines = ["| mistake | score (95 % interval) | what falls by more than the intervals |", "|---|---|---|"]
+    for name, mistake in MISTAKES.items():
+        print(f"{name}:")
+        with tempfile.TemporaryDirectory() as folder:
+            generate = mistaken(mistake, args.checkpoint, Path(folder), args.dtype)
+            made = gate.make(generate, scenes, mistake.sampling)
+        found = gate.figures(made)
+        gate.write(args.out / name.replace(" ", "-"), made, found)
+        fell = [f"{key.replace('_', ' ')} to {gate.text(key, found[key])}" for key in fallen(right, found)]
+        lines.append(f"| {name} | {gate.text('score', found['score'])} | {', '.join(fell) or '**nothing**'} |")
+    print("\n".join(lines))
 
 
 def _parser() -> argparse.ArgumentParser:
     default = gate.Sampling()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoint", type=Path, nargs="?", default=Path("examples/small-wan2.2-i2v"))
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("build/quality"))
+    parser.add_argument("--through", choices=list(WAYS), default="process", help="which way the requests are made")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--steps", type=int, default=default.steps)
     parser.add_argument("--guidance", type=float, default=default.guidance)
     parser.add_argument("--shift", type=float, help="the checkpoint's when left out")
     parser.add_argument("--no-opposites", action="store_true", help="half the time, without the figure for sentences")
+    parser.add_argument("--mistakes", action="store_true", help="then make each known mistake, and say what it costs")
     return parser
 
 

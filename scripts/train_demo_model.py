@@ -1,22 +1,25 @@
 #!/usr/bin/env python3
 """Train the small Wan 2.2 I2V that the demo and the tests use, and write it as a diffusers directory.
 
-Stages, each goes on where it was stopped: vae, latents (encodes the clips), experts, export. On two cores hours.
+Stages, each goes on where it was stopped: vae, latents (encodes the clips), experts, export, examples (requests that it
+hasn't seen). On two cores two hours.
 """
 
 import argparse
 import dataclasses
+import shutil
 import sys
 from pathlib import Path
 
 import torch
 from demo_model import sizes
+from demo_model.examples import write_examples
 from demo_model.experts import train_experts
 from demo_model.export import export
 from demo_model.training import Run
 from demo_model.vae import encode_clips, train_vae
 
-STAGES = ("vae", "latents", "experts", "export")
+STAGES = ("vae", "latents", "experts", "export", "examples")
 
 
 def main() -> int:
@@ -28,7 +31,8 @@ def main() -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.threads:
         torch.set_num_threads(args.threads)
-    run = Run(args.folder, torch.device(device), args.seed, args.minutes * 60)
+    compiled = device == "cpu" and shutil.which("g++") is not None
+    run = Run(args.folder, torch.device(device), args.seed, args.minutes * 60, compiled)
     run.folder.mkdir(parents=True, exist_ok=True)
     for stage in args.stages or STAGES:
         if stage == "vae":
@@ -38,8 +42,11 @@ def main() -> int:
             done = True
         elif stage == "experts":
             done = train_experts(run, _schedule(sizes.EXPERTS_SCHEDULE, args.experts_steps))
-        else:
+        elif stage == "export":
             print(f"{args.target}: {export(run, args.target):.1f} MB")
+            done = True
+        else:
+            print(write_examples(args.examples))
             done = True
         if not done:
             print(f"stopped in stage {stage} after {args.minutes:g} minutes; call again to go on")
@@ -56,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("stages", nargs="*", help=f"of {', '.join(STAGES)}; all in this order when left out")
     parser.add_argument("--folder", type=Path, default=Path("build/demo-model"), help="logs, sheets and states")
     parser.add_argument("--target", type=Path, default=Path("build/demo-model/checkpoint"), help="what export writes")
+    parser.add_argument("--examples", type=Path, default=Path("build/demo-model/examples"), help="what examples writes")
     parser.add_argument("--minutes", type=float, default=600, help="stop each stage, saved, after these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", help="cpu or cuda; the GPU when there is one")

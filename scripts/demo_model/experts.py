@@ -6,6 +6,7 @@ drawn as the sampler visits it: shift s / (1 + (shift - 1) s) for uniform s.
 Shapes: B clips, Z latent channels, T latent frames, H W latent height and width.
 """
 
+import contextlib
 from dataclasses import dataclass, replace
 
 import diffusers
@@ -53,12 +54,8 @@ def train_experts(run: Run, schedule: sizes.Schedule = sizes.EXPERTS_SCHEDULE) -
     latents, mean, std = read_latents(run)
     _set_statistics(model.vae, mean, std)
     modules, tokenizer = model.modules, model.tokenizer
-    if run.device.type == "cpu":
+    if run.compiled:
         _compile(modules)
-    # The backward pass of torch's flash attention takes half of a CPU's step over as few tokens as these.
-    attention = (
-        [SDPBackend.MATH] if run.device.type == "cpu" else [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    )
     clips_of = np.array([len(group.scenes) for group in latents], float)
 
     def loss_of(step: int) -> dict[str, torch.Tensor]:
@@ -74,7 +71,7 @@ def train_experts(run: Run, schedule: sizes.Schedule = sizes.EXPERTS_SCHEDULE) -
         at = sigma[:, None, None, None, None]
         given = torch.cat([(1 - at) * x + at * noise, condition], dim=1)
         expert = modules[EXPERTS[0] if high else EXPERTS[1]]
-        with torch.autocast(run.device.type, torch.bfloat16), sdpa_kernel(attention):
+        with torch.autocast(run.device.type, torch.bfloat16), _attention_over_few_tokens(run.device):
             text = embed(modules["text_encoder"], tokenizer, sentences)
             velocity = expert(given, sigma * 1000, text, return_dict=False)[0]
         loss = (velocity.float() - (noise - x)).square().mean()
@@ -200,8 +197,12 @@ def _batch(
     return x, torch.cat([mask, known], dim=1), sentences
 
 
+def _attention_over_few_tokens(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return within what to attend: on a CPU, flash attention's backward pass takes half of a step over 80 tokens."""
+    return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else contextlib.nullcontext()
+
+
 def _compile(modules: torch.nn.ModuleDict) -> None:
-    """Have inductor fuse what lies between the products: half of a step's time on a CPU."""
     # torchax, which wan_tpu imports, registers its device as an accelerator; torch.compile would ask it for a stream.
     torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
     for name in EXPERTS:

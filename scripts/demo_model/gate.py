@@ -26,6 +26,9 @@ _ON_A_SHEET = 8
 Generate = Callable[[GenerationRequest], np.ndarray]
 """Makes a request's video, float32 [T, H, W, 3] in [0, 1]: any way that this project has."""
 
+Figures = dict[str, Estimate]
+"""Every figure of the gate by its name: shares in [0, 1], and decibels."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -80,8 +83,8 @@ def make(
     return made
 
 
-def figures(made: Sequence[Made], made_opposite: Sequence[Made] = ()) -> dict[str, Estimate]:
-    """Return every figure of the gate by its name: shares in [0, 1], and decibels.
+def figures(made: Sequence[Made], made_opposite: Sequence[Made] = ()) -> Figures:
+    """Return every figure of clips.
 
     made_opposite  clips of the same scenes with the opposite sentence, in the same order
     """
@@ -107,7 +110,7 @@ def opposites(scenes: Sequence[Scene]) -> list[Scene]:
     return [opposite(scene) for scene in scenes]
 
 
-def write(folder: Path, made: Sequence[Made], found: dict[str, Estimate]) -> None:
+def write(folder: Path, made: Sequence[Made], found: Figures) -> None:
     """Write figures.json, clips.jsonl and contact sheets of the best and the worst clips."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {name: asdict(estimate) for name, estimate in found.items()} | {"requests": len(made)}
@@ -121,15 +124,21 @@ def write(folder: Path, made: Sequence[Made], found: dict[str, Estimate]) -> Non
         save_rows(folder / f"{name}.png", [each.clip for each in chosen], [_title(each) for each in chosen])
 
 
-def table(found: dict[str, Estimate]) -> str:
+def table(found: Figures) -> str:
     """Return the figures as a table for docs/quality.md."""
     lines = ["| figure | value (95 % interval) |", "|---|---|"]
     for name, estimate in found.items():
-        decibel = name.endswith("_db")
-        text = estimate.text(1, 1) + " dB" if decibel else estimate.text() + " %"
-        shown = name.removesuffix("_db").replace("_", " ") + (", PSNR" if decibel else "")
-        lines.append(f"| {shown} | {text} |")
+        lines.append(f"| {_spelt(name)} | {text(name, estimate)} |")
     return "\n".join(lines)
+
+
+def text(name: str, estimate: Estimate) -> str:
+    """Return a figure with its interval and unit."""
+    return estimate.text(1, 1) + " dB" if name.endswith("_db") else estimate.text() + " %"
+
+
+def _spelt(name: str) -> str:
+    return name.removesuffix("_db").replace("_", " ") + (", PSNR" if name.endswith("_db") else "")
 
 
 def _title(made: Made) -> str:

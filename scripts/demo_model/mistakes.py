@@ -14,7 +14,7 @@ from wan_tpu.families.wan_presets import VAE_21
 from wan_tpu.pipeline import Pipeline
 
 from . import sizes
-from .gate import Generate, Sampling
+from .gate import Figures, Generate, Sampling
 
 _EXPERTS = ("transformer", "transformer_2")
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -86,6 +86,11 @@ def mistaken(mistake: Mistake, checkpoint: Path, folder: Path, dtype: str = "flo
     if mistake.forgets:
         return lambda request: _forgetful(pipeline, request)
     return lambda request: pipeline.generate(request).pixels
+
+
+def fallen(right: Figures, found: Figures) -> list[str]:
+    """Return the figures that fell by more than the intervals: whose two intervals don't touch."""
+    return [name for name, estimate in found.items() if name in right and estimate.high < right[name].low]
 
 
 def _forgetful(pipeline: Pipeline, given: GenerationRequest) -> np.ndarray:

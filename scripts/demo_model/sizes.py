@@ -64,7 +64,7 @@ class Schedule:
 
 
 VAE_SCHEDULE = Schedule(steps=2500, batch=4, ema=0.995, sheet_every=500)
-EXPERTS_SCHEDULE = Schedule(steps=10000, batch=32, ema=0.999, sheet_every=2000)
+EXPERTS_SCHEDULE = Schedule(steps=8000, batch=32, ema=0.999, sheet_every=2000)
 SCENES = 4000  # each with its opposite: 8,000 clips
 FIRST_LOGVAR = -6.0  # of the VAE's latents, untrained
 KL_WEIGHT = 1e-4

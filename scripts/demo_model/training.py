@@ -18,12 +18,16 @@ from .sizes import Schedule
 
 @dataclass(frozen=True)
 class Run:
-    """Where and how long: stages stop, saved, `seconds` after they began, and go on when called again."""
+    """Where and how long: stages stop, saved, `seconds` after they began, and go on when called again.
+
+    compiled  whether inductor fuses what lies between the products: half of an expert's step on a CPU; asks for g++
+    """
 
     folder: Path
     device: torch.device
     seed: int
     seconds: float
+    compiled: bool = False
 
 
 def train(

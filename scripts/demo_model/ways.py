@@ -1,0 +1,86 @@
+"""The ways a request is made in this project, each as a function of the gate's kind."""
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import imageio.v3 as iio
+import numpy as np
+
+from actors.pipeline import Pipeline as Slices
+from actors.pools import deploy
+from actors.settings import PipelineSettings
+from cluster.connect import connect, leave
+from cluster.emulated import EmulatedCluster
+from cluster.layout import Layout
+from wan_tpu import GenerationRequest, load_pipeline
+from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value
+from wan_tpu.expert import STAGES
+
+from .gate import Generate
+
+LAYOUT = "emulated-demo"  # four slices of five hosts
+
+
+@contextlib.contextmanager
+def in_one_process(checkpoint: Path, dtype: str) -> Iterator[Generate]:
+    """Yield what makes videos with the pipeline of one process."""
+    pipeline = load_pipeline(checkpoint, dtype=dtype, mesh=(1, 1, 1))
+    yield lambda request: pipeline.generate(request).pixels
+
+
+@contextlib.contextmanager
+def through_files(checkpoint: Path, dtype: str) -> Iterator[Generate]:
+    """Yield what makes videos stage by stage, a file between any two of them."""
+    pipeline = load_pipeline(checkpoint, dtype=dtype, mesh=(1, 1, 1))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "value.safetensors"
+
+        def generate(given: GenerationRequest) -> np.ndarray:
+            request = pipeline.resolve(given)
+            save_value(pipeline.encode(request), path)
+            conditioning, _ = load_value(Conditioning, path)
+            state = pipeline.initial_state(request)
+            for expert in pipeline.experts(request):
+                save_value(pipeline.denoise(request, conditioning, state, stop=expert.stop), path)
+                state, _ = load_value(DenoiseState, path)
+            return np.concatenate(list(pipeline.decode(state.latents)))
+
+        yield generate
+
+
+@contextlib.contextmanager
+def on_slices(checkpoint: Path, dtype: str) -> Iterator[Generate]:
+    """Yield what makes videos on emulated slices of a Ray cluster; their frames are those of the mp4."""
+    layout = Layout.load(LAYOUT, STAGES)
+    with (
+        tempfile.TemporaryDirectory(prefix="wan-gate-") as folder,
+        EmulatedCluster.start(layout.emulated_slices(), folder=Path(folder) / "cluster") as cluster,
+        asyncio.Runner() as runner,
+    ):
+        connect(cluster.address)
+        settings = PipelineSettings(checkpoint=str(checkpoint), snapshots=f"{folder}/snapshots", dtype=dtype)
+        deploy(layout, settings)
+        slices = Slices(layout, settings)
+        made = 0
+
+        def generate(request: GenerationRequest) -> np.ndarray:
+            nonlocal made
+            made += 1
+            video = runner.run(slices.generate(request, id=f"gate-{made}"))
+            return iio.imread(video, extension=".mp4", plugin="FFMPEG").astype(np.float32) / 255
+
+        try:
+            yield generate
+        finally:
+            slices.close()
+            leave()
+
+
+WAYS: dict[str, Callable[[Path, str], contextlib.AbstractContextManager[Generate]]] = {
+    "process": in_one_process,
+    "files": through_files,
+    "slices": on_slices,
+}

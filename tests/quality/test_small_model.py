@@ -1,0 +1,92 @@
+"""The small model that is shipped: ten requests of the gate, and a mistake that they notice."""
+
+import json
+
+import diffusers
+import imageio.v3 as iio
+import numpy as np
+import pytest
+
+from scripts.demo_model import gate, sizes
+from scripts.demo_model.examples import write_examples
+from scripts.demo_model.export import LARGEST_MB
+from scripts.demo_model.mistakes import MISTAKES, mistaken
+from scripts.demo_model.score import SUB_SCORES, psnr, score
+from scripts.demo_model.ways import WAYS
+from tests.conftest import ROOT
+from wan_tpu import load_pipeline
+
+EXAMPLES = ROOT / "examples"
+CHECKPOINT = EXAMPLES / "small-wan2.2-i2v"
+REQUESTS = 10
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    return gate.held_out_scenes(REQUESTS, width=64)  # one size: each is compiled
+
+
+@pytest.fixture(scope="module")
+def found(scenes):
+    """The figures of ten requests made as users make them."""
+    pipeline = load_pipeline(CHECKPOINT, dtype="float32", mesh=(1, 1, 1))
+    made = gate.make(lambda request: pipeline.generate(request).pixels, scenes, gate.Sampling())
+    return gate.figures(made)
+
+
+def test_ten_requests_pass_the_gate(found):
+    values = {name: estimate.value for name, estimate in found.items()}
+    assert values["first_frame_db"] >= 24, values
+    assert values["colour"] >= 0.8, values
+    assert values["direction"] >= 0.7, values
+    assert values["score"] >= 0.7, values
+
+
+@pytest.mark.parametrize("name", ["latent statistics of Wan 2.1's VAE", "the high-noise expert throughout"])
+def test_the_gate_notices(name, scenes, found, tmp_path):
+    mistake = MISTAKES[name]
+    made = gate.make(mistaken(mistake, CHECKPOINT, tmp_path), scenes, mistake.sampling)
+    wrong = gate.figures(made)
+    assert wrong["first_frame_db"].high < found["first_frame_db"].low
+
+
+def test_files_between_the_stages_change_nothing(scenes):
+    request = gate.request_of(scenes[0], 0, gate.Sampling(steps=3))
+    clips = []
+    for name in ("process", "files"):
+        with WAYS[name](CHECKPOINT, "float32") as generate:
+            clips.append(generate(request))
+    assert np.array_equal(*clips)
+
+
+@pytest.mark.long
+def test_slices_make_what_one_process_makes(scenes):
+    requests = [gate.request_of(scene, i, gate.Sampling()) for i, scene in enumerate(scenes[:3])]
+    clips = {}
+    for name in ("process", "slices"):
+        with WAYS[name](CHECKPOINT, "float32") as generate:
+            clips[name] = [generate(request) for request in requests]
+    for i, scene in enumerate(scenes[:3]):
+        alone, sliced = (score(clips[name][i], scene) for name in ("process", "slices"))
+        assert psnr(clips["process"][i], clips["slices"][i]) > 28  # those of the slices went through H.264
+        assert [getattr(alone, name) for name in SUB_SCORES] == [getattr(sliced, name) for name in SUB_SCORES]
+
+
+def test_the_vae_rebuilds_what_it_has_not_seen(scenes):
+    assert gate.reconstruction(CHECKPOINT, scenes).low >= 28
+
+
+def test_it_is_a_wan_2_2_that_diffusers_reads_and_that_is_small():
+    theirs = diffusers.WanImageToVideoPipeline.from_pretrained(CHECKPOINT)
+    assert theirs.config.boundary_ratio == sizes.BOUNDARY
+    assert theirs.scheduler.config.flow_shift == sizes.SHIFT
+    experts = [theirs.transformer.patch_embedding.weight, theirs.transformer_2.patch_embedding.weight]
+    assert not np.array_equal(*(weight.detach().numpy() for weight in experts))
+    assert sum(file.stat().st_size for file in CHECKPOINT.rglob("*")) < LARGEST_MB * 1e6
+
+
+def test_examples_are_what_the_script_draws(tmp_path):
+    manifest = write_examples(tmp_path)
+    assert manifest.read_text() == (EXAMPLES / manifest.name).read_text()
+    for name in {json.loads(line)["image"] for line in manifest.read_text().splitlines()}:
+        assert np.array_equal(iio.imread(tmp_path / name), iio.imread(EXAMPLES / name)), name
