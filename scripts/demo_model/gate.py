@@ -21,6 +21,7 @@ from .sheets import save_rows
 from .vae import reconstruct
 
 SEED = 1_000_003  # of the gate's scenes: not that of any training
+DECIBELS = ("first_frame_db", "likeness_db")
 _ON_A_SHEET = 8
 
 Generate = Callable[[GenerationRequest], np.ndarray]
@@ -91,7 +92,8 @@ def figures(made: Sequence[Made], made_opposite: Sequence[Made] = ()) -> Figures
     found = {"score": intervals.mean([each.score.whole for each in made])}
     for name in SUB_SCORES:
         found[name] = intervals.share([getattr(each.score, name) for each in made])
-    found["first_frame_db"] = intervals.mean([each.score.first_frame_db for each in made])
+    for name in DECIBELS:
+        found[name] = intervals.mean([getattr(each.score, name) for each in made])
     if made_opposite:
         pairs = zip(made, made_opposite, strict=True)
         found["sentence"] = intervals.share([one.score.direction and other.score.direction for one, other in pairs])

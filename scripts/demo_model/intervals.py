@@ -32,9 +32,9 @@ def share(outcomes: Sequence[bool]) -> Estimate:
     return Estimate(p, max(0.0, middle - half), min(1.0, middle + half))
 
 
-def mean(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Return the mean with the bootstrap's percentile interval, 2,000 resamples."""
+def mean(values: Sequence[float], seed: int = 0, percent: float = 95) -> Estimate:
+    """Return the mean with the bootstrap's percentile interval, 10,000 resamples; `percent` of them lie in it."""
     array = np.asarray(values, np.float64)
-    drawn = np.random.default_rng(seed).choice(array, (2000, len(array))).mean(axis=1)
-    low, high = np.percentile(drawn, (2.5, 97.5))
+    drawn = np.random.default_rng(seed).choice(array, (10_000, len(array))).mean(axis=1)
+    low, high = np.percentile(drawn, (50 - percent / 2, 50 + percent / 2))
     return Estimate(float(array.mean()), float(low), float(high))

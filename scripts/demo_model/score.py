@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from .finding import Track, follow, outline, shares, smooth, still_part
-from .scenes import KINDS, Scene, clip_times, first_frame, opposite, path
+from .scenes import KINDS, Scene, clip_times, first_frame, opposite, path, render
 
 LEAST_FIRST_FRAME_DB = 24.0
 _SEEN = 0.8  # of the frames a thing must be found in: others may pass in front of it
@@ -27,6 +27,7 @@ class Score:
     """What is right about one clip; beside it the figures that say so.
 
     kind_seen        the kind and direction whose path is nearest, such as ("roll", 1)
+    likeness_db      PSNR against the clip as it is rendered: what a flawless model would make
     amplitude        of the asked motion: 1 as asked, 0 still, -1 the other way
     speed_seen       1 as asked, 2 twice as fast
     """
@@ -39,6 +40,7 @@ class Score:
     speed: bool
     steady: bool
     first_frame_db: float
+    likeness_db: float
     amplitude: float
     kind_seen: tuple[str, int]
     speed_seen: float
@@ -78,6 +80,7 @@ def score(frames: np.ndarray, scene: Scene) -> Score:
         speed=bool(_RIGHT_SPEEDS[0] <= speed_seen <= _RIGHT_SPEEDS[1]),
         steady=bool(change <= _STEADY and stands),
         first_frame_db=first,
+        likeness_db=psnr(frames, render(scene, clip_times(len(frames))) / 255),
         amplitude=amplitude,
         kind_seen=kind_seen,
         speed_seen=speed_seen,
