@@ -58,8 +58,12 @@ def _try_mistakes(args: argparse.Namespace, right: Sequence[gate.Made]) -> None:
             made = gate.make(generate, scenes, mistake.sampling)
         found = gate.figures(made)
         gate.write(args.out / name.replace(" ", "-"), made, found)
-        fell = [f"{key.replace('_', ' ')} to {gate.text(key, found[key])}" for key in fallen(right, made)]
-        lines.append(f"| {name} | {gate.text('score', found['score'])} | {', '.join(fell) or '**nothing**'} |")
+        fell = [
+            f"{key.removesuffix('_db').replace('_', ' ')} to {gate.text(key, found[key])}"
+            for key in fallen(right, made)
+        ]
+        noticed = ", ".join(fell) or f"nothing; `{mistake.caught_by}`"
+        lines.append(f"| {name} | {gate.text('score', found['score'])} | {noticed} |")
     print("\n".join(lines))
 
 

@@ -29,11 +29,13 @@ class Mistake:
     damage    done to a copy of the checkpoint
     sampling  what of the requests is wrong
     forgets   whether the solver's history is lost where the second expert takes over
+    caught_by the test that notices it where this gate doesn't; None where the gate does
     """
 
     damage: Callable[[Path], None] | None = None
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     forgets: bool = False
+    caught_by: str | None = None
 
 
 def _swap(checkpoint: Path) -> None:
@@ -67,14 +69,22 @@ def _others_statistics(checkpoint: Path) -> None:
 
 
 MISTAKES = {
-    "shift ignored": Mistake(sampling=Sampling(shift=1.0)),
+    "shift ignored": Mistake(
+        sampling=Sampling(shift=1.0),
+        caught_by="tests/wan_tpu/test_known_mistakes.py::test_shift_changes_the_schedule_and_the_video",
+    ),
     "experts swapped": Mistake(_swap),
     "the high-noise expert throughout": Mistake(_only(0)),
     "the low-noise expert throughout": Mistake(_only(1)),
     "mask channels zeroed": Mistake(_blind),
     "latent statistics of Wan 2.1's VAE": Mistake(_others_statistics),
-    "guidance off": Mistake(sampling=Sampling(guidance=1.0)),
-    "solver history dropped at the boundary": Mistake(forgets=True),
+    "guidance off": Mistake(
+        sampling=Sampling(guidance=1.0),
+        caught_by="tests/wan_tpu/test_parity.py::test_same_latents_and_pixels_as_diffusers",
+    ),
+    "solver history dropped at the boundary": Mistake(
+        forgets=True, caught_by="tests/wan_tpu/test_known_mistakes.py::test_history_crosses_the_boundary"
+    ),
     "a quarter of the steps": Mistake(sampling=Sampling(steps=sizes.STEPS // 4)),
 }
 

@@ -32,6 +32,12 @@ def made(scenes):
         return gate.make(generate, scenes, gate.Sampling())
 
 
+@pytest.fixture(scope="module")
+def many():
+    with WAYS["process"](CHECKPOINT, "float32") as generate:
+        return gate.make(generate, gate.held_out_scenes(60, width=64), gate.Sampling())
+
+
 def test_ten_requests_pass_the_gate(made):
     values = {name: estimate.value for name, estimate in gate.figures(made).items()}
     assert values["first_frame_db"] >= 24, values
@@ -52,6 +58,19 @@ def test_the_gate_notices(name, lowered, scenes, made, tmp_path):
     wrong = gate.make(mistaken(mistake, CHECKPOINT, tmp_path), scenes, mistake.sampling)
     assert lowered <= set(fallen(made, wrong))
     assert not fallen(made, made)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MISTAKES)
+def test_every_mistake_is_noticed_by_the_gate_or_by_a_test(name, many, tmp_path):
+    mistake = MISTAKES[name]
+    wrong = gate.make(mistaken(mistake, CHECKPOINT, tmp_path), [each.scene for each in many], mistake.sampling)
+    if mistake.caught_by is None:
+        assert fallen(many, wrong)
+    else:
+        assert not fallen(many, wrong)
+        file, _, test = mistake.caught_by.partition("::")
+        assert f"def {test}(" in (ROOT / file).read_text()
 
 
 def test_files_between_the_stages_change_nothing(scenes):
