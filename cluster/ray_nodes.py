@@ -71,11 +71,15 @@ def start_host(folder: Path, settings: NodeSettings, address: str) -> str:
 
 
 def _start(folder: Path, settings: NodeSettings, *args: Any, **kwargs: Any) -> Any:
-    """Start a node, twice if need be: Ray gives it half a minute, fixed, and the machine may be busy."""
+    """Start a node, twice if need be: Ray gives each of its processes half a minute or less, fixed.
+
+    The machine may be busy, or the child may hang: Ray forks it from a process with threads, with Python to run before
+    it becomes another program.
+    """
     try:
         return _start_once(folder, settings, *args, **kwargs)
     except ClusterStartFailed as error:
-        if "timed out" not in str(error.__cause__):
+        if "timed out" not in str(error.__cause__).lower():
             raise
         log.warning("once more: %s", error)
     kill(processes(folder / settings.name))
