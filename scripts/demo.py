@@ -114,7 +114,7 @@ def _say(spans: list[Span], seen: Seen, seconds: float) -> None:
         print(f"Inputs went from the object store to the devices {len(handed)} times, on average in "
               f"{1000 * sum(handed) / len(handed):.0f} ms.")  # fmt: skip
     print(f"{seconds:.0f} s in all. In {FOLDER.relative_to(ROOT)}/:")
-    print(f"  {', '.join(sorted(each.name for each in FOLDER.glob('*.mp4')))}  the videos, each with its record")
+    print(f"  {', '.join(entry.output for entry in read_manifest(MANIFEST).entries)}  the videos, each with its record")
     print("  timeline.png                     which slice computed what when")
     print("  timeline.trace.json              the same, for https://ui.perfetto.dev")
 
