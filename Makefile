@@ -1,7 +1,6 @@
 # All a newcomer needs. Every target sets up what it uses, on a machine with Python 3.11 and make.
 PYTHON ?= python3.11
 BIN := .venv/bin
-COMPUTING := tests/actors/test_host.py tests/wan_tpu tests/kernels tests/actors/api tests/quality tests/actors/jobs
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
 .PHONY: help demo test test-long lint bench clean
@@ -25,16 +24,15 @@ help:
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
 
-# What computes, two files at a time, and beside it what starts clusters and clocks them: that waits half of its time,
-# and goes before the other when it doesn't.
+# In three processes: one for all that starts clusters, which waits half of its time, two for what computes.
+TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests
+
 test: .venv/installed
-	nice $(BIN)/python -m pytest -n 2 --dist loadfile $(COMPUTING) tests/test_structure.py & computing=$$!; \
-	$(BIN)/python -m pytest tests --ignore tests/test_structure.py $(COMPUTING:%=--ignore %); clusters=$$?; \
-	wait $$computing && exit $$clusters
+	$(TESTS)
 
 # Kills, a soak, and the commands as processes of their own: minutes of waiting that every change needn't pay for.
 test-long: .venv/installed
-	$(BIN)/python -m pytest -m long tests/actors tests/quality
+	$(TESTS) -m long
 
 lint: .venv/installed
 	$(BIN)/ruff check .

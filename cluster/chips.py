@@ -1,4 +1,4 @@
-"""The TPU generations: what one chip has, and what Ray, GKE, JAX and the TPU compiler call it.
+"""The TPU generations: what one chip has, and what Ray, GKE and the TPU compiler call it.
 
 Sources, fetched in 2026:
 [v5e]   docs.cloud.google.com/tpu/docs/v5e
@@ -20,12 +20,11 @@ class Chip:
 
     devices               JAX devices a chip: its two cores appear as one on v5p, as two on v7x
     cores                 TensorCores a chip
-    hbm_gib               memory, GiB; hbm_bytes_per_s its bandwidth
-    usable_gib            what programs may use of it, as libtpu's compiler says when it refuses one (0.0.51)
-    bf16_flops, int8_ops  dense peak a second (a multiply-add is two); where there is no integer MXU int8_ops is None
-    fp8_flops             the same in float8, None where it runs at the bfloat16 rate
+    usable_gib            memory that programs may use, as libtpu's compiler says when it refuses one (0.0.51)
+    hbm_bytes_per_s       its bandwidth
+    bf16_flops            dense peak a second (a multiply-add is two)
     clock_hz              of the TensorCore: one VLIW bundle a cycle
-    ici_link_bytes_per_s  of one link in one direction; ici_links of them leave a chip, two an axis of the torus
+    ici_link_bytes_per_s  of one link in one direction; two an axis of the torus leave a chip
     core_link_bytes_per_s between the two devices of a chip, one direction; None where a chip is one device
     chips_per_host        in a slice of several hosts; one_host_chips: the sizes that a single host can have
     """
@@ -33,46 +32,31 @@ class Chip:
     name: str
     devices: int
     cores: int
-    hbm_gib: float
     usable_gib: float
     hbm_bytes_per_s: float
     bf16_flops: float
-    int8_ops: float | None
-    fp8_flops: float | None
     clock_hz: float
     ici_link_bytes_per_s: float
-    ici_links: int
     core_link_bytes_per_s: float | None
     chips_per_host: int
     one_host_chips: tuple[int, ...]
-    jax_kind: str
     gke_accelerator: str
     ray_accelerator: str
     compiler: str
-
-    @property
-    def torus_axes(self) -> int:
-        """Axes of the interconnect: 2 or 3."""
-        return self.ici_links // 2
 
 
 V5E = Chip(
     name="v5e",
     devices=1,
     cores=1,
-    hbm_gib=16,  # [v5e]
     usable_gib=15.75,
     hbm_bytes_per_s=819e9,  # [v5e]
     bf16_flops=197e12,  # [v5e]
-    int8_ops=393e12,  # [v5e]
-    fp8_flops=None,
     clock_hz=1.5e9,  # 197e12 / (4 MXUs of 128 x 128 x 2 operations a cycle [v5e])
     ici_link_bytes_per_s=50e9,  # 400 GB/s a chip, both directions, over 4 ports [v5e]
-    ici_links=4,  # [v5e]
     core_link_bytes_per_s=None,
     chips_per_host=4,  # multi-host slices are of 4-chip VMs [v5e]
     one_host_chips=(1, 4, 8),  # [v5e]
-    jax_kind="TPU v5 lite",
     gke_accelerator="tpu-v5-lite-podslice",  # [GKE]
     ray_accelerator="TPU-V5LITEPOD",  # [Ray]
     compiler="v5e",
@@ -81,19 +65,14 @@ V5P = Chip(
     name="v5p",
     devices=1,
     cores=2,
-    hbm_gib=95,  # [tpu7x]
     usable_gib=95.73,
     hbm_bytes_per_s=2765e9,  # [tpu7x]
     bf16_flops=459e12,  # [tpu7x]
-    int8_ops=918e12,  # [v5p]
-    fp8_flops=None,  # 459 TFLOP/s, as bfloat16 [tpu7x]
     clock_hz=1.75e9,  # 459e12 / (2 cores x 4 MXUs of 128 x 128 x 2 operations a cycle [v5p])
     ici_link_bytes_per_s=100e9,  # 1200 GB/s a chip, both directions, over the 6 ports of a 3D torus [tpu7x]
-    ici_links=6,
     core_link_bytes_per_s=None,
     chips_per_host=4,  # [v5p]
     one_host_chips=(4,),
-    jax_kind="TPU v5",
     gke_accelerator="tpu-v5p-slice",  # [GKE]
     ray_accelerator="TPU-V5P",  # [Ray]
     compiler="v5p",
@@ -102,19 +81,14 @@ V6E = Chip(
     name="v6e",
     devices=1,
     cores=1,
-    hbm_gib=32,  # [v6e]
     usable_gib=31.24,
     hbm_bytes_per_s=1638e9,  # [tpu7x]
     bf16_flops=918e12,  # [v6e]
-    int8_ops=1836e12,  # [v6e]
-    fp8_flops=None,  # 918 TFLOP/s, as bfloat16 [tpu7x]
     clock_hz=1.75e9,  # 918e12 / (4 x 256 x 256 x 2 operations a cycle): its 2 MXUs [v6e] take two passes a cycle
     ici_link_bytes_per_s=100e9,  # 800 GB/s a chip, both directions [tpu7x], over 4 ports [v6e]
-    ici_links=4,  # [v6e]
     core_link_bytes_per_s=None,
     chips_per_host=4,  # multi-host slices are of 4-chip VMs [v6e]
     one_host_chips=(1, 4, 8),  # [v6e]
-    jax_kind="TPU v6 lite",
     gke_accelerator="tpu-v6e-slice",  # [GKE]
     ray_accelerator="TPU-V6E",  # [Ray]
     compiler="v6e",
@@ -123,19 +97,14 @@ V7X = Chip(
     name="v7x",
     devices=2,
     cores=2,
-    hbm_gib=192,  # [tpu7x]
     usable_gib=2 * 94.74,
     hbm_bytes_per_s=7380e9,  # [tpu7x]
     bf16_flops=2307e12,  # [tpu7x]
-    int8_ops=None,  # float8 takes its place [tpu7x]
-    fp8_flops=4614e12,  # [tpu7x]
     clock_hz=2.2e9,  # 2307e12 / (2 cores x 4 x 256 x 256 x 2 operations a cycle), as v6e's cores
     ici_link_bytes_per_s=100e9,  # 1200 GB/s a chip, both directions, over the 6 ports of a 3D torus [tpu7x]
-    ici_links=6,
     core_link_bytes_per_s=600e9,  # "six times faster than a 1D ICI link" [tpu7x]
     chips_per_host=4,  # [tpu7x]
     one_host_chips=(1, 4),
-    jax_kind="TPU7x",
     gke_accelerator="tpu7x",  # [GKE]
     ray_accelerator="TPU-V7X",  # [Ray]
     compiler="tpu7x",

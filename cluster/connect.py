@@ -10,21 +10,24 @@ from cluster.authentication import use_token
 from cluster.errors import ClusterNotFound
 
 
-def connect(address: str, namespace: str = "wan-tpu") -> None:
+def connect(address: str) -> None:
     """Join the Ray cluster whose GCS listens on `address` ("host:port"); do nothing when already joined.
 
     Raises `ClusterNotFound` when nothing answers there.
     """
     stay_on_loopback(address)
     import ray  # after the line above: Ray reads its settings when it is imported
+    from ray._private import auto_init_hook
 
     _check_answers(address)
     if ray.is_initialized():
         return
-    _start_none()
+    # Keep Ray from starting a cluster of its own here, once this one is left: every call of Ray's does that where there
+    # is none, and a handle of Serve's asks for its replicas' figures every few seconds in a thread (2.60).
+    auto_init_hook.enable_auto_connect = False
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
-        ray.init(address=address, namespace=namespace, **settings)
+        ray.init(address=address, namespace="wan-tpu", **settings)
     except (ConnectionError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ClusterNotFound(f"no Ray cluster answers at {address} ({reason}); is it up?") from None
@@ -39,17 +42,6 @@ def leave() -> None:
         # Serve keeps its controller's handle, and believes it is of this cluster when the job has the same number
         # (2.60): the first job of every cluster has.
         sys.modules["ray.serve.context"]._disconnect()
-
-
-def _start_none() -> None:
-    """Keep Ray from starting a cluster of its own here, once this one is left.
-
-    Every call of Ray's does that in a process that has none; a handle of Serve's asks for its replicas' figures every
-    few seconds in a thread, and so did it after `ray.shutdown` (2.60).
-    """
-    from ray._private import auto_init_hook
-
-    auto_init_hook.enable_auto_connect = False
 
 
 def stay_on_loopback(address: str) -> None:

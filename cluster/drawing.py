@@ -44,7 +44,5 @@ def _slice(found: SliceFound) -> str:
 
 def _pool(pool: Pool, slices: Sequence[SliceFound]) -> str:
     held = [f"{s.holder} on {s.name}" for s in slices if s.holder and s.holder.split("/")[0] == pool.name]
-    bounds = pool.replicas
-    wanted = str(bounds.minimum) if bounds.minimum == bounds.maximum else f"{bounds.minimum} to {bounds.maximum}"
-    running = ", ".join(held) or "nothing runs"
+    running, wanted = ", ".join(held) or "nothing runs", str(pool.replicas)
     return f"  {pool.name:<12} {pool.slice!s:<18} {len(held)} of {wanted:<8} {running}  ({', '.join(pool.stages)})"

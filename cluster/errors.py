@@ -38,18 +38,7 @@ class SliceStartTimeout(SliceError):
 
 
 class SliceLost(SliceError):
-    """The slice is gone: a host died, hung, or left the lockstep. Build a new one.
-
-    rank, node_id  the host that was first to blame, None where it isn't known
-    """
-
-    def __init__(self, message: str, rank: int | None = None, node_id: str | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.node_id = node_id
-
-    def __reduce__(self) -> tuple:
-        return type(self), (str(self), self.rank, self.node_id)
+    """The slice is gone: a host died, hung, or left the lockstep; the message says which. Build a new one."""
 
 
 class CallFailed(SliceError):

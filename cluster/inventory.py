@@ -1,14 +1,13 @@
 """What a cluster has: its slices by name, their hosts, and who holds them."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.util import placement_group_table
 
-from cluster.errors import UnknownSlice
-from cluster.slice_spec import DEVICES, POD_TYPE, SLICE_NAME, TOPOLOGY, WORKER_ID, SliceSpec, kinds
+from cluster.slice_spec import DEVICES, POD_TYPE, SLICE_NAME, WORKER_ID, SliceSpec, kinds
 
 SEPARATOR = "#"  # between the name of a holder and what makes its placement group's name unique
 
@@ -65,32 +64,16 @@ def slices_found() -> list[SliceFound]:
     return [_found(name, by_name[name], holders) for name in sorted(by_name)]
 
 
-def node(node_id: str) -> dict[str, Any]:
-    """Return what Ray knows of a node."""
-    return next(node for node in ray.nodes() if node["NodeID"] == node_id)
-
-
-def _found(name: str, nodes: Iterable[dict[str, Any]], holders: dict[str, str]) -> SliceFound:
-    nodes = list(nodes)
-    alive = [node for node in nodes if node["Alive"]]
-    labels = nodes[-1]["Labels"]
-    hosts = sorted(
-        (
-            HostFound(
-                int(node["Labels"].get(WORKER_ID, 0)), node["NodeID"], node["NodeManagerAddress"], devices_of(node)
-            )
-            for node in alive
-        ),
-        key=lambda host: host.worker_id,
-    )
+def _found(name: str, nodes: Sequence[dict[str, Any]], holders: dict[str, str]) -> SliceFound:
+    pod_type = nodes[-1]["Labels"][POD_TYPE]
+    hosts = [
+        HostFound(int(node["Labels"].get(WORKER_ID, 0)), node["NodeID"], node["NodeManagerAddress"], devices_of(node))
+        for node in nodes
+        if node["Alive"]
+    ]
+    hosts.sort(key=lambda host: host.worker_id)
     held = {holders[host.node_id] for host in hosts if host.node_id in holders}
-    return SliceFound(
-        name,
-        labels[POD_TYPE],
-        _spec(labels[POD_TYPE], labels.get(TOPOLOGY)),
-        tuple(hosts),
-        ", ".join(sorted(held)) or None,
-    )
+    return SliceFound(name, pod_type, _spec(pod_type), tuple(hosts), ", ".join(sorted(held)) or None)
 
 
 def devices_of(node: dict[str, Any]) -> int | None:
@@ -107,12 +90,5 @@ def _holders() -> dict[str, str]:
     return found
 
 
-def _spec(pod_type: str, topology: str | None) -> SliceSpec | None:
-    for name in kinds():
-        spec = SliceSpec(name)
-        if spec.pod_type == pod_type and topology in (None, spec.topology):
-            return spec
-    try:
-        return SliceSpec(pod_type)
-    except UnknownSlice:
-        return None
+def _spec(pod_type: str) -> SliceSpec | None:
+    return next((spec for spec in map(SliceSpec, kinds()) if spec.pod_type == pod_type), None)

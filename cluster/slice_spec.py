@@ -77,11 +77,6 @@ class SliceSpec:
         return self.chips * self.chip.devices
 
     @property
-    def hbm_gib(self) -> float:
-        """Memory of all chips, GiB."""
-        return self.chips * self.chip.hbm_gib
-
-    @property
     def topology(self) -> str:
         """The shape as GKE and Ray write it: "2x4", "2x2x1"."""
         return "x".join(map(str, self.shape))
@@ -93,7 +88,7 @@ class SliceSpec:
         A 2D torus only where an axis spans the whole pod of 16; a 3D one where all axes are multiples of 4, the
         blocks that optical switches join.
         """
-        if self.chip.torus_axes == 2:
+        if len(self.shape) == 2:
             return tuple(size == 16 for size in self.shape)
         return (all(size % 4 == 0 for size in self.shape),) * len(self.shape)
 
@@ -158,25 +153,19 @@ def _parsed(name: str) -> tuple[Chip, tuple[int, ...]]:
     if not found:
         raise UnknownSlice(f"{name!r} is no slice; write a generation and a size, such as v6e-8 or v5p:2x2x1")
     chip = _chip(found[1], name, int(found[2] or 8))
+    sizes = TOPOLOGIES[chip.name]
     if found[3]:
-        return chip, _known_shape(name, chip, tuple(int(size) for size in found[3].split("x") if size))
+        shape = tuple(int(size) for size in found[3].split("x") if size)
+        if shape not in sizes.values():
+            allowed = ", ".join("x".join(map(str, known)) for known in sizes.values())
+            nearest = _nearest(chip, math.prod(shape))
+            raise UnknownSlice(f"{name!r} is no topology of {chip.name}; nearest: {nearest}; all: {allowed}")
+        return chip, shape
     count = int(found[2])
     chips = count // chip.cores if chip.name == "v5p" else count
-    sizes = TOPOLOGIES[chip.name]
     if chips not in sizes or (chip.name == "v5p" and count % chip.cores):
         raise UnknownSlice(f"there is no {name}; nearest: {_nearest(chip, chips)}; all: {', '.join(kinds(chip.name))}")
     return chip, sizes[chips]
-
-
-def _known_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
-    allowed = TOPOLOGIES[chip.name].values()
-    if shape not in allowed:
-        nearest = _nearest(chip, math.prod(shape) if shape else 1)
-        raise UnknownSlice(
-            f"{name!r} is no topology of {chip.name}; nearest: {nearest}; "
-            f"all: {', '.join('x'.join(map(str, known)) for known in allowed)}"
-        )
-    return shape
 
 
 def _nearest(chip: Chip, chips: int) -> str:

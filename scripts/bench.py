@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from wan_tpu import GenerationRequest, Pipeline, load_pipeline, stages
-from wan_tpu.program import place
 from wan_tpu.progress import Silent
+from wan_tpu.runtime.program import place
 from wan_tpu.tiny import make_checkpoint
 
 EXPERT = {"num_attention_heads": 4, "attention_head_dim": 128, "ffn_dim": 2048, "num_layers": 8, "text_dim": 256}
@@ -85,11 +85,12 @@ def _cases(pipe: Pipeline, checkpoint: Path) -> dict[str, tuple[Callable[[], np.
     hidden = torch.cat([latents, torch.from_numpy(conditioning.image_latents)], dim=1)
     texts = [torch.tensor(text) for text in (conditioning.prompt, conditioning.negative)]
     inputs = stages.image_inputs(runtime, request)
+    assert inputs is not None
     pixels = torch.from_numpy(np.concatenate(model.video_condition(request), axis=2))
     scaled = torch.from_numpy(model.vae_latents(state.latents))
 
     def step_here() -> np.ndarray:
-        return np.asarray(program(loaded.params, [(*start, numbers, given)])[0][0])
+        return np.asarray(program(loaded.params, *start, numbers, given)[0])
 
     @torch.no_grad()
     def step_there() -> np.ndarray:

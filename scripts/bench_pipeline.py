@@ -19,25 +19,25 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import ray
+from simulation import measure, soak
+from simulation.memory import draw as draw_memory
+from simulation.memory import growth, store_mib
+from simulation.simulated import MODEL, SIMULATED_WORKER, Planned, simulated_video
 
-from actors import measure, soak
-from actors.board import Board
-from actors.memory import draw as draw_memory
-from actors.memory import growth, store_mib
-from actors.pipeline import Pipeline
-from actors.pools import deploy, handle, shut_down
-from actors.settings import PipelineSettings
-from actors.simulated import SIMULATED_HOST, WAN, Planned, simulated_video
-from actors.timeline import NOTES
-from actors.timeline_picture import draw
+from actors.observe.status_actor import StatusActor
+from actors.observe.timeline import NOTES
+from actors.observe.timeline_picture import draw
+from actors.pipeline.deployment import deploy, shut_down
+from actors.pipeline.driver import PipelineDriver
+from actors.pipeline.spec import PipelineSpec
+from actors.slices.settings import PipelineSettings
 from cluster.connect import connect, leave
-from cluster.emulated import EmulatedCluster, Settings
-from cluster.layout import Layout, Pool, Replicas
+from cluster.emulation.cluster import EmulatedCluster, Settings, emulated_slices
+from cluster.layout import Layout, Mesh, Pool, Replicas
 from wan_tpu import GenerationRequest
-from wan_tpu.expert import STAGES, TOGETHER
+from wan_tpu.families import open_spec
 
 IMAGE = Path(__file__).parent.parent / "examples" / "cat.png"
 
@@ -62,12 +62,12 @@ def simulated(args: argparse.Namespace, folder: Path) -> None:
     """Measure a layout, and its chips as whole-pipeline replicas, with hosts that wait."""
     planned = Planned(speed=args.speed)
     plan = planned.save(folder / "plan.json")
-    layout = emulated(Layout.load(args.layout or "a14b-balanced-v6e", STAGES, TOGETHER))
+    layout = emulated(Layout.load(args.layout or "a14b-balanced-v6e"))
     settings = PipelineSettings(
         str(plan),
         str(folder / "snapshots"),
         chips="simulated",
-        host=SIMULATED_HOST,
+        worker=SIMULATED_WORKER,
         in_flight=args.in_flight,
         snapshot_every=max(1, round(5 * args.speed)),  # as often in real time as at speed 1
     )
@@ -76,43 +76,35 @@ def simulated(args: argparse.Namespace, folder: Path) -> None:
         f"r{i}": GenerationRequest(prompt=f"prompt {i}", image=IMAGE, height=720, width=1280, seed=i)
         for i in range(count)
     }
-    one = requests["r0"].resolve(WAN)
-    planned_s = {stage: planned.seconds(stage, one) for stage in STAGES}
+    one = requests["r0"].resolve(MODEL.defaults)
+    planned_s = {stage: planned.seconds(stage, one) for stage in MODEL.stages}
     print(f"{NOTES['simulated']}: Wan 2.2 A14B, 720x1280, 81 frames, 40 steps on v6e-8, divided by {args.speed:g}")
     print(f"{count} requests, {args.in_flight} in flight; load of this machine before: {os.getloadavg()[0]:.1f}")
-    rates = {}
+    rates: dict[str, float] = {}
     with cluster(layout, folder):
         for name, which in {"pools": layout, "whole": whole(layout)}.items():
             if args.only not in (None, name):
                 continue
-            load, videos = run(which, settings, requests)
+            load, videos = run(PipelineSpec(which, settings, MODEL, lasting=True), requests)
             for key, request in requests.items():
                 assert videos[key].startswith(simulated_video(request)), f"{key} has another's video"
-            figures = report(name, which, load, planned_s, args.speed)
-            rates[name] = (figures, sum(pool.slice.chips * pool.replicas.minimum for pool in which.pools))
+            rates[name] = report(name, which, load, planned_s, args.speed)
             if args.picture and name == (args.only or "pools"):
                 args.picture.write_bytes(draw(load.spans, f"Simulated: {which.source}, {count} requests"))
     if len(rates) == 2:
-        compare(rates)
+        other, best = sorted(rates, key=lambda name: rates[name])
+        print(f"\n{best} wins by {rates[best] / rates[other] - 1:.1%} a chip (simulated)")
 
 
-def run(
-    layout: Layout,
-    settings: PipelineSettings,
-    requests: dict[str, GenerationRequest],
-    warm: GenerationRequest | None = None,
-) -> tuple[measure.Load, dict[str, bytes]]:
-    """Start the pools, make all videos, stop the pools; `warm`: a request whose programs are compiled first."""
-    deploy(layout, settings)
-    if warm is not None:
-        for pool in layout.pools:
-            handle(settings.name, pool.name).warm_up.remote(warm).result()
+def run(spec: PipelineSpec, requests: dict[str, GenerationRequest]) -> tuple[measure.Load, dict[str, bytes]]:
+    """Start the pools, make all videos, stop the pools."""
+    deploy(spec)
     held: list[float] = []
 
     async def all_of_them() -> tuple[measure.Load, dict[str, bytes]]:
         look = asyncio.create_task(looking())
         try:
-            return await measure.run(Pipeline(layout, settings), requests)
+            return await measure.run(PipelineDriver(spec), requests)
         finally:
             look.cancel()
 
@@ -123,21 +115,19 @@ def run(
 
     try:
         found = asyncio.run(all_of_them())
-        handoffs(settings.name)
+        handoffs(spec.settings.name)
         print(f"  object stores held {statistics.mean(held):.0f} MiB in the mean, {max(held):.0f} at most")
         return found
     finally:
-        shut_down(settings.name)
+        shut_down(spec.settings.name)
         deadline = time.monotonic() + 60
         while ray.available_resources().get("TPU", 0) < ray.cluster_resources()["TPU"]:
             assert time.monotonic() < deadline, "slices were not given back"
             time.sleep(0.2)
 
 
-def report(
-    name: str, layout: Layout, load: measure.Load, planned_s: dict[str, float] | None, speed: float
-) -> dict[str, Any]:
-    """Print the figures of a run and return them."""
+def report(name: str, layout: Layout, load: measure.Load, planned_s: dict[str, float] | None, speed: float) -> float:
+    """Print the figures of a run; return the videos an hour that a chip would make at speed 1."""
     pools = measure.pool_figures(layout, load, planned_s)
     slowest = max(pools, key=lambda pool: pool.bound_s)
     start, end = load.full
@@ -158,40 +148,27 @@ def report(
     at_one = slowest.video_s * speed / (slowest.video_s * speed + lost)
     print(f"  {slowest.name} is the slowest: {slowest.share:.1%} of its bound here, {lost:.3f} s lost a video;")
     print(f"  the same loss at speed 1 would be {at_one:.2%} of the bound")
-    rate = 3600 / (slowest.bound_s / slowest.share * speed)
-    return {"share": slowest.share, "at_one": at_one, "lost_s": lost, "rate": rate, "pools": pools}
-
-
-def compare(rates: dict[str, tuple[dict[str, Any], int]]) -> None:
-    """Print which of the two makes more of its chips."""
-    print()
-    a_chip = {}
-    for name, (figures, chips) in rates.items():
-        speed_one = figures["rate"] * figures["at_one"] / figures["share"]
-        a_chip[name] = speed_one / chips
-        print(
-            f"{name}: {speed_one:.1f} videos an hour at speed 1 on {chips} chips, {a_chip[name]:.3f} a chip (simulated)"
-        )
-    best = max(a_chip, key=lambda name: a_chip[name])
-    other = min(a_chip, key=lambda name: a_chip[name])
-    print(f"{best} wins by {a_chip[best] / a_chip[other] - 1:.1%} a chip (simulated)")
+    rate = 3600 / (slowest.bound_s * speed) * at_one
+    chips = sum(pool.slice.chips * pool.replicas.minimum for pool in layout.pools)
+    print(f"  {rate:.1f} videos an hour at speed 1 on {chips} chips, {rate / chips:.3f} a chip")
+    return rate / chips
 
 
 def handoffs(pipeline: str) -> None:
     """Print what the hand-offs to each stage took, from object store to devices."""
-    board = Board.find(pipeline)
-    assert board is not None
-    for stage, seen in board.seen().handoffs.items():
-        seconds = sorted(seen.seconds)
+    status = StatusActor.find(pipeline)
+    assert status is not None
+    for stage, seen in status.seen().handoffs.items():
+        seconds = sorted(took for took, _ in seen)
         print(
-            f"  hand-off to {stage}: {statistics.mean(seen.nbytes) / 1e6:.1f} MB, median "
+            f"  hand-off to {stage}: {statistics.mean(nbytes for _, nbytes in seen) / 1e6:.1f} MB, median "
             f"{1000 * statistics.median(seconds):.1f} ms, best {1000 * seconds[0]:.1f}, worst {1000 * seconds[-1]:.1f}"
         )
 
 
 def emulated(layout: Layout) -> Layout:
     """Return a layout with its hosts as processes of this machine, one CPU device each."""
-    pools = tuple(dataclasses.replace(pool, mesh=(None, None, None)) for pool in layout.pools)
+    pools = tuple(dataclasses.replace(pool, mesh=Mesh()) for pool in layout.pools)
     return dataclasses.replace(layout, pools=pools, devices_per_host=1)
 
 
@@ -203,14 +180,16 @@ def whole(layout: Layout) -> Layout:
     experts = [pool for pool in layout.pools if any(stage.startswith("denoise") for stage in pool.stages)]
     count = sum(pool.replicas.minimum for pool in experts)
     return dataclasses.replace(
-        layout, pools=(Pool("whole", STAGES, experts[0].slice, Replicas(count, count)),), source="whole pipelines"
+        layout,
+        pools=(Pool("whole", MODEL.stages, experts[0].slice, Replicas(count, count)),),
+        source="whole pipelines",
     )
 
 
 @contextmanager
 def cluster(layout: Layout, folder: Path) -> Iterator[Path]:
     """Run an emulated cluster for a layout and join it; yield its temporary folder."""
-    with EmulatedCluster.start(layout.emulated_slices(), Settings(host_store_mib=512), folder=folder) as running:
+    with EmulatedCluster.start(emulated_slices(layout), Settings(host_store_mib=512), folder=folder) as running:
         connect(running.address)
         try:
             yield running.temp
@@ -222,20 +201,23 @@ def real(args: argparse.Namespace, folder: Path) -> None:
     """Measure the small model, computed on CPU devices."""
     from wan_tpu.tiny import make_checkpoint
 
-    layout = Layout.load(args.layout or "emulated-demo", STAGES, TOGETHER)
+    layout = Layout.load(args.layout or "emulated-demo")
     checkpoint = make_checkpoint(folder / "model", "wan2.2-i2v-a14b")
+    small = GenerationRequest(image=IMAGE, height=64, width=64, frames=9, steps=6)
     settings = PipelineSettings(
-        str(checkpoint), str(folder / "snapshots"), dtype="float32", in_flight=min(args.in_flight, 4)
+        str(checkpoint),
+        str(folder / "snapshots"),
+        dtype="float32",
+        in_flight=min(args.in_flight, 4),
+        warm_up=(small,),
     )
+    spec = PipelineSpec(layout, settings, open_spec(checkpoint), lasting=True)
     count = args.requests or 12
-    requests = {
-        f"r{i}": GenerationRequest(prompt=f"{i}", image=IMAGE, height=64, width=64, frames=9, steps=6, seed=i)
-        for i in range(count)
-    }
+    requests = {f"r{i}": dataclasses.replace(small, prompt=f"{i}", seed=i) for i in range(count)}
     print(f"{NOTES['emulated']}; slices share {os.cpu_count()} cores")
     print(f"{count} requests, {settings.in_flight} in flight; load of this machine before: {os.getloadavg()[0]:.1f}")
     with cluster(layout, folder):
-        load, videos = run(layout, settings, requests, warm=requests["r0"])
+        load, videos = run(spec, requests)
     assert all(video[4:8] == b"ftyp" for video in videos.values())
     report("pools", layout, load, None, 1)
     if args.picture:
@@ -244,17 +226,15 @@ def real(args: argparse.Namespace, folder: Path) -> None:
 
 def soaked(args: argparse.Namespace, folder: Path) -> None:
     """Make many small simulated videos and print what memory was left behind."""
-    settings = soak.settings(folder)
+    spec = soak.soak_spec(folder)
     print(f"{NOTES['simulated']}; {args.soak} requests, 16 in flight")
     start = time.monotonic()
     with cluster(soak.LAYOUT, folder) as temp:
-        deploy(soak.LAYOUT, settings)
-        made = asyncio.run(
-            soak.soak(soak.LAYOUT, settings, args.soak, temp=temp, image=IMAGE, told=lambda one: print(one, flush=True))
-        )
-        shut_down(settings.name)
+        deploy(spec)
+        made = asyncio.run(soak.soak(spec, args.soak, temp=temp, image=IMAGE, told=lambda one: print(one, flush=True)))
+        shut_down(spec.settings.name)
     warm = args.soak // 4
-    roles = {role: made[-1].private_mib[role] for role in made[-1].private_mib} | {"object store": made[-1].store_mib}
+    roles = made[-1].private_mib | {"object store": made[-1].store_mib}
     print(
         f"{time.monotonic() - start:.0f} s; MiB at the end, and what the second half of the samples, the first {warm}"
     )

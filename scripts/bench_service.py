@@ -115,7 +115,9 @@ async def fill(http: aiohttp.ClientSession, jobs: int) -> None:
 
 async def pages(http: aiohttp.ClientSession, memory_mib: Callable[[], float] | None) -> None:
     """List all jobs in pages of 100, and print how many, how long a page took, and what the ingress holds meanwhile."""
-    times, seen, after = [], set(), ""
+    times: list[float] = []
+    seen: set[str] = set()
+    after = ""
     memory = [] if memory_mib is None else [memory_mib()]
     while True:
         start = time.perf_counter()
@@ -136,38 +138,38 @@ async def pages(http: aiohttp.ClientSession, memory_mib: Callable[[], float] | N
 @contextlib.contextmanager
 def simulated(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], float]]]:
     """Give the address of a service whose steps take `--step_s`, and what says how much memory its ingresses hold."""
-    from actors import soak
-    from actors.api.deploying import deploy_service, take_down
+
+    from simulation.soak import soak_spec
+
+    from actors.api.deploy import deploy_service, take_down
     from actors.api.settings import ServiceSettings
-    from actors.settings import About
-    from cluster import ray_nodes
     from cluster.connect import connect, leave
-    from cluster.emulated import EmulatedCluster
-    from wan_tpu.expert import STAGES
+    from cluster.emulation import ray_nodes
+    from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 
     with tempfile.TemporaryDirectory(prefix="wan-bench-") as given, socket.create_server(("127.0.0.1", 0)) as free:
         folder, port = Path(given), free.getsockname()[1]
         free.close()
-        about = About(soak.LAYOUT, soak.settings(folder, args.step_s), lasting=True)
+        spec = soak_spec(folder, args.step_s)
         settings = ServiceSettings(
             database=str(folder / "jobs.sqlite"),
             storage=str(folder / "results"),
             model="simulated",
             concurrency=6,
-            chips=dict.fromkeys(STAGES, 1),
+            chips=dict.fromkeys(spec.model.stages, 1),
             queue_limit=100_000,
         )
-        with EmulatedCluster.start(soak.LAYOUT.emulated_slices(), folder=folder / "cluster") as cluster:
+        with EmulatedCluster.start(emulated_slices(spec.layout), folder=folder / "cluster") as cluster:
             connect(cluster.address)
             try:
-                deploy_service(settings, about, host="127.0.0.1", port=port, ingresses=args.ingresses)
+                deploy_service(settings, spec, host="127.0.0.1", port=port, ingresses=args.ingresses)
 
                 def memory_mib() -> float:
                     found = ray_nodes.processes(cluster.temp)
                     return sum(one.memory_info().rss for one in found if "Ingress" in "".join(one.cmdline())) / MIB
 
                 yield f"http://127.0.0.1:{port}", memory_mib
-                take_down(about.settings.name, drain_s=5)
+                take_down(spec.settings.name, drain_s=5)
             finally:
                 leave()
 

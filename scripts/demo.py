@@ -4,98 +4,97 @@
 The model is small, trained on coloured things that move; all else is the program that runs the published one on TPUs.
 """
 
+import contextlib
+import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from actors import batch
-from actors.board import Board, Seen
-from actors.commands.drive import ended_as_by_ctrl_c, looking
-from actors.live import Live
-from actors.manifest import Manifest, read_manifest
-from actors.pipeline import Pipeline
-from actors.pools import deploy
-from actors.settings import PipelineSettings
-from actors.storage import open_storage
-from actors.timeline import Span, summarise
-from actors.timeline_picture import save
+from actors.batch.manifest import Manifest, read_manifest
+from actors.batch.run import BatchReport, BatchSettings, open_batch
+from actors.commands.drive import looking
+from actors.interrupts import ended_as_by_ctrl_c
+from actors.observe.console import LiveConsole
+from actors.observe.status_actor import Seen, StatusActor
+from actors.observe.timeline import Span, figures_of
+from actors.observe.timeline_picture import save
+from actors.pipeline.deployment import deploy
+from actors.pipeline.driver import PipelineDriver
+from actors.pipeline.spec import PipelineSpec
+from actors.slices.settings import PipelineSettings
+from actors.storage.opening import open_storage
 from cluster.connect import connect, leave
-from cluster.emulated import EmulatedCluster
+from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.errors import ClusterError
 from cluster.layout import Layout
-from wan_tpu.errors import WanTpuError
-from wan_tpu.expert import STAGES
+from wan_tpu.cli import run
+from wan_tpu.families import open_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "demo"
 LAYOUT = "emulated-demo"
 CHECKPOINT = ROOT / "examples" / "small-wan2.2-i2v"
 MANIFEST = ROOT / "examples" / "scenes.jsonl"
+# What the hosts inherit. Compiling is a third of the CPU time: programs for one video needn't be good (20 s become
+# 10 s; the steps take 1.6 s more), and the next run finds them.
+ENVIRONMENT = {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / "build" / "demo-programs"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 
 
-def main() -> int:
+def demo(argv: Sequence[str]) -> int:
     """Make cluster, pipeline and videos; end it all; return the exit code."""
     start = time.monotonic()
-    layout = Layout.load(LAYOUT, STAGES)
-    hosts = sum(made.spec.hosts for made in layout.emulated_slices())
+    os.environ.update(ENVIRONMENT)
+    layout = Layout.load(LAYOUT)
+    hosts = sum(made.spec.hosts for made in emulated_slices(layout))
     print(f"Three requests through {len(layout.pools)} slices of {hosts} hosts, emulated: CPU devices stand for chips.")
     print("The model is small and knows coloured things that move; the program is the one that runs Wan 2.2 on TPUs.\n")
-    try:
-        with ended_as_by_ctrl_c(), tempfile.TemporaryDirectory(prefix="wan-demo-") as folder, Live() as live:
-            report, spans, seen = _run(layout, Path(folder), live)
-    except KeyboardInterrupt:
-        print("interrupted: everything is stopped", file=sys.stderr)
-        return 130
-    except (WanTpuError, ClusterError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    with ended_as_by_ctrl_c(), tempfile.TemporaryDirectory(prefix="wan-demo-") as folder, LiveConsole() as live:
+        report, spans, seen = _run(layout, Path(folder), live)
     if report.exit_code == 0:
         _say(spans, seen, time.monotonic() - start)
     return report.exit_code
 
 
-def _run(layout: Layout, folder: Path, live: Live) -> tuple[batch.BatchReport, list[Span], Seen]:
+def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, list[Span], Seen]:
     manifest = read_manifest(MANIFEST)
     for entry in manifest.entries:  # what the demo before has made
         for name in (entry.output, f"{entry.id}.json"):
             (FOLDER / name).unlink(missing_ok=True)
     live.tell("starts the cluster: a Ray node for each host")
-    with EmulatedCluster.start(layout.emulated_slices(), folder=folder / "cluster") as cluster:
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(EmulatedCluster.start(emulated_slices(layout), folder=folder / "cluster"))
         connect(cluster.address)
+        stack.callback(leave)
         live.line("the cluster is up")
-        sizes = {(each.height, each.width): each for each in (entry.request() for entry in manifest.entries)}
         settings = PipelineSettings(
             checkpoint=str(CHECKPOINT),
             snapshots=str(folder / "snapshots"),
             dtype="float32",
-            warm_up=tuple(sizes.values()),
+            warm_up=(manifest.entries[0].request(),),  # all have one size
         )
-        deploy(layout, settings, tell=live.tell)
+        spec = PipelineSpec(layout, settings, model=open_spec(CHECKPOINT), lasting=False)
+        deploy(spec, tell=live.tell)
         live.line("the pipeline is up: weights are read, programs compiled")
-        pipeline = Pipeline(layout, settings)
-        report, spans = _make(manifest, pipeline, live)
-        pipeline.close()
-        seen = Board.connect(settings.name).seen()
+        with contextlib.closing(PipelineDriver(spec)) as pipeline:
+            report, spans = _make(manifest, pipeline, live)
+        seen = StatusActor.connect(settings.name).seen()
         live.tell("stops everything")
-        leave()
         return report, spans, seen
 
 
-def _make(manifest: Manifest, pipeline: Pipeline, live: Live) -> tuple[batch.BatchReport, list[Span]]:
+def _make(manifest: Manifest, pipeline: PipelineDriver, live: LiveConsole) -> tuple[BatchReport, list[Span]]:
     spans: list[Span] = []
-    live.look = looking(pipeline.settings.name)
+    live.look = looking(pipeline.spec.settings.name)
     output = open_storage(FOLDER)
-    work = batch.run_batch(
-        manifest,
-        output,
-        pipeline,
-        batch.BatchSettings(in_flight=len(manifest.entries)),
-        progress=live,
-        on_event=spans.append,
-        tell=live.line,
-    )
-    report = batch.drive(work)
+    settings = BatchSettings(in_flight=len(manifest.entries))
+    with open_batch(manifest, output, settings, tell=live.line) as batch:
+        report = batch.run(pipeline, progress=live, on_event=spans.append)
     live.tell("draws the timeline")
     live.look = None
     live.line(report.text())
@@ -105,11 +104,11 @@ def _make(manifest: Manifest, pipeline: Pipeline, live: Live) -> tuple[batch.Bat
 
 
 def _say(spans: list[Span], seen: Seen, seconds: float) -> None:
-    figures = summarise(spans)
+    figures = figures_of(spans)
     alone = sum(span.seconds for span in spans if span.what == "compute")
     print(f"\nThe requests took {figures.text()}")
     print(f"All that was computed adds up to {alone:.1f} s; four slices share this machine's cores.")
-    handed = [seconds for handoff in seen.handoffs.values() for seconds in handoff.seconds]
+    handed = [took for handoffs in seen.handoffs.values() for took, _ in handoffs]
     if handed:
         print(f"Inputs went from the object store to the devices {len(handed)} times, on average in "
               f"{1000 * sum(handed) / len(handed):.0f} ms.")  # fmt: skip
@@ -120,4 +119,4 @@ def _say(spans: list[Span], seen: Seen, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(demo, expected=ClusterError))

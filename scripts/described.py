@@ -7,8 +7,7 @@ from typing import NoReturn
 from cluster.chips import GIB
 from cluster.errors import ClusterError
 from cluster.slice_spec import SliceSpec
-from wan_tpu.aot.cost import Hardware
-from wan_tpu.aot.topology import DescribedSlice
+from wan_tpu.aot.topology import DescribedSlice, Hardware
 from wan_tpu.errors import WanTpuError
 
 

@@ -20,10 +20,11 @@ from described import described, run
 from jax.sharding import Mesh
 
 from cluster.slice_spec import SliceSpec
-from wan_tpu.aot.analyse import KernelCycles, analyse
-from wan_tpu.aot.kernel_calls import KernelCall
-from wan_tpu.aot.kernel_prices import KernelPrices, count_alone
-from wan_tpu.aot.report import describe
+from wan_tpu.pricing.analyse import KernelCycles, analyse
+from wan_tpu.pricing.ici import interconnect_of
+from wan_tpu.pricing.kernel_calls import KernelCall
+from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
+from wan_tpu.pricing.report import describe
 
 
 def main() -> None:
@@ -44,7 +45,7 @@ def main() -> None:
     cost = analyse(
         args.hlo.read_text(),
         where.hardware,
-        where.interconnect(Mesh(np.array(where.devices()), ("devices",))),
+        interconnect_of(where, Mesh(np.array(where.devices()), ("devices",))),
         kernel_cycles=prices(args.kernel, where.cores, counted),
         prefer=args.prefer,
     )

@@ -23,13 +23,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own 
 from described import described, run
 
 from cluster.slice_spec import SliceSpec
-from wan_tpu import GenerationRequest
-from wan_tpu.aot.plan import STEP, Plan, Planner
-from wan_tpu.aot.plan_text import compare, describe, draw, to_json
 from wan_tpu.errors import OutputError
-from wan_tpu.families.wan import WanModel
-from wan_tpu.families.wan_presets import PRESETS
-from wan_tpu.request import parse_size
+from wan_tpu.families import preset_spec
+from wan_tpu.families.wan.presets import PRESETS
+from wan_tpu.pricing.plan import STEP, Plan, Planner
+from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
+from wan_tpu.request import GenerationRequest, parse_size
 
 PLOTS = (".png", ".svg", ".pdf")
 
@@ -58,7 +57,7 @@ def _plans(args: argparse.Namespace) -> tuple[list[Plan], list[Plan]]:
     given = GenerationRequest(
         height=height, width=width, frames=args.frames, steps=args.steps, guidance_scale=args.guidance_scale
     )
-    request = given.resolve(WanModel(PRESETS[args.model]).defaults)
+    request = given.resolve(preset_spec(args.model).defaults)
     plans, others = [], []
     for name in args.slice:
         planner = Planner(
@@ -66,7 +65,6 @@ def _plans(args: argparse.Namespace) -> tuple[list[Plan], list[Plan]]:
             request,
             described(SliceSpec(name)),
             dtype=args.dtype,
-            together=args.batch,
             cache=args.cache,
             report=_progress(),
         )
@@ -109,9 +107,6 @@ def _arguments() -> argparse.Namespace:
     for axis in ("dp", "sp", "tp"):
         parser.add_argument(f"--{axis}", type=int)
     parser.add_argument(
-        "--batch", type=int, default=1, help="also the step of so many requests together, as in a layout"
-    )
-    parser.add_argument(
         "--meshes",
         action=argparse.BooleanOptionalAction,
         help="the denoise step on every other mesh, too; the default where neither mesh nor program is chosen",
@@ -125,8 +120,6 @@ def _arguments() -> argparse.Namespace:
     args.slice = args.slice or ["v6e-8"]
     if args.meshes is None:
         args.meshes = args.program is None and (args.dp, args.sp, args.tp) == (None, None, None)
-    if args.batch < 1:
-        parser.error(f"--batch is {args.batch}; allowed are 1 and more")
     return args
 
 

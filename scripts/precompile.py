@@ -24,31 +24,29 @@ from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
 from wan_tpu import GenerationRequest
 from wan_tpu.aot.precompile import precompile
-from wan_tpu.checkpoint import DTYPES, Checkpoint
-from wan_tpu.errors import InvalidInput
-from wan_tpu.expert import STAGES, TOGETHER
-from wan_tpu.families import open_model
-from wan_tpu.families.wan import WanModel
-from wan_tpu.families.wan_presets import PRESETS
-from wan_tpu.mesh import make_mesh
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families import preset_spec
+from wan_tpu.families.model import open_model
+from wan_tpu.families.wan.model import WanModel
+from wan_tpu.families.wan.presets import PRESETS
 from wan_tpu.request import parse_size
+from wan_tpu.runtime.components import DTYPES
+from wan_tpu.runtime.mesh import make_mesh
 
 
 def main() -> int:
     """Print a line for each program; return the exit code."""
     args = _arguments()
-    if args.batch < 1:
-        raise InvalidInput(f"--batch is {args.batch}; allowed are 1 and more")
     try:
-        model = open_model(Checkpoint(args.model_id)) if args.model_id else WanModel(PRESETS[args.model])
+        model = open_model(Checkpoint(args.model_id)) if args.model_id else WanModel(preset_spec(args.model))
         height, width = parse_size(args.size) if args.size else (None, None)
         given = GenerationRequest(height=height, width=width, frames=args.frames, guidance_scale=args.guidance_scale)
-        request = given.resolve(model.defaults)
-        for part in _parts(args):
-            mesh = make_mesh(part.mesh, heads=model.heads, devices=part.slice and described(part.slice).devices())
-            print(f"{part.name}{model.preset}, mesh {dict(mesh.shape)} of {_kind(part, mesh)}", flush=True)
-            how = {"stages": part.stages, "together": part.batch}
-            for done in precompile(model, request, mesh, args.dtype, args.folder, **how):
+        request = given.resolve(model.spec.defaults)
+        for part in _parts(args, model):
+            devices = described(part.slice).devices() if part.slice else None
+            mesh = make_mesh(part.mesh, heads=model.spec.heads, devices=devices)
+            print(f"{part.name}{model.spec.name}, mesh {dict(mesh.shape)} of {_kind(part, mesh)}", flush=True)
+            for done in precompile(model, request, mesh, args.dtype, args.folder, stages=part.stages):
                 print(f"{done.name:<20}{done.compile_s:8.1f} s compiling{done.seconds:8.1f} s in all", flush=True)
     except jax.errors.JaxRuntimeError as error:  # all that a compiler says
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
@@ -64,15 +62,14 @@ class _Part:
     slice: SliceSpec | None
     mesh: tuple[int | None, int | None, int | None]
     stages: tuple[str, ...]
-    batch: int
 
 
-def _parts(args: argparse.Namespace) -> list[_Part]:
+def _parts(args: argparse.Namespace, model: WanModel) -> list[_Part]:
     if args.layout:
-        pools = Layout.load(args.layout, STAGES, TOGETHER).pools
-        return [_Part(f"pool {pool.name}: ", pool.slice, pool.mesh, pool.stages, pool.batch) for pool in pools]
+        pools = Layout.load(args.layout).pools
+        return [_Part(f"pool {pool.name}: ", pool.slice, pool.mesh, pool.stages) for pool in pools]
     kind = SliceSpec(args.slice) if args.slice else None
-    return [_Part("", kind, (args.dp, args.sp, args.tp), STAGES, args.batch)]
+    return [_Part("", kind, (args.dp, args.sp, args.tp), model.spec.stages)]
 
 
 def _kind(part: _Part, mesh: Mesh) -> str:
@@ -86,18 +83,17 @@ def _arguments() -> argparse.Namespace:
     which.add_argument("--model", choices=PRESETS, help="a published configuration, without its files")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--slice", help="such as v6e-8; this machine's own devices when left out")
-    where.add_argument("--layout", help="file or shipped name: every pool's stages, for its slice, mesh and batch")
+    where.add_argument("--layout", help="file or shipped name: every pool's stages, for its slice and mesh")
     parser.add_argument("--size", help="HEIGHT*WIDTH")
     parser.add_argument("--frames", type=int)
     parser.add_argument("--guidance_scale", type=float)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     for axis in ("dp", "sp", "tp"):
         parser.add_argument(f"--{axis}", type=int)
-    parser.add_argument("--batch", type=int, default=1, help="requests whose steps run together, as in the layout")
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
-    if args.layout and (args.batch > 1 or any((args.dp, args.sp, args.tp))):
-        parser.error("--batch and the mesh's axes are the layout's; write them there")
+    if args.layout and any((args.dp, args.sp, args.tp)):
+        parser.error("the mesh's axes are the layout's; write them there")
     return args
 
 

@@ -8,8 +8,9 @@ import argparse
 import datetime
 import itertools
 
+from kernel_tables.attention_kernels import LOW_PRECISION, Row, ours
+
 from kernels.blocks import MIB, BlockSizes, Schedule
-from wan_tpu.aot.attention_kernels import LOW_PRECISION, Row, ours
 
 BLOCKS = ((3328, 2560), (2816, 2560), (2304, 2048))  # rows of Q: 256 n that leave little of 75,776 over
 SCHEDULES = (

@@ -6,6 +6,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests, and the processes that they start, compile the same small programs again and again.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.abspath(f"{__file__}/../../build/compiled-for-tests")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+# Unoptimised code computes the same and is compiled three times as fast; what tests compile runs once or twice.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # its 15 is below what computes beside
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"  # else reading a video back forks in Python, beside JAX's threads
@@ -14,8 +16,10 @@ import functools
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from wan_tpu import Pipeline, load_pipeline
 from wan_tpu.tiny import make_checkpoint
@@ -24,12 +28,58 @@ from wan_tpu.tiny import make_checkpoint
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
+STAGES = ("encoder", "denoise_high", "denoise_low", "decoder")  # of a model of two experts
 PHOTO = ROOT / "examples" / "cat.png"
 
 
+def with_devices(count: int) -> dict[str, str]:
+    """The environment of a child process with that many virtual CPU devices."""
+    return os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}"}
+
+
+def starts_clusters(nodeid: str) -> bool:
+    """Whether a test is among those that start Ray clusters and clock them: tests/cluster, and most of tests/actors."""
+    computing = ("tests/actors/api/", "tests/actors/jobs/", "tests/actors/slices/test_worker.py")
+    return nodeid.startswith(("tests/cluster/", "tests/actors/")) and not nodeid.startswith(computing)
+
+
+class Scheduling(LoadFileScheduling):
+    """Runs all tests that start clusters in one of pytest-xdist's processes, and the others file by file.
+
+    But for the gate's mistakes, minutes each, which are dealt out one by one.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        if "test_every_mistake" in nodeid:
+            return nodeid
+        return "clusters" if starts_clusters(nodeid) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    """pytest-xdist's own groups are nothing to pytest 9.2."""
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what loads libtpu into this process last: with it, JAX's profiler crashes on a machine without a TPU."""
-    items.sort(key=lambda item: item.get_closest_marker("loads_libtpu") is not None)
+    """Run what starts clusters first, which takes longest, then what computes most.
+
+    And last what loads libtpu into this process: with it, JAX's profiler crashes on a machine without a TPU.
+    """
+    heavy = ("tests/wan_tpu/", "tests/quality/", "tests/actors/slices/test_worker.py")
+    items.sort(
+        key=lambda item: (
+            not starts_clusters(item.nodeid),
+            item.get_closest_marker("loads_libtpu") is not None,
+            not item.nodeid.startswith(heavy),
+        )
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let what computes give way, in several processes, to what starts clusters: that waits half of its time."""
+    if "PYTEST_XDIST_WORKER" in os.environ and not starts_clusters(item.nodeid) and os.nice(0) == 0:
+        os.nice(10)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from wan_tpu.data import Conditioning, DenoiseState, Video
     from wan_tpu.errors import (
         CheckpointError,
+        DoesNotFit,
         InvalidInput,
         InvalidRequest,
         MeshError,
@@ -25,6 +26,7 @@ __all__ = [
     "CheckpointError",
     "Conditioning",
     "DenoiseState",
+    "DoesNotFit",
     "GenerationRequest",
     "InvalidInput",
     "InvalidRequest",

@@ -1,8 +1,6 @@
-"""The `wan-tpu` command: `generate` makes a video, `stage1` to `stage3` do the same with files between them."""
+"""How every command ends: with one line and an exit code. `actors.cli` has the table of commands."""
 
 import _thread
-import argparse
-import importlib.metadata
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,39 +8,26 @@ from collections.abc import Callable, Sequence
 from wan_tpu.errors import WanTpuError
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `wan-tpu COMMAND ...`; return the exit code."""
-    from wan_tpu.commands import generate, staged  # here: they bring JAX and torch, which `run` alone needs not
+def run(
+    command: Callable[[Sequence[str]], int | None],
+    argv: Sequence[str] | None = None,
+    *,
+    expected: type[Exception] = WanTpuError,
+) -> int:
+    """Run one command; turn what it raises on purpose into one line on stderr and an exit code (2 for bad input).
 
-    commands = {
-        "generate": (generate.generate, "make one video from a prompt and, for image-to-video models, an image"),
-        "stage1": (staged.encode, "only the encoder: request -> embeddings"),
-        "stage2": (staged.denoise, "only the experts: embeddings -> latents"),
-        "stage3": (staged.decode, "only the decoder: latents -> video"),
-    }
-    parser = argparse.ArgumentParser(prog="wan-tpu", description="Video generation on TPUs (CPU and CUDA work too).")
-    parser.add_argument("--version", action="version", version=importlib.metadata.version("wan-tpu"))
-    listed = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (_, about) in commands.items():
-        listed.add_parser(name, help=about, add_help=False)
-    argv = list(sys.argv[1:] if argv is None else argv)
-    command = parser.parse_args(argv[:1]).command
-    return run(commands[command][0], argv[1:])
-
-
-def run(command: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> int:
-    """Run one command; turn what it raises into one line on stderr and an exit code (2 for bad input)."""
+    expected  what else it raises on purpose, with an `exit_code`
+    """
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     sys.unraisablehook = _keep_interrupt
     try:
-        command(sys.argv[1:] if argv is None else argv)
-    except WanTpuError as error:
+        return command(sys.argv[1:] if argv is None else argv) or 0
+    except (WanTpuError, expected) as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return getattr(error, "exit_code", 1)
     except KeyboardInterrupt:
-        print("interrupted: nothing half-written was left behind", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 def _keep_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:

@@ -16,6 +16,7 @@ import safetensors
 import safetensors.numpy
 
 from wan_tpu.errors import InvalidInput, OutputError
+from wan_tpu.media.image import to_uint8
 
 Array = np.ndarray
 Value = TypeVar("Value", "Conditioning", "DenoiseState")
@@ -69,16 +70,11 @@ class Video:
 
         Raises `OutputError` when the file exists and `overwrite` is false, or can't be written.
         """
-        from wan_tpu.video import VideoWriter  # here, so that the data types need no encoder
+        from wan_tpu.media.video import VideoWriter  # here, so that the data types need no encoder
 
         with VideoWriter(path, fps=self.fps, overwrite=overwrite) as writer:
             writer.write(self.frames)
         return Path(path)
-
-
-def to_uint8(pixels: Array) -> Array:
-    """Round pixels in [0, 1] to uint8, as `diffusers.image_processor.numpy_to_pil` does."""
-    return (pixels * 255).round().astype(np.uint8)
 
 
 def save_value(value: Conditioning | DenoiseState, path: Path, notes: dict[str, Any] | None = None) -> None:
@@ -86,15 +82,7 @@ def save_value(value: Conditioning | DenoiseState, path: Path, notes: dict[str, 
 
     notes  JSON values kept in the same file: what the value was made from
     """
-    tensors, metadata = _flat(value, notes)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        safetensors.numpy.save_file(tensors, partial, metadata=metadata)
-        os.replace(partial, path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise OutputError(f"can't write {path} ({error}); make room, or choose another folder") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, dump_value(value, notes))
 
 
 def load_value(kind: type[Value], path: Path) -> tuple[Value, dict[str, Any]]:
@@ -152,3 +140,20 @@ def _rebuilt(
         fields["history"] = tuple(tensors[name] for name in terms)
         fields["step"] = int(tensors["step"].item())
     return kind(**fields), json.loads(metadata["notes"])  # type: ignore[arg-type]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all; raises `OutputError`."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError as error:
+        raise OutputError(f"can't write {path} ({error}); make room, or choose another folder") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content`, whole or not at all; raises `OutputError`."""
+    write_whole(path, f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode())

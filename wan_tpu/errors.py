@@ -14,7 +14,23 @@ class InvalidInput(WanTpuError):
 
 
 class InvalidRequest(InvalidInput):
-    """A field of a generation request is out of range, or doesn't fit the model."""
+    """A field of a request is out of range, or doesn't fit the model; `field` is its name, where it is one."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class DoesNotFit(InvalidRequest):
+    """The compiler or a device refused a program for memory.
+
+    needed_bytes, device_bytes  what it needs on a device, and what a device has, where the refusal says so
+    """
+
+    def __init__(self, message: str, needed_bytes: int | None = None, device_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.device_bytes = device_bytes
 
 
 class CheckpointError(InvalidInput):

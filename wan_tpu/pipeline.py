@@ -7,13 +7,19 @@ from pathlib import Path
 import numpy as np
 
 from wan_tpu import stages
+from wan_tpu.aot import key
+from wan_tpu.aot.executables import Executables
+from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.data import Conditioning, DenoiseState, Video
-from wan_tpu.errors import InvalidRequest
-from wan_tpu.mesh import MeshLike
+from wan_tpu.errors import InvalidInput, InvalidRequest
+from wan_tpu.families.model import Model, open_model
 from wan_tpu.progress import Progress, Silent
 from wan_tpu.request import GenerationRequest, ResolvedRequest
-from wan_tpu.runtime import Runtime, open_runtime
+from wan_tpu.runtime.components import DTYPES
+from wan_tpu.runtime.mesh import MeshLike, make_mesh
+from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.solvers import SolverTable, solver_table
+from wan_tpu.spec import Expert
 
 
 def load_pipeline(
@@ -45,22 +51,16 @@ def load_pipeline(
 class Pipeline:
     """A model ready to make videos; `runtime` has its weights, programs and times."""
 
-    def __init__(self, runtime: Runtime, progress: Progress) -> None:
+    def __init__(self, runtime: Runtime[Model], progress: Progress) -> None:
         self.runtime = runtime
         self._progress = progress
 
     def resolve(self, request: GenerationRequest) -> ResolvedRequest:
         """Fill what a request leaves open with the model's settings and check that it fits model and mesh."""
-        model = self.runtime.model
-        resolved = request.resolve(model.defaults)
-        model.check(resolved)
-        return resolved
+        return self.runtime.model.spec.plan(request).request
 
     def generate(
-        self,
-        request: GenerationRequest,
-        noise: np.ndarray | None = None,
-        on_step: stages.OnStep | None = None,
+        self, request: GenerationRequest, noise: np.ndarray | None = None, on_step: stages.OnStep | None = None
     ) -> Video:
         """Make one video.
 
@@ -114,6 +114,23 @@ class Pipeline:
         """Return the solver's coefficients for a resolved request."""
         return solver_table(request.solver, request.steps, request.shift)
 
-    def experts(self, request: ResolvedRequest) -> list[stages.Expert]:
+    def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return which expert runs which steps of a resolved request."""
-        return stages.experts(self.runtime.model, request)
+        return self.runtime.model.spec.experts(request)
+
+
+def open_runtime(
+    path_or_id: str | Path,
+    dtype: str,
+    mesh: MeshLike,
+    *,
+    keep_weights: bool = True,
+    executables: str | Path | None = None,
+) -> Runtime[Model]:
+    """Open a checkpoint for a mesh; arguments and errors are those of `load_pipeline`."""
+    if dtype not in DTYPES:
+        raise InvalidInput(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    model = open_model(Checkpoint(path_or_id))
+    placed = make_mesh(mesh, heads=model.spec.heads)
+    stored = None if executables is None else Executables(Path(executables), key.settings(model.config, dtype))
+    return Runtime(model, placed, dtype, keep_weights=keep_weights, executables=stored)

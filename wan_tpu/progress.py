@@ -18,11 +18,17 @@ class Bar(Protocol):
 
 
 class Silent:
-    """Shows nothing: the default of the Python interface."""
+    """Shows nothing, as progress and as its bars: the default of the Python interface."""
 
     def bar(self, stage: str, total: int) -> Bar:
         """Start a stage of `total` units."""
-        return _SilentBar()
+        return self
+
+    def step(self) -> None:
+        """Count a unit of work that nobody sees."""
+
+    def close(self) -> None:
+        """End a stage that nobody sees."""
 
 
 class Console:
@@ -41,14 +47,6 @@ class Progress(Protocol):
 
     def bar(self, stage: str, total: int) -> Bar:
         """Start a stage of `total` units."""
-
-
-class _SilentBar:
-    def step(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class _TerminalBar:

@@ -1,24 +1,22 @@
 """What a run leaves beside its video: request, settings, versions, seconds and achieved rate of each stage."""
 
 import dataclasses
-import importlib.metadata
-import json
 import os
 import platform
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from wan_tpu.errors import OutputError
+from wan_tpu.data import write_json
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.runtime import Runtime
+from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stages import StepEvent
-
-_PACKAGES = ("wan-tpu", "jax", "jaxlib", "torch", "torchax", "diffusers", "transformers", "numpy")
+from wan_tpu.versions import versions
 
 
 @dataclasses.dataclass
@@ -51,10 +49,12 @@ class StageRecord:
 
 
 class Recorder:
-    """Times the stages of one run over a runtime."""
+    """Times the stages of one run over a runtime, and keeps its warnings."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, warned: Sequence[str] = ()) -> None:
+        """warned: what earlier stages of the run warned of, in other processes."""
         self._runtime = runtime
+        self.warnings = list(warned)
         self.stages: dict[str, StageRecord] = {}
         self._steps: list[dict[str, Any]] = []
 
@@ -89,6 +89,11 @@ class Recorder:
         seconds = round(event.seconds, 4)
         self._steps.append({"stage": event.stage, "step": event.step, "timestep": event.timestep, "seconds": seconds})
 
+    def warn(self, message: str) -> None:
+        """Warn, and keep the message."""
+        self.warnings.append(message)
+        warnings.warn(message, stacklevel=2)
+
     def save(self, path: Path, request: ResolvedRequest) -> None:
         """Write the record as JSON, whole or not at all."""
         write_json(
@@ -99,6 +104,7 @@ class Recorder:
                 "versions": versions(),
                 "stages": [record.to_json() for record in self.stages.values()],
                 "steps": self._steps,
+                "warnings": self.warnings,
             },
         )
 
@@ -108,36 +114,13 @@ def describe(runtime: Runtime) -> dict[str, Any]:
     device = runtime.mesh.devices.flat[0]
     return {
         "model": runtime.model.checkpoint.source if runtime.model.checkpoint else None,
-        "preset": runtime.model.preset,
+        "preset": runtime.model.spec.name,
         "dtype": runtime.dtype,
         "mesh": dict(runtime.mesh.shape),
         "devices": f"{runtime.mesh.size} x {device.device_kind}",
-        "boundary_ratio": runtime.model.boundary_ratio,
+        "boundary_ratio": runtime.model.spec.boundary_ratio,
         "host": f"{platform.machine()}, {os.cpu_count()} cores",
     }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that decide the numbers."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` at `path`, whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-        os.replace(partial, path)
-    except OSError as error:
-        raise OutputError(f"can't write {path} ({error}); make room, or choose another folder") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 class Profiler:

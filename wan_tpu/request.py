@@ -9,11 +9,23 @@ import numpy as np
 from PIL import Image
 
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.image import load_image
+from wan_tpu.media.image import load_image
 
 SOLVERS = ("unipc", "euler")
 NAMED_SIZES = ("720*1280", "1280*720", "480*832", "832*480")
 SIZE_MULTIPLE = 16  # pixels: the VAE's 8 x the transformer's patch of 2 (TI2V 5B: 32, checked by the model)
+# What is taken of each field that is a number, both ends included.
+LIMITS: dict[str, tuple[float, float]] = {
+    "height": (SIZE_MULTIPLE, 8192),
+    "width": (SIZE_MULTIPLE, 8192),
+    "frames": (1, 2001),
+    "fps": (0.1, 240),
+    "steps": (1, 1000),
+    "guidance_scale": (0, 100),
+    "guidance_scale_2": (0, 100),
+    "shift": (0.01, 100),
+    "seed": (0, 2**63 - 1),
+}
 FRAME_STRIDE = 4  # pixel frames a latent frame: the VAEs of every supported family compress time by four
 
 
@@ -73,20 +85,18 @@ class GenerationRequest:
         for name in ("prompt", "negative_prompt"):
             value = getattr(self, name)
             if not isinstance(value, str) and not (value is None and name == "negative_prompt"):
-                raise InvalidRequest(f"{name} is a {type(value).__name__}; give a string (it may be empty)")
+                raise InvalidRequest(f"{name} is a {type(value).__name__}; give a string (it may be empty)", name)
             if value is not None and not _is_text(value):
-                raise InvalidRequest(f"{name} {value!r} is no valid Unicode; is the terminal set to UTF-8?")
+                raise InvalidRequest(f"{name} {value!r} is no valid Unicode; is the terminal set to UTF-8?", name)
         for name in ("height", "width"):
             _check_size(name, getattr(self, name))
         _check_frames(self.frames)
-        _check_integer("steps", self.steps, 1, 1000)
-        _check_integer("seed", self.seed, 0, 2**63 - 1)
-        _check_number("fps", self.fps, at_least=0.1, at_most=240)
-        _check_number("shift", self.shift, at_least=0.01, at_most=100)
-        for name in ("guidance_scale", "guidance_scale_2"):
-            _check_number(name, getattr(self, name), at_least=0, at_most=100)
+        for name in ("steps", "seed"):
+            _check_integer(name, getattr(self, name))
+        for name in ("fps", "shift", "guidance_scale", "guidance_scale_2"):
+            _check_number(name, getattr(self, name))
         if self.solver not in SOLVERS:
-            raise InvalidRequest(f"solver {self.solver!r} is unknown; choose one of {', '.join(SOLVERS)}")
+            raise InvalidRequest(f"solver {self.solver!r} is unknown; choose one of {', '.join(SOLVERS)}", "solver")
         if self.image is not None:
             # The one normalisation: decoded here, so that a damaged file fails before any model is loaded.
             object.__setattr__(self, "image", load_image(self.image))
@@ -152,36 +162,38 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _check_integer(name: str, value: object, lowest: int, highest: int) -> None:
+def _check_integer(name: str, value: object) -> None:
+    lowest, highest = LIMITS[name]
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} is {value!r}; give an integer from {lowest} to {highest}")
+        raise InvalidRequest(f"{name} is {value!r}; give an integer from {lowest} to {highest}", name)
     if not lowest <= value <= highest:
         nearest = min(max(value, lowest), highest)
-        raise InvalidRequest(f"{name} is {value}; allowed are {lowest} to {highest}, nearest {nearest}")
+        raise InvalidRequest(f"{name} is {value}; allowed are {lowest} to {highest}, nearest {nearest}", name)
 
 
-def _check_number(name: str, value: object, *, at_least: float, at_most: float) -> None:
+def _check_number(name: str, value: object) -> None:
+    at_least, at_most = LIMITS[name]
     if value is None:
         return
     allowed = f"{at_least:g} to {at_most:g}"
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} is {value!r}; give a finite number from {allowed}")
+        raise InvalidRequest(f"{name} is {value!r}; give a finite number from {allowed}", name)
     if not at_least <= value <= at_most:
         nearest = min(max(value, at_least), at_most)
-        raise InvalidRequest(f"{name} is {value:g}; allowed are {allowed}, nearest {nearest:g}")
+        raise InvalidRequest(f"{name} is {value:g}; allowed are {allowed}, nearest {nearest:g}", name)
 
 
 def _check_size(name: str, value: object) -> None:
-    _check_integer(name, value, SIZE_MULTIPLE, 8192)
+    _check_integer(name, value)
     if isinstance(value, int) and value % SIZE_MULTIPLE:
         nearest = nearest_multiple(value, SIZE_MULTIPLE)
-        raise InvalidRequest(f"{name} is {value}; it must be a multiple of {SIZE_MULTIPLE}, nearest {nearest}")
+        raise InvalidRequest(f"{name} is {value}; it must be a multiple of {SIZE_MULTIPLE}, nearest {nearest}", name)
 
 
 def _check_frames(value: object) -> None:
-    _check_integer("frames", value, 1, 2001)
+    _check_integer("frames", value)
     if isinstance(value, int) and value % FRAME_STRIDE != 1:
         nearest = max(1, round((value - 1) / FRAME_STRIDE) * FRAME_STRIDE + 1)
-        raise InvalidRequest(f"frames is {value}; it must be 4n + 1, nearest {nearest}")
+        raise InvalidRequest(f"frames is {value}; it must be 4n + 1, nearest {nearest}", "frames")

@@ -14,7 +14,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from wan_tpu.families.wan_presets import PRESETS, VAE_21, VAE_22, WanConfig
+from wan_tpu.families.wan.presets import PRESETS, VAE_21, VAE_22, WanConfig
 
 KINDS = tuple(PRESETS)
 
@@ -31,13 +31,7 @@ _TRANSFORMER: dict[str, Any] = {
     "num_layers": 2,
 }
 _VAE: dict[str, Any] = {"base_dim": 8, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
-_TEXT_ENCODER: dict[str, Any] = {
-    "d_model": _TEXT_WIDTH,
-    "d_kv": 8,
-    "d_ff": 64,
-    "num_layers": 2,
-    "num_heads": 4,
-}
+_TEXT_ENCODER: dict[str, Any] = {"d_model": _TEXT_WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 _IMAGE_ENCODER: dict[str, Any] = {
     "hidden_size": _IMAGE_WIDTH,
     "intermediate_size": 64,
@@ -83,9 +77,7 @@ def make_checkpoint(
     if clip:
         _save_image_encoder(folder)
     diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction",
-        use_flow_sigmas=True,
-        flow_shift=preset.shift if shift is None else shift,
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=preset.shift if shift is None else shift
     ).save_pretrained(folder / "scheduler")
     _write_index(folder, preset, clip=clip)
     return folder

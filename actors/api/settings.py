@@ -2,11 +2,10 @@
 
 import dataclasses
 
-from actors.api.fetch import FetchSettings
-from actors.api.images import ImageLimits
-from actors.api.memory import Memory, Sizes
-from actors.jobs.rows import Keeping
-from actors.jobs.work import LeaseSettings
+from actors.api.images.decoder import ImageLimits
+from actors.api.outbound.client import FetchSettings
+from actors.api.sizes import Size
+from actors.jobs.values import JobSettings
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -15,12 +14,12 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 class ServiceSettings:
     """What is the same for all processes of a service.
 
-    database      path of a SQLite file, or postgresql://...
+    database      path of a SQLite file, or postgresql://...; its API keys are this service's
     storage       folder or gs:// of input images and results
     model         the model's name, as clients give it
-    keys_file     file of API keys; keys_text: the content of one besides; without both, all jobs belong to everybody,
-                  and only requests to one of `names` are answered: other pages in a browser of this machine can't ask
-    room          what the slices have memory for, as a person has said or as it was derived; anything if None
+    names         while there are no keys, all jobs belong to everybody, and only requests to one of these hosts are
+                  answered: other pages in a browser of this machine can't ask
+    largest       sizes that the slices have memory for; anything if empty
     queue_limit   jobs that may wait; one more is answered with 429
     concurrency   jobs that one worker has in the pipeline at a time
     chips         stage -> chips of the slice that runs it, for chip-seconds
@@ -31,10 +30,8 @@ class ServiceSettings:
     database: str
     storage: str
     model: str
-    keys_file: str | None = None
-    keys_text: str | None = None
     names: tuple[str, ...] = LOCAL_NAMES
-    room: Memory | Sizes | None = None
+    largest: tuple[Size, ...] = ()
     queue_limit: int = 1000
     concurrency: int = 4
     chips: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -42,13 +39,12 @@ class ServiceSettings:
     origins: tuple[str, ...] = ()
     images: ImageLimits = dataclasses.field(default_factory=ImageLimits)
     fetch: FetchSettings = dataclasses.field(default_factory=FetchSettings)
-    keeping: Keeping = dataclasses.field(default_factory=Keeping)
-    leases: LeaseSettings = dataclasses.field(default_factory=LeaseSettings)
+    jobs: JobSettings = dataclasses.field(default_factory=JobSettings)
 
     @property
-    def with_keys(self) -> bool:
-        """Whether a request needs a key."""
-        return self.keys_file is not None or bool(self.keys_text)
+    def webhooks(self) -> FetchSettings:
+        """What may be called, of what may be fetched."""
+        return dataclasses.replace(self.fetch, what="webhook")
 
     @property
     def body_bytes(self) -> int:

@@ -1,19 +1,20 @@
 """`wan-tpu batch`: every request of a manifest, one after another in this process."""
 
+import contextlib
 from collections.abc import Sequence
 
-from actors.batch import BatchSettings, drive, run_batch, say
-from actors.commands.batch_arguments import add_batch_arguments
-from actors.manifest import read_manifest
-from actors.one_process import OneProcessEngine
-from actors.storage import open_storage
-from actors.timeline import Span
-from actors.timeline_picture import save
+from actors.batch.manifest import read_manifest
+from actors.batch.one_process import OneProcessEngine
+from actors.batch.run import BatchSettings, open_batch, say
+from actors.commands.arguments import add_batch_arguments
+from actors.observe.timeline import Span
+from actors.observe.timeline_picture import save
+from actors.storage.opening import open_storage
 from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser
+from wan_tpu.media.video import check_ffmpeg
 from wan_tpu.pipeline import load_pipeline
 from wan_tpu.progress import Console
-from wan_tpu.video import check_ffmpeg
 
 
 def batch(argv: Sequence[str]) -> None:
@@ -24,18 +25,15 @@ def batch(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     check_ffmpeg()
     settings = BatchSettings(in_flight=args.in_flight, remake_changed=args.remake_changed, model=args.model_id)
-    output = open_storage(args.output)
-    mesh = (args.dp, args.sp, args.tp)
-    pipe = load_pipeline(args.model_id, args.dtype or "bfloat16", mesh, executables=args.executables)
-    manifest = read_manifest(args.manifest, pipe.resolve)
-    engine = OneProcessEngine(pipe)
+    pipe = load_pipeline(
+        args.model_id, args.dtype or "bfloat16", (args.dp, args.sp, args.tp), executables=args.executables
+    )
+    manifest, output = read_manifest(args.manifest, pipe.resolve), open_storage(args.output)
     spans: list[Span] = []
-    on_event = spans.append if args.timeline else None
-    try:
-        report = drive(run_batch(manifest, output, engine, settings, progress=Console("request"), on_event=on_event))
-    finally:
-        engine.close()
-    if spans:
-        save(output, spans)
+    engine = OneProcessEngine(pipe)
+    with contextlib.closing(engine), open_batch(manifest, output, settings) as opened:
+        report = opened.run(engine, progress=Console("request"), on_event=spans.append)
+        if args.timeline and spans:
+            save(output, spans)
     report.check()
     say(report.text())

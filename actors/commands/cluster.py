@@ -1,15 +1,16 @@
 """`wan-tpu cluster up | status | down`: an emulated cluster on this machine; `status` shows real ones too."""
 
 import argparse
+import contextlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from actors.commands.arguments import emulated
 from cluster.drawing import draw
-from cluster.emulated import EmulatedCluster, Settings, default_folder
-from cluster.errors import ClusterNotFound, LayoutError
+from cluster.emulation.cluster import EmulatedCluster, Settings, default_folder, emulated_slices
+from cluster.errors import LayoutError
 from cluster.layout import Layout, shipped
-from wan_tpu.expert import STAGES, TOGETHER
 
 LAYOUT = "layout.yaml"  # beside the cluster's state file
 
@@ -34,8 +35,8 @@ def cluster(argv: Sequence[str]) -> None:
 
 
 def _up(args: argparse.Namespace) -> None:
-    layout = Layout.load(args.emulate, STAGES, TOGETHER)
-    slices = layout.emulated_slices()
+    layout = Layout.load(args.emulate)
+    slices = emulated_slices(layout)
     running = EmulatedCluster.start(slices, Settings(dashboard=True), folder=args.folder, outlive=True)
     shutil.copy(layout.source, args.folder / LAYOUT)
     hosts = sum(s.spec.hosts for s in slices)
@@ -44,24 +45,19 @@ def _up(args: argparse.Namespace) -> None:
 
 
 def _status(args: argparse.Namespace) -> None:
-    layout = None
-    if args.address is None:
-        running = EmulatedCluster.attach(args.folder)
-        if not running.running:
-            raise ClusterNotFound(
-                f"the emulated cluster of {args.folder} is not running any more; wan-tpu cluster down"
-            )
-        address = running.address
-        layout = _layout(args.folder / LAYOUT)
-        print(f"emulated cluster at {address}, jobs at http://{running.dashboard}, started from {args.folder}")
-    else:
-        address = args.address
-        print(f"cluster at {address}")
-    from cluster.connect import connect
-
-    connect(address)
+    from cluster.connect import connect  # these two bring Ray
     from cluster.inventory import slices_found
 
+    layout, address = None, args.address
+    if address is None:
+        running = emulated(args.folder)
+        address = running.address
+        with contextlib.suppress(LayoutError):  # of a cluster that wasn't started by this command
+            layout = Layout.load(args.folder / LAYOUT)
+        print(f"emulated cluster at {address}, jobs at http://{running.dashboard}, started from {args.folder}")
+    else:
+        print(f"cluster at {address}")
+    connect(address)
     print(draw(slices_found(), layout))
 
 
@@ -69,10 +65,3 @@ def _down(args: argparse.Namespace) -> None:
     EmulatedCluster.attach(args.folder).stop()
     (args.folder / LAYOUT).unlink(missing_ok=True)
     print("stopped")
-
-
-def _layout(path: Path) -> Layout | None:
-    try:
-        return Layout.load(path, STAGES, TOGETHER)
-    except LayoutError:  # of a cluster that wasn't started by this command
-        return None

@@ -3,15 +3,12 @@
 import argparse
 from collections.abc import Sequence
 
-from actors.commands.cluster_arguments import add_cluster_arguments, add_pipeline_arguments, join, wanted_from
+from actors.commands.arguments import add_cluster_arguments, add_pipeline_arguments, join, wanted_from
 from actors.errors import PipelineNotFound
 from actors.interrupts import ended_as_by_ctrl_c
-from actors.live import Live
-from actors.pools import about, deploy, running, shut_down
+from actors.observe.console import LiveConsole
+from actors.pipeline.deployment import about, deploy, running, shut_down
 from wan_tpu.commands.parser import Parser
-from wan_tpu.errors import InvalidInput
-
-GCS = 'of the cluster\'s GCS, "host:port"'
 
 
 def pipeline(argv: Sequence[str]) -> None:
@@ -25,24 +22,22 @@ def pipeline(argv: Sequence[str]) -> None:
         "--drain_s", type=_seconds, default=60, help="kill them after so many seconds; default %(default)s"
     )
     for action in (start, stop):
-        add_cluster_arguments(action, GCS)
+        add_cluster_arguments(action)
     args = parser.parse_args(argv)
     with ended_as_by_ctrl_c():
         {"up": _up, "down": _down}[args.action](args)
 
 
 def _up(args: argparse.Namespace) -> None:
-    with Live() as live:
+    with LiveConsole() as live:
         live.tell("joining the cluster")
-        wanted = wanted_from(args, join(args), lasting=True, snapshots=None)
-        if wanted is None:
-            raise InvalidInput("--layout and --model_id say what to bring up; both are needed")
-        deploy(wanted.layout, wanted.settings, tell=live.tell)
+        wanted = wanted_from(args, join(args))
+        deploy(wanted, tell=live.tell)
     print(f"pipeline {args.name} is up: {', '.join(pool.name for pool in wanted.layout.pools)}")
 
 
 def _down(args: argparse.Namespace) -> None:
-    with Live() as live:
+    with LiveConsole() as live:
         live.tell("joining the cluster")
         join(args)
         if about(args.name) is None and not running(args.name):

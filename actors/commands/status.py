@@ -1,32 +1,39 @@
 """`wan-tpu status`: what the pipeline of a cluster is doing."""
 
-import dataclasses
 import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 
-from actors.board import Board
-from actors.commands.cluster_arguments import add_cluster_arguments, join
-from actors.pools import about, living
-from actors.status import PipelineStatus, pipeline_status, text
+from actors.commands.arguments import add_cluster_arguments, join
+from actors.observe.status_actor import StatusActor
+from actors.pipeline.deployment import about, living
+from actors.pipeline.status import PipelineStatus, pipeline_status, text
 from cluster.drawing import draw
 from cluster.inventory import SliceFound, slices_found
 from wan_tpu.commands.parser import Parser
 
 WATCH_S = 1.0
+UP = "wan-tpu pipeline up --layout ... --model_id ..."
 
 
 def status(argv: Sequence[str]) -> None:
     """Show pools, slices, queues, requests under way, and how long steps and hand-offs take."""
     parser = Parser(prog="wan-tpu status", description=status.__doc__)
-    add_cluster_arguments(parser, 'of the cluster\'s GCS, "host:port"')
+    add_cluster_arguments(parser)
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object (a line each with --watch)")
     parser.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C")
     args = parser.parse_args(argv)
     address = join(args)
     while True:
-        shown = _as_json(args.name) if args.json else f"cluster at {address}\n{_as_text(args.name)}"
+        slices = slices_found()
+        found = _status(args.name, slices)
+        if args.json:
+            shown = json.dumps({"slices": [_slice(one) for one in slices], "pipeline": found and asdict(found)})
+        else:
+            pipeline = text(found) if found else f"no pipeline {args.name!r} runs here; {UP}"
+            shown = f"cluster at {address}\n{draw(slices)}\n{pipeline}"
         if args.watch and not args.json and sys.stdout.isatty():
             print("\x1b[H\x1b[J", end="")
         print(shown, flush=True)
@@ -35,34 +42,14 @@ def status(argv: Sequence[str]) -> None:
         time.sleep(WATCH_S)
 
 
-def _as_text(pipeline: str) -> str:
-    slices = slices_found()
-    found = _status(pipeline, slices)
-    if found is None:
-        return f"{draw(slices)}\nno pipeline {pipeline!r} runs here; wan-tpu pipeline up --layout ... --model_id ..."
-    return f"{draw(slices)}\n{text(found)}"
-
-
-def _as_json(pipeline: str) -> str:
-    slices = slices_found()
-    found = _status(pipeline, slices)
-    told = None if found is None else found.to_json()
-    return json.dumps({"slices": [_slice(found_) for found_ in slices], "pipeline": told})
-
-
 def _status(pipeline: str, slices: list[SliceFound]) -> PipelineStatus | None:
-    told, board = about(pipeline), Board.find(pipeline)
-    if told is None or board is None:
+    spec, status = about(pipeline), StatusActor.find(pipeline)
+    if spec is None or status is None:
         return None
-    return pipeline_status(told, board.seen(), slices, living(pipeline, told.layout))
+    return pipeline_status(spec, status.seen(), slices, living(pipeline, spec.layout))
 
 
 def _slice(found: SliceFound) -> dict[str, object]:
-    return {
-        "name": found.name,
-        "kind": str(found.spec or found.pod_type),
-        "emulated": found.emulated,
-        "holder": found.holder,
-        "hosts": [dataclasses.asdict(host) for host in found.hosts],
-        "missing": list(found.missing),
-    }
+    shown = {name: value for name, value in asdict(found).items() if name not in ("pod_type", "spec")}
+    kind = str(found.spec or found.pod_type)
+    return shown | {"kind": kind, "emulated": found.emulated, "missing": found.missing}

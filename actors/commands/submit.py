@@ -1,6 +1,7 @@
 """`wan-tpu submit`: a batch as a job of the cluster. It goes on when this command, or this machine, goes away."""
 
 import asyncio
+import contextlib
 import logging
 import shlex
 import signal
@@ -12,14 +13,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from actors.commands.batch_arguments import add_drive_arguments
-from actors.commands.cluster_arguments import add_cluster_arguments, jobs_address, layout_from
+from actors.commands.arguments import (
+    absolute_model,
+    add_cluster_arguments,
+    add_drive_arguments,
+    check_layout,
+    jobs_address,
+    layout_from,
+)
 from actors.errors import PipelineError
+from actors.storage.opening import absolute
 from cluster.connect import is_loopback, stay_on_loopback
 from cluster.errors import ClusterNotFound
 from cluster.layout import shipped
 from wan_tpu.commands.parser import Parser
-from wan_tpu.errors import InvalidInput
+from wan_tpu.errors import CheckpointError, InvalidInput
+from wan_tpu.families import open_spec
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 POLL_S = 0.5
@@ -67,27 +76,24 @@ def _submit(client: Any, args: Any) -> str:
 def _command(args: Any, *, here: bool) -> list[str]:
     """Return what the job runs; `here` when the cluster is on this machine."""
     command = ["exec", sys.executable if here else "python", "-m", "actors.cli", "drive"]
-    paths = {"manifest": args.manifest, "output": args.output, "snapshots": args.snapshots}
-    given = {name: _absolute(value) for name, value in paths.items() if value is not None}
-    given |= {name: getattr(args, name) for name in ("name", "in_flight")}
+    given = {name: getattr(args, name) for name in ("name", "in_flight")}
+    given |= {name: absolute(value) for name in ("manifest", "output", "snapshots") if (value := getattr(args, name))}
     if args.model_id is not None:  # else the pipeline runs already, as it was brought up
         given |= {name: getattr(args, name) for name in ("dtype", "snapshot_every", "executables")}
-        given["model_id"] = str(Path(args.model_id).absolute()) if Path(args.model_id).is_dir() else args.model_id
-    layout = layout_from(args)  # looked at before the job is
+        given["model_id"] = absolute_model(args.model_id)
+    layout = layout_from(args)
+    if layout is not None and args.model_id is not None:
+        with contextlib.suppress(CheckpointError):  # it may be there on the cluster only
+            check_layout(layout, open_spec(args.model_id))
     if layout is not None and args.layout in shipped():
         given["layout"] = args.layout
     elif layout is not None:  # a file of this machine, which the cluster may not have
         given["layout_text"] = args.layout_text or Path(layout.source).read_text()
     for name, value in given.items():
-        if value is not None:
-            command += [f"--{name}", str(value)]
+        command += [] if value is None else [f"--{name}", str(value)]
     for size in args.warm_up:
         command += ["--warm_up", size]
     return command + [f"--{name}" for name in ("remake_changed", "timeline", "keep") if getattr(args, name)]
-
-
-def _absolute(path: str) -> str:
-    return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
 def _client(address: str) -> Any:

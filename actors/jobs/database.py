@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import sqlalchemy
 from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
+from sqlalchemy.orm import Session
 
 from actors.jobs.errors import StoreError, StoreUnavailable
 
 LOCK_WAIT_S = 30  # of a writer for another one; each holds the lock for milliseconds
-_SUBMIT_LOCK = 0x77616E747075  # "wantpu": the key of PostgreSQL's advisory lock, one for our database
+_LOCK = 0x77616E747075  # "wantpu": the key of PostgreSQL's advisory lock, one for our database
 
 
 class Database:
@@ -39,37 +41,28 @@ class Database:
         """Return the address without its password."""
         return self._engine.url.render_as_string(hide_password=True)
 
-    @contextlib.contextmanager
-    def read(self) -> Iterator[Connection]:
-        """Give a connection for reading, at one moment of the database."""
-        with self._failures(), self._engine.connect() as connection, connection.begin():
-            yield connection
+    def read(self) -> AbstractContextManager[Session]:
+        """Give a session for reading, at one moment of the database."""
+        return self._session(writes=False)
 
     @contextlib.contextmanager
-    def read_once(self) -> Iterator[Connection]:
-        """Give a connection for one query: on SQLite without a transaction, which would be two more statements."""
-        with self._failures(), self._engine.connect() as connection, connection.execution_options(once=True).begin():
-            yield connection
-
-    @contextlib.contextmanager
-    def write(self) -> Iterator[Connection]:
-        """Give a connection whose changes appear all at once, or not at all when the block raises.
+    def write(self) -> Iterator[Session]:
+        """Give a session whose changes appear all at once, or not at all when the block raises.
 
         On SQLite writers follow one another; on PostgreSQL they lock the rows that they touch.
         """
-        with self._turn(), self._failures(), self._engine.connect() as connection:
-            with connection.execution_options(writes=True).begin():
-                yield connection
+        with self._one_writer(), self._session(writes=True) as session:
+            yield session
 
-    def in_turn(self, connection: Connection) -> None:
-        """Hold back others that call this until the transaction has ended. SQLite's writers always do."""
+    def serialize(self, session: Session) -> None:
+        """Let one such transaction run at a time, by a lock until its end. SQLite's writers always do."""
         if self.postgresql:
-            connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SUBMIT_LOCK})
+            session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
 
-    def now(self, connection: Connection) -> float:
+    def now(self, session: Session) -> float:
         """Return Unix seconds by the one clock of all processes: the server's (SQLite has one machine anyway)."""
         if self.postgresql:
-            return float(connection.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
+            return float(session.scalars(text("SELECT extract(epoch FROM clock_timestamp())")).one())
         return time.time()
 
     def close(self) -> None:
@@ -77,7 +70,7 @@ class Database:
         self._engine.dispose()
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _one_writer(self) -> Iterator[None]:
         """Let one thread write at a time: SQLite's own waiting is a sleep of up to 0.1 s, again and again."""
         if self.postgresql:
             yield
@@ -90,9 +83,12 @@ class Database:
             self._writer.release()
 
     @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
+    def _session(self, *, writes: bool) -> Iterator[Session]:
+        """Give a session with a transaction; what it has read stays readable afterwards."""
         try:
-            yield
+            with Session(self._engine, expire_on_commit=False) as session, session.begin():
+                session.connection(execution_options={"writes": writes})
+                yield session
         except OperationalError as error:
             raise StoreUnavailable(f"{self} can't be used now: {_reason(error)}; try again") from None
         except DBAPIError as error:
@@ -144,18 +140,13 @@ def _sqlite(url: URL) -> Engine:
     @event.listens_for(engine, "connect")
     def connected(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # transactions begin below, not where the driver guesses
-        for pragma in (
-            "journal_mode = WAL",  # readers don't wait for a writer
-            "synchronous = FULL",  # a commit is on the disk: what was accepted survives a power cut
-        ):
-            connection.execute(f"PRAGMA {pragma}").close()
+        connection.execute("PRAGMA journal_mode = WAL")  # readers don't wait for a writer
+        connection.execute("PRAGMA synchronous = FULL")  # what was accepted survives a power cut
 
     @event.listens_for(engine, "begin")
     def begun(connection: Connection) -> None:
         # A write lock from the start: a reader that turns writer would fail when another has written in between.
-        options = connection.get_execution_options()
-        if not options.get("once"):
-            connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("writes") else "BEGIN")
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options()["writes"] else "BEGIN")
 
     return engine
 

@@ -2,12 +2,13 @@
 
 import logging
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import delete, select, update
 
 from actors.jobs.database import Database
-from actors.jobs.rows import Keeping, doom
-from actors.jobs.tables import deliveries, files, jobs
-from actors.storage import Storage, StorageError
+from actors.jobs.ending import remove
+from actors.jobs.tables import File, Job
+from actors.jobs.values import JobSettings
+from actors.storage.base import Storage, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -18,21 +19,14 @@ _RETRY_S = 60.0  # until a file that couldn't be removed is tried again
 class Retention:
     """Removes jobs that have expired, and files that nobody needs. Any number of processes may do it at once."""
 
-    def __init__(
-        self,
-        database: Database,
-        storage: Storage,
-        keeping: Keeping = Keeping(),  # noqa: B008 (frozen)
-    ) -> None:
-        self._database = database
-        self._storage = storage
-        self._keeping = keeping
+    def __init__(self, database: Database, storage: Storage, settings: JobSettings = JobSettings()) -> None:  # noqa: B008 (frozen)
+        self._database, self._storage, self._settings = database, storage, settings
 
     def reserve(self, name: str) -> None:
         """Record the name of an upload before it is written; it is removed unless it becomes a job's input in time."""
-        with self._database.write() as connection:
-            doomed_at = self._database.now(connection) + self._keeping.abandoned_s
-            connection.execute(insert(files).values(name=name, doomed_at=doomed_at))
+        with self._database.write() as session:
+            delete_at = self._database.now(session) + self._settings.abandoned_s
+            session.add(File(name=name, delete_at=delete_at))
 
     def sweep(self) -> tuple[int, int]:
         """Remove what is due; return how many jobs and files that were."""
@@ -45,33 +39,31 @@ class Retention:
         return expired, removed
 
     def _expire(self) -> int:
-        """Remove rows of expired jobs, and doom their files in the same transaction."""
-        with self._database.write() as connection:
-            now = self._database.now(connection)
-            expired = connection.scalars(
-                select(jobs.c.id).where(jobs.c.expires_at <= now).limit(_BATCH).with_for_update(skip_locked=True)
+        """Remove rows of expired jobs, and expire their files in the same transaction."""
+        with self._database.write() as session:
+            now = self._database.now(session)
+            expired = session.scalars(
+                select(Job).where(Job.expires_at <= now).limit(_BATCH).with_for_update(skip_locked=True)
             ).all()
             for job in expired:
-                doom(connection, job, now)
-            connection.execute(delete(deliveries).where(deliveries.c.job.in_(expired)))
-            connection.execute(delete(jobs).where(jobs.c.id.in_(expired)))
+                remove(session, job, now)
         return len(expired)
 
     def _due(self) -> list[str]:
-        with self._database.read() as connection:
-            now = self._database.now(connection)
-            query = select(files.c.name).where(files.c.doomed_at <= now).order_by(files.c.doomed_at).limit(_BATCH)
-            return list(connection.scalars(query))
+        with self._database.read() as session:
+            now = self._database.now(session)
+            query = select(File.name).where(File.delete_at <= now).order_by(File.delete_at).limit(_BATCH)
+            return list(session.scalars(query))
 
     def _remove(self, name: str) -> bool:
         try:
             self._storage.delete(name)
         except StorageError as error:
             log.warning("%s; it is tried again in %d s", error, _RETRY_S)
-            with self._database.write() as connection:
-                retry_at = self._database.now(connection) + _RETRY_S
-                connection.execute(update(files).where(files.c.name == name).values(doomed_at=retry_at))
+            with self._database.write() as session:
+                retry_at = self._database.now(session) + _RETRY_S
+                session.execute(update(File).where(File.name == name).values(delete_at=retry_at))
             return False
-        with self._database.write() as connection:  # after the file: a crash in between removes it once more
-            connection.execute(delete(files).where(files.c.name == name))
+        with self._database.write() as session:  # after the file: a crash in between removes it once more
+            session.execute(delete(File).where(File.name == name))
         return True

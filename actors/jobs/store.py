@@ -1,20 +1,57 @@
 """Jobs as those who ask for videos see them: submit, look, list, cancel, delete."""
 
-from collections.abc import Sequence
+import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from sqlalchemy import Connection, Row, Select, delete, func, insert, select, update
+from sqlalchemy import Select, bindparam, case, func, literal_column, select
+from sqlalchemy.orm import Session, aliased, with_expression
 
 from actors.jobs.database import Database
+from actors.jobs.ending import STOPPED, end, remove
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, QueueFull
 from actors.jobs.migrate import migrate
-from actors.jobs.rows import BY_ID, LOOK, POSITION, WAITING, Keeping, doom, end, job_of, next_turn
-from actors.jobs.tables import deliveries, files, jobs
-from actors.jobs.values import CANCELLED, Counts, Job, Page, Submission, digest, is_id, new_id
+from actors.jobs.tables import Delivery, File, Job
+from actors.jobs.values import CANCELLED, Counts, JobSettings, Status, is_id
 
 MAX_PAGE = 100
 _ATTACH_MARGIN_S = 60.0  # a file that is removed sooner than this can't become an input any more
+
+# Written out: with a parameter SQLite looks each row of the index of waiting jobs up in the table.
+_QUEUED: Any = literal_column("'queued'")
+
+
+def _position() -> Any:
+    """Return what counts the waiting jobs that are claimed before one; null when it doesn't wait.
+
+    Three ranges of the index of waiting jobs, so that those behind aren't looked at.
+    """
+    other = aliased(Job)
+    same = other.priority == Job.priority
+    ranges = (
+        [other.priority > Job.priority],
+        [same, other.round < Job.round],
+        [same, other.round == Job.round, other.sequence < Job.sequence],
+    )
+    waiting = other.status == _QUEUED
+    counts = [select(func.count()).select_from(other).where(waiting, *range_).correlate(Job) for range_ in ranges]
+    first, second, third = (count.scalar_subquery() for count in counts)
+    return case((Job.status == _QUEUED, first + second + third))
+
+
+# Built once: they are asked with every poll, and building them takes longer than answering them.
+_BY_ID = select(Job).where(Job.id == bindparam("wanted"))
+_WITH_POSITION = with_expression(Job.position, _position())
+_LOOK = _BY_ID.options(_WITH_POSITION)
+_WAITING = select(func.count()).select_from(Job).where(Job.status == _QUEUED)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Page:
+    """Some jobs of a list, in order; `more` when others follow the last."""
+
+    jobs: tuple[Job, ...]
+    more: bool
 
 
 def open_database(address: str | Path) -> Database:
@@ -30,41 +67,48 @@ class JobStore:
     Where `owner` is given, jobs of others are not found; None sees all.
     """
 
-    def __init__(self, database: Database, keeping: Keeping = Keeping()) -> None:  # noqa: B008 (frozen)
-        self._database = database
-        self._keeping = keeping
+    def __init__(self, database: Database, settings: JobSettings = JobSettings()) -> None:  # noqa: B008 (frozen)
+        self._database, self._settings = database, settings
 
-    def submit(self, submission: Submission, *, queue_limit: int | None = None) -> tuple[Job, bool]:
-        """Accept a job; return it, and whether it is new: the same idempotency key and body is the same job.
+    def submit(self, job: Job, *, webhook_url: str | None = None, queue_limit: int | None = None) -> tuple[Job, bool]:
+        """Accept a new job; return it, and whether it is new: the same idempotency key and body is the same job.
+
+        webhook_url  called when the job has ended
 
         Raises `IdempotencyConflict` for the same key with another body, `QueueFull` when `queue_limit` jobs wait.
         """
-        body_digest = submission.body_digest or digest(submission.request)
-        with self._database.write() as connection:
-            self._database.in_turn(connection)
-            earlier = self._same_key(connection, submission)
+        with self._database.write() as session:
+            self._database.serialize(session)
+            same = (Job.owner == job.owner) & (Job.idempotency_key == job.idempotency_key)
+            earlier = None if job.idempotency_key is None else session.scalars(select(Job).where(same)).one_or_none()
             if earlier is not None:
-                if earlier.body_digest != body_digest:
+                if earlier.body_digest != job.body_digest:
                     raise IdempotencyConflict(
-                        f"idempotency key {submission.idempotency_key!r} belongs to {earlier.id}, which was asked for "
+                        f"idempotency key {job.idempotency_key!r} belongs to {earlier.id}, which was asked for "
                         "with another body; use a new key for a new request"
                     )
                 return earlier, False
-            waiting = connection.scalar(WAITING) or 0
+            waiting = session.scalar(_WAITING) or 0
             if queue_limit is not None and waiting >= queue_limit:
                 raise QueueFull(f"{waiting} jobs wait, which is all that are taken; try again later")
-            return self._insert(connection, submission, body_digest), True
+            job.round = _next_round(session, job.owner, job.priority)
+            job.created_at = self._database.now(session)
+            session.add(job)
+            if webhook_url is not None:
+                session.add(Delivery(job_id=job.id, url=webhook_url))
+            if job.input_image is not None:
+                self._attach(session, job, job.input_image)
+            return job, True
 
     def get(self, job: str, owner: str | None = None) -> Job:
         """Return a job; raises `JobNotFound`."""
-        with self._database.read_once() as connection:
-            return self._find(connection, job, owner)
+        with self._database.read() as session:
+            return self._find(session, job, owner)
 
-    def look(self, job: str, owner: str | None = None) -> tuple[Job, int | None]:
-        """Return a job and its `position`, both of one moment; raises `JobNotFound`."""
-        with self._database.read_once() as connection:
-            row = self._row(connection, LOOK, job, owner)
-        return job_of(row), row.position
+    def look(self, job: str, owner: str | None = None) -> Job:
+        """Return a job with its position; raises `JobNotFound`."""
+        with self._database.read() as session:
+            return self._find(session, job, owner, _LOOK)
 
     def list(
         self,
@@ -74,40 +118,20 @@ class JobStore:
         limit: int = 20,
         order: Literal["asc", "desc"] = "desc",
     ) -> Page:
-        """Return at most `limit` jobs (up to 100) in order of acceptance, newest first unless `order` is "asc".
+        """Return at most `limit` jobs with their positions, newest first unless `order` is "asc".
 
         after  the id of the job before the first; raises `JobNotFound` when there is none
         """
-        if not 1 <= limit <= MAX_PAGE:
-            raise ValueError(f"limit is {limit}; allowed are 1 to {MAX_PAGE}")
-        if order not in ("asc", "desc"):
-            raise ValueError(f"order is {order!r}; allowed are 'asc' and 'desc'")
-        query = select(jobs).limit(limit + 1)
-        query = query.order_by(jobs.c.sequence.asc() if order == "asc" else jobs.c.sequence.desc())
+        query = select(Job).options(_WITH_POSITION).limit(limit + 1)
+        query = query.order_by(Job.sequence.asc() if order == "asc" else Job.sequence.desc())
         if owner is not None:
-            query = query.where(jobs.c.owner == owner)
-        with self._database.read() as connection:
+            query = query.where(Job.owner == owner)
+        with self._database.read() as session:
             if after is not None:
-                start = self._find(connection, after, owner).sequence
-                query = query.where(jobs.c.sequence > start if order == "asc" else jobs.c.sequence < start)
-            found = [job_of(row) for row in connection.execute(query)]
+                start = self._find(session, after, owner).sequence
+                query = query.where(Job.sequence > start if order == "asc" else Job.sequence < start)
+            found = session.scalars(query).all()
         return Page(jobs=tuple(found[:limit]), more=len(found) > limit)
-
-    def position(self, job: Job) -> int | None:
-        """Return how many jobs are claimed before this one if none is added; None when it doesn't wait."""
-        with self._database.read_once() as connection:
-            found: int | None = connection.scalar(POSITION, {"wanted": job.id})
-            return found
-
-    def positions(self, ids: Sequence[str]) -> dict[str, int]:
-        """Return the same for many at once, in one walk over the queue; those that don't wait are left out."""
-        if not ids:
-            return {}
-        order = func.row_number().over(order_by=(jobs.c.priority.desc(), jobs.c.turn, jobs.c.sequence))
-        queue = select(jobs.c.id, (order - 1).label("position")).where(jobs.c.status == "queued").subquery()
-        with self._database.read() as connection:
-            found = connection.execute(select(queue).where(queue.c.id.in_(ids)))
-            return {row.id: row.position for row in found}
 
     def cancel(self, job: str, owner: str | None = None) -> Job:
         """Cancel a job: it ends as failed with code "cancelled".
@@ -115,117 +139,80 @@ class JobStore:
         One that waits ends at once. One in progress ends when its worker next reports; until then `stop_code` is set,
         and it can't complete any more. One that has ended stays as it is. Raises `JobNotFound`.
         """
-        with self._database.write() as connection:
-            found = self._find(connection, job, owner, lock=True)
+        with self._database.write() as session:
+            found = self._find(session, job, owner, _BY_ID.with_for_update())
             if found.status == "queued":
-                now = self._database.now(connection)
-                return end(connection, found, now, self._keeping, failure=(CANCELLED, "the job was cancelled"))
+                return end(session, found, self._database.now(session), self._settings, failure=STOPPED[CANCELLED])
             if found.status == "in_progress" and found.stop_code is None:
-                row = connection.execute(
-                    update(jobs).where(jobs.c.id == found.id).values(stop_code=CANCELLED).returning(jobs)
-                ).one()
-                return job_of(row)
+                found.stop_code = CANCELLED
             return found
 
     def delete(self, job: str, owner: str | None = None) -> None:
-        """Remove a job; its files are doomed with it, and removed by the next `Retention.sweep`.
+        """Remove a job; its files are deleted by the next `Retention.sweep`.
 
         Raises `JobNotFound`, `JobUnfinished` for one in progress.
         """
-        with self._database.write() as connection:
-            found = self._find(connection, job, owner, lock=True)
+        with self._database.write() as session:
+            found = self._find(session, job, owner, _BY_ID.with_for_update())
             if found.status == "in_progress":
                 raise JobUnfinished(f"{found.id} is in progress; cancel it first, or wait for its end")
-            doom(connection, found.id, self._database.now(connection))
-            connection.execute(delete(deliveries).where(deliveries.c.job == found.id))
-            connection.execute(delete(jobs).where(jobs.c.id == found.id))
+            remove(session, found, self._database.now(session))
 
     def recent(self, limit: int) -> tuple[Job, ...]:
         """Return jobs of any owner that have completed, the latest first."""
-        query = select(jobs).where(jobs.c.status == "completed", jobs.c.expires_at.is_not(None))
-        with self._database.read() as connection:
-            found = connection.execute(query.order_by(jobs.c.expires_at.desc()).limit(limit))
-            return tuple(map(job_of, found))
+        query = select(Job).where(Job.status == "completed", Job.expires_at.is_not(None))
+        with self._database.read() as session:
+            return tuple(session.scalars(query.order_by(Job.expires_at.desc()).limit(limit)))
 
     def running(self) -> int:
         """Return how many jobs are in progress."""
-        with self._database.read() as connection:
-            return connection.scalar(select(func.count()).where(jobs.c.status == "in_progress")) or 0
+        with self._database.read() as session:
+            return session.scalar(select(func.count()).where(Job.status == "in_progress")) or 0
 
     def counts(self) -> Counts:
         """Return how many jobs there are, by status and failure."""
-        with self._database.read() as connection:
-            groups = connection.execute(
-                select(jobs.c.status, jobs.c.error_code, func.count()).group_by(jobs.c.error_code, jobs.c.status)
+        with self._database.read() as session:
+            groups = session.execute(
+                select(Job.status, Job.error_code, func.count()).group_by(Job.error_code, Job.status)
             ).all()
-            oldest = connection.scalar(select(func.min(jobs.c.created_at)).where(jobs.c.status == "queued"))
-            doomed = connection.scalar(select(func.count()).where(files.c.doomed_at.is_not(None))) or 0
-            now = self._database.now(connection)
-        by_status = dict.fromkeys(("queued", "in_progress", "completed", "failed"), 0)
+            oldest = session.scalar(select(func.min(Job.created_at)).where(Job.status == "queued"))
+            pending = session.scalar(select(func.count()).where(File.delete_at.is_not(None))) or 0
+            now = self._database.now(session)
+        by_status: dict[Status, int] = dict.fromkeys(get_args(Status), 0)
         for status, _, count in groups:
             by_status[status] += count
         return Counts(
-            by_status=by_status,  # type: ignore[arg-type]
+            by_status=by_status,
             failures={code: count for _, code, count in groups if code is not None},
             oldest_queued_s=0.0 if oldest is None else max(0.0, now - oldest),
-            doomed_files=doomed,
+            files_pending_deletion=pending,
         )
 
-    def _find(self, connection: Connection, job: str, owner: str | None, *, lock: bool = False) -> Job:
-        return job_of(self._row(connection, BY_ID.with_for_update() if lock else BY_ID, job, owner))
-
-    def _row(self, connection: Connection, query: Select[Any], job: str, owner: str | None) -> Row[Any]:
-        row = None
+    def _find(self, session: Session, job: str, owner: str | None, query: Select[Job] = _BY_ID) -> Job:
+        found = None
         if is_id(job):  # anything else isn't asked for: PostgreSQL refuses some texts
-            row = connection.execute(query, {"wanted": job}).one_or_none()
-        if row is None or owner not in (None, row.owner):
+            found = session.scalars(query, {"wanted": job}).one_or_none()
+        if found is None or owner not in (None, found.owner):
             raise JobNotFound(f"there is no job {job[:80]!r}; it may have been deleted, or have expired")
-        return row
+        return found
 
-    def _same_key(self, connection: Connection, submission: Submission) -> Job | None:
-        if submission.idempotency_key is None:
-            return None
-        row = connection.execute(
-            select(jobs).where(jobs.c.owner == submission.owner, jobs.c.idempotency_key == submission.idempotency_key)
-        ).one_or_none()
-        return None if row is None else job_of(row)
-
-    def _insert(self, connection: Connection, submission: Submission, body_digest: str) -> Job:
-        now = self._database.now(connection)
-        row = connection.execute(
-            insert(jobs)
-            .values(
-                id=new_id(),
-                owner=submission.owner,
-                status="queued",
-                request=submission.request,
-                input_image=submission.input_image,
-                priority=submission.priority,
-                turn=next_turn(connection, submission.owner, submission.priority),
-                deadline=submission.deadline,
-                idempotency_key=submission.idempotency_key,
-                body_digest=body_digest,
-                attempts=0,
-                losses=0,
-                results={},
-                stage_seconds={},
-                chip_seconds=0.0,
-                created_at=now,
-            )
-            .returning(jobs)
-        ).one()
-        if submission.webhook_url is not None:
-            connection.execute(insert(deliveries).values(job=row.id, url=submission.webhook_url, attempts=0))
-        if submission.input_image is not None:
-            self._attach(connection, submission.input_image, row.id, now)
-        return job_of(row)
-
-    def _attach(self, connection: Connection, image: str, job: str, now: float) -> None:
+    def _attach(self, session: Session, job: Job, image: str) -> None:
         """Make a reserved file part of a job, so that it lives as long."""
-        attached = connection.execute(
-            update(files)
-            .where(files.c.name == image, files.c.job.is_(None), files.c.doomed_at > now + _ATTACH_MARGIN_S)
-            .values(job=job, doomed_at=None)
-        )
-        if attached.rowcount != 1:
+        file = session.get(File, image, with_for_update=True)
+        margin = job.created_at + _ATTACH_MARGIN_S
+        if file is None or file.job is not None or file.delete_at is None or file.delete_at <= margin:
             raise JobError(f"the input image {image} isn't kept for this request any more; send it again")
+        file.job, file.delete_at = job.id, None
+
+
+def _next_round(session: Session, owner: str, priority: int) -> int:
+    """Return the round of an owner's next job: after its own waiting ones, and not before everyone else's first.
+
+    Jobs of equal priority are claimed round by round (round-robin over owners), however many each has submitted.
+    """
+    waiting = (Job.status == _QUEUED) & (Job.priority == priority)
+    last_own = session.scalar(select(func.max(Job.round)).where(waiting, Job.owner == owner))
+    if last_own is not None:
+        return last_own + 1
+    # One that came back into the queue has an old round: who follows it would pass all that came in between.
+    return session.scalar(select(func.min(Job.round)).where(waiting, Job.attempts == 0)) or 0

@@ -1,89 +1,187 @@
-"""The tables, as they are after the last migration. A change here needs a migration; a test compares the two."""
+"""The tables, each as the class of its rows; a change here needs a migration, which brings older databases to it.
 
-from sqlalchemy import JSON, BigInteger, Column, Float, Index, Integer, MetaData, String, Table, Text, text
+A row that was read stays a plain value after its transaction. Times are Unix seconds by the database's clock.
+"""
 
-metadata = MetaData()
+import dataclasses
+from typing import Any, ClassVar
 
-# SQLite counts up by itself in a column of exactly this type.
-_SEQUENCE = BigInteger().with_variant(Integer, "sqlite")
+from sqlalchemy import JSON, BigInteger, Dialect, Float, Index, Integer, String, Text, TypeDecorator, text
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    MappedAsDataclass,
+    foreign,
+    mapped_column,
+    query_expression,
+    relationship,
+)
+
+from actors.jobs.values import Progress, Status, new_id
+
+
+class Table(MappedAsDataclass, DeclarativeBase):
+    """What the tables have in common."""
+
+    type_annotation_map: ClassVar = {float: Float}  # else Double
+
+
+class _ProgressColumn(TypeDecorator[Progress]):
+    impl = JSON(none_as_null=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: Progress | None, dialect: Dialect) -> dict[str, Any] | None:
+        return None if value is None else dataclasses.asdict(value)
+
+    def process_result_value(self, value: dict[str, Any] | None, dialect: Dialect) -> Progress | None:
+        return None if value is None else Progress(**value)
+
+
+class Job(Table, kw_only=True):
+    """A job. To be submitted, it has an owner and a request, and what else its owner decides; the queue sets the rest.
+
+    sequence          position in order of acceptance; grows
+    owner             id of the API key it belongs to; "" where there are no keys
+    request           the request as it was accepted, plain JSON
+    input_image       name of the input image in storage, recorded with `Retention.reserve` before it was written
+    priority          higher ones are claimed first; round-robin over owners of equal priority
+    round             of that round-robin: owners of equal priority have one job claimed in each
+    deadline          a job that hasn't ended by then fails with code "deadline_exceeded"
+    idempotency_key   the same key and body of the same owner is the same job
+    body_digest       of what the client sent, for the comparison
+    attempts          how often it was claimed
+    losses            how often its worker was lost
+    stop_code         set when a running job is to stop: why ("cancelled", "deadline_exceeded")
+    results           what was made: variant ("video", "thumbnail", ...) -> name in storage
+    warnings          what its owner should know of the video, such as that a prompt was cut
+    stage_seconds     measured, summed over attempts, as last reported by a worker
+    expires_at        when the job and its files are removed
+    position          jobs claimed before it if none is added; None when it doesn't wait, or that wasn't asked for
+    """
+
+    __tablename__ = "jobs"
+
+    sequence: Mapped[int] = mapped_column(
+        BigInteger().with_variant(Integer, "sqlite"),  # SQLite counts up by itself in a column of exactly this type
+        primary_key=True,
+        autoincrement=True,
+        default=None,
+    )
+    id: Mapped[str] = mapped_column(String(64), unique=True, default_factory=new_id)
+    owner: Mapped[str] = mapped_column(String(64))
+    status: Mapped[Status] = mapped_column(String(16), default="queued")
+    request: Mapped[dict[str, Any]] = mapped_column(JSON)
+    input_image: Mapped[str | None] = mapped_column(Text, default=None)
+    priority: Mapped[int] = mapped_column(default=0)
+    round: Mapped[int] = mapped_column(BigInteger, default=0)
+    deadline: Mapped[float | None] = mapped_column(default=None)
+    idempotency_key: Mapped[str | None] = mapped_column(String(255), default=None)
+    body_digest: Mapped[str] = mapped_column(String(64), default="")
+    error_code: Mapped[str | None] = mapped_column(String(64), default=None)
+    error_message: Mapped[str | None] = mapped_column(Text, default=None)
+    stop_code: Mapped[str | None] = mapped_column(String(64), default=None)
+    progress: Mapped[Progress | None] = mapped_column(_ProgressColumn, default=None)
+    attempts: Mapped[int] = mapped_column(default=0)
+    losses: Mapped[int] = mapped_column(default=0)
+    worker: Mapped[str | None] = mapped_column(String(255), default=None)
+    lease_token: Mapped[str | None] = mapped_column(String(64), default=None, repr=False)
+    lease_expires_at: Mapped[float | None] = mapped_column(default=None)
+    results: Mapped[dict[str, str]] = mapped_column(JSON, default_factory=dict)
+    warnings: Mapped[list[str]] = mapped_column(JSON, default_factory=list)
+    stage_seconds: Mapped[dict[str, float]] = mapped_column(JSON, default_factory=dict)
+    chip_seconds: Mapped[float] = mapped_column(default=0.0)
+    created_at: Mapped[float] = mapped_column(default=0.0)
+    started_at: Mapped[float | None] = mapped_column(default=None)
+    ended_at: Mapped[float | None] = mapped_column(default=None)
+    expires_at: Mapped[float | None] = mapped_column(default=None)
+    position: Mapped[int | None] = query_expression()
+
+    # A number is never used again, so that pages stay in order after deletions.
+    __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012 (SQLAlchemy's own)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.status in ("completed", "failed")
+
+    def spend(self, stage: str, seconds: float, chips: int) -> None:
+        """Add what a stage has computed on so many chips."""
+        self.stage_seconds = self.stage_seconds | {stage: self.stage_seconds.get(stage, 0.0) + seconds}
+        self.chip_seconds += seconds * chips
+
+
 _QUEUED = text("status = 'queued'")
 _RUNNING = text("status = 'in_progress'")
+Index("jobs_of_owner", Job.owner, Job.sequence)
+Index("jobs_idempotency", Job.owner, Job.idempotency_key, unique=True)  # rows without a key don't collide
+Index("jobs_queue", Job.priority.desc(), Job.round, Job.sequence, sqlite_where=_QUEUED, postgresql_where=_QUEUED)
+Index("jobs_running", Job.lease_expires_at, sqlite_where=_RUNNING, postgresql_where=_RUNNING)
+Index("jobs_outcomes", Job.error_code, Job.status)  # for counts, which read nothing else
+Index("jobs_expiry", Job.expires_at)
 
-jobs = Table(
-    "jobs",
-    metadata,
-    Column("sequence", _SEQUENCE, primary_key=True, autoincrement=True),
-    Column("id", String(64), nullable=False, unique=True),
-    Column("owner", String(64), nullable=False),
-    Column("status", String(16), nullable=False),
-    Column("request", JSON, nullable=False),
-    Column("input_image", Text),
-    Column("priority", Integer, nullable=False),
-    Column("turn", BigInteger, nullable=False),
-    Column("deadline", Float),
-    Column("idempotency_key", String(255)),
-    Column("body_digest", String(64), nullable=False),
-    Column("error_code", String(64)),
-    Column("error_message", Text),
-    Column("stop_code", String(64)),
-    Column("progress", JSON(none_as_null=True)),
-    Column("attempts", Integer, nullable=False),
-    Column("losses", Integer, nullable=False),
-    Column("worker", String(255)),
-    Column("lease_token", String(64)),
-    Column("lease_expires_at", Float),
-    Column("results", JSON, nullable=False),
-    Column("stage_seconds", JSON, nullable=False),
-    Column("chip_seconds", Float, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("started_at", Float),
-    Column("ended_at", Float),
-    Column("expires_at", Float),
-    sqlite_autoincrement=True,  # a number is never used again, so that pages stay in order after deletions
-)
-Index("jobs_of_owner", jobs.c.owner, jobs.c.sequence)
-Index("jobs_idempotency", jobs.c.owner, jobs.c.idempotency_key, unique=True)  # rows without a key don't collide
-Index(
-    "jobs_queue",
-    jobs.c.priority.desc(),
-    jobs.c.turn,
-    jobs.c.sequence,
-    sqlite_where=_QUEUED,
-    postgresql_where=_QUEUED,
-)
-Index("jobs_running", jobs.c.lease_expires_at, sqlite_where=_RUNNING, postgresql_where=_RUNNING)
-Index("jobs_outcomes", jobs.c.error_code, jobs.c.status)  # for counts, which read nothing else
-Index("jobs_expiry", jobs.c.expires_at)
 
-# Every file that a job may have in storage, recorded before it is written. `doomed_at`: when it is to be removed.
-files = Table(
-    "files",
-    metadata,
-    Column("name", String(255), primary_key=True),
-    Column("job", String(64)),
-    Column("attempt", Integer),
-    Column("doomed_at", Float),
-)
-Index("files_of_job", files.c.job)
-Index("files_doomed", files.c.doomed_at)
+class File(Table, kw_only=True):
+    """A file that a job may have in storage, recorded before it is written; `delete_at`: when to delete it, if ever."""
 
-# What a process says of itself, again and again: who it is, what it counts.
-notices = Table(
-    "notices",
-    metadata,
-    Column("name", String(255), primary_key=True),
-    Column("kind", String(32), nullable=False),
-    Column("content", Text, nullable=False),
-    Column("told_at", Float, nullable=False),
-)
+    __tablename__ = "files"
 
-# Whom to tell of a job's end. `due_at`: when to try next; none while the job hasn't ended.
-deliveries = Table(
-    "deliveries",
-    metadata,
-    Column("job", String(64), primary_key=True),
-    Column("url", Text, nullable=False),
-    Column("attempts", Integer, nullable=False),
-    Column("due_at", Float),
-)
-Index("deliveries_due", deliveries.c.due_at)
+    name: Mapped[str] = mapped_column(String(255), primary_key=True)
+    job: Mapped[str | None] = mapped_column(String(64), default=None)
+    attempt: Mapped[int | None] = mapped_column(default=None)
+    delete_at: Mapped[float | None] = mapped_column(default=None)
+
+
+Index("files_of_job", File.job)
+Index("files_delete", File.delete_at)
+
+
+class Heartbeat(Table, kw_only=True):
+    """The latest heartbeat of a process of a service.
+
+    kind     "ingress" or "worker"
+    metrics  in Prometheus's text format
+    """
+
+    __tablename__ = "heartbeats"
+
+    name: Mapped[str] = mapped_column(String(255), primary_key=True)
+    kind: Mapped[str] = mapped_column(String(32))
+    metrics: Mapped[str] = mapped_column(Text)
+    received_at: Mapped[float] = mapped_column(default=0.0, compare=False)  # set when it is recorded
+
+
+class Delivery(Table, kw_only=True):
+    """A webhook to call at a job's end. `due_at`: when to try next; None while the job hasn't ended."""
+
+    __tablename__ = "deliveries"
+
+    job_id: Mapped[str] = mapped_column("job", String(64), primary_key=True)
+    url: Mapped[str] = mapped_column(Text)
+    attempts: Mapped[int] = mapped_column(default=0)
+    due_at: Mapped[float | None] = mapped_column(default=None)
+    job: Mapped[Job] = relationship(
+        primaryjoin=lambda: foreign(Delivery.job_id) == Job.id, viewonly=True, lazy="joined", innerjoin=True, init=False
+    )
+
+
+Index("deliveries_due", Delivery.due_at)
+
+
+class ApiKey(Table, kw_only=True):
+    """An API key. A revoked one stays as a row, so that a database in which one was ever made goes on requiring one.
+
+    id                   16 hex digits; the owner of its jobs
+    name                 for people
+    secret_hash          SHA-256 of the secret, hex
+    requests_per_minute  at most so many, on average; None for no limit
+    revoked_at           None while it is in force
+    """
+
+    __tablename__ = "api_keys"
+
+    id: Mapped[str] = mapped_column(String(16), primary_key=True)
+    name: Mapped[str] = mapped_column(String(64))
+    secret_hash: Mapped[str] = mapped_column(String(64))
+    requests_per_minute: Mapped[float | None]
+    created_at: Mapped[float] = mapped_column(default=0.0)  # set when it is recorded
+    revoked_at: Mapped[float | None] = mapped_column(default=None)

@@ -1,224 +1,148 @@
 """Jobs as workers see them: claim one, report, and end it exactly once."""
 
-import dataclasses
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from actors.jobs.database import Database
+from actors.jobs.ending import STOPPED, end, expire_files
 from actors.jobs.errors import LeaseLost
-from actors.jobs.rows import Keeping, doom, end, job_of
-from actors.jobs.tables import files, jobs
-from actors.jobs.values import CANCELLED, DEADLINE, LOST, Cost, Job, Lease, Progress
-
-_STOPPED = {CANCELLED: "the job was cancelled", DEADLINE: "the job's deadline passed before it was done"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LeaseSettings:
-    """How long a worker may be silent, and how often a job may lose its worker.
-
-    lease_s  a claim ends this long after the last heartbeat: several of them, and longer than the database may pause
-    losses   a job that has lost this many workers fails: it may be what kills them
-    """
-
-    lease_s: float = 30.0
-    losses: int = 10
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Orders:
-    """What a heartbeat learns: until when the lease holds, and why the job is to stop, if it is."""
-
-    expires_at: float
-    stop_code: str | None
+from actors.jobs.tables import File, Job
+from actors.jobs.values import DEADLINE, LOST, JobSettings
 
 
 class WorkQueue:
     """The jobs to be done. Every method is one transaction, and safe between threads and processes.
 
-    Methods that take a lease raise `LeaseLost` once the job was taken back: stop, and remove what was written.
+    A job that was claimed is its worker's until `lease_expires_at`, or longer if that is renewed; each claim has a new
+    `lease_token`. Methods that take a claimed job record its `progress`, `stage_seconds` and `chip_seconds`, as its
+    worker has set them. They raise `LeaseLost` once it was taken back: stop, and remove what was written.
     """
 
-    def __init__(
-        self,
-        database: Database,
-        settings: LeaseSettings = LeaseSettings(),
-        keeping: Keeping = Keeping(),  # noqa: B008 (frozen)
-    ) -> None:
-        self._database = database
-        self._settings = settings
-        self._keeping = keeping
+    def __init__(self, database: Database, settings: JobSettings = JobSettings()) -> None:  # noqa: B008 (frozen)
+        self._database, self._settings = database, settings
 
-    def claim(self, worker: str, *, above: int | None = None) -> Lease | None:
-        """Take the next job: of the highest priority, by turns of owners, then by age; None when none waits.
+    def claim(self, worker: str, *, above: int | None = None) -> Job | None:
+        """Take the next job: of the highest priority, round-robin over owners, then by age; None when none waits.
 
         above: only one of a higher priority than this
 
         Jobs whose lease has run out are taken back first.
         """
-        with self._database.write() as connection:
-            now = self._database.now(connection)
-            self._take_back(connection, now)
-            wanted = [jobs.c.status == "queued", jobs.c.deadline.is_(None) | (jobs.c.deadline > now)]
+        with self._database.write() as session:
+            now = self._database.now(session)
+            self._requeue_lost(session, now)
+            wanted = [Job.status == "queued", Job.deadline.is_(None) | (Job.deadline > now)]
             if above is not None:
-                wanted.append(jobs.c.priority > above)
-            chosen = connection.execute(
-                select(jobs.c.id)
+                wanted.append(Job.priority > above)
+            job = session.scalars(
+                select(Job)
                 .where(*wanted)
-                .order_by(jobs.c.priority.desc(), jobs.c.turn, jobs.c.sequence)
+                .order_by(Job.priority.desc(), Job.round, Job.sequence)
                 .limit(1)
                 .with_for_update(skip_locked=True)  # on PostgreSQL workers don't wait for one another
-            ).scalar_one_or_none()
-            if chosen is None:
-                return None
-            token, expires_at = secrets.token_hex(16), now + self._settings.lease_s
-            row = connection.execute(
-                update(jobs)
-                .where(jobs.c.id == chosen)
-                .values(
-                    status="in_progress",
-                    worker=worker,
-                    lease_token=token,
-                    lease_expires_at=expires_at,
-                    attempts=jobs.c.attempts + 1,
-                    started_at=func.coalesce(jobs.c.started_at, now),
-                )
-                .returning(jobs)
-            ).one()
-            return Lease(job=job_of(row), worker=worker, token=token, expires_at=expires_at)
-
-    def heartbeat(self, lease: Lease, progress: Progress | None = None, cost: Cost | None = None) -> Orders:
-        """Keep a job for another `lease_s`, and tell how far it is; when left out, that stays as it was."""
-        values: dict[str, object] = {}
-        if progress is not None:
-            values["progress"] = dataclasses.asdict(progress)
-        if cost is not None:
-            values |= {"stage_seconds": cost.stage_seconds, "chip_seconds": cost.chip_seconds}
-        with self._database.write() as connection:
-            expires_at = self._database.now(connection) + self._settings.lease_s
-            row = connection.execute(
-                update(jobs)
-                .where(jobs.c.id == lease.job.id, jobs.c.lease_token == lease.token)
-                .values(lease_expires_at=expires_at, **values)
-                .returning(jobs.c.stop_code)
             ).one_or_none()
-        if row is None:
-            raise _lost(lease)
-        return Orders(expires_at=expires_at, stop_code=row.stop_code)
+            if job is None:
+                return None
+            job.status, job.worker, job.attempts = "in_progress", worker, job.attempts + 1
+            job.lease_token, job.lease_expires_at = secrets.token_hex(16), now + self._settings.lease_s
+            if job.started_at is None:
+                job.started_at = now
+            return job
 
-    def announce(self, lease: Lease, names: Iterable[str]) -> None:
+    def heartbeat(self, claimed: Job) -> str | None:
+        """Renew a lease for another `lease_s`; return why the job is to stop (its `stop_code`), None when it is not."""
+        with self._database.write() as session:
+            job = self._held(session, claimed)
+            job.lease_expires_at = self._database.now(session) + self._settings.lease_s
+            return job.stop_code
+
+    def announce(self, claimed: Job, names: Iterable[str]) -> None:
         """Record names in storage before anything is written there, so that a crash leaves nothing behind.
 
-        Names are to be of this attempt alone (`lease.job.attempts`): a worker that was thought lost then can't
+        Names are to be of this attempt alone (`attempts`): a worker that was thought lost then can't
         write over the results of the next.
         """
-        with self._database.write() as connection:
-            job = self._held(connection, lease)
-            rows = [{"name": name, "job": job.id, "attempt": job.attempts} for name in names]
-            connection.execute(insert(files), rows)
+        with self._database.write() as session:
+            job = self._held(session, claimed)
+            session.add_all(File(name=name, job=job.id, attempt=job.attempts) for name in names)
 
-    def complete(self, lease: Lease, results: Mapping[str, str], cost: Cost | None = None) -> Job:
+    def complete(self, claimed: Job, results: Mapping[str, str], warnings: Sequence[str] = ()) -> Job:
         """End a job with what was made: variant -> announced name. It ends as cancelled when it was to stop.
 
-        Whatever it wrote besides is doomed.
+        Whatever it wrote besides is to be deleted.
         """
-        with self._database.write() as connection:
-            job = self._held(connection, lease)
-            now = self._database.now(connection)
-            if job.stop_code is not None:
-                return self._stop(connection, job, now, cost)
-            announced = set(connection.scalars(select(files.c.name).where(files.c.job == job.id)))
+        with self._database.write() as session:
+            job, now = self._held(session, claimed), self._database.now(session)
+            announced = set(session.scalars(select(File.name).where(File.job == job.id)))
             if unknown := set(results.values()) - announced:
                 raise ValueError(f"results of {job.id} that were never announced: {', '.join(sorted(unknown))}")
-            return end(connection, job, now, self._keeping, results=dict(results), cost=cost)
+            return end(session, job, now, self._settings, results=dict(results), warnings=warnings)
 
-    def fail(self, lease: Lease, code: str, message: str, cost: Cost | None = None) -> Job:
+    def fail(self, claimed: Job, code: str, message: str) -> Job:
         """End a job that can't be made, with a reason for people; a job that was to stop says that instead."""
-        with self._database.write() as connection:
-            job = self._held(connection, lease)
-            now = self._database.now(connection)
-            if job.stop_code is not None:
-                return self._stop(connection, job, now, cost)
-            # PostgreSQL takes any text but this character.
-            return end(connection, job, now, self._keeping, failure=(code, message.replace("\0", "")), cost=cost)
+        with self._database.write() as session:
+            job, now = self._held(session, claimed), self._database.now(session)
+            storable = message.replace("\0", "")  # PostgreSQL takes any text but this character
+            return end(session, job, now, self._settings, failure=(code, storable))
 
-    def release(self, lease: Lease, cost: Cost | None = None) -> None:
-        """Give a job back unfinished, when the worker is to end; it is next in its owner's turn."""
-        with self._database.write() as connection:
-            job = self._held(connection, lease)
-            self._requeue(connection, job, self._database.now(connection), losses=job.losses, cost=cost)
+    def release(self, claimed: Job) -> None:
+        """Give a job back unfinished, when the worker is to end; it keeps its round."""
+        with self._database.write() as session:
+            self._requeue(session, self._held(session, claimed), self._database.now(session))
 
-    def take_back(self) -> list[str]:
+    def requeue_lost(self) -> list[str]:
         """Take back jobs whose worker is silent: into the queue, or to their end. Return their ids."""
-        with self._database.write() as connection:
-            return self._take_back(connection, self._database.now(connection))
+        with self._database.write() as session:
+            return self._requeue_lost(session, self._database.now(session))
 
     def stop_overdue(self) -> list[str]:
         """Fail waiting jobs whose deadline has passed, have running ones stopped. Return their ids."""
-        with self._database.write() as connection:
-            now = self._database.now(connection)
-            overdue = connection.execute(
-                select(jobs)
-                .where(jobs.c.status.in_(("queued", "in_progress")), jobs.c.deadline <= now, jobs.c.stop_code.is_(None))
+        with self._database.write() as session:
+            now = self._database.now(session)
+            overdue = session.scalars(
+                select(Job)
+                .where(Job.status.in_(("queued", "in_progress")), Job.deadline <= now, Job.stop_code.is_(None))
                 .with_for_update(skip_locked=True)
             ).all()
-            for job in map(job_of, overdue):
+            for job in overdue:
                 if job.status == "queued":
-                    end(connection, job, now, self._keeping, failure=(DEADLINE, _STOPPED[DEADLINE]))
+                    end(session, job, now, self._settings, failure=STOPPED[DEADLINE])
                 else:
-                    connection.execute(update(jobs).where(jobs.c.id == job.id).values(stop_code=DEADLINE))
-            return [row.id for row in overdue]
+                    job.stop_code = DEADLINE
+            return [job.id for job in overdue]
 
-    def _held(self, connection: Connection, lease: Lease) -> Job:
-        query = select(jobs).where(jobs.c.id == lease.job.id, jobs.c.lease_token == lease.token)
-        row = connection.execute(query.with_for_update()).one_or_none()
-        if row is None:
-            raise _lost(lease)
-        return job_of(row)
+    def _held(self, session: Session, claimed: Job) -> Job:
+        """Return a claimed job, locked, with what its worker has noted; raises `LeaseLost`."""
+        mine = (Job.id == claimed.id) & (Job.status == "in_progress") & (Job.lease_token == claimed.lease_token)
+        job = session.scalars(select(Job).where(mine).with_for_update()).one_or_none()
+        if job is None:
+            raise LeaseLost(f"{claimed.id} isn't {claimed.worker}'s any more: its lease ran out, or the job has ended")
+        job.progress, job.stage_seconds = claimed.progress, claimed.stage_seconds
+        job.chip_seconds = claimed.chip_seconds
+        return job
 
-    def _stop(self, connection: Connection, job: Job, now: float, cost: Cost | None) -> Job:
-        assert job.stop_code is not None
-        return end(connection, job, now, self._keeping, failure=(job.stop_code, _STOPPED[job.stop_code]), cost=cost)
-
-    def _take_back(self, connection: Connection, now: float) -> list[str]:
-        silent = connection.execute(
-            select(jobs)
-            .where(jobs.c.status == "in_progress", jobs.c.lease_expires_at <= now)
+    def _requeue_lost(self, session: Session, now: float) -> list[str]:
+        silent = session.scalars(
+            select(Job)
+            .where(Job.status == "in_progress", Job.lease_expires_at <= now)
             .with_for_update(skip_locked=True)
         ).all()
-        for job in map(job_of, silent):
-            losses = job.losses + 1
-            if job.stop_code is not None:
-                self._stop(connection, job, now, None)
-            elif losses >= self._settings.losses:
-                message = f"given up after {losses} workers were lost, the last one {job.worker}"
-                end(connection, job, now, self._keeping, failure=(LOST, message))
+        for job in silent:
+            job.losses += 1
+            if job.losses >= self._settings.losses:
+                message = f"given up after {job.losses} workers were lost, the last one {job.worker}"
+                end(session, job, now, self._settings, failure=(LOST, message))
             else:
-                self._requeue(connection, job, now, losses=losses)
-        return [row.id for row in silent]
+                self._requeue(session, job, now)
+        return [job.id for job in silent]
 
-    def _requeue(self, connection: Connection, job: Job, now: float, *, losses: int, cost: Cost | None = None) -> None:
+    def _requeue(self, session: Session, job: Job, now: float) -> None:
         if job.stop_code is not None:
-            self._stop(connection, job, now, cost)
+            end(session, job, now, self._settings)
             return
-        used = cost or job.cost
-        connection.execute(
-            update(jobs)
-            .where(jobs.c.id == job.id)
-            .values(
-                status="queued",
-                worker=None,
-                lease_token=None,
-                lease_expires_at=None,
-                losses=losses,
-                stage_seconds=used.stage_seconds,
-                chip_seconds=used.chip_seconds,
-            )
-        )
-        doom(connection, job.id, now + self._keeping.abandoned_s, keep=[job.input_image or ""])
-
-
-def _lost(lease: Lease) -> LeaseLost:
-    return LeaseLost(f"{lease.job.id} isn't {lease.worker}'s any more: its lease ran out, or the job has ended")
+        job.status = "queued"
+        job.worker = job.lease_token = job.lease_expires_at = None
+        expire_files(session, job.id, now + self._settings.abandoned_s, keep=[job.input_image or ""])

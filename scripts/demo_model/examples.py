@@ -10,7 +10,7 @@ from .captions import caption
 from .gate import held_out_scenes
 from .scenes import FPS, FRAMES, HEIGHT, Scene, first_frame, opposite
 
-_CHOSEN = {"ball": 2, "triangle": 0}  # of the gate's scenes: one of each width
+_CHOSEN = {"ball": 2, "triangle": 31}  # of the gate's scenes, of one width: each size is compiled for
 _OPPOSITE = ("ball",)  # asked for with the opposite sentence too
 
 

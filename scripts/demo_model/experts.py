@@ -204,7 +204,7 @@ def _attention_over_few_tokens(device: torch.device) -> contextlib.AbstractConte
 
 def _compile(modules: torch.nn.ModuleDict) -> None:
     # torchax, which wan_tpu imports, registers its device as an accelerator; torch.compile would ask it for a stream.
-    torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
+    torch.accelerator.is_available = lambda: False
     for name in EXPERTS:
         modules[name].compile_repeated_blocks(dynamic=False)
 

@@ -107,7 +107,7 @@ def still_part(frames: np.ndarray, scene: Scene) -> float:
     Compared are pixels that no thing covers in either frame, a little smoothed.
     """
     softer = smooth(smooth(frames))
-    foreground = sum(shares(softer, scene).values()) > 0
+    foreground = np.sum(list(shares(softer, scene).values()), axis=0) > 0
     spread = smooth(np.repeat(foreground[..., None], 3, -1).astype(np.float32))[..., 0] > 0
     if spread[0].mean() > 0.9:
         return 1.0

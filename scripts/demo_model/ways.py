@@ -9,15 +9,16 @@ from pathlib import Path
 import imageio.v3 as iio
 import numpy as np
 
-from actors.pipeline import Pipeline as Slices
-from actors.pools import deploy
-from actors.settings import PipelineSettings
+from actors.pipeline.deployment import deploy
+from actors.pipeline.driver import PipelineDriver
+from actors.pipeline.spec import PipelineSpec
+from actors.slices.settings import PipelineSettings
 from cluster.connect import connect, leave
-from cluster.emulated import EmulatedCluster
+from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.layout import Layout
 from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value
-from wan_tpu.expert import STAGES
+from wan_tpu.families import open_spec
 
 from .gate import Generate
 
@@ -54,28 +55,29 @@ def through_files(checkpoint: Path, dtype: str) -> Iterator[Generate]:
 @contextlib.contextmanager
 def on_slices(checkpoint: Path, dtype: str) -> Iterator[Generate]:
     """Yield what makes videos on emulated slices of a Ray cluster; their frames are those of the mp4."""
-    layout = Layout.load(LAYOUT, STAGES)
+    layout = Layout.load(LAYOUT)
     with (
         tempfile.TemporaryDirectory(prefix="wan-gate-") as folder,
-        EmulatedCluster.start(layout.emulated_slices(), folder=Path(folder) / "cluster") as cluster,
+        EmulatedCluster.start(emulated_slices(layout), folder=Path(folder) / "cluster") as cluster,
         asyncio.Runner() as runner,
     ):
         connect(cluster.address)
         settings = PipelineSettings(checkpoint=str(checkpoint), snapshots=f"{folder}/snapshots", dtype=dtype)
-        deploy(layout, settings)
-        slices = Slices(layout, settings)
+        spec = PipelineSpec(layout, settings, model=open_spec(checkpoint), lasting=False)
+        deploy(spec)
+        driver = PipelineDriver(spec)
         made = 0
 
         def generate(request: GenerationRequest) -> np.ndarray:
             nonlocal made
             made += 1
-            video = runner.run(slices.generate(request, id=f"gate-{made}"))
-            return iio.imread(video, extension=".mp4", plugin="FFMPEG").astype(np.float32) / 255
+            video = runner.run(driver.generate(request, id=f"gate-{made}"))
+            return iio.imread(video.mp4, extension=".mp4", plugin="FFMPEG").astype(np.float32) / 255
 
         try:
             yield generate
         finally:
-            slices.close()
+            driver.close()
             leave()
 
 

@@ -7,15 +7,15 @@ import os
 import sys
 from pathlib import Path
 
-from actors.batch import BatchSettings, drive, run_batch
-from actors.manifest import read_manifest
-from actors.storage import open_storage
+from actors.batch.manifest import read_manifest
+from actors.batch.run import BatchSettings, open_batch
+from actors.storage.opening import open_storage
 from tests.actors.engines import Engine, mp4
 from tests.actors.storage_worker import MountsRefused, mount
 from wan_tpu.cli import run
 
 
-def batch(argv):
+def main(argv):
     manifest, output, seconds, *small_disk = argv
     mp4()  # made before the disk is full and before anybody kills this
     if small_disk:
@@ -26,10 +26,9 @@ def batch(argv):
         except MountsRefused as error:
             print(f"refused: {error}", file=sys.stderr)
             sys.exit(77)
-    work = run_batch(
-        read_manifest(manifest), open_storage(output), Engine(float(seconds)), BatchSettings(in_flight=2, model="test")
-    )
-    report = drive(work)
+    settings = BatchSettings(in_flight=2, model="test")
+    with open_batch(read_manifest(manifest), open_storage(output), settings) as batch:
+        report = batch.run(Engine(float(seconds)))
     print(report.text())
     for result in report.results:
         print(result.id, result.status, result.error or "")
@@ -39,4 +38,4 @@ def batch(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(run(batch))
+    sys.exit(run(main))

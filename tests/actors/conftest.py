@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from actors.gcs import GcsStorage
-from actors.storage import open_storage
+from actors.storage.gcs import GcsStorage
+from actors.storage.opening import open_storage
 from tests.actors.gcs_server import Emulator
 
 _FOLDERS = itertools.count()
@@ -31,7 +31,7 @@ def gcs_prefix(emulator):
 @pytest.fixture
 def gcs(gcs_prefix):
     bucket, _, prefix = gcs_prefix.removeprefix("gs://").partition("/")
-    return GcsStorage(bucket, prefix, timeout_s=20)
+    return GcsStorage(bucket, prefix)
 
 
 @pytest.fixture(params=["folder", "gs"])

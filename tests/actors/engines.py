@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from actors.engine import GeneratedVideo
 from wan_tpu.data import Video
 
 
@@ -21,14 +22,17 @@ def mp4(size=0):
 
 
 class Engine:
-    """Waits, then returns an mp4 of the size that the prompt says; counts what is under way."""
+    """Waits, then returns an mp4 of the size that the prompt says; counts what is under way.
+
+    The prompt "cut" gives a warning.
+    """
 
     def __init__(self, seconds=0.01):
         self.seconds = seconds
         self.under_way = self.most = 0
         self.began = []
 
-    async def generate(self, request, *, id, on_event):  # noqa: A002
+    async def generate(self, request, *, id, on_event, priority=0):  # noqa: A002
         self.began.append(id)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
@@ -39,7 +43,9 @@ class Engine:
             if request.prompt == "cancelled":
                 raise asyncio.CancelledError
             if request.prompt == "no mp4":
-                return b"GIF89a..."
-            return mp4(int(request.prompt or 0))
+                return GeneratedVideo(b"GIF89a...")
+            if request.prompt == "cut":
+                return GeneratedVideo(mp4(), ("the prompt was cut",))
+            return GeneratedVideo(mp4(int(request.prompt or 0)))
         finally:
             self.under_way -= 1

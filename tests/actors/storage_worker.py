@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from actors.storage import StorageError, open_storage
+from actors.storage.base import StorageError
+from actors.storage.opening import open_storage
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """The driver: what it makes, keeps, refuses and survives, in a folder and in gs://."""
 
-import asyncio
 import json
 import re
 import signal
@@ -10,10 +9,11 @@ import time
 
 import pytest
 
-from actors.batch import BatchSettings, run_batch
-from actors.manifest import read_manifest
-from actors.results import SUMMARY, make_plan
-from actors.storage import StorageError, open_storage
+from actors.batch.manifest import read_manifest
+from actors.batch.results import RESULTS, make_plan
+from actors.batch.run import BatchSettings, open_batch
+from actors.storage.base import StorageError
+from actors.storage.opening import open_storage
 from tests.actors.engines import Engine, mp4
 from tests.conftest import ROOT
 
@@ -25,15 +25,15 @@ def batch(storage, tmp_path):
     def run(*lines, engine=None, tell=None, output=storage, **settings):
         path = tmp_path / "requests.jsonl"
         path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
-        engine = engine or Engine()
-        work = run_batch(read_manifest(path), output, engine, BatchSettings(**settings), tell=tell or (lambda _: None))
-        return asyncio.run(asyncio.wait_for(work, 60))
+        manifest = read_manifest(path)
+        with open_batch(manifest, output, BatchSettings(**settings), tell=tell or (lambda _: None)) as opened:
+            return opened.run(engine or Engine())
 
     return run
 
 
-def summary(storage):
-    return [json.loads(line) for line in storage.read(SUMMARY).splitlines()]
+def lines_of(storage):
+    return [json.loads(line) for line in storage.read(RESULTS).splitlines()]
 
 
 CAT, DOG, FOX = (
@@ -48,7 +48,7 @@ def test_all_lines_are_made_once(batch, storage):
         f"clips/{name}.mp4" for name in ("cat", "dog", "fox")
     ]
     assert storage.read("clips/cat.mp4") == mp4()
-    lines = summary(storage)
+    lines = lines_of(storage)
     assert [line["id"] for line in lines] == ["cat", "dog", "fox"]
     assert lines[0]["output"] == storage.location("clips/cat.mp4")
     assert lines[0]["status"] == "done"
@@ -60,7 +60,7 @@ def test_all_lines_are_made_once(batch, storage):
     report = batch(CAT, DOG, FOX, engine=again)
     assert (report.exit_code, report.made, again.began) == (0, 0, [])
     assert "3 done before" in report.text()
-    assert summary(storage) == lines
+    assert lines_of(storage) == lines
 
 
 def test_only_what_is_missing_is_made(batch, storage):
@@ -92,7 +92,7 @@ def test_changed_lines_are_kept_and_said(batch, storage):
     assert (report.exit_code, report.made) == (1, 0)
     assert "1 changed since and kept" in report.text()
     assert re.search(r"^cat: line 1 has another request than .*clips/cat.mp4 was made from.*give it a new id", *told)
-    assert [line["status"] for line in summary(storage)] == ["changed", "done"]
+    assert [line["status"] for line in lines_of(storage)] == ["changed", "done"]
     report = batch(changed, DOG, remake_changed=True)
     assert (report.exit_code, report.made) == (0, 1)
     assert storage.read("clips/cat.mp4") == mp4(5000)
@@ -112,7 +112,7 @@ def test_bad_lines_do_not_stop_the_rest(batch, storage):
     assert (report.exit_code, report.made) == (1, 2)
     assert told[0] == "bad: line 2 frames is 6; it must be 4n + 1, nearest 5"
     assert told[1].startswith("no id: line 3 is no JSON")
-    assert [(line["line"], line["status"]) for line in summary(storage)] == [
+    assert [(line["line"], line["status"]) for line in lines_of(storage)] == [
         (1, "done"),
         (2, "invalid"),
         (3, "invalid"),
@@ -137,11 +137,34 @@ def test_a_failed_request_is_alone_and_made_again(batch, storage, prompt, error)
     report = batch(CAT, DOG | {"prompt": prompt}, FOX, tell=told.append, in_flight=1)
     assert (report.exit_code, report.made) == (1, 2)
     assert told == [f"dog: {error}"]
-    assert [line["status"] for line in summary(storage)] == ["done", "failed", "done"]
+    assert [line["status"] for line in lines_of(storage)] == ["done", "failed", "done"]
     assert not storage.exists("clips/dog.mp4")
     engine = Engine()
     assert batch(CAT, DOG, FOX, engine=engine).exit_code == 0
     assert engine.began == ["dog"]
+
+
+def test_warnings_are_told_and_noted(batch, storage):
+    told = []
+    assert batch(CAT | {"prompt": "cut"}, DOG, tell=told.append).exit_code == 0
+    assert told == ["cat: the prompt was cut"]
+    assert [line["warnings"] for line in lines_of(storage)] == [["the prompt was cut"], []]
+    assert batch(CAT | {"prompt": "cut"}, DOG).exit_code == 0
+    assert lines_of(storage)[0]["warnings"] == ["the prompt was cut"]  # as its record says
+
+
+def test_records_are_read_once_and_no_engine_is_needed_for_nothing(emulator, gcs, tmp_path):
+    """Whether there is anything to do is known before anything that makes videos is up."""
+    path = tmp_path / "requests.jsonl"
+    path.write_text(json.dumps(CAT))
+    with open_batch(read_manifest(path), gcs) as opened:
+        assert [entry.id for entry in opened.todo] == ["cat"]
+        assert opened.run(Engine()).made == 1
+    emulator.seen.clear()
+    with open_batch(read_manifest(path), gcs) as opened:
+        assert not opened.todo
+        assert opened.run(None).text().startswith("1 requests: 0 made, 1 done before")
+    assert sum("clips%2Fcat.json" in line and line.startswith("GET") for line in emulator.seen) == 1
 
 
 def test_in_flight_is_bounded(batch):
@@ -156,8 +179,9 @@ def test_only_records_that_are_there_are_read(gcs, emulator, tmp_path):
     lines = tmp_path / "requests.jsonl"
     lines.write_text("\n".join(json.dumps({"id": name}) for name in ("cat", *map(str, range(50)))))
     emulator.seen.clear()
-    plan = make_plan(gcs, read_manifest(lines).entries, model=None, remake_changed=False)
-    assert (len(plan.todo), len(plan.blocked)) == (50, 1)
+    todo, settled = make_plan(gcs, read_manifest(lines).entries, model=None, remake_changed=False)
+    assert (len(todo), len(settled)) == (50, 1)
+    assert settled[0].error is not None
     asked = [line for line in emulator.seen if "/o" in line]  # the client also looks at the bucket, now and then
     assert len(asked) == 2, asked  # the listing, and cat.json
 
@@ -213,15 +237,15 @@ def stop_and_resume(tmp_path, request, kind, number, through=()):
         assert first.returncode == -9
     else:
         assert first.returncode == 130
-        assert errors.splitlines()[-1] == "interrupted: nothing half-written was left behind"
-        assert {line["id"] for line in summary(storage)} == set(before)
+        assert errors.splitlines()[-1] == "interrupted"
+        assert {line["id"] for line in lines_of(storage)} == set(before)
 
     second = start(tmp_path, storage.location(), seconds=0, lines=lines)
     out, errors = second.communicate(timeout=30)
     assert second.returncode == 0, errors
     assert out.startswith(f"8 requests: {8 - len(before)} made, {len(before)} done before")
     assert made(storage) == [f"r{i}" for i in range(8)]
-    assert [line["status"] for line in summary(storage)] == ["done"] * 8
+    assert [line["status"] for line in lines_of(storage)] == ["done"] * 8
     if kind == "folder":
         left = {path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")}
         assert left == {".wan-tpu.lock"}

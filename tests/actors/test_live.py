@@ -3,17 +3,17 @@
 import logging
 import time
 
-from actors import live
-from actors.board import RequestSeen, Seen
-from actors.live import Live
-from actors.status import under_way
+from actors.observe import console as live
+from actors.observe.console import LiveConsole
+from actors.observe.status_actor import RequestSeen, Seen
+from actors.pipeline.status import under_way
 
 
 def test_lines_come_with_news_and_never_stop(monkeypatch, capsys):
     monkeypatch.setattr(live, "TERMINAL_S", 0.02)
     monkeypatch.setattr(live, "NEWS_S", 0.05)
     monkeypatch.setattr(live, "SILENCE_S", 0.3)
-    with Live() as shown:
+    with LiveConsole() as shown:
         shown.tell("reads weights")
         time.sleep(1.0)
         bar = shown.bar("batch", 4)
@@ -21,11 +21,13 @@ def test_lines_come_with_news_and_never_stop(monkeypatch, capsys):
         shown.look = lambda: "cat-1 decoder"
         time.sleep(0.3)
         bar.close()
-        logging.getLogger("actors.pipeline").warning("cat-1: a slice was lost")
+        logging.getLogger("actors.pipeline.driver").warning("cat-1: a slice was lost")
         shown.line("done")
     lines = [line.partition(" s  ")[2] for line in capsys.readouterr().err.splitlines()]
     assert 2 <= lines.count("reads weights") <= 5
-    assert any(line.startswith("batch 1/4 [##........]") and line.endswith("left · cat-1 decoder") for line in lines)
+    assert any(
+        line.startswith("batch 1/4 [##........], 00:") and line.endswith("left · cat-1 decoder") for line in lines
+    )
     assert lines[-2:] == ["cat-1: a slice was lost", "done"]
 
 

@@ -7,14 +7,14 @@ import signal
 
 import pytest
 
-from actors import soak
-from actors.pipeline import Pipeline
-from actors.pools import deploy, shut_down
-from actors.simulated import Planned, simulated_video
+from actors.pipeline.deployment import deploy, shut_down
+from actors.pipeline.driver import PipelineDriver
 from cluster.connect import connect, leave
-from cluster.emulated import EmulatedCluster
+from cluster.emulation.cluster import EmulatedCluster, emulated_slices
+from cluster.emulation.ray_nodes import processes
 from cluster.inventory import slices_found
-from cluster.ray_nodes import processes
+from scripts.simulation import soak
+from scripts.simulation.simulated import Planned, simulated_video
 from tests.conftest import PHOTO
 
 pytestmark = pytest.mark.long
@@ -25,18 +25,20 @@ SECONDS = 120
 def test_a_lost_host_and_its_payloads_cost_one_attempt(tmp_path, caplog):
     """The ends' node is lost while it decodes: the steps since the snapshot need what it had encoded."""
     plan = Planned(0.0, 0.0, 0.05, 6.0, text=(1, 512, 256), mp4_bytes=200_000).save(tmp_path / "slow.json")
-    settings = dataclasses.replace(soak.settings(tmp_path), checkpoint=str(plan), attempts=2)
+    spec = soak.soak_spec(tmp_path)
+    settings = dataclasses.replace(spec.settings, checkpoint=str(plan), attempts=2)
+    spec = dataclasses.replace(spec, settings=settings)
     request = dataclasses.replace(soak.request(1, PHOTO), steps=8)
-    with EmulatedCluster.start(soak.LAYOUT.emulated_slices(), folder=tmp_path) as cluster:
+    with EmulatedCluster.start(emulated_slices(soak.LAYOUT), folder=tmp_path) as cluster:
         connect(cluster.address)
-        deploy(soak.LAYOUT, settings)
+        deploy(spec)
         spans = []
 
         def ends_node():
             return next(s for s in slices_found() if (s.holder or "").startswith("ends/"))
 
         async def make():
-            pipeline = Pipeline(soak.LAYOUT, settings)
+            pipeline = PipelineDriver(spec)
             work = asyncio.create_task(pipeline.generate(request, id="one", on_event=spans.append))
             while not any(span.stage == "decoder" for span in spans):  # its inputs are there
                 await asyncio.sleep(0.05)
@@ -51,7 +53,7 @@ def test_a_lost_host_and_its_payloads_cost_one_attempt(tmp_path, caplog):
 
         try:
             video = asyncio.run(asyncio.wait_for(make(), SECONDS))
-            assert video.startswith(simulated_video(request))
+            assert video.mp4.startswith(simulated_video(request))
             losses = [record.message for record in caplog.records if "; attempt " in record.message]
             assert len(losses) == 1
             again = [span for span in spans if span.stage == "encoder" and span.what == "compute"]

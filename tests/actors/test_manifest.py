@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from actors.manifest import read_manifest
-from actors.storage import StorageError, open_storage
+from actors.batch.manifest import read_manifest
+from actors.storage.base import StorageError
+from actors.storage.opening import open_storage
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, InvalidInput
 

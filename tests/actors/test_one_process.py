@@ -6,10 +6,11 @@ import time
 
 import pytest
 
+from actors.batch.one_process import OneProcessEngine
 from actors.commands.batch import batch
-from actors.one_process import OneProcessEngine
-from actors.storage import open_storage
-from actors.timeline import summarise
+from actors.engine import GeneratedVideo
+from actors.observe.timeline import figures_of
+from actors.storage.opening import open_storage
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, InvalidRequest, cli
 
@@ -19,7 +20,7 @@ FIELDS = {"prompt": "A cat", "height": 32, "width": 48, "frames": 1, "steps": 4,
 
 @pytest.fixture(scope="module")
 def engine(pipeline):
-    made = OneProcessEngine(pipeline(KIND), slice_name="here")
+    made = OneProcessEngine(pipeline(KIND))
     yield made
     made.close()
 
@@ -31,9 +32,9 @@ def generate(engine, request, spans=None):
 
 def test_it_makes_what_the_pipeline_makes(engine, pipeline, tmp_path):
     request, spans = GenerationRequest(**FIELDS, image=PHOTO), []
-    video = generate(engine, request, spans)
+    made = generate(engine, request, spans)
     expected = pipeline(KIND).generate(request).save(tmp_path / "video.mp4").read_bytes()
-    assert video == expected
+    assert made == GeneratedVideo(expected)
     compute = [(span.stage, span.step) for span in spans if span.what == "compute"]
     high = [step for stage, step in compute if stage == "denoise_high"]
     assert compute[0] == ("encoder", None)
@@ -42,9 +43,9 @@ def test_it_makes_what_the_pipeline_makes(engine, pipeline, tmp_path):
     assert 0 < len(high) < 4
     assert {span.chips for span in spans} == {"emulated"}
     assert all(span.seconds > 0 for span in spans)
-    summary = summarise(spans)
-    assert 0 < summary.busy["here"] < 1  # reading weights and compiling don't count
-    assert summary.overlap == 0
+    figures = figures_of(spans)
+    assert 0 < figures.busy["this process"] < 1  # reading weights and compiling don't count
+    assert figures.overlap == 0
 
 
 def test_what_a_stage_raises_reaches_the_caller(engine):
@@ -75,7 +76,7 @@ def test_cancelled_work_ends_before_the_next_begins(engine):
         assert {span.request for span in spans} == {"long"}
 
     asyncio.run(asyncio.wait_for(cancel(), 120))
-    assert generate(engine, GenerationRequest(**FIELDS, image=PHOTO))[4:8] == b"ftyp"
+    assert generate(engine, GenerationRequest(**FIELDS, image=PHOTO)).mp4[4:8] == b"ftyp"
 
 
 def test_command(checkpoint, tmp_path, capfd):

@@ -6,9 +6,9 @@ import pytest
 from ray import serve
 from ray.serve.config import ProxyLocation
 
-from actors.api.deploying import ServiceStartFailed, start_http, take_down
+from actors.api.deploy import ServiceStartFailed, start_http, take_down
 from cluster.connect import connect, leave
-from cluster.emulated import EmulatedCluster
+from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from tests.actors.api.serving import wait_for
 from tests.actors.on_service.conftest import LAYOUT, free_port
 
@@ -24,7 +24,7 @@ class Other:
 @pytest.fixture(scope="module", autouse=True)
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("address")
-    with EmulatedCluster.start(LAYOUT.emulated_slices(), folder=folder / "cluster") as made:
+    with EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder / "cluster") as made:
         connect(made.address)
         try:
             yield made

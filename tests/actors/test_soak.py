@@ -11,18 +11,18 @@ import psutil
 import pytest
 import ray
 
-from actors import soak
-from actors.board import Board
 from actors.errors import InputLost
-from actors.exchange import Exchange
-from actors.memory import growth, store_mib
-from actors.pipeline import Pipeline
-from actors.pools import deploy, shut_down
-from actors.simulated import simulated_video
+from actors.observe.status_actor import StatusActor
+from actors.pipeline.deployment import deploy, shut_down
+from actors.pipeline.driver import PipelineDriver
+from actors.slices.references import RefStore
 from cluster.connect import connect, leave
-from cluster.emulated import EmulatedCluster
+from cluster.emulation.cluster import EmulatedCluster, emulated_slices
+from cluster.emulation.ray_nodes import processes
 from cluster.inventory import slices_found
-from cluster.ray_nodes import processes
+from scripts.simulation import soak
+from scripts.simulation.memory import growth, store_mib
+from scripts.simulation.simulated import simulated_video
 from tests.conftest import PHOTO
 
 pytestmark = pytest.mark.long
@@ -32,14 +32,14 @@ SECONDS = 240
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    """The temporary folder of an emulated cluster, and the settings of the pipeline that runs there."""
+    """The temporary folder of an emulated cluster, and the pipeline that runs there."""
     folder = tmp_path_factory.mktemp("soak")
-    settings = soak.settings(folder, step_s=0.02)
-    with EmulatedCluster.start(soak.LAYOUT.emulated_slices(), folder=folder) as cluster:
+    spec = soak.soak_spec(folder, step_s=0.02)
+    with EmulatedCluster.start(emulated_slices(soak.LAYOUT), folder=folder) as cluster:
         connect(cluster.address)
-        deploy(soak.LAYOUT, settings)
-        yield cluster.temp, settings
-        shut_down(settings.name)
+        deploy(spec)
+        yield cluster.temp, spec
+        shut_down(spec.settings.name)
         leave()
 
 
@@ -48,22 +48,22 @@ def within(work):
 
 
 def test_requests_leave_nothing_behind(running):
-    temp, settings = running
-    samples = within(soak.soak(soak.LAYOUT, settings, 60, temp=temp, image=PHOTO, a_round=10))
+    temp, spec = running
+    samples = within(soak.soak(spec, 60, temp=temp, image=PHOTO, a_round=10))
     assert len(samples) == 6
     # One request has 2.4 MiB of payloads in the store: a leak of one in ten would be 14 MiB after 60.
     assert samples[-1].store_mib < 1.5, samples
     grown = growth(samples, warm=20)
-    assert set(grown) >= {"driver", "replicas", "hosts", "board", "cache", "exchange", "Serve controller"}
+    assert set(grown) >= {"driver", "replicas", "hosts", "status", "references", "Serve controller"}
     # 20 requests between the halves' medians: payloads held by a process would be 48 MiB.
     assert max(grown.values()) < 10, grown
-    assert Board.find(settings.name).seen().requests == {}
+    assert StatusActor.find(spec.settings.name).seen().requests == {}
     assert not list((temp / "snapshots").rglob("*.safetensors"))
 
 
 def test_a_stage_s_inputs_are_freed_while_it_runs_and_made_again_when_it_is_lost(running):
     """A host is killed after the inputs of its request have left the store."""
-    temp, settings = running
+    temp, spec = running
     request = dataclasses.replace(soak.request(7, PHOTO), steps=100)  # half of them low: 1 s
     spans, killed = [], []
 
@@ -77,10 +77,10 @@ def test_a_stage_s_inputs_are_freed_while_it_runs_and_made_again_when_it_is_lost
             killed.append(victims[0].pid)
 
     async def make():
-        return await Pipeline(soak.LAYOUT, settings).generate(request, id="lost", on_event=on_event)
+        return await PipelineDriver(spec).generate(request, id="lost", on_event=on_event)
 
     video = within(make())
-    assert video.startswith(simulated_video(request))
+    assert video.mp4.startswith(simulated_video(request))
     assert killed and not psutil.pid_exists(killed[0])
     images = [span for span in spans if span.stage == "encoder" and span.what == "fetch"]
     assert len(images) == 2, "the image condition was gone when the slice was lost, and is encoded again"
@@ -88,26 +88,25 @@ def test_a_stage_s_inputs_are_freed_while_it_runs_and_made_again_when_it_is_lost
     assert len(high) == len(set(high)), "what the pool before has done is kept in a snapshot"
 
 
-def test_an_object_lives_on_the_exchange_until_it_is_dropped(running):
+def test_an_object_lives_in_the_store_until_it_is_dropped(running):
     base = _settled_mib()
 
     async def use():
-        exchange = Exchange()
-        shelf = exchange.shelf()
-        first, second = [await shelf.put(ray.put(np.full(20 << 20, i, np.uint8))) for i in range(2)]
-        [there, none, also] = await shelf.get(first, None, second)
+        scope = RefStore().scope()
+        first, second = [await scope.put(ray.put(np.full(20 << 20, i, np.uint8))) for i in range(2)]
+        [there, none, also] = await scope.get(first, None, second)
         assert none is None and ((await there)[0], (await also)[0]) == (0, 1)
         del there, also
         assert _settled_mib() == pytest.approx(base + 40, abs=1)
-        shelf.drop(first)
+        scope.drop(first)
         assert _settled_mib(base + 20) == pytest.approx(base + 20, abs=1)
         with pytest.raises(InputLost, match="1 of 2 payloads"):
-            await shelf.get(first, second)
-        shelf.end()
-        late = await shelf.put(ray.put(np.zeros(20 << 20, np.uint8)))  # by a stage that was cancelled
+            await scope.get(first, second)
+        scope.close()
+        late = await scope.put(ray.put(np.zeros(20 << 20, np.uint8)))  # by a stage that was cancelled
         assert _settled_mib(base) == pytest.approx(base, abs=1)
         with pytest.raises(InputLost):
-            await shelf.get(late)
+            await scope.get(late)
 
     within(use())
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from actors.timeline import Span, chrome_trace, computing, labels, lanes, natural, summarise
-from actors.timeline_picture import draw
+from actors.observe.timeline import Span, chrome_trace, computing, figures_of, labels, natural, tracks
+from actors.observe.timeline_picture import draw
 
 START = 1_790_000_000.0
 
@@ -30,31 +30,23 @@ SPANS = [
     span("high/0", "cat-1", "compute", 2.5, 4, step=1),
     span("high/0", "cat-1", "compute", 4, 6, step=2),
     span("high/0", "cat-2", "fetch", 3, 3.5),
-    span("high/0", "cat-2", "wait", 3.25, 6),
+    span("high/0", "cat-2", "fetch", 3.25, 3.6),
     span("high/0", "cat-2", "compute", 6, 8),
     span("low/0", "cat-1", "compute", 6, 10),
 ]
 
 
-def test_summary():
-    summary = summarise(SPANS)
-    assert summary.wall_s == pytest.approx(10)
-    assert summary.busy == pytest.approx({"encoder/0": 0.2, "high/0": 0.55, "low/0": 0.4})
-    assert summary.overlap == pytest.approx((0.5 + 2) / 10)  # 2.5 to 3 and 6 to 8
-    assert summary.together == pytest.approx(0.2 + 0.55 + 0.4)
+def test_figures():
+    figures = figures_of(SPANS)
+    assert figures.wall_s == pytest.approx(10)
+    assert figures.busy == pytest.approx({"encoder/0": 0.2, "high/0": 0.55, "low/0": 0.4})
+    assert figures.overlap == pytest.approx((0.5 + 2) / 10)  # 2.5 to 3 and 6 to 8
     assert sum(seconds for seconds, _ in computing(SPANS)) == pytest.approx(10)
-    assert summary.chips == "real"
-    assert json.loads(json.dumps(summary.to_json()))["overlap"] == 0.25
-
-
-def test_batched_requests_are_one_slice_at_work():
-    both = [span("high/0", name, "compute", 0, 4) for name in ("a", "b")]
-    summary = summarise(both)
-    assert (summary.busy["high/0"], summary.overlap, summary.together) == pytest.approx((1, 0, 1))
+    assert figures.chips == "real"
 
 
 def test_nothing_happened():
-    assert summarise([]).to_json()["wall_s"] == 0
+    assert figures_of([]).wall_s == 0
     assert json.loads(chrome_trace([]))["traceEvents"] == []
     with pytest.raises(ValueError, match="no spans"):
         draw([])
@@ -62,16 +54,16 @@ def test_nothing_happened():
 
 def test_figures_say_what_is_not_real():
     emulated = [dataclasses.replace(one, chips="emulated") for one in SPANS]
-    assert "emulated: CPU devices stand in for chips" in summarise(emulated).text()
+    assert "emulated: CPU devices stand in for chips" in figures_of(emulated).text()
     mixed = [*emulated, dataclasses.replace(SPANS[0], chips="simulated")]
-    assert "simulated" in summarise(mixed).text()
+    assert "simulated" in figures_of(mixed).text()
     assert json.loads(chrome_trace(mixed))["otherData"]["chips"] == "simulated"
-    assert "simulated" not in summarise(SPANS).text()
+    assert "simulated" not in figures_of(SPANS).text()
 
 
-def test_order_of_lanes_and_letters():
+def test_order_of_tracks_and_letters():
     spans = [span(f"high/{i}", "b", "compute", 1, 2) for i in (10, 9)] + [span("encoder/0", "a", "compute", 0, 1)]
-    assert [name for _, name in lanes(spans)] == ["encoder/0", "high/9", "high/10"]
+    assert [name for _, name in tracks(spans)] == ["encoder/0", "high/9", "high/10"]
     assert sorted(["s10", "10", "s9", "s"], key=natural) == ["s", "s9", "s10", "10"]
     many = [span("high/0", f"r{i}", "compute", i, i + 1) for i in range(28)]
     assert list(labels(many).values())[::27] == ["A", "AB"]
@@ -117,7 +109,7 @@ def test_picture_shows_each_request_in_its_colour():
     assert first / second == pytest.approx(8.5 / 3, rel=0.15)  # seconds of computing; letters and edges are white
     assert image.shape[1] > 1400
     more = pixels(draw([*SPANS, span("decoder/0", "cat-1", "compute", 10, 11)]))
-    assert more.shape[0] > image.shape[0]  # a lane more
+    assert more.shape[0] > image.shape[0]  # a track more
 
 
 def test_picture_says_emulated():

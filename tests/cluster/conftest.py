@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from cluster.connect import connect, leave
-from cluster.emulated import EmulatedCluster, EmulatedSlice
+from cluster.emulation.cluster import EmulatedCluster, EmulatedSlice
 from cluster.slice_spec import SliceSpec
 
 ONE_HOST = SliceSpec("v6e-1")

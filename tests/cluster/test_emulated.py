@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from actors import cli
-from cluster import ray_nodes
 from cluster.drawing import draw
-from cluster.emulated import EmulatedCluster, EmulatedSlice, Settings
+from cluster.emulation import ray_nodes
+from cluster.emulation.cluster import EmulatedCluster, EmulatedSlice, Settings
 from cluster.errors import ClusterNotFound, ClusterStartFailed
 from cluster.inventory import HostFound, SliceFound
 from cluster.layout import Layout
@@ -78,7 +78,7 @@ def test_up_status_down(tmp_path):
 OWNER = """
 import sys, time
 from pathlib import Path
-from cluster.emulated import EmulatedCluster
+from cluster.emulation.cluster import EmulatedCluster
 running = EmulatedCluster.start((), folder=Path(sys.argv[1]))
 print(running.temp, flush=True)
 time.sleep(600)
@@ -128,30 +128,34 @@ def test_slices_need_names_of_their_own(tmp_path):
         EmulatedCluster.start(twice, folder=tmp_path)
 
 
-def test_a_node_that_does_not_start_tells_the_end_of_its_logs(tmp_path):
+def test_a_node_that_does_not_start_tells_the_end_of_its_logs(tmp_path, caplog):
     more_than_any_machine_has = Settings(head_store_mib=10**8)
     with pytest.raises(ClusterStartFailed, match=r"(?s)head didn't start: .*memory.*\ngcs_server.out: "):
         EmulatedCluster.start((EmulatedSlice("a", SliceSpec("v6e-1")),), more_than_any_machine_has, folder=tmp_path)
     assert not list(tmp_path.iterdir())
+    assert "once more" not in caplog.text
 
 
-@pytest.mark.parametrize("complaint", ["the node timed out", "Timed out waiting for file gcs_server_port"])
-def test_a_node_that_takes_too_long_is_started_once_more(complaint, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_node_with_a_process_that_hangs_or_dies_is_started_once_more(sent, tmp_path, monkeypatch, caplog):
     from ray._private import services
 
-    start, calls = services.start_raylet, []
+    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "2")
+    start, calls = services.start_gcs_server, []
 
-    def slow_once(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 1:
-            raise RuntimeError(complaint)
-        return start(*args, **kwargs)
+    def hit(*args, **kwargs):
+        started = start(*args, **kwargs)
+        if not calls:
+            started.process.send_signal(sent)
+        calls.append(started.process)
+        return started
 
-    monkeypatch.setattr(services, "start_raylet", slow_once)
-    with EmulatedCluster.start((EmulatedSlice("a", SliceSpec("v6e-1")),), folder=tmp_path) as cluster:
-        assert len(calls) == 3  # the head's two, the host's
+    monkeypatch.setattr(services, "start_gcs_server", hit)
+    with EmulatedCluster.start((), folder=tmp_path) as cluster:
+        assert len(calls) == 2
         assert "once more: head didn't start" in caplog.text
         assert cluster.running
+        assert calls[0].wait(5) == -signal.SIGKILL
 
 
 def test_a_drawing_shows_holders_missing_hosts_and_pools():
@@ -160,7 +164,7 @@ def test_a_drawing_shows_holders_missing_hosts_and_pools():
         SliceFound("big", "v5p-16", spec, (HostFound(1, "b" * 56, "10.0.0.2", None),), None),
         SliceFound("one", "v6e-1", SliceSpec("v6e-1"), (HostFound(0, "c" * 56, "10.0.0.3", None),), "all/0"),
     ]
-    layout = Layout.parse(ONE_POOL, "mine.yaml", ("encoder", "denoise_high", "denoise_low", "decoder"))
+    layout = Layout.parse(ONE_POOL, "mine.yaml")
     drawn = draw(slices, layout)
     assert "unusable     ┌ host 0  missing" in drawn
     assert "└ host 1  node bbbbbbbb at 10.0.0.2\n" in drawn

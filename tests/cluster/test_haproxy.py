@@ -14,7 +14,7 @@ import pytest
 from ray.serve._private.haproxy import HAProxyApi, HAProxyConfig
 from ray.serve.config import HTTPOptions
 
-from cluster import haproxy
+from cluster.emulation import haproxy
 from tests.cluster.conftest import wait_for
 
 STARTER = "import subprocess, sys; subprocess.run(sys.argv[1:])"

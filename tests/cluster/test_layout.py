@@ -1,14 +1,17 @@
 """Layouts: what is accepted, and what the errors of the others say."""
 
+import contextlib
+
 import pytest
 import yaml
 
+from cluster.emulation.cluster import emulated_slices
 from cluster.errors import LayoutError
 from cluster.layout import Layout, Replicas, shipped
 from cluster.slice_spec import SliceSpec
+from tests.conftest import STAGES
 
-STAGES = ("encoder", "denoise_high", "denoise_low", "decoder")
-TOGETHER = STAGES[1:3]
+ONE_EXPERT = ("encoder", "denoise", "decoder")
 GOOD = {
     "pools": {
         "ends": {"stages": ["encoder", "decoder"], "slice": "v6e-1"},
@@ -17,14 +20,13 @@ GOOD = {
             "slice": "v6e-8",
             "replicas": {"min": 1, "max": 3},
             "mesh": {"dp": 2, "tp": 4},
-            "batch": 2,
         },
     }
 }
 
 
 def parse(content):
-    return Layout.parse(content if isinstance(content, str) else yaml.safe_dump(content), "some.yaml", STAGES, TOGETHER)
+    return Layout.parse(content if isinstance(content, str) else yaml.safe_dump(content), "some.yaml")
 
 
 def changed(pool, **changes):
@@ -39,88 +41,111 @@ def test_a_layout_is_read():
     assert ends.slice == SliceSpec("v6e-1")
     assert ends.replicas == Replicas(1, 1)
     assert experts.mesh == (2, None, 4)
-    assert (ends.batch, experts.batch) == (1, 2)
     assert layout.pool_of("denoise_low") is experts
     assert layout.devices(experts) == 8
-    assert [(pool.name, replica) for pool, replica in layout.slices()] == [("ends", 0), ("experts", 0)]
-    assert len(list(layout.slices(most=True))) == 4
-    assert not layout.emulated
+    assert [str(pool.replicas) for pool in layout.pools] == ["1", "1 to 3"]
+    assert layout.devices_per_host is None
 
 
-@pytest.mark.parametrize("name", shipped())
-def test_shipped_layouts_are_valid(name):
-    layout = Layout.load(name, STAGES)
-    assert layout.emulated == name.startswith("emulated")
-    if layout.emulated:
-        slices = layout.emulated_slices()
-        assert len({s.name for s in slices}) == len(slices) == len(layout.pools)
+@pytest.mark.parametrize(
+    ("stages", "names"),
+    [
+        (STAGES, "a14b-balanced-v6e a14b-multihost-v6e-16 emulated-demo emulated-small four-pools one-machine"),
+        (ONE_EXPERT, "emulated-one-expert one-expert-v6e one-machine-one-expert"),
+    ],
+)
+def test_shipped_layouts_are_those_of_a_kind_of_model(stages, names):
+    found = {name: Layout.load(name) for name in shipped()}
+    fitting = []
+    for name, layout in found.items():
+        assert (layout.devices_per_host is not None) == name.startswith("emulated")
+        if layout.devices_per_host is not None:
+            slices = emulated_slices(layout)
+            assert len({s.name for s in slices}) == len(slices) == len(layout.pools)
+        with contextlib.suppress(LayoutError):
+            layout.check_stages(stages)
+            fitting.append(name)
+    assert fitting == names.split()
 
 
-def test_all_the_layouts_that_were_promised_are_shipped():
-    assert set(shipped()) == {
-        *("one-machine", "four-pools", "a14b-balanced-v6e", "a14b-multihost-v6e-16"),
-        *("emulated-demo", "emulated-small"),
-    }
-    demo = Layout.load("emulated-demo.yaml", STAGES)
+def test_shipped_layouts_are_as_their_comments_say():
+    demo = Layout.load("emulated-demo.yaml")
     assert [pool.slice.hosts for pool in demo.pools] == [1, 1, 2, 1]
-    assert [s.name for s in demo.emulated_slices()] == ["v6e-4-0", "v6e-4-1", "v6e-4-2", "v5p-16-0"]
-    balanced = Layout.load("a14b-balanced-v6e", STAGES)
-    assert [pool.replicas.minimum for pool in balanced.pools] == [1, 3, 5]
+    assert [s.name for s in emulated_slices(demo)] == ["v6e-4-0", "v6e-4-1", "v6e-4-2", "v5p-16-0"]
+    assert [pool.slice.hosts for pool in Layout.load("emulated-one-expert").pools] == [1, 2, 1]
+    assert [pool.replicas.minimum for pool in Layout.load("a14b-balanced-v6e").pools] == [1, 3, 5]
+    assert Layout.load("one-expert-v6e").pool_of("denoise").replicas == Replicas(1, 8)
+
+
+A_COUNT = "write a whole number from 1 to 1000"
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("pools: [", "some.yaml is no YAML"),
-        ("3", "some.yaml: the file is 3; write keys and values"),
-        ({"pools": {}}, "there are no pools; add pools"),
-        ({"pols": {}}, "the file has 'pols'; known here: emulate, pools"),
-        ({"pools": {"a b": {}}}, "pool a b: a pool's name is made of"),
+        ("pools: [", "no YAML: "),
+        ("3", "it is 3; write pools"),
+        ("", "it is None; write pools"),
+        ({"pools": {}}, "pools is {}; write pools: {NAME: "),
+        ({"pools": ["a"]}, r"pools is \['a'\]; write pools: {NAME: "),
+        ({"pools": {"a": 3}}, "pools: a is 3; write pools: {NAME: "),
+        ({"emulate": {}}, "pools is missing; write pools: {NAME: "),
+        (GOOD | {"pols": {}}, "it has the unknown key 'pols'; write pools, and emulate"),
+        ({"pools": {"a b": {}}}, "pools: a b: name is 'a b'; a pool's name is made of"),
         ("pools:\n  a: {}\n  a: {}", "'a' is there twice"),
-        (changed("ends", stage=["encoder"]), "pool ends: the pool has 'stage'; known here: batch, mesh, replicas, sli"),
-        (changed("ends", stages="encoder"), "pool ends: stages is 'encoder'; write a list of names"),
-        (changed("ends", stages=["encoder", "vae"]), "pool ends: there is no stage 'vae'; stages are encoder, "),
-        (changed("ends", stages=["encoder"]), r"no pool hosts decoder; add a pool with stages: \[decoder\]"),
-        (changed("ends", stages=["encoder", "denoise_low"]), "experts: stage denoise_low is there also in pool ends"),
+        (changed("ends", stage=["encoder"]), "pools: ends has the unknown key 'stage'; write pools: {NAME: {stages: "),
+        (changed("ends", stages="encoder"), "pools: ends: stages is 'encoder'; write a list of names"),
+        (changed("ends", stages=[]), r"pools: ends: stages is \[\]; write a list of names"),
+        (changed("ends", stages=["encoder", "denoise_low"]), "pool experts: stage denoise_low is .* also in pool ends"),
         (changed("ends", stages=["encoder", "encoder"]), "pool ends: stage encoder is there twice"),
-        (changed("experts", stages=["denoise_low", "denoise_high"]), r"write stages: \[denoise_high, denoise_low\]"),
-        (changed("ends", slice="v6e-6"), "pool ends: slice: there is no v6e-6; nearest: v6e-8"),
-        (changed("ends", slice=None), "pool ends: slice is None; write a kind, such as slice: v6e-8"),
-        (changed("ends", replicas=0), "pool ends: replicas is 0; write a whole number from 1"),
-        (changed("ends", replicas=1001), "pool ends: replicas is 1001; write a whole number from 1 to 1000"),
-        (changed("experts", batch=65), "pool experts: batch is 65; write a whole number from 1 to 64"),
-        (changed("ends", replicas=True), "pool ends: replicas is True; write a whole number"),
-        (changed("ends", replicas={"min": 3, "max": 2}), "pool ends: replicas: min is 3, max 2; exchange them"),
-        (changed("experts", mesh={"dp": 3}), "mesh dp 3 doesn't divide the slice: v6e-8 has 8 devices; leave mesh out"),
-        (changed("experts", mesh={"dp": 1, "sp": 1, "tp": 4}), "uses 4 of the slice's devices: .* make the product 8"),
-        (changed("experts", mesh={"pp": 2}), "pool experts: mesh has 'pp'; known here: dp, sp, tp"),
-        (changed("experts", batch=0), "pool experts: batch is 0; write a whole number from 1"),
-        (changed("experts", batch={"max": 2}), "pool experts: batch is {'max': 2}; write a whole number from 1"),
+        (changed("ends", slice="v6e-6"), "pools: ends: slice: there is no v6e-6; nearest: v6e-8"),
         (
-            changed("ends", batch=2),
-            r"pool ends: batch is 2, and encoder, decoder take one request at a time; leave batch out \(denoise_h",
+            changed("ends", slice=None),
+            "pools: ends: slice: None is no slice; write a generation and a size, such as v6",
         ),
-        (GOOD | {"emulate": {"devices_per_host": 0}}, "emulate: devices_per_host is 0; write a whole number from 1"),
-        (GOOD | {"emulate": {}}, r"doesn't divide the slice: v6e-8 has 1 device when it is emulated \(8 when not\)"),
+        (changed("ends", replicas=0), f"pools: ends: replicas: min is 0; {A_COUNT}"),
+        (changed("ends", replicas=1001), f"replicas: min is 1001; {A_COUNT}"),
+        (changed("ends", replicas=True), f"replicas: min is True; {A_COUNT}"),
+        (changed("ends", replicas="3"), f"replicas: min is '3'; {A_COUNT}"),
+        (changed("ends", replicas={"min": 3, "max": 2}), "pools: ends: replicas: min is 3, max 2; exchange them"),
+        (changed("ends", replicas={"mi": 3}), "replicas has the unknown key 'mi'; write one number, or {min: 1, max"),
+        (
+            changed("experts", mesh={"dp": 3}),
+            "pool experts: mesh dp 3 takes 3 devices, v6e-8 has 8; make the product 8",
+        ),
+        (changed("experts", mesh={"dp": 1, "sp": 1, "tp": 4}), "mesh dp 1 x sp 1 x tp 4 takes 4 devices, v6e-8 has 8"),
+        (changed("experts", mesh={"pp": 2}), "pools: experts: mesh: pp is 2; write sizes of dp, sp and tp"),
+        (changed("experts", batch=2), "pools: experts has the unknown key 'batch'"),
+        (GOOD | {"emulate": {"devices_per_host": 0}}, f"emulate: devices_per_host is 0; {A_COUNT}"),
+        (GOOD | {"emulate": {"devices": 1}}, "emulate: devices is 'devices'; write emulate: {devices_per_host: 1}"),
+        (GOOD | {"emulate": {}}, r"mesh dp 2 x tp 4 takes 8 devices, v6e-8 has 1 when it is emulated \(8 when not\)"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_remedy(content, message):
     with pytest.raises(LayoutError, match=message) as raised:
         parse(content)
-    assert str(raised.value).startswith("some.yaml")
+    assert str(raised.value).startswith("some.yaml: ")
+    assert "\n" not in str(raised.value)
 
 
-def test_memory_is_checked_with_the_caller_s_numbers():
-    layout = parse(GOOD)
-    layout.check_memory({"encoder": 20, "decoder": 12, "denoise_high": 30})
-    with pytest.raises(LayoutError, match=r"pool ends: encoder \+ decoder need 33.0 GiB, v6e-1 has 32; take v6e-4, or"):
-        layout.check_memory({"encoder": 21, "decoder": 12})
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (["encoder", "vae"], "pool ends: the model has no stage vae; it has encoder, denoise_high, denoise_low, deco"),
+        (["encoder"], r"no pool hosts decoder; add a pool with stages: \[decoder\]"),
+        (["decoder", "encoder"], r"pool ends: stages are out of order; write stages: \[encoder, decoder\]"),
+    ],
+)
+def test_a_layout_hosts_the_stages_of_a_model(stages, message):
+    parse(GOOD).check_stages(STAGES)
+    with pytest.raises(LayoutError, match=message):
+        parse(changed("ends", stages=stages)).check_stages(STAGES)
 
 
 def test_files_and_shipped_names(tmp_path):
     with pytest.raises(LayoutError, match=r"no layout file nowhere; shipped ones, by name: a14b-balanced-v6e, "):
-        Layout.load("nowhere", STAGES)
+        Layout.load("nowhere")
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(GOOD))
-    assert Layout.load(tmp_path / "mine.yaml", STAGES, TOGETHER).source.endswith("mine.yaml")
+    assert Layout.load(tmp_path / "mine.yaml").source.endswith("mine.yaml")
     with pytest.raises(LayoutError, match=r"mine.yaml: it is for real TPUs; add emulate: {devices_per_host: 1}"):
-        Layout.load(tmp_path / "mine.yaml", STAGES, TOGETHER).emulated_slices()
+        emulated_slices(Layout.load(tmp_path / "mine.yaml"))

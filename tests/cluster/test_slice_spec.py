@@ -70,7 +70,7 @@ def test_peak_is_what_the_matrix_units_do_in_a_second(chip):
 
 def test_chips_cannot_be_changed_and_have_topologies():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        CHIPS["v6e"].hbm_gib = 64
+        CHIPS["v6e"].usable_gib = 64
     assert set(TOPOLOGIES) == set(CHIPS)
 
 

@@ -3,16 +3,15 @@
 import threading
 import time
 
-import numpy as np
 import psutil
 import pytest
 import ray
 
 from cluster.errors import CallFailed, SliceLost, SliceStartTimeout
-from cluster.gang import RemoteError
+from cluster.gang.protocol import RemoteError, Timeouts
+from cluster.gang.slice import Slice
 from cluster.inventory import slices_found
 from cluster.slice_spec import SliceSpec
-from cluster.slices import LocalSlice, Slice, Timeouts
 from tests.cluster.conftest import ONE_HOST, TWO_HOSTS
 from tests.cluster.workers import Unbuildable, Worker
 
@@ -27,20 +26,20 @@ def test_hosts_are_ranked_by_worker_id_and_joined(two):
     by_id = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
     assert [by_id[host.node_id]["ray.io/tpu-worker-id"] for host in two.hosts] == ["0", "1"]
     assert len(set(two.pids)) == 2
-    assert two.call("place") == (0, 2, two.pids[0])
-    assert two.call("psum", 1.0) == (2, 4, 1 + 1 + 2 + 2)  # value + rank, on two devices of each host
+    assert two.call("place").value == (0, 2, two.pids[0])
+    assert two.call("psum", 1.0).value == (2, 4, 1 + 1 + 2 + 2)  # value + rank, on two devices of each host
     listening = {c.laddr.ip for pid in two.pids for c in psutil.Process(pid).net_connections("tcp") if not c.raddr}
     assert listening <= {"127.0.0.1", "::ffff:127.0.0.1"}
 
 
 def test_calls_are_in_lockstep_and_keep_the_worker(two):
-    assert [two.call("count") for _ in range(3)] == [1, 2, 3]
-    assert two.side("count") == 4  # the same worker
+    assert [two.call("count").value for _ in range(3)] == [1, 2, 3]
+    assert two.call("count", group="side").value == 4  # the same worker
 
 
 def test_progress_is_seen_while_a_call_runs(two):
     seen = []
-    assert two.call("slow", 6, 0.2, on_progress=lambda step: seen.append((step, time.monotonic()))) == "done"
+    assert two.call("slow", 6, 0.2, on_progress=lambda step: seen.append((step, time.monotonic()))).value == "done"
     assert seen[-1][0] == (6, 6)
     assert len(seen) >= 3
     assert seen[-1][1] - seen[0][1] > 0.4  # they came as it ran
@@ -56,7 +55,7 @@ def test_side_work_runs_beside_a_call(two):
     thread = threading.Thread(target=call)
     thread.start()
     time.sleep(0.3)
-    two.side("place")
+    two.call("place", group="side")
     ended["side"] = time.monotonic()
     thread.join()
     assert ended["side"] < ended["call"] - 0.5
@@ -64,12 +63,12 @@ def test_side_work_runs_beside_a_call(two):
 
 def test_a_payload_passes_by_reference_and_outlives_its_slice(cluster, two):
     with Slice(ONE_HOST, Worker, name="encoder/0") as one:
-        value, payload = one.call_payload("make", 1000)
-        side = one.side_payload("make", 10)
+        value, payload = one.call("make", 1000)
+        side = one.call("make", 10, group="side")
     assert value == {"made": 1000}
     assert isinstance(payload, ray.ObjectRef)
-    assert two.call("total", payload, 1.0) == sum(range(1000)) + 1
-    assert two.side("total", side[1], 0.0) == 45
+    assert two.call("total", payload, 1.0).value == sum(range(1000)) + 1
+    assert two.call("total", side.payload, 0.0, group="side").value == 45
 
 
 def test_an_exception_on_every_host_leaves_the_slice_alive(two):
@@ -82,8 +81,8 @@ def test_an_exception_on_every_host_leaves_the_slice_alive(two):
         two.call("fail_oddly")
     assert isinstance(raised.value.__cause__, RemoteError)
     with pytest.raises(CallFailed, match="no_such_method"):
-        two.side("no_such_method")
-    assert two.call("place")[2] == before[0]
+        two.call("no_such_method", group="side")
+    assert two.call("place").value[2] == before[0]
 
 
 def test_it_says_that_it_is_emulated_and_who_holds_it(two):
@@ -105,7 +104,7 @@ def test_a_busy_slice_is_not_shared(two):
 
 
 def test_a_worker_that_cannot_be_built_leaves_nothing(cluster):
-    with pytest.raises(CallFailed, match=r"build failed on every host: RuntimeError\('no weights here'\)"):
+    with pytest.raises(CallFailed, match=r"build raised on every host: RuntimeError\('no weights here'\)"):
         Slice(ONE_HOST, Unbuildable, name="encoder/0")
     assert not {s.holder for s in slices_found() if s.pod_type == "v6e-1"} - {None}
 
@@ -120,6 +119,7 @@ class SlowToBuild:
         time.sleep(60)
 
 
+@pytest.mark.long
 def test_twenty_starts_and_stops_leave_nothing(cluster):
     pids = []
     for _ in range(20):
@@ -141,20 +141,3 @@ def test_a_closed_slice_says_so(cluster):
     for use in (lambda: running.call("count"), running.check):
         with pytest.raises(SliceLost, match="encoder/0 is closed"):
             use()
-
-
-def test_the_same_protocol_without_ray():
-    seen = []
-    with LocalSlice(None, Worker, name="all/0") as local:
-        assert [local.call("count"), local.side("count")] == [1, 2]
-        assert local.call("slow", 2, 0.0, on_progress=seen.append) == "done"
-        assert seen == [(1, 2), (2, 2)]
-        _, payload = local.call_payload("make", 4)
-        np.testing.assert_array_equal(payload, [0, 1, 2, 3])
-        assert local.call("total", payload, 0.0) == 6
-        with pytest.raises(CallFailed, match="poison on 0") as raised:
-            local.call("fail", (0,))
-        assert isinstance(raised.value.__cause__, ValueError)
-        assert not local.emulated
-    with pytest.raises(SliceLost, match="all/0 is closed"):
-        local.call("count")

@@ -1,13 +1,17 @@
-"""What the slices of these tests run: small, and jax only where it must be."""
+"""What the slices of these tests run: small."""
 
 import os
 import signal
 import time
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from cluster.slices import Output, report, this_host
+from cluster.gang.protocol import Output, report
 
 
 class Worker:
@@ -18,8 +22,7 @@ class Worker:
         self.counted = 0
 
     def place(self) -> tuple[int, int, int]:
-        place = this_host()
-        return place.rank, place.hosts, os.getpid()
+        return jax.process_index(), jax.process_count(), os.getpid()
 
     def count(self) -> int:
         self.counted += 1
@@ -27,11 +30,6 @@ class Worker:
 
     def psum(self, value: float) -> tuple[int, int, float]:
         """Processes, devices, and the sum over all of them of value + rank."""
-        import jax
-        import jax.numpy as jnp
-        from jax.sharding import Mesh, NamedSharding
-        from jax.sharding import PartitionSpec as P
-
         mesh = Mesh(np.array(jax.devices()), ("x",))
         local = np.full((jax.local_device_count(),), value + jax.process_index(), np.float32)
         shards = jax.make_array_from_process_local_data(NamedSharding(mesh, P("x")), local)
@@ -51,8 +49,8 @@ class Worker:
         return float(array.sum()) + plus
 
     def fail(self, ranks: tuple[int, ...]) -> str:
-        if this_host().rank in ranks:
-            raise ValueError(f"poison on {this_host().rank}")
+        if jax.process_index() in ranks:
+            raise ValueError(f"poison on {jax.process_index()}")
         return "fine"
 
     def fail_oddly(self) -> None:
@@ -63,12 +61,12 @@ class Worker:
         raise OddError("not", "picklable")
 
     def fail_then_hang(self, rank: int) -> None:
-        if this_host().rank == rank:
+        if jax.process_index() == rank:
             raise ValueError("left the others waiting")
         time.sleep(600)
 
     def kill_itself(self, rank: int, signum: int = signal.SIGKILL) -> None:
-        if this_host().rank == rank:
+        if jax.process_index() == rank:
             os.kill(os.getpid(), signum)
         time.sleep(600)
 
@@ -82,7 +80,7 @@ class StopsOneHost:
     """Its host with that rank hangs for good while the worker is built, or only takes long."""
 
     def __init__(self, rank: int, hung: bool) -> None:
-        if this_host().rank == rank:
+        if jax.process_index() == rank:
             if hung:
                 os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(600)

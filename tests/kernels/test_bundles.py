@@ -4,9 +4,9 @@ import importlib.util
 
 import pytest
 
-from wan_tpu.aot.attention_kernels import CASES, ours
-from wan_tpu.aot.bundles import CompileError, count_bundles, hot_bundles, read_loops, read_regions, slot_use
-from wan_tpu.aot.kernel_prices import StepBundles, step_bundles
+from scripts.kernel_tables.attention_kernels import CASES, ours
+from wan_tpu.pricing.bundles import CompileError, count_bundles, hot_bundles, read_loops, read_regions, slot_use
+from wan_tpu.pricing.kernel_prices import StepBundles, step_bundles
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, which holds the TPU compiler, is not installed"
@@ -17,6 +17,7 @@ TARGETS = {("bounded", None): 1520, ("optimistic", None): 1545, ("online", None)
 
 
 @needs_libtpu
+@pytest.mark.long
 @pytest.mark.parametrize(("softmax", "qk"), TARGETS)
 def test_v6e_meets_its_targets(softmax, qk):
     row = ours("v6e", softmax, qk)
@@ -25,6 +26,7 @@ def test_v6e_meets_its_targets(softmax, qk):
 
 
 @needs_libtpu
+@pytest.mark.long
 def test_a_kernel_that_does_not_fit_says_so():
     options = {"block_q": 2048, "block_kv": 2048, "schedule": {"chunk": 2048}, "softmax": "online"}
     with pytest.raises(CompileError, match="vmem"):

@@ -11,9 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels import conv_shape as shapes
 from kernels.causal_conv import causal_conv, causal_conv_reference
-from wan_tpu.aot.bundles import count_bundles
-from wan_tpu.aot.conv_cases import CASES
-from wan_tpu.aot.kernel_prices import step_bundles
+from scripts.kernel_tables.conv_cases import CASES
+from wan_tpu.pricing.bundles import count_bundles
+from wan_tpu.pricing.kernel_prices import step_bundles
 
 FUNCTIONS = {"kernel": lambda *args, **more: causal_conv(*args, **more, interpret=True), "jnp": causal_conv_reference}
 # Sums of a few hundred float32 terms; in bfloat16 the normalised input and the result are rounded.
@@ -117,6 +117,7 @@ def test_rows_that_do_not_fill_tiles_are_refused():
         call.run(FUNCTIONS["kernel"])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu holds the TPU compiler")
 def test_v6e_keeps_its_matrix_units_busy():
     # The last block of Wan's decoder: 96 channels, four frames of 160 x 720 pixels. All of its multiply-adds at the

@@ -65,13 +65,13 @@ def test_shorter_than_a_block(length):
     assert_exact(case, run(case, softmax="optimistic"))
 
 
-def test_as_many_keys_as_a_video_has():
+@pytest.mark.parametrize(
+    "softmax", ["optimistic", *(pytest.param(s, marks=pytest.mark.long) for s in ("bounded", "online"))]
+)
+def test_as_many_keys_as_a_video_has(softmax):
     case = rounded(normal(8, 75_600), jnp.bfloat16)
     blocks = BlockSizes(8, 16_384, fixed=Schedule(4096), online=Schedule(4096))
-    expected = exact(case)
-    for softmax in ("bounded", "optimistic", "online"):
-        got = run(case, softmax=softmax, block_sizes=blocks)
-        np.testing.assert_allclose(got, expected, rtol=0, atol=error_bound(case, jnp.bfloat16), err_msg=softmax)
+    assert_exact(case, run(case, softmax=softmax, block_sizes=blocks))
 
 
 def test_the_repeat_at_planned_blocks():

@@ -46,6 +46,7 @@ def test_ten_requests_pass_the_gate(made):
     assert values["score"] >= 0.8, values
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "lowered"),
     [
@@ -95,6 +96,7 @@ def test_slices_make_what_one_process_makes(scenes):
         assert [getattr(alone, name) for name in SUB_SCORES] == [getattr(sliced, name) for name in SUB_SCORES]
 
 
+@pytest.mark.long
 def test_the_vae_rebuilds_what_it_has_not_seen(scenes):
     assert gate.reconstruction(CHECKPOINT, scenes).low >= 28
 

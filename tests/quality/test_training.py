@@ -19,6 +19,8 @@ from scripts.demo_model.training import Run, learning_rate
 from scripts.demo_model.whole_clip import WholeClips
 from wan_tpu import load_pipeline
 
+pytestmark = pytest.mark.long
+
 SHORT = sizes.Schedule(steps=4, batch=1, warm_up=2, sheet_every=0)
 
 
@@ -117,7 +119,7 @@ def test_the_export_is_a_checkpoint_with_its_own_statistics(run, tmp_path):
     assert (normalised.std(1) - 1).abs().max() < 1e-2
     pipeline = load_pipeline(tmp_path / "checkpoint", dtype="float32", mesh=(1, 1, 1))
     pipeline.check_components()
-    assert pipeline.runtime.model.tasks == ("i2v",)
+    assert pipeline.runtime.model.spec.tasks == ("i2v",)
     sentence = caption(draw_scene(0, 0, held_out=True))
     ids, mask, warnings = pipeline.runtime.model.tokenize([sentence])
     theirs = diffusers.WanImageToVideoPipeline.from_pretrained(tmp_path / "checkpoint").tokenizer(sentence).input_ids

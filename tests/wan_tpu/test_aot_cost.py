@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from wan_tpu.aot.analyse import analyse
-from wan_tpu.aot.cost import Hardware
-from wan_tpu.aot.hlo import parse, parse_shapes
-from wan_tpu.aot.ici import Interconnect
-from wan_tpu.aot.report import describe
+from wan_tpu.aot.topology import Hardware
+from wan_tpu.pricing.analyse import analyse
+from wan_tpu.pricing.hlo import parse, parse_shapes
+from wan_tpu.pricing.ici import Interconnect
+from wan_tpu.pricing.report import describe
 
 # One cycle a second and one byte a second: seconds are cycles, bytes, or bytes over a link.
 HARDWARE = Hardware("toy", clock_hz=1.0, peak_flops=1.0, hbm_bytes=1e9, hbm_bytes_per_s=1.0)

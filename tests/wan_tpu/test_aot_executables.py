@@ -19,11 +19,12 @@ from wan_tpu.aot import key
 from wan_tpu.aot.executables import SUFFIX, Executables
 from wan_tpu.aot.precompile import precompile
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.cli import main
+from wan_tpu.cli import run
+from wan_tpu.commands.generate import generate
 from wan_tpu.errors import InvalidInput
-from wan_tpu.families import open_model
-from wan_tpu.mesh import make_mesh
-from wan_tpu.program import Program, place
+from wan_tpu.families.model import open_model
+from wan_tpu.runtime.mesh import make_mesh
+from wan_tpu.runtime.program import Program, place
 
 REQUEST = {"height": 32, "width": 48, "frames": 5}
 LOGGER = "wan_tpu.aot.executables"
@@ -108,11 +109,12 @@ def test_source_that_makes_programs_is_in_the_key():
     assert key.made_by()["torchax"] == "0.0.13"
 
 
+@pytest.mark.long
 def test_another_process_generates_without_compiling(tmp_path, checkpoint):
     folder = checkpoint("wan2.2-i2v-a14b")
     model = open_model(Checkpoint(folder))
-    request = GenerationRequest(**REQUEST).resolve(model.defaults)
-    mesh = make_mesh((1, 1, 1), heads=model.heads)
+    request = GenerationRequest(**REQUEST).resolve(model.spec.defaults)
+    mesh = make_mesh((1, 1, 1), heads=model.spec.heads)
     done = list(precompile(model, request, mesh, "float32", tmp_path / "programs"))
     assert all(program.compile_s > 0 for program in done)
     assert all(program.compile_s == 0 for program in precompile(model, request, mesh, "float32", tmp_path / "programs"))
@@ -132,5 +134,5 @@ def test_another_process_generates_without_compiling(tmp_path, checkpoint):
     assert "compiling" not in child.stderr
     stages = json.loads(loaded.with_suffix(".json").read_text())["stages"]
     assert [stage["compile_s"] for stage in stages] == [0] * len(stages)
-    assert main(["generate", *command, "--output", str(compiled)]) == 0
+    assert run(generate, [*command, "--output", str(compiled)]) == 0
     assert loaded.read_bytes() == compiled.read_bytes()

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from wan_tpu.aot.ici import Interconnect, parse_groups
+from wan_tpu.pricing.ici import Interconnect, parse_groups
 
 
 def grid(x: int, y: int, z: int = 1, cores: int = 1, wraps=(0, 0, 0, 0)) -> Interconnect:

@@ -7,16 +7,17 @@ import json
 import pytest
 
 from wan_tpu import GenerationRequest
-from wan_tpu.aot.compiling import GIB, Compiled, Job, compile_job
-from wan_tpu.aot.cost import CATEGORIES, Hardware, Times
-from wan_tpu.aot.plan import KEYS, STEP, Plan, Planner, Prediction, ProgramPlan, StagePlan, share_of_peak
-from wan_tpu.aot.plan_text import compare, describe, draw, to_json
-from wan_tpu.aot.topology import DescribedSlice
-from wan_tpu.families.wan import WanModel
-from wan_tpu.families.wan_presets import PRESETS
-from wan_tpu.mesh import MeshShape
+from wan_tpu.aot.topology import DescribedSlice, Hardware
+from wan_tpu.families import preset_spec
+from wan_tpu.pricing.compiling import Compiled, Job, compile_job
+from wan_tpu.pricing.cost import CATEGORIES, Times
+from wan_tpu.pricing.plan import KEYS, STEP, Plan, Planner, Prediction, ProgramPlan, StagePlan, share_of_peak
+from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
+from wan_tpu.runtime.mesh import MeshShape
+from wan_tpu.runtime.program import GIB
 
 MODEL = "wan2.1-t2v-1.3b"
+SETTINGS = {"height": 480, "width": 832, "frames": 81, "steps": 50, "guidance_scale": 5.0}
 SLICE = DescribedSlice(
     name="v6e-4",
     topology="v6e:2x2",
@@ -36,7 +37,7 @@ def prediction(attention: float) -> Prediction:
 
 @pytest.fixture
 def plan() -> Plan:
-    request = GenerationRequest(height=480, width=832, frames=81, steps=50).resolve(WanModel(PRESETS[MODEL]).defaults)
+    request = GenerationRequest(height=480, width=832, frames=81, steps=50).resolve(preset_spec(MODEL).defaults)
     step = ProgramPlan(STEP, 50, Compiled(30.0, 55.0, 2 * GIB, GIB), prediction(1.0), prediction(1.5))
     refused = Compiled(60.0, 60.0, GIB, 40 * GIB, 10 * GIB, refused="needs 41.0 GiB a device of 31.2")
     decoder = ProgramPlan("decoder later", 20, refused, None, None)
@@ -88,10 +89,10 @@ def test_a_plot_is_drawn(plan, tmp_path):
 
 
 def test_a_job_survives_the_way_to_its_process_and_its_key_says_what_changes_it():
-    job = Job(MODEL, STEP, SLICE, (2, 1, 2), 480, 832, 81, 50, 5.0, "bfloat16")
+    job = Job(MODEL, STEP, SLICE, (2, 1, 2), SETTINGS, "bfloat16")
     assert Job.from_json(json.dumps(dataclasses.asdict(job))) == job
-    others = [dataclasses.replace(job, mesh=(1, 1, 4)), dataclasses.replace(job, frames=5)]
-    others.append(dataclasses.replace(job, guidance_scale=1.0))
+    others = [dataclasses.replace(job, mesh=(1, 1, 4)), dataclasses.replace(job, settings=SETTINGS | {"frames": 5})]
+    others.append(dataclasses.replace(job, settings=SETTINGS | {"guidance_scale": 1.0}))
     others.append(dataclasses.replace(job, slice=dataclasses.replace(SLICE, topology="v5p:2x2x1")))
     assert len({job.digest, *(other.digest for other in others)}) == 5
     same = dataclasses.replace(job, slice=dataclasses.replace(SLICE, link_bytes_per_s=1.0))  # prices, not programs
@@ -99,7 +100,7 @@ def test_a_job_survives_the_way_to_its_process_and_its_key_says_what_changes_it(
 
 
 def test_what_a_crash_left_half_written_is_compiled_again(tmp_path):
-    job = Job("unknown", STEP, SLICE, (2, 1, 2), 480, 832, 81, 50, 5.0, "bfloat16")
+    job = Job("unknown", STEP, SLICE, (2, 1, 2), SETTINGS, "bfloat16")
     kept = tmp_path / f"{job.digest}.hlo.gz"
     kept.with_name(f"{job.digest}.json").write_text(json.dumps(dataclasses.asdict(Compiled(1.0, 2.0, 3))))
     kept.write_bytes(gzip.compress(b"HloModule"))
@@ -111,7 +112,7 @@ def test_what_a_crash_left_half_written_is_compiled_again(tmp_path):
 def test_other_steps_and_guidance_compile_the_experts_programs_again_and_no_others(tmp_path):
     def digest(program: str, **given: float) -> str:
         asked = GenerationRequest(height=480, width=832, frames=81, **given)
-        request = asked.resolve(WanModel(PRESETS[MODEL]).defaults)
+        request = asked.resolve(preset_spec(MODEL).defaults)
         planner = Planner(MODEL, request, SLICE, dtype="bfloat16", cache=tmp_path, report=print)
         return planner.job(program, MeshShape(2, 1, 2)).digest
 

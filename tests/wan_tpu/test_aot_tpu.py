@@ -17,12 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 from cluster.slice_spec import SliceSpec
 from tests.conftest import ROOT
-from wan_tpu.aot.analyse import analyse
-from wan_tpu.aot.compiling import GIB, refusal
 from wan_tpu.aot.executables import SUFFIX, Executables
-from wan_tpu.aot.kernel_prices import KernelPrices, count_alone
-from wan_tpu.errors import InvalidInput
-from wan_tpu.program import Program
+from wan_tpu.errors import DoesNotFit, InvalidInput
+from wan_tpu.pricing.analyse import analyse
+from wan_tpu.pricing.compiling import refusal
+from wan_tpu.pricing.ici import interconnect_of
+from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
+from wan_tpu.runtime.program import GIB, Program
 
 pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[aot]'")
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -43,13 +44,22 @@ def mesh(v6e_4):
     return Mesh(np.array(v6e_4.devices()).reshape(4), ("tp",))
 
 
-@pytest.mark.parametrize(("name", "devices"), [("v6e-8", 8), ("v5p-8", 4), ("v6e-16", 16), ("v7x-4", 8), ("v6e-1", 1)])
-def test_kinds_of_slices_are_known_to_the_compiler(name, devices):
+@pytest.mark.parametrize(
+    ("name", "devices", "device_kind"),
+    [
+        ("v6e-8", 8, "TPU v6 lite"),
+        ("v5p-8", 4, "TPU v5"),
+        ("v6e-16", 16, "TPU v6 lite"),
+        ("v7x-4", 8, "TPU7x"),
+        ("v6e-1", 1, "TPU v6 lite"),
+    ],
+)
+def test_kinds_of_slices_are_known_to_the_compiler(name, devices, device_kind):
     kind = SliceSpec(name)
     found = described(kind).devices()
     assert len(found) == devices == kind.devices
     assert len({device.process_index for device in found}) == kind.hosts
-    assert found[0].device_kind == kind.chip.jax_kind
+    assert found[0].device_kind == device_kind
 
 
 def test_an_unknown_topology_is_refused(v6e_4):
@@ -79,7 +89,7 @@ def compiled(mesh):
 
 
 def test_a_scanned_layer_is_found_with_its_work_and_its_collective(compiled, mesh, v6e_4):
-    cost = analyse(compiled.as_text(), v6e_4.hardware, v6e_4.interconnect(mesh), kernel_cycles=lambda call: None)
+    cost = analyse(compiled.as_text(), v6e_4.hardware, interconnect_of(v6e_4, mesh), kernel_cycles=lambda call: None)
     assert cost.unpriced == ()
     assert cost.matmul_flops == LAYERS * 2 * 2 * TOKENS * WIDTH * WIDTH  # of 4 WIDTH hidden units a quarter each
     [(body, trips)] = cost.loops()
@@ -122,7 +132,7 @@ def test_a_kernel_in_a_program_is_counted_alone(mesh, v6e_4, tmp_path):
     cycles = {}
     for rows in (128, 256):
         text, one = program(rows)
-        cost = analyse(text, v6e_4.hardware, v6e_4.interconnect(one), kernel_cycles=prices)
+        cost = analyse(text, v6e_4.hardware, interconnect_of(v6e_4, one), kernel_cycles=prices)
         [item] = [item for item in cost.items if item.kernel is not None]
         assert (item.kernel.name, item.kernel.grid) == ("add_one", (1024 // rows,))
         cycles[rows] = prices.bundles(item.kernel).products
@@ -136,24 +146,13 @@ def test_what_does_not_fit_is_refused_and_by_how_much():
     where = described(SliceSpec("v6e-1"))
     one = Mesh(np.array(where.devices()), ("tp",))
     large = jax.ShapeDtypeStruct((5, 1024, 1024, 1024), jnp.float32, sharding=NamedSharding(one, P()))  # and its double
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as caught:
-        Program(lambda x: x * 2, one, exact=False).compile(large)
-    found = refusal(str(caught.value), seconds=(1.0, 1.0), weights=GIB)
+    with pytest.raises(
+        DoesNotFit, match=r"double of float32 \[5, 1024, 1024, 1024\] needs 40\.. GiB a device of 31\.2"
+    ) as caught:
+        Program(lambda x: x * 2, one, exact=False, name="double").compile(large)
+    found = refusal(caught.value, seconds=(1.0, 1.0), weights=GIB)
     assert 40 * GIB <= found.total_bytes < 41 * GIB
     assert 8 * GIB <= found.over_bytes < 10 * GIB
-    assert found.refused.startswith("needs 40.")
-
-
-def test_plan_says_what_fits(tmp_path):
-    """The command itself, on the smallest model at a small size; the second run compiles nothing."""
-    command = [sys.executable, "scripts/plan.py", "--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4", "--size", "64*64"]
-    command += ["--frames", "5", "--program", "text keys", "--cache", str(tmp_path)]
-    for run in range(2):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        assert "wan2.1-t2v-1.3b, 64x64, 5 frames (32 tokens)" in done.stdout
-        assert "text keys" in done.stdout
-        assert "yes, " in done.stdout
-        assert ("compiling text keys" in done.stderr) == (not run)
 
 
 REFUSED = [
@@ -166,31 +165,48 @@ REFUSED = [
 ]
 
 
+SMALL = ["--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4", "--size", "64*64", "--frames", "5"]
+
+
 @pytest.fixture(scope="module")
-def refusals():
-    """What plan.py says of each bad command: (exit code, stderr). In one process, since it takes seconds to import."""
+def said(tmp_path_factory):
+    """What plan.py says: (exit code, stdout, stderr) of each command. In one process: it takes seconds to import."""
     code = """
 import contextlib, io, json, sys
 sys.path.insert(0, "scripts")
 import plan
 for argv in json.load(sys.stdin):
-    sys.argv, said = ["plan.py", *argv], io.StringIO()
-    with contextlib.redirect_stderr(said):
+    sys.argv, out, err = ["plan.py", *argv], io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             plan.run(plan.main)
         except SystemExit as end:
-            print(json.dumps([end.code, said.getvalue()]))
+            code = end.code
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
 """
-    asked = json.dumps([argv for argv, _ in REFUSED])
+    twice = [*SMALL, "--program", "text keys", "--cache", str(tmp_path_factory.mktemp("plans"))]
+    asked = json.dumps([twice, twice, *(argv for argv, _ in REFUSED)])
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, input=asked, capture_output=True, text=True, check=True
     )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.long
+def test_plan_says_what_fits(said):
+    """On the smallest model at a small size; the second time nothing is compiled."""
+    for run, (code, out, err) in enumerate(said[:2]):
+        assert code == 0
+        assert "wan2.1-t2v-1.3b, 64x64, 5 frames (32 tokens)" in out
+        assert "text keys" in out
+        assert "yes, " in out
+        assert ("compiling text keys" in err) == (not run)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("case", range(len(REFUSED)), ids=[argv[-1] for argv, _ in REFUSED])
-def test_plan_refuses_what_it_does_not_know(refusals, case):
-    code, said = refusals[case]
+def test_plan_refuses_what_it_does_not_know(said, case):
+    code, _, err = said[2 + case]
     assert code == 2
-    assert REFUSED[case][1] in said
-    assert "Traceback" not in said
+    assert REFUSED[case][1] in err
+    assert "Traceback" not in err

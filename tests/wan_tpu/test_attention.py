@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from wan_tpu.attention import CPU_QUERY_BLOCK, attention, query_scale
+from wan_tpu.ops.attention import CPU_QUERY_BLOCK, attention, query_scale
 
 
 @pytest.mark.parametrize("queries", [1, 127, 2 * CPU_QUERY_BLOCK, 2 * CPU_QUERY_BLOCK + 1, 1000])

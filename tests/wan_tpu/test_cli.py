@@ -15,16 +15,17 @@ import pytest
 import safetensors.torch
 from PIL import Image
 
-from tests.conftest import PHOTO, ROOT
+from tests.conftest import PHOTO, ROOT, STAGES
 from wan_tpu import DenoiseState, cli
 from wan_tpu.commands import staged
 from wan_tpu.commands.generate import generate
 from wan_tpu.data import load_value
-from wan_tpu.expert import STAGES
 
 SETTINGS = ["--size", "32*48", "--frames", "5", "--num_steps", "4", "--guidance_scale", "2", "--dtype", "float32"]
 SETTINGS += ["--fps", "8", "--seed", "3", "--dp", "1"]
 REQUEST = ["--prompt", "A cat", "--negative_prompt", "ugly", "--image", str(PHOTO), *SETTINGS]
+
+CUT = [*REQUEST, "--shift", "8", "--prompt", "A cat " * 600]  # longer than the model reads; not the checkpoint's shift
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +34,19 @@ def made(checkpoint, tmp_path_factory):
     out = tmp_path_factory.mktemp("generate") / "new" / "video.mp4"
     model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b"))]
     profile = ["--profile", "--profile_output_path", str(out.parent / "profile")]
-    assert cli.run(generate, [*model, *REQUEST, "--shift", "8", "--output", str(out), *profile]) == 0
+    assert cli.run(generate, [*model, *CUT, "--output", str(out), *profile]) == 0
     return out
 
 
 def test_generate_writes_video_sheet_and_record(made):
-    assert sorted(p.name for p in made.parent.iterdir()) == ["profile", "video.json", "video.mp4", "video.png"]
+    assert sorted(p.name for p in made.parent.iterdir()) == ["profile", "video.json", "video.mp4", "video.sheet.png"]
     assert iio.imread(made, plugin="FFMPEG").shape == (5, 32, 48, 3)
     record = json.loads(made.with_suffix(".json").read_text())
     assert record["request"]["shift"] == 8
     assert record["request"]["guidance_scale_2"] == 2
     assert record["settings"]["mesh"] == {"dp": 1, "sp": 1, "tp": 1}
-    assert record["versions"]["jax"]
+    assert {"python", "jax", "libtpu"} <= set(record["versions"])
+    assert_cut(record)
     stages = {stage["stage"]: stage for stage in record["stages"]}
     assert list(stages) == list(STAGES)
     for stage in stages.values():
@@ -55,10 +57,15 @@ def test_generate_writes_video_sheet_and_record(made):
     assert list((made.parent / "profile").rglob("*.xplane.pb"))
 
 
+def assert_cut(record):
+    [warning] = record["warnings"]
+    assert "the model reads 512: cut after" in warning
+
+
 def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
     """Also where stage 2 stops at the boundary, and with a shift that only stage 1 was told."""
     folder = tmp_path / "stages"
-    stage1 = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), *REQUEST, "--shift", "8", "--output_dir", str(folder)]
+    stage1 = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), *CUT, "--output_dir", str(folder)]
     where = ["--input_dir", str(folder)]
     assert cli.run(staged.denoise, where) == 2  # nothing there yet, and nothing made
     assert not folder.exists()
@@ -75,6 +82,9 @@ def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
     assert np.array_equal(resumed.latents, whole.latents)
     assert cli.run(staged.decode, [*where, "--output_video", str(folder / "video.mp4")]) == 0
     assert np.array_equal(iio.imread(folder / "video.mp4", plugin="FFMPEG"), iio.imread(made, plugin="FFMPEG"))
+    assert capsys.readouterr().err.count("the model reads 512") == 1  # by stage 1
+    for name in (staged.CONFIG, "video.json"):
+        assert_cut(json.loads((folder / name).read_text()))
 
     # Settings travel with the latents they made; a bfloat16 stage 2 takes float32 embeddings.
     overridden = ["--num_steps", "2", "--guidance_scale", "1", "--seed", "4", "--dtype", "bfloat16", "--overwrite"]
@@ -141,6 +151,14 @@ def test_bad_input_is_one_line_and_exit_code_2(change, message, checkpoint, tmp_
 def damage(folder, file, change):
     content = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps(change(content)))
+
+
+def test_an_image_is_never_written_over(checkpoint, tmp_path, capsys):
+    image = Path(shutil.copy(PHOTO, tmp_path / "cat.sheet.png"))
+    request = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), *REQUEST, "--image", str(image), "--overwrite"]
+    assert cli.run(generate, [*request, "--output", str(tmp_path / "cat.mp4")]) == 2
+    assert "which is an input; choose another path" in capsys.readouterr().err
+    assert image.read_bytes() == PHOTO.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -222,7 +240,7 @@ def test_constant_video_fails_the_run(checkpoint, tmp_path, capsys):
     assert not list(out.parent.iterdir())
 
 
-@pytest.mark.parametrize("stage", ["encoder: 1", "denoise_high: 1", "decoder: 1"])
+@pytest.mark.parametrize("stage", ["encoder: 1", pytest.param("denoise_high: 1", marks=pytest.mark.long), "decoder: 1"])
 def test_ctrl_c_leaves_nothing_half_written(stage, checkpoint, tmp_path):
     command = [sys.executable, "scripts/generate.py", "--model_id", str(checkpoint("wan2.2-i2v-a14b")), *REQUEST]
     process = subprocess.Popen(

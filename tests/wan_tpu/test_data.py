@@ -1,5 +1,7 @@
 """What crosses a stage boundary comes back as it went; results are written whole or not at all."""
 
+from pathlib import Path
+
 import imageio.v3 as iio
 import ml_dtypes
 import numpy as np
@@ -8,8 +10,8 @@ from PIL import Image
 
 from wan_tpu import Conditioning, DenoiseState, InvalidInput, OutputError, UnhealthyResult, Video
 from wan_tpu.data import load_value, save_value
-from wan_tpu.health import ColourRange, check_finite
-from wan_tpu.video import ContactSheet, VideoWriter, check_output
+from wan_tpu.media.video import ContactSheet, VideoWriter, check_output
+from wan_tpu.runtime.health import ColourRange, check_finite
 
 RNG = np.random.default_rng(0)
 
@@ -112,6 +114,19 @@ def test_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="choose a folder that can be written to"):
         check_output(tmp_path / "file" / "video.mp4", overwrite=False)
+
+
+@pytest.mark.parametrize("link", [Path.hardlink_to, Path.symlink_to, None])
+def test_no_input_is_written_over_by_any_name(tmp_path, link):
+    given = tmp_path / "cat.png"
+    given.write_text("mine")
+    output = given if link is None else tmp_path / "output.png"
+    if link is not None:
+        link(output, given)
+    for inputs in ((given,), ("no/hub-id", tmp_path)):
+        with pytest.raises(OutputError, match="which is an input; choose another path"):
+            check_output(output, overwrite=True, inputs=inputs)
+    assert check_output(tmp_path / "other.png", overwrite=True, inputs=(given, None)).parent == tmp_path
 
 
 def test_missing_ffmpeg_is_refused(tmp_path, monkeypatch):

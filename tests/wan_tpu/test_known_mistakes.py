@@ -13,9 +13,10 @@ import transformers
 from diffusers import AutoencoderKLWan
 
 from tests.conftest import PHOTO
-from wan_tpu import DenoiseState, GenerationRequest, bridge, load_pipeline
-from wan_tpu.attention import attention
-from wan_tpu.program import place
+from wan_tpu import DenoiseState, GenerationRequest, load_pipeline
+from wan_tpu.ops.attention import attention
+from wan_tpu.runtime import bridge
+from wan_tpu.runtime.program import place
 from wan_tpu.stages import expert_inputs, step_conditioning, step_numbers, step_program
 from wan_tpu.tiny import make_checkpoint
 
@@ -66,7 +67,7 @@ def test_float32_latents_enter_a_bfloat16_vae(pipeline):
 def test_torchax_is_never_enabled_globally(checkpoint):
     """Enabled before the weights are loaded, it turns every torch tensor into a jax array on device 0."""
     pipe = load_pipeline(checkpoint("wan2.1-t2v-1.3b"), dtype="float32", mesh=(1, 1, 1))
-    before = pipe.runtime.component("denoise_high")
+    before = pipe.runtime.component("denoise")
     pipe.generate(GenerationRequest(height=32, width=48, frames=1, steps=1, guidance_scale=1.0))
     after = pipe.runtime.component("text_encoder")
     assert not torchax.default_env().enabled
@@ -114,18 +115,17 @@ def test_the_bfloat16_step_solves_nothing_and_combines_in_float32(pipeline):
     loaded = runtime.component("denoise_low")
     given = step_conditioning(runtime, loaded, expert_inputs(runtime, pipe.experts(request)[0], conditioning))
     rng = np.random.default_rng(0)
-    shape = runtime.model.latent_shape(request)
+    shape = runtime.model.spec.latent_shape(request)
     latents, *history = (rng.standard_normal(shape).astype(np.float32) for _ in range(4))
     program = step_program(runtime, loaded.module)
-    one = (*place((latents, tuple(history), step_numbers(table, 1, 2.0)), runtime.mesh), given)
-    args = (loaded.params, [one])
+    args = (loaded.params, *place((latents, tuple(history), step_numbers(table, 1, 2.0)), runtime.mesh), given)
     text = program.compile(*args).as_text()
     assert not re.search(r"triangular|cholesky|lu_|getrf|trsm", text)
-    [(got, _, finite)] = program(*args)
+    got, _, finite = program(*args)
     keys, image_latents = given
     velocity = np.asarray(
         jax.jit(functools.partial(runtime.model.velocity, loaded.module), static_argnums=1)(
-            loaded.params, runtime.mesh, latents, table.timesteps[1:2], np.float32([2.0]), [keys], image_latents
+            loaded.params, runtime.mesh, latents, table.timesteps[1], np.float32(2.0), keys, image_latents
         ),
         np.float64,
     )

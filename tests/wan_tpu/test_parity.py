@@ -38,7 +38,7 @@ def test_same_latents_and_pixels_as_diffusers(kind, task, solver, checkpoint, pi
         shift=5.0,
         solver=solver,
     )
-    shape = ours.runtime.model.latent_shape(ours.resolve(request))
+    shape = ours.runtime.model.spec.latent_shape(ours.resolve(request))
     noise = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     expected_pixels, expected_latents = run_diffusers(checkpoint(kind), request, task, noise)
 
@@ -46,7 +46,7 @@ def test_same_latents_and_pixels_as_diffusers(kind, task, solver, checkpoint, pi
     video = ours.generate(request, noise=noise, on_step=lambda event: events.append((event.stage, event.latents)))
 
     assert len(events) == STEPS
-    if ours.runtime.model.boundary_ratio is not None:
+    if ours.runtime.model.spec.boundary_ratio is not None:
         assert {stage for stage, _ in events} == {"denoise_high", "denoise_low"}
     for (_, got), expected in zip(events, expected_latents, strict=True):
         assert np.abs(got - expected).max() <= LATENT_TOLERANCE * np.abs(expected).max()

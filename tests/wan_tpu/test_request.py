@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, load_pipeline
-from wan_tpu.image import load_image
+from wan_tpu.media.image import load_image
 from wan_tpu.request import parse_size
 
 

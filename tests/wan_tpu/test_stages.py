@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, load_pipeline, stages
 from wan_tpu.data import Conditioning, DenoiseState
-from wan_tpu.families.wan_presets import TEXT_TOKENS
+from wan_tpu.families.wan.presets import TEXT_TOKENS
 from wan_tpu.progress import Silent
 
 KIND = "wan2.2-i2v-a14b"
@@ -87,7 +87,7 @@ def test_a_prompt_has_the_same_bits_alone_and_with_others(pipeline):
     assert np.array_equal(first.negative, second.prompt)
     assert not np.array_equal(first.prompt, second.prompt)
     assert second.negative is None
-    assert stages.prompts(pipe.runtime.model, pipe.resolve(both)) == ["a cat", "ugly"]
+    assert pipe.runtime.model.spec.prompts(pipe.resolve(both)) == ("a cat", "ugly")
 
 
 def test_the_image_is_encoded_by_itself(pipeline):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from wan_tpu import load_pipeline
-from wan_tpu.program import place
+from wan_tpu.runtime.program import place
 from wan_tpu.stages import vae_programs
 
 FRAMES, ROWS = 3, 3  # latent frames and rows
@@ -35,7 +35,7 @@ for folder, width, cuts in zip(*[iter(arguments)] * 3, strict=True):
         runtime = load_pipeline(folder, dtype="float32", mesh=tuple(map(int, cut.split("x")))).runtime
         model, rng = runtime.model, np.random.default_rng(0)
         scale = model.config.vae.get("scale_factor_spatial", 8)
-        latents = rng.standard_normal((FRAMES, 1, model.latent_channels, 1, ROWS, int(width))).astype(np.float32)
+        latents = rng.standard_normal((FRAMES, 1, model.spec.latent_channels, 1, ROWS, int(width))).astype(np.float32)
         shapes = [(1, 3, frames, ROWS * scale, int(width) * scale) for frames in [1] + [4] * (FRAMES - 1)]
         pixels = [rng.uniform(-1, 1, shape).astype(np.float32) for shape in shapes]
         name = f"{Path(folder).name}|{width}|{{}}|{cut}"

@@ -1,1 +1,1 @@
-"""What a program costs on a TPU, found out without one: ahead-of-time compilation and its analysis."""
+"""Make programs: compile them ahead of time, for devices that are here or described, and keep the executables."""

@@ -1,8 +1,8 @@
 """What a compiled program depends on, written down, so that a stored one is used only where it is the same."""
 
+import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
+
+from wan_tpu.runtime.mesh import placed
+from wan_tpu.versions import version
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transformers")
 SOURCES = ("wan_tpu", "kernels")
 # These say how programs are compiled, stored and asked for, not what they are.
-_NO_PROGRAMS = ("aot", "commands")
+_NO_PROGRAMS = ("aot", "pricing", "commands")
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 OPTIONS = ("jax_enable_x64", "jax_default_prng_impl", "jax_numpy_dtype_promotion", "jax_debug_nans")
 
@@ -77,21 +80,13 @@ def differences(stored: Ingredients, wanted: Ingredients) -> list[str]:
     ]
 
 
-def placed(sharding: Any) -> str:
-    """Name how an array lies on the mesh: P("tp") and P("tp", None) are the same, axes of size 1 are none."""
-    if not isinstance(sharding, NamedSharding):
-        return str(sharding)
-    sizes = sharding.mesh.shape
-    named = [axes if isinstance(axes, tuple) else (axes,) for axes in sharding.spec]
-    kept = [tuple(axis for axis in axes if axis is not None and sizes[axis] > 1) for axes in named]
-    while kept and not kept[-1]:
-        kept.pop()
-    return str(kept)
+def settings(config: Any, dtype: str) -> str:
+    """Return what the programs of a model are traced from beside their arguments: what a stored one depends on."""
+    return f"{dtype} {_plain(dataclasses.asdict(config))}"
 
 
-def version(package: str) -> str:
-    """Return the version of an installed package, empty when it is absent."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def _plain(config: Any) -> Any:
+    """Leave out what says where a configuration comes from (_name_or_path, _diffusers_version...); sort the rest."""
+    if not isinstance(config, dict):
+        return config
+    return {name: _plain(config[name]) for name in sorted(config) if not name.startswith("_")}

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from wan_tpu.aot import key
 from wan_tpu.aot.executables import Executables
 from wan_tpu.aot.programs import AbstractRuntime, stage_programs
-from wan_tpu.families import Model
+from wan_tpu.families.model import Model
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.runtime import settings
-from wan_tpu.stages import STAGES
 
 
 @dataclass(frozen=True)
@@ -25,23 +24,18 @@ class Precompiled:
 
 
 def precompile(
-    model: Model,
-    request: ResolvedRequest,
-    mesh: Mesh,
-    dtype: str,
-    folder: Path,
-    *,
-    stages: Sequence[str] = STAGES,
-    together: int = 1,
+    model: Model, request: ResolvedRequest, mesh: Mesh, dtype: str, folder: Path, *, stages: Sequence[str] | None = None
 ) -> Iterator[Precompiled]:
     """Compile every program of a resolved request for a mesh, described or real, and store each in `folder`.
 
-    stages, together  as in `stage_programs`
+    stages  as in `stage_programs`
 
     Yields as they are done; what the folder has already is left alone.
     """
-    runtime = AbstractRuntime(model, mesh, dtype, executables=Executables(folder, settings(model, dtype), save=True))
-    for name, (program, args, _) in stage_programs(runtime, request, stages, together=together).items():
+    runtime = AbstractRuntime(
+        model, mesh, dtype, executables=Executables(folder, key.settings(model.config, dtype), save=True)
+    )
+    for name, (program, args, _) in stage_programs(runtime, request, stages).items():
         start, before = time.perf_counter(), program.compile_s
         program.compile(*args)
         yield Precompiled(name, program.compile_s - before, time.perf_counter() - start)

@@ -8,27 +8,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from wan_tpu.aot.executables import Executables
-from wan_tpu.checkpoint import DTYPES, Loaded, abstract_component
-from wan_tpu.families import Model
-from wan_tpu.families.wan_presets import TEXT_TOKENS
-from wan_tpu.mesh import replicated
-from wan_tpu.program import Program
+from wan_tpu.families.model import Model
+from wan_tpu.families.wan.presets import TEXT_TOKENS
 from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
-from wan_tpu.runtime import Runtime
+from wan_tpu.runtime.components import DTYPES, Loaded, abstract_component
+from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.program import Program
+from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.solvers import solver_table
-from wan_tpu.stages import (
-    STAGES,
-    Expert,
-    experts,
-    image_program,
-    keys_program,
-    prompts,
-    stage_components,
-    step_numbers,
-    step_program,
-    text_program,
-    vae_programs,
-)
+from wan_tpu.spec import Expert
+from wan_tpu.stages import image_program, keys_program, step_numbers, step_program, text_program, vae_programs
 
 # name -> program, its arguments as shapes with shardings, how often it runs for one video
 StagePrograms = dict[str, tuple[Program, tuple[Any, ...], int]]
@@ -47,35 +36,31 @@ class AbstractRuntime(Runtime):
         return self._components[name]
 
 
-def stage_programs(
-    runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] = STAGES, *, together: int = 1
-) -> StagePrograms:
+def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] | None = None) -> StagePrograms:
     """Return the programs of a resolved request in these stages, in the order in which they first run.
-
-    together  requests of that shape that are stepped at once at most: one program for each number of them
 
     A model that takes an image is given one.
     """
+    stages = runtime.model.spec.stages if stages is None else stages
     found: StagePrograms = {}
     if "encoder" in stages:
         found["text_encoder"] = _text_encoder(runtime, request)
-        components = stage_components(runtime.model)["encoder"]
+        components = runtime.model.spec.components["encoder"]
         if "image_encoder" in components:
             found["image_encoder"] = _image_encoder(runtime)
         if "vae_encoder" in components:
             found |= _vae(runtime, request, "vae_encoder")
-    mine = [expert for expert in experts(runtime.model, request) if expert.stage in stages]
+    mine = [expert for expert in runtime.model.spec.experts(request) if expert.stage in stages]
     if mine:  # both run the same program
         found["text keys"] = _keys(runtime, mine)
-        found["denoise step"] = _denoise(runtime, request, mine, 1)
-        found |= {f"denoise step of {n}": _denoise(runtime, request, mine, n) for n in range(2, together + 1)}
+        found["denoise step"] = _denoise(runtime, request, mine)
     return found | (_vae(runtime, request, "decoder") if "decoder" in stages else {})
 
 
 def _text_encoder(runtime: Runtime, request: ResolvedRequest) -> tuple[Program, tuple[Any, ...], int]:
     loaded = runtime.component("text_encoder")
     tokens = _array(runtime, (1, TEXT_TOKENS), jnp.int32)
-    count = len(prompts(runtime.model, request))
+    count = len(runtime.model.spec.prompts(request))
     return text_program(runtime, loaded.module), (loaded.params, tokens, tokens), count
 
 
@@ -93,7 +78,7 @@ def _keys(runtime: Runtime, mine: list[Expert]) -> tuple[Program, tuple[Any, ...
     branches = 2 if any(expert.guided for expert in mine) else 1
     text = _array(runtime, (branches, TEXT_TOKENS, config["text_dim"]), dtype)
     image = None
-    if model.needs_image_features:
+    if model.spec.takes_image_features:
         assert model.config.image_encoder is not None
         clip = model.config.image_encoder
         patches = (clip["image_size"] // clip["patch_size"]) ** 2 + 1
@@ -101,18 +86,15 @@ def _keys(runtime: Runtime, mine: list[Expert]) -> tuple[Program, tuple[Any, ...
     return keys_program(runtime, loaded.module), (loaded.params, text, image), len(mine)
 
 
-def _denoise(
-    runtime: Runtime, request: ResolvedRequest, mine: list[Expert], together: int
-) -> tuple[Program, tuple[Any, ...], int]:
+def _denoise(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) -> tuple[Program, tuple[Any, ...], int]:
     model, table, loaded = runtime.model, _table(request), runtime.component(mine[0].stage)
-    shape = model.latent_shape(request)
+    shape = model.spec.latent_shape(request)
     latents = _array(runtime, shape, jnp.float32)
     numbers = {name: _array(runtime, value.shape, jnp.float32) for name, value in step_numbers(table, 0, 1.0).items()}
     program, arguments, _ = _keys(runtime, mine)
     keys = model.key_shapes(runtime.mesh, jax.eval_shape(program.function, *arguments))
     given = (keys, _image_latents(runtime, shape))
-    one = (latents, (latents,) * table.history_terms, numbers, given)
-    arguments = (loaded.params, [one] * together)
+    arguments = (loaded.params, latents, (latents,) * table.history_terms, numbers, given)
     return step_program(runtime, loaded.module), arguments, sum(expert.stop - expert.start for expert in mine)
 
 
@@ -128,7 +110,7 @@ def _vae(runtime: Runtime, request: ResolvedRequest, name: str) -> StagePrograms
     """Return the programs of a VAE half: of the first chunk, and of all later ones."""
     loaded, dtype = runtime.component(name), DTYPES[runtime.dtype]
     half, first, later = vae_programs(runtime, name, loaded.module)
-    _, channels, frames, height, width = runtime.model.latent_shape(request)
+    _, channels, frames, height, width = runtime.model.spec.latent_shape(request)
     shape, later_frames = (1, channels, 1, height, width), 1
     if name == "vae_encoder":
         shape, later_frames = (1, 3, 1, request.height, request.width), FRAME_STRIDE

@@ -7,10 +7,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh
 
-from wan_tpu.aot.cost import Hardware
-from wan_tpu.aot.ici import Interconnect
 from wan_tpu.errors import InvalidInput
 
 # libtpu asks a metadata server where it runs, and takes a lock for the chips, unless told not to.
@@ -23,6 +20,21 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
+class Hardware:
+    """One device as JAX counts them (a chip, on v7x half a chip).
+
+    peak_flops        dense bfloat16 operations a second
+    hbm_bytes         its memory that programs may use; hbm_bytes_per_s  its bandwidth
+    """
+
+    name: str
+    clock_hz: float
+    peak_flops: float
+    hbm_bytes: float
+    hbm_bytes_per_s: float
+
+
+@dataclass(frozen=True)
 class DescribedSlice:
     """A slice as the compiler and the cost model need it.
 
@@ -31,7 +43,7 @@ class DescribedSlice:
     host_bounds   chips along each axis (three of them) that one host has
     hardware      one JAX device
     wraps         size of each axis that closes to a ring, 0 for others
-    link_bytes_per_s, core_bytes_per_s  as in `Interconnect`
+    link_bytes_per_s, core_bytes_per_s  of one ICI link, and between the devices of one chip (v7x), in one direction
     cores         TensorCores of one JAX device: they share the parallel axes of a kernel's grid
     """
 
@@ -61,8 +73,3 @@ class DescribedSlice:
             reason = str(error).splitlines()[0]
             raise InvalidInput(f"the TPU compiler has no topology {self.topology!r} ({reason})") from None
         return list(described.devices)
-
-    def interconnect(self, mesh: Mesh) -> Interconnect:
-        """Return the links among the devices of a mesh over this slice."""
-        coordinates = tuple((*device.coords, device.core_on_chip) for device in mesh.devices.flat)
-        return Interconnect(coordinates, self.link_bytes_per_s, self.core_bytes_per_s, (*self.wraps, 0))

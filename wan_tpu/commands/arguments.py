@@ -1,15 +1,22 @@
-"""Arguments that several commands share, and what is made from them."""
+"""Arguments that several commands share, and what is made from them.
+
+JAX and torch take seconds to import: commands do that once their arguments are read, so that `--help` is there at once.
+"""
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wan_tpu.errors import OutputError
-from wan_tpu.pipeline import Pipeline, load_pipeline
+from wan_tpu.media.video import check_ffmpeg, check_output
 from wan_tpu.progress import Console
-from wan_tpu.record import Profiler
 from wan_tpu.request import NAMED_SIZES, SOLVERS, GenerationRequest, parse_size
-from wan_tpu.video import check_ffmpeg, check_output
+
+if TYPE_CHECKING:
+    from wan_tpu.pipeline import Pipeline
+    from wan_tpu.record import Profiler
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,11 +88,13 @@ def request_from(args: argparse.Namespace) -> GenerationRequest:
     )
 
 
-def pipeline_from(args: argparse.Namespace, model_id: str | None = None, dtype: str | None = None) -> Pipeline:
+def pipeline_from(args: argparse.Namespace, model_id: str | None = None, dtype: str | None = None) -> "Pipeline":
     """Load the pipeline from parsed arguments, for one request: weights are freed after their stage.
 
     model_id, dtype  used where the arguments leave them open
     """
+    from wan_tpu.pipeline import load_pipeline
+
     return load_pipeline(
         args.model_id or model_id or "",
         dtype=args.dtype or dtype or "bfloat16",
@@ -96,21 +105,25 @@ def pipeline_from(args: argparse.Namespace, model_id: str | None = None, dtype: 
     )
 
 
-def check_outputs(video: Path, *, overwrite: bool) -> tuple[Path, Path, Path]:
-    """Return the paths of mp4, contact sheet and record; raises `OutputError` when one can't be written."""
+def check_outputs(video: Path, *, overwrite: bool, inputs: Sequence[str | Path | None]) -> tuple[Path, Path, Path]:
+    """Return the paths of mp4, contact sheet and record; raises `OutputError` when one can't be, or is an input."""
     check_ffmpeg()
     if not video.name or os.path.isdir(video):  # unlike is_dir(), false for a name that is too long
         raise OutputError(f"{str(video)!r} is a folder; give the path of an mp4 in it")
     if video.suffix.lower() != ".mp4":
         video = video.with_name(video.name + ".mp4")
-    paths = (video, video.with_suffix(".png"), video.with_suffix(".json"))
+    paths = (video, video.with_suffix(".sheet.png"), video.with_suffix(".json"))
     for path in paths:
-        check_output(path, overwrite=overwrite)
+        check_output(path, overwrite=overwrite, inputs=inputs)
     return paths
 
 
-def profiler_from(args: argparse.Namespace) -> Profiler | None:
+def profiler_from(args: argparse.Namespace) -> "Profiler | None":
     """Return the profiler that was asked for."""
     if args.profile and args.profile_output_path.exists() and not args.profile_output_path.is_dir():
         raise OutputError(f"--profile_output_path {args.profile_output_path} is a file; give a folder")
-    return Profiler(args.profile_output_path) if args.profile else None
+    if not args.profile:
+        return None
+    from wan_tpu.record import Profiler
+
+    return Profiler(args.profile_output_path)

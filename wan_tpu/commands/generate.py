@@ -1,18 +1,10 @@
-"""`wan-tpu generate`: the whole job in one process; its pieces also serve the stage commands."""
+"""`wan-tpu generate`: the whole job in one process."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
 
 from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser
-from wan_tpu.data import Conditioning, DenoiseState, to_uint8
-from wan_tpu.pipeline import Pipeline
-from wan_tpu.record import Profiler, Recorder
-from wan_tpu.request import ResolvedRequest
-from wan_tpu.stages import StepEvent, guided
-from wan_tpu.video import ContactSheet, VideoWriter
 
 
 def generate(argv: Sequence[str]) -> None:
@@ -26,77 +18,17 @@ def generate(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
 
     given = arguments.request_from(args)
-    outputs = arguments.check_outputs(args.output, overwrite=args.overwrite)
+    outputs = arguments.check_outputs(args.output, overwrite=args.overwrite, inputs=(args.image, args.model_id))
     profiler = arguments.profiler_from(args)
+
+    from wan_tpu.commands.recorded import Recorder, decode_to_files, denoise_recorded, encode_recorded, report
+
     pipe = arguments.pipeline_from(args)
     request = pipe.resolve(given)
     pipe.check_components()
     recorder = Recorder(pipe.runtime)
-    with recorder.stage("encoder") as record:
-        conditioning = pipe.encode(request)
-    model = pipe.runtime.model
-    record.flops = model.flops.encoder(request, prompts=2 if guided(model, request) else 1)
+    conditioning = encode_recorded(pipe, recorder, request)
     state = denoise_recorded(pipe, recorder, request, conditioning, pipe.initial_state(request), profiler)
     decode_to_files(pipe, recorder, request, state.latents, outputs, overwrite=args.overwrite)
     recorder.save(outputs[2], request)
     report(outputs, recorder)
-
-
-def denoise_recorded(
-    pipe: Pipeline,
-    recorder: Recorder,
-    request: ResolvedRequest,
-    conditioning: Conditioning,
-    state: DenoiseState,
-    profiler: Profiler | None,
-    *,
-    stop: int | None = None,
-) -> DenoiseState:
-    """Run the experts up to step `stop`, each as a stage of its own in the record; return the state reached."""
-
-    def on_step(event: StepEvent) -> None:
-        recorder.step(event)
-        if profiler is not None:
-            profiler.after_step(event)
-
-    for expert in pipe.experts(request):
-        start, end = state.step, expert.stop if stop is None else min(stop, expert.stop)
-        if start >= end:
-            continue
-        with recorder.stage(expert.stage) as record:
-            try:
-                state = pipe.denoise(request, conditioning, state, stop=end, on_step=on_step)
-            finally:
-                if profiler is not None:
-                    profiler.stop()
-        branches = 2 if expert.guided else 1
-        record.flops = (end - start) * pipe.runtime.model.flops.step(state.latents.shape, branches=branches)
-    return state
-
-
-def decode_to_files(
-    pipe: Pipeline,
-    recorder: Recorder,
-    request: ResolvedRequest,
-    latents: np.ndarray,
-    outputs: tuple[Path, Path, Path],
-    *,
-    overwrite: bool,
-) -> None:
-    """Decode latents into the mp4 and the contact sheet as the frames come."""
-    sheet = ContactSheet(request.frames)
-    with recorder.stage("decoder") as record:
-        with VideoWriter(outputs[0], fps=request.fps, overwrite=overwrite) as writer:
-            for pixels in pipe.decode(latents):
-                frames = to_uint8(pixels)
-                writer.write(frames)
-                sheet.add(frames)
-        sheet.save(outputs[1], overwrite=overwrite)
-    record.flops = pipe.runtime.model.flops.decoder(latents.shape)
-
-
-def report(outputs: Iterable[Path], recorder: Recorder) -> None:
-    """Print where the results are and what each stage took."""
-    print(recorder.table())
-    for name, path in zip(("video", "contact sheet", "record"), outputs, strict=False):
-        print(f"{name + ':':<15}{path}")

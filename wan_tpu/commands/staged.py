@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wan_tpu.commands import arguments, generate
+from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser
-from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value
+from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value, write_json
 from wan_tpu.errors import InvalidInput
-from wan_tpu.record import Recorder, write_json
+from wan_tpu.media.video import check_output
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.video import check_output
 
 CONFIG = "generation_config.json"
 EMBEDDINGS = "stage1_embeddings.safetensors"
@@ -28,16 +27,21 @@ LATENTS = "stage2_latents.safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What every file of one run of the stages carries; `id` is new with each run of stage 1."""
+    """What every file of one run of the stages carries; `id` is new with each run of stage 1.
+
+    warnings  what the record of the video says of its prompts
+    """
 
     id: str
     model_id: str
     dtype: str
     request: ResolvedRequest
+    warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; the image has done its work in stage 1 and is left out."""
-        return {"id": self.id, "model_id": self.model_id, "dtype": self.dtype, "request": self.request.to_json()}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | {"request": self.request.to_json()}
 
     @classmethod
     def from_json(cls, content: Any, path: Path) -> "Run":
@@ -46,7 +50,7 @@ class Run:
             known = {field.name for field in dataclasses.fields(ResolvedRequest)} - {"image"}
             fields = {name: value for name, value in content["request"].items() if name in known}
             run_id, model_id, dtype = (str(content[name]) for name in ("id", "model_id", "dtype"))
-            return cls(run_id, model_id, dtype, ResolvedRequest(**fields))
+            return cls(run_id, model_id, dtype, ResolvedRequest(**fields), tuple(content["warnings"]))
         except (AttributeError, KeyError, TypeError) as error:
             raise InvalidInput(f"{path} is damaged ({error!r}); run the stage that writes it again") from None
 
@@ -62,14 +66,17 @@ def encode(argv: Sequence[str]) -> None:
 
     given = arguments.request_from(args)
     for name in (CONFIG, EMBEDDINGS):
-        check_output(args.output_dir / name, overwrite=args.overwrite)
+        check_output(args.output_dir / name, overwrite=args.overwrite, inputs=(args.image, args.model_id))
+
+    from wan_tpu.commands.recorded import Recorder, encode_recorded
+
     pipe = arguments.pipeline_from(args)
     request = pipe.resolve(given)
     assert pipe.runtime.model.checkpoint is not None
-    run = Run(uuid.uuid4().hex, pipe.runtime.model.checkpoint.source, pipe.runtime.dtype, request)
     recorder = Recorder(pipe.runtime)
-    with recorder.stage("encoder"):
-        conditioning = pipe.encode(request)
+    conditioning = encode_recorded(pipe, recorder, request)
+    source = pipe.runtime.model.checkpoint.source
+    run = Run(uuid.uuid4().hex, source, pipe.runtime.dtype, request, tuple(recorder.warnings))
     save_value(conditioning, args.output_dir / EMBEDDINGS, {"id": run.id})
     write_json(args.output_dir / CONFIG, run.to_json())
     print(recorder.table())
@@ -100,16 +107,19 @@ def denoise(argv: Sequence[str]) -> None:
     run = _with_overrides(run, args)
     check_output(folder / LATENTS, overwrite=args.overwrite or args.resume)
 
+    from wan_tpu.commands.recorded import Recorder, denoise_recorded
+
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
     request = run.request
-    pipe.check_components("denoise_high", "denoise_low")
+    spec = pipe.runtime.model.spec
+    pipe.check_components(*spec.denoise_stages)
     state = resumed or pipe.initial_state(request)
-    stop = pipe.table(request).high_noise_steps(pipe.runtime.model.boundary_ratio) if args.stop_after_high else None
+    stop = spec.experts(request)[0].stop if args.stop_after_high else None
     if args.warmup_steps:
         pipe.denoise(request, conditioning, state, stop=min(state.step + args.warmup_steps, request.steps))
     recorder = Recorder(pipe.runtime)
     profiler = arguments.profiler_from(args)
-    state = generate.denoise_recorded(pipe, recorder, request, conditioning, state, profiler, stop=stop)
+    state = denoise_recorded(pipe, recorder, request, conditioning, state, profiler, stop=stop)
     # One file holds the latents and what they were made with: nothing can come between them.
     save_value(state, folder / LATENTS, run.to_json())
     print(recorder.table())
@@ -132,12 +142,17 @@ def decode(argv: Sequence[str]) -> None:
         raise InvalidInput(
             f"{folder / LATENTS} has {state.step} of {request.steps} steps; run stage 2 with --resume first"
         )
-    outputs = arguments.check_outputs(args.output_video or folder / "video.mp4", overwrite=args.overwrite)
+    inputs = (args.model_id or run.model_id, *(folder / name for name in (CONFIG, EMBEDDINGS, LATENTS)))
+    video = args.output_video or folder / "video.mp4"
+    outputs = arguments.check_outputs(video, overwrite=args.overwrite, inputs=inputs)
+
+    from wan_tpu.commands.recorded import Recorder, decode_to_files, report
+
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
-    recorder = Recorder(pipe.runtime)
-    generate.decode_to_files(pipe, recorder, request, state.latents, outputs, overwrite=args.overwrite)
+    recorder = Recorder(pipe.runtime, run.warnings)
+    decode_to_files(pipe, recorder, request, state.latents, outputs, overwrite=args.overwrite)
     recorder.save(outputs[2], request)
-    generate.report(outputs, recorder)
+    report(outputs, recorder)
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:

@@ -6,10 +6,11 @@ Those that compute (`encode_prompt`, `encode_image`, `ExpertRun`, `decode_chunks
 mesh, in the same order. `encode`, `denoise` and `decode` put the pieces together for one machine.
 
 The loops run on the host, one device call a step: between steps progress is reported, results are checked, and a
-callback may stop the run by raising. Requests of equal shape can be stepped at once (`ExpertRun.step_with`).
+callback may stop the run by raising.
 """
 
-from wan_tpu.expert import STAGES, Expert
+# ruff: noqa: F401  (what the others import)
+
 from wan_tpu.stages.decode import decode, decode_chunks, decoder_inputs
 from wan_tpu.stages.denoise import (
     ExpertInputs,
@@ -37,42 +38,4 @@ from wan_tpu.stages.encode import (
     text_program,
     vae_encode,
 )
-from wan_tpu.stages.plan import experts, guided, program_shapes, prompts, stage_components, whose_turn
 from wan_tpu.stages.vae import vae_programs
-
-__all__ = [
-    "STAGES",
-    "Expert",
-    "ExpertInputs",
-    "ExpertRun",
-    "ImageInputs",
-    "OnStep",
-    "StepEvent",
-    "decode",
-    "decode_chunks",
-    "decoder_inputs",
-    "denoise",
-    "device_state",
-    "encode",
-    "encode_image",
-    "encode_prompt",
-    "expert_inputs",
-    "experts",
-    "finished",
-    "guided",
-    "image_inputs",
-    "image_program",
-    "initial_state",
-    "keys_program",
-    "program_shapes",
-    "prompts",
-    "stage_components",
-    "step_conditioning",
-    "step_numbers",
-    "step_program",
-    "text_program",
-    "to_host",
-    "vae_encode",
-    "vae_programs",
-    "whose_turn",
-]

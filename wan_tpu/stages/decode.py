@@ -6,29 +6,30 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from wan_tpu.checkpoint import DTYPES
-from wan_tpu.health import ColourRange, check_finite
-from wan_tpu.program import place
+from wan_tpu.families.model import Model
 from wan_tpu.progress import Progress
-from wan_tpu.runtime import Runtime
+from wan_tpu.runtime.components import DTYPES
+from wan_tpu.runtime.health import ColourRange, check_finite
+from wan_tpu.runtime.program import fetch, place
+from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stages.vae import healthy, vae_programs
 
 T = TypeVar("T")
 
 
-def decode(runtime: Runtime, latents: np.ndarray, progress: Progress) -> Iterator[np.ndarray]:
+def decode(runtime: Runtime[Model], latents: np.ndarray, progress: Progress) -> Iterator[np.ndarray]:
     """Yield the video of final latents [1, C, T, H, W] as it is decoded: float32 [1 or 4, H, W, 3] in [0, 1]."""
     for chunk in decode_chunks(runtime, decoder_inputs(runtime, latents), progress):
         yield runtime.model.pixels(np.asarray(chunk))
 
 
-def decoder_inputs(runtime: Runtime, latents: np.ndarray) -> list[jax.Array]:
+def decoder_inputs(runtime: Runtime[Model], latents: np.ndarray) -> list[jax.Array]:
     """Put final latents [1, C, T, H, W] on the devices, as T frames [1, C, 1, H, W] scaled for the VAE."""
     scaled = runtime.model.vae_latents(latents).astype(DTYPES[runtime.dtype])
     return [place(scaled[:, :, i : i + 1], runtime.mesh) for i in range(scaled.shape[2])]
 
 
-def decode_chunks(runtime: Runtime, frames: Sequence[jax.Array], progress: Progress) -> Iterator[jax.Array]:
+def decode_chunks(runtime: Runtime[Model], frames: Sequence[jax.Array], progress: Progress) -> Iterator[jax.Array]:
     """Yield the pixels of each latent frame, [1, 3, 1 or 4, H, W] around [-1, 1], whole on every device.
 
     Raises `UnhealthyResult` for NaN and Inf, and after the last chunk for a video of one single colour: on every
@@ -38,7 +39,7 @@ def decode_chunks(runtime: Runtime, frames: Sequence[jax.Array], progress: Progr
     bar = progress.bar("decoder", len(frames))
     try:
         for i, (chunk, extremes) in enumerate(_one_ahead(_run(runtime, frames))):
-            limits = np.asarray(extremes)
+            limits = fetch(extremes, "decoder")
             check_finite(healthy(limits), f"decoder, latent frame {i + 1} of {len(frames)}")
             colours.add(runtime.model.pixels(limits))
             bar.step()
@@ -49,7 +50,7 @@ def decode_chunks(runtime: Runtime, frames: Sequence[jax.Array], progress: Progr
     runtime.done_with("decoder")
 
 
-def _run(runtime: Runtime, frames: Sequence[jax.Array]) -> Iterator[tuple[jax.Array, jax.Array]]:
+def _run(runtime: Runtime[Model], frames: Sequence[jax.Array]) -> Iterator[tuple[jax.Array, jax.Array]]:
     loaded = runtime.component("decoder")
     _, first, later = vae_programs(runtime, "decoder", loaded.module)
     cache = None

@@ -1,4 +1,4 @@
-"""The expert stages: requests on an expert, a step at a time; their states stay on the devices between steps."""
+"""The expert stages: a request on an expert, a step at a time; its state stays on the devices between steps."""
 
 import time
 from collections.abc import Callable
@@ -10,19 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from wan_tpu.checkpoint import DTYPES, Loaded
 from wan_tpu.data import Conditioning, DenoiseState
-from wan_tpu.errors import InvalidRequest, UnhealthyResult
-from wan_tpu.expert import Expert
-from wan_tpu.families import Model
-from wan_tpu.health import check_finite
-from wan_tpu.mesh import replicated
-from wan_tpu.program import Program, place
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.families.model import Model
 from wan_tpu.progress import Progress
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.runtime import Runtime
+from wan_tpu.runtime.components import DTYPES, Loaded
+from wan_tpu.runtime.health import check_finite
+from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.program import Program, fetch, place
+from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.solvers import SolverTable, solver_table
-from wan_tpu.stages.plan import experts
+from wan_tpu.spec import Expert
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def initial_state(model: Model, request: ResolvedRequest, noise: np.ndarray | No
 
     noise  [1, C, T, H, W]; raises `InvalidRequest` for any other shape
     """
-    shape = model.latent_shape(request)
+    shape = model.spec.latent_shape(request)
     history = tuple(np.zeros(shape, np.float32) for _ in range(_table(request).history_terms))
     if noise is None:
         generator = torch.Generator("cpu").manual_seed(request.seed)
@@ -85,9 +84,9 @@ def initial_state(model: Model, request: ResolvedRequest, noise: np.ndarray | No
     return DenoiseState(given, history)
 
 
-def device_state(runtime: Runtime, request: ResolvedRequest, state: DenoiseState) -> DenoiseState:
+def device_state(runtime: Runtime[Model], request: ResolvedRequest, state: DenoiseState) -> DenoiseState:
     """Put a state on the devices; raises `InvalidRequest` when it is not one of this request."""
-    table, expected = _table(request), runtime.model.latent_shape(request)
+    table, expected = _table(request), runtime.model.spec.latent_shape(request)
     if tuple(state.latents.shape) != expected or len(state.history) != table.history_terms:
         raise InvalidRequest(
             f"the state has latents {tuple(state.latents.shape)} and {len(state.history)} history terms; "
@@ -117,7 +116,7 @@ def finished(
 # ---- steps
 
 
-def expert_inputs(runtime: Runtime, expert: Expert, conditioning: Conditioning) -> ExpertInputs:
+def expert_inputs(runtime: Runtime[Model], expert: Expert, conditioning: Conditioning) -> ExpertInputs:
     """Put on the devices what an expert needs of a request; raises `InvalidRequest` when something is missing."""
     text = conditioning.prompt
     if expert.guided:
@@ -137,7 +136,12 @@ class ExpertRun:
     """
 
     def __init__(
-        self, runtime: Runtime, request: ResolvedRequest, expert: Expert, inputs: ExpertInputs, state: DenoiseState
+        self,
+        runtime: Runtime[Model],
+        request: ResolvedRequest,
+        expert: Expert,
+        inputs: ExpertInputs,
+        state: DenoiseState,
     ) -> None:
         """state: from `device_state`, or another expert's run of the same request."""
         self.expert = expert
@@ -149,53 +153,23 @@ class ExpertRun:
         self._given = step_conditioning(runtime, self._loaded, inputs)
 
     def step(self) -> StepEvent:
-        """Run the next step; raises `UnhealthyResult` naming it, on every process, when it gives NaN or Inf."""
-        [done] = self.step_with()
-        if isinstance(done, UnhealthyResult):
-            raise done
-        return done
+        """Run the next step; raises `UnhealthyResult` naming it, on every process, when it gives NaN or Inf.
 
-    def step_with(self, *others: "ExpertRun") -> list[StepEvent | UnhealthyResult]:
-        """Run the next step of this run and of others at once, each at a step of its own; return what came of each.
-
-        A run whose step gives NaN or Inf gets the error and stays where it was; the rest don't notice. Every weight is
-        read, and gathered, once for all. Recompiles for: another number of runs. Raises `InvalidRequest`, before any
-        of them is touched, for runs that don't share one program on one expert.
+        After an error `state` is what it was before.
         """
-        start, runs = time.perf_counter(), (self, *others)
-        if any(run._loaded is not self._loaded or run._shapes() != self._shapes() for run in others):
-            raise InvalidRequest("runs of different experts or shapes can't be stepped together; step each alone")
-        numbers = place([run._numbers() for run in runs], self._runtime.mesh)
-        given = [
-            (run.state.latents, run.state.history, own, run._given) for run, own in zip(runs, numbers, strict=True)
-        ]
-        results = self._program(self._loaded.params, given)
-        healthy = [bool(finite) for _, _, finite in results]
-        seconds = time.perf_counter() - start
-        return [run._end(result, ok, seconds) for run, result, ok in zip(runs, results, healthy, strict=True)]
-
-    def _numbers(self) -> dict[str, np.ndarray]:
-        i = self.state.step
+        start, stage, i, table = time.perf_counter(), self.expert.stage, self.state.step, self._table
         assert self.expert.start <= i < self.expert.stop, f"step {i} is not {self.expert}'s"
-        return step_numbers(self._table, i, self.expert.guidance)
-
-    def _shapes(self) -> Any:
-        return jax.tree.map(jnp.shape, (self.state.latents, self.state.history, self._given))
-
-    def _end(self, result: Any, healthy: bool, seconds: float) -> StepEvent | UnhealthyResult:
-        stage, i, table = self.expert.stage, self.state.step, self._table
+        numbers = place(step_numbers(table, i, self.expert.guidance), self._runtime.mesh)
+        given = self.state.latents, self.state.history, numbers, self._given
+        latents, history, finite = self._program(self._loaded.params, *given)
         timestep = float(table.timesteps[i])
-        try:
-            check_finite(healthy, f"{stage}, step {i + 1} of {table.steps} (t = {timestep:g})")
-        except UnhealthyResult as unhealthy:
-            return unhealthy.with_traceback(None)  # whose frames hold the arrays
-        latents, history, _ = result
+        check_finite(bool(fetch(finite, "denoise step")), f"{stage}, step {i + 1} of {table.steps} (t = {timestep:g})")
         self.state = DenoiseState(latents, history, i + 1)
-        return StepEvent(stage, i + 1, table.steps, timestep, seconds, self.state)
+        return StepEvent(stage, i + 1, table.steps, timestep, time.perf_counter() - start, self.state)
 
 
 def denoise(
-    runtime: Runtime,
+    runtime: Runtime[Model],
     request: ResolvedRequest,
     conditioning: Conditioning,
     state: DenoiseState,
@@ -209,7 +183,7 @@ def denoise(
     The solver's history goes from one expert to the next: nothing restarts at the boundary.
     """
     state = device_state(runtime, request, state)
-    for expert in experts(runtime.model, request):
+    for expert in runtime.model.spec.experts(request):
         last = expert.stop if stop is None else min(stop, expert.stop)
         if state.step >= last:
             continue
@@ -239,47 +213,29 @@ def step_numbers(table: SolverTable, i: int, guidance: float) -> dict[str, np.nd
     }
 
 
-def step_program(runtime: Runtime, module: torch.nn.Module) -> Program:
-    """Return the jitted step: params, R x (latents, history, numbers, conditioning) -> R x (latents, history, finite).
+def step_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:
+    """Return the jitted step: (params, latents, history, numbers, conditioning) -> latents, history, finite.
 
-    Both experts run the same program: they differ in weights only (families refuse experts that don't). Recompiles for
-    another R, the number of requests of equal shape that are stepped together.
+    latents and each term of the history are [1, C, T, H, W], numbers are `step_numbers`, conditioning is that of
+    `step_conditioning`; finite says whether all new latents are. Both experts run the same program: they differ in
+    weights only (families refuse experts that don't).
     """
 
-    def step(params, requests):  # type: ignore[no-untyped-def]
-        latents, _, numbers, given = zip(*requests, strict=True)
-        keys, images = zip(*given, strict=True)
-        velocities = runtime.model.velocity(
-            module,
-            params,
-            runtime.mesh,
-            jnp.concatenate(latents),
-            jnp.stack([own["timestep"] for own in numbers]),
-            jnp.stack([own["guidance"] for own in numbers]),
-            keys,
-            None if images[0] is None else jnp.concatenate(images),
+    def step(params, latents, history, numbers, conditioning):  # type: ignore[no-untyped-def]
+        velocity = runtime.model.velocity(
+            module, params, runtime.mesh, latents, numbers["timestep"], numbers["guidance"], *conditioning
         )
-        results = [
-            _solved(latents, history, numbers, velocities[i : i + 1])
-            for i, (latents, history, numbers, _) in enumerate(requests)
-        ]
+        clean = latents - numbers["sigma"] * velocity
+        terms = (latents, clean, *history)
+        following, *kept = (sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"])
         # Whole everywhere: every process can read the result, and the next step takes it as it lies.
+        results = following, tuple(kept), jnp.isfinite(following).all()
         return jax.lax.with_sharding_constraint(results, replicated(runtime.mesh))
 
     return runtime.program("denoise step", step)
 
 
-def _solved(
-    latents: jax.Array, history: tuple[jax.Array, ...], numbers: dict[str, jax.Array], velocity: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
-    """One step of the solver: the next latents [1, C, T, H, W] and history, and whether all of them are finite."""
-    clean = latents - numbers["sigma"] * velocity
-    terms = (latents, clean, *history)
-    combined = [sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"]]
-    return combined[0], tuple(combined[1:]), jnp.isfinite(combined[0]).all()
-
-
-def step_conditioning(runtime: Runtime, expert: Loaded, inputs: ExpertInputs) -> tuple[Any, jax.Array | None]:
+def step_conditioning(runtime: Runtime[Model], expert: Loaded, inputs: ExpertInputs) -> tuple[Any, jax.Array | None]:
     """Return (keys, image_latents), what `step_program` takes last.
 
     keys are the expert's cross-attention keys and values of the prompt and, under guidance, the negative prompt.
@@ -288,7 +244,7 @@ def step_conditioning(runtime: Runtime, expert: Loaded, inputs: ExpertInputs) ->
     return keys, inputs.image_latents
 
 
-def keys_program(runtime: Runtime, module: torch.nn.Module) -> Program:
+def keys_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:
     """Return the jitted (params, text [B, L, C], image) -> keys; run once for each expert of a request."""
 
     def keys(params, text, image):  # type: ignore[no-untyped-def]

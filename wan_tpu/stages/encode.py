@@ -7,15 +7,15 @@ import jax
 import numpy as np
 import torch
 
-from wan_tpu.checkpoint import DTYPES
 from wan_tpu.data import Conditioning, ImageCondition
-from wan_tpu.health import check_finite
-from wan_tpu.mesh import replicated
-from wan_tpu.program import Program, place
+from wan_tpu.families.model import Model
 from wan_tpu.progress import Bar, Progress
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.runtime import Runtime
-from wan_tpu.stages.plan import prompts
+from wan_tpu.runtime.components import DTYPES
+from wan_tpu.runtime.health import check_finite
+from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.program import Program, fetch, place
+from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stages.vae import healthy, vae_programs
 
 Warn = Callable[[str], object]
@@ -33,9 +33,9 @@ class ImageInputs:
     clip: jax.Array | None
 
 
-def encode(runtime: Runtime, request: ResolvedRequest, progress: Progress, warn: Warn) -> Conditioning:
+def encode(runtime: Runtime[Model], request: ResolvedRequest, progress: Progress, warn: Warn) -> Conditioning:
     """Encode a resolved request's prompts and image."""
-    texts = prompts(runtime.model, request)
+    texts = runtime.model.spec.prompts(request)
     inputs = image_inputs(runtime, request)
     units = 0 if inputs is None else len(inputs.chunks) + (inputs.clip is not None)
     bar = progress.bar("encoder", len(texts) + units)
@@ -52,7 +52,7 @@ def encode(runtime: Runtime, request: ResolvedRequest, progress: Progress, warn:
     return Conditioning(embeddings[0], negative, image.image, image.image_latents)
 
 
-def encode_prompt(runtime: Runtime, prompt: str, warn: Warn) -> np.ndarray:
+def encode_prompt(runtime: Runtime[Model], prompt: str, warn: Warn) -> np.ndarray:
     """Return a prompt's embeddings [1, L=512, C]; `warn` is told when it is cut.
 
     One prompt a call: its bits depend on nothing else, so they can be kept and used for another request. Two at once
@@ -62,12 +62,13 @@ def encode_prompt(runtime: Runtime, prompt: str, warn: Warn) -> np.ndarray:
     for warning in warnings:
         warn(warning)
     loaded = runtime.component("text_encoder")
-    embeddings = np.asarray(text_program(runtime, loaded.module)(loaded.params, *place((ids, mask), runtime.mesh)))
+    run = text_program(runtime, loaded.module)
+    embeddings = fetch(run(loaded.params, *place((ids, mask), runtime.mesh)), "text_encoder")
     check_finite(embeddings, "encoder, text encoder")
     return embeddings
 
 
-def text_program(runtime: Runtime, module: torch.nn.Module) -> Program:
+def text_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:
     """Return the jitted text encoder: (params, ids, mask [B, L]) -> embeddings [B, L, C]."""
 
     def run(*args):  # type: ignore[no-untyped-def]
@@ -76,7 +77,7 @@ def text_program(runtime: Runtime, module: torch.nn.Module) -> Program:
     return runtime.program("text_encoder", run)
 
 
-def image_inputs(runtime: Runtime, request: ResolvedRequest) -> ImageInputs | None:
+def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInputs | None:
     """Put what the encoder needs of a request's image on the devices; None when there is no image."""
     if request.image is None:
         return None
@@ -87,12 +88,12 @@ def image_inputs(runtime: Runtime, request: ResolvedRequest) -> ImageInputs | No
         if id(chunk) not in placed:
             placed[id(chunk)] = place(chunk.astype(dtype), runtime.mesh)
     clip = None
-    if model.needs_image_features:
+    if model.spec.takes_image_features:
         clip = place(model.clip_pixels(request.image).astype(dtype), runtime.mesh)  # type: ignore[arg-type]
     return ImageInputs(tuple(placed[id(chunk)] for chunk in chunks), clip)
 
 
-def encode_image(runtime: Runtime, inputs: ImageInputs, bar: Bar) -> ImageCondition:
+def encode_image(runtime: Runtime[Model], inputs: ImageInputs, bar: Bar) -> ImageCondition:
     """Return what the experts are given of an image; `bar` steps once for CLIP and once for each chunk of the VAE."""
     features = None
     if inputs.clip is not None:
@@ -105,15 +106,15 @@ def encode_image(runtime: Runtime, inputs: ImageInputs, bar: Bar) -> ImageCondit
     return ImageCondition(features, runtime.model.image_latents(np.concatenate(moments, axis=2)))
 
 
-def _clip_features(runtime: Runtime, pixels: jax.Array) -> np.ndarray:
+def _clip_features(runtime: Runtime[Model], pixels: jax.Array) -> np.ndarray:
     loaded = runtime.component("image_encoder")
-    features = np.asarray(image_program(runtime, loaded.module)(loaded.params, pixels))
+    features = fetch(image_program(runtime, loaded.module)(loaded.params, pixels), "image_encoder")
     runtime.done_with("image_encoder")
     check_finite(features, "encoder, image encoder")
     return features
 
 
-def image_program(runtime: Runtime, module: torch.nn.Module) -> Program:
+def image_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:
     """Return the jitted image encoder: (params, pixels [1, 3, H, W]) -> features [1, L, C]."""
 
     def run(*args):  # type: ignore[no-untyped-def]
@@ -122,7 +123,7 @@ def image_program(runtime: Runtime, module: torch.nn.Module) -> Program:
     return runtime.program("image_encoder", run)
 
 
-def vae_encode(runtime: Runtime, chunks: Sequence[jax.Array]) -> Iterator[np.ndarray]:
+def vae_encode(runtime: Runtime[Model], chunks: Sequence[jax.Array]) -> Iterator[np.ndarray]:
     """Yield the VAE's moments [1, 2C, 1, H, W] of chunks of pixels (`ImageInputs.chunks`)."""
     loaded = runtime.component("vae_encoder")
     _, first, later = vae_programs(runtime, "vae_encoder", loaded.module)
@@ -132,6 +133,6 @@ def vae_encode(runtime: Runtime, chunks: Sequence[jax.Array]) -> Iterator[np.nda
             moments, extremes, cache = first(loaded.params, pixels)
         else:
             moments, extremes, cache = later(loaded.params, pixels, cache)
-        check_finite(healthy(np.asarray(extremes)), f"encoder, VAE chunk {i + 1} of {len(chunks)}")
+        check_finite(healthy(fetch(extremes, "vae_encoder")), f"encoder, VAE chunk {i + 1} of {len(chunks)}")
         yield np.asarray(moments)
     runtime.done_with("vae_encoder")

@@ -5,13 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from wan_tpu.families.causal_vae import Cache, CausalChunks
-from wan_tpu.mesh import replicated
-from wan_tpu.program import Program
-from wan_tpu.runtime import Runtime
+from wan_tpu.families.model import Model
+from wan_tpu.families.shared.causal_vae import Cache, CausalChunks
+from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.program import Program
+from wan_tpu.runtime.runtime import Runtime
 
 
-def vae_programs(runtime: Runtime, component: str, module: torch.nn.Module) -> tuple[CausalChunks, Program, Program]:
+def vae_programs(
+    runtime: Runtime[Model], component: str, module: torch.nn.Module
+) -> tuple[CausalChunks, Program, Program]:
     """Return a VAE half ("vae_encoder" or "decoder"), and its jitted `first` and `next`.
 
     Both return (output, extremes, cache): what the half gives for a chunk; its smallest and largest value of each

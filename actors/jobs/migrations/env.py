@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from actors.jobs.tables import metadata
+from actors.jobs.tables import Table
 
-context.configure(connection=context.config.attributes["connection"], target_metadata=metadata)
+context.configure(connection=context.config.attributes["connection"], target_metadata=Table.metadata)
 context.run_migrations()

@@ -1,6 +1,7 @@
 """Real HTTPS servers on this machine, with certificates of an authority that only these tests trust; the service."""
 
 import asyncio
+import re
 import ssl
 
 import httpx
@@ -9,6 +10,8 @@ import trustme
 from openai import OpenAI
 
 from actors.api.settings import ServiceSettings
+from actors.api.worker import maintenance
+from actors.jobs.store import open_database
 from tests.actors.api import serving
 
 NAME = "pictures.test"
@@ -27,10 +30,11 @@ def trust(authority):
 
 
 class Server:
-    """An HTTPS server that answers each path with the bytes, or the coroutine function, it was given."""
+    """An HTTPS server that answers each path with what it was given: bytes, a list of them, or a coroutine function."""
 
     def __init__(self, context):
         self._context = context
+        self.port = None
         self.answers = {}
         self.requests = []
         self.connections = 0
@@ -38,23 +42,21 @@ class Server:
 
     async def start(self, address="127.0.0.1", port=0):
         self._context.sni_callback = lambda _socket, name, _context: self.names.append(name)
-        self._server = await asyncio.start_server(self._accepted, address, port, ssl=self._context)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def close(self):
-        self._server.close()
+        server = await asyncio.start_server(self._accepted, address, port, ssl=self._context)
+        self.port = server.sockets[0].getsockname()[1]
+        return server
 
     async def _accepted(self, reader, writer):
         self.connections += 1
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-            self.requests.append(head)
+            length = re.search(rb"Content-Length: (\d+)", head)
+            self.requests.append(head + (await reader.readexactly(int(length[1])) if length else b""))
             answer = self.answers[head.split()[1].decode()]
             if callable(answer):
                 await answer(writer)
             else:
-                writer.write(answer)
+                writer.write(answer.pop(0) if isinstance(answer, list) else answer)
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the client has hung up
@@ -74,11 +76,28 @@ def new_server(authority):
     return made
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """What workers do every few seconds, they do more often here."""
+    monkeypatch.setattr(maintenance, "HEARTBEAT_S", 0.3)
+    monkeypatch.setattr(maintenance, "_WEBHOOKS_S", 0.1)
+
+
 @pytest.fixture
 def settings(tmp_path):
     return ServiceSettings(
-        database=str(tmp_path / "jobs.sqlite"), storage=str(tmp_path / "results"), model=serving.MODEL
+        database=str(tmp_path / "jobs.sqlite"),
+        storage=str(tmp_path / "results"),
+        model=serving.MODEL,
+        chips={"denoise_high": 4, "denoise_low": 8},
     )
+
+
+@pytest.fixture
+def database(settings):
+    opened = open_database(settings.database)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import threading
 import time
@@ -10,49 +11,57 @@ from pathlib import Path
 import numpy as np
 import uvicorn
 
-from actors.api.admission import FixedPlanner
-from actors.api.app import make_app
-from actors.api.attempt import Tools, WorkerSettings
-from actors.api.service import Service
+from actors.api.http.app import make_app
+from actors.api.http.service import Service
 from actors.api.settings import ServiceSettings
-from actors.api.upkeep import upkeep
-from actors.api.webhook import Webhooks
-from actors.api.worker import Worker
-from actors.jobs.database import Database
-from actors.jobs.deliveries import Deliveries
-from actors.jobs.notices import Notices
-from actors.jobs.retention import Retention
-from actors.jobs.work import WorkQueue
-from actors.storage import open_storage
-from actors.timeline import Span
+from actors.api.worker.tools import Tools
+from actors.api.worker.worker import Worker
+from actors.engine import GeneratedVideo
+from actors.observe.timeline import Span
+from actors.slices.snapshots import Snapshots
+from wan_tpu.families.wan.presets import PRESETS
+from wan_tpu.families.wan.spec import WanSpec
+from wan_tpu.media.video import VideoWriter
 from wan_tpu.request import Defaults
-from wan_tpu.video import VideoWriter
 
 MODEL = "small-wan"
 DEFAULTS = Defaults(height=64, width=96, frames=9, fps=16, steps=4, guidance_scale=3.5, guidance_scale_2=3.0, shift=5.0)
 
 
-class Loop:
-    """An event loop in a thread, for what runs beside a test."""
+class SmallSpec(WanSpec):
+    """A real model's spec with small defaults, which takes images or none."""
 
-    def __init__(self):
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
+    tasks = ("t2v", "i2v")
+    defaults = DEFAULTS
 
-    def start(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    def close(self):
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
-        self.loop.close()
+SPEC = SmallSpec(PRESETS["wan2.2-t2v-a14b"])
 
 
 @contextlib.contextmanager
-def served(settings, planner=None):
+def running(work):
+    """Run a coroutine in a thread of its own, and cancel it at the end."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(work)
+
+    def run():
+        with contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(20)
+        loop.close()
+
+
+@contextlib.contextmanager
+def served(settings, spec=SPEC):
     """Give the address of the application, served by uvicorn."""
-    app = make_app(Service(settings, planner or FixedPlanner(DEFAULTS)))
+    app = make_app(Service(settings, spec))
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
@@ -77,11 +86,11 @@ class Engine:
         self.asked = []
         self.priorities = []
         self.under_way = 0
-        self.compilations = []
+        self.compile_s = 0.0  # that the first step waits for its program
+        self.warnings = ()
 
-    async def compiled(self):
-        found, self.compilations = self.compilations, []
-        return found
+    async def ready(self):
+        pass
 
     async def generate(self, request, *, id, on_event, priority):  # noqa: A002
         self.asked.append(request)
@@ -89,6 +98,10 @@ class Engine:
         self.under_way += 1
         try:
             on_event(span(id, "encoder"))
+            if self.compile_s:
+                on_event(
+                    dataclasses.replace(span(id, "denoise_high", seconds=self.compile_s), what="compile", pool="high")
+                )
             for step in range(1, request.steps + 1):
                 on_event(span(id, "denoise_high" if step <= 2 else "denoise_low", step))
                 while not self.go.is_set():
@@ -97,7 +110,7 @@ class Engine:
                     raise self.failure
             mp4 = await asyncio.to_thread(self.video, request, id)
             on_event(span(id, "decoder"))
-            return mp4
+            return GeneratedVideo(mp4, self.warnings)
         finally:
             self.under_way -= 1
 
@@ -116,41 +129,12 @@ def span(job, stage, step=None, seconds=0.25):
 
 
 @contextlib.contextmanager
-def working(settings: ServiceSettings, engine, *, name="worker-1", **tools):
-    """Run a worker with its upkeep, as a process of a service does."""
-    loop, database = Loop(), Database(settings.database)
-    storage, queue = open_storage(settings.storage), WorkQueue(database, settings.leases, settings.keeping)
-    made = Tools(
-        queue=queue,
-        storage=storage,
-        engine=engine,
-        settings=WorkerSettings(concurrency=settings.concurrency, chips={"denoise_high": 4, "denoise_low": 8}),
-        **tools,
-    )
-    webhooks = None
-    if settings.webhook_secret_file is not None:
-        from actors.api.service import webhook_fetching
-        from actors.api.webhook import read_secret
-
-        secret = read_secret(Path(settings.webhook_secret_file), make=True)
-        webhooks = Webhooks(Deliveries(database), secret, webhook_fetching(settings), made.meters)
-    retention = Retention(database, storage, settings.keeping)
-    tasks = [
-        loop.start(Worker(name, made).run()),
-        loop.start(upkeep(name, queue, retention, Notices(database), made.meters, webhooks)),
-    ]
-    try:
-        yield made
-    finally:
-        for task in tasks:
-            task.cancel()
-        wait_for(lambda: not loop.start(others()).result(5))
-        loop.close()
-        database.close()
-
-
-async def others():
-    return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+def working(settings: ServiceSettings, engine, *, name="worker-1", traces=None):
+    """Run a worker, as a process of a service does."""
+    tools = Tools(settings, engine, Snapshots(f"{settings.storage}-snapshots"), traces=traces)
+    with running(Worker(name, tools).run()):
+        yield tools
+    tools.database.close()
 
 
 def wait_for(found, seconds=20.0, what="it"):

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from actors.api.addresses import refusal
-from actors.api.fetch import FetchError, FetchSettings, fetch
+from actors.api.outbound.addresses import refusal
+from actors.api.outbound.client import FetchError, FetchSettings, fetch
 from tests.actors.api.conftest import NAME
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"  # both this machine; only the first is allowed in these tests
@@ -43,11 +43,8 @@ def settings(trust):
 
 @contextlib.asynccontextmanager
 async def running(server, settings, *, address=HERE, port=0):
-    await server.start(address, port)
-    try:
+    async with await server.start(address, port):
         yield dataclasses.replace(settings, ports=settings.ports | {server.port}), f"https://{NAME}:{server.port}"
-    finally:
-        await server.close()
 
 
 def got(server, settings, path="/cat.png", **changes):
@@ -111,6 +108,7 @@ INSIDE = [
     "100.100.100.200", "168.63.129.16", "192.0.0.192", "198.18.0.1", "224.0.0.1", "239.255.255.250", "255.255.255.255",
     "240.0.0.1", "::", "::1", "::ffff:127.0.0.1", "::ffff:8.8.8.8", "::127.0.0.1", "fe80::1", "fe80::1%eth0", "fc00::1",
     "fd00:ec2::254", "ff02::1", "64:ff9b::7f00:1", "64:ff9b:1::1", "2002:7f00:1::", "2001:0:1::1", "2001:db8::1",
+    "::ffff:0:127.0.0.1", "::ffff:0:8.8.8.8", "100::1", "3fff::1", "4000::1", "5f00::1", "fec0::1",
     "nonsense",
 ]  # fmt: skip
 
@@ -142,7 +140,9 @@ def test_a_name_that_leads_inside_is_not_connected_to(new_server, settings, foun
     assert server.connections == 0
 
 
-@pytest.mark.parametrize("host", [ELSEWHERE, "0x7f.2", "2130706434", "[::1]", "localhost", "[::ffff:127.0.0.2]"])
+@pytest.mark.parametrize(
+    "host", [ELSEWHERE, "0x7f.2", "2130706434", "[::1]", "localhost", "[::ffff:127.0.0.2]", "[::ffff:0:127.0.0.1]"]
+)
 def test_spellings_of_an_address_lead_no_further(settings, host):
     real = dataclasses.replace(settings, resolver=FetchSettings().resolver, allowed=())
     with pytest.raises(FetchError, match=r"not a public address|no address"):

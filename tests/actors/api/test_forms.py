@@ -1,60 +1,26 @@
-"""Bodies as clients send them; the form is made by OpenAI's own client, and received over real HTTP."""
+"""Bodies as clients send them: the form is made by OpenAI's own client."""
 
-import threading
-from email.parser import BytesParser
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import base64
+import json
 
-import openai
 import pytest
 
-from actors.api.forms import InvalidField, from_form, from_json
+from actors.api.http.bodies import from_form, from_json
+from tests.conftest import ROOT
+from wan_tpu.errors import InvalidRequest
 
 
-class _Keep(BaseHTTPRequestHandler):
-    """Keeps the fields of one form, and refuses it in OpenAI's words."""
-
-    def do_POST(self):
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        kind = b"Content-Type: " + self.headers["Content-Type"].encode() + b"\r\n\r\n"
-        parts = BytesParser().parsebytes(kind + content).get_payload()
-        for part in parts:
-            name = part.get_param("name", header="Content-Disposition")
-            self.server.fields.append((name, part.get_payload(decode=True).decode()))
-        self.send_response(400)
-        self.end_headers()
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def sent():
-    """Returns what a server receives when OpenAI's client creates a video."""
-    server = HTTPServer(("127.0.0.1", 0), _Keep)
-    server.fields = []
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-
-    def create(**asked):
-        address = f"http://127.0.0.1:{server.server_port}/v1"
-        with openai.OpenAI(api_key="k", base_url=address, max_retries=0, timeout=30) as client:
-            with pytest.raises(openai.BadRequestError), pytest.deprecated_call():
-                client.videos.create(**asked)
-        return server.fields
-
-    yield create
-    server.shutdown()
-    thread.join(30)
-    server.server_close()
-
-
-def test_what_openai_s_client_sends_is_understood(sent):
-    extras = {"num_inference_steps": 8, "guidance_scale": 3.5, "input_reference": {"image_url": "https://host/cat.png"}}
-    asked = from_form(sent(prompt="a cat", size="1280x720", seconds="4", extra_body=extras))
-    assert asked.prompt == "a cat"
-    assert (asked.size, asked.seconds, asked.num_inference_steps, asked.guidance_scale) == ("1280x720", "4", 8, 3.5)
-    assert asked.input_reference.image_url == "https://host/cat.png"
-    assert asked == from_json({"prompt": "a cat", "size": "1280x720", "seconds": "4"} | extras)
+def test_what_openai_s_client_sends_is_the_same_in_json(client, http):
+    """The same idempotency key with any other field would be refused."""
+    image = base64.b64encode((ROOT / "examples" / "ball.png").read_bytes()).decode()
+    asked, key = {"prompt": "a cat", "size": "96x64", "seconds": "1"}, {"Idempotency-Key": "the same"}
+    extras = {"num_inference_steps": 8, "guidance_scale": 3.5}
+    extras["input_reference"] = {"image_url": f"data:image/png;base64,{image}"}
+    made = client.videos.create(**asked, extra_body=extras, extra_headers=key)
+    assert (made.prompt, made.size, made.num_frames) == ("a cat", "96x64", 17)
+    assert (made.num_inference_steps, made.guidance_scale, made.input_size) == (8, 3.5, "64x64")
+    again = http.post("/v1/videos", json=asked | extras, headers=key)
+    assert (again.status_code, again.json()["id"]) == (200, made.id)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +37,9 @@ def test_what_openai_s_client_sends_is_understood(sent):
     ],
 )
 def test_wrong_fields_are_named(fields, param):
-    with pytest.raises(InvalidField) as refused:
+    with pytest.raises(InvalidRequest) as refused:
         from_form(fields)
-    assert refused.value.param == param
+    assert refused.value.field == param
     assert len(str(refused.value)) < 500
 
 
@@ -81,11 +47,11 @@ def test_wrong_fields_are_named(fields, param):
     "body", [None, [], "x", 1, {}, {"prompt": 1}, {"prompt": "x", "num_frames": "81"}, {"prompt": None}]
 )
 def test_wrong_json_is_refused(body):
-    with pytest.raises(InvalidField):
-        from_json(body)
+    with pytest.raises(InvalidRequest):
+        from_json(json.dumps(body).encode())
 
 
 def test_what_was_sent_isn_t_repeated():
-    with pytest.raises(InvalidField) as refused:
-        from_json({"prompt": {"secret": "hunter2"}})
+    with pytest.raises(InvalidRequest) as refused:
+        from_json(b'{"prompt": {"secret": "hunter2"}}')
     assert "hunter2" not in str(refused.value)

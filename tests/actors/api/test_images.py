@@ -3,16 +3,16 @@
 import asyncio
 import base64
 import io
-import os
 import random
 import struct
 import zlib
 
+import psutil
 import pytest
 from PIL import Image, PngImagePlugin
 
-from actors.api.image_child import REFUSED, clean
-from actors.api.images import ImageDecoder, ImageLimits, data_url_content, read_limited
+from actors.api.images.decoder import ImageDecoder, ImageLimits, data_url_content
+from actors.api.images.decoder_process import REFUSED, clean
 from wan_tpu.errors import InvalidRequest
 
 LIMITS = ImageLimits(max_bytes=2_000_000)
@@ -30,11 +30,7 @@ def saved(image, kind="PNG", **options):
 
 
 def decoded(content, limits=LIMITS):
-    return asyncio.run(_decode(content, limits))
-
-
-async def _decode(content, limits):
-    return await ImageDecoder(limits).decode(content)
+    return asyncio.run(ImageDecoder(limits).decode(content))
 
 
 def chunk(kind, content):
@@ -163,6 +159,7 @@ def _damaged(rng, source):
     return bytes(content)
 
 
+@pytest.mark.long
 def test_the_largest_image_that_is_taken_fits_into_the_memory_of_the_process():
     made = decoded(saved(Image.new("RGB", (8000, 8000), "teal"), compress_level=1))
     assert (made.width, made.height) == (8000, 8000)
@@ -172,8 +169,8 @@ def test_time_is_limited_and_nothing_is_left_running():
     content = saved(Image.new("RGB", (6000, 6000), "teal"), compress_level=1)
     with pytest.raises(InvalidRequest, match="more memory or time"):
         decoded(content, ImageLimits(timeout_s=0.05))
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    mine = psutil.Process().children()  # others may be of other tests
+    assert not [child for child in mine if "actors.api.images.decoder_process" in child.cmdline()]
 
 
 def test_the_process_that_decodes_knows_no_secrets(monkeypatch):
@@ -181,25 +178,6 @@ def test_the_process_that_decodes_knows_no_secrets(monkeypatch):
     monkeypatch.setenv("PYTHONHOME", "/nonexistent")  # a Python that sees this can't start
     assert decoded(saved(picture())).width == 40
     assert REFUSED not in (0, 1, 2)  # what Python itself ends with
-
-
-def test_streams_are_cut_off_at_the_limit():
-    taken = []
-
-    async def stream():
-        for _ in range(100):
-            taken.append(1)
-            yield bytes(300_000)
-
-    with pytest.raises(InvalidRequest, match="more than 2000000 bytes"):
-        asyncio.run(read_limited(stream(), LIMITS))
-    assert len(taken) == 7
-
-    async def small():
-        yield b"ab"
-        yield b"c"
-
-    assert asyncio.run(read_limited(small(), LIMITS)) == b"abc"
 
 
 def test_too_many_bytes_are_not_even_decoded():
@@ -227,7 +205,6 @@ def test_data_urls():
         "data:image/png;base64,ä",
         "data:text/html,<script>",
         "data:application/pdf;base64,AAAA",
-        "data:image/png;base64," + "A" * 2_800_000,
         "data:image/png;base64," + "A" * 9_000_000,
     ],
 )

@@ -11,11 +11,17 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.api.keys import add_key
-from actors.api.logs import JsonFormatter
-from actors.board import Compiled
-from actors.jobs.database import Database
+from actors.api import estimates
+from actors.api.worker import attempt
+from actors.api.worker import worker as worker_module
+from actors.api.worker.maintenance import remove_orphans
+from actors.api.worker.traces import Traces
+from actors.errors import PipelineNotFound
+from actors.jobs.keys import make_key
 from actors.jobs.store import JobStore
+from actors.jobs.work import WorkQueue
+from actors.observe.logs import JsonFormatter
+from actors.slices.snapshots import Snapshots
 from tests.actors.api.serving import create, done, served, wait_for, working
 from tests.conftest import ROOT
 
@@ -95,17 +101,13 @@ def test_an_urgent_job_is_taken_when_all_places_are_taken(http, settings, engine
     assert [request.prompt for request in engine.asked][4:] == ["u2", "n2", "n3"]
 
 
-def test_a_lost_worker_s_job_is_done_by_another(http, settings, engine):
-    quick = dataclasses.replace(settings, leases=dataclasses.replace(settings.leases, lease_s=2.0))
-    database = Database(settings.database)
-    from actors.jobs.work import WorkQueue
-
+def test_a_lost_worker_s_job_is_done_by_another(http, settings, database, engine):
+    quick = dataclasses.replace(settings, jobs=dataclasses.replace(settings.jobs, lease_s=2.0))
     job = create(http).json()["id"]
-    assert WorkQueue(database, quick.leases).claim("lost").job.id == job  # and is never heard of again
+    assert WorkQueue(database, quick.jobs).claim("lost").id == job  # and is never heard of again
     with working(quick, engine):
         video = done(http, job)
     assert (video["status"], video["attempts"]) == ("completed", 2)
-    database.close()
 
 
 def test_a_worker_that_leaves_gives_its_jobs_back(http, settings, engine):
@@ -119,18 +121,18 @@ def test_a_worker_that_leaves_gives_its_jobs_back(http, settings, engine):
         assert done(http, job)["attempts"] == 2
 
 
-def test_a_pipeline_that_is_away_costs_no_job(http, settings, engine):
-    from actors.errors import PipelineNotFound
-
+def test_a_pipeline_that_is_away_costs_no_job(http, settings, engine, monkeypatch):
     async def ready():
         asked.append(None)
         if len(asked) <= 2:
             raise engine.failure
         engine.failure = None  # it is back, and asked for no job before
 
-    engine.failure, asked = PipelineNotFound("there is no pipeline"), []
+    for module, name in ((attempt, "_PAUSE_S"), (worker_module, "_AGAIN_S")):
+        monkeypatch.setattr(module, name, 0.1)
+    engine.failure, engine.ready, asked = PipelineNotFound("there is no pipeline"), ready, []
     job = create(http).json()["id"]
-    with working(settings, engine, ready=ready):
+    with working(settings, engine):
         assert done(http, job)["status"] == "completed"
     assert http.get(f"/v1/videos/{job}").json()["attempts"] == 2
 
@@ -154,55 +156,44 @@ def test_figures_and_readiness(http, worker):
     assert http.get("/health").json() == {"status": "ok"}
 
 
-def test_an_eta_comes_from_the_jobs_before(http, worker, engine):
+def test_an_eta_comes_from_the_jobs_before(http, worker, engine, monkeypatch):
+    monkeypatch.setattr(estimates, "_LOOK_EVERY_S", 0.1)
     done(http, create(http).json()["id"])
     engine.go.clear()
     ids = [create(http).json()["id"] for _ in range(8)]
     waiting = wait_for(lambda: (v := http.get(f"/v1/videos/{ids[-1]}").json())["queue_position"] == 3 and v)
-    time.sleep(5)  # the forecast is looked at again
-    waiting = http.get(f"/v1/videos/{ids[-1]}")
+    waiting = wait_for(lambda: (a := http.get(f"/v1/videos/{ids[-1]}")).json()["eta_seconds"] and a)
     assert waiting.json()["eta_seconds"] > 0
     assert 500 <= int(waiting.headers["openai-poll-after-ms"]) <= 5000
     engine.go.set()
 
 
-def test_logs_are_json_without_prompts_or_keys(settings, tmp_path, engine):
-    key, _ = add_key(tmp_path / "keys.json", "ann")
-    lines = []
-
-    class Kept(logging.Handler):
-        def emit(self, record):
-            lines.append(json.loads(JsonFormatter().format(record)))
-
-    log, kept = logging.getLogger("actors"), Kept()
-    log.addHandler(kept)
-    level = log.level
-    log.setLevel(logging.INFO)
-    try:
-        keyed = dataclasses.replace(settings, keys_file=str(tmp_path / "keys.json"))
-        with served(keyed) as address, httpx.Client(base_url=address) as http, working(keyed, engine):
-            http.headers["Authorization"] = f"Bearer {key}"
-            job = create(http, prompt="a secret wish").json()["id"]
-            done(http, job)
-    finally:
-        log.removeHandler(kept)
-        log.setLevel(level)
+def test_logs_are_json_without_prompts_or_keys(settings, database, engine, caplog):
+    caplog.set_level(logging.INFO, "actors")
+    key = make_key(database, "ann")
+    with served(settings) as address, httpx.Client(base_url=address) as http, working(settings, engine):
+        http.headers["Authorization"] = f"Bearer {key}"
+        job = create(http, prompt="a secret wish").json()["id"]
+        done(http, job)
+    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
     life = [line["event"] for line in lines if line.get("job") == job]
     assert life.index("accepted") < life.index("begun") < life.index("completed")
     assert "secret wish" not in str(lines) and key not in str(lines) and key.split("_")[2] not in str(lines)
 
 
-def test_what_replicas_compile_is_counted(http, worker, engine):
-    engine.compilations = [Compiled("high", "denoise step", 90.0, 1.0), Compiled("ends", "decoder", 30.0, 1.0)]
+def test_jobs_that_wait_for_a_compiler_are_counted(http, worker, engine):
+    engine.compile_s = 90.0
+    video = done(http, create(http).json()["id"])
+    assert sum(video["stage_seconds"].values()) < 90  # which is what the job computes
     text = wait_for(lambda: "wan_compile_seconds_count{" in (t := http.get("/metrics").text) and t, 30)
     [family] = [f for f in text_string_to_metric_families(text) if f.name == "wan_compile_seconds"]
-    sums = {(s.labels["pool"], s.labels["program"]): s.value for s in family.samples if s.name.endswith("_sum")}
-    assert sums == {("high", "denoise step"): 90.0, ("ends", "decoder"): 30.0}
+    sums = {(s.labels["pool"], s.labels["stage"]): s.value for s in family.samples if s.name.endswith("_sum")}
+    assert sums == {("high", "denoise_high"): 90.0}
 
 
 def test_the_dashboard_asks_for_figures_that_there_are(http, worker, engine):
     """Grafana's queries, against the real /metrics: every name and label in them is served."""
-    engine.compilations = [Compiled("high", "denoise step", 90.0, 1.0)]
+    engine.compile_s = 90.0
     done(http, create(http).json()["id"])
     there = ("wan_jobs_ended_total{", "wan_compile_seconds_count{")
     text = wait_for(lambda: all(name in (t := http.get("/metrics").text) for name in there) and t, 30)
@@ -230,17 +221,14 @@ def test_the_dashboard_asks_for_figures_that_there_are(http, worker, engine):
             assert set(asked) <= labels[name] | {"le"}, query
 
 
-def test_snapshots_of_jobs_that_nobody_goes_on_with_are_removed(http, settings, tmp_path):
-    from actors.api.upkeep import Orphans
-    from actors.snapshots import Snapshots
-
+def test_snapshots_of_jobs_that_nobody_goes_on_with_are_removed(http, database, tmp_path):
     waiting, cancelled, deleted = (create(http).json()["id"] for _ in range(3))
     for job in (waiting, cancelled, deleted, "cat"):
         (tmp_path / f"{job}.{'0' * 16}.0010.safetensors").write_bytes(b"x")
     http.post(f"/v1/videos/{cancelled}/cancel")
     http.delete(f"/v1/videos/{deleted}")
     snapshots = Snapshots(str(tmp_path))
-    assert Orphans(JobStore(Database(settings.database)), snapshots).remove() == 2
+    assert remove_orphans(JobStore(database), snapshots) == 2
     assert snapshots.ids() == ["cat", waiting]
 
 
@@ -248,8 +236,6 @@ def test_a_job_is_a_trace_when_that_is_wanted(http, settings, engine):
     trace = pytest.importorskip("opentelemetry.sdk.trace", reason='traces need their packages ("wan-tpu[traces]")')
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    from actors.api.traces import Traces
 
     assert Traces.from_environment() is None
     kept, provider = InMemorySpanExporter(), trace.TracerProvider()

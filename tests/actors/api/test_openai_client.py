@@ -9,8 +9,7 @@ import openai
 import pytest
 from PIL import Image
 
-from actors.jobs.database import Database
-from actors.jobs.store import JobStore
+from actors.errors import RequestFailed
 from tests.actors.api.serving import MODEL, wait_for
 from tests.conftest import PHOTO
 
@@ -62,7 +61,9 @@ def test_pages_of_a_list(client):
     assert [video.id for video in client.videos.list(limit=3)] == ids[::-1]  # the client fetches page by page
     assert [video.id for video in client.videos.list(order="asc", limit=5)] == ids
     page = client.videos.list(after=ids[5], limit=2)
-    assert ([video.id for video in page.data], page.has_more, page.last_id) == (ids[4:2:-1], True, ids[3])
+    assert ([video.id for video in page.data], page.has_more) == (ids[4:2:-1], True)
+    assert (page.first_id, page.last_id) == (ids[4], ids[3])
+    assert client.videos.list(after=ids[0]).last_id is None
     waiting = client.videos.retrieve(ids[4])
     assert (waiting.status, waiting.queue_position) == ("queued", 4)
     with pytest.raises(openai.BadRequestError, match="limit"):
@@ -71,18 +72,15 @@ def test_pages_of_a_list(client):
         client.videos.list(after="video_" + "0" * 48)
 
 
-def test_delete(client, worker, settings):
+def test_delete(client, worker):
     made = client.videos.create_and_poll(prompt="soon gone")
-    store = JobStore(Database(settings.database))
-    files = store.get(made.id).results.values()
+    assert len(worker.store.get(made.id).results) == 3
     gone = client.videos.delete(made.id)
     assert (gone.id, gone.deleted, gone.object) == (made.id, True, "video.deleted")
     for ask in (client.videos.retrieve, client.videos.delete, client.videos.download_content):
         with pytest.raises(openai.NotFoundError) as refused:
             ask(made.id)
         assert refused.value.code == "video_not_found"
-    worker.queue.take_back()
-    assert len(files) == 3
 
 
 def test_errors_have_openai_s_form(client, service):
@@ -105,9 +103,17 @@ def test_errors_have_openai_s_form(client, service):
     assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
 
 
-def test_failed_work_is_a_failed_video(client, worker, engine):
-    from actors.errors import RequestFailed
+def test_a_size_that_the_slices_refuse_fails_alone_and_names_the_nearest_that_fits(client, worker, engine):
+    said = "1280x720 with 81 frames doesn't fit the memory of the slice; the nearest known to fit is 832x480 with 81"
+    engine.failure = RequestFailed(said, "invalid")
+    made = client.videos.create_and_poll(prompt="too large")
+    assert (made.status, made.error.code, made.error.message, made.attempts) == ("failed", "invalid", said, 1)
+    engine.failure, engine.warnings = None, ("the prompt was cut",)
+    other = client.videos.create_and_poll(prompt="small")
+    assert (other.status, other.warnings) == ("completed", ["the prompt was cut"])
 
+
+def test_failed_work_is_a_failed_video(client, worker, engine):
     engine.failure = RequestFailed("the decoder gave NaN", "unhealthy")
     made = client.videos.create_and_poll(prompt="bad")
     assert (made.status, made.error.code) == ("failed", "unhealthy")

@@ -1,20 +1,21 @@
 """The page in a real browser: submit, watch it move, play, cancel, reload meanwhile, on a phone, with the keyboard."""
 
-import dataclasses
+import base64
 import os
 import re
 import shutil
 from pathlib import Path
 
+import httpx
 import pytest
 
-from actors.api.keys import add_key
-from actors.jobs.notices import Notices
-from actors.jobs.store import open_database
+from actors.jobs.keys import make_key
 from tests.actors.api.serving import create, served, wait_for, working
 from tests.conftest import PHOTO
+from wan_tpu.families import preset_spec
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
+DATA_URL = "data:image/png;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
 PHONE = {"width": 360, "height": 740}
 
 
@@ -105,14 +106,25 @@ def test_an_image_is_dropped_and_cancelled(page, worker, engine):
     assert engine.asked[0].image is not None
 
 
-@pytest.mark.parametrize(("tasks", "shown"), [('["i2v"]', "(this model needs one)"), ('["t2v"]', None)])
-def test_whether_the_model_takes_an_image_is_seen_beforehand(page, settings, tasks, shown):
-    database = open_database(settings.database)
-    Notices(database).tell("model", "model", f'{{"tasks": {tasks}}}')
-    database.close()
-    page.reload()
-    field = page.locator("#drop")
-    sync_api.expect(field).to_contain_text(shown) if shown else sync_api.expect(field).to_be_hidden()
+@pytest.mark.parametrize(
+    ("model", "parts", "image"),
+    [("wan2.2-i2v-a14b", 4, "(this model needs one)"), ("wan2.1-t2v-1.3b", 3, None)],
+)
+def test_the_page_is_made_for_the_model(browser, settings, model, parts, image):
+    with served(settings, preset_spec(model)) as address:
+        create(httpx.Client(base_url=address), input_reference=image and {"image_url": DATA_URL})
+        page = browser.new_page()
+        page.goto(address)
+        field = page.locator("#drop")
+        sync_api.expect(field).to_contain_text(image) if image else sync_api.expect(field).to_be_hidden()
+        sync_api.expect(page.locator("article .bar i")).to_have_count(parts)
+        assert page.get_by_label("Steps", exact=True).get_attribute("max") == "1000"
+        page.close()
+
+
+def test_warnings_are_shown(page, worker, engine):
+    engine.warnings = ("the prompt has 600 tokens; it was cut at 512",)
+    sync_api.expect(ask(page, "A long story")).to_contain_text("it was cut at 512")
 
 
 def test_a_file_that_is_no_image_is_refused_at_once(page):
@@ -225,10 +237,9 @@ def test_markup_in_a_prompt_stays_text(page, worker):
     sync_api.expect(card.locator(".prompt")).to_have_text("<img src=x onerror=alert(1)><b>bold</b>")
 
 
-def test_a_key_is_asked_for_and_kept(browser, settings, engine, tmp_path):
-    key, _ = add_key(tmp_path / "keys.json", "ann")
-    keyed = dataclasses.replace(settings, keys_file=str(tmp_path / "keys.json"))
-    with served(keyed) as address, working(keyed, engine):
+def test_a_key_is_asked_for_and_kept(browser, settings, database, engine):
+    key = make_key(database, "ann")
+    with served(settings) as address, working(settings, engine):
         page = browser.new_page()
         page.set_default_timeout(15_000)
         page.goto(address)

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from actors.api.progress import Pace, Tracker
-from actors.jobs.store import JobStore, open_database
-from actors.jobs.values import Submission
-from actors.timeline import Span
+from actors.api.worker.progress import Pace, Tracker
+from actors.jobs.store import JobStore
+from actors.jobs.tables import Job
+from actors.observe.timeline import Span
 
 REQUEST = {"height": 64, "width": 64, "frames": 9, "steps": 10}
 CHIPS = {"encoder": 4, "denoise_high": 8, "decoder": 4}
@@ -15,10 +15,8 @@ SECONDS = {"encoder": 1.0, "denoise_high": 20.0, "decoder": 4.0}  # of a job
 
 
 @pytest.fixture
-def job(tmp_path):
-    database = open_database(tmp_path / "jobs.sqlite")
-    yield JobStore(database).submit(Submission(owner="ann", request=REQUEST))[0]
-    database.close()
+def job(database):
+    return JobStore(database).submit(Job(owner="ann", request=REQUEST))[0]
 
 
 def ended(job, took, attempts=1, **changed):
@@ -46,7 +44,7 @@ def test_percent_and_eta_are_weighted_by_measured_seconds(job):
     assert (seen[5].stage, seen[5].step, seen[5].steps) == ("denoise_high", 5, 10)
     assert seen[-2].stage == "decoder"
     assert (seen[-1].percent, seen[-1].eta_s) == (99.9, 0.0)
-    assert tracker.cost.chip_seconds == pytest.approx(4 * 1.0 + 8 * 20.0 + 4 * 4.0)
+    assert job.chip_seconds == pytest.approx(4 * 1.0 + 8 * 20.0 + 4 * 4.0)
 
 
 def test_percent_never_falls_when_steps_are_done_again(job):

@@ -1,6 +1,8 @@
 """Webhooks reach a real HTTPS server, which checks them with OpenAI's client; and nothing that isn't public."""
 
+import asyncio
 import base64
+import collections
 import dataclasses
 import ipaddress
 
@@ -8,13 +10,12 @@ import httpx
 import openai
 import pytest
 
-from actors.api import webhook
-from actors.api.fetch import FetchError, FetchSettings
-from actors.api.webhook import read_secret
-from actors.jobs.database import Database
+from actors.api.outbound import webhook
+from actors.api.outbound.client import FetchError, FetchSettings
+from actors.api.outbound.webhook import read_secret
 from actors.jobs.deliveries import Deliveries
 from tests.actors.api.conftest import NAME
-from tests.actors.api.serving import Loop, served, wait_for, working
+from tests.actors.api.serving import create, done, running, served, wait_for, working
 from wan_tpu.errors import InvalidInput
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
@@ -27,25 +28,17 @@ async def here(host, port):
 
 @pytest.fixture
 def hook(new_server):
-    """A client's HTTPS server, which runs; `bodies` is what it was sent."""
-    loop, server = Loop(), new_server()
-    server.bodies = []
+    """A client's HTTPS server, which runs."""
+    server = new_server()
+    server.answers = collections.defaultdict(lambda: OK)
 
-    async def accepted(reader, writer):
-        head = await reader.readuntil(b"\r\n\r\n")
-        headers = dict(line.split(": ", 1) for line in head.decode().split("\r\n")[1:] if line)
-        body = await reader.readexactly(int(headers["Content-Length"]))
-        server.bodies.append((head.split()[0], headers, body))
-        writer.write(server.answers.pop(0) if server.answers else OK)
-        await writer.drain()
-        writer.close()
+    async def serve():
+        async with await server.start() as started:
+            await started.serve_forever()
 
-    server._accepted = accepted
-    server.answers = []
-    loop.start(server.start()).result(10)
-    yield server
-    loop.loop.call_soon_threadsafe(server._server.close)
-    loop.close()
+    with running(serve()):
+        wait_for(lambda: server.port)
+        yield server
 
 
 @pytest.fixture
@@ -53,53 +46,54 @@ def hooked(settings, hook, trust, tmp_path):
     fetching = FetchSettings(
         allowed=(ipaddress.ip_network("127.0.0.1/32"),), ports=frozenset({443, hook.port}), resolver=here, trust=trust
     )
-    return dataclasses.replace(settings, fetch=fetching, webhook_secret_file=str(tmp_path / "secret"))
+    secret = tmp_path / "secret"
+    read_secret(secret, make=True)
+    return dataclasses.replace(settings, fetch=fetching, webhook_secret_file=str(secret))
 
 
-def ended(http, job):
-    return wait_for(lambda: http.get(f"/v1/videos/{job}").json()["status"] in ("completed", "failed"))
-
-
-def test_the_end_of_a_job_is_told_signed_and_again_when_it_has_to_be(hooked, hook, engine, tmp_path, monkeypatch):
+def test_the_end_of_a_job_is_told_signed_and_again_when_it_has_to_be(
+    hooked, hook, database, engine, tmp_path, monkeypatch
+):
     monkeypatch.setattr(webhook, "_PAUSES_S", (0.2, 0.2, 0.2))
-    hook.answers = [NO, NO]
+    hook.answers["/told?a=b"] = [NO, NO, OK]
     with served(hooked) as address, httpx.Client(base_url=address) as http, working(hooked, engine):
-        url = f"https://{NAME}:{hook.port}/told?a=b"
-        job = http.post("/v1/videos", json={"prompt": "x", "webhook_url": url}).json()["id"]
-        ended(http, job)
-        wait_for(lambda: len(hook.bodies) == 3)
-        deliveries = Deliveries(Database(hooked.database))
+        job = create(http, webhook_url=f"https://{NAME}:{hook.port}/told?a=b").json()["id"]
+        done(http, job)
+        wait_for(lambda: len(hook.requests) == 3)
+        deliveries = Deliveries(database)
         wait_for(lambda: deliveries.waiting() == 0)
         assert deliveries.claim() is None
-        (method, headers, body), *_ = hook.bodies[::-1]
-        assert method == b"POST"
-        assert len({sent["webhook-id"] for _, sent, _ in hook.bodies}) == 1
-        secret = (tmp_path / "secret").read_text().strip()
-        event = openai.OpenAI(api_key="none").webhooks.unwrap(body, headers, secret=secret)
-        assert (event.type, event.data.id) == ("video.completed", job)
-        with pytest.raises(openai.InvalidWebhookSignatureError):
-            openai.OpenAI(api_key="none").webhooks.unwrap(body + b" ", headers, secret=secret)
+    ids = set()
+    for request in hook.requests:
+        head, _, body = request.partition(b"\r\n\r\n")
+        method, *lines = head.decode().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines)
+        ids.add(headers["webhook-id"])
+    assert method.startswith("POST /told?a=b") and len(ids) == 1
+    secret, webhooks = (tmp_path / "secret").read_text().strip(), openai.OpenAI(api_key="none").webhooks
+    event = webhooks.unwrap(body, headers, secret=secret)
+    assert (event.type, event.data.id) == ("video.completed", job)
+    with pytest.raises(openai.InvalidWebhookSignatureError):
+        webhooks.unwrap(body + b" ", headers, secret=secret)
 
 
 def test_a_failed_job_and_one_cancelled_while_it_waits_are_told_too(hooked, hook, engine):
     with served(hooked) as address, httpx.Client(base_url=address) as http:
-        url = f"https://{NAME}:{hook.port}/"
-        job = http.post("/v1/videos", json={"prompt": "x", "webhook_url": url}).json()["id"]
+        job = create(http, webhook_url=f"https://{NAME}:{hook.port}/").json()["id"]
         http.post(f"/v1/videos/{job}/cancel")
         with working(hooked, engine):
-            wait_for(lambda: hook.bodies)
-    assert b'"video.failed"' in hook.bodies[0][2]
+            wait_for(lambda: hook.requests)
+    assert b'"video.failed"' in hook.requests[0]
 
 
 def test_a_server_that_never_answers_well_is_given_up(hooked, hook, engine, monkeypatch):
     monkeypatch.setattr(webhook, "_PAUSES_S", (0.1,))
-    hook.answers = [NO] * 9
+    hook.answers["/"] = [NO] * 9
     with served(hooked) as address, httpx.Client(base_url=address) as http, working(hooked, engine) as tools:
-        url = f"https://{NAME}:{hook.port}/"
-        http.post("/v1/videos", json={"prompt": "x", "webhook_url": url})
+        create(http, webhook_url=f"https://{NAME}:{hook.port}/")
         given_up = tools.meters.webhooks.labels("given_up")
         wait_for(lambda: given_up._value.get() == 1)
-        assert len(hook.bodies) == 2
+        assert len(hook.requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -117,20 +111,15 @@ def test_a_server_that_never_answers_well_is_given_up(hooked, hook, engine, monk
 )
 def test_an_address_that_can_t_be_right_is_refused_at_once(hooked, url):
     with served(hooked) as address, httpx.Client(base_url=address) as http:
-        answer = http.post("/v1/videos", json={"prompt": "x", "webhook_url": url})
+        answer = create(http, webhook_url=url)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "webhook_url")
 
 
 def test_what_is_not_public_is_never_connected_to(hooked, hook):
     closed = dataclasses.replace(hooked.fetch, allowed=(), what="webhook")
-    loop = Loop()
-    try:
-        work = webhook.post(f"https://{NAME}:{hook.port}/", (b"{}", {}), closed)
-        with pytest.raises(FetchError, match="not a public address"):
-            loop.start(work).result(10)
-    finally:
-        loop.close()
-    assert hook.bodies == []
+    with pytest.raises(FetchError, match="not a public address"):
+        asyncio.run(webhook.post(f"https://{NAME}:{hook.port}/", (b"{}", {}), closed))
+    assert hook.connections == 0
 
 
 def test_the_secret_is_made_once_and_for_its_owner_only(tmp_path):

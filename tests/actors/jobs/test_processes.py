@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from actors.jobs.store import JobStore, open_database
-from actors.jobs.values import Submission
+from actors.jobs.tables import Job
 
-JOBS, WORKERS, KILLS = 200, 3, 4
+JOBS, WORKERS, KILLS = 90, 3, 3
 PATIENCE_S = 120
 ROOT = Path(__file__).parents[3]
 
@@ -56,7 +56,7 @@ def crew(address, tmp_path):
 
 
 def submit(store, count):
-    return {store.submit(Submission(owner=f"owner{n % 3}", request={"n": n}))[0].id for n in range(count)}
+    return {store.submit(Job(owner=f"owner{n % 3}", request={"n": n}))[0].id for n in range(count)}
 
 
 def wait_until_done(store):
@@ -89,6 +89,7 @@ def test_none_is_lost_and_none_is_done_twice(crew, database):
     assert len({job.worker for job in jobs}) > 1
 
 
+@pytest.mark.long
 def test_killed_workers_lose_no_job(crew, database):
     store = JobStore(database)
     ids = set()

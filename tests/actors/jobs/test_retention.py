@@ -1,5 +1,6 @@
 """Rows and files are removed together, also around crashes."""
 
+import dataclasses
 import time
 
 import pytest
@@ -7,15 +8,14 @@ from sqlalchemy import select
 
 from actors.jobs.errors import JobNotFound
 from actors.jobs.retention import Retention
-from actors.jobs.rows import Keeping
 from actors.jobs.store import JobStore
-from actors.jobs.tables import files
-from actors.jobs.values import Submission
-from actors.jobs.work import LeaseSettings, WorkQueue
-from actors.storage import open_storage
+from actors.jobs.tables import File, Job
+from actors.jobs.values import JobSettings
+from actors.jobs.work import WorkQueue
+from actors.storage.opening import open_storage
 
-ALWAYS = Keeping()
-AT_ONCE = Keeping(ended_s=0.0, abandoned_s=0.0)
+ALWAYS = JobSettings()
+AT_ONCE = JobSettings(ended_s=0.0, abandoned_s=0.0)
 HOUR = 3600.0
 
 
@@ -25,21 +25,21 @@ def storage(tmp_path):
 
 
 def recorded(database):
-    with database.read() as connection:
-        return set(connection.scalars(select(files.c.name)))
+    with database.read() as session:
+        return set(session.scalars(select(File.name)))
 
 
-def finished(database, storage, keeping=ALWAYS):
+def finished(database, storage, retention=ALWAYS):
     """A completed job with an input, a video, and a file that was announced and isn't a result."""
     Retention(database, storage, ALWAYS).reserve("inputs/a.png")
     storage.write("inputs/a.png", b"image")
-    JobStore(database).submit(Submission(owner="ann", request={}, input_image="inputs/a.png"))
-    work = WorkQueue(database, keeping=keeping)
-    lease = work.claim("w")
-    work.announce(lease, ["a/1/video.mp4", "a/1/draft.mp4"])
+    JobStore(database).submit(Job(owner="ann", request={}, input_image="inputs/a.png"))
+    work = WorkQueue(database, retention)
+    leased = work.claim("w")
+    work.announce(leased, ["a/1/video.mp4", "a/1/draft.mp4"])
     for name in ("a/1/video.mp4", "a/1/draft.mp4"):
         storage.write(name, b"video")
-    return work.complete(lease, {"video": "a/1/video.mp4"})
+    return work.complete(leased, {"video": "a/1/video.mp4"})
 
 
 def test_what_is_no_result_is_removed_and_the_rest_stays(database, storage):
@@ -75,29 +75,29 @@ def test_an_upload_that_became_no_job_is_removed(database, storage):
 
 
 def test_an_upload_that_may_still_become_one_stays(database, storage):
-    Retention(database, storage, Keeping(abandoned_s=HOUR)).reserve("inputs/b.png")
+    Retention(database, storage, JobSettings(abandoned_s=HOUR)).reserve("inputs/b.png")
     storage.write("inputs/b.png", b"image")
     assert Retention(database, storage).sweep() == (0, 0)
-    JobStore(database).submit(Submission(owner="ann", request={}, input_image="inputs/b.png"))
+    JobStore(database).submit(Job(owner="ann", request={}, input_image="inputs/b.png"))
     assert Retention(database, storage).sweep() == (0, 0)
     assert set(storage.list()) == {"inputs/b.png"}
 
 
 def test_what_a_lost_worker_wrote_is_removed_but_not_the_next_one_s(database, storage):
-    JobStore(database).submit(Submission(owner="ann", request={}))
-    lost = WorkQueue(database, LeaseSettings(lease_s=0.05), AT_ONCE)
+    JobStore(database).submit(Job(owner="ann", request={}))
+    lost = WorkQueue(database, dataclasses.replace(AT_ONCE, lease_s=0.05))
     late = lost.claim("late")
     lost.announce(late, ["a/1/video.mp4"])
     time.sleep(0.1)
-    lost.take_back()
+    lost.requeue_lost()
     work = WorkQueue(database)
-    lease = work.claim("next")
-    work.announce(lease, ["a/2/video.mp4"])
+    leased = work.claim("next")
+    work.announce(leased, ["a/2/video.mp4"])
     storage.write("a/1/video.mp4", b"half")
     storage.write("a/2/video.mp4", b"video")
     assert Retention(database, storage).sweep() == (0, 1)
     assert set(storage.list()) == {"a/2/video.mp4"}
-    assert work.complete(lease, {"video": "a/2/video.mp4"}).status == "completed"
+    assert work.complete(leased, {"video": "a/2/video.mp4"}).status == "completed"
     assert Retention(database, storage).sweep() == (0, 0)
 
 
@@ -112,10 +112,10 @@ def test_a_file_that_can_t_be_removed_holds_up_no_other(database, storage, tmp_p
 
 
 def test_more_than_one_batch(database, storage):
-    store, work = JobStore(database), WorkQueue(database, keeping=AT_ONCE)
+    store, work = JobStore(database), WorkQueue(database, AT_ONCE)
     for _ in range(105):
-        store.submit(Submission(owner="ann", request={}))
-    while lease := work.claim("w"):
-        work.complete(lease, {})
+        store.submit(Job(owner="ann", request={}))
+    while leased := work.claim("w"):
+        work.complete(leased, {})
     assert Retention(database, storage).sweep() == (105, 0)
     assert store.list().jobs == ()

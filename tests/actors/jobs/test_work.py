@@ -7,11 +7,11 @@ from sqlalchemy import update
 
 from actors.jobs.errors import LeaseLost
 from actors.jobs.store import JobStore
-from actors.jobs.tables import jobs
-from actors.jobs.values import Cost, Progress, Submission
-from actors.jobs.work import LeaseSettings, WorkQueue
+from actors.jobs.tables import Job
+from actors.jobs.values import JobSettings, Progress
+from actors.jobs.work import WorkQueue
 
-SHORT = LeaseSettings(lease_s=0.05, losses=3)
+SHORT = JobSettings(lease_s=0.05, losses=3)
 
 
 @pytest.fixture
@@ -25,40 +25,39 @@ def work(database):
 
 
 def ask(store, owner="ann", name="", **options):
-    return store.submit(Submission(owner=owner, request={"prompt": name}, **options))[0]
+    return store.submit(Job(owner=owner, request={"prompt": name}, **options))[0]
 
 
 def claimed(work):
     """The names of all waiting jobs in the order in which they are claimed."""
     names = []
-    while lease := work.claim("w"):
-        names.append(lease.job.request["prompt"])
+    while leased := work.claim("w"):
+        names.append(leased.request["prompt"])
     return names
 
 
 def test_nothing_to_do(work):
     assert work.claim("w") is None
-    assert work.take_back() == []
+    assert work.requeue_lost() == []
 
 
 def test_a_job_from_claim_to_completion(store, work):
     job = ask(store)
-    lease = work.claim("host-1")
-    assert lease.job.id == job.id
+    leased = work.claim("host-1")
+    assert leased.id == job.id
     running = store.get(job.id)
     assert (running.status, running.worker, running.attempts) == ("in_progress", "host-1", 1)
     assert running.started_at >= job.created_at
-    progress = Progress(stage="denoise_high", step=3, steps=40, percent=12.5)
-    cost = Cost().plus("encoder", 2.0, chips=8).plus("denoise_high", 1.5, chips=16).plus("encoder", 1.0, chips=8)
-    orders = work.heartbeat(lease, progress, cost)
-    assert orders.stop_code is None
-    assert orders.expires_at > lease.expires_at
+    leased.progress = progress = Progress(stage="denoise_high", step=3, steps=40, percent=12.5)
+    for stage, seconds, chips in (("encoder", 2.0, 8), ("denoise_high", 1.5, 16), ("encoder", 1.0, 8)):
+        leased.spend(stage, seconds, chips)
+    assert work.heartbeat(leased) is None
+    assert store.get(job.id).lease_expires_at > leased.lease_expires_at
     assert store.get(job.id).progress == progress
-    work.heartbeat(lease)  # without news, the last ones stay
-    assert store.get(job.id).progress == progress
-    assert store.get(job.id).cost == Cost(stage_seconds={"encoder": 3.0, "denoise_high": 1.5}, chip_seconds=48.0)
-    work.announce(lease, ["a/1/video.mp4", "a/1/thumbnail.webp"])
-    ended = work.complete(lease, {"video": "a/1/video.mp4", "thumbnail": "a/1/thumbnail.webp"}, cost)
+    assert store.get(job.id).stage_seconds == {"encoder": 3.0, "denoise_high": 1.5}
+    assert store.get(job.id).chip_seconds == 48.0
+    work.announce(leased, ["a/1/video.mp4", "a/1/thumbnail.webp"])
+    ended = work.complete(leased, {"video": "a/1/video.mp4", "thumbnail": "a/1/thumbnail.webp"})
     assert ended == store.get(job.id)
     assert (ended.status, ended.progress.percent, ended.stage_seconds["encoder"]) == ("completed", 100.0, 3.0)
     assert ended.results == {"video": "a/1/video.mp4", "thumbnail": "a/1/thumbnail.webp"}
@@ -66,20 +65,22 @@ def test_a_job_from_claim_to_completion(store, work):
 
 def test_a_job_that_fails_says_why(store, work):
     ask(store)
-    ended = work.fail(work.claim("w"), "unhealthy", "the video is NaN\x00", Cost(chip_seconds=5.0))
+    leased = work.claim("w")
+    leased.spend("denoise_high", 2.5, chips=2)
+    ended = work.fail(leased, "unhealthy", "the video is NaN\x00")
     assert (ended.status, ended.error_code, ended.error_message) == ("failed", "unhealthy", "the video is NaN")
     assert ended.chip_seconds == 5.0
 
 
 def test_only_what_was_announced_can_be_a_result(store, work):
     ask(store)
-    lease = work.claim("w")
+    leased = work.claim("w")
     with pytest.raises(ValueError, match="never announced: b"):
-        work.complete(lease, {"video": "b"})
-    assert store.get(lease.job.id).status == "in_progress"
+        work.complete(leased, {"video": "b"})
+    assert store.get(leased.id).status == "in_progress"
 
 
-def test_owners_take_turns_within_a_priority(store, work):
+def test_owners_are_served_round_robin_within_a_priority(store, work):
     for number in range(4):
         ask(store, "ann", f"a{number}")
     for number in range(2):
@@ -93,7 +94,7 @@ def test_only_what_is_more_urgent_is_claimed_when_that_is_asked_for(store, work)
     ask(store, name="as urgent", priority=2)
     assert work.claim("w", above=2) is None
     ask(store, name="urgent", priority=4)
-    assert work.claim("w", above=2).job.request["prompt"] == "urgent"
+    assert work.claim("w", above=2).request["prompt"] == "urgent"
     assert work.claim("w", above=2) is None
     assert claimed(work) == ["as urgent"]
 
@@ -108,7 +109,7 @@ def test_who_comes_later_doesn_t_wait_for_all_who_came_before(store, work):
     assert claimed(work) == ["a3", "b0", "a4", "b1", "a5"]
 
 
-def test_what_came_back_gives_nobody_else_an_early_turn(store, work):
+def test_what_came_back_gives_nobody_else_an_early_round(store, work):
     for number in range(4):
         ask(store, "ann", f"a{number}")
     first = work.claim("w")
@@ -123,9 +124,9 @@ def test_a_silent_worker_loses_its_job_to_the_next(store, database, work):
     ask(store)
     late = WorkQueue(database, SHORT).claim("late")
     time.sleep(0.1)
-    lease = work.claim("next")
-    assert lease.job.id == late.job.id
-    assert (lease.job.attempts, lease.job.losses) == (2, 1)
+    leased = work.claim("next")
+    assert leased.id == late.id
+    assert (leased.attempts, leased.losses) == (2, 1)
     for report in (
         lambda: work.heartbeat(late),
         lambda: work.announce(late, ["late"]),
@@ -135,19 +136,19 @@ def test_a_silent_worker_loses_its_job_to_the_next(store, database, work):
     ):
         with pytest.raises(LeaseLost, match="late"):
             report()
-    work.announce(lease, ["a/2/video.mp4"])
-    work.complete(lease, {"video": "a/2/video.mp4"})
-    assert store.get(lease.job.id).worker == "next"
+    work.announce(leased, ["a/2/video.mp4"])
+    work.complete(leased, {"video": "a/2/video.mp4"})
+    assert store.get(leased.id).worker == "next"
     with pytest.raises(LeaseLost):
-        work.complete(lease, {"video": "a/2/video.mp4"})  # once is enough
+        work.complete(leased, {"video": "a/2/video.mp4"})  # once is enough
 
 
 def test_a_late_heartbeat_is_in_time_while_nobody_took_the_job(store, database, work):
     ask(store)
-    lease = WorkQueue(database, SHORT).claim("w")
+    leased = WorkQueue(database, SHORT).claim("w")
     time.sleep(0.1)
-    work.heartbeat(lease)
-    assert work.take_back() == []
+    work.heartbeat(leased)
+    assert work.requeue_lost() == []
 
 
 def test_what_kills_every_worker_fails_in_the_end(store, database):
@@ -164,48 +165,50 @@ def test_what_kills_every_worker_fails_in_the_end(store, database):
 
 def test_giving_a_job_back_is_no_loss(store, database):
     job = ask(store)
-    work = WorkQueue(database, LeaseSettings(losses=1))
+    work = WorkQueue(database, JobSettings(losses=1))
     for _ in range(3):
-        work.release(work.claim("w"), Cost(chip_seconds=7.0))
+        leased = work.claim("w")
+        leased.spend("encoder", 7.0, chips=1)
+        work.release(leased)
     found = store.get(job.id)
-    assert (found.status, found.attempts, found.losses, found.chip_seconds) == ("queued", 3, 0, 7.0)
+    assert (found.status, found.attempts, found.losses, found.chip_seconds) == ("queued", 3, 0, 21.0)
     assert found.worker is None
 
 
 @pytest.mark.parametrize("way", ["complete", "fail", "release", "silence"])
 def test_a_running_job_that_was_cancelled_ends_as_cancelled(store, database, way):
     job = ask(store)
-    work = WorkQueue(database, SHORT if way == "silence" else LeaseSettings())
-    lease = work.claim("w")
-    work.announce(lease, ["a/1/video.mp4"])
+    work = WorkQueue(database, SHORT if way == "silence" else JobSettings())
+    leased = work.claim("w")
+    work.announce(leased, ["a/1/video.mp4"])
     flagged = store.cancel(job.id)
     assert (flagged.status, flagged.stop_code) == ("in_progress", "cancelled")
     assert store.cancel(job.id) == flagged
     if way == "silence":
         time.sleep(0.1)
-        assert work.take_back() == [job.id]
+        assert work.requeue_lost() == [job.id]
     else:
-        assert work.heartbeat(lease).stop_code == "cancelled"
+        assert work.heartbeat(leased) == "cancelled"
         arguments = {"complete": [{"video": "a/1/video.mp4"}], "fail": ["error", "broken"], "release": []}[way]
-        getattr(work, way)(lease, *arguments)
+        getattr(work, way)(leased, *arguments)
     ended = store.get(job.id)
     assert (ended.status, ended.error_code, ended.results) == ("failed", "cancelled", {})
-    assert store.counts().doomed_files == 1
+    assert store.counts().files_pending_deletion == 1
 
 
 def test_deadlines(store, database, work):
     waiting, running, later = (ask(store, deadline=time.time() + 1e6, priority=priority) for priority in (0, 1, 0))
-    lease = work.claim("w")
-    assert lease.job.id == running.id
+    leased = work.claim("w")
+    assert leased.id == running.id
     assert work.stop_overdue() == []
-    with database.write() as connection:  # time passes
-        connection.execute(update(jobs).where(jobs.c.id != later.id).values(deadline=time.time() - 1))
+    with database.write() as session:  # time passes
+        session.execute(update(Job).where(Job.id != later.id).values(deadline=time.time() - 1))
     assert set(work.stop_overdue()) == {waiting.id, running.id}
     assert work.stop_overdue() == []
     assert store.get(waiting.id).error_code == "deadline_exceeded"
-    assert work.heartbeat(lease).stop_code == "deadline_exceeded"
-    assert work.complete(lease, {}).error_code == "deadline_exceeded"
-    assert work.claim("w").job.id == later.id
+    assert work.heartbeat(leased) == "deadline_exceeded"
+    assert work.complete(leased, {}).error_code == "deadline_exceeded"
+    assert work.claim("w").id == later.id
 
 
 def test_a_job_that_is_past_its_deadline_is_not_begun(store, work):

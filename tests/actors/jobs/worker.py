@@ -11,28 +11,29 @@ from pathlib import Path
 
 from actors.jobs.database import Database
 from actors.jobs.errors import LeaseLost
-from actors.jobs.values import Progress
-from actors.jobs.work import LeaseSettings, WorkQueue
+from actors.jobs.values import JobSettings, Progress
+from actors.jobs.work import WorkQueue
 
 
 def main(address: str, name: str, folder: Path, lease_s: float) -> None:
-    work = WorkQueue(Database(address), LeaseSettings(lease_s=lease_s, losses=1000))
+    work = WorkQueue(Database(address), JobSettings(lease_s=lease_s, losses=1000))
     done = open(folder / f"{name}.done", "a", buffering=1)  # noqa: SIM115 (closed by whatever ends this process)
     print("ready", flush=True)
     while not (folder / "stop").exists():
-        lease = work.claim(name)
-        if lease is None:
+        leased = work.claim(name)
+        if leased is None:
             time.sleep(0.02)
             continue
-        result = f"{lease.job.id}/{lease.job.attempts}"
+        result = f"{leased.id}/{leased.attempts}"
         try:
-            work.announce(lease, [result])
-            work.heartbeat(lease, Progress(stage="denoise_high", step=1, steps=1, percent=50.0))
+            work.announce(leased, [result])
+            leased.progress = Progress(stage="denoise_high", step=1, steps=1, percent=50.0)
+            work.heartbeat(leased)
             time.sleep(0.005)  # a job takes time, in which others come to the database
-            work.complete(lease, {"video": result})
+            work.complete(leased, {"video": result})
         except LeaseLost:
             continue
-        done.write(lease.job.id + "\n")
+        done.write(leased.id + "\n")
 
 
 if __name__ == "__main__":

@@ -1,29 +1,31 @@
 """The whole service on an emulated cluster: HAProxy, ingress, worker, and a pipeline with a small model."""
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
 from openai import OpenAI
 
-from actors.api.deploying import deploy_service, take_down
-from actors.api.memory import Sizes
+from actors.api.deploy import deploy_service, take_down
 from actors.api.settings import ServiceSettings
 from actors.jobs.database import Database
 from actors.jobs.store import JobStore
-from actors.jobs.work import LeaseSettings
-from actors.settings import About, PipelineSettings
-from cluster import ray_nodes
+from actors.jobs.values import JobSettings
+from actors.observe.console import LiveConsole
+from actors.pipeline.spec import PipelineSpec
+from actors.slices.settings import PipelineSettings
 from cluster.connect import connect, leave
-from cluster.emulated import EmulatedCluster
+from cluster.emulation import ray_nodes
+from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.layout import Layout
 from tests.actors.on_slices.running import title
-from wan_tpu.expert import STAGES
+from tests.conftest import STAGES
+from wan_tpu.families import open_spec
 
 LAYOUT = Layout.parse(
     """
@@ -32,15 +34,15 @@ pools:
   all: {stages: [encoder, denoise_high, denoise_low, decoder], slice: v6e-1}
 """,
     "the service's layout",
-    STAGES,
 )
 
 
 class Online:
     """A service that runs: where, and its processes."""
 
-    def __init__(self, cluster, settings, about, address):
-        self.cluster, self.settings, self.about, self.address = cluster, settings, about, address
+    def __init__(self, cluster, settings, spec, port):
+        self.cluster, self.settings, self.spec, self.port = cluster, settings, spec, port
+        self.address = f"http://127.0.0.1:{port}"
 
     def client(self, **options):
         return OpenAI(base_url=f"{self.address}/v1", api_key="none", **options)
@@ -53,7 +55,7 @@ class Online:
     def counts(self):
         return JobStore(Database(self.settings.database)).counts().by_status
 
-    def told(self):
+    def logged(self):
         """Return the events that the service's processes have logged."""
         for log in Path(self.cluster.temp).glob("head/session_2*/logs/*.err"):
             for line in log.read_text(errors="replace").splitlines():
@@ -72,31 +74,17 @@ def free_port():
         return server.getsockname()[1]
 
 
-@pytest.fixture(scope="package")
-def online(checkpoint, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("service")
-    model = shutil.copytree(checkpoint("wan2.2-i2v-a14b"), folder / "small-wan")
-    about = About(
-        LAYOUT,
-        PipelineSettings(str(model), str(folder / "snapshots"), dtype="float32", snapshot_every=10),
-        lasting=True,
-    )
-    settings = ServiceSettings(
-        database=str(folder / "jobs.sqlite"),
-        storage=str(folder / "results"),
-        model="small-wan",
-        webhook_secret_file=str(folder / "secret"),
-        chips=dict.fromkeys(STAGES, 1),
-        room=Sizes(((64, 64, 17),)),
-        leases=LeaseSettings(lease_s=5.0),
-    )
+@contextlib.contextmanager
+def deployed(settings, spec, folder, **drain):
+    """Give a service on an emulated cluster of its own."""
     port = free_port()
-    with EmulatedCluster.start(LAYOUT.emulated_slices(), folder=folder / "cluster") as cluster:
+    with EmulatedCluster.start(emulated_slices(spec.layout), folder=folder / "cluster") as cluster:
         connect(cluster.address)
         try:
-            deploy_service(settings, about, host="127.0.0.1", port=port, tell=Told())
-            yield Online(cluster, settings, about, f"http://127.0.0.1:{port}")
-            take_down(about.settings.name)
+            with LiveConsole() as live:
+                deploy_service(settings, spec, host="127.0.0.1", port=port, tell=live.tell)
+            yield Online(cluster, settings, spec, port)
+            take_down(spec.settings.name, **drain)
         finally:
             for log in sorted(Path(cluster.temp).glob("*/session_latest/logs/*.err")):
                 text = log.read_text(errors="replace")
@@ -105,13 +93,24 @@ def online(checkpoint, tmp_path_factory):
             leave()
 
 
-class Told:
-    """Prints what is waited for, whenever it changes."""
-
-    def __init__(self):
-        self._last, self._start = "", time.monotonic()
-
-    def __call__(self, text):
-        if text != self._last:
-            print(f"{time.monotonic() - self._start:5.1f} s {text}")
-            self._last = text
+@pytest.fixture(scope="package")
+def online(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("service")
+    model = shutil.copytree(checkpoint("wan2.2-i2v-a14b"), folder / "small-wan")
+    spec = PipelineSpec(
+        LAYOUT,
+        PipelineSettings(str(model), str(folder / "snapshots"), dtype="float32", snapshot_every=10),
+        open_spec(model),
+        lasting=True,
+    )
+    settings = ServiceSettings(
+        database=str(folder / "jobs.sqlite"),
+        storage=str(folder / "results"),
+        model="small-wan",
+        webhook_secret_file=str(folder / "secret"),
+        chips=dict.fromkeys(STAGES, 1),
+        largest=((64, 64, 17),),
+        jobs=JobSettings(lease_s=5.0),
+    )
+    with deployed(settings, spec, folder) as made:
+        yield made

@@ -15,19 +15,16 @@ import httpx
 import pytest
 from ray import serve
 
-from actors import soak
-from actors.api.deploying import deploy_service, take_down
-from actors.api.replicas import names
+from actors.api.deploy import deploy_service
+from actors.api.deployments import names
 from actors.api.settings import ServiceSettings
-from actors.jobs.work import LeaseSettings
-from actors.settings import About
-from actors.simulated import simulated_video
-from cluster.connect import connect, leave
-from cluster.emulated import EmulatedCluster
-from cluster.gang import Timeouts
+from actors.jobs.values import JobSettings
+from cluster.gang.protocol import Timeouts
+from scripts.simulation import soak
+from scripts.simulation.simulated import simulated_video
 from tests.actors.api.serving import wait_for
-from tests.actors.on_service.conftest import Online, Told, free_port
-from wan_tpu.expert import STAGES
+from tests.actors.on_service.conftest import deployed
+from tests.conftest import STAGES
 from wan_tpu.request import GenerationRequest
 
 pytestmark = pytest.mark.long
@@ -50,30 +47,19 @@ KINDS = [*TITLES, "node", "application"]
 
 @pytest.fixture
 def online(tmp_path):
-    about = About(
-        soak.LAYOUT,
-        dataclasses.replace(
-            soak.settings(tmp_path, step_s=0.05), timeouts=Timeouts(place_s=10, heartbeat_s=12, grace_s=4)
-        ),
-        lasting=True,
-    )
+    spec = soak.soak_spec(tmp_path, step_s=0.05)
+    timeouts = Timeouts(place_s=10, heartbeat_s=12, grace_s=4)
+    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, timeouts=timeouts))
     settings = ServiceSettings(
         database=str(tmp_path / "jobs.sqlite"),
         storage=str(tmp_path / "results"),
         model="simulated",
         concurrency=6,
         chips=dict.fromkeys(STAGES, 1),
-        leases=LeaseSettings(lease_s=5.0, losses=1000),
+        jobs=JobSettings(lease_s=5.0, losses=1000),
     )
-    port = free_port()
-    with EmulatedCluster.start(soak.LAYOUT.emulated_slices(), folder=tmp_path / "cluster") as cluster:
-        connect(cluster.address)
-        try:
-            deploy_service(settings, about, host="127.0.0.1", port=port, tell=Told())
-            yield Online(cluster, settings, about, f"http://127.0.0.1:{port}")
-            take_down(about.settings.name, drain_s=5)
-        finally:
-            leave()
+    with deployed(settings, spec, tmp_path, drain_s=5) as made:
+        yield made
 
 
 class Client:
@@ -124,9 +110,9 @@ class Killer(threading.Thread):
     def kill(self, kind):
         online = self._online
         if kind == "application":
-            for name in names(online.about.settings.name):
+            for name in names(online.spec.settings.name):
                 serve.delete(name)
-            deploy_service(online.settings, online.about, host="127.0.0.1", port=int(online.address.split(":")[-1]))
+            deploy_service(online.settings, online.spec, host="127.0.0.1", port=online.port)
         elif kind == "node":
             slice_ = self._random.choice(online.cluster.slices)
             online.cluster.kill_host(slice_.name, 0)
@@ -164,6 +150,6 @@ def test_nothing_is_lost_and_nothing_done_twice(online):
         content = client.ask("GET", f"/v1/videos/{job}/content").content
         asked = GenerationRequest(prompt=fields["prompt"], seed=fields["seed"])
         assert content.rstrip(b"\0") == simulated_video(asked)
-    done = collections.Counter(event["job"] for event in online.told() if event["event"] == "completed")
+    done = collections.Counter(event["job"] for event in online.logged() if event["event"] == "completed")
     assert set(done) <= set(jobs) and max(done.values()) == 1
     assert sum(killer.killed.values()) >= min(8, JOBS // 15)

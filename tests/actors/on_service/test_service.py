@@ -8,12 +8,12 @@ import httpx
 import openai
 import pytest
 
-from actors.api.deploying import ServiceStartFailed, deploy_service
+from actors.api.deploy import ServiceStartFailed, deploy_service
 from actors.jobs.database import Database
 from actors.jobs.store import JobStore
 from tests.actors.api.serving import wait_for
 from tests.actors.api.test_openai_client import frames_of
-from tests.actors.on_service.conftest import Told, free_port
+from tests.actors.on_service.conftest import free_port
 from tests.conftest import PHOTO
 
 pytestmark = pytest.mark.long
@@ -28,8 +28,7 @@ def asked(steps, frames=9, **given):
 
 
 def create(client, steps, **given):
-    with PHOTO.open("rb") as photo:
-        return client.videos.create(input_reference=photo, **asked(steps, **given))
+    return client.videos.create(input_reference=PHOTO, **asked(steps, **given))
 
 
 def poll(client, made):
@@ -47,8 +46,7 @@ def undisturbed(online):
 
 def test_a_video_through_openai_s_client(online, undisturbed):
     with online.client() as client:
-        with PHOTO.open("rb") as photo:
-            made = client.videos.create_and_poll(input_reference=photo, **asked(STEPS))
+        made = client.videos.create_and_poll(input_reference=PHOTO, **asked(STEPS))
         assert (made.status, made.progress, made.size) == ("completed", 100, "64x64")
         assert set(made.stage_seconds) == {"encoder", "denoise_high", "denoise_low", "decoder"}
         video = client.videos.download_content(made.id).content
@@ -56,6 +54,7 @@ def test_a_video_through_openai_s_client(online, undisturbed):
         assert len(frames_of(video)) == 9 * 64 * 64
         assert client.videos.download_content(made.id, variant="thumbnail").content[8:12] == b"WEBP"
         assert made.id in [one.id for one in client.videos.list(limit=5)]
+        assert made.warnings == []
         assert client.videos.delete(made.id).deleted
         with pytest.raises(openai.NotFoundError):
             client.videos.retrieve(made.id)
@@ -71,9 +70,9 @@ def test_what_can_t_be_made_is_refused_at_once(online):
 
 @pytest.mark.parametrize(("host", "other_port"), [("127.0.0.2", False), ("127.0.0.1", True)])
 def test_another_address_than_the_proxy_s_is_refused_at_once(online, host, other_port):
-    port = int(online.address.rpartition(":")[2])
+    port = online.port
     with pytest.raises(ServiceStartFailed, match=rf"listens at 127\.0\.0\.1 port {port} .*--port {port}"):
-        deploy_service(online.settings, online.about, host=host, port=free_port() if other_port else port)
+        deploy_service(online.settings, online.spec, host=host, port=free_port() if other_port else port)
     assert httpx.get(f"{online.address}/health").status_code == 200
 
 
@@ -143,9 +142,7 @@ def test_a_rolling_update_loses_no_job_and_refuses_none(online):
         asking = threading.Thread(target=ask)
         asking.start()
         changed = dataclasses.replace(online.settings, queue_limit=999)
-        port = int(online.address.rpartition(":")[2])
-        deploy_service(changed, online.about, host="127.0.0.1", port=port, tell=Told())
-        print("deployed")
+        deploy_service(changed, online.spec, host="127.0.0.1", port=online.port)
         ends = [poll(client, job) for job in jobs]
         ended.set()
         asking.join()

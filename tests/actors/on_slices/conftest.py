@@ -1,10 +1,6 @@
 """One emulated cluster and one running pipeline for all tests of this folder."""
 
-import os
-import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,18 +9,19 @@ import pytest
 import ray
 import safetensors.numpy
 
-from actors.pipeline import Pipeline
-from actors.pools import deploy, shut_down
-from actors.settings import PipelineSettings
+from actors.pipeline.deployment import deploy, shut_down
+from actors.pipeline.driver import PipelineDriver
+from actors.pipeline.spec import PipelineSpec
+from actors.slices.settings import PipelineSettings
 from cluster.connect import connect, leave
-from cluster.emulated import EmulatedCluster
-from cluster.gang import Timeouts
+from cluster.emulation.cluster import EmulatedCluster, emulated_slices
+from cluster.gang.protocol import Timeouts
 from cluster.layout import Layout
-from tests.actors.on_slices.running import Running
+from tests.actors.on_slices.running import Running, in_one_process
 from tests.cluster.conftest import wait_for
 from tests.conftest import PHOTO, ROOT
 from wan_tpu import GenerationRequest
-from wan_tpu.expert import STAGES
+from wan_tpu.families import open_spec
 
 # The shipped layout of the demo, and one slice more that `high` may take.
 LAYOUT = ROOT / "cluster" / "layouts" / "emulated-demo.yaml"
@@ -49,7 +46,7 @@ def broken_checkpoint(checkpoint: Callable[[str], Path], tmp_path_factory: pytes
 def layout() -> Layout:
     text = LAYOUT.read_text()
     assert HIGH in text
-    return Layout.parse(text.replace(HIGH, f"{HIGH}    replicas: {{min: 1, max: 2}}\n"), "tests", STAGES)
+    return Layout.parse(text.replace(HIGH, f"{HIGH}    replicas: {{min: 1, max: 2}}\n"), "tests")
 
 
 @pytest.fixture(scope="package")
@@ -69,16 +66,21 @@ def settings(broken_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="package")
-def running(layout: Layout, settings: PipelineSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with EmulatedCluster.start(layout.emulated_slices(), folder=tmp_path_factory.mktemp("cluster")) as cluster:
+def spec(layout: Layout, settings: PipelineSettings) -> PipelineSpec:
+    return PipelineSpec(layout, settings, open_spec(settings.checkpoint), lasting=True)
+
+
+@pytest.fixture(scope="package")
+def running(spec: PipelineSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with EmulatedCluster.start(emulated_slices(spec.layout), folder=tmp_path_factory.mktemp("cluster")) as cluster:
         connect(cluster.address)
         try:
             chips = ray.available_resources()["TPU"]
-            deploy(layout, settings)
-            made = Running(cluster, layout, Pipeline(layout, settings))
+            deploy(spec)
+            made = Running(cluster, spec.layout, PipelineDriver(spec))
             yield made
             made.close()
-            shut_down(settings.name)
+            shut_down(spec.settings.name)
             wait_for(lambda: ray.available_resources().get("TPU") == chips, 20, "all chips are free")
             wait_for(lambda: not made.all_hosts(), 20, "no process of a host is left")
             wait_for(lambda: not any(map(made.leaders, ("encoder", "high", "low", "decoder"))), 20, "no leader")
@@ -96,28 +98,7 @@ def settled(running: Running) -> Iterator[None]:
 @pytest.fixture(scope="package")
 def reference(broken_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, np.ndarray]]:
     """Starts the same request in one process, beside the cluster; returns what waits for its results."""
-    folder = tmp_path_factory.mktemp("reference")
-    (folder / "request.pickle").write_bytes(pickle.dumps(REQUEST))
-    environment = os.environ | {
-        "NPROC": str(max(os.cpu_count() or 1, 2)),  # as cluster/host_actor.py sets it: sums are cut by it
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "JAX_PLATFORMS": "cpu",
-    }
-    command = [sys.executable, "-m", "tests.actors.on_slices.reference_worker", str(broken_checkpoint)]
-    command += [str(folder / "request.pickle"), str(folder / "made.npz")]
-    log = folder / "log"
-    with log.open("w") as out:
-        worker = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
-
-    def results() -> dict[str, np.ndarray]:
-        try:
-            assert worker.wait(240) == 0, log.read_text()[-3000:]
-        finally:
-            worker.kill()
-            worker.wait()
-        return dict(np.load(folder / "made.npz"))
-
-    return results
+    return in_one_process(broken_checkpoint, REQUEST, 2, tmp_path_factory.mktemp("reference"))
 
 
 @pytest.fixture(scope="package")

@@ -1,4 +1,4 @@
-"""What the pipeline on slices is compared with: the same request in one process, with the CPU devices of two hosts.
+"""What a pipeline on slices is compared with: the same request in one process, with the CPU devices of its hosts.
 
 usage: reference_worker.py CHECKPOINT REQUEST.pickle OUTPUT.npz
 """
@@ -15,34 +15,29 @@ from wan_tpu import load_pipeline
 from wan_tpu.data import Video
 
 checkpoint, asked, output = sys.argv[1:]
-assert len(jax.devices()) == 2
 request = pickle.loads(Path(asked).read_bytes())
 one = load_pipeline(checkpoint, "float32", (1, 1, 1))
-
-
-def made(pixels):
-    with tempfile.TemporaryDirectory() as folder:
-        return np.frombuffer(Video(pixels, request.fps or 16).save(Path(folder) / "video.mp4").read_bytes(), np.uint8)
-
-
-# On the meshes of the layout: one device for each stage, and for the low-noise expert both.
-two = load_pipeline(checkpoint, "float32")
 resolved = one.resolve(request)
-high, low = one.experts(resolved)
-conditioning = one.encode(resolved)
-state = one.denoise(resolved, conditioning, one.initial_state(resolved), stop=high.stop)
-state = two.denoise(resolved, conditioning, state)
-pixels = np.concatenate(list(one.decode(state.latents)))
+made = {}
 
-# On one device.
+
+def add(name, latents, pixels):
+    with tempfile.TemporaryDirectory() as folder:
+        mp4 = Video(pixels, resolved.fps).save(Path(folder) / "video.mp4").read_bytes()
+    made.update({f"latents_{name}": latents, f"pixels_{name}": pixels, f"mp4_{name}": np.frombuffer(mp4, np.uint8)})
+
+
+if len(jax.devices()) > 1:
+    # On the meshes of the layout: one device for each stage, and for the low-noise expert all.
+    every = load_pipeline(checkpoint, "float32")
+    made["mesh"] = str(every.runtime.mesh.shape)
+    high, low = one.experts(resolved)
+    conditioning = one.encode(resolved)
+    state = one.denoise(resolved, conditioning, one.initial_state(resolved), stop=high.stop)
+    state = every.denoise(resolved, conditioning, state)
+    add("on_meshes", state.latents, np.concatenate(list(one.decode(state.latents))))
+
 latents = []
-alone = one.generate(request, on_step=lambda event: latents.append(event.latents))
-np.savez(
-    output,
-    mp4=made(pixels),
-    latents=state.latents,
-    pixels=pixels,
-    latents_alone=latents[-1],
-    pixels_alone=alone.pixels,
-    mesh=str(two.runtime.mesh.shape),
-)
+video = one.generate(request, on_step=lambda event: latents.append(event.latents))
+add("alone", latents[-1], video.pixels)
+np.savez(output, **made)

@@ -2,21 +2,29 @@
 
 import asyncio
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
+import numpy as np
 import psutil
 import ray
 
-from actors.board import Board
-from actors.pipeline import Pipeline
-from actors.timeline import Span
-from cluster import ray_nodes
-from cluster.emulated import EmulatedCluster
+from actors.engine import GeneratedVideo
+from actors.observe.status_actor import StatusActor
+from actors.observe.timeline import Span
+from actors.pipeline.driver import PipelineDriver
+from cluster.emulation import ray_nodes
+from cluster.emulation.cluster import EmulatedCluster
 from cluster.inventory import SliceFound, slices_found
 from cluster.layout import Layout
+from tests.conftest import ROOT
 from wan_tpu import GenerationRequest
 
 SECONDS = 300  # that anything may take on a busy machine, a slice lost and built again included
@@ -29,8 +37,8 @@ class Made:
         self.id = id
         self.spans: list[Span] = []
         self.told = threading.Condition()
-        self.future: Future[bytes] = Future()
-        self.task: asyncio.Task[bytes] | None = None
+        self.future: Future[GeneratedVideo] = Future()
+        self.task: asyncio.Task[GeneratedVideo] | None = None
 
     def on_event(self, span: Span) -> None:
         with self.told:
@@ -54,7 +62,7 @@ class Made:
             return span
 
     def video(self, timeout_s: float = SECONDS) -> bytes:
-        return self.future.result(timeout_s)
+        return self.future.result(timeout_s).mp4
 
     def cancel(self) -> None:
         assert self.task is not None
@@ -64,19 +72,27 @@ class Made:
 class Running:
     """The pipeline, in an event loop of its own."""
 
-    def __init__(self, cluster: EmulatedCluster, layout: Layout, pipeline: Pipeline) -> None:
+    def __init__(self, cluster: EmulatedCluster, layout: Layout, pipeline: PipelineDriver) -> None:
         self.cluster, self.layout, self.pipeline = cluster, layout, pipeline
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
-    def start(self, id: str, request: GenerationRequest, pipeline: Pipeline | None = None) -> Made:  # noqa: A002
+    def start(
+        self,
+        id: str,  # noqa: A002
+        request: GenerationRequest,
+        pipeline: PipelineDriver | None = None,
+        priority: int = 0,
+    ) -> Made:
         made = Made(id)
 
         async def run() -> None:
             made.task = asyncio.current_task()
             try:
-                video = await (pipeline or self.pipeline).generate(request, id=id, on_event=made.on_event)
+                video = await (pipeline or self.pipeline).generate(
+                    request, id=id, on_event=made.on_event, priority=priority
+                )
             except BaseException as error:
                 made.future.set_exception(error)
             else:
@@ -91,7 +107,7 @@ class Running:
         """Call a replica of a pool."""
 
         async def run() -> object:
-            handle = self.pipeline._handles[pool].options(stream=False)
+            handle = self.pipeline._connection._handles[pool]
             return await getattr(handle, method).remote(*args)
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(SECONDS)
@@ -147,8 +163,8 @@ class Running:
         wanted = sum(len(s.hosts) for s in found if s.holder)
         if len(self.all_hosts()) != wanted:
             return f"{len(self.all_hosts())} processes of hosts, not {wanted}: {[title(p) for p in self.all_hosts()]}"
-        seen = Board.connect(self.pipeline.settings.name).seen()
-        idle = sum(replica.doing == "idle" for replica in seen.replicas.values())
+        seen = StatusActor.connect(self.pipeline.spec.settings.name).seen()
+        idle = sum(replica.activity == "idle" for replica in seen.replicas.values())
         if idle < len(holders):
             return f"{idle} of {len(holders)} replicas are ready: {seen.replicas}"
         return None
@@ -169,3 +185,30 @@ def title(process: psutil.Process) -> str:
 
 def kill(process: psutil.Process) -> None:
     os.kill(process.pid, signal.SIGKILL)
+
+
+def in_one_process(
+    checkpoint: Path, request: GenerationRequest, devices: int, folder: Path
+) -> Callable[[], dict[str, np.ndarray]]:
+    """Start the request in one process with so many CPU devices; return what waits for its results."""
+    (folder / "request.pickle").write_bytes(pickle.dumps(request))
+    environment = os.environ | {
+        "NPROC": str(max(os.cpu_count() or 1, 2)),  # as cluster/gang/host_actor.py sets it: sums are cut by it
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    command = [sys.executable, "-m", "tests.actors.on_slices.reference_worker", str(checkpoint)]
+    command += [str(folder / "request.pickle"), str(folder / "made.npz")]
+    log = folder / "log"
+    with log.open("w") as out:
+        worker = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+
+    def results() -> dict[str, np.ndarray]:
+        try:
+            assert worker.wait(SECONDS) == 0, log.read_text()[-3000:]
+        finally:
+            worker.kill()
+            worker.wait()
+        return dict(np.load(folder / "made.npz"))
+
+    return results

@@ -12,10 +12,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import ray
 
-from actors.embedding_cache import NAMESPACE
-from actors.snapshots import Snapshots
+from actors.slices.snapshots import Snapshots
 from tests.actors.on_slices.conftest import REQUEST
 from tests.actors.on_slices.running import kill, title
 from tests.cluster.conftest import drain, wait_for
@@ -25,6 +23,7 @@ pytestmark = pytest.mark.long
 
 HIGH, ALL = 72, 200  # steps
 EVERY = 20  # steps from snapshot to snapshot
+LONG = replace(REQUEST, height=128, width=128, steps=1000)  # 360 of them with the high expert
 
 
 def check(made, video, *, again=(0, 0)):
@@ -79,27 +78,23 @@ def test_a_killed_replica(running, undisturbed):
 
 
 def test_lost_objects(running, undisturbed):
-    """What one stage has made for the next dies with its owner: the encoder's leader, and the cache of embeddings."""
+    """What one stage has made for the next dies with the encoder's leader and with the store of references."""
     made = running.start("objects", REQUEST)
-    made.wait_for("denoise_high", 20)
-    cache = ray.get_actor(f"{running.pipeline.settings.name}-embeddings", namespace=NAMESPACE)
-    pid = next(p.pid for p in running.processes() if "_CacheActor" in title(p))
-    os.kill(pid, signal.SIGKILL)
+    made.wait_for("denoise_high", 5)
     [leader] = running.leaders("encoder")
-    kill(leader)
-    check(made, undisturbed)
-    assert sum(span.stage == "encoder" and span.what == "compute" for span in made.spans) >= 2 * 2
-    assert ray.get(cache.stats.remote(), timeout=30).entries > 0  # it lives again, and is used again
+    for process in (leader, *(p for p in running.processes() if "_RefStoreActor" in title(p))):
+        kill(process)
+    check(made, undisturbed, again=(0, EVERY))
+    assert sum(span.stage == "encoder" and span.what == "compute" for span in made.spans) > 3  # prompts and image
 
 
 def test_a_drained_slice_hands_its_work_over(running):
-    long = replace(REQUEST, steps=3 * ALL)
-    whole = running.start("whole", long)
+    whole = running.start("whole", LONG)
     expected = whole.video()
-    made = running.start("drained", long)
+    made = running.start("drained", LONG)
     made.wait_for("denoise_high", 1)
     [found] = running.slices("high")
-    drain(running.cluster, found.hosts[0].node_id, 6)
+    drain(running.cluster, found.hosts[0].node_id, 3)
     assert made.video() == expected
     assert made.steps("denoise_high") == whole.steps("denoise_high")  # no step ran twice
     slices = {span.slice for span in made.spans if span.stage == "denoise_high"}
@@ -111,8 +106,7 @@ def test_a_drained_slice_hands_its_work_over(running):
 
 
 def test_a_pool_grows_under_load_and_shrinks_after(running):
-    long = replace(REQUEST, steps=5 * ALL)  # else they would wait for the low expert, which is slower
-    made = [running.start(f"many{i}", long) for i in range(16)]
+    made = [running.start(f"many{i}", LONG) for i in range(16)]
     wait_for(lambda: len(running.slices("high")) == 2, 90, "a second slice")
     wait_for(
         lambda: len({s.slice for one in made for s in one.spans if s.stage == "denoise_high"}) == 2, 90, "it works"
@@ -124,19 +118,19 @@ def test_a_pool_grows_under_load_and_shrinks_after(running):
         made[-1].video()
 
 
-def driver_command(running, layout, settings, folder, steps, ids):
+def driver_command(running, spec, folder, steps, ids):
     """Return the command of a batch in a process of its own."""
-    (folder / "told.pickle").write_bytes(pickle.dumps((layout, settings)))
+    (folder / "told.pickle").write_bytes(pickle.dumps(spec))
     line = {"prompt": REQUEST.prompt, "height": 64, "width": 64, "frames": 9, "steps": steps, "image": str(PHOTO)}
     (folder / "manifest.jsonl").write_text("".join(json.dumps(line | {"id": i}) + "\n" for i in ids))
     command = [sys.executable, "-m", "tests.actors.on_slices.batch_driver", running.cluster.address]
     return command + [str(folder / name) for name in ("told.pickle", "manifest.jsonl", "out")]
 
 
-def test_a_killed_driver(running, undisturbed, layout, settings, tmp_path):
+def test_a_killed_driver(running, undisturbed, spec, tmp_path):
     """Run again it makes what is missing, from where it was; meanwhile the slices may still work for the first one."""
-    command = driver_command(running, layout, settings, tmp_path, ALL, ("cat", "dog"))
-    snapshots = Snapshots(settings.snapshots)
+    command = driver_command(running, spec, tmp_path, ALL, ("cat", "dog"))
+    snapshots = Snapshots(spec.settings.snapshots)
     with subprocess.Popen(command, cwd=ROOT) as driver:
         wait_for(lambda: snapshots.names("cat") or snapshots.names("dog"), 60, "a snapshot")
         driver.kill()
@@ -151,9 +145,9 @@ def test_a_killed_driver(running, undisturbed, layout, settings, tmp_path):
     assert not snapshots.names("cat")
 
 
-def test_a_killed_driver_s_slices_are_soon_free(running, layout, settings, tmp_path):
-    command = driver_command(running, layout, settings, tmp_path, 5 * ALL, ("long",))
-    snapshots = Snapshots(settings.snapshots)
+def test_a_killed_driver_s_slices_are_soon_free(running, spec, tmp_path):
+    command = driver_command(running, spec, tmp_path, 5 * ALL, ("long",))
+    snapshots = Snapshots(spec.settings.snapshots)
     with subprocess.Popen(command, cwd=ROOT) as driver:
         wait_for(lambda: snapshots.names("long"), 60, "a snapshot")
         driver.kill()

@@ -1,0 +1,172 @@
+"""Bring a service up on a cluster, and take it down."""
+
+import logging
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve import context
+from ray.serve.config import HTTPOptions, ProxyLocation
+
+from actors.api.deployments import DRAIN_S, QUIET, ingress_application, names, worker_application
+from actors.api.outbound.webhook import read_secret
+from actors.api.settings import ServiceSettings
+from actors.errors import PipelineError, PipelineExists
+from actors.jobs.keys import list_keys
+from actors.jobs.store import open_database
+from actors.pipeline.deployment import POLL_S, Tell, about, deploy, running, shut_down
+from actors.pipeline.spec import PipelineSpec
+from actors.storage.opening import open_storage
+from cluster.connect import is_loopback
+from wan_tpu.errors import InvalidInput
+
+_ANSWERS_S = 60.0  # until the first answer over HTTP
+
+
+class ServiceStartFailed(PipelineError):
+    """The service can't be started; the message says why."""
+
+
+def start_http(host: str, port: int) -> None:
+    """Have Ray Serve listen there, with a proxy on the head node; before any application.
+
+    A Serve that listens elsewhere, or nowhere, keeps to that for as long as it runs: it is shut down where it has no
+    application. Raises `ServiceStartFailed` where it has one.
+    """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    client = _serve()
+    if client is not None and (found := _listens_at(client)) != (host, port):
+        applications = sorted(serve.status().applications)
+        if applications:
+            raise ServiceStartFailed(_taken(found, (host, port), applications))
+        serve.shutdown()
+    serve.start(
+        proxy_location=ProxyLocation.HeadOnly,
+        http_options=HTTPOptions(host=host, port=port),
+        logging_config=QUIET,
+    )
+    if (found := _listens_at(_serve())) != (host, port):  # another process has started it at the same moment
+        raise ServiceStartFailed(_taken(found, (host, port), sorted(serve.status().applications)))
+
+
+def deploy_service(
+    settings: ServiceSettings,
+    spec: PipelineSpec,
+    *,
+    host: str,
+    port: int,
+    ingresses: int = 1,
+    tell: Tell = lambda text: None,
+) -> None:
+    """Start pipeline, worker and ingress, and return when the service answers. What runs already is updated.
+
+    Raises `InvalidInput` where database, storage or secret can't be used, or the host is public and there are no keys;
+    `PipelineStartFailed`, `PipelineExists`, `ServiceStartFailed`. Nothing that this has started is left then.
+    """
+    prepare(settings, host)
+    start_http(host, port)
+    name = spec.settings.name
+    before = set(serve.status().applications)
+    ours = not running(name)
+    if ours:
+        deploy(spec, tell=tell)
+    elif (found := about(name)) is None or not found.same_as(spec):
+        raise PipelineExists(
+            f"another pipeline {name!r} runs on this cluster, with another layout, model or settings; take it down "
+            "(wan-tpu serve --down), or choose another --name"
+        )
+    try:
+        tell("starting the service")
+        ingress, worker = names(name)
+        answers = ingress_application(settings, spec, replicas=ingresses)
+        try:
+            serve.run_many(
+                [
+                    serve.RunTarget(worker_application(settings, spec), name=worker, route_prefix=None),
+                    serve.RunTarget(answers, name=ingress, route_prefix="/"),
+                ]
+            )
+        except (RuntimeError, TimeoutError) as error:  # Serve's: an application, or its proxy, doesn't come up
+            raise ServiceStartFailed(f"the service can't be started: {error}") from None
+        _wait_until_answers(host, port)
+    except BaseException:
+        if not before & set(names(name)):
+            take_down(name, pipeline=ours, drain_s=0)
+        raise
+
+
+def prepare(settings: ServiceSettings, host: str) -> None:
+    """See that database, storage and secret can be used from here; make them where they are missing.
+
+    Raises `InvalidInput` where one can't be, or the host lets others than this machine in and there are no API keys.
+    """
+    database = open_database(settings.database)
+    if not is_loopback(f"{host}:0") and not list_keys(database):
+        raise InvalidInput(
+            f"--host {host} lets others than this machine in, and {database} has no API keys; make one (wan-tpu keys "
+            "add NAME --database ...), or listen on 127.0.0.1"
+        )
+    database.close()
+    open_storage(settings.storage).probe()
+    if settings.webhook_secret_file is not None:
+        read_secret(Path(settings.webhook_secret_file), make=True)
+
+
+def take_down(name: str, *, pipeline: bool = True, drain_s: float = DRAIN_S) -> None:
+    """End ingress and worker, whose jobs wait for the next one; and the pipeline, if wanted."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    _serve()
+    for found in sorted(set(names(name)) & set(serve.status().applications)):
+        serve.delete(found)
+    if pipeline and running(name):
+        shut_down(name, drain_s=drain_s)
+
+
+def _wait_until_answers(host: str, port: int) -> None:
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    address = f"http://{f'[{near}]' if ':' in near else near}:{port}/health"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
+    until, reason = time.monotonic() + _ANSWERS_S, ""
+    while time.monotonic() < until:
+        try:
+            request = urllib.request.Request(address, headers={"Host": f"localhost:{port}"})
+            with opener.open(request, timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError as error:
+            reason = str(error)
+        time.sleep(POLL_S)
+    raise ServiceStartFailed(
+        f"nothing answers at {address} ({reason}); is the port taken, or does Ray Serve of this cluster listen on "
+        "another one already?"
+    )
+
+
+def _serve() -> Any:
+    """Return Serve's client for the cluster, None where Serve doesn't run; its public calls use the same one then."""
+    context._check_cached_client_alive()  # forgets a Serve that another process has shut down
+    return context._get_global_client(raise_if_no_controller_running=False)
+
+
+def _listens_at(client: Any) -> tuple[str, int] | None:
+    """Return the host and port of Serve's proxy, None where Serve runs without HTTP."""
+    if client.get_serve_details()["proxy_location"] == ProxyLocation.Disabled:
+        return None
+    return client.http_config.host, client.http_config.port
+
+
+def _taken(found: tuple[str, int] | None, wanted: tuple[str, int], applications: Sequence[str]) -> str:
+    """Return why a service can't be at the wanted host and port, and what to do."""
+    if found is None:
+        does, remedy = "runs without HTTP, as wan-tpu pipeline up starts it,", "and have wan-tpu serve bring it up"
+    else:
+        host, port = found
+        does, remedy = f"listens at {host} port {port}", f"or ask for --host {host} --port {port}"
+    return (
+        f"Ray Serve of this cluster {does} until nothing runs on it any more ({', '.join(applications)}), so no "
+        f"service can be at {wanted[0]} port {wanted[1]}; take down what runs (wan-tpu serve --down, wan-tpu pipeline "
+        f"down), {remedy}"
+    )

@@ -1,0 +1,122 @@
+"""The HTTP application: OpenAI's videos API, models, health, figures and a page for people."""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncIterator
+from importlib.resources import files
+
+from fastapi import APIRouter, FastAPI, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi_offline import FastAPIOffline
+
+from actors.api.http.error_answers import HANDLERS, HttpError
+from actors.api.http.middleware import Middleware
+from actors.api.http.objects import Model, ModelList, model
+from actors.api.http.service import Service
+from actors.api.http.videos import POLL_AFTER, Owner, Served, errors, router
+from actors.api.metrics import CONTENT_TYPE
+
+_STARTED = int(time.time())
+
+rest = APIRouter()
+
+
+def make_app(service: Service) -> FastAPI:
+    """Return the application over an opened service, which it closes at its end."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        current = asyncio.create_task(service.stay_current())
+        try:
+            yield
+        finally:
+            current.cancel()
+            service.database.close()
+
+    app = FastAPIOffline(  # its page of the API asks no other server for its script
+        title="wan-tpu",
+        description="Video generation. OpenAI's videos API, and some fields and routes more.",
+        version="1",
+        lifespan=lifespan,
+        redoc_url=None,
+        exception_handlers=HANDLERS,
+    )
+    app.state.service = service
+    app.include_router(router)
+    app.include_router(rest)
+    settings = service.settings
+    if settings.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "Idempotency-Key"],
+            expose_headers=[POLL_AFTER, "Retry-After"],
+        )
+    app.add_middleware(Middleware, service=service)
+    described = app.openapi()
+    for path in described["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)  # FastAPI's own; such requests are answered with 400 here
+    return app
+
+
+@rest.get("/v1/models", tags=["models"], responses=errors())
+async def list_models(service: Served, owner: Owner) -> ModelList:
+    """List what can be asked for, with its tasks, stages, defaults and limits."""
+    return ModelList(data=[_model(service)])
+
+
+@rest.get("/v1/models/{name:path}", tags=["models"], responses=errors(404))
+async def retrieve_model(service: Served, name: str, owner: Owner) -> Model:
+    """Return one model."""
+    if name != service.settings.model:
+        raise HttpError(404, f"there is no model {name[:80]!r}; GET /v1/models lists them", code="model_not_found")
+    return _model(service)
+
+
+@rest.get("/health", tags=["service"], responses=errors())
+async def health() -> JSONResponse:
+    """Say that this process answers."""
+    return JSONResponse({"status": "ok"})
+
+
+@rest.get("/ready", tags=["service"], responses=errors())
+async def ready(service: Served) -> JSONResponse:
+    """Say that jobs can be accepted: database and storage can be used. 503 where not."""
+    workers = await asyncio.to_thread(service.workers_now)
+    return JSONResponse({"status": "ok", "workers": workers})
+
+
+@rest.get(
+    "/metrics", tags=["service"], response_class=Response, responses=errors() | {200: {"content": {CONTENT_TYPE: {}}}}
+)
+async def metrics(service: Served) -> Response:
+    """Return the figures of all processes for Prometheus. They name no job and no prompt."""
+    return Response(await asyncio.to_thread(service.metrics_now), media_type=CONTENT_TYPE)
+
+
+@rest.get("/", include_in_schema=False)
+async def page() -> HTMLResponse:
+    """Return the page for people."""
+    text = (files("actors.api.http") / "page.html").read_text()
+    return HTMLResponse(text, headers={"Cache-Control": "no-cache", "Content-Security-Policy": _policy(text)})
+
+
+def _policy(text: str) -> str:
+    """Return a policy under which this page's own script runs, nothing else does, and nothing is asked elsewhere."""
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    known = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{known}'; style-src 'unsafe-inline'; connect-src 'self'; "
+        "img-src 'self' blob: data:; media-src 'self' blob:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+
+
+def _model(service: Service) -> Model:
+    return model(service.settings.model, _STARTED, service.spec, service.settings.largest)

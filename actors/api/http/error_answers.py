@@ -1,0 +1,83 @@
+"""What goes wrong, as answers: OpenAI's error body, and a status by the type of the error."""
+
+import logging
+from collections.abc import Mapping
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from actors.api.http.objects import PARAMS, error_body
+from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, StoreUnavailable
+from actors.observe.logs import log_event
+from actors.storage.base import StorageError
+from wan_tpu.errors import InvalidInput, InvalidRequest
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 5  # after which a service that can't answer now may be asked again
+
+
+class HttpError(Exception):
+    """An answer that isn't a success, for what has no exception of its own."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, headers or {}
+
+
+def answer(error: Exception) -> Response:
+    """Return the answer to an error."""
+    message, headers = str(error), {}
+    code: str | None
+    status, code, param = 500, "internal_error", None
+    match error:
+        case HttpError():
+            status, code, param, headers = error.status, error.code, error.param, dict(error.headers)
+        case JobNotFound():
+            status, code = 404, "video_not_found"
+        case IdempotencyConflict():
+            status, code = 409, "idempotency_conflict"
+        case JobUnfinished():
+            status, code = 409, "video_in_progress"
+        case StoreUnavailable() | StorageError():
+            status, code, headers["Retry-After"] = 503, "unavailable", str(_AGAIN_S)
+            log_event(log, "unavailable", logging.WARNING, reason=message)
+            message = "the service can't reach its database or storage now; try again"  # addresses are the operator's
+        case JobError():
+            status, code = 409, "conflict"
+        case InvalidRequest():
+            status, code = 400, "invalid_value"
+            param = "size" if error.field in ("height", "width") else PARAMS.get(error.field or "", error.field)
+            if error.field in PARAMS:  # the message has the field's other name
+                message = f"{param}: {message}"
+        case InvalidInput():
+            status, code = 400, "invalid_value"
+        case RequestValidationError():
+            first = error.errors()[0]
+            param = ".".join(str(part) for part in first["loc"][1:])[:80] or None
+            status, code, message = 400, "invalid_value", f"{param}: {first['msg']}"
+        case HTTPException():
+            status, code, message = error.status_code, None, str(error.detail)
+            headers |= dict(error.headers or {})
+        case _:
+            message = "the service failed; its log says why"
+            log.error("failed", exc_info=error)
+    body = error_body(status, message, code=code, param=param)
+    return Response(body.model_dump_json(), status, headers, "application/json")
+
+
+async def _handle(_: Request, error: Exception) -> Response:
+    return answer(error)
+
+
+# Of the errors that are raised on purpose; `Middleware` sees to all others.
+HANDLERS = dict.fromkeys((HttpError, JobError, InvalidInput, RequestValidationError, HTTPException), _handle)

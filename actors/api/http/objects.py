@@ -1,0 +1,293 @@
+"""What the API takes and returns, in the form of OpenAI's videos API: the video, the list, the error, the request.
+
+Sizes are "WIDTHxHEIGHT", as OpenAI writes them (the command line writes HEIGHT*WIDTH). Times are Unix seconds.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field
+
+from actors.api.sizes import Size
+from actors.jobs.tables import Job
+from actors.jobs.values import Status
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.request import FRAME_STRIDE, LIMITS, SIZE_MULTIPLE, GenerationRequest, nearest_multiple
+from wan_tpu.spec import ModelSpec
+
+Variant = Literal["video", "thumbnail", "spritesheet"]
+_SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
+_SECONDS = re.compile(r"[0-9]{1,4}(\.[0-9]{1,6})?", re.ASCII)
+_MAX_PROMPT = 32_000  # characters, as OpenAI's
+# Fields of `wan_tpu.request` by their names here.
+PARAMS = {"frames": "num_frames", "steps": "num_inference_steps", "image": "input_reference"}
+# Fields of a video that a job, and a request, have by the same name.
+_OF_JOB = ("id", "status", "priority", "attempts", "warnings", "stage_seconds", "chip_seconds")
+_SETTINGS = ("prompt", "negative_prompt", "fps", "guidance_scale", "guidance_scale_2", "shift")
+_OF_REQUEST = (*_SETTINGS, "model", "seed", "num_frames", "num_inference_steps", "solver")
+
+
+def _limited(name: str, description: str | None = None) -> Any:
+    """Return a field that may be left out, with the limits of the request's own."""
+    lowest, highest = LIMITS[name]
+    return Field(default=None, ge=lowest, le=highest, description=description)
+
+
+class _Object(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ImageReference(_Object):
+    """An image that is fetched, or that is in the URL itself."""
+
+    image_url: str = Field(min_length=1, description="an https:// URL, or a data: URL with the image in base64")
+
+
+class CreateVideo(_Object):
+    """A video to be made. `prompt`, `model`, `seconds`, `size` and `input_reference` are OpenAI's; others are ours.
+
+    What is left open takes the model's published settings.
+    """
+
+    prompt: str = Field(min_length=1, max_length=_MAX_PROMPT, description="what is seen")
+    model: str | None = Field(default=None, max_length=200, description="as GET /v1/models names it")
+    seconds: str | None = Field(default=None, description="length of the clip; rounded to whole latent frames")
+    size: str | None = Field(default=None, description="WIDTHxHEIGHT in pixels", examples=["1280x720"])
+    input_reference: ImageReference | None = Field(default=None, description="the first frame")
+    negative_prompt: str | None = Field(default=None, max_length=_MAX_PROMPT, description="what to steer away from")
+    num_inference_steps: int | None = _limited("steps")
+    guidance_scale: float | None = _limited("guidance_scale", "of the high-noise expert, or of the only one")
+    guidance_scale_2: float | None = _limited("guidance_scale_2", "of the low-noise expert")
+    shift: float | None = _limited("shift", "timestep shift of the flow schedule")
+    seed: int | None = _limited("seed", "of the noise; random when left out")
+    num_frames: int | None = _limited("frames", f"{FRAME_STRIDE}n + 1; instead of seconds")
+    fps: float | None = _limited("fps")
+    solver: Literal["unipc", "euler"] | None = None
+    webhook_url: str | None = Field(default=None, max_length=2000, description="called when the video has ended")
+    priority: int = Field(default=0, ge=-100, le=100, description="higher is earlier")
+    deadline: float | None = Field(default=None, gt=0, le=1e11, description="the video fails if it isn't done by then")
+
+
+class VideoError(_Object):
+    """Why a video failed."""
+
+    code: str
+    message: str
+
+
+class Video(_Object):
+    """OpenAI's video object. What stands after `expires_at` is ours."""
+
+    id: str
+    object: Literal["video"] = "video"
+    model: str
+    status: Status
+    progress: int = Field(ge=0, le=100)
+    created_at: int
+    completed_at: int | None
+    expires_at: int | None
+    prompt: str
+    size: str
+    seconds: str
+    remixed_from_video_id: None = None
+    error: VideoError | None
+    priority: int
+    seed: int
+    num_frames: int
+    fps: float
+    stage: str | None = None
+    step: int | None = None
+    num_inference_steps: int
+    negative_prompt: str
+    guidance_scale: float
+    guidance_scale_2: float
+    shift: float
+    solver: str
+    input_size: str | None
+    queue_position: int | None = None
+    eta_seconds: float | None = None
+    attempts: int
+    warnings: list[str]
+    stage_seconds: dict[str, float]
+    chip_seconds: float
+
+
+class Limits(_Object):
+    """The lowest and the highest value of a field."""
+
+    minimum: float
+    maximum: float
+
+
+class Model(_Object):
+    """What a model makes, and how: OpenAI's model object, and what stands after `owned_by` is ours.
+
+    tasks     "t2v": videos of a text, "i2v": of an image and a text
+    stages    that a video passes, in order
+    defaults  of fields of a request that are left open
+    limits    of fields that are numbers
+    largest   the largest sizes that the slices have memory for; anything if None
+    """
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["wan-tpu"] = "wan-tpu"
+    tasks: list[str]
+    stages: list[str]
+    defaults: dict[str, float | str]
+    limits: dict[str, Limits]
+    size_multiple: int
+    frame_stride: int
+    largest: list[dict[str, int | str]] | None
+
+
+class ModelList(_Object):
+    """All models: there is one."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class VideoList(_Object):
+    """A page of a list, as OpenAI's clients walk through it: `after` of the next is `last_id`."""
+
+    object: Literal["list"] = "list"
+    data: list[Video]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class VideoDeleted(_Object):
+    """A video and its files are gone."""
+
+    id: str
+    object: Literal["video.deleted"] = "video.deleted"
+    deleted: Literal[True] = True
+
+
+class ErrorDetail(_Object):
+    """What went wrong: `type` is OpenAI's class of error, `code` says which, `param` where."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(_Object):
+    """The body of every answer that isn't a success."""
+
+    error: ErrorDetail
+
+
+def video(job: Job, eta_s: float | None = None) -> Video:
+    """Return a job as OpenAI's video object. Its request is resolved, with the model's name."""
+    asked = {PARAMS.get(name, name): value for name, value in job.request.items()}
+    running = job.progress if job.status == "in_progress" else None
+    return Video(
+        **{name: getattr(job, name) for name in _OF_JOB},
+        **{name: asked[name] for name in _OF_REQUEST},
+        progress=_percent(job),
+        created_at=int(job.created_at),
+        completed_at=int(job.ended_at) if job.ended_at is not None and job.status == "completed" else None,
+        expires_at=int(job.expires_at) if job.expires_at is not None else None,
+        size=f"{asked['width']}x{asked['height']}",
+        seconds=seconds_text(asked["num_frames"] / asked["fps"]),
+        error=VideoError(code=job.error_code, message=job.error_message or "") if job.error_code is not None else None,
+        stage=running.stage if running else None,
+        step=running.step if running else None,
+        input_size=asked["input_reference"],
+        queue_position=job.position,
+        eta_seconds=None if eta_s is None else round(eta_s, 1),
+    )
+
+
+def model(name: str, created: int, spec: ModelSpec, largest: Sequence[Size]) -> Model:
+    """Return a model as the API shows it."""
+    defaults = dataclasses.asdict(spec.defaults)
+    height, width = defaults.pop("height"), defaults.pop("width")
+    return Model(
+        id=name,
+        created=created,
+        tasks=list(spec.tasks),
+        stages=list(spec.stages),
+        defaults={"size": f"{width}x{height}"} | {PARAMS.get(field, field): value for field, value in defaults.items()},
+        limits={PARAMS.get(name, name): Limits(minimum=low, maximum=high) for name, (low, high) in LIMITS.items()},
+        size_multiple=spec.size_multiple,
+        frame_stride=FRAME_STRIDE,
+        largest=[{"size": f"{w}x{h}", "num_frames": n} for h, w, n in largest] or None,
+    )
+
+
+def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> ErrorBody:
+    """Return OpenAI's error body for an HTTP status."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
+
+
+def generation_request(
+    asked: CreateVideo, *, fps: float, seed: int, image: Image.Image | None = None
+) -> GenerationRequest:
+    """Return what the pipeline takes; raises `InvalidRequest`.
+
+    fps   of the model, where the request names none
+    seed  where the request names none
+    """
+    width, height = parse_size(asked.size) if asked.size is not None else (None, None)
+    frames = asked.num_frames
+    if asked.seconds is not None:
+        if frames is not None:
+            raise InvalidRequest("seconds and num_frames were both given; give one of them", "seconds")
+        frames = frames_for(asked.seconds, asked.fps or fps)
+    return GenerationRequest(
+        **{name: getattr(asked, name) for name in _SETTINGS},
+        image=image,
+        width=width,
+        height=height,
+        frames=frames,
+        steps=asked.num_inference_steps,
+        seed=seed if asked.seed is None else asked.seed,
+        solver=asked.solver or "unipc",
+    )
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Read "WIDTHxHEIGHT" into (width, height) in pixels; raises `InvalidRequest` with the nearest size that works."""
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise InvalidRequest(f"size {text[:40]!r} is not WIDTHxHEIGHT; for example 1280x720", "size")
+    width, height = (int(part) for part in found.groups())
+    near = [nearest_multiple(side, SIZE_MULTIPLE) for side in (width, height)]
+    if near != [width, height]:
+        raise InvalidRequest(
+            f"size {text} isn't in multiples of {SIZE_MULTIPLE} pixels; the nearest one is {near[0]}x{near[1]}",
+            "size",
+        )
+    return width, height
+
+
+def frames_for(seconds: str, fps: float) -> int:
+    """Return the number of frames, 4n + 1, whose length is nearest to `seconds`; raises `InvalidRequest`."""
+    value = float(seconds) if _SECONDS.fullmatch(seconds) else math.nan
+    if not 0 < value <= 600:
+        raise InvalidRequest(f"seconds is {seconds[:20]!r}; give a number of seconds such as '5'", "seconds")
+    return max(1, round((value * fps - 1) / FRAME_STRIDE) * FRAME_STRIDE + 1)
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a length as OpenAI writes it: "5", or "5.06" where it isn't whole."""
+    return f"{seconds:.2f}".rstrip("0").rstrip(".")
+
+
+def _percent(job: Job) -> int:
+    """Whole percent, 100 only for what has completed."""
+    if job.status == "completed":
+        return 100
+    return min(99, max(0, int(job.progress.percent))) if job.progress is not None else 0

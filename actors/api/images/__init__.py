@@ -1,0 +1,1 @@
+"""Images of strangers, decoded in processes of their own."""

@@ -1,0 +1,109 @@
+"""Webhooks: call a client's server when a video has ended, signed as OpenAI's are, at least once.
+
+The signature is that of https://www.standardwebhooks.com: OpenAI's client checks it with `webhooks.unwrap`.
+"""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import time
+from pathlib import Path
+
+from actors.api.metrics import Meters
+from actors.api.outbound.client import FetchError, FetchSettings, request
+from actors.jobs.deliveries import Deliveries
+from actors.jobs.tables import Delivery, Job
+from actors.observe.logs import log_event
+from wan_tpu.errors import InvalidInput
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "whsec_"
+# Seconds until the next attempt; after the last one nobody tries any more. A day and a half in all.
+_PAUSES_S = (5, 30, 120, 600, 1800, 7200, 21600, 43200, 43200)
+
+
+class Webhooks:
+    """Calls the webhooks that are due. Any number of processes may have one."""
+
+    def __init__(self, deliveries: Deliveries, secret: bytes, fetching: FetchSettings, meters: Meters) -> None:
+        self._deliveries, self._secret, self._fetching, self._meters = deliveries, secret, fetching, meters
+
+    async def call_due(self) -> int:
+        """Call all that are due, one after the other; return how many those were."""
+        called = 0
+        while (delivery := await asyncio.to_thread(self._deliveries.claim)) is not None:
+            await self._call(delivery)
+            called += 1
+        return called
+
+    async def _call(self, delivery: Delivery) -> None:
+        try:
+            status = await post(delivery.url, signed(delivery.job, self._secret), self._fetching)
+            problem = None if 200 <= status < 300 else f"status {status}"
+        except FetchError as error:
+            problem = str(error)
+        last = delivery.attempts > len(_PAUSES_S)
+        outcome = "delivered" if problem is None else "given_up" if last else "failed"
+        self._meters.webhooks.labels(outcome).inc()
+        log_event(log, f"webhook {outcome}", job=delivery.job.id, attempt=delivery.attempts, reason=problem)
+        if problem is None or last:
+            await asyncio.to_thread(self._deliveries.done, delivery)
+        else:
+            await asyncio.to_thread(self._deliveries.again, delivery, float(_PAUSES_S[delivery.attempts - 1]))
+
+
+def signed(job: Job, secret: bytes) -> tuple[bytes, dict[str, str]]:
+    """Return the body and headers of a job's end. The id is the same in every attempt."""
+    event, moment = f"evt_{job.id}", int(time.time())
+    body = {
+        "id": event,
+        "object": "event",
+        "type": f"video.{job.status}",
+        "created_at": int(job.ended_at or moment),
+        "data": {"id": job.id},
+    }
+    content = json.dumps(body).encode()
+    mac = hmac.new(secret, f"{event}.{moment}.".encode() + content, hashlib.sha256).digest()
+    headers = {
+        "webhook-id": event,
+        "webhook-timestamp": str(moment),
+        "webhook-signature": "v1," + base64.b64encode(mac).decode(),
+    }
+    return content, headers
+
+
+async def post(url: str, message: tuple[bytes, dict[str, str]], fetching: FetchSettings) -> int:
+    """Send a message to a public https URL and return the status; redirects aren't followed. Raises `FetchError`."""
+    content, headers = message
+    try:
+        async with (
+            asyncio.timeout(fetching.timeout_s),
+            request("POST", url, fetching, {"Content-Type": "application/json", **headers}, content) as response,
+        ):
+            return response.status
+    except TimeoutError:
+        raise FetchError(f"the webhook did not answer within {fetching.timeout_s:g} s") from None
+
+
+def read_secret(file: Path, *, make: bool = False) -> bytes:
+    """Return the secret of a file, "whsec_" and base64; raises `InvalidInput`.
+
+    make  write one where there is none
+    """
+    try:
+        if make and not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch(mode=0o600)
+            file.write_text(_PREFIX + base64.b64encode(secrets.token_bytes(32)).decode() + "\n")
+        text = file.read_text().strip()
+        return base64.b64decode(text.removeprefix(_PREFIX), validate=True)
+    except OSError as error:
+        raise InvalidInput(f"can't read {file} ({error.strerror}), the secret that webhooks are signed with") from None
+    except (binascii.Error, UnicodeDecodeError):
+        raise InvalidInput(f"{file} holds no secret of the form whsec_BASE64; remove it, and one is made") from None

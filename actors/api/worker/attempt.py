@@ -1,0 +1,217 @@
+"""One attempt of a worker at a job: have it made, renew its lease, and end it exactly once."""
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from PIL import Image
+
+from actors.api.variants import VARIANTS
+from actors.api.worker.previews import BrokenVideo, previews
+from actors.api.worker.progress import Tracker
+from actors.api.worker.tools import Tools
+from actors.errors import PipelineError, RequestFailed
+from actors.jobs.errors import LeaseLost, StoreUnavailable
+from actors.jobs.tables import Job
+from actors.observe.logs import log_event
+from actors.observe.timeline import Span
+from actors.storage.base import Storage, StorageError
+from wan_tpu.errors import InvalidInput
+from wan_tpu.request import GenerationRequest
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_HEARTBEAT_S = 1.0  # how late a person sees a step, and a worker that it is to stop
+_PAUSE_S = 5.0  # before the next claim, when the pipeline as a whole can't be used
+_ATTEMPTS = 20  # of a job, while it is the pipeline that fails, not the job
+_WRITES = 8  # attempts to store a result, with growing pauses
+
+
+class Attempt:
+    """One job, from its claim until this worker is rid of it."""
+
+    def __init__(self, tools: Tools, job: Job, pause: Callable[[float], Awaitable[None]]) -> None:
+        """pause: stops claims for so many seconds; returns when none is under way."""
+        self._tools, self._job, self._pause = tools, job, pause
+        self._queue, self._storage = tools.queue, tools.storage
+        self._chips = tools.settings.chips
+        self._tracker = Tracker(self._job, tools.pace.of(self._job.request), self._chips)
+        self._start_s, self._start = time.time(), time.monotonic()
+        self._stopped: str | None = None  # why the job is to stop
+        self._lost = False
+
+    async def run(self) -> None:
+        """Make the video and end the job; when cancelled, give it back."""
+        log_event(log, "begun", job=self._job.id, attempt=self._job.attempts, worker=self._job.worker)
+        making = asyncio.create_task(self._make())
+        heartbeats = asyncio.create_task(self._send_heartbeats(making))
+        try:
+            await asyncio.wait([making])
+            heartbeats.cancel()
+            await asyncio.wait([heartbeats])
+            await self._end(making)
+        except asyncio.CancelledError:  # the worker shuts down
+            making.cancel()
+            await asyncio.wait([making])
+            heartbeats.cancel()
+            with contextlib.suppress(LeaseLost, StoreUnavailable):
+                await asyncio.to_thread(self._queue.release, self._job)
+            log_event(log, "released", job=self._job.id, worker=self._job.worker)
+            raise
+
+    async def _make(self) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Return the results' names in storage, once they are there, and warnings."""
+        request = await asyncio.to_thread(_request, self._job, self._storage)
+        video = await self._tools.engine.generate(
+            request, id=self._job.id, on_event=self._note, priority=self._job.priority
+        )
+        made = {"video": video.mp4}
+        if self._tools.previews:
+            size = {name: int(self._job.request[name]) for name in ("height", "width", "frames")}
+            made |= await asyncio.to_thread(previews, video.mp4, **size)
+        prefix = f"{self._job.id}.{self._job.attempts}"  # a name of this attempt and content, that no other has
+        names = {
+            variant: f"{prefix}.{hashlib.sha256(content).hexdigest()[:16]}.{VARIANTS[variant][1]}"
+            for variant, content in made.items()
+        }
+        await self._insist(self._queue.announce, self._job, list(names.values()))
+        for variant, content in made.items():
+            await self._insist(self._storage.write, names[variant], content)
+        return names, video.warnings
+
+    def _note(self, span: Span) -> None:
+        self._tracker.note(span)
+        meters = self._tools.meters
+        if span.what == "fetch":
+            meters.handoff_s.labels(span.stage).observe(span.seconds)
+        elif span.what == "compile":
+            meters.compile_s.labels(span.pool, span.stage).observe(span.seconds)
+        elif span.what == "compute":
+            meters.chip_s.labels(span.stage).inc(span.seconds * self._chips.get(span.stage, 1))
+            if span.step is not None:
+                meters.step_s.labels(span.stage).observe(span.seconds)
+
+    async def _send_heartbeats(self, making: asyncio.Task[Any]) -> None:
+        """Renew the lease and report progress; stop the work when there is reason to."""
+        while True:
+            try:
+                self._job.progress = self._tracker.progress()
+                stop_code = await asyncio.to_thread(self._queue.heartbeat, self._job)
+            except LeaseLost:
+                self._lost = True
+                making.cancel()
+                return
+            except StoreUnavailable as error:
+                log_event(log, "no heartbeat", logging.WARNING, job=self._job.id, reason=str(error))
+            else:
+                if stop_code is not None and self._stopped is None:
+                    self._stopped = stop_code
+                    making.cancel()
+            await asyncio.sleep(_HEARTBEAT_S)
+
+    async def _end(self, making: asyncio.Task[tuple[dict[str, str], tuple[str, ...]]]) -> None:
+        job: Job | None
+        try:
+            if self._lost:
+                raise LeaseLost("seen by a heartbeat")
+            if self._stopped is not None:
+                job = await self._insist(self._queue.fail, self._job, self._stopped, "")
+            elif making.cancelled():
+                job = await self._fail(asyncio.CancelledError("the engine cancelled it, and nobody else did"))
+            elif (error := making.exception()) is not None:
+                job = await self._fail(error)
+            else:
+                results, warnings = making.result()
+                job = await self._insist(self._queue.complete, self._job, results, warnings)
+        except LeaseLost:
+            log_event(log, "lost", logging.WARNING, job=self._job.id, worker=self._job.worker)
+            return
+        if job is not None:
+            await self._ended(job)
+
+    async def _fail(self, error: BaseException) -> Job | None:
+        """End the job if it is to blame, else give it back; return it when it has ended."""
+        if isinstance(error, LeaseLost):
+            raise error
+        code, message = _blame(error)
+        if code is None:
+            await self._pause(_PAUSE_S)
+            if self._job.attempts < _ATTEMPTS:
+                log_event(log, "released", logging.WARNING, job=self._job.id, reason=message)
+                await self._insist(self._queue.release, self._job)
+                return None
+            code, message = "lost", f"given up after {self._job.attempts} attempts; the last: {message}"
+        if code == "internal_error":
+            log.error("job failed", exc_info=error, extra={"fields": {"job": self._job.id}})
+            message = "the pipeline failed; its log says why"
+        return await self._insist(self._queue.fail, self._job, code, message)
+
+    async def _ended(self, job: Job) -> None:
+        seconds = time.monotonic() - self._start
+        meters = self._tools.meters
+        meters.jobs.labels(job.status).inc()
+        if job.status == "completed":
+            self._tracker.completed(seconds)
+            meters.job_s.observe(seconds)
+            for stage, used in self._tracker.stage_seconds.items():
+                meters.stage_s.labels(stage).observe(used)
+        else:
+            meters.failures.labels(job.error_code or "").inc()
+            try:
+                await asyncio.to_thread(self._tools.snapshots.delete, job.id)
+            except StorageError as error:
+                log_event(log, "snapshots stay", logging.WARNING, job=job.id, reason=str(error))
+        if self._tools.traces is not None:
+            self._tools.traces.export(job, self._tracker.times, self._start_s, time.time())
+        spent = {stage: round(used_s, 3) for stage, used_s in job.stage_seconds.items()}
+        log_event(log, job.status, job=job.id, code=job.error_code, seconds=round(seconds, 2), stages=spent)
+
+    async def _insist(self, change: Callable[..., T], *args: Any) -> T:
+        """Change the database, when need be once it is back, or try to write to storage; raises `LeaseLost`."""
+        attempt = 0
+        while True:
+            try:
+                return await asyncio.to_thread(change, *args)
+            except (StoreUnavailable, StorageError) as error:
+                attempt += 1
+                if isinstance(error, StorageError) and attempt == _WRITES:
+                    raise
+                log_event(log, "tried again", logging.WARNING, job=self._job.id, reason=str(error))
+                await asyncio.sleep(min(10.0, 0.25 * 2**attempt))
+
+
+def _request(job: Job, storage: Storage) -> GenerationRequest:
+    """Return what the pipeline takes, from what was accepted."""
+    fields = {name: value for name, value in job.request.items() if name != "model"}
+    fields["image"] = None
+    if job.input_image is not None:
+        fields["image"] = Image.open(io.BytesIO(storage.read(job.input_image))).convert("RGB")
+    return GenerationRequest(**fields)
+
+
+def _blame(error: BaseException) -> tuple[str | None, str]:
+    """Return the code of a failure that is the job's own, None when the pipeline failed; and the reason."""
+    match error:
+        case RequestFailed(code="invalid" | "unhealthy"):
+            return error.code, str(error)
+        case RequestFailed(code="lost") | asyncio.CancelledError():
+            return None, str(error)
+        case RequestFailed():
+            return "internal_error", str(error)
+        case BrokenVideo():
+            return "broken_video", str(error)
+        case StorageError():
+            return "storage", "the result can't be stored; the service's log says why"
+        case PipelineError():
+            return None, str(error)
+        case InvalidInput():
+            return "invalid", str(error)
+    if type(error).__module__.split(".")[0] == "ray":  # the pipeline's way to its slices is gone, not the job's fault
+        return None, f"{type(error).__name__}: {error}"
+    return "internal_error", f"{type(error).__name__}: {error}"

@@ -1,0 +1,90 @@
+"""Maintenance, by every worker: all of it is safe to be done by several at once."""
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+
+from actors.api.metrics import HEARTBEAT_S
+from actors.api.worker.tools import Tools
+from actors.jobs.errors import JobNotFound
+from actors.jobs.store import JobStore
+from actors.jobs.tables import Heartbeat
+from actors.jobs.values import is_id
+from actors.observe.logs import log_event
+from actors.slices.snapshots import Snapshots
+from wan_tpu.errors import WanTpuError
+
+log = logging.getLogger(__name__)
+
+_QUEUE_S = 2.0  # between two looks for deadlines that passed, and for workers that are silent
+_SWEEP_S = 30.0
+_WEBHOOKS_S = 1.0
+_ORPHANS_S = 3600.0
+
+
+async def maintenance(name: str, tools: Tools) -> None:
+    """Keep queue, storage and figures in order under a worker's name, until this is cancelled."""
+
+    def check_queue() -> None:
+        for job in tools.queue.requeue_lost():
+            log_event(log, "taken back", logging.WARNING, job=job)
+        for job in tools.queue.stop_overdue():
+            log_event(log, "deadline", job=job)
+
+    def sweep() -> None:
+        jobs, files = tools.retention.sweep()
+        if jobs or files:
+            log_event(log, "removed", jobs=jobs, files=files)
+
+    def send_heartbeat() -> None:
+        tools.heartbeats.send(Heartbeat(name=name, kind="worker", metrics=tools.meters.text()))
+
+    def clean_up() -> None:
+        if removed := remove_orphans(tools.store, tools.snapshots):
+            log_event(log, "snapshots removed", jobs=removed)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for work, every_s in (
+                (check_queue, _QUEUE_S),
+                (sweep, _SWEEP_S),
+                (send_heartbeat, HEARTBEAT_S),
+                (clean_up, _ORPHANS_S),
+            ):
+                tasks.create_task(_repeat(functools.partial(asyncio.to_thread, work), every_s))
+            if tools.webhooks is not None:
+                tasks.create_task(_repeat(tools.webhooks.call_due, _WEBHOOKS_S))
+    finally:
+        try:
+            tools.heartbeats.remove(name)
+        except WanTpuError as error:
+            log_event(log, "heartbeat stays", logging.WARNING, reason=str(error))
+
+
+def remove_orphans(store: JobStore, snapshots: Snapshots) -> int:
+    """Remove snapshots of jobs that were deleted, or ended while no worker had them; return of how many jobs.
+
+    Those of batches, which have other ids, stay.
+    """
+    removed = 0
+    for job in filter(is_id, snapshots.ids()):
+        try:
+            needed = not store.get(job).ended
+        except JobNotFound:
+            needed = False
+        if not needed:
+            snapshots.delete(job)
+            removed += 1
+    return removed
+
+
+async def _repeat(work: Callable[[], Awaitable[object]], every_s: float) -> None:
+    while True:
+        try:
+            await work()
+        except WanTpuError as error:  # the database, the storage or the pipeline: they come back
+            log_event(log, "maintenance", logging.WARNING, reason=str(error))
+        except Exception:
+            log.exception("maintenance")
+        await asyncio.sleep(every_s)

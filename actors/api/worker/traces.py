@@ -1,0 +1,73 @@
+"""A job as an OpenTelemetry trace: one span for the attempt, one for each stage in it. Off unless it is asked for."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from actors.jobs.tables import Job
+from wan_tpu.errors import InvalidInput
+
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's own variable: where a collector listens
+
+
+class Traces:
+    """Exports traces of jobs."""
+
+    def __init__(self, provider: Any) -> None:
+        """provider: an `opentelemetry.sdk.trace.TracerProvider`."""
+        self._provider = provider
+        self._tracer = provider.get_tracer("wan-tpu")
+
+    @classmethod
+    def from_environment(cls) -> "Traces | None":
+        """Return where OTEL_EXPORTER_OTLP_ENDPOINT says, None without it; raises `InvalidInput`."""
+        if not os.environ.get(ENDPOINT):
+            return None
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError:
+            raise InvalidInput(
+                f'{ENDPOINT} is set; traces need their packages: pip install "wan-tpu[traces]"'
+            ) from None
+        provider = TracerProvider(resource=Resource.create({"service.name": "wan-tpu"}))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        return cls(provider)
+
+    def export(self, job: Job, stages: Mapping[str, tuple[float, float, float]], start_s: float, end_s: float) -> None:
+        """Export an attempt that ended the job; times as `time.time()`.
+
+        stages  stage -> when it began and ended, and the seconds that it computed
+        """
+        asked = job.request
+        root = self._tracer.start_span(
+            "video",
+            start_time=_ns(start_s),
+            attributes={
+                "job": job.id,
+                "status": job.status,
+                "error": job.error_code or "",
+                "attempt": job.attempts,
+                "size": f"{asked['width']}x{asked['height']}x{asked['frames']}",
+                "steps": asked["steps"],
+            },
+        )
+        from opentelemetry.trace import set_span_in_context
+
+        inside = set_span_in_context(root)
+        for stage, (first_s, last_s, computed_s) in stages.items():
+            span = self._tracer.start_span(
+                stage, context=inside, start_time=_ns(first_s), attributes={"computed_s": computed_s}
+            )
+            span.end(end_time=_ns(last_s))
+        root.end(end_time=_ns(end_s))
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,1 @@
+"""Batches: a manifest in, a video and a record for each of its lines out."""

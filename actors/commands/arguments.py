@@ -1,0 +1,181 @@
+"""Arguments that several commands share, and what is made from them: addresses, layouts, pipelines."""
+
+import argparse
+import contextlib
+import os
+from pathlib import Path
+
+from actors.pipeline.spec import PipelineSpec
+from actors.slices.settings import PipelineSettings
+from actors.storage.opening import absolute
+from cluster.connect import connect, is_loopback
+from cluster.emulation.cluster import EmulatedCluster, default_folder
+from cluster.errors import ClusterNotFound, LayoutError
+from cluster.layout import Layout, shipped
+from wan_tpu.errors import InvalidInput
+from wan_tpu.families import open_spec
+from wan_tpu.request import GenerationRequest
+from wan_tpu.spec import ModelSpec
+
+SIZE = "HEIGHT*WIDTH*FRAMES"
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser, address: str = 'of the cluster\'s GCS, "host:port"') -> None:
+    """Add which cluster, and which pipeline on it; `address` says which address is meant."""
+    group = parser.add_argument_group("cluster")
+    group.add_argument("--address", help=f"{address}; default: the emulated cluster of this machine")
+    group.add_argument(
+        "--folder", type=Path, default=default_folder(), help="of the emulated cluster's state; default %(default)s"
+    )
+    group.add_argument("--name", default=PipelineSettings.name, help="of the pipeline; default %(default)s")
+
+
+def add_pipeline_arguments(parser: argparse.ArgumentParser, about: str = "") -> None:
+    """Add what a pipeline is brought up with."""
+    group = parser.add_argument_group("pipeline", about or None)
+    group.add_argument("--layout", help=f"layout file, or a shipped one: {', '.join(shipped())}")
+    group.add_argument("--layout_text", metavar="YAML", help="the layout itself, in place of a file")
+    group.add_argument("--model_id", help="diffusers directory, the same path on every host, or hub id")
+    group.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
+    group.add_argument("--executables", help="folder of compiled programs, the same path on every host")
+    group.add_argument("--snapshots", help="folder or gs:// that every host reaches, for unfinished requests")
+    group.add_argument("--snapshot_every", type=int, default=5, help="steps between two; default %(default)s")
+    group.add_argument(
+        "--warm_up",
+        action="append",
+        default=[],
+        metavar=SIZE,
+        help="compile for this size before the first request; more than once for several",
+    )
+
+
+def add_batch_arguments(parser: argparse.ArgumentParser, in_flight: int = 2, *, required: bool = True) -> None:
+    """Add what to make, and where it goes."""
+    group = parser.add_argument_group("batch")
+    group.add_argument("--manifest", required=required, help="one JSON line a request: a path or gs:// (docs/batch.md)")
+    group.add_argument("--output", required=required, help="folder or gs://bucket/prefix of videos and results")
+    group.add_argument("--in_flight", type=int, default=in_flight, help="requests at a time; default %(default)s")
+    group.add_argument("--remake_changed", action="store_true", help="make again whose line or model has changed since")
+    group.add_argument("--timeline", action="store_true", help="write timeline.png and its trace to the output")
+
+
+def add_drive_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add what to make, and with what pipeline."""
+    add_batch_arguments(parser, in_flight=16, required=required)
+    add_pipeline_arguments(parser, "of its own, brought up when none of that name runs on the cluster")
+    parser.add_argument("--keep", action="store_true", help="leave the pipeline up that this has brought up")
+
+
+def gcs_address(args: argparse.Namespace) -> str:
+    """Return "host:port" of the cluster's GCS."""
+    address = args.address or os.environ.get("RAY_ADDRESS")
+    if address is None:
+        return emulated(args.folder).address
+    if "://" in address:
+        raise ClusterNotFound(
+            f"{address} is where jobs are sent to; this command joins the cluster: give host:port of its GCS (usually "
+            "port 6379), on one of its machines"
+        )
+    return address
+
+
+def jobs_address(args: argparse.Namespace) -> str:
+    """Return the URL that takes jobs."""
+    if args.address is not None:
+        return args.address if "://" in args.address else f"http://{args.address}"
+    running = emulated(args.folder)
+    if running.dashboard is None:
+        raise ClusterNotFound(f"the emulated cluster of {args.folder} takes no jobs; start it with wan-tpu cluster up")
+    return f"http://{running.dashboard}"
+
+
+def emulated(folder: Path) -> EmulatedCluster:
+    """Return the emulated cluster that runs there; raises `ClusterNotFound`."""
+    found = EmulatedCluster.attach(folder)
+    if not found.running:
+        raise ClusterNotFound(f"the emulated cluster of {folder} is not running any more; wan-tpu cluster down")
+    return found
+
+
+def join(args: argparse.Namespace) -> str:
+    """Join the cluster as a driver; return its address."""
+    address = gcs_address(args)
+    connect(address)
+    return address
+
+
+def layout_from(args: argparse.Namespace) -> Layout | None:
+    """Return the layout that was given, None where none was."""
+    if args.layout_text is not None:
+        return Layout.parse(args.layout_text, args.layout or "--layout_text")
+    return None if args.layout is None else Layout.load(args.layout)
+
+
+def check_layout(layout: Layout, model: ModelSpec) -> None:
+    """Raise `LayoutError`, with the shipped layouts that fit, unless a layout hosts the stages of a model."""
+    try:
+        layout.check_stages(model.stages)
+    except LayoutError as error:
+        fitting = []
+        for name in shipped():
+            with contextlib.suppress(LayoutError):
+                Layout.load(name).check_stages(model.stages)
+                fitting.append(name)
+        raise LayoutError(f"{error}; shipped layouts for {model.name}: {', '.join(fitting)}") from None
+
+
+def wanted_from(
+    args: argparse.Namespace, address: str, *, lasting: bool = True, snapshots: str | None = None
+) -> PipelineSpec:
+    """Return the pipeline that the arguments describe; raises `InvalidInput`, `LayoutError`.
+
+    snapshots  where states are kept unless told; without it a folder of this machine, if the cluster is there too
+    """
+    return pipeline_spec(*described(args, address, snapshots), lasting=lasting)
+
+
+def pipeline_spec(layout: Layout, settings: PipelineSettings, *, lasting: bool = True) -> PipelineSpec:
+    """Return a pipeline of the checkpoint's model; raises `CheckpointError`, `LayoutError` where they don't fit."""
+    model = open_spec(settings.checkpoint)
+    check_layout(layout, model)
+    return PipelineSpec(layout, settings, model, lasting)
+
+
+def described(args: argparse.Namespace, address: str, snapshots: str | None = None) -> tuple[Layout, PipelineSettings]:
+    """Return layout and settings of a pipeline without a look at its checkpoint; the rest as `wanted_from`."""
+    layout = layout_from(args)
+    if layout is None or args.model_id is None:
+        given = next((f"--{name} alone" for name in ("layout", "model_id") if getattr(args, name)), "neither")
+        raise InvalidInput(f"--layout and --model_id say what to bring up; both are needed, and {given} was given")
+    snapshots = args.snapshots or snapshots
+    if snapshots is None:
+        if not is_loopback(address):
+            raise InvalidInput("--snapshots is missing; give a folder or gs://bucket/prefix that every host reaches")
+        snapshots = str(args.folder / "snapshots")
+    if args.snapshot_every < 1:
+        raise InvalidInput(f"--snapshot_every is {args.snapshot_every}; allowed are 1 and more")
+    sizes = [size_from(size, "warm_up") for size in args.warm_up]
+    settings = PipelineSettings(
+        checkpoint=absolute_model(args.model_id),
+        snapshots=absolute(snapshots),
+        dtype=args.dtype,
+        executables=args.executables and absolute(args.executables),
+        snapshot_every=args.snapshot_every,
+        warm_up=tuple(GenerationRequest(prompt="", height=h, width=w, frames=frames) for h, w, frames in sizes),
+        name=args.name,
+    )
+    return layout, settings
+
+
+def absolute_model(model_id: str) -> str:
+    """Return a checkpoint's folder as an absolute path; a hub id as it is."""
+    return absolute(model_id) if os.path.isdir(model_id) or model_id.startswith(("./", "../")) else model_id
+
+
+def size_from(text: str, option: str) -> tuple[int, int, int]:
+    """Return (height, width, frames) of HEIGHT*WIDTH*FRAMES; raises `InvalidInput`."""
+    try:
+        height, width, frames = (int(part) for part in text.split("*"))
+    except ValueError:
+        raise InvalidInput(f"--{option} {text}: give {SIZE}, such as 720*1280*81") from None
+    return height, width, frames

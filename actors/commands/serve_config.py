@@ -1,0 +1,84 @@
+"""The config with which `serve deploy` brings a service up: it holds the arguments of `wan-tpu serve`."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+import yaml
+
+from actors.api.deploy import prepare
+from actors.api.deployments import QUIET, ingress_application, names, worker_application
+from actors.api.settings import ServiceSettings
+from actors.commands.arguments import wanted_from
+from actors.commands.serve_arguments import serve_parser, service_settings
+from actors.observe.status_actor import StatusActor
+from actors.pipeline.deployment import application, pool_application
+from actors.pipeline.spec import PipelineSpec
+from cluster.layout import Layout
+
+
+def config(arguments: Mapping[str, Any], name: str, layout: Layout) -> str:
+    """Return the config: each application is built on the cluster from the same arguments.
+
+    arguments  of the command line, by name; without those that say what only the writing machine has
+    name       of the pipeline
+    """
+    ingress_name, worker_name = names(name)
+    builders = [(application(name, pool.name), "pool", {"pool": pool.name}) for pool in layout.pools]
+    builders += [(worker_name, "worker", {}), (ingress_name, "ingress", {})]
+    applications = [
+        {
+            "name": built,
+            "route_prefix": "/" if built == ingress_name else None,
+            "import_path": f"{__name__}:{builder}",
+            "args": {"arguments": dict(arguments), **args},
+        }
+        for built, builder, args in builders
+    ]
+    whole = {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": arguments["host"], "port": arguments["port"]},
+        "logging_config": QUIET,
+        "applications": applications,
+    }
+    return yaml.safe_dump(whole, sort_keys=False)
+
+
+def pool(args: dict[str, Any]) -> Any:
+    """Build a pool's application on the cluster."""
+    _, spec = _here(args)
+    if StatusActor.find(spec.settings.name) is None:
+        with contextlib.suppress(ValueError):  # made by another pool's builder at the same moment
+            StatusActor.create(spec.settings.name, spec)
+    [found] = [found for found in spec.layout.pools if found.name == args["pool"]]
+    return pool_application(found, spec.settings)
+
+
+def worker(args: dict[str, Any]) -> Any:
+    """Build the worker's application on the cluster."""
+    settings, spec = _here(args)
+    prepare(settings, args["arguments"]["host"])
+    return worker_application(settings, spec)
+
+
+def ingress(args: dict[str, Any]) -> Any:
+    """Build the ingress's application on the cluster."""
+    settings, spec = _here(args)
+    prepare(settings, args["arguments"]["host"])
+    return ingress_application(settings, spec, replicas=int(args["arguments"].get("ingresses", 1)))
+
+
+def understood(arguments: Mapping[str, Any], address: str) -> tuple[ServiceSettings, PipelineSpec]:
+    """Return what a config's arguments ask for, on the cluster at an address; raises `InvalidInput`."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        for one in value if isinstance(value, list) else [value]:
+            words += [f"--{name}", str(one)]
+    args = serve_parser().parse_args(words)
+    spec = wanted_from(args, address)
+    return service_settings(args, spec.layout, spec.settings), spec
+
+
+def _here(args: dict[str, Any]) -> tuple[ServiceSettings, PipelineSpec]:
+    return understood(args["arguments"], ray.get_runtime_context().gcs_address)

@@ -1,0 +1,32 @@
+"""What makes videos, as batches and the service use it: a pipeline on a cluster, or one process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from actors.observe.timeline import Span
+from wan_tpu.request import GenerationRequest
+
+OnEvent = Callable[[Span], object]
+
+
+@dataclass(frozen=True)
+class GeneratedVideo:
+    """A finished video: its mp4, and what its maker should know of it, such as that a prompt was cut."""
+
+    mp4: bytes
+    warnings: tuple[str, ...] = ()
+
+
+class Engine(Protocol):
+    """Makes one video at a call, several calls at a time."""
+
+    async def generate(
+        self,
+        request: GenerationRequest,
+        *,
+        id: str,  # noqa: A002
+        on_event: OnEvent,
+        priority: int = 0,
+    ) -> GeneratedVideo:
+        """Return the video of a request; `on_event` is told spans as they end, from any thread."""

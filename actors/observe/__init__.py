@@ -1,0 +1,1 @@
+"""What people look at: timelines, the console's line, logs."""

@@ -1,0 +1,177 @@
+"""What a pipeline is doing right now: leaders and drivers report it, `wan-tpu status` reads it.
+
+A small actor that nobody waits for: without it everything goes on, only nobody sees it.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+
+from actors.errors import PipelineNotFound
+from cluster.gang.placement import off_hosts
+
+NAMESPACE = "wan-tpu"
+CLOSE_S = 10.0
+KEPT = 50  # steps and hand-offs that averages are taken over
+
+Activity = Literal["starting", "loading", "compiling", "idle", "busy", "draining", "failed", "refused"]
+Outcome = Literal["done", "failed", "cancelled"]
+
+
+@dataclass
+class ReplicaSeen:
+    """A replica of a pool.
+
+    where     its slice and hosts; detail  of what it does, or why it failed (is tried again) or was refused (isn't)
+    work      (stage, request) of what its slice computes, or has paused
+    since     when that was reported, `time.time()`
+    """
+
+    pool: str
+    where: str
+    activity: Activity
+    detail: str
+    work: tuple[tuple[str, str], ...]
+    since: float
+
+    def __str__(self) -> str:
+        work = ", ".join(f"{stage} of {request}" for stage, request in self.work)
+        return ": ".join(part for part in ("" if work else self.activity, work or self.detail) if part)
+
+
+@dataclass
+class RequestSeen:
+    """A request under way: its stage ("waiting" before the first), steps done of all, and when it came."""
+
+    came: float
+    stage: str = "waiting"
+    step: int = 0
+    steps: int = 0
+
+
+@dataclass
+class Seen:
+    """All of it.
+
+    handoffs  (seconds, bytes) of the latest hand-offs to each stage
+    step_s    the latest denoising steps' seconds, by stage; ended  how many requests ended, by outcome
+    """
+
+    replicas: dict[str, ReplicaSeen] = field(default_factory=dict)
+    requests: dict[str, RequestSeen] = field(default_factory=dict)
+    handoffs: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
+    step_s: dict[str, deque[float]] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)
+
+
+class StatusActor:
+    """A pipeline's status actor, as others call it; picklable."""
+
+    def __init__(self, pipeline: str, actor: Any) -> None:
+        self._pipeline, self._actor = pipeline, actor
+
+    @classmethod
+    def create(cls, pipeline: str, spec: Any) -> "StatusActor":
+        """Start the status actor of a pipeline, in place of one that a crash has left.
+
+        spec  what others are to know of the pipeline: `actors.pipeline.spec.PipelineSpec`
+        """
+        stale = cls.find(pipeline)
+        if stale is not None:
+            stale.close()
+        kind: Any = ray.remote(_StatusActor).options(
+            name=f"{pipeline}-status",
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            label_selector=off_hosts(),
+        )
+        return cls(pipeline, kind.remote(spec))
+
+    @classmethod
+    def connect(cls, pipeline: str) -> "StatusActor":
+        """Return the status actor of the pipeline of that name; raises `PipelineNotFound` when there is none."""
+        found = cls.find(pipeline)
+        if found is None:
+            raise PipelineNotFound(f"there is no pipeline {pipeline!r} on this cluster, or it is being taken down")
+        return found
+
+    @classmethod
+    def find(cls, pipeline: str) -> "StatusActor | None":
+        """Return the status actor of a pipeline, None where there is none."""
+        try:
+            return cls(pipeline, ray.get_actor(f"{pipeline}-status", namespace=NAMESPACE))
+        except ValueError:
+            return None
+
+    def replica(
+        self, name: str, pool: str, where: str, activity: Activity, detail: str, work: tuple[tuple[str, str], ...]
+    ) -> None:
+        """Report what a replica does."""
+        self._actor.replica.remote(name, ReplicaSeen(pool, where, activity, detail, work, time.time()))
+
+    def gone(self, name: str) -> None:
+        """Report that a replica has ended."""
+        self._actor.gone.remote(name)
+
+    def request(self, key: str, stage: str, step: int = 0, steps: int = 0, seconds: float | None = None) -> None:
+        """Report where a request is; seconds  of the step that it has just done."""
+        self._actor.request.remote(key, stage, step, steps, seconds)
+
+    def handoff(self, stage: str, seconds: float, nbytes: int) -> None:
+        """Report inputs that went from the object store to a stage's devices."""
+        self._actor.handoff.remote(stage, seconds, nbytes)
+
+    def ended(self, key: str, outcome: Outcome) -> None:
+        """Report that a request has ended."""
+        self._actor.ended.remote(key, outcome)
+
+    def seen(self) -> Seen:
+        """Return all of it."""
+        return ray.get(self._actor.seen.remote(), timeout=30)
+
+    def spec(self) -> Any:
+        """Return what the actor was started with."""
+        return ray.get(self._actor.spec.remote(), timeout=30)
+
+    def close(self) -> None:
+        """End the actor, and return when its name is free."""
+        ray.kill(self._actor)
+        until = time.monotonic() + CLOSE_S
+        while StatusActor.find(self._pipeline) is not None and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+class _StatusActor:
+    def __init__(self, spec: Any) -> None:
+        self._spec = spec  # Ray gives it again to an actor that it restarts
+        self._seen = Seen()
+
+    def spec(self) -> Any:
+        return self._spec
+
+    def replica(self, name: str, seen: ReplicaSeen) -> None:
+        self._seen.replicas[name] = seen
+
+    def gone(self, name: str) -> None:
+        self._seen.replicas.pop(name, None)
+
+    def request(self, key: str, stage: str, step: int, steps: int, seconds: float | None) -> None:
+        seen = self._seen.requests.setdefault(key, RequestSeen(time.time()))
+        seen.stage, seen.step, seen.steps = stage, step, steps
+        if seconds is not None:
+            self._seen.step_s.setdefault(stage, deque(maxlen=KEPT)).append(seconds)
+
+    def handoff(self, stage: str, seconds: float, nbytes: int) -> None:
+        self._seen.handoffs.setdefault(stage, deque(maxlen=KEPT)).append((seconds, nbytes))
+
+    def ended(self, key: str, outcome: Outcome) -> None:
+        self._seen.requests.pop(key, None)
+        self._seen.ended[outcome] = self._seen.ended.get(outcome, 0) + 1
+
+    def seen(self) -> Seen:
+        return self._seen

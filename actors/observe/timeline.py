@@ -1,0 +1,202 @@
+"""What each slice did when: spans, the figures they add up to, and a Chrome trace of them.
+
+`actors.observe.timeline_picture` draws the same spans.
+"""
+
+import itertools
+import json
+import string
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+What = Literal["compute", "fetch", "load", "compile"]
+Chips = Literal["real", "emulated", "simulated"]
+
+NOTES = {
+    "emulated": "emulated: CPU devices stand in for chips; the seconds are this machine's",
+    "simulated": "simulated: stages wait for planned durations instead of computing",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One thing that a slice did, told when it has ended.
+
+    what     "compute": the chips work on the request; "fetch": its inputs or results travel, beside other work;
+             "load": weights are read; "compile": programs are made
+    start_s, end_s   seconds of `time.time()`, so that hosts' spans can be laid side by side (as exact as their clocks)
+    step     counts from 1, where the span is one denoising step
+    chips    "emulated" or "simulated" unless it ran on real ones: every figure and picture says so
+    """
+
+    slice: str
+    request: str
+    stage: str
+    what: What
+    start_s: float
+    end_s: float
+    step: int | None = None
+    pool: str = ""
+    chips: Chips = "real"
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class TimelineFigures:
+    """Figures of a timeline.
+
+    wall_s         from the first span's start to the last one's end
+    busy           slice -> share of the wall time in which it computes
+    overlap        share of the wall time in which at least two slices compute
+    chips          "real" only when every span is
+    """
+
+    wall_s: float
+    busy: dict[str, float]
+    overlap: float
+    chips: Chips
+
+    def text(self) -> str:
+        """Return the figures as lines for people."""
+        lines = [f"{self.wall_s:.1f} s; two or more slices compute in {self.overlap:.0%} of it"]
+        lines += [f"{name}: computes in {share:.0%}" for name, share in self.busy.items()]
+        if self.chips != "real":
+            lines.append(NOTES[self.chips])
+        return "\n".join(lines)
+
+
+def figures_of(spans: Sequence[Span]) -> TimelineFigures:
+    """Return the figures of some spans; of none, all are zero."""
+    if not spans:
+        return TimelineFigures(0.0, {}, 0.0, "real")
+    start, end = bounds(spans)
+    wall = max(end - start, 1e-9)
+    busy = {name: sum(b - a for a, b in _compute_times(spans, name)) / wall for _, name in tracks(spans)}
+    overlap = sum(seconds for seconds, count in computing(spans) if count >= 2) / wall
+    return TimelineFigures(end - start, busy, overlap, chips_of(spans))
+
+
+def computing(spans: Sequence[Span]) -> list[tuple[float, int]]:
+    """Return (seconds, number of slices that compute in them), from the first span's start to the last one's end."""
+    start, end = bounds(spans)
+    changes = [(start, 0), (end, 0)]
+    for _, name in tracks(spans):
+        for a, b in _compute_times(spans, name):
+            changes += [(a, 1), (b, -1)]
+    pieces, count = [], 0
+    for (time_s, change), (next_s, _) in itertools.pairwise(sorted(changes)):
+        count += change
+        if next_s > time_s:
+            pieces.append((next_s - time_s, count))
+    return pieces
+
+
+def bounds(spans: Sequence[Span]) -> tuple[float, float]:
+    """Return the first start and the last end, in seconds of `time.time()`."""
+    return min(span.start_s for span in spans), max(span.end_s for span in spans)
+
+
+def tracks(spans: Iterable[Span]) -> list[tuple[str, str]]:
+    """Return (pool, slice), pools in the order in which work reaches them, slices of a pool by name."""
+    begun = sorted(spans, key=lambda span: (span.start_s, span.pool))
+    pools = list(dict.fromkeys(span.pool for span in begun))
+    found = {(span.pool, span.slice) for span in begun}
+    return sorted(found, key=lambda track: (pools.index(track[0]), natural(track[1])))
+
+
+def labels(spans: Iterable[Span]) -> dict[str, str]:
+    """Return request -> a letter for it, in the order in which work on them began."""
+    begun = sorted(spans, key=lambda span: (span.start_s, span.request))
+    letters = (
+        "".join(pair) for size in itertools.count(1) for pair in itertools.product(string.ascii_uppercase, repeat=size)
+    )
+    return dict(zip(dict.fromkeys(span.request for span in begun), letters, strict=False))
+
+
+def chips_of(spans: Iterable[Span]) -> Chips:
+    """Return "simulated" if any span is, else "emulated" if any is, else "real"."""
+    found = {span.chips for span in spans}
+    return "simulated" if "simulated" in found else "emulated" if "emulated" in found else "real"
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts slice-10 behind slice-9."""
+    pieces = ["".join(group) for _, group in itertools.groupby(name, str.isdecimal)]
+    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]
+
+
+def rows(spans: Iterable[Span]) -> list[list[Span]]:
+    """Distribute spans over as few rows as it takes for none to overlap another."""
+    placed: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
+        free = next((row for row in placed if row[-1].end_s <= span.start_s), None)
+        if free is None:
+            placed.append([span])
+        else:
+            free.append(span)
+    return placed
+
+
+def chrome_trace(spans: Sequence[Span]) -> bytes:
+    """Return a JSON that Perfetto and chrome://tracing open: a process a pool, a thread a slice.
+
+    What travels beside the computation has a thread of its own, "... transfers"; spans that overlap have more
+    threads. A span's name begins with the letter of its request, since Perfetto colours by name and leaves digits out.
+    """
+    start = bounds(spans)[0] if spans else 0.0
+    letters = labels(spans)
+    pools = list(dict.fromkeys(pool for pool, _ in tracks(spans)))
+    events: list[dict[str, Any]] = []
+    for i, pool in enumerate(pools):
+        events.append(_metadata("process_name", i + 1, name=pool or "slices"))
+        events.append(_metadata("process_sort_index", i + 1, sort_index=i))
+    tid = 0
+    for pool, slice_ in tracks(spans):
+        pid = pools.index(pool) + 1
+        mine = [span for span in spans if (span.pool, span.slice) == (pool, slice_)]
+        for beside, name in ((False, slice_), (True, f"{slice_} transfers")):
+            for i, row in enumerate(rows([span for span in mine if (span.what == "fetch") == beside])):
+                tid += 1
+                events.append(_metadata("thread_name", pid, tid, name=name if i == 0 else f"{name} {i + 1}"))
+                events.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
+                events += [_event(span, pid, tid, start, letters[span.request]) for span in row]
+    chips = chips_of(spans)
+    about = {"chips": chips} | ({"note": NOTES[chips]} if chips != "real" else {})
+    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about | {"start_unix_s": round(start, 3)}}
+    return json.dumps(document, ensure_ascii=False).encode() + b"\n"
+
+
+def _event(span: Span, pid: int, tid: int, start: float, letter: str) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": f"{letter} {span.request if span.what == 'compute' else span.what}",
+        "cat": span.what,
+        "pid": pid,
+        "tid": tid,
+        "ts": round((span.start_s - start) * 1e6, 1),
+        "dur": round(span.seconds * 1e6, 1),
+        "args": {"request": span.request, "stage": span.stage, "what": span.what}
+        | ({"step": span.step} if span.step is not None else {}),
+    }
+
+
+def _metadata(kind: str, pid: int, tid: int = 0, **args: object) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def _compute_times(spans: Iterable[Span], slice_: str) -> list[tuple[float, float]]:
+    """Return when a slice computes: (start, end), merged where spans touch or overlap."""
+    merged: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda span: span.start_s):
+        if span.slice != slice_ or span.what != "compute":
+            continue
+        if merged and span.start_s <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], span.end_s)
+        else:
+            merged.append((span.start_s, span.end_s))
+    return merged

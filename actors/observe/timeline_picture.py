@@ -1,0 +1,168 @@
+"""Draw spans as a PNG: a track for each slice, a colour for each request, so that the overlap is seen at a glance."""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from actors.observe.timeline import (
+    NOTES,
+    Span,
+    TimelineFigures,
+    bounds,
+    chrome_trace,
+    computing,
+    figures_of,
+    labels,
+    tracks,
+)
+from actors.storage.base import Storage
+
+# Tol's "bright" and "vibrant" schemes, told apart by colour-blind people too: https://sronpersonalpages.nl/~pault/
+_COLOURS = ("#4477AA", "#EE7733", "#228833", "#AA3377", "#CCBB44", "#009988", "#EE6677", "#33BBEE", "#882255")
+_OVERHEAD = {"load": ("#D9D9D9", "////"), "compile": ("#EDEDED", "....")}
+_TALL, _THIN = 0.56, 0.13  # of a track: what computes, and the strip below it of what travels
+
+
+def draw(spans: Sequence[Span], title: str = "When each slice computes") -> bytes:
+    """Return the picture as PNG bytes; raises `ValueError` when there is nothing to draw."""
+    if not spans:
+        raise ValueError("there are no spans to draw")
+    slices = tracks(spans)
+    height = 2.6 + 0.62 * len(slices)
+    figure = Figure(figsize=(12, height), dpi=130, facecolor="white", layout="constrained")
+    upper, lower = figure.subplots(
+        2, 1, sharex=True, gridspec_kw={"height_ratios": [max(0.62 * len(slices), 0.9), 0.75], "hspace": 0.04}
+    )
+    letters = labels(spans)
+    colours = {request: _COLOURS[i % len(_COLOURS)] for i, request in enumerate(letters)}
+    start, end = bounds(spans)
+    wall = max(end - start, 1e-6)
+    figures = figures_of(spans)
+    _draw_tracks(upper, spans, slices, letters, colours, start, wall)
+    _name_tracks(upper, slices, figures, wall)
+    _draw_count(lower, spans, slices, wall)
+    figure.suptitle(f"{title}  ·  {_headline(figures)}", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    _draw_legend(figure, spans, letters, colours)
+    if figures.chips != "real":
+        note = NOTES[figures.chips]
+        lower.annotate(note, (1, -0.62), xycoords="axes fraction", ha="right", va="top", fontsize=9, color="#AA3377")
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return content.getvalue()
+
+
+def save(output: Storage, spans: Sequence[Span], title: str = "When each slice computes") -> None:
+    """Write timeline.png, and timeline.trace.json for Perfetto, to an output; raises `StorageError`."""
+    output.write("timeline.png", draw(spans, title))
+    output.write("timeline.trace.json", chrome_trace(spans))
+
+
+def _headline(figures: TimelineFigures) -> str:
+    if len(figures.busy) == 1:
+        (busy,) = figures.busy.values()
+        return f"{figures.wall_s:.1f} s, of which {busy:.0%} compute"
+    return f"{figures.wall_s:.1f} s, two or more slices compute in {figures.overlap:.0%} of it"
+
+
+def _draw_tracks(
+    axes: Axes,
+    spans: Sequence[Span],
+    slices: list[tuple[str, str]],
+    letters: dict[str, str],
+    colours: dict[str, str],
+    start: float,
+    wall: float,
+) -> None:
+    for i, (pool, slice_) in enumerate(slices):
+        mine = [span for span in spans if (span.pool, span.slice) == (pool, slice_)]
+        if i % 2 == 0:
+            axes.axhspan(i - 0.5, i + 0.5, color="#F6F6F6", zorder=0)
+        for span in mine:
+            middle, height = (i + 0.36, _THIN) if span.what == "fetch" else (i - 0.08, _TALL)
+            axes.barh(middle, span.seconds, left=span.start_s - start, height=height, **_box(span, colours, wall))
+        for first, last, request in _blocks(mine, wall / 100):
+            if last - first > wall / 60:
+                axes.text(
+                    (first + last) / 2 - start, i - 0.08, letters[request], ha="center", va="center",
+                    color="white", fontsize=9, fontweight="bold", zorder=4,
+                )  # fmt: skip
+
+
+def _box(span: Span, colours: dict[str, str], wall: float) -> dict[str, Any]:
+    """Return how the bar of a span looks."""
+    if span.what in _OVERHEAD:
+        colour, hatch = _OVERHEAD[span.what]
+        return {"facecolor": colour, "hatch": hatch, "edgecolor": "#8C8C8C", "linewidth": 0, "zorder": 2}
+    stepwise = span.step is not None and span.seconds > wall / 400
+    edge = {"edgecolor": "white", "linewidth": 0.5} if stepwise else {"linewidth": 0}
+    return {"facecolor": colours[span.request], "zorder": 3, **edge}
+
+
+def _blocks(spans: Sequence[Span], gap_s: float) -> list[tuple[float, float, str]]:
+    """Return (start, end, request) of stretches in which a slice computes one request, for a letter on each.
+
+    gap_s  what may lie between two steps of a stretch
+    """
+    blocks: list[tuple[float, float, str]] = []
+    for span in sorted((span for span in spans if span.what == "compute"), key=lambda span: span.start_s):
+        if blocks and blocks[-1][2] == span.request and span.start_s <= blocks[-1][1] + gap_s:
+            blocks[-1] = blocks[-1][0], max(blocks[-1][1], span.end_s), span.request
+        else:
+            blocks.append((span.start_s, span.end_s, span.request))
+    return blocks
+
+
+def _name_tracks(axes: Axes, slices: list[tuple[str, str]], figures: TimelineFigures, wall: float) -> None:
+    names = [slice_ if not pool or pool in slice_ else f"{pool}\n{slice_}" for pool, slice_ in slices]
+    axes.set_yticks(range(len(slices)), names, fontsize=9.5)
+    axes.set_ylim(len(slices) - 0.5, -0.5)
+    axes.set_xlim(0, wall)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelbottom=False, length=0)
+    axes.grid(axis="x", color="#DDDDDD", linewidth=0.6, zorder=1)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    for i, (_, slice_) in enumerate(slices):
+        axes.annotate(
+            f"computes\n{figures.busy[slice_]:.0%}", (1.008, i), xycoords=("axes fraction", "data"),
+            va="center", fontsize=8.5, color="#444444",
+        )  # fmt: skip
+
+
+def _draw_count(axes: Axes, spans: Sequence[Span], slices: list[tuple[str, str]], wall: float) -> None:
+    """How many slices compute at a time: overlap is what rises above one."""
+    times, counts = [0.0], []
+    for seconds, count in computing(spans):
+        times.append(times[-1] + seconds)
+        counts.append(count)
+    axes.stairs(counts, times, fill=True, color="#9DB7D5", zorder=2)
+    axes.axhline(1, color="#666666", linewidth=0.8, linestyle=":", zorder=3)
+    axes.set_ylim(0, len(slices) + 0.2)
+    axes.set_yticks(sorted({0, 1, len(slices)}))
+    axes.set_ylabel("slices that\ncompute", fontsize=8.5, rotation=0, ha="right", va="center")
+    axes.set_xlabel("seconds", fontsize=9.5)
+    axes.tick_params(labelsize=9)
+    axes.grid(axis="x", color="#DDDDDD", linewidth=0.6, zorder=1)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_legend(figure: Figure, spans: Sequence[Span], letters: dict[str, str], colours: dict[str, str]) -> None:
+    shown = list(letters)[: len(_COLOURS)]
+    handles = [Patch(facecolor=colours[name], label=f"{letters[name]}  {_short(name)}") for name in shown]
+    if len(letters) > len(shown):
+        handles.append(Patch(facecolor="none", label=f"and {len(letters) - len(shown)} more (colours repeat)"))
+    found = {span.what for span in spans}
+    if "fetch" in found:
+        handles.append(Patch(facecolor="#777777", label="thin: in or out, beside other work"))
+    for what, (colour, hatch) in _OVERHEAD.items():
+        if what in found:
+            label = {"load": "reads weights", "compile": "compiles"}[what]
+            handles.append(Patch(facecolor=colour, edgecolor="#8C8C8C", hatch=hatch, linewidth=0, label=label))
+    figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 5), frameon=False, fontsize=9)
+
+
+def _short(name: str, most: int = 28) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"

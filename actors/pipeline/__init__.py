@@ -1,0 +1,1 @@
+"""The pipeline across slices: its driver, client, queue, deployment and status."""

@@ -1,0 +1,105 @@
+"""The pipeline that a batch uses: one that runs on the cluster already, or one of its own for as long as it takes."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+
+from actors.errors import PipelineNotFound
+from actors.observe.status_actor import NAMESPACE
+from actors.pipeline.deployment import Tell, about, deploy, shut_down, wait_until_up
+from actors.pipeline.spec import PipelineSpec
+
+# How long a pipeline that a batch took down may take over what it has: the batch has ended, nobody waits for it.
+DRAIN_S = 20.0
+
+
+@contextlib.contextmanager
+def acquire_pipeline(name: str, wanted: PipelineSpec | None, tell: Tell = lambda text: None) -> Iterator[PipelineSpec]:
+    """Use the pipeline of that name; bring up the wanted one when there is none, and take it down at the end.
+
+    A pipeline that a batch has brought up for itself is not shared: it would be taken away. When its batch was
+    killed, the next one takes it over if it is what it wants.
+
+    Raises `PipelineNotFound`, or as `deploy` does.
+    """
+    found = usable(name, wanted)
+    if found is not None and found.lasting:
+        tell(f"pipeline {name} runs")
+        wait_until_up(found, tell)
+        yield found
+        return
+    with _owned(name):
+        if wanted is not None and found is not None and found.same_as(wanted):
+            wait_until_up(found, tell)
+        else:
+            if found is not None:
+                tell(f"taking down what a killed batch has left of {name}")
+                shut_down(name, drain_s=DRAIN_S)
+            if wanted is None:
+                raise _none(name)
+            deploy(wanted, tell=tell)
+        try:
+            yield wanted
+        finally:
+            if not wanted.lasting:
+                tell(f"taking the pipeline {name} down")
+                shut_down(name, drain_s=DRAIN_S)
+
+
+def usable(name: str, wanted: PipelineSpec | None) -> PipelineSpec | None:
+    """Return what would be used of what runs, None when one would be brought up; raises `PipelineNotFound`."""
+    found = about(name)
+    if found is None:
+        if wanted is None:
+            raise _none(name)
+        return None
+    if not found.lasting and (owner := _owner(name)):
+        raise PipelineNotFound(
+            f"pipeline {name!r} belongs to a batch that runs ({owner}) and ends with it; wait for that, or choose "
+            "another --name where there are slices for both (wan-tpu pipeline up makes one that batches share)"
+        )
+    if found.lasting and wanted is not None and found.settings.checkpoint != wanted.settings.checkpoint:
+        raise PipelineNotFound(
+            f"pipeline {name!r} runs {found.settings.checkpoint}, not {wanted.settings.checkpoint}; leave --model_id "
+            "out to use it, or choose another --name"
+        )
+    return found
+
+
+def _none(name: str) -> PipelineNotFound:
+    return PipelineNotFound(
+        f"no pipeline {name!r} runs on this cluster; bring one up (wan-tpu pipeline up --layout ... --model_id ...), "
+        "or give this command --layout and --model_id and it brings up its own"
+    )
+
+
+@contextlib.contextmanager
+def _owned(pipeline: str) -> Iterator[None]:
+    """Keep a named actor that dies with this driver: so others know whether a pipeline's batch is alive."""
+    kind: Any = ray.remote(num_cpus=0)(_Owner)
+    who = f"Ray job {ray.get_runtime_context().get_job_id()}"
+    actor = kind.options(name=f"{pipeline}-owner", namespace=NAMESPACE).remote(who)
+    ray.get(actor.who.remote())
+    try:
+        yield
+    finally:
+        ray.kill(actor)
+
+
+def _owner(pipeline: str) -> str | None:
+    """Return whose batch a pipeline belongs to, None when nobody's is alive."""
+    try:
+        actor: Any = ray.get_actor(f"{pipeline}-owner", namespace=NAMESPACE)
+        return ray.get(actor.who.remote(), timeout=30)
+    except (ValueError, ray.exceptions.RayActorError):
+        return None
+
+
+class _Owner:
+    def __init__(self, who: str) -> None:
+        self._who = who
+
+    def who(self) -> str:
+        return self._who

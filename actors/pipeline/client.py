@@ -1,0 +1,86 @@
+"""A pipeline that may be gone, and come back, while jobs wait: its driver is made when first needed, and anew."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from actors.engine import GeneratedVideo, OnEvent
+from actors.errors import PipelineError, RequestFailed
+from actors.observe.status_actor import StatusActor
+from actors.pipeline.deployment import living
+from actors.pipeline.driver import PipelineDriver
+from actors.pipeline.spec import PipelineSpec
+from wan_tpu.request import GenerationRequest
+
+T = TypeVar("T")
+_READY_S = 20.0  # for what takes milliseconds where all is well
+
+
+class PipelineClient:
+    """The engine of the service's worker."""
+
+    def __init__(self, spec: PipelineSpec) -> None:
+        self._spec = spec
+        self._lock = asyncio.Lock()
+        self._current: PipelineDriver | None = None
+        self._users: Counter[PipelineDriver] = Counter()  # one that was replaced is closed by the last
+
+    async def generate(
+        self,
+        request: GenerationRequest,
+        *,
+        id: str,  # noqa: A002
+        on_event: OnEvent,
+        priority: int = 0,
+    ) -> GeneratedVideo:
+        """Make one video, as `PipelineDriver.generate` does; raises `PipelineError` also where there is no pipeline."""
+        async with self._lock:
+            if self._current is None:
+                self._current = await asyncio.to_thread(_explained, PipelineDriver, self._spec)
+            driver = self._current
+        self._users[driver] += 1
+        try:
+            return await driver.generate(request, id=id, on_event=on_event, priority=priority)
+        except Exception as error:
+            sound = isinstance(error, RequestFailed) and error.code != "lost"
+            if driver is self._current and not sound:  # what others still do with it goes on
+                self._current = None
+            raise
+        finally:
+            self._users[driver] -= 1
+            if driver is not self._current and not self._users[driver]:
+                del self._users[driver]
+                await asyncio.to_thread(driver.close)
+
+    async def ready(self) -> None:
+        """Raise `PipelineError` unless every pool has a replica that takes requests."""
+        try:
+            async with asyncio.timeout(_READY_S):
+                await asyncio.to_thread(_check, self._spec)
+        except TimeoutError:
+            raise PipelineError(f"the pipeline doesn't answer within {_READY_S:g} s; try again") from None
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        if self._current is not None:
+            self._current.close()
+
+
+def _check(spec: PipelineSpec) -> None:
+    name = spec.settings.name
+    alive = _explained(living, name, spec.layout)
+    seen = _explained(StatusActor.connect(name).seen).replicas
+    able = {one.pool for replica, one in seen.items() if replica in alive and one.activity in ("idle", "busy")}
+    if missing := [pool.name for pool in spec.layout.pools if pool.name not in able]:
+        raise PipelineError(f"no replica of {', '.join(missing)} is ready; try again")
+
+
+def _explained(function: Callable[..., T], *args: Any) -> T:
+    """Call a function of Ray's or Serve's, which raise all kinds of things while a cluster comes and goes."""
+    try:
+        return function(*args)
+    except PipelineError:
+        raise
+    except Exception as error:
+        raise PipelineError(f"there is no pipeline now: {type(error).__name__}: {error}") from error

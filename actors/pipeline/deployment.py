@@ -1,0 +1,216 @@
+"""A pipeline's pools as Serve applications: one deployment each, whose replicas lead slices."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
+from ray.serve.schema import ApplicationStatus, ServeStatus
+
+from actors.errors import PipelineExists, PipelineStartFailed
+from actors.observe.status_actor import Seen, StatusActor
+from actors.pipeline.spec import PipelineSpec
+from actors.slices.leader import SliceLeader
+from actors.slices.scheduler import MOST_PAUSED
+from actors.slices.settings import PipelineSettings
+from cluster.gang.placement import off_hosts
+from cluster.layout import Layout, Pool
+from wan_tpu.spec import ENCODER
+
+# Calls at a replica: one that computes, the next one's inputs on their way to the devices, the last one's results
+# leaving. An encoder's request comes in three pieces.
+MOST_ONGOING, MOST_ONGOING_ENCODER = 3, 8
+HEALTH_S = 2.0
+LEAVING_S = 3600.0  # a replica that is to go may finish what it has
+POLL_S = 0.25
+# For the first deployment of an application that answers no HTTP: where Serve runs HAProxy, it would listen.
+NO_HTTP = {"env_vars": {"RAY_SERVE_ENABLE_HA_PROXY": "0"}}
+
+Tell = Callable[[str], object]
+
+
+def deploy(spec: PipelineSpec, *, tell: Tell = lambda text: None) -> None:
+    """Start all pools, and return when every one has the replicas that it must have at least.
+
+    tell  given a line, again and again, that says what is being waited for
+
+    Needs a Ray cluster that this process has joined. Raises `PipelineExists` when one of that name is there,
+    `PipelineStartFailed` when a pool can't be started: nothing of it is left then.
+    """
+    settings, pools = spec.settings, spec.layout.pools
+    if running(settings.name):
+        raise PipelineExists(
+            f"a pipeline {settings.name!r} is on this cluster already; use it, take it down "
+            f"(wan-tpu pipeline down --name {settings.name}), or choose another name"
+        )
+    tell("starting Ray Serve")
+    StatusActor.create(settings.name, spec)
+    _quiet()
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    try:
+        serve.run_many(
+            [
+                serve.RunTarget(
+                    pool_application(pool, settings), name=application(settings.name, pool.name), route_prefix=None
+                )
+                for pool in pools
+            ],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+        wait_until_up(spec, tell)
+    except BaseException:
+        shut_down(settings.name, drain_s=0)  # a replica that is starting can't be asked to leave
+        raise
+
+
+def wait_until_up(spec: PipelineSpec, tell: Tell) -> None:
+    """Return when every pool has the replicas that it must have at least; raises `PipelineStartFailed`."""
+    status = StatusActor.connect(spec.settings.name)
+    applications = {pool.name: application(spec.settings.name, pool.name) for pool in spec.layout.pools}
+    while True:
+        seen = status.seen()
+        for replica in seen.replicas.values():
+            if replica.activity == "refused":  # and would be again: Serve tries three times
+                raise PipelineStartFailed(f"pool {replica.pool}: {replica.detail}")
+        found = serve.status().applications
+        if gone := [pool for pool, name in applications.items() if name not in found]:
+            raise PipelineStartFailed(f"pool {', '.join(gone)}: taken down meanwhile")
+        states = {pool: found[name] for pool, name in applications.items()}
+        for name, state in states.items():
+            if state.status == ApplicationStatus.DEPLOY_FAILED:
+                raise PipelineStartFailed(f"pool {name}: {_failure(name, seen) or state.message}")
+        ready = {name for name, state in states.items() if state.status == ApplicationStatus.RUNNING}
+        if len(ready) == len(states):
+            return
+        tell(" · ".join(_starting(pool, seen, pool in ready) for pool in states))
+        time.sleep(POLL_S)
+
+
+def application(pipeline: str, pool: str) -> str:
+    """Return the name of the Serve application of a pool."""
+    return f"{pipeline}-{pool}"
+
+
+def handle(pipeline: str, pool: str) -> Any:
+    """Return the handle of a running pool."""
+    _quiet()
+    return serve.get_deployment_handle(pool, application(pipeline, pool))
+
+
+def about(pipeline: str) -> PipelineSpec | None:
+    """Return what is known of a pipeline that is on this cluster, None when there is none of that name."""
+    status = StatusActor.find(pipeline) if running(pipeline) else None
+    return None if status is None else status.spec()
+
+
+def running(pipeline: str) -> list[str]:
+    """Return the applications of a pipeline that run."""
+    status: ServeStatus = serve.status()
+    return sorted(
+        name
+        for name, found in status.applications.items()
+        if any(name == application(pipeline, pool) for pool in found.deployments)
+    )
+
+
+def living(pipeline: str, layout: Layout) -> set[str]:
+    """Return the names, as the status has them, of replicas whose process lives."""
+    pools = {f"SERVE_REPLICA::{application(pipeline, pool.name)}#{pool.name}#": pool.name for pool in layout.pools}
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    return {
+        f"{pool}/{name.removeprefix(start)}"
+        for name in names
+        for start, pool in pools.items()
+        if name.startswith(start)
+    }
+
+
+def shut_down(pipeline: str, *, drain_s: float = LEAVING_S) -> None:
+    """End all pools of a pipeline, and its status actor.
+
+    drain_s  how long they may finish what they have; after that their replicas are killed
+    """
+    _quiet()
+    found = running(pipeline)
+    for name in found:
+        serve.delete(name, _blocking=False)
+    until = time.monotonic() + drain_s
+    while set(found) & set(serve.status().applications):
+        if time.monotonic() > until:
+            _kill_replicas(found)
+        time.sleep(POLL_S)
+    status = StatusActor.find(pipeline)
+    if status is not None:
+        status.close()
+
+
+def pool_application(pool: Pool, settings: PipelineSettings) -> Any:
+    """Return the Serve application of a pool."""
+    options: dict[str, Any] = {
+        "name": pool.name,
+        "max_ongoing_requests": MOST_PAUSED + (MOST_ONGOING_ENCODER if ENCODER in pool.stages else MOST_ONGOING),
+        "request_router_config": {"request_router_class": "actors.slices.router:LeastLoadedRouter"},
+        "max_queued_requests": settings.in_flight * 4,  # a request is at most at three calls at a time
+        "health_check_period_s": HEALTH_S,
+        "health_check_timeout_s": 2 * settings.timeouts.heartbeat_s,
+        "graceful_shutdown_timeout_s": LEAVING_S,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "ray_actor_options": {"num_cpus": 0.1, "label_selector": off_hosts()},
+    }
+    if pool.replicas.minimum == pool.replicas.maximum:
+        options["num_replicas"] = pool.replicas.minimum
+    else:
+        options["autoscaling_config"] = AutoscalingConfig(
+            min_replicas=pool.replicas.minimum,
+            max_replicas=pool.replicas.maximum,
+            initial_replicas=pool.replicas.minimum,
+            target_ongoing_requests=1,
+            upscale_delay_s=settings.scale_up_s,
+            downscale_delay_s=settings.scale_down_s,
+            look_back_period_s=settings.scale_look_s,
+            metrics_interval_s=settings.scale_look_s / 3,
+            policy=AutoscalingPolicy(policy_function="actors.slices.autoscaling:replicas_needed"),
+        )
+    never = AutoscalingConfig(min_replicas=0, initial_replicas=0, max_replicas=1)
+    first = serve.deployment(name=f"first-of-{pool.name}", autoscaling_config=never, ray_actor_options={"num_cpus": 0})
+    return first(_First).bind(serve.deployment(**options)(SliceLeader).bind(pool, settings))
+
+
+class _First:
+    """The first deployment of a pool's application: nobody calls it, and it never has a replica.
+
+    The first one is what HTTP comes to, and where Serve runs HAProxy it may have no router of its own (Ray 2.60).
+    """
+
+    def __init__(self, pool: Any) -> None:
+        """pool: the deployment that is called."""
+
+
+def _quiet() -> None:
+    """Keep Serve's notes on its own doings off a person's screen."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+
+
+def _kill_replicas(applications: list[str]) -> None:
+    """End replicas at once; their slices end with them."""
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if any(actor["name"].startswith(f"SERVE_REPLICA::{name}#") for name in applications):
+            with contextlib.suppress(ValueError):  # gone already
+                ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+
+
+def _failure(pool: str, seen: Seen) -> str | None:
+    """Return why a replica of the pool has failed, the latest one."""
+    failed = [one for one in seen.replicas.values() if one.pool == pool and one.activity == "failed"]
+    return max(failed, key=lambda one: one.since).detail if failed else None
+
+
+def _starting(pool: str, seen: Seen, ready: bool) -> str:
+    mine = [one for one in seen.replicas.values() if one.pool == pool and one.activity != "failed"]
+    shown = dict.fromkeys("started" if one.activity == "idle" else str(one) for one in mine)
+    return f"{pool}: {'ready' if ready else ', '.join(shown) or 'starting'}"

@@ -1,0 +1,86 @@
+"""The driver of a pipeline: admits requests, and has each go through the pools. It holds no payload."""
+
+import asyncio
+import contextlib
+import logging
+
+from actors.engine import GeneratedVideo, OnEvent
+from actors.errors import PipelineFull, RequestFailed
+from actors.observe.status_actor import Outcome
+from actors.pipeline.connection import PipelineConnection
+from actors.pipeline.request_run import RequestRun
+from actors.pipeline.spec import PipelineSpec
+from actors.slices.references import RefStore
+from actors.slices.scheduler import PriorityQueue
+from actors.storage.local import StorageError
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.request import GenerationRequest
+
+log = logging.getLogger(__name__)
+
+
+class PipelineDriver:
+    """The engine of batches and of the online service: a running pipeline, ready to make videos."""
+
+    def __init__(self, spec: PipelineSpec) -> None:
+        """The pools must run (`deployment.deploy`)."""
+        self.spec = spec
+        self._connection = PipelineConnection(spec)
+        self._ref_store = RefStore()
+        self._queue = PriorityQueue(spec.settings.in_flight, spec.settings.urgent)
+        self._inside: set[str] = set()
+
+    async def generate(
+        self,
+        request: GenerationRequest,
+        *,
+        id: str,  # noqa: A002
+        on_event: OnEvent = lambda span: None,
+        priority: int = 0,
+    ) -> GeneratedVideo:
+        """Make one video.
+
+        id        names the request in spans, logs and snapshots; one that was left unfinished goes on where it was
+        on_event  given a `Span` whenever a slice has done something for it
+        priority  the higher goes first; at the experts' slices it runs between two steps of a lower one
+
+        Raises `RequestFailed` when it can't be made, `PipelineFull` when too many wait.
+        """
+        settings = self.spec.settings
+        if id in self._inside:
+            raise RequestFailed(
+                f"a request {id} is under way already; wait for it, or give this one another id", "invalid"
+            )
+        if len(self._inside) >= settings.in_flight + settings.waiting:
+            raise PipelineFull(
+                f"{len(self._inside)} requests are in the pipeline and before it, all it takes; try again later"
+            )
+        try:
+            plan = self.spec.model.plan(request)
+        except InvalidRequest as error:
+            raise RequestFailed(str(error), "invalid") from None
+        self._inside.add(id)
+        outcome: Outcome = "cancelled"
+        unfinished = True  # whoever tries again goes on from its snapshots
+        try:
+            self._connection.status.request(id, "waiting")
+            async with self._queue.entered(priority):
+                with contextlib.closing(self._ref_store.scope()) as scope:
+                    video = await RequestRun(self._connection, id, plan, on_event, priority, scope).run()
+            outcome, unfinished = "done", False
+            return video
+        except RequestFailed as failed:
+            outcome, unfinished = "failed", failed.code == "lost"
+            raise
+        finally:
+            self._inside.remove(id)
+            self._connection.status.ended(id, outcome)
+            if not unfinished:
+                try:
+                    await asyncio.to_thread(self._connection.snapshots.delete, id)
+                except StorageError as error:  # the video is made
+                    log.warning("%s: its snapshots stay: %s", id, error)
+
+    def close(self) -> None:
+        """Let go of the pools; before `ray.shutdown`."""
+        self._connection.close()

@@ -1,0 +1,28 @@
+"""What Ray and Serve raise when slices, replicas and objects are lost, as this package's errors."""
+
+import contextlib
+from collections.abc import Iterator
+
+from ray.exceptions import ObjectLostError, RayActorError, RayError, TaskCancelledError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+
+from actors.errors import InputLost, PipelineError, RequestFailed, StageLost, StageMoved
+from cluster.gang.watch import telling_line
+
+
+@contextlib.contextmanager
+def losses_explained() -> Iterator[None]:
+    """Raise what a stage raised without Ray's wrapping, Ray's own errors as `StageLost`, `InputLost` or failures."""
+    try:
+        yield
+    except (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError, TaskCancelledError) as error:
+        raise StageLost(telling_line(error)) from None
+    except BackPressureError as error:  # other drivers use the same pools
+        raise StageMoved(telling_line(error)) from None
+    except RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, PipelineError):
+            raise cause from None
+        if isinstance(error, ObjectLostError) or isinstance(cause, RayError):
+            raise InputLost(telling_line(cause or error)) from None
+        raise RequestFailed(f"{type(cause or error).__name__}: {telling_line(cause or error)}", "error") from error

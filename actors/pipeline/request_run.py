@@ -1,0 +1,194 @@
+"""One request on its way through the pools: what is lost is done again, from the newest snapshot."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from actors.engine import GeneratedVideo, OnEvent
+from actors.errors import InputLost, RequestFailed, StageLost, StageMoved
+from actors.observe.timeline import Span
+from actors.pipeline.connection import PipelineConnection
+from actors.pipeline.losses import losses_explained
+from actors.slices.messages import Prepared, RefHandle, StageResult
+from actors.slices.payloads import EncodedVideo, unpack
+from actors.slices.references import RequestScope
+from actors.slices.snapshots import name_of
+from actors.storage.local import StorageError
+from wan_tpu.spec import DECODER, ENCODER, RequestPlan
+
+log = logging.getLogger(__name__)
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # before a stage is tried again
+
+
+class RequestRun:
+    """One request of a driver."""
+
+    def __init__(
+        self,
+        connection: PipelineConnection,
+        key: str,
+        plan: RequestPlan,
+        on_event: OnEvent,
+        priority: int,
+        scope: RequestScope,
+    ) -> None:
+        """scope: where its payloads wait between two stages."""
+        self._connection, self._key, self._plan, self._scope = connection, key, plan, scope
+        self._light = plan.without_image()  # what stages after the encoder are sent
+        self._on_event, self._priority = on_event, priority
+        self._attempts = 0  # since something was done that hadn't been done before
+        self._done: set[tuple[str, int | None]] = set()
+        self._texts: dict[str, RefHandle] = {}
+        self._image: RefHandle | None = None
+        self._state: RefHandle | None = None
+        self._warnings: dict[str, None] = {}  # in order, each once
+
+    async def run(self) -> GeneratedVideo:
+        """Go through all stages; after a loss, go on from the newest snapshot."""
+        while True:
+            try:
+                return GeneratedVideo(await self._go_through(), tuple(self._warnings))
+            except (StageLost, InputLost) as lost:
+                if isinstance(lost, InputLost):  # one of them: all that was handed over is made again
+                    self._drop_inputs()
+                await self._wait_after(lost)
+
+    async def _go_through(self) -> bytes:
+        self._state = None
+        settings, request = self._connection.settings, self._plan.request
+        name = name_of(self._key, request, f"{settings.checkpoint} {settings.dtype}")
+        try:
+            snapshot = await asyncio.to_thread(self._connection.snapshots.newest, name)
+        except StorageError as error:
+            raise RequestFailed(f"there is no telling how far it was: {error}", "error") from None
+        step = snapshot or 0
+        while step < request.steps:
+            stage = next(expert.stage for expert in self._plan.experts if step < expert.stop)
+            step = await self._denoise(stage, name, snapshot)
+            snapshot = None
+        return await self._decode()
+
+    async def _denoise(self, stage: str, name: str, snapshot: int | None) -> int:
+        """Run the experts of one pool; return how many steps are done."""
+        inputs = await self._inputs()
+        state, self._state = self._state, None
+        pool_of = self._connection.layout.pool_of
+        last = pool_of(stage) == pool_of(self._plan.experts[-1].stage)
+
+        def prepared() -> None:
+            self._scope.drop(state)
+            if last:  # encoded again if this fails: less than what holding it all the time would cost the store
+                self._drop_inputs()
+
+        self._connection.status.request(self._key, stage, steps=self._plan.request.steps)
+        async with self._connection.queue(stage).entered(self._priority):
+            events = self._connection.stream(stage, self._plan.shapes[stage]).denoise.remote(
+                self._key,
+                self._light,
+                inputs,
+                state=state,
+                name=name,
+                snapshot=snapshot,
+                priority=self._priority,
+                scope=self._scope,
+            )
+            made = await self._follow(stage, events, prepared)
+        assert made.step is not None
+        self._state = made.handle
+        return made.step
+
+    async def _decode(self) -> bytes:
+        state, self._state = self._state, None
+        assert state is not None
+        pool = self._connection.stream(DECODER, self._plan.shapes[DECODER])
+        events = pool.decode.remote(self._key, self._light, state, self._scope)
+        video = await self._follow(DECODER, events, lambda: self._scope.drop(state))
+        with losses_explained():
+            [ref] = await self._scope.get(video.handle)
+            assert ref is not None
+            content = unpack(await ref)
+        assert isinstance(content, EncodedVideo)
+        return content.mp4.tobytes()
+
+    async def _inputs(self) -> list[RefHandle | None]:
+        """Return prompt, negative prompt and image, None where there is none; encode what isn't there."""
+        missing: list[Coroutine[Any, Any, None]] = [
+            self._encode_text(prompt) for prompt in set(self._plan.prompts) - set(self._texts)
+        ]
+        if self._plan.request.image is not None and self._image is None:
+            missing.append(self._encode_image())
+        await _all(missing)
+        texts: list[RefHandle | None] = [self._texts[prompt] for prompt in self._plan.prompts]
+        return [*[*texts, None][:2], self._image]
+
+    async def _encode_text(self, prompt: str) -> None:
+        events = self._connection.stream(ENCODER).encode_text.remote(self._key, prompt, self._scope)
+        self._texts[prompt] = (await self._follow(ENCODER, events)).handle
+
+    async def _encode_image(self) -> None:
+        shape = self._plan.shapes[ENCODER]
+        pool = self._connection.stream(ENCODER, shape)
+        events = pool.encode_image.remote(self._key, self._plan.request, shape, self._scope)
+        self._image = (await self._follow(ENCODER, events)).handle
+
+    def _drop_inputs(self) -> None:
+        self._scope.drop(self._image, *self._texts.values())
+        self._texts, self._image = {}, None
+
+    async def _follow(
+        self, stage: str, events: AsyncIterator[Any], prepared: Callable[[], None] = lambda: None
+    ) -> StageResult:
+        """Follow a stage to its end; cancelled with this task."""
+        status, steps, made = self._connection.status, self._plan.request.steps, None
+        status.request(self._key, stage, steps=steps)
+        try:
+            with losses_explained():
+                async for event in events:
+                    if isinstance(event, Span):
+                        self._on_event(event)
+                        self._note_progress(event.stage, event.step)
+                        if event.step is not None:
+                            status.request(self._key, event.stage, event.step, steps, event.seconds)
+                    elif isinstance(event, Prepared):
+                        prepared()
+                        status.handoff(stage, event.seconds, event.nbytes)
+                    else:
+                        made = event
+        except asyncio.CancelledError:
+            events.cancel()  # type: ignore[attr-defined]
+            raise
+        if made is None:
+            raise StageLost(f"{stage} of {self._key} ended without a result")
+        self._warnings |= dict.fromkeys(made.warnings)
+        self._note_progress(f"end of {stage}", made.step)
+        return made
+
+    def _note_progress(self, what: str, step: int | None) -> None:
+        if (what, step) not in self._done:
+            self._done.add((what, step))
+            self._attempts = 0
+
+    async def _wait_after(self, lost: Exception) -> None:
+        """Wait before the next attempt; raises `RequestFailed` when there were enough that came to nothing."""
+        if isinstance(lost, StageMoved):
+            log.info("%s: %s", self._key, lost)
+            await asyncio.sleep(2 * FIRST_WAIT_S)
+            return
+        self._attempts += 1
+        reason = str(lost).splitlines()[0] if str(lost) else type(lost).__name__
+        if self._attempts >= self._connection.settings.attempts:
+            raise RequestFailed(f"given up after {self._attempts} attempts at one stage; the last: {reason}", "lost")
+        log.warning("%s: %s; attempt %d", self._key, reason, self._attempts + 1)
+        await asyncio.sleep(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**self._attempts))
+
+
+async def _all(work: list[Coroutine[Any, Any, None]]) -> None:
+    """Do all at once; when one fails the others are cancelled before this raises."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in work:
+                group.create_task(one)
+    except ExceptionGroup as several:  # not `except*`: what is raised in one comes out in a group again (3.11.2)
+        raise several.exceptions[0] from None

@@ -1,0 +1,1 @@
+"""The actor that leads a slice, and the worker on each of its hosts."""

@@ -1,0 +1,66 @@
+"""A slice called from its leader's event loop: in threads, and with failures sorted by whose they are."""
+
+import asyncio
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+
+from actors.errors import InputLost, RequestFailed, StageLost
+from cluster.errors import CallFailed, SliceLost
+from cluster.gang.protocol import Group
+from cluster.gang.slice import Returned, Slice
+from wan_tpu.errors import InvalidInput, UnhealthyResult
+
+THREADS = 32  # more than requests can be here: each waits in one, and a health check must not wait for them
+
+
+class AsyncSlice:
+    """A `cluster.gang.slice.Slice` to be awaited."""
+
+    def __init__(self, slice_: Slice, lost: Callable[[SliceLost], StageLost]) -> None:
+        """lost: told that the slice is, returns what to raise."""
+        self._slice = slice_
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="slice")
+        self._lost = lost
+
+    async def call(self, method: str, *args: Any, group: Group = "lockstep") -> Returned:
+        """Run a method of the workers, as `Slice.call` does.
+
+        Raises `RequestFailed` when it is the request's fault, `InputLost` when a payload is gone, `StageLost` when the
+        slice is. When cancelled, waits until the call has ended: a step is never left alone.
+        """
+        run = functools.partial(self._slice.call, method, *args, group=group)
+        try:
+            return await self.run(run)
+        except CallFailed as failed:
+            cause = failed.__cause__
+            if isinstance(cause, ray.exceptions.RayError):
+                raise InputLost(f"{self._slice.name}: {method} lost its input ({type(cause).__name__})") from None
+            code = "invalid" if isinstance(cause, InvalidInput) else "error"
+            code = "unhealthy" if isinstance(cause, UnhealthyResult) else code
+            raise RequestFailed(f"{method}: {cause}", code) from None
+        except SliceLost as lost:
+            raise self._lost(lost) from None
+
+    async def side(self, method: str, *args: Any) -> Returned:
+        """Run a method beside those in lockstep; the rest as `call`."""
+        return await self.call(method, *args, group="side")
+
+    async def check(self) -> None:
+        """Return if all hosts answer; raises `StageLost`."""
+        try:
+            await self.run(self._slice.check)
+        except SliceLost as lost:
+            raise self._lost(lost) from None
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run any function in one of the threads; when cancelled, wait until it has ended."""
+        work = asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])
+            raise

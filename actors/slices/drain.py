@@ -1,0 +1,38 @@
+"""When a slice is taken away, or was lost, once that is known."""
+
+import time
+
+from actors.errors import StageMoved
+
+HAND_OVER_S = 5.0  # kept free before a drained slice is taken away, to copy a state out and write it
+
+
+class Drain:
+    """Of one slice. Not begun at first."""
+
+    def __init__(self, name: str) -> None:
+        """name: the leader's, for messages."""
+        self._name = name
+        self._by: float | None = None  # of time.monotonic()
+
+    @property
+    def begun(self) -> bool:
+        """Whether no new request is taken any more."""
+        return self._by is not None
+
+    def begin(self, left_s: float) -> None:
+        """Note that the slice is taken away after so many seconds."""
+        self._by = time.monotonic() + left_s
+
+    def check(self) -> None:
+        """Raise `StageMoved` when no new request is taken any more."""
+        if self.begun:
+            raise self.moved()
+
+    def moved(self) -> StageMoved:
+        """Return what is raised in a request that has not begun."""
+        return StageMoved(f"{self._name} is draining; another replica takes what comes")
+
+    def too_late_for(self, needed_s: float) -> bool:
+        """Whether the slice is taken away before that much more work would be done."""
+        return self._by is not None and time.monotonic() + needed_s + HAND_OVER_S > self._by

@@ -1,0 +1,326 @@
+"""The actor that leads one slice: a small process on a CPU node that takes requests through the stages of its pool.
+
+While the slice computes for one request, the next one's inputs are fetched and put on the devices, and the results of
+the one before leave. Every stage is a stream: spans as they end, then one `StageResult`. Payloads wait in the request's
+scope; streams carry handles of them.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from ray import serve
+
+from actors.errors import RequestFailed, StageLost, StageMoved
+from actors.observe.status_actor import Activity, StatusActor
+from actors.observe.timeline import Span, What
+from actors.slices.async_slice import AsyncSlice
+from actors.slices.autoscaling import LOAD, SliceTime
+from actors.slices.drain import Drain
+from actors.slices.messages import Event, Prepared, RefHandle, StageResult, WorkerProgress
+from actors.slices.references import RequestScope
+from actors.slices.scheduler import Admission, StepScheduler
+from actors.slices.settings import PipelineSettings
+from actors.slices.snapshots import Snapshots, Snapshotter
+from cluster.draining import draining_for
+from cluster.errors import CallFailed, SliceLost
+from cluster.gang.slice import Slice
+from cluster.layout import Pool
+from wan_tpu.errors import InvalidInput
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.spec import DECODER, ENCODER, RequestPlan
+
+log = logging.getLogger(__name__)
+
+SHAPES = 64  # that a leader is remembered to hold programs of, for routing
+LEAVE_S = 0.5  # between the loss of a slice and the end of its leader: callers are told first
+DRIVER_S = 5.0  # between two looks whether anybody still waits for a request
+
+
+class SliceLeader:
+    """A replica of a pool. Serve restarts it when its slice is lost; its callers go on elsewhere."""
+
+    def __init__(self, pool: Pool, settings: PipelineSettings) -> None:
+        """Take a slice, start its workers, and let them read the weights of the pool's stages."""
+        self._settings, self._stages, self._pool = settings, pool.stages, pool.name
+        self._name = f"{self._pool}/{serve.get_replica_context().replica_id.unique_id}"
+        self._status = StatusActor.connect(settings.name)
+        self._work: list[tuple[str, str]] = []  # stage and request, of what is computed or paused
+        self._visits = itertools.count(1)
+        self._holding: set[str] = set()  # whose arrays the workers hold: also while a result leaves
+        self._ended = False
+        self._drain = Drain(self._name)
+        self._time = SliceTime()
+        self._scheduler = StepScheduler()
+        start = time.time()
+        self._report("starting", f"takes a {pool.slice} and starts its hosts")
+        try:
+            snapshots = Snapshots(settings.snapshots)
+            worker = (settings.checkpoint, pool.stages, pool.mesh, settings.dtype, settings.executables)
+            self._hosts = Slice(pool.slice, settings.worker, *worker, name=self._name, timeouts=settings.timeouts)
+            self._slice = AsyncSlice(self._hosts, self._lost)
+            self._snapshotter = Snapshotter(self._slice, snapshots)
+            self._hosts.call("load", on_progress=lambda progress: self._report("loading", _shown(progress)))
+            for request in settings.warm_up:
+                self._hosts.call(
+                    "warm_up", request, on_progress=lambda progress: self._report("compiling", _shown(progress))
+                )
+            self._hosts.call("compile_s", group="side")  # from here on it is a request that waits for a compiler
+        except Exception as error:
+            cause = error.__cause__ if isinstance(error, CallFailed) else error
+            refused = isinstance(cause, InvalidInput)  # what would be refused again
+            self._report("refused" if refused else "failed", str(cause if refused else error))
+            with contextlib.suppress(AttributeError):  # there is none yet
+                self._hosts.close()
+            del self._status  # what it was told stays there, for whoever waits for this pool
+            raise
+        self._report("idle")
+        log.info("%s leads %s, ready after %.1f s", self._name, self._hosts.describe(), time.time() - start)
+
+    # ---- the stages
+
+    async def encode_text(self, key: str, prompt: str, scope: RequestScope) -> AsyncIterator[Event]:
+        """Encode a prompt: one `TextEmbedding`."""
+        async for event in self._compute(key, ENCODER, scope, "encode_text", prompt):
+            yield event
+
+    async def encode_image(
+        self, key: str, request: ResolvedRequest, shape: str, scope: RequestScope
+    ) -> AsyncIterator[Event]:
+        """Encode a request's image: one `ImageCondition`."""
+        await self._hold(shape)
+        start = time.time()
+        async with self._held(key) as held:
+            nbytes = (await self._slice.side("prepare_encode", held, request)).value
+            yield self._span(key, ENCODER, "fetch", start)
+            yield Prepared(time.time() - start, nbytes)
+            async for event in self._compute(key, ENCODER, scope, "encode_image", held):
+                yield event
+
+    async def denoise(
+        self,
+        key: str,
+        plan: RequestPlan,
+        inputs: list[RefHandle | None],
+        *,
+        state: RefHandle | None,
+        name: str,
+        snapshot: int | None,
+        priority: int,
+        scope: RequestScope,
+    ) -> AsyncIterator[Event]:
+        """Run all steps of this pool's experts: one `DenoiseState`.
+
+        inputs    prompt, negative prompt or None, image or None
+        state     where the pool before has left off
+        name      of the request's snapshots; snapshot  the step of the one to go on from
+        priority  a request of a higher one runs between two steps of this one
+
+        Raises `StageMoved` when the slice is taken away before the last step could be done, a snapshot taken.
+        """
+        experts = tuple(expert for expert in plan.experts if expert.stage in self._stages)
+        done, last = snapshot or experts[0].start, experts[-1].stop
+        await self._hold(plan.shapes[experts[0].stage])
+        async with self._held(key) as held:
+            start = time.time()
+            refs = await scope.get(*inputs, state)
+            if snapshot is not None:
+                refs[-1] = await self._snapshotter.load(name, snapshot)
+            nbytes = (await self._slice.side("prepare_denoise", held, plan.request, *refs)).value
+            del refs  # or the store would keep them until the last step
+            yield self._span(key, experts[0].stage, "fetch", start)
+            yield Prepared(time.time() - start, nbytes)
+            self._drain.check()
+            async with self._scheduler.entered(priority) as admission:
+                with self._working(key, experts[0].stage):
+                    checked_s, expert = time.monotonic(), None
+                    while done < last:
+                        if self._scheduler.must_pause(admission):
+                            await self._pause(admission, held, name, key, scope)
+                        async with self._scheduler.device:
+                            start = time.time()
+                            begins = expert is None or done >= expert.stop
+                            if begins:
+                                expert = (await self._slice.call("begin", held)).value
+                            done = (await self._slice.call("step", held)).value
+                        assert expert is not None
+                        for span in await self._computed(key, expert.stage, start, done, may_have_compiled=begins):
+                            yield span
+                        if self._drain.too_late_for((last - done) * span.seconds):
+                            raise await self._moved(held, name, key)
+                        if done % self._settings.snapshot_every == 0 and done < plan.request.steps:
+                            self._snapshotter.start(held, name)
+                        if time.monotonic() > checked_s + DRIVER_S:  # Serve ends no stream whose reader was killed
+                            await scope.check()
+                            checked_s = time.monotonic()
+            start = time.time()
+            done, ref = await self._slice.side("collect", held)
+            if done < plan.request.steps:
+                # The next pool starts from this; if that is lost before its first snapshot, nothing is done twice.
+                await self._snapshotter.save(name, done, ref)
+            yield self._span(key, experts[-1].stage, "fetch", start)
+            yield StageResult(await scope.put(ref), done)
+
+    async def decode(self, key: str, plan: RequestPlan, state: RefHandle, scope: RequestScope) -> AsyncIterator[Event]:
+        """Decode final latents: one `EncodedVideo`."""
+        await self._hold(plan.shapes[DECODER])
+        start = time.time()
+        async with self._held(key) as held:
+            nbytes = (await self._slice.side("prepare_decode", held, plan.request, *await scope.get(state))).value
+            yield self._span(key, DECODER, "fetch", start)
+            yield Prepared(time.time() - start, nbytes)
+            async for event in self._compute(key, DECODER, scope, "decode", held):
+                yield event
+
+    async def held(self) -> list[str]:
+        """Return what the workers hold: a request's id, and which visit of it."""
+        return (await self._slice.side("keys")).value
+
+    # ---- what Serve asks
+
+    @serve.multiplexed(max_num_models_per_replica=SHAPES)
+    async def _programs(self, shape: str) -> str:
+        """Hold a shape's programs: Serve passes it to `actors.slices.router`."""
+        return shape
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Report how long requests keep the slice, for `actors.slices.autoscaling`."""
+        return {LOAD: self._time.seconds / self._settings.scale_wait_s}
+
+    async def check_health(self) -> None:
+        """End when the slice is gone, and when it is drained and nothing runs on it any more."""
+        await self._slice.check()
+        left_s = draining_for(host.node_id for host in self._hosts.hosts)
+        if left_s is not None and not self._drain.begun:
+            self._drain.begin(left_s)
+            self._scheduler.evict(self._drain.moved)
+            self._report("draining", f"its hosts are taken away in {left_s:.0f} s")
+            log.warning("%s is being drained, %.0f s left", self._name, left_s)
+        if self._drain.begun and not self._holding and not self._work:
+            self._hosts.close()
+            self._end()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self._hosts.close()
+            self._status.gone(self._name)
+
+    # ----
+
+    async def _pause(self, admission: Admission, held: str, name: str, key: str, scope: RequestScope) -> None:
+        """Let a more urgent request run, and return when this one may go on; a drain moves it at once."""
+        granted = self._scheduler.pause(admission)
+        self._snapshotter.start(held, name)
+        while not granted.done():
+            await asyncio.wait([granted], timeout=DRIVER_S)
+            if not granted.done():
+                await scope.check()
+        try:
+            granted.result()
+        except StageMoved:
+            raise await self._moved(held, name, key) from None
+
+    async def _moved(self, held: str, name: str, key: str) -> StageMoved:
+        """Return what is raised, once the state is saved."""
+        await self._snapshotter.settle(held)
+        step = await self._snapshotter.take(held, name)
+        return StageMoved(f"the slice is being drained; {key} goes on elsewhere after step {step}")
+
+    async def _hold(self, shape: str) -> None:
+        self._drain.check()
+        await self._programs(shape)
+
+    @contextlib.asynccontextmanager
+    async def _held(self, key: str) -> AsyncIterator[str]:
+        """Give the name under which the workers hold a request's arrays, and drop them, however it ends.
+
+        A name for this visit only: somebody who has lost sight of the request may have sent it here once more.
+        """
+        held = f"{key} {next(self._visits)}"
+        self._holding.add(held)
+        try:
+            yield held
+        finally:
+            self._holding.remove(held)
+            await self._snapshotter.settle(held)
+            with contextlib.suppress(StageLost, RequestFailed):
+                await self._slice.side("drop", held)
+
+    async def _compute(
+        self, key: str, stage: str, scope: RequestScope, method: str, *args: Any
+    ) -> AsyncIterator[Event]:
+        """Keep the devices for one call of the workers, whose value is warnings; others' steps go on after it."""
+        async with self._scheduler.device:
+            self._drain.check()
+            with self._working(key, stage):
+                start = time.time()
+                warnings, ref = await self._slice.call(method, *args)
+                spans = await self._computed(key, stage, start)
+        for span in spans:
+            yield span
+        yield StageResult(await scope.put(ref), warnings=tuple(warnings or ()))
+
+    async def _computed(
+        self, key: str, stage: str, start_s: float, step: int | None = None, *, may_have_compiled: bool = True
+    ) -> list[Span]:
+        """Return what the slice has done since then: compiled, which comes first or nearly so, and computed."""
+        compiled_s = start_s + ((await self._slice.side("compile_s")).value if may_have_compiled else 0.0)
+        spans = [self._span(key, stage, "compute", compiled_s, step)]
+        if compiled_s > start_s:
+            spans.insert(0, dataclasses.replace(spans[0], what="compile", start_s=start_s, end_s=compiled_s, step=None))
+        return spans
+
+    @contextlib.contextmanager
+    def _working(self, key: str, stage: str) -> Iterator[None]:
+        self._work.append((stage, key))
+        self._report("busy")
+        try:
+            with self._time.taken():
+                yield
+        finally:
+            self._work.remove((stage, key))
+            self._report("busy" if self._work else "idle")
+
+    def _span(self, key: str, stage: str, what: What, start_s: float, step: int | None = None) -> Span:
+        chips = self._settings.chips
+        return Span(
+            slice=self._name,
+            request=key,
+            stage=stage,
+            what=what,
+            start_s=start_s,
+            end_s=time.time(),
+            step=step,
+            pool=self._pool,
+            chips="emulated" if chips == "real" and self._hosts.emulated else chips,
+        )
+
+    def _report(self, activity: Activity, detail: str = "") -> None:
+        """Tell the status what this leader does."""
+        if self._ended or (self._drain.begun and activity != "draining"):
+            return
+        where = self._hosts.describe() if hasattr(self, "_hosts") else ""
+        self._status.replica(self._name, self._pool, where, activity, detail, tuple(self._work))
+
+    def _lost(self, lost: SliceLost) -> StageLost:
+        log.error("%s", lost)
+        self._end()
+        return StageLost(str(lost))
+
+    def _end(self) -> None:
+        """End this process, since it leads nothing any more; Serve starts another at once."""
+        if not self._ended:
+            self._ended = True
+            self._drain.begin(0.0)  # who comes before the end is sent on: the loss has cost its attempt already
+            self._status.gone(self._name)
+            asyncio.get_running_loop().call_later(LEAVE_S, os._exit, 1)
+
+
+def _shown(progress: WorkerProgress) -> str:
+    return f"{progress.item} ({progress.done + 1} of {progress.total})"

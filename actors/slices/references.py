@@ -1,0 +1,99 @@
+"""Where references to payloads wait between two stages: a stage leaves one and gets a handle, the next is given it.
+
+References don't travel through Serve's calls. As results of a stream they were freed while the receiver still had them
+(Ray 2.60: `ReferenceCountingAssertionError`, on a busy machine), and as arguments Ray holds them
+until the stage ends, long after it has its copy. Here a small actor holds them, given by a plain call of which Ray's
+count is exact, until nobody needs them. Handles are what streams and drivers see.
+
+The actor belongs to the driver whose requests they are, and ends with it: what a killed driver leaves is freed.
+"""
+
+import itertools
+from collections import deque
+from typing import Any
+
+import ray
+
+from actors.errors import InputLost, StageLost
+from actors.slices.messages import RefHandle
+from cluster.gang.placement import off_hosts
+
+ENDED = 10_000  # requests that are remembered to have ended, so that a stage that was cancelled leaves nothing
+
+
+class RefStore:
+    """One driver's store of references."""
+
+    def __init__(self) -> None:
+        kind = ray.remote(_RefStoreActor).options(
+            num_cpus=0, max_restarts=-1, max_task_retries=-1, label_selector=off_hosts()
+        )
+        self._actor = kind.remote()
+        self._numbers = itertools.count()
+
+    def scope(self) -> "RequestScope":
+        """Return a new request's scope."""
+        return RequestScope(self._actor, next(self._numbers))
+
+
+class RequestScope:
+    """Holds one request's references; picklable, stages are given it. To be closed when the request has ended."""
+
+    def __init__(self, actor: Any, number: int) -> None:
+        self._actor, self._number = actor, number
+
+    async def put(self, ref: ray.ObjectRef) -> RefHandle:
+        """Leave a payload. The caller's reference must hold until this returns."""
+        return RefHandle(await self._actor.put.remote(self._number, [ref]))
+
+    async def get(self, *handles: RefHandle | None) -> list[ray.ObjectRef | None]:
+        """Return the references of some handles, of None None. They hold until the handles are dropped.
+
+        Raises `InputLost` when one is not there (any more).
+        """
+        numbers = [handle.number for handle in handles if handle is not None]
+        found = await self._actor.get.remote(self._number, numbers)
+        if len(found) < len(numbers):
+            raise InputLost(f"{len(numbers) - len(found)} of {len(numbers)} payloads are not in the store any more")
+        refs = iter(found)
+        return [None if handle is None else next(refs) for handle in handles]
+
+    async def check(self) -> None:
+        """Raise `StageLost` when the driver is gone, and with it everybody who waits for this request."""
+        try:
+            await self._actor.__ray_ready__.remote()
+        except ray.exceptions.RayActorError:
+            raise StageLost("the driver of this request is gone") from None
+
+    def drop(self, *handles: RefHandle | None) -> None:
+        """Let go of payloads that nobody needs any more; doesn't wait."""
+        self._actor.drop.remote(self._number, [handle.number for handle in handles if handle is not None])
+
+    def close(self) -> None:
+        """Let go of all, and of what comes later; doesn't wait."""
+        self._actor.end.remote(self._number)
+
+
+class _RefStoreActor:
+    def __init__(self) -> None:
+        self._scopes: dict[int, dict[int, ray.ObjectRef]] = {}
+        self._ended: deque[int] = deque(maxlen=ENDED)
+        self._numbers = itertools.count()
+
+    def put(self, scope: int, refs: list[ray.ObjectRef]) -> int:
+        number = next(self._numbers)
+        if scope not in self._ended:
+            self._scopes.setdefault(scope, {})[number] = refs[0]
+        return number
+
+    def get(self, scope: int, numbers: list[int]) -> list[ray.ObjectRef]:
+        there = self._scopes.get(scope, {})
+        return [there[number] for number in numbers if number in there]
+
+    def drop(self, scope: int, numbers: list[int]) -> None:
+        for number in numbers:
+            self._scopes.get(scope, {}).pop(number, None)
+
+    def end(self, scope: int) -> None:
+        self._scopes.pop(scope, None)
+        self._ended.append(scope)

@@ -1,0 +1,46 @@
+"""How a pipeline is run: plain values that its driver, its leaders and its workers are given."""
+
+from dataclasses import dataclass, field
+
+from actors.observe.timeline import Chips
+from cluster.gang.protocol import Timeouts
+from wan_tpu.request import GenerationRequest
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """What is the same for all pools.
+
+    checkpoint      diffusers directory, the same path on every host, or hub id
+    snapshots       folder or gs:// where states of unfinished requests are kept; every host must reach it
+    snapshot_every  steps between two snapshots; what a lost slice has done since is done again
+    in_flight       requests in the pipeline at a time; `waiting` more are held back, and one beyond that is refused
+    urgent          requests beyond `in_flight` that are let in when they are more urgent than one that is in
+    attempts        how often a stage is tried before its request fails, when slices or objects are lost
+    scale_wait_s    how long requests may wait for a pool before autoscaling adds a replica, by the measured stage time
+    scale_up_s, scale_down_s  how long a pool must want more, or fewer, replicas before it is given them; scale_look_s:
+                    over how long what it wants is averaged
+    warm_up         requests whose programs every replica compiles before it takes the first; only sizes matter
+    chips           what the slices are: every figure and picture says so unless they are real
+    worker          class that runs on the hosts, "module:name"
+    name            of the pipeline: its applications and actors carry it
+    """
+
+    checkpoint: str
+    snapshots: str
+    dtype: str = "bfloat16"
+    executables: str | None = None
+    snapshot_every: int = 5
+    in_flight: int = 16
+    waiting: int = 1024
+    urgent: int = 2
+    attempts: int = 5
+    scale_wait_s: float = 60
+    scale_up_s: float = 30
+    scale_down_s: float = 600
+    scale_look_s: float = 30
+    warm_up: tuple[GenerationRequest, ...] = ()
+    chips: Chips = "real"
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    worker: str = "actors.slices.worker:StageWorker"
+    name: str = "wan-tpu"

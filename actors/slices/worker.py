@@ -1,0 +1,324 @@
+"""What runs on every host of a slice: the weights and programs of a pool's stages, driven a piece at a time.
+
+Methods are of two kinds. In lockstep: every host runs them with the same arguments in the same order, because the
+programs they call exchange data between hosts. On the side: they only copy between host and devices, so a second
+thread may run them while a step computes. A request that can't be run (`InvalidRequest`), has no room (`DoesNotFit`) or
+gives NaN (`UnhealthyResult`) raises the same error on every host, and the host goes on with the next.
+
+A request has a key, the caller's name for it, under which its inputs and its state are held on the devices.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from PIL import Image
+
+from actors.slices.messages import Report, ReportedProgress, WorkerProgress
+from actors.slices.payloads import Payload, TextEmbedding, mp4, pack, unpack
+from cluster.gang.protocol import Output, report
+from wan_tpu import stages
+from wan_tpu.aot.programs import stage_programs
+from wan_tpu.data import Conditioning, DenoiseState, ImageCondition
+from wan_tpu.errors import DoesNotFit, InvalidInput, InvalidRequest, OutputError
+from wan_tpu.media.mp4 import Mp4
+from wan_tpu.pipeline import open_runtime
+from wan_tpu.request import GenerationRequest, ResolvedRequest
+from wan_tpu.runtime.processes import same_everywhere
+from wan_tpu.spec import ENCODER, Expert
+
+
+@dataclasses.dataclass
+class _Denoising:
+    """A request on an expert: inputs on the devices, and the run once it has begun."""
+
+    request: ResolvedRequest
+    inputs: dict[str, stages.ExpertInputs]  # by stage: an expert without guidance takes the prompt alone
+    state: DenoiseState
+    run: stages.ExpertRun | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Encoding:
+    request: ResolvedRequest
+    inputs: stages.ImageInputs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decoding:
+    request: ResolvedRequest
+    frames: list[jax.Array]
+
+
+_Value = TypeVar("_Value", TextEmbedding, ImageCondition, DenoiseState)
+_Work = TypeVar("_Work", _Encoding, _Denoising, _Decoding)
+_PREPARED_BY = {_Encoding: "prepare_encode", _Denoising: "prepare_denoise", _Decoding: "prepare_decode"}
+
+
+class StageWorker:
+    """One host of a slice that runs a pool's stages; on a slice of several, made after `jax.distributed` is joined."""
+
+    def __init__(
+        self,
+        checkpoint: str,
+        hosted: tuple[str, ...],
+        mesh: tuple[int | None, int | None, int | None] | None = None,
+        dtype: str = "bfloat16",
+        executables: str | None = None,
+        report: Report = report,
+    ) -> None:
+        """Open a model on all devices of the slice; its weights are read by `load`.
+
+        hosted  the pool's stages, of `ModelSpec.stages`
+        mesh    (dp, sp, tp) over all devices of the slice; what is None takes its default
+        report  given a `WorkerProgress` now and then; by default it goes to the leader of the slice
+
+        Raises `InvalidInput` (or the errors of `open_runtime`) for what doesn't fit the checkpoint or devices.
+        """
+        self._runtime = open_runtime(checkpoint, dtype, mesh, executables=executables)
+        self._spec, self._stages = self._runtime.model.spec, hosted
+        known = self._spec.components
+        unknown = [stage for stage in hosted if stage not in known]
+        if unknown or not hosted:
+            what = f"stages {', '.join(unknown) or '()'} of {checkpoint}"
+            raise InvalidInput(f"{what} can't be hosted; this model has {', '.join(known)}")
+        self._components = [name for stage in hosted for name in known[stage]]
+        self._report, self._progress = report, ReportedProgress(report)
+        self._first = jax.process_index() == 0
+        self._work: dict[str, _Encoding | _Denoising | _Decoding] = {}
+        self._fitting: set[tuple[int, int, int]] = set()  # height, width, frames that have run or been compiled here
+        self._compile_s = 0.0  # that had been spent compiling when it was last asked for
+
+    # ---- in lockstep
+
+    def load(self) -> dict[str, float]:
+        """Read the weights of all stages, after a look at every file's headers; return seconds by component."""
+        self._runtime.check(self._components)
+        for i, name in enumerate(self._components):
+            self._report(WorkerProgress(name, i, len(self._components)))
+            self._runtime.component(name)
+        return dict(self._runtime.load_s)
+
+    def warm_up(self, request: GenerationRequest) -> dict[str, float]:
+        """Compile every program that a request like this needs here; return the seconds each took.
+
+        With an image, if the model takes one; it needn't be given.
+        """
+        if request.image is None and "t2v" not in self._spec.tasks:
+            request = dataclasses.replace(request, image=Image.new("RGB", (16, 16)))
+        plan = self._spec.plan(request)
+        found = [
+            item
+            for stage in self._stages
+            if stage in plan.shapes
+            for item in stage_programs(self._runtime, plan.request, (stage,)).items()
+        ]
+        seconds: dict[str, float] = {}
+        with self._fits(plan.request):
+            for i, (name, (program, args, _)) in enumerate(found):
+                self._report(WorkerProgress(name, i, len(found)))
+                before = program.compile_s
+                program.compile(*args)
+                seconds[name] = seconds.get(name, 0.0) + program.compile_s - before
+        return seconds
+
+    def encode_text(self, prompt: str) -> Output:
+        """Encode one prompt: (warnings, `TextEmbedding`). Its bits depend on prompt, model, dtype and mesh alone."""
+        self._check_stage(ENCODER)
+        warnings: list[str] = []
+        values = stages.encode_prompt(self._runtime, prompt, warnings.append)
+        return self._output(warnings, lambda: TextEmbedding(values))
+
+    def encode_image(self, key: str) -> Output:
+        """Encode the image of a request that `prepare_encode` has put here: an `ImageCondition`."""
+        work = self._take(key, _Encoding)
+        bar = self._progress.bar(ENCODER, len(work.inputs.chunks) + (work.inputs.clip is not None))
+        with self._fits(work.request):
+            condition = stages.encode_image(self._runtime, work.inputs, bar)
+        return self._output(None, lambda: condition)
+
+    def begin(self, key: str) -> Expert:
+        """Make the text's keys for the expert that runs the next step, and return which steps it runs.
+
+        Called once an expert: a pool that hosts both is called again at the boundary, and goes on from the state here.
+        """
+        work = self._get(key, _Denoising)
+        state = _state(work)
+        expert = self._spec.expert_at(work.request, state.step)
+        self._check_stage(expert.stage)
+        work.state, work.run = state, None  # the other expert's keys go first
+        with self._fits(work.request):
+            work.run = stages.ExpertRun(self._runtime, work.request, expert, work.inputs[expert.stage], state)
+        return expert
+
+    def step(self, key: str) -> int:
+        """Run the next step of a request that has begun; return how many are done."""
+        work = self._get(key, _Denoising)
+        run = work.run
+        if run is None or run.state.step >= run.expert.stop:
+            raise InvalidRequest(f"request {key} has no step to run here; call begin, or collect what is done")
+        with self._fits(work.request):
+            event = run.step()
+        if event.step == run.expert.stop:
+            work.state, work.run = run.state, None  # its keys make room
+        return event.step
+
+    def decode(self, key: str) -> Output:
+        """Decode what `prepare_decode` has put here, encoding frames as they come: an `EncodedVideo`.
+
+        Raises `OutputError` on every host when the first one can't write the mp4.
+        """
+        work = self._take(key, _Decoding)
+        with self._fits(work.request), Mp4(work.request.fps) as video:
+            for chunk in stages.decode_chunks(self._runtime, work.frames, self._progress):
+                if self._first:  # a failure is kept to the end: the other hosts wait in the next chunk's exchange
+                    video.add(self._runtime.model.pixels(np.asarray(chunk)))
+            if self._first:
+                video.finish()
+        failure = same_everywhere(str(video.failure or ""))
+        if failure:
+            raise OutputError(failure)
+        return self._output(None, lambda: mp4(video.content))
+
+    # ---- on the side: no collective
+
+    def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
+        """Put what the encoder needs of a request's image on the devices; return its bytes."""
+        inputs = stages.image_inputs(self._runtime, request)
+        if inputs is None:
+            raise InvalidRequest(f"request {key} has no image; its prompts are all there is to encode")
+        self._work[key] = _Encoding(request, inputs)
+        return sum(pixels.nbytes for pixels in inputs.chunks)
+
+    def prepare_denoise(
+        self,
+        key: str,
+        request: ResolvedRequest,
+        prompt: Payload,
+        negative: Payload | None = None,
+        image: Payload | None = None,
+        state: Payload | None = None,
+    ) -> int:
+        """Put a request's inputs for the experts on the devices; return the bytes of all payloads.
+
+        prompt, negative  `TextEmbedding`; image  `ImageCondition`
+        state             `DenoiseState` to go on from; the one before the first step when left out
+        """
+        text, other = _unpacked(TextEmbedding, prompt), _unpacked(TextEmbedding, negative)
+        condition = _unpacked(ImageCondition, image) or ImageCondition()
+        if text is None:
+            raise InvalidRequest(f"request {key} comes without its prompt's embeddings; encode_text makes them")
+        conditioning = Conditioning(
+            text.values, None if other is None else other.values, condition.image, condition.image_latents
+        )
+        start = _unpacked(DenoiseState, state) or stages.initial_state(self._runtime.model, request)
+        placed = stages.device_state(self._runtime, request, start)
+        mine = [e for e in self._spec.experts(request) if e.stage in self._stages]
+        if not mine:
+            raise InvalidRequest(f"request {key} has no step on {', '.join(self._stages)}; leave this pool out")
+        inputs: dict[str, stages.ExpertInputs] = {}
+        for expert in mine:
+            twin = next((inputs[e.stage] for e in mine if e.stage in inputs and e.guided == expert.guided), None)
+            inputs[expert.stage] = twin or stages.expert_inputs(self._runtime, expert, conditioning)
+        self._work[key] = _Denoising(request, inputs, placed)
+        return sum(given.nbytes for given in (prompt, negative, image, state) if given is not None)
+
+    def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload) -> int:
+        """Put final latents, from the last expert's `collect`, on the devices; return their bytes."""
+        given = _unpacked(DenoiseState, state)
+        shape = self._spec.latent_shape(request)
+        if given is None or given.step != request.steps or given.latents.shape != shape:
+            found = "nothing" if given is None else f"step {given.step}, latents {given.latents.shape}"
+            raise InvalidRequest(
+                f"the decoder was given {found}; this request needs step {request.steps}, latents {shape}"
+            )
+        self._work[key] = _Decoding(request, stages.decoder_inputs(self._runtime, given.latents))
+        return state.nbytes
+
+    def snapshot(self, key: str) -> Output:
+        """Copy out the state after the last finished step, while the next may run: (step, `DenoiseState`)."""
+        state = _state(self._get(key, _Denoising))
+        return self._output(state.step, lambda: stages.to_host(state))
+
+    def collect(self, key: str) -> Output:
+        """Copy out the state that a request has reached and let go of it: (step, `DenoiseState`).
+
+        After the last step that is what the decoder takes: finished latents, without the solver's history.
+        """
+        work = self._take(key, _Denoising)
+        state = _state(work)
+
+        def result() -> DenoiseState:
+            given = next(iter(work.inputs.values())).image_latents
+            done = stages.finished(self._runtime.model, work.request, state, given)
+            return dataclasses.replace(done, history=()) if done.step == work.request.steps else done
+
+        return self._output(state.step, result)
+
+    def drop(self, key: str) -> None:
+        """Let go of a request, if it is here; none of its steps may be running."""
+        self._work.pop(key, None)
+
+    def compile_s(self) -> float:
+        """Return the seconds spent compiling since this was last called."""
+        before, self._compile_s = self._compile_s, self._runtime.compile_s
+        return self._compile_s - before
+
+    def keys(self) -> list[str]:
+        """Return the requests that are held here."""
+        return sorted(self._work)
+
+    # ----
+
+    @contextlib.contextmanager
+    def _fits(self, request: ResolvedRequest) -> Iterator[None]:
+        """Note that a size fits if the block ends well; raise `DoesNotFit` with the nearest that does if it doesn't."""
+        size = (request.height, request.width, request.frames)
+        try:
+            yield
+        except DoesNotFit as error:
+            self._fitting.discard(size)
+            remedy = "no size is known to fit yet"
+            if self._fitting:
+                height, width, frames = max(self._fitting, key=math.prod)
+                remedy = f"the nearest that is known to fit is {height}x{width} with {frames} frames"
+            asked = f"{request.height}x{request.width} with {request.frames} frames"
+            raise DoesNotFit(f"{asked} doesn't fit the memory of this slice; {remedy} ({error})") from None
+        self._fitting.add(size)
+
+    def _output(self, value: Any, payload: Callable[[], Any]) -> Output:
+        """Copies to the host, and into the object store, on the first host alone."""
+        return Output(value, pack(payload()) if self._first else None)
+
+    def _get(self, key: str, kind: type[_Work]) -> _Work:
+        work = self._work.get(key)
+        if not isinstance(work, kind):
+            raise InvalidRequest(f"request {key} is not ready for this; call {_PREPARED_BY[kind]} first")
+        return work
+
+    def _take(self, key: str, kind: type[_Work]) -> _Work:
+        work = self._get(key, kind)
+        del self._work[key]
+        return work
+
+    def _check_stage(self, stage: str) -> None:
+        if stage not in self._stages:
+            raise InvalidRequest(f"{stage} is not hosted here ({', '.join(self._stages)}); ask a pool that hosts it")
+
+
+def _state(work: _Denoising) -> DenoiseState:
+    run = work.run  # read once: the other thread may end it meanwhile
+    return work.state if run is None else run.state
+
+
+def _unpacked(kind: type[_Value], payload: Payload | None) -> _Value | None:
+    if payload is None:
+        return None
+    value = unpack(payload)
+    if not isinstance(value, kind):
+        raise InvalidRequest(f"a {payload.kind} was given where a {kind.__name__} belongs; give that stage's payload")
+    return value

@@ -1,0 +1,1 @@
+"""Where inputs, results and snapshots live: a folder or gs://."""

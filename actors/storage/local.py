@@ -1,0 +1,166 @@
+"""A folder behind the interface of `actors.storage.base`: of this machine, or of a file system that it has mounted."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from actors.storage.base import Missing, StorageError, check_name
+
+_LOCK = ".wan-tpu.lock"
+_PARTIAL = ".partial"
+
+
+class LocalStorage:
+    """A folder of this machine, or of a file system that it has mounted."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder).expanduser().absolute()
+        self._one_at_a_time = threading.Lock()  # one that doesn't fit takes all the room until it has failed
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return LocalStorage, (str(self._folder),)
+
+    def location(self, name: str = "") -> str:
+        """Return the absolute path."""
+        return str(self._path(name) if name else self._folder)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the content of the file, or a part of it."""
+        with _reading(self._path(name)) as path, path.open("rb") as file:
+            file.seek(start)
+            return file.read(-1 if stop is None else max(0, stop - start))
+
+    def size(self, name: str) -> int:
+        """Return the size of the file."""
+        with _reading(self._path(name)) as path:
+            return path.stat().st_size
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write beside it, flush to the disk, rename: a reader sees the old file or the new one."""
+        path = self._path(name)
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self._partial(path, content) as partial:
+                partial.replace(path)
+                _sync_folder(path.parent)
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a file of that name."""
+        return self._path(name).is_file()
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """Return files below the folder."""
+        found: dict[str, int] = {}
+        for folder, folders, files in os.walk(self._folder):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for file in files:
+                path = Path(folder, file)
+                name = path.relative_to(self._folder).as_posix()
+                if name.startswith(prefix) and not file.startswith("."):
+                    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                        found[name] = path.stat().st_size
+        return dict(sorted(found.items()))
+
+    def delete(self, name: str) -> None:
+        """Remove the file."""
+        path = self._path(name)
+        with _writing(path, "delete"):
+            path.unlink(missing_ok=True)
+
+    def probe(self) -> None:
+        """Write and remove a hidden file of one block."""
+        with _writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with self._partial(self._folder / "probe", bytes(4096)):
+                pass
+
+    @contextlib.contextmanager
+    def claim(self, names: Iterable[str]) -> Iterator[None]:
+        """Hold a lock file; raises `StorageError` naming the process that has it."""
+        with _writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file = open(self._folder / _LOCK, "a+")  # noqa: SIM115 (closed below; closing it is what ends the lock)
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise StorageError(
+                    f"{self._folder} is being written to by {holder}; wait for it, or choose another folder"
+                ) from None
+            except OSError:
+                pass  # a mounted file system without locks: as in gs://, two writers do double work but no harm
+            with contextlib.suppress(OSError):  # a full disk is said by the probe; the lock holds without its note
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                file.flush()
+            self._remove_partials(names)
+            yield
+
+    def _remove_partials(self, names: Iterable[str]) -> None:
+        ours = {self._path(name) for name in names}
+        for folder in {path.parent for path in ours}:
+            for partial in folder.glob(f".*{_PARTIAL}"):
+                written, _, _ = partial.name[1:].removesuffix(_PARTIAL).rpartition(".")
+                if written == "probe" or folder / written in ours:
+                    partial.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _partial(self, path: Path, content: bytes) -> Iterator[Path]:
+        """Give a hidden file beside the path with that content on the disk; it is gone afterwards."""
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{_PARTIAL}")
+        with self._one_at_a_time:
+            try:
+                with open(partial, "wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                yield partial
+            finally:
+                partial.unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / check_name(name)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[Path]:
+    try:
+        yield path
+    except FileNotFoundError:
+        raise Missing(f"{path} does not exist; check the path") from None
+    except OSError as error:
+        raise StorageError(f"can't read {path} ({_reason(error)}); check the path and its permissions") from None
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush a folder, so that a rename in it survives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # not every file system can; the file itself is on the disk
+        os.fsync(handle)
+    os.close(handle)
+
+
+@contextlib.contextmanager
+def _writing(path: Path, action: str = "write") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedy = "choose a folder that can be written to"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "make room, or choose a folder on another disk"
+        elif error.errno == errno.EFBIG:
+            remedy = "raise the limit on file sizes (ulimit -f), or choose another disk"
+        raise StorageError(f"can't {action} {path} ({_reason(error)}); {remedy}") from None
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

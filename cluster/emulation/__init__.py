@@ -1,0 +1,1 @@
+"""Clusters of Ray nodes on this machine that look like TPU hosts."""

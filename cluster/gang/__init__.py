@@ -1,0 +1,1 @@
+"""A slice as one worker on every host, called in lockstep."""

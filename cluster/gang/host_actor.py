@@ -1,0 +1,86 @@
+"""The process of a slice on one TPU host: joins the others, builds the worker and runs its methods."""
+
+import os
+import pkgutil
+import re
+import socket
+from typing import Any
+
+import ray
+
+from cluster.gang.protocol import GROUPS, Group, GroupRunner, HostPlace, Outcome, Pulse
+
+
+class HostActor:
+    """One host. The leader sends every host of the slice the same calls; heartbeats are answered beside them."""
+
+    def __init__(self, place: HostPlace) -> None:
+        self._place = place
+        self._runners = {group: GroupRunner() for group in GROUPS}
+        self._worker: Any = None
+        if place.devices is not None:
+            _emulate(place.devices, place.hosts)
+
+    @ray.method(concurrency_group="watch")
+    def hello(self) -> tuple[Outcome, int]:
+        """Return the process id and a free port, on which this host could coordinate the others."""
+        with socket.socket() as probe:
+            probe.bind((self._place.ip, 0))
+            return Outcome((os.getpid(), probe.getsockname()[1])), 0
+
+    @ray.method(concurrency_group="watch")
+    def pulse(self, group: Group) -> Pulse:
+        """Answer a heartbeat."""
+        return self._runners[group].pulse()
+
+    @ray.method(concurrency_group="lockstep")
+    def join(self, coordinator: str, timeout_s: float) -> tuple[Outcome, Any]:
+        """Join the other hosts' JAX; the host with rank 0 listens on `coordinator` ("host:port")."""
+        return self._runners["lockstep"].run(_join, self._place, coordinator, timeout_s)
+
+    @ray.method(concurrency_group="lockstep")
+    def build(self, worker_class: type | str, *args: Any) -> tuple[Outcome, Any]:
+        """Make the worker."""
+        return self._runners["lockstep"].run(self._build, worker_class, *args)
+
+    @ray.method(concurrency_group="lockstep")
+    def lockstep(self, method: str, *args: Any) -> tuple[Outcome, Any]:
+        """Run a method of the worker, in step with the other hosts."""
+        return self._runners["lockstep"].run(getattr(self._worker, method), *args, keep=self._place.rank == 0)
+
+    @ray.method(concurrency_group="side")
+    def side(self, method: str, *args: Any) -> tuple[Outcome, Any]:
+        """Run a method of the worker beside those in lockstep."""
+        return self._runners["side"].run(getattr(self._worker, method), *args, keep=self._place.rank == 0)
+
+    def _build(self, worker_class: type | str, *args: Any) -> None:
+        kind: Any = pkgutil.resolve_name(worker_class) if isinstance(worker_class, str) else worker_class
+        self._worker = kind(*args)
+
+
+def _emulate(devices: int, hosts: int) -> None:
+    """Let JAX, which isn't imported yet, show so many CPU devices."""
+    # XLA cuts some sums by its number of threads: as many everywhere gives the same bits whatever the number of hosts.
+    os.environ["NPROC"] = str(max(os.cpu_count() or 1, devices * hosts))
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    others = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
+    os.environ["XLA_FLAGS"] = f"{others} --xla_force_host_platform_device_count={devices}".strip()
+
+
+def _join(place: HostPlace, coordinator: str, timeout_s: float) -> None:
+    import jax
+
+    if place.emulated:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        coordinator,
+        place.hosts,
+        place.rank,
+        initialization_timeout=int(timeout_s),
+        coordinator_bind_address=coordinator if place.rank == 0 else None,  # else on all interfaces
+    )
+    if (jax.process_count(), jax.process_index()) != (place.hosts, place.rank):
+        raise RuntimeError(
+            f"JAX counts this process as {jax.process_index()} of {jax.process_count()}, Ray's labels say "
+            f"{place.rank} of {place.hosts}; the label ray.io/tpu-worker-id must be the TPU's own worker id"
+        )

@@ -1,0 +1,200 @@
+"""A slice as its leader has it: one worker on every TPU host, all joined, called in lockstep.
+
+Lose one host, and the whole gang is destroyed: build a new one.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import ray
+from ray.util import remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.errors import CallFailed, SliceError, SliceLost, SliceStartTimeout
+from cluster.gang.host_actor import HostActor
+from cluster.gang.placement import Placement, reserve
+from cluster.gang.protocol import GROUPS, Group, HostPlace, Outcome, Timeouts
+from cluster.gang.watch import GangFailed, Member, OutOfTime, Watch
+from cluster.slice_spec import SliceSpec
+
+OnProgress = Callable[[Any], None]
+
+
+class Returned(NamedTuple):
+    """What a call gave: rank 0's value, and a reference to the payload of its `Output`, which isn't brought here."""
+
+    value: Any
+    payload: ray.ObjectRef
+
+
+class Slice:
+    """A gang on a Ray cluster. The leader is the process that makes it: when that dies, so does the gang.
+
+    A leader that is an actor must be detached, as Serve's replicas are: Ray keeps the placement group of any other
+    actor until its whole job ends.
+    """
+
+    def __init__(
+        self,
+        spec: SliceSpec,
+        worker_class: type | str,
+        *args: Any,
+        name: str = "slice",
+        timeouts: Timeouts = Timeouts(),  # noqa: B008 (frozen)
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """Reserve a free slice, start its hosts, join them, and build `worker_class(*args)` on each.
+
+        worker_class  or "module:name", which is imported on the hosts alone and keeps the leader small
+        name  who holds the slice, "pool/replica", shown by `wan-tpu cluster status`
+
+        Raises `SliceStartTimeout` naming phase and missing host, `SliceLost` when a host dies meanwhile, `CallFailed`
+        when the worker can't be built. Nothing is left behind then.
+        """
+        self.spec = spec
+        self.name = name
+        self.timeouts = timeouts
+        self._locks = {group: threading.Lock() for group in GROUPS}
+        self._state = threading.Lock()
+        self._lost: SliceLost | None = None
+        self._placement: Placement | None = None
+        self._members: tuple[Member, ...] = ()
+        try:
+            self._placement = reserve(spec, name, timeouts.place_s)
+            port = self._start_hosts(self._placement)
+            if spec.hosts > 1:
+                self._run_phase("join", timeouts.join_s, "join", f"{self.hosts[0].ip}:{port}", timeouts.join_s)
+            self._run_phase("build", timeouts.build_s, "build", worker_class, *args, on_progress=on_progress)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def hosts(self) -> tuple[HostPlace, ...]:
+        """Where its hosts run, by rank."""
+        return tuple(member.place for member in self._members)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of its hosts, by rank."""
+        return tuple(member.pid for member in self._members)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether CPU devices stand for the chips."""
+        return any(host.emulated for host in self.hosts)
+
+    def describe(self) -> str:
+        """Return name, kind and hosts in one line, which says so if the slice is emulated."""
+        hosts = ", ".join(f"{host.node_id[:8]} at {host.ip}" for host in self.hosts)
+        return f"{self.name} on {'emulated ' if self.emulated else ''}{self.spec} ({hosts})"
+
+    def call(
+        self, method: str, *args: Any, group: Group = "lockstep", on_progress: OnProgress | None = None
+    ) -> Returned:
+        """Run a method of the worker with the same arguments on every host, and block until all have ended.
+
+        args   references to objects of the store are resolved on the hosts
+        group  calls of one group come one after the other; "side" is for methods without collectives, which may run
+               beside a call in "lockstep"
+        on_progress  gets what the method reports, perhaps not all of it
+
+        Raises `CallFailed` when every host raised (the slice lives), `SliceLost` when the gang is destroyed.
+        """
+        with self._locks[group]:
+            self._raise_if_lost()
+            pairs = [getattr(m.actor, group).options(num_returns=2).remote(method, *args) for m in self._members]
+            try:
+                outcomes = self._wait(method, [pair[0] for pair in pairs], group=group, on_progress=on_progress)
+            except SliceError:
+                raise
+            except BaseException:  # Ctrl-C, or on_progress raised: the hosts are left in the middle of something
+                self._lose(f"{self.name} was lost: nobody waited for the end of {method}")
+                raise
+        return Returned(outcomes[0].value, pairs[0][1])
+
+    def check(self) -> None:
+        """Return if all hosts answer within `heartbeat_s`; else destroy the gang and raise `SliceLost`."""
+        self._raise_if_lost()
+        limit_s = self.timeouts.heartbeat_s
+        refs = [member.actor.hello.options(num_returns=2).remote()[0] for member in self._members]
+        try:
+            self._wait("check", refs, group=None, timeout_s=limit_s)
+        except OutOfTime as late:
+            raise self._lose(f"{self.name}: {late} for {limit_s:g} s") from None
+
+    def close(self) -> None:
+        """End all hosts, also stopped ones, and give the slice back. Ray ends the processes within a second."""
+        self._lose(f"{self.name} is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start_hosts(self, placement: Placement) -> int:
+        """Start a process on each host; return a port that is free on the first."""
+        for place in placement.hosts:
+            settings: dict[str, Any] = {
+                "num_cpus": 0,
+                "resources": {"TPU": self.spec.chips_per_host},
+                "concurrency_groups": dict.fromkeys((*GROUPS, "watch"), 1),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(placement.group, place.rank),
+            }
+            actor: Any = ray.remote(**settings)(HostActor).remote(place)
+            self._members += (Member(place, actor),)
+        hellos = [outcome.value for outcome in self._run_phase("start", self.timeouts.start_s, "hello", group=None)]
+        self._members = tuple(
+            dataclasses.replace(member, pid=pid) for member, (pid, _) in zip(self._members, hellos, strict=True)
+        )
+        return hellos[0][1]
+
+    def _run_phase(
+        self,
+        phase: str,
+        timeout_s: float,
+        method: str,
+        *args: Any,
+        group: Group | None = "lockstep",
+        on_progress: OnProgress | None = None,
+    ) -> list[Outcome]:
+        """Run one phase of the start on all hosts."""
+        refs = [getattr(member.actor, method).options(num_returns=2).remote(*args)[0] for member in self._members]
+        try:
+            return self._wait(phase, refs, group=group, timeout_s=timeout_s, on_progress=on_progress)
+        except OutOfTime as late:
+            raise SliceStartTimeout(f"{self.name}: {phase} took longer than {timeout_s:g} s; {late}") from None
+
+    def _wait(self, what: str, refs: Sequence[ray.ObjectRef], **watched: Any) -> list[Outcome]:
+        """Wait for one call on all hosts, as `Watch` does; raises `CallFailed`, `SliceLost`, `OutOfTime`."""
+        try:
+            outcomes = Watch(self._members, refs, self.timeouts, **watched).wait()
+        except GangFailed as failure:
+            raise self._lose(f"{self.name}: in {what}: {failure}") from failure.cause
+        if (error := outcomes[0].error) is not None:
+            raise CallFailed(f"{self.name}: {what} raised on every host: {error!r}") from error
+        return outcomes
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise SliceLost(str(self._lost))
+
+    def _lose(self, why: str) -> SliceLost:
+        """Destroy the gang, once; return the error that was the first reason."""
+        with self._state:
+            if self._lost is None:
+                self._lost = SliceLost(why)
+                self._destroy()
+            return self._lost
+
+    def _destroy(self) -> None:
+        for member in self._members:
+            with contextlib.suppress(Exception):
+                ray.kill(member.actor)
+        if self._placement is not None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(self._placement.group)

@@ -1,0 +1,151 @@
+"""Follow one call on all hosts of a gang until every outcome is in, or the gang must be given up."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+
+from cluster.gang.protocol import Group, HostPlace, Outcome, Pulse, Timeouts
+
+
+@dataclass(frozen=True)
+class Member:
+    """One host as its leader sees it. `pid` is 0 until it has answered."""
+
+    place: HostPlace
+    actor: ActorHandle
+    pid: int = 0
+
+    def __str__(self) -> str:
+        return str(self.place) if not self.pid else f"{str(self.place)[:-1]}, pid {self.pid})"
+
+
+class GangFailed(Exception):
+    """The gang is out of step: who was first to blame, what happened, and the exception behind it, if any."""
+
+    def __init__(self, member: Member, what: str, cause: Exception | None = None) -> None:
+        super().__init__(f"{member} {what}")
+        self.cause = cause
+
+
+class OutOfTime(Exception):
+    """Time is up; the message says who has not answered."""
+
+
+class Watch:
+    """One call on all members. `wait` blocks; it polls every `poll_s` and answers at once when all are done."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        outcomes: Sequence[ray.ObjectRef],
+        timeouts: Timeouts,
+        *,
+        group: Group | None,
+        timeout_s: float | None = None,
+        on_progress: Callable[[Any], None] | None = None,
+    ) -> None:
+        """Prepare to follow.
+
+        outcomes  of type Outcome, one for each member
+        group     whose heartbeats are watched; None when the hosts can't answer any yet
+        """
+        now = time.monotonic()
+        self._members = members
+        self._pending = dict(zip(outcomes, range(len(members)), strict=True))
+        self._timeouts = timeouts
+        self._group = group
+        self._deadline = None if timeout_s is None else now + timeout_s
+        self._on_progress = on_progress
+        self._outcomes: dict[int, Outcome] = {}
+        self._first_error: tuple[float, int, Exception] | None = None  # when, by whom, what
+        self._pulses: dict[int, ray.ObjectRef] = {}
+        self._seen = dict.fromkeys(range(len(members)), now)
+        self._reports = 0
+
+    def wait(self) -> list[Outcome]:
+        """Return the outcomes by rank: all have failed, or none has.
+
+        Raises `GangFailed` or, after `timeout_s`, `OutOfTime`.
+        """
+        while self._pending:
+            ready, _ = ray.wait(
+                list(self._pending), num_returns=len(self._pending), timeout=self._timeouts.poll_s, fetch_local=False
+            )
+            for ref in ready:
+                self._collect(ref)
+            if self._pending:
+                self._check_grace()
+                if self._group is not None:
+                    self._check_pulses(self._group)
+                if self._deadline is not None and time.monotonic() > self._deadline:
+                    missing = "; ".join(str(self._members[rank]) for rank in sorted(self._pending.values()))
+                    raise OutOfTime(f"no answer from {missing}")
+        ended = [self._outcomes[rank] for rank in range(len(self._members))]
+        if self._first_error is not None and any(outcome.error is None for outcome in ended):
+            _, rank, error = self._first_error
+            raise GangFailed(self._members[rank], f"raised {_named(error)}, other hosts did not", error)
+        self._report(ended[0].reports, ended[0].progress)
+        return ended
+
+    def _collect(self, ref: ray.ObjectRef) -> None:
+        rank = self._pending.pop(ref)
+        try:
+            outcome = self._answer(ref, rank)
+        except RayError as error:  # an argument that couldn't be fetched: the method didn't run
+            outcome = Outcome(error=error)
+        self._outcomes[rank] = outcome
+        if outcome.error is not None and self._first_error is None:
+            self._first_error = time.monotonic(), rank, outcome.error
+
+    def _check_grace(self) -> None:
+        if self._first_error is not None:
+            since, rank, error = self._first_error
+            if time.monotonic() - since >= self._timeouts.grace_s:
+                raise GangFailed(self._members[rank], f"raised {_named(error)} while others went on", error)
+
+    def _check_pulses(self, group: Group) -> None:
+        refs = list(self._pulses.values())
+        answered = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
+        now = time.monotonic()
+        for rank, ref in list(self._pulses.items()):
+            if ref in answered:
+                del self._pulses[rank]
+                pulse: Pulse = self._answer(ref, rank)
+                # Idle: the call has ended, or hasn't begun and what is there is of the one before.
+                if rank == 0 and pulse.busy_s is not None:
+                    self._report(pulse.reports, pulse.progress)
+                self._seen[rank] = now
+            elif now - self._seen[rank] > self._timeouts.heartbeat_s:
+                raise GangFailed(self._members[rank], f"is hung: no heartbeat for {self._timeouts.heartbeat_s:g} s")
+        for rank, member in enumerate(self._members):
+            if rank not in self._pulses:
+                self._pulses[rank] = member.actor.pulse.remote(group)
+
+    def _answer(self, ref: ray.ObjectRef, rank: int) -> Any:
+        try:
+            return ray.get(ref)
+        except RayActorError as error:
+            raise GangFailed(self._members[rank], f"died ({telling_line(error)})", error) from None
+
+    def _report(self, reports: int, progress: Any) -> None:
+        if reports > self._reports and self._on_progress is not None:
+            self._reports = reports
+            self._on_progress(progress)
+
+
+def _named(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def telling_line(error: BaseException) -> str:
+    """Return the telling line of Ray's long message, for people."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    telling = next((line for line in lines if "exit" in line.lower() or "dead" in line.lower()), first)
+    return telling.partition(" Some common causes")[0]  # which Ray lists at length, the same every time

@@ -1,0 +1,1 @@
+"""Kernels as they are compiled to be counted, and the tables of their bundles."""

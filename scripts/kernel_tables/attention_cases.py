@@ -1,0 +1,61 @@
+"""Attention kernels as `wan_tpu.pricing.bundles` compiles them: ours, jax's and tokamax's, one head of a long sequence.
+
+Each function returns a function and its arguments. Imported in a compiler's child process: jax and kernels only.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels.blocks import BlockSizes, Schedule
+from kernels.flash_kernel import Tile, flash_tiles
+
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+D = 128
+STEPS = 2  # blocks of queries and of keys: enough for every region of a kernel
+
+
+def ours(
+    block_q: int, block_kv: int, schedule: dict[str, Any], softmax: str, vmem_limit: int | None, qk: str | None = None
+) -> Case:
+    """Return flash_tiles at one block size and schedule (a dict of Schedule's fields)."""
+    unrolled = Schedule(**schedule)
+    tile = Tile(BlockSizes(block_q, block_kv, unrolled, unrolled, vmem_limit), softmax, STEPS * block_kv, 1.0)
+    terms = 2 if qk == "float8_e4m3fn" else 1  # as flash_attention gives them
+    shapes = (
+        [jax.ShapeDtypeStruct((1, STEPS * block_q, D), jnp.dtype(qk or "bfloat16"))] * terms,
+        jax.ShapeDtypeStruct((1, STEPS * block_kv, D), jnp.dtype(qk or "bfloat16")),
+        jax.ShapeDtypeStruct((1, STEPS * block_kv, D), jnp.bfloat16),
+    )
+    if qk is None:
+        return lambda q, k, v: flash_tiles(q, k, v, None, tile, 1, False), shapes
+    scales = jax.ShapeDtypeStruct((1, STEPS * STEPS), jnp.float32)
+    return lambda q, k, v, scales: flash_tiles(q, k, v, scales, tile, 1, False), (*shapes, scales)
+
+
+def splash(block_q: int, block_kv: int, chunk: int) -> Case:
+    """Return jax's splash attention without a mask."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    q, k = _head(STEPS * block_q), _head(STEPS * block_kv)
+    sizes = library.BlockSizes(block_q=block_q, block_kv=block_kv, block_kv_compute=chunk)
+    mask = masks.MultiHeadMask([masks.FullMask((STEPS * block_q, STEPS * block_kv))])
+    return library.make_splash_mha_single_device(mask, block_sizes=sizes), (q, k, k)
+
+
+def tokamax(block_q: int, block_kv: int, chunk: int) -> Case:
+    """Return tokamax's splash attention without a mask."""
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as library
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
+
+    q, k = _head(STEPS * block_q), _head(STEPS * block_kv)
+    config = library.SplashConfig(block_q=block_q, block_kv=block_kv, block_kv_compute=chunk)
+    mask = masks.FullMask((STEPS * block_q, STEPS * block_kv))
+    return library.make_splash_mha_single_device(mask, config=config), (q, k, k)
+
+
+def _head(length: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, length, D), jnp.bfloat16)

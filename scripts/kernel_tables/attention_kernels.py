@@ -1,0 +1,80 @@
+"""The table of attention kernels: which are compared on which chip, and the bundles the compiler gives each."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kernels.blocks import BlockSizes, Schedule, plan_blocks
+from wan_tpu.pricing.bundles import CompileError, count_bundles
+
+CASES = str(Path(__file__).with_name("attention_cases.py"))
+VIDEO_TOKENS = 75_776  # 81 frames of 720x1280 are 75,600; padded to whole tiles
+# The tile jax's and tokamax's kernels are best known at: the keys of a chunk as their users set them.
+PEER_TILE = {"block_q": 3328, "block_kv": 2816, "chunk": 256}
+# 8-bit logits: what each chip's MXU multiplies natively.
+LOW_PRECISION = {"v5e": "int8", "v5p": "int8", "v6e": "int8", "v7x": "float8_e4m3fn"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One kernel on one chip. Bundles are None, and the note says why, where it was not compiled."""
+
+    chip: str
+    kernel: str
+    tile: str
+    per_million: float | None  # bundles of the hot region a million scores
+    slots_per_million: float | None  # the same of the bound by issue slots, which covers the whole kernel
+    step: int | None  # bundles of the hot region: one grid step
+    outside: int | None  # all other bundles: start, end, last keys
+    note: str = ""
+
+
+def table(chip: str) -> Iterator[Row]:
+    """Yield the rows of a chip, each when it has been compiled."""
+    for softmax in ("bounded", "optimistic", "online"):
+        yield ours(chip, softmax, None)
+    yield ours(chip, "bounded", LOW_PRECISION[chip])
+    for peer in ("splash", "tokamax"):
+        yield _count(chip, peer, PEER_TILE["block_q"], PEER_TILE["block_kv"], PEER_TILE)
+
+
+def ours(chip: str, softmax: str, qk: str | None, blocks: BlockSizes | None = None) -> Row:
+    """Count one of our kernels, at the block table's sizes unless others are given."""
+    blocks = blocks or plan_blocks(VIDEO_TOKENS, VIDEO_TOKENS, dtype=qk or "bfloat16", chip=chip).blocks
+    schedule: Schedule = blocks.online if softmax == "online" else blocks.fixed
+    options = {
+        "block_q": blocks.block_q,
+        "block_kv": blocks.block_kv,
+        "schedule": dataclasses.asdict(schedule),
+        "softmax": softmax,
+        "vmem_limit": blocks.vmem_limit,
+        "qk": qk,
+    }
+    return _count(chip, "ours", blocks.block_q, blocks.block_kv, options, f"{softmax}{f', {qk}' if qk else ''}")
+
+
+def _count(chip: str, function: str, block_q: int, block_kv: int, options: dict[str, Any], variant: str = "") -> Row:
+    name, tile = f"{function} {variant}".strip(), f"{block_q} x {block_kv}"
+    try:
+        [kernel, *_] = count_bundles(f"{CASES}:{function}", options, chip)
+    except CompileError as error:
+        return Row(chip, name, tile, None, None, None, None, _why(" ".join(str(error).split())))
+    scores = block_q * block_kv / 1e6
+    return Row(
+        chip,
+        name,
+        tile,
+        round(kernel.hot / scores, 1),
+        round(kernel.slot_bound / scores, 1),
+        kernel.hot,
+        kernel.total - kernel.hot,
+    )
+
+
+def _why(error: str) -> str:
+    if "No module named" in error:
+        return "not installed: pip install '.[peers]'"
+    if "Ran out of memory in memory space vmem" in error:
+        return "doesn't fit: needs more VMEM than the chip has at this tile"
+    return error[:160]

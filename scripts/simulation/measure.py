@@ -1,0 +1,139 @@
+"""Figures of a pipeline under load: how near its throughput is to what its slowest pool allows, and what is lost."""
+
+import asyncio
+import itertools
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from actors.observe.timeline import Span
+from actors.pipeline.driver import PipelineDriver
+from cluster.layout import Layout
+from wan_tpu.request import GenerationRequest
+
+
+@dataclass
+class Load:
+    """What was seen of some requests: spans, and when each ended (`time.time()`), by id."""
+
+    requests: int
+    in_flight: int
+    spans: list[Span] = field(default_factory=list)
+    ended: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def full(self) -> tuple[float, float]:
+        """From when every slice has had work until requests run out: what is measured."""
+        first: dict[str, float] = {}
+        for span in self.spans:
+            if span.what == "compute":
+                first[span.slice] = min(span.start_s, first.get(span.slice, span.start_s))
+        times = sorted(self.ended.values())
+        start, end = max(first.values()), times[max(0, len(times) - self.in_flight)]
+        if end <= start:
+            raise ValueError(
+                f"{self.requests} requests, {self.in_flight} at a time, never fill the pipeline; take more"
+            )
+        return start, end
+
+
+async def run(pipeline: PipelineDriver, requests: Mapping[str, GenerationRequest]) -> tuple[Load, dict[str, bytes]]:
+    """Make all videos, as many at a time as the pipeline takes; more than twice that, or it is never full for long."""
+    load, videos = Load(len(requests), pipeline.spec.settings.in_flight), {}
+
+    async def one(key: str, request: GenerationRequest) -> None:
+        videos[key] = (await pipeline.generate(request, id=key, on_event=load.spans.append)).mp4
+        load.ended[key] = time.time()
+
+    async with asyncio.TaskGroup() as group:
+        for key, request in requests.items():
+            group.create_task(one(key, request))
+    return load, videos
+
+
+@dataclass(frozen=True)
+class PoolFigures:
+    """One pool while the pipeline was full.
+
+    replicas   that computed; busy  share of their time; gap_s  between two steps of a request, median
+    video_s    seconds of slice that a video takes by plan (or as measured, without a plan), over all replicas
+    share      of what the pool could have done, by plan, in that time
+    """
+
+    name: str
+    replicas: int
+    busy: float
+    gap_s: float
+    step_s: float
+    video_s: float
+    share: float
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds between two videos if nothing but this pool counted."""
+        return self.video_s / self.replicas
+
+
+def pool_figures(layout: Layout, load: Load, planned_s: Mapping[str, float] | None) -> list[PoolFigures]:
+    """Return the figures of all pools.
+
+    planned_s  seconds of slice that a video takes, by stage; as measured when left out
+    """
+    start, end = load.full
+    found = []
+    for pool in layout.pools:
+        spans = [s for s in load.spans if s.pool == pool.name and s.what == "compute"]
+        taken = {stage: sum(s.seconds for s in spans if s.stage == stage) / load.requests for stage in pool.stages}
+        plan = taken if planned_s is None else {stage: planned_s[stage] for stage in pool.stages}
+        inside = {
+            stage: sum(max(0.0, min(s.end_s, end) - max(s.start_s, start)) for s in spans if s.stage == stage)
+            for stage in pool.stages
+        }
+        done = sum(inside[stage] * plan[stage] / taken[stage] for stage in pool.stages if taken[stage])
+        time_s = pool.replicas.minimum * (end - start)
+        found.append(
+            PoolFigures(
+                name=pool.name,
+                replicas=pool.replicas.minimum,
+                busy=sum(inside.values()) / time_s,
+                gap_s=_median(_gaps(spans)),
+                step_s=_median([s.seconds for s in spans if s.step is not None]),
+                video_s=sum(plan.values()),
+                share=done / time_s,
+            )
+        )
+    return found
+
+
+def between_requests(load: Load, pool: str) -> list[float]:
+    """Return the seconds for which slices of a pool stood between two requests while it was full of work."""
+    start, end = load.full
+    found = []
+    for name in {s.slice for s in load.spans if s.pool == pool}:
+        mine = sorted(
+            (s for s in load.spans if s.slice == name and s.what == "compute" and start <= s.start_s <= end),
+            key=lambda s: s.start_s,
+        )
+        found += [b.start_s - a.end_s for a, b in itertools.pairwise(mine) if a.request != b.request]
+    return found
+
+
+def videos_per_hour(load: Load) -> float:
+    """Return the rate while the pipeline was full."""
+    start, end = load.full
+    return 3600 * sum(start < t <= end for t in load.ended.values()) / max(end - start, 1e-9)
+
+
+def _gaps(spans: Sequence[Span]) -> list[float]:
+    """Return the seconds between two steps of the same request on the same slice."""
+    ordered = sorted((s for s in spans if s.step is not None), key=lambda s: (s.request, s.stage, s.step))
+    return [
+        b.start_s - a.end_s
+        for a, b in itertools.pairwise(ordered)
+        if (a.request, a.stage, a.slice) == (b.request, b.stage, b.slice)
+    ]
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0

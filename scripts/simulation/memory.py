@@ -1,0 +1,96 @@
+"""What a pipeline on an emulated cluster holds in memory, process by process, and whether that grows."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import ray
+from matplotlib.figure import Figure
+
+from cluster.emulation.ray_nodes import processes
+
+MIB = 2**20
+ROLES = {  # how Ray's processes call themselves
+    "ServeReplica": "replicas",
+    "HostActor": "hosts",
+    "_StatusActor": "status",
+    "_RefStoreActor": "references",
+    "ServeController": "Serve controller",
+    "raylet": "raylets",
+    "gcs_server": "GCS",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was held after `done` requests.
+
+    private_mib  memory that a process shares with nobody, the most among the processes of a role
+    store_mib    of all nodes' object stores: objects that live
+    """
+
+    done: int
+    private_mib: dict[str, float]
+    store_mib: float
+
+
+def sample(folder: Path, done: int) -> Sample:
+    """Look at this process, the driver, and at all of the emulated cluster whose temporary folder is given."""
+    found = {"driver": _private_mib(psutil.Process())}
+    for process in processes(folder):
+        try:
+            title = " ".join(process.cmdline()[:1]) + " " + process.name()
+            role = next((role for key, role in ROLES.items() if key in title), None)
+            if role is not None:
+                found[role] = max(found.get(role, 0.0), _private_mib(process))
+        except (psutil.NoSuchProcess, OSError, StopIteration):  # gone meanwhile
+            continue
+    return Sample(done, found, store_mib())
+
+
+def store_mib() -> float:
+    """Return what objects take in the stores of all nodes, as their raylets last told it (about once in 0.1 s)."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return (total.get("object_store_memory", 0) - free.get("object_store_memory", 0)) / MIB
+
+
+def growth(samples: Sequence[Sample], warm: int) -> dict[str, float]:
+    """Return the growth in MiB between the first and the second half of what came after `warm` requests, medians.
+
+    Also of "object store". Needs four samples after the warm-up.
+    """
+    after = [one for one in samples if one.done >= warm]
+    if len(after) < 4:
+        raise ValueError(f"{len(after)} samples after {warm} requests say nothing; take at least four")
+    first, second = after[: len(after) // 2], after[len(after) // 2 :]
+
+    def median(some: Sequence[Sample], role: str) -> float:
+        return float(np.median([one.store_mib if role == "object store" else one.private_mib[role] for one in some]))
+
+    return {role: median(second, role) - median(first, role) for role in [*after[0].private_mib, "object store"]}
+
+
+def draw(samples: Sequence[Sample], title: str) -> bytes:
+    """Return a picture of all samples as PNG bytes."""
+    figure = Figure(figsize=(9, 4.5), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    done = [one.done for one in samples]
+    for role in samples[0].private_mib:
+        axes.plot(done, [one.private_mib.get(role, np.nan) for one in samples], label=role, linewidth=1.2)
+    axes.plot(done, [one.store_mib for one in samples], label="object store", linewidth=1.2, linestyle="--", color="k")
+    axes.set(title=title, xlabel="requests done", ylabel="MiB, the largest process of a role")
+    axes.set_ylim(0)
+    figure.legend(fontsize=8, loc="outside right upper")
+    axes.grid(alpha=0.3)
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return content.getvalue()
+
+
+def _private_mib(process: psutil.Process) -> float:
+    """Return a process's memory without what is mapped from files and the object store."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")) / 1024

@@ -1,0 +1,257 @@
+"""A host that computes nothing: it waits for the planned seconds of each stage and hands out payloads of real sizes.
+
+With it the orchestration can be measured alone: pools, replicas, pipeline, Serve and object store are those of
+production, `PipelineSettings.worker` names this class, `checkpoint` a `Planned` file, and the pipeline's model is
+`MODEL`. It imports neither JAX nor torch.
+
+Values tell what has happened to them, so that a request that is given another's payload, or one out of order, fails:
+latents are filled with the request's seed, a state knows its step, a text embedding its prompt.
+"""
+
+import dataclasses
+import json
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from actors.slices.messages import Report, WorkerProgress
+from actors.slices.payloads import BFLOAT16, Payload, TextEmbedding, Value, mp4, pack, unpack
+from cluster.gang.protocol import Output, report
+from wan_tpu.data import DenoiseState, ImageCondition
+from wan_tpu.errors import InvalidInput, InvalidRequest
+from wan_tpu.families.wan.presets import PRESETS
+from wan_tpu.families.wan.spec import WanSpec
+from wan_tpu.request import GenerationRequest, ResolvedRequest
+from wan_tpu.solvers import solver_table
+from wan_tpu.spec import DECODER, ENCODER, Expert
+
+SIMULATED_WORKER = f"{__name__}:SimulatedWorker"
+
+
+class SimulatedSpec(WanSpec):
+    """The shapes and experts of a model that needs an image; here a request may come without."""
+
+    @property
+    def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Both."""
+        return "i2v", "t2v"
+
+
+MODEL = SimulatedSpec(PRESETS["wan2.2-i2v-a14b"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """What stages take and hand out; seconds as on the chips that are simulated. Left out: A14B at 720p on v6e-8.
+
+    text_s, image_s, step_s, decode_s  a prompt, an image, a denoising step, a video: docs/benchmarks.md and
+                                       docs/performance.md
+    text         shape of a prompt's embeddings, bfloat16 [1, L, C]
+    mp4_bytes    of a video
+    speed        durations are divided by it, bytes are not
+    """
+
+    text_s: float = 0.024
+    image_s: float = 0.35
+    step_s: float = 2.79
+    decode_s: float = 0.35
+    text: tuple[int, int, int] = (1, 512, 4096)
+    mp4_bytes: int = 2_000_000
+    speed: float = 1.0
+
+    def save(self, path: Path) -> Path:
+        """Write it where hosts can read it; return the path."""
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> "Planned":
+        """Read what `save` wrote. Raises `InvalidInput`."""
+        try:
+            found = json.loads(path.read_text())
+            return cls(**found | {"text": tuple(found["text"])})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidInput(f"{path} is no plan of a simulation ({error}); Planned().save makes one") from None
+
+    def seconds(self, stage: str, request: ResolvedRequest) -> float:
+        """Return how long a request keeps a slice of that stage."""
+        if stage == ENCODER:
+            image = 0.0 if request.image is None else self.image_s
+            return (len(MODEL.prompts(request)) * self.text_s + image) / self.speed
+        if stage == DECODER:
+            return self.decode_s / self.speed
+        return sum(e.stop - e.start for e in MODEL.experts(request) if e.stage == stage) * self.step_s / self.speed
+
+
+@dataclasses.dataclass
+class _Held:
+    """A request's inputs, copied out of the object store as onto devices, and how far it is."""
+
+    request: ResolvedRequest
+    arrays: list[np.ndarray]
+    step: int = 0
+
+
+class SimulatedWorker:
+    """Has the methods of `actors.slices.worker.StageWorker`; a test compares them."""
+
+    def __init__(self, checkpoint: str, hosted: tuple[str, ...], *_: object, report: Report = report) -> None:
+        """checkpoint: the file of a plan; the other arguments of a worker change nothing here."""
+        self._planned = Planned.load(Path(checkpoint))
+        self._stages = hosted
+        self._report = report
+        self._held: dict[str, _Held] = {}
+
+    # ---- in lockstep
+
+    def load(self) -> dict[str, float]:
+        """Return at once: there are no weights."""
+        self._report(WorkerProgress("load", 1, 1))
+        return {}
+
+    def warm_up(self, request: GenerationRequest) -> dict[str, float]:
+        """Return at once: there are no programs."""
+        return {}
+
+    def encode_text(self, prompt: str) -> Output:
+        """Wait for one prompt's seconds: (no warnings, `TextEmbedding`)."""
+        with self._lasting(self._planned.text_s):
+            values = np.full(self._planned.text, _mark(prompt), BFLOAT16)
+        return Output([], pack(TextEmbedding(values)))
+
+    def encode_image(self, key: str) -> Output:
+        """Wait for an image's seconds: an `ImageCondition`."""
+        request = self._held.pop(key).request
+        with self._lasting(self._planned.image_s):
+            _, channels, *rest = MODEL.latent_shape(request)
+            condition = np.full((1, 4 + channels, *rest), request.seed, np.float32)
+        return Output(None, pack(ImageCondition(None, condition)))
+
+    def begin(self, key: str) -> Expert:
+        """Return which steps are to run."""
+        held = self._held[key]
+        expert = MODEL.expert_at(held.request, held.step)
+        if expert.stage not in self._stages:
+            raise InvalidRequest(f"{expert.stage} is not hosted here ({', '.join(self._stages)})")
+        return expert
+
+    def step(self, key: str) -> int:
+        """Wait for a step's seconds."""
+        held = self._held[key]
+        with self._lasting(self._planned.step_s):
+            self.begin(key)  # refuses a step of another pool's
+        held.step += 1
+        return held.step
+
+    def decode(self, key: str) -> Output:
+        """Wait for a video's seconds: an `EncodedVideo`, whose bytes say that they are none."""
+        held = self._held.pop(key)
+        with self._lasting(self._planned.decode_s):
+            label = simulated_video(held.request)
+            content = label + b"\0" * (self._planned.mp4_bytes - len(label))
+        return Output(None, pack(mp4(content)))
+
+    # ---- on the side
+
+    def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
+        """Hold what the encoder needs; return the bytes of the pixels."""
+        self._held[key] = _Held(request, [])
+        return 3 * 4 * request.height * request.width
+
+    def prepare_denoise(
+        self,
+        key: str,
+        request: ResolvedRequest,
+        prompt: Payload,
+        negative: Payload | None = None,
+        image: Payload | None = None,
+        state: Payload | None = None,
+    ) -> int:
+        """Copy a request's inputs; return the bytes of all payloads."""
+        held = _Held(request, [])
+        for text, given in ((request.prompt, prompt), (request.negative_prompt, negative)):
+            held.arrays += _checked(given, TextEmbedding, _mark(text))
+        held.arrays += _checked(image, ImageCondition, request.seed)
+        if state is None:
+            noise = np.full(MODEL.latent_shape(request), request.seed, np.float32)
+            terms = solver_table(request.solver, request.steps, request.shift).history_terms
+            held.arrays += [noise, *(np.zeros_like(noise) for _ in range(terms))]
+        else:
+            held.arrays += _checked(state, DenoiseState, request.seed)
+            held.step = state.step or 0
+        self._held[key] = held
+        return sum(given.nbytes for given in (prompt, negative, image, state) if given is not None)
+
+    def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload) -> int:
+        """Copy final latents; return their bytes."""
+        if state.step != request.steps or state.arrays["latents"].shape != MODEL.latent_shape(request):
+            raise InvalidRequest(f"the decoder was given step {state.step}; this request needs step {request.steps}")
+        self._held[key] = _Held(request, _checked(state, DenoiseState, request.seed), request.steps)
+        return state.nbytes
+
+    def snapshot(self, key: str) -> Output:
+        """Copy out the state: (step, `DenoiseState`)."""
+        return self._state(self._held[key], history=True)
+
+    def collect(self, key: str) -> Output:
+        """Copy out the state and let go of it: (step, `DenoiseState`), after the last step without history."""
+        held = self._held.pop(key)
+        return self._state(held, history=held.step < held.request.steps)
+
+    def drop(self, key: str) -> None:
+        """Let go of a request, if it is here."""
+        self._held.pop(key, None)
+
+    def compile_s(self) -> float:
+        """Return 0: there are no programs."""
+        return 0.0
+
+    def keys(self) -> list[str]:
+        """Return the requests that are held here."""
+        return sorted(self._held)
+
+    # ----
+
+    def _lasting(self, seconds: float) -> "_Lasting":
+        return _Lasting(seconds / self._planned.speed)
+
+    def _state(self, held: _Held, *, history: bool) -> Output:
+        terms = solver_table(held.request.solver, held.request.steps, held.request.shift).history_terms
+        arrays = held.arrays[-1 - terms :]
+        return Output(held.step, pack(DenoiseState(arrays[0], tuple(arrays[1:]) if history else (), held.step)))
+
+
+class _Lasting:
+    """Makes a block last so long, what is done in it included."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.perf_counter() + seconds
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        time.sleep(max(0.0, self._end - time.perf_counter()))
+
+
+def simulated_video(request: GenerationRequest) -> bytes:
+    """Return how the bytes of a request's simulated video begin."""
+    return f"simulated, no video: {request.prompt}, seed {request.seed}".encode()
+
+
+def _checked(payload: Payload | None, kind: type[Value], mark: float) -> list[np.ndarray]:
+    """Return copies of a payload's arrays; raises `InvalidInput` when it isn't what `mark` says."""
+    if payload is None:
+        return []
+    value = unpack(payload)
+    name, first = next(iter(payload.arrays.items()))
+    found = first.view(BFLOAT16) if name in payload.bfloat16 else first
+    if not isinstance(value, kind) or float(found.flat[0]) != mark:
+        raise InvalidInput(f"{payload.kind} marked {found.flat[0]} was given, {kind.__name__} marked {mark:g} expected")
+    return [np.array(array) for array in payload.arrays.values()]  # the copy onto the devices
+
+
+def _mark(prompt: str | None) -> float:
+    return float(zlib.crc32((prompt or "").encode()) % 251)  # exact in bfloat16

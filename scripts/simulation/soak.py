@@ -1,0 +1,82 @@
+"""Many small requests through the real pools, hosts simulated: does anything grow?"""
+
+import asyncio
+import dataclasses
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+from actors.pipeline.driver import PipelineDriver
+from actors.pipeline.spec import PipelineSpec
+from actors.slices.settings import PipelineSettings
+from cluster.layout import Layout
+from wan_tpu.request import GenerationRequest
+
+from . import measure
+from .memory import Sample, sample, store_mib
+from .simulated import MODEL, SIMULATED_WORKER, Planned, simulated_video
+
+SETTLE_S = 20.0  # until what is freed is seen as free: Ray tells it late on a busy machine
+
+# The experts apart, so that a state goes from slice to slice.
+LAYOUT = Layout.parse(
+    """
+emulate: {devices_per_host: 1}
+pools:
+  ends: {stages: [encoder, decoder], slice: v6e-1}
+  high: {stages: [denoise_high], slice: v6e-1}
+  low: {stages: [denoise_low], slice: v6e-1}
+""",
+    "the soak's layout",
+)
+
+
+def soak_spec(folder: Path, step_s: float = 0.0, layout: Layout = LAYOUT) -> PipelineSpec:
+    """Return the pipeline of a soak, whose hosts hardly wait: payloads are small, but too large for Ray to inline."""
+    plan = Planned(0.0, 0.0, step_s, 0.0, text=(1, 512, 256), mp4_bytes=200_000).save(folder / "plan.json")
+    settings = PipelineSettings(
+        str(plan), str(folder / "snapshots"), chips="simulated", worker=SIMULATED_WORKER, snapshot_every=3
+    )
+    return PipelineSpec(layout, settings, MODEL, lasting=True)
+
+
+def request(i: int, image: Path | None) -> GenerationRequest:
+    """Return the i-th request of a soak: 4 steps, latents of 0.3 MB."""
+    return GenerationRequest(prompt=f"{i}", image=image, height=256, width=256, frames=17, steps=4, seed=i)
+
+
+async def soak(
+    spec: PipelineSpec,
+    requests: int,
+    *,
+    temp: Path,
+    image: Path | None,
+    a_round: int = 50,
+    told: Callable[[Sample], None] = lambda sample: None,
+) -> list[Sample]:
+    """Make that many simulated videos, check each, and look at the memory after every round, nothing being under way.
+
+    temp  temporary folder of the emulated cluster, by which its processes are found
+    """
+    pipeline, samples = PipelineDriver(spec), []
+    for first in range(0, requests, a_round):
+        wanted = {f"s{i}": request(i, image) for i in range(first, min(first + a_round, requests))}
+        _, videos = await measure.run(pipeline, wanted)
+        for key, one in wanted.items():
+            if not videos[key].startswith(simulated_video(one)):
+                raise AssertionError(f"{key} has another request's video")
+        left = await _settled()
+        samples.append(dataclasses.replace(sample(temp, first + len(wanted)), store_mib=left))
+        told(samples[-1])
+    return samples
+
+
+async def _settled() -> float:
+    """Return what the object stores hold, once it doesn't get less, MiB."""
+    seen: list[float] = []
+    for _ in range(int(SETTLE_S / 0.25)):
+        await asyncio.sleep(0.25)
+        seen.append(await asyncio.to_thread(store_mib))
+        if seen[-1] < 0.1 or (len(seen) > 20 and seen[-1] >= statistics.median(seen[-20:])):
+            break
+    return max(0.0, seen[-1])

@@ -1,0 +1,73 @@
+"""Webhooks that are to be called, and what is asked of many jobs at once."""
+
+from sqlalchemy import select, update
+
+from actors.jobs.deliveries import Deliveries
+from actors.jobs.retention import Retention
+from actors.jobs.store import JobStore
+from actors.jobs.tables import Delivery, Job
+from actors.jobs.work import WorkQueue
+from actors.storage.opening import open_storage
+
+
+def submit(database, url="https://example.com/hook"):
+    return JobStore(database).submit(Job(owner="ann", request={"prompt": "x"}), webhook_url=url)[0]
+
+
+def test_a_webhook_is_due_once_its_job_has_ended_and_claimed_by_one_process_at_a_time(database):
+    store, queue, due = JobStore(database), WorkQueue(database), Deliveries(database)
+    done, waiting, silent = submit(database), submit(database), submit(database, url=None)
+    assert due.claim() is None
+    leased = queue.claim("w")
+    assert leased.id == done.id
+    queue.announce(leased, ["a"])
+    queue.complete(leased, {"video": "a"})
+    store.cancel(silent.id)
+    delivery = due.claim()
+    assert (delivery.job.id, delivery.job.status, delivery.attempts) == (done.id, "completed", 1)
+    assert due.claim() is None and due.waiting() == 1
+    due.again(delivery, 0.0)
+    again = due.claim()
+    assert again.attempts == 2
+    due.done(again)
+    assert due.claim() is None and due.waiting() == 0
+    store.cancel(waiting.id)
+    assert due.claim().job.error_code == "cancelled"
+
+
+def test_deliveries_go_with_their_jobs(database, tmp_path):
+    store, due = JobStore(database), Deliveries(database)
+    deleted, expired = submit(database), submit(database)
+    store.cancel(deleted.id)
+    store.cancel(expired.id)
+    store.delete(deleted.id)
+    with database.write() as session:
+        session.execute(update(Job).where(Job.id == expired.id).values(expires_at=0.0))
+    Retention(database, open_storage(tmp_path)).sweep()
+    assert due.waiting() == 0
+    with database.read() as session:
+        assert session.scalars(select(Delivery.job_id)).all() == []
+
+
+def test_recent_jobs_are_those_that_completed_the_latest_first(database):
+    store, queue = JobStore(database), WorkQueue(database)
+    ids = []
+    for _ in range(3):
+        submit(database)
+        leased = queue.claim("w")
+        assert store.running() == 1
+        queue.complete(leased, {})
+        ids.append(leased.id)
+    store.cancel(submit(database).id)
+    assert [job.id for job in store.recent(2)] == ids[:0:-1]
+    assert store.running() == 0
+
+
+def test_positions_of_many_are_those_of_each(database):
+    store = JobStore(database)
+    for i in range(12):
+        store.submit(Job(owner=f"o{i % 3}", request={"n": i}, priority=i % 2))
+    WorkQueue(database).claim("w")
+    page = store.list(limit=20).jobs
+    assert [job.position for job in page] == [store.look(job.id).position for job in page]
+    assert sorted(job.position for job in page if job.status == "queued") == list(range(11))

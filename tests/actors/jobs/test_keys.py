@@ -1,0 +1,90 @@
+"""API keys: made, stored as hashes, compared, revoked; on both databases."""
+
+import threading
+
+import pytest
+from sqlalchemy import select
+
+from actors.cli import main
+from actors.jobs.keys import list_keys, make_key, match_key, revoke_key
+from actors.jobs.tables import ApiKey
+from wan_tpu.errors import InvalidInput
+
+
+def in_force(database):
+    return {key.id: key for key in list_keys(database)}
+
+
+def test_a_key_matches_and_its_secret_is_stored_nowhere(database):
+    text = make_key(database, "ann", 30)
+    key = match_key(in_force(database), text)
+    assert (key.name, key.requests_per_minute, key.revoked_at) == ("ann", 30, None)
+    secret = text.rpartition("_")[2]
+    assert len(secret) == 64
+    with database.read() as session:
+        assert secret not in str(session.scalars(select(ApiKey)).all())
+
+
+def test_what_is_no_key_doesn_t_match(database):
+    text = make_key(database, "ann")
+    keys = in_force(database)
+    (key,) = keys.values()
+    other = text[:-1] + ("0" if text[-1] != "0" else "1")
+    stolen = f"wan_{key.id}_{key.secret_hash}"
+    for presented in ("", "é" * 9, other, text.replace(key.id, "0" * 16), stolen, f"{text}0", f"{text}\n"):
+        assert match_key(keys, presented) is None
+
+
+def test_a_revoked_key_stays_as_a_row_and_its_name_is_free(database):
+    text = make_key(database, "ann")
+    with pytest.raises(match="revoke it first"):
+        make_key(database, "ann")
+    revoke_key(database, "ann")
+    assert match_key(in_force(database), text) is None
+    with pytest.raises(match="there are: none"):
+        revoke_key(database, "ann")
+    renewed = make_key(database, "ann")
+    again = match_key(in_force(database), renewed)
+    assert len(list_keys(database)) == 2
+    revoke_key(database, again.id)
+    assert all(key.revoked_at is not None for key in list_keys(database))
+
+
+def test_of_keys_of_one_name_made_at_once_one_is_there(database):
+    def make():
+        try:
+            made.append(make_key(database, "ann"))
+        except InvalidInput as error:
+            refused.append(error)
+
+    made, refused = [], []
+    threads = [threading.Thread(target=make) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert (len(made), len(refused), len(list_keys(database))) == (1, 5, 1)
+
+
+@pytest.mark.parametrize(("name", "rate"), [("", None), ("a\nb", None), ("x" * 65, None), ("ann", 0.0), ("ann", -1.0)])
+def test_what_can_t_be_a_key_is_refused(tmp_path, name, rate):
+    with pytest.raises(match=r"allowed|give"):
+        make_key(None, name, rate)  # before the database is asked
+
+
+def test_the_command(tmp_path, capsys):
+    options = ["--database", str(tmp_path / "jobs.sqlite")]
+    assert main(["keys", "add", "ann", "--per_minute", "30", *options]) == 0
+    text = capsys.readouterr().out.strip()
+    assert text.startswith("wan_")
+    assert main(["keys", "add", "ann", *options]) == 2
+    assert "revoke it first" in capsys.readouterr().err
+    assert main(["keys", "list", *options]) == 0
+    listed = capsys.readouterr().out
+    assert "30 a minute" in listed and text.split("_")[1] in listed
+    assert text.rpartition("_")[2] not in listed
+    assert main(["keys", "revoke", "ann", *options]) == 0
+    assert main(["keys", "list", *options]) == 0
+    assert main(["keys", "revoke", "ann", *options]) == 2
+    said = capsys.readouterr()
+    assert "there are: none" in said.err and said.out == "revoked ann\n"

@@ -1,0 +1,18 @@
+"""The request that test_worker.py makes in one process, and worker_process.py on the hosts of a slice."""
+
+from wan_tpu import GenerationRequest
+
+
+def image_request(image):
+    return GenerationRequest(
+        prompt="A cat looks into the camera",
+        negative_prompt="ugly",
+        image=image,
+        height=64,
+        width=96,
+        frames=9,
+        steps=4,
+        guidance_scale=3.5,
+        guidance_scale_2=2.5,
+        shift=5.0,
+    )

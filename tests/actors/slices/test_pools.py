@@ -1,0 +1,103 @@
+"""Every family's kind of model on two pools, the ends of a request and its experts: the video of one process."""
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from actors.pipeline.deployment import deploy, shut_down
+from actors.pipeline.driver import PipelineDriver
+from actors.pipeline.spec import PipelineSpec
+from actors.slices.settings import PipelineSettings
+from cluster.connect import connect, leave
+from cluster.emulation.cluster import EmulatedCluster, emulated_slices
+from cluster.layout import Layout
+from tests.actors.on_slices.running import in_one_process
+from tests.conftest import PHOTO
+from wan_tpu import GenerationRequest
+from wan_tpu.families import open_spec
+
+SECONDS = 150
+LAYOUT = """
+emulate: {{devices_per_host: 1}}
+pools:
+  ends: {{stages: [encoder, decoder], slice: v6e-1}}
+  experts: {{stages: [{experts}], slice: v6e-1}}
+"""
+KINDS = {
+    "wan2.1-t2v-1.3b": GenerationRequest(prompt="A cat", height=64, width=64, frames=9, steps=6),
+    "wan2.2-ti2v-5b": GenerationRequest(prompt="A dog runs", image=PHOTO, height=64, width=64, frames=9, steps=6),
+    "wan2.2-i2v-a14b": GenerationRequest(prompt="A cat", image=PHOTO, height=64, width=64, frames=9, steps=6),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    slices = emulated_slices(Layout.parse(LAYOUT.format(experts="denoise"), "the test's layout"))
+    with EmulatedCluster.start(slices, folder=tmp_path_factory.mktemp("cluster")) as cluster:
+        connect(cluster.address)
+        yield cluster
+        leave()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def spec(request, cluster, checkpoint, tmp_path_factory):
+    """A pipeline that runs."""
+    model = open_spec(str(checkpoint(request.param)))
+    experts = ", ".join(stage for stage in model.stages if stage.startswith("denoise"))
+    settings = PipelineSettings(
+        str(checkpoint(request.param)), str(tmp_path_factory.mktemp("snapshots")), dtype="float32", name=request.param
+    )
+    layout = Layout.parse(LAYOUT.format(experts=experts), "the test's layout")
+    spec = PipelineSpec(layout, settings, model, lasting=True)
+    deploy(spec)
+    yield spec
+    shut_down(settings.name)
+
+
+def run(spec, *requests):
+    """Generate them at once; return the videos and what was told of each."""
+    spans = [[] for _ in requests]
+
+    async def all_of_them():
+        driver = PipelineDriver(spec)
+        made = [
+            driver.generate(request, id=f"request{i}", on_event=spans[i].append) for i, request in enumerate(requests)
+        ]
+        try:
+            return await asyncio.wait_for(asyncio.gather(*made), SECONDS)
+        finally:
+            driver.close()
+
+    return asyncio.run(all_of_them()), spans
+
+
+def test_the_video_is_that_of_one_process(spec, tmp_path):
+    asked = KINDS[spec.settings.name]
+    expected = in_one_process(spec.settings.checkpoint, asked, 1, tmp_path)
+    [video], [spans] = run(spec, asked)
+    assert video.mp4 == expected()["mp4_alone"].tobytes()
+    assert video.warnings == ()
+    assert [span.step for span in spans if span.step] == [1, 2, 3, 4, 5, 6]
+    assert [span.stage for span in spans if span.step] == [
+        expert.stage for expert in spec.model.plan(asked).experts for _ in range(expert.start, expert.stop)
+    ]
+
+
+def test_a_video_says_when_its_prompt_was_cut(spec):
+    asked = dataclasses.replace(KINDS[spec.settings.name], steps=2)
+    [long, short], _ = run(spec, dataclasses.replace(asked, prompt="a cat " * 600), asked)
+    assert not short.warnings
+    [warning] = long.warnings
+    assert "512" in warning
+
+
+def test_a_request_is_told_that_it_waited_for_the_compiler(spec):
+    asked = dataclasses.replace(KINDS[spec.settings.name], height=96, steps=2)  # a size that nobody has asked for yet
+    _, [first] = run(spec, asked)
+    _, [again] = run(spec, asked)
+    compiled = [span for span in first if span.what == "compile"]
+    assert ("ends", "decoder") in {(span.pool, span.stage) for span in compiled}
+    assert {span.pool for span in compiled} == {"ends", "experts"}
+    assert all(0 < span.seconds < SECONDS for span in compiled)
+    assert not [span for span in again if span.what == "compile"]

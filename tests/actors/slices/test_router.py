@@ -1,0 +1,98 @@
+"""Three slices that each host the whole pipeline, simulated: which of them gets a request."""
+
+import asyncio
+import dataclasses
+import time
+from collections import Counter
+
+import pytest
+from ray import serve
+
+from actors.pipeline.deployment import deploy, shut_down
+from actors.pipeline.driver import PipelineDriver
+from actors.pipeline.spec import PipelineSpec
+from actors.slices.settings import PipelineSettings
+from cluster.connect import connect, leave
+from cluster.emulation.cluster import EmulatedCluster, emulated_slices
+from cluster.gang.placement import off_hosts
+from cluster.layout import Layout
+from scripts.simulation import measure
+from scripts.simulation.simulated import MODEL, SIMULATED_WORKER, Planned
+from tests.conftest import PHOTO, STAGES
+from wan_tpu import GenerationRequest
+
+SLICES = 3
+STEPS, STEP_S = 10, 0.1
+KNOWN_S = 1.0  # after which all know which shapes a replica holds; it says so ten times a second
+LAYOUT = Layout.parse(
+    f"""
+emulate: {{devices_per_host: 1}}
+pools:
+  whole: {{stages: [{", ".join(STAGES)}], slice: v6e-1, replicas: {{min: {SLICES}, max: {SLICES}}}}}
+""",
+    "the test's layout",
+)
+REQUEST = GenerationRequest(prompt="A cat", image=PHOTO, height=64, width=64, frames=9, steps=STEPS)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("routing")
+    plan = Planned(0.0, 0.0, STEP_S, 0.0, text=(1, 8, 4), mp4_bytes=1000).save(folder / "plan.json")
+    settings = PipelineSettings(str(plan), str(folder / "snapshots"), chips="simulated", worker=SIMULATED_WORKER)
+    spec = PipelineSpec(LAYOUT, settings, MODEL, lasting=True)
+    with EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder) as cluster:
+        connect(cluster.address)
+        try:
+            deploy(spec)
+            yield spec
+            shut_down(settings.name)
+        finally:
+            leave()
+
+
+def slices_of(spec, *requests):
+    """Make videos at once; return the slice that has denoised each."""
+
+    async def made():
+        pipeline = PipelineDriver(spec)
+        load, _ = await measure.run(pipeline, {str(i): request for i, request in enumerate(requests)})
+        pipeline.close()
+        return load
+
+    slices = {span.request: span.slice for span in asyncio.run(made()).spans if span.step is not None}
+    return [slices[str(i)] for i in range(len(requests))]
+
+
+def test_an_idle_slice_is_taken_before_a_busy_one_that_holds_the_shape(running):
+    slices_of(running, REQUEST)
+    time.sleep(KNOWN_S)
+    assert len(set(slices_of(running, *[REQUEST] * SLICES))) == SLICES
+
+
+def test_of_idle_slices_one_that_holds_the_shape_is_taken(running):
+    shapes = [dataclasses.replace(REQUEST, width=64 + 32 * i) for i in range(1, 1 + SLICES)]
+    held = slices_of(running, *shapes)
+    assert len(set(held)) == SLICES
+    time.sleep(KNOWN_S)
+    assert [slices_of(running, shape)[0] for shape in shapes] == held
+
+
+def test_many_at_once_are_spread_evenly(running):
+    """They come within milliseconds: the replicas themselves don't know yet what each is about to get."""
+
+    @serve.deployment(
+        num_replicas=SLICES,
+        max_ongoing_requests=9,
+        request_router_config={"request_router_class": "actors.slices.router:LeastLoadedRouter"},
+        ray_actor_options={"num_cpus": 0.1, "label_selector": off_hosts()},
+    )
+    class Sleeper:
+        async def __call__(self):
+            await asyncio.sleep(3)  # until all have come, on a busy machine too
+            return serve.get_replica_context().replica_id.unique_id
+
+    sleepers = serve.run(Sleeper.bind(), name="sleepers", route_prefix=None)
+    calls = [sleepers.remote() for _ in range(3 * SLICES)]
+    assert set(Counter(call.result() for call in calls).values()) == {3}
+    serve.delete("sleepers")

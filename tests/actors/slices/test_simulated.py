@@ -1,0 +1,114 @@
+"""The simulated host is like the real one to whoever calls it, and notices payloads that are not its request's."""
+
+import inspect
+import subprocess
+import sys
+import time
+
+import pytest
+
+from actors.observe.timeline import Span
+from actors.slices.worker import StageWorker
+from cluster.layout import Layout
+from scripts.simulation.measure import Load, pool_figures, videos_per_hour
+from scripts.simulation.simulated import MODEL, Planned, SimulatedWorker, simulated_video
+from tests.conftest import PHOTO, ROOT, STAGES
+from wan_tpu import GenerationRequest, InvalidInput
+
+
+@pytest.fixture
+def host(tmp_path):
+    plan = Planned(0.0, 0.0, 0.0, 0.0, text=(1, 8, 4), mp4_bytes=1000).save(tmp_path / "plan.json")
+    return SimulatedWorker(str(plan), STAGES)
+
+
+def request(**given):
+    return GenerationRequest(image=PHOTO, height=64, width=64, frames=9, steps=4, **given)
+
+
+def test_it_has_the_methods_of_the_real_host():
+    def methods(kind):
+        found = inspect.getmembers(kind, inspect.isfunction)
+        return {name: list(inspect.signature(m).parameters) for name, m in found if not name.startswith("_")}
+
+    assert methods(SimulatedWorker) == methods(StageWorker)
+
+
+def test_a_request_runs_through_and_its_video_says_what_it_is(host):
+    plan = MODEL.plan(request(prompt="a", seed=3))
+    assert [(e.stage, e.start, e.stop) for e in plan.experts] == [("denoise_high", 0, 2), ("denoise_low", 2, 4)]
+    prepare(host, plan)
+    for expert in plan.experts:
+        assert host.begin("k") == expert
+        for step in range(expert.start, expert.stop):
+            assert host.step("k") == step + 1
+    done = host.collect("k").payload
+    assert done.step == 4 and set(done.arrays) == {"latents"}
+    host.prepare_decode("k", plan.without_image().request, done)
+    video = host.decode("k").payload.arrays["mp4"].tobytes()
+    assert len(video) == 1000 and video.startswith(simulated_video(plan.request)) and b"simulated" in video
+    assert host.keys() == []
+
+
+def test_another_request_s_payload_is_noticed(host):
+    mine, other = MODEL.plan(request(prompt="a", seed=3)), MODEL.plan(request(prompt="b", seed=4))
+    texts = [host.encode_text(prompt).payload for prompt in other.prompts]
+    with pytest.raises(InvalidInput, match="TextEmbedding marked"):
+        host.prepare_denoise("k", mine.without_image().request, *texts)
+    prepare(host, other)
+    with pytest.raises(InvalidInput, match="DenoiseState marked 4"):
+        prepare(host, mine, state=host.snapshot("k").payload)
+
+
+def test_it_takes_the_planned_time(tmp_path):
+    plan = Planned(step_s=2.0, speed=10).save(tmp_path / "plan.json")
+    host = SimulatedWorker(str(plan), STAGES)
+    prepare(host, MODEL.plan(request()))
+    start = time.perf_counter()
+    host.begin("k")
+    host.step("k")
+    assert 0.2 <= time.perf_counter() - start < 1.5
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["scripts.simulation.simulated", "actors.slices.leader", "actors.pipeline.driver", "actors.slices.references"],
+)
+def test_leaders_and_simulated_hosts_stay_small(module):
+    """There may be many on a machine; JAX and torch alone would take 500 MB of each."""
+    code = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert not {"jax", "torch", "matplotlib", "transformers", "diffusers"} & set(done.stdout.split())
+
+
+def test_the_share_of_a_pool_is_planned_work_over_time():
+    layout = Layout.parse(
+        """
+pools:
+  ends: {stages: [encoder, decoder], slice: v6e-1}
+  high: {stages: [denoise_high], slice: v6e-1}
+  low: {stages: [denoise_low], slice: v6e-1}
+""",
+        "here",
+    )
+    # Low: a step of 0.8 s by plan takes 0.9 s, and 0.1 s is lost after it. Full until all are begun.
+    load = Load(requests=4, in_flight=2)
+    for i in range(4):  # the window is 0 to 2.9 s
+        span = Span(
+            slice="l", request=f"r{i}", stage="denoise_low", what="compute", start_s=i, end_s=i + 0.9, pool="low"
+        )
+        load.spans.append(span)
+        load.ended[f"r{i}"] = i + 0.9
+    figures = pool_figures(layout, load, {"encoder": 0, "denoise_high": 0, "denoise_low": 0.8, "decoder": 0})
+    low = {pool.name: pool for pool in figures}["low"]
+    assert low.bound_s == 0.8
+    assert low.busy == pytest.approx(2.7 / 2.9) and low.share == pytest.approx(2.4 / 2.9)
+    assert videos_per_hour(load) == pytest.approx(3600 * 3 / 2.9)
+    with pytest.raises(ValueError, match="2 requests, 2 at a time, never fill"):
+        Load(2, 2, load.spans[1:2], {"r0": 0.9, "r1": 1.9}).full  # noqa: B018
+
+
+def prepare(host, plan, state=None):
+    texts = [host.encode_text(prompt).payload for prompt in plan.prompts]
+    host.prepare_encode("k", plan.request)
+    host.prepare_denoise("k", plan.without_image().request, *texts, host.encode_image("k").payload, state)

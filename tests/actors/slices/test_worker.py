@@ -1,0 +1,185 @@
+"""A slice of two hosts, as two real processes, computes what one process does."""
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from actors.slices.payloads import TextEmbedding, pack, unpack
+from actors.slices.worker import StageWorker
+from tests.actors.slices.image_request import image_request
+from tests.conftest import PHOTO, ROOT
+from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, UnhealthyResult
+from wan_tpu.data import DenoiseState, ImageCondition
+from wan_tpu.errors import DoesNotFit
+
+KIND = "wan2.2-i2v-a14b"
+SECONDS = 300  # both runs take 50 s on two idle cores
+
+
+@pytest.fixture(scope="module")
+def runs(checkpoint, tmp_path_factory):
+    """Results of 2 processes with 2 devices each, and of 1 process with 4."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folders = {hosts: tmp_path_factory.mktemp(f"hosts{hosts}") for hosts in (1, 2)}
+    # XLA takes as many threads as there are cores, but no fewer than devices, and some sums of a convolution are cut by
+    # their number: NPROC makes it the same in both, and with it every bit.
+    environment = os.environ | {"NPROC": "4"}
+    workers = []
+    try:
+        for rank, hosts in ((0, 2), (1, 2), (0, 1)):
+            command = [sys.executable, "-m", "tests.actors.slices.worker_process", *map(str, (rank, hosts, port))]
+            flags = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={4 // hosts}"}
+            with (folders[hosts] / f"{rank}.log").open("w") as log:
+                command += [str(checkpoint(KIND)), str(PHOTO), str(folders[hosts])]
+                workers.append(
+                    subprocess.Popen(command, cwd=ROOT, env=environment | flags, stdout=log, stderr=log, text=True)
+                )
+        for worker in workers:
+            worker.wait(SECONDS)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    for folder in folders.values():
+        for log in folder.glob("*.log"):
+            print(f"---- {log}\n{log.read_text()[-3000:]}")  # shown when a test fails
+    assert [worker.returncode for worker in workers] == [0, 0, 0]
+    return {(hosts, rank): np.load(folders[hosts] / f"{rank}.npz") for hosts, rank in ((2, 0), (2, 1), (1, 0))}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["latents", "pixels", "mp4"])
+def test_two_hosts_make_the_video_of_one_bit_for_bit(runs, what):
+    expected = runs[1, 0][what]
+    for rank in (0, 1):
+        assert np.array_equal(runs[2, rank][what], expected), rank
+
+
+@pytest.mark.long
+def test_two_hosts_make_the_video_of_one_device(runs, pipeline):
+    request = image_request(PHOTO)
+    events = []
+    video = pipeline(KIND).generate(request, on_step=events.append)
+    # 1e-4: float32 sums in another order, over four steps and two experts
+    latents = events[-1].latents
+    assert np.abs(runs[2, 0]["latents"] - latents).max() <= 1e-4 * np.abs(latents).max()
+    assert np.abs(runs[2, 0]["pixels"] - video.pixels).max() <= 1e-4
+    assert video.pixels.std() > 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "message"),
+    [
+        ("wan2.1-t2v-1.3b", ("denoise_low",), "denoise_low .* this model has encoder, denoise, decoder"),
+        (KIND, ("denoise",), "stages denoise of"),
+        (KIND, (), "can't be hosted"),
+    ],
+)
+def test_stages_that_the_model_does_not_have_are_refused(kind, stages, message, checkpoint):
+    with pytest.raises(InvalidInput, match=message):
+        StageWorker(str(checkpoint(kind)), stages, (1, 1, 1))
+
+
+def test_a_pool_does_its_own_stages_only(checkpoint):
+    host = StageWorker(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
+    host.load()
+    assert list(host._runtime._components) == ["denoise"]
+    plan = host._spec.plan(
+        GenerationRequest(prompt="a cat", height=32, width=32, frames=1, steps=2, guidance_scale=1.0)
+    )
+    assert plan.prompts == ("a cat",)
+    assert [(e.stage, e.start, e.stop) for e in plan.experts] == [("denoise", 0, 2)]
+    assert plan.shapes["denoise"] == "denoise 32x32x1 t2v 1 unipc"
+    with pytest.raises(InvalidRequest, match="encoder is not hosted here"):
+        host.encode_text("a cat")
+    with pytest.raises(InvalidRequest, match="request a has no image"):
+        host.prepare_encode("a", plan.request)
+    with pytest.raises(InvalidRequest, match="request a is not ready for this; call prepare_denoise first"):
+        host.begin("a")
+    with pytest.raises(InvalidRequest, match="without its prompt's embeddings"):
+        host.prepare_denoise("a", plan.request, None)
+
+
+def test_a_poisoned_request_fails_alone(checkpoint):
+    host = StageWorker(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
+    asked = GenerationRequest(prompt="a cat", height=32, width=48, frames=5, steps=3, guidance_scale=3.0)
+    host.warm_up(asked)
+    rng = np.random.default_rng(0)
+    texts = [pack(TextEmbedding(rng.standard_normal((1, 512, 32)).astype(np.float32))) for _ in range(2)]
+    request = host._spec.plan(asked).request
+
+    def begin(key, state=None):
+        host.prepare_denoise(key, request, *texts, None, state)
+        host.begin(key)
+
+    def latents(key):
+        return unpack(host.collect(key).payload).latents
+
+    begin("alone")
+    for _ in range(3):
+        host.step("alone")
+    alone = latents("alone")
+
+    begin("a")
+    assert host.step("a") == host._work["a"].run.state.step == 1
+    poison = unpack(host.snapshot("a").payload)
+    begin("nan", pack(dataclasses.replace(poison, latents=poison.latents * np.nan)))
+    with pytest.raises(UnhealthyResult, match="denoise, step 2 of 3"):
+        host.step("nan")
+    host.drop("nan")
+    assert [host.step("a") for _ in range(2)] == [2, 3]
+    with pytest.raises(InvalidRequest, match="request a has no step to run here"):
+        host.step("a")
+    assert np.array_equal(latents("a"), alone)
+
+
+def test_a_size_that_has_no_room_fails_alone_and_the_nearest_that_has_is_named(checkpoint):
+    """The compiler's refusal of a program, raised where compiled programs are run."""
+    host = StageWorker(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
+    small = GenerationRequest(prompt="a cat", height=32, width=32, frames=5, steps=2, guidance_scale=1.0)
+    too_large = host._spec.plan(dataclasses.replace(small, height=8192, width=8192, frames=2001)).request
+    for fitting, nearest in ((None, "no size is known to fit yet"), (small, "to fit is 32x32 with 5 frames")):
+        if fitting is not None:
+            host.warm_up(fitting)
+        with pytest.raises(DoesNotFit, match=f"8192x8192 with 2001 frames doesn't fit .*{nearest}") as raised:
+            with host._fits(too_large):
+                raise DoesNotFit("needs 64.0 GiB a device of 31.2")
+        assert "64.0 GiB" in str(raised.value)
+
+
+def test_experts_are_given_the_prompts_they_use(checkpoint):
+    """Without weights: inputs need none."""
+    host = StageWorker(str(checkpoint(KIND)), ("denoise_high", "denoise_low"), (1, 1, 1), "bfloat16")
+    size = {"image": PHOTO, "height": 32, "width": 48, "frames": 5, "steps": 4}
+    plan = host._spec.plan(GenerationRequest(prompt="a cat", guidance_scale=3.0, guidance_scale_2=1.0, **size))
+    rng = np.random.default_rng(0)
+    prompt, negative = (pack(TextEmbedding(rng.standard_normal((1, 512, 32)).astype(np.float32))) for _ in range(2))
+    image = pack(ImageCondition(None, np.zeros((1, 20, 2, 4, 6), np.float32)))
+    with pytest.raises(InvalidRequest, match="guidance needs the negative prompt's embeddings"):
+        host.prepare_denoise("a", plan.without_image().request, prompt, None, image)
+    host.prepare_denoise("a", plan.without_image().request, prompt, negative, image)
+    inputs = host._work["a"].inputs
+    assert {stage: (given.text.shape[0], given.text.dtype) for stage, given in inputs.items()} == {
+        "denoise_high": (2, "bfloat16"),
+        "denoise_low": (1, "bfloat16"),
+    }
+    # The state before the first step is drawn on every host; it can be handed on as it is.
+    first = host.snapshot("a")
+    assert (first.value, len(unpack(first.payload).history)) == (0, 3)
+    wrong = pack(DenoiseState(np.zeros((1, 16, 2, 4, 4), np.float32), (), 1))
+    with pytest.raises(InvalidRequest, match=r"this request needs .* and 3"):
+        host.prepare_denoise("b", plan.without_image().request, prompt, negative, image, wrong)
+    host.drop("a")
+    host.drop("a")
+    assert host.keys() == []
+    low = StageWorker(str(checkpoint(KIND)), ("denoise_low",), (1, 1, 1), "bfloat16")
+    one_step = low._spec.plan(GenerationRequest(prompt="a cat", **(size | {"steps": 1}))).without_image().request
+    with pytest.raises(InvalidRequest, match="request a has no step on denoise_low; leave this pool out"):
+        low.prepare_denoise("a", one_step, prompt, negative, image)

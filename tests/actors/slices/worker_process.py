@@ -1,0 +1,163 @@
+"""Run by test_worker.py, once for each host of a slice: a whole request through `StageWorker`, piece by piece.
+
+Arguments: rank, hosts, port, checkpoint, image, folder for results. Writes <rank>.npz, and a failure ends it.
+"""
+
+import dataclasses
+import pickle
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import safetensors
+
+from actors.slices.payloads import pack, unpack
+from actors.slices.worker import StageWorker
+from tests.actors.slices.image_request import image_request
+from wan_tpu import InvalidRequest, MeshError, OutputError, UnhealthyResult
+from wan_tpu.data import DenoiseState
+from wan_tpu.families.wan.transformer import half_split
+from wan_tpu.pipeline import Pipeline
+from wan_tpu.progress import Silent
+from wan_tpu.runtime.components import load_component
+from wan_tpu.runtime.mesh import make_mesh
+
+rank, hosts, port = map(int, sys.argv[1:4])
+checkpoint, image, folder = sys.argv[4:]
+if hosts > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", hosts, rank)
+assert len(jax.devices()) == 4
+
+ALL = ("encoder", "denoise_high", "denoise_low", "decoder")
+asked = image_request(image)
+
+
+def handed(name, payload):
+    """Return rank 0's payload on every host; the object store does this, here it is a file."""
+    assert (payload is None) == (rank > 0), "only the first host copies results out"
+    file = Path(folder) / f"{name}.payload"
+    if rank == 0:
+        file.with_suffix(".partial").write_bytes(pickle.dumps(payload))
+        file.with_suffix(".partial").rename(file)
+    deadline = time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file} doesn't come"
+        time.sleep(0.01)
+    return pickle.loads(file.read_bytes())
+
+
+def begin_and_step(key, snapshots=None):
+    """Run an expert's steps."""
+    expert = host.begin(key)
+    for _ in range(host_step(key), expert.stop):
+        done = host.step(key)
+        if snapshots is not None:
+            snapshots[done] = host.snapshot(key)
+    return expert
+
+
+def host_step(key):
+    return host.snapshot(key).value
+
+
+reports = []
+host = StageWorker(checkpoint, ALL, (2, 1, 2), "float32", report=reports.append)
+runtime, pipe = host._runtime, Pipeline(host._runtime, Silent())
+if hosts > 1:
+    with pytest.raises(MeshError, match="leaves 1 of 2 hosts without a device"):
+        StageWorker(checkpoint, ALL, (1, 1, 2), "float32")
+host.load()
+assert [(r.done, r.total) for r in reports] == [(i, 5) for i in range(5)], reports
+assert [r.item for r in reports] == host._components
+plan = host._spec.plan(asked)
+request, later = plan.request, plan.without_image().request
+assert [expert.stage for expert in plan.experts] == ["denoise_high", "denoise_low"]
+host.warm_up(asked)
+compiled = {name: len(program._compiled) for name, program in runtime.programs.items()}
+
+# ---- the whole request
+texts = [handed(f"text{i}", host.encode_text(prompt).payload) for i, prompt in enumerate(plan.prompts)]
+host.prepare_encode("a", request)
+condition = handed("image", host.encode_image("a").payload)
+host.prepare_denoise("a", later, *texts, condition)
+snapshots = {}
+assert begin_and_step("a", snapshots).stop == plan.experts[1].start
+beside = threading.Thread(target=host.prepare_denoise, args=("b", later, *texts, condition))
+beside.start()  # the next request's inputs come while this one computes
+begin_and_step("a", snapshots)
+beside.join()
+state = handed("state", host.collect("a").payload)
+assert (state.step, len(state.arrays)) == (4, 1)
+host.prepare_decode("a", later, state)
+video = handed("video", host.decode("a").payload)
+assert bytes(unpack(video).mp4[4:8]) == b"ftyp"
+assert host.keys() == ["b"]
+now = {name: len(program._compiled) for name, program in runtime.programs.items()}
+assert now == compiled, f"warm_up missed some: {compiled}, {now}"
+
+# ---- the same on the one-machine pipeline
+latents = []
+got = pipe.generate(asked, on_step=lambda event: latents.append(event.latents))
+assert np.array_equal(unpack(state).latents, latents[-1])
+np.savez(Path(folder) / f"{rank}.npz", latents=latents[-1], pixels=got.pixels, mp4=unpack(video).mp4)
+if hosts == 1:  # the reference for several
+    sys.exit()
+
+# ---- each host reads the weights of its own devices: half of each matrix, in quarters
+params = load_component(
+    runtime.model.checkpoint, runtime.model.components["denoise_high"], "float32", make_mesh((1, 2, 2), heads=2)
+).params
+with safetensors.safe_open(next(Path(checkpoint, "transformer").glob("*.safetensors")), "numpy") as file:
+    for part, change in (("ffn.net.0.proj.weight", lambda x: x), ("attn1.to_q.weight", lambda x: half_split(2, x))):
+        weight = params[f"blocks.template.{part}"]
+        stored = np.stack([change(file.get_tensor(f"blocks.{i}.{part}")) for i in range(weight.shape[0])])
+        assert sum(shard.data.size for shard in weight.addressable_shards) == stored.size // 2
+        for shard in weight.addressable_shards:
+            assert np.array_equal(shard.data, stored[shard.index])
+
+# ---- resumed from a snapshot, on either side of the boundary
+for step in (1, 2, 3):
+    host.prepare_denoise("c", later, *texts, condition, handed(f"snapshot{step}", snapshots[step].payload))
+    while host_step("c") < 4:
+        begin_and_step("c")
+    resumed = host.collect("c").payload
+    assert rank > 0 or np.array_equal(resumed.arrays["latents"], state.arrays["latents"]), step
+
+# ---- what fails, fails on every host and leaves it usable
+with pytest.raises(InvalidRequest, match="no step to run here; call begin"):
+    host.step("b")
+with pytest.raises(InvalidRequest, match="step 4, latents"):
+    host.prepare_decode("d", dataclasses.replace(later, steps=5), state)
+with pytest.raises(InvalidRequest, match="a TextEmbedding was given where a DenoiseState belongs"):
+    host.prepare_decode("d", later, texts[0])
+poison = unpack(handed("poison", snapshots[1].payload))
+latents = poison.latents.copy()
+latents[0, 0, 0, 0, 0] = np.nan
+host.prepare_denoise("d", later, *texts, condition, pack(dataclasses.replace(poison, latents=latents)))
+host.prepare_denoise("e", later, *texts, condition, handed("snapshot1", snapshots[1].payload))
+host.begin("d")
+host.begin("e")
+with pytest.raises(UnhealthyResult, match="denoise_high, step 2 of 4"):
+    host.step("d")
+host.drop("d")
+begin_and_step("e")
+host.drop("e")
+broken = pack(DenoiseState(np.full_like(unpack(state).latents, np.inf), (), 4))
+host.prepare_decode("d", later, broken)
+with pytest.raises(UnhealthyResult, match="decoder, latent frame 1 of 3"):
+    host.decode("d")
+host.prepare_decode("d", later, state)
+kept, tempfile.tempdir = tempfile.tempdir, "/proc/nothing" if rank == 0 else None  # one host's disk is gone
+with pytest.raises(OutputError, match="No such file"):
+    host.decode("d")
+tempfile.tempdir = kept
+begin_and_step("b")
+begin_and_step("b")
+again = host.collect("b").payload
+assert rank > 0 or np.array_equal(again.arrays["latents"], state.arrays["latents"])

@@ -1,0 +1,34 @@
+"""What a device has no memory for fails as a request that doesn't fit, wherever JAX says so."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wan_tpu.errors import DoesNotFit
+from wan_tpu.runtime.mesh import make_mesh
+from wan_tpu.runtime.program import Program, fetch, place
+
+MORE = 2**45  # elements: more than any address space
+
+
+@pytest.fixture
+def mesh():
+    return make_mesh((1, 1, 1), heads=1)
+
+
+def test_a_program_that_a_device_has_no_room_for(mesh):
+    program = Program(lambda x: jnp.broadcast_to(x, (MORE,)) + 1, mesh, exact=True, name="spread")
+    with pytest.raises(DoesNotFit, match=r"^spread of float32 \[1\] needs more memory than a device has: .*alloc"):
+        program(place(np.float32([1]), mesh))
+
+
+def test_one_that_fails_when_its_result_is_awaited(mesh):
+    program = Program(lambda x: jnp.sort(x[0] + jnp.arange(MORE)).sum(), mesh, exact=True, name="sum")
+    result = program(place(np.float32([1]), mesh))
+    with pytest.raises(DoesNotFit, match=r"^sum needs more memory than a device has: .*alloc"):
+        fetch(result, "sum")
+
+
+def test_other_failures_stay_what_they_are(mesh):
+    with pytest.raises(TypeError, match="incompatible shapes"):
+        Program(lambda x: x + jnp.ones(3), mesh, exact=True)(place(np.ones(2, np.float32), mesh))

@@ -1,0 +1,1 @@
+"""What families share: a causal VAE run chunk by chunk, counting operations."""

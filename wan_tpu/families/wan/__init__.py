@@ -1,0 +1,1 @@
+"""The Wan family: Wan 2.1 and 2.2."""

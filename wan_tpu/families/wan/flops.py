@@ -1,0 +1,68 @@
+"""How much work the stages of a Wan model are, counted on diffusers' own modules."""
+
+from collections.abc import Callable
+
+import torch
+from diffusers import AutoencoderKLWan
+
+from wan_tpu.families.shared.flop_count import count
+from wan_tpu.families.wan import components
+from wan_tpu.families.wan.presets import TEXT_TOKENS, WanConfig
+from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
+
+
+class WanFlops:
+    """Floating-point operations (a multiply-add is two) of each stage of one model."""
+
+    def __init__(self, config: WanConfig) -> None:
+        self._config = config
+
+    def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
+        """Encoding `prompts` prompts and the image; CLIP, at most 0.1 % of it, is left out."""
+        ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
+        build = components.text_encoder(self._config).build
+        total = prompts * count(build, lambda module: module.encoder(inputs_embeds=module.shared(ids)))
+        if request.image is None:
+            return total
+
+        def encode(frames: int) -> int:
+            pixels = torch.empty(1, 3, frames, request.height, request.width, device="meta")
+            return count(self._vae, lambda module: module.encode(pixels))
+
+        frames = 1 if self._config.expand_timesteps else request.frames
+        return total + _by_chunks(encode, frames, FRAME_STRIDE)
+
+    def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
+        """One denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
+        config = self._config.transformer
+        latents = torch.empty(1, config["in_channels"], *latent_shape[2:], device="meta")
+        text = torch.empty(1, TEXT_TOKENS, config["text_dim"], device="meta")
+        time = torch.empty(1, device="meta")
+        image = None
+        if config.get("image_dim") is not None and self._config.image_encoder is not None:
+            clip = self._config.image_encoder
+            patches = (clip["image_size"] // clip["patch_size"]) ** 2 + 1
+            image = torch.empty(1, patches, config["image_dim"], device="meta")
+        build = components.transformer(self._config, "transformer").build
+        return branches * count(build, lambda module: module(latents, time, text, image))
+
+    def decoder(self, latent_shape: tuple[int, ...]) -> int:
+        """Decoding latents [1, C, T, H, W]."""
+
+        def decode(frames: int) -> int:
+            latents = torch.empty(*latent_shape[:2], frames, *latent_shape[3:], device="meta")
+            return count(self._vae, lambda module: module.decode(latents))
+
+        return _by_chunks(decode, latent_shape[2], 1)
+
+    def _vae(self) -> torch.nn.Module:
+        return AutoencoderKLWan.from_config(self._config.vae)
+
+
+def _by_chunks(work: Callable[[int], int], frames: int, stride: int) -> int:
+    """Count `frames` frames from the first three chunks: of one frame, of `stride`, and one like all that follow."""
+    counted = min(frames, 1 + 2 * stride)
+    if frames == counted:
+        return work(frames)
+    three, two = work(counted), work(1 + stride)
+    return three + (frames - counted) // stride * (three - two)

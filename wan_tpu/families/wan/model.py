@@ -1,0 +1,257 @@
+"""The Wan family: Wan 2.1 T2V and I2V, Wan 2.2 T2V A14B, I2V A14B and TI2V 5B.
+
+Everything particular to these models is here and in the files beside it: components, conditioning,
+guidance, the latents' normalisation, limits. The reference for every formula is diffusers 0.42, pipelines/wan.
+
+Shapes: B batch (guidance branches), T latent frames, H W latent height and width, L tokens, C channels.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from diffusers.video_processor import VideoProcessor
+from jax.sharding import Mesh
+from PIL import Image
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError
+from wan_tpu.families.shared.causal_vae import CausalChunks
+from wan_tpu.families.wan import components, transformer, vae
+from wan_tpu.families.wan.flops import WanFlops
+from wan_tpu.families.wan.presets import TEXT_TOKENS
+from wan_tpu.families.wan.spec import WanSpec
+from wan_tpu.families.wan.tokens import unpatchify as unpatchify_tokens
+from wan_tpu.families.wan.transformer import TextKeys
+from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
+from wan_tpu.runtime.bridge import Params, call
+from wan_tpu.runtime.components import Component
+
+
+class WanModel:
+    """One Wan model: its components and the pure functions of its stages.
+
+    Functions that take `module` and `params` are traced by `jax.jit`; all others run on the host.
+    """
+
+    family = "wan"
+
+    def __init__(self, spec: WanSpec, checkpoint: Checkpoint | None = None) -> None:
+        """checkpoint: for the tokenizer and the image processor; a preset compiles without."""
+        self.spec = spec
+        self.config = spec.config
+        self.checkpoint = checkpoint
+        self._video_processor = VideoProcessor(vae_scale_factor=spec.spatial_stride)
+
+    # ---- components
+
+    @functools.cached_property
+    def components(self) -> dict[str, Component]:
+        """Every component by the name of the work it does; "vae" in the checkpoint serves two."""
+        config = self.config
+        found = {
+            "text_encoder": components.text_encoder(config),
+            "vae_encoder": components.vae_half(config, "decoder", "post_quant_conv"),
+            "decoder": components.vae_half(config, "encoder", "quant_conv"),
+        }
+        if config.image_encoder is not None:
+            found["image_encoder"] = components.image_encoder(config)
+        for stage, folder in zip(self.spec.denoise_stages, ("transformer", "transformer_2"), strict=False):
+            found[stage] = components.transformer(config, folder)
+        return found
+
+    # ---- encoder stage
+
+    def tokenize(self, prompts: list[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """Return token ids and mask, both int32 [B, 512], and a warning for each prompt that was cut."""
+        assert self.checkpoint is not None
+        folder = self.checkpoint.path("tokenizer")
+        cleaned = [prompt_clean(prompt) for prompt in prompts]
+        settings = {"padding": "max_length", "max_length": TEXT_TOKENS, "truncation": True, "return_tensors": "np"}
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder.resolve()))
+            tokens = tokenizer(cleaned, **settings)
+        except Exception as error:  # tokenizers raises bare Exception for damaged files
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise CheckpointError(f"{folder} holds no working tokenizer ({reason}); fetch it again") from error
+        warnings = []
+        for prompt, ids in zip(cleaned, tokens["input_ids"], strict=True):
+            length = len(tokenizer(prompt, verbose=False)["input_ids"])
+            if length > TEXT_TOKENS:
+                end = tokenizer.decode(ids[-9:-1], skip_special_tokens=True)
+                warnings.append(
+                    f"the prompt is {length} tokens long, the model reads {TEXT_TOKENS}: cut after «… {end.strip()}»"
+                )
+        return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32), warnings
+
+    @staticmethod
+    def encode_text(module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        """ids, mask [B, L] -> embeddings [B, L, C], zero where the mask is."""
+
+        def method(module: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return module(ids, mask).last_hidden_state
+
+        return call(module, params, method, ids, mask) * mask[:, :, None]
+
+    def clip_pixels(self, image: Image.Image) -> np.ndarray:
+        """Return the image as CLIP takes it, float32 [1, 3, 224, 224] (sizes from the checkpoint)."""
+        assert self.checkpoint is not None
+        folder = str(self.checkpoint.path("image_processor"))
+        processor = transformers.CLIPImageProcessor.from_pretrained(folder)
+        return np.asarray(processor(images=image, return_tensors="np")["pixel_values"], np.float32)
+
+    @staticmethod
+    def encode_image(module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
+        """pixels [1, 3, 224, 224] -> features [1, L, C] of CLIP's last layer but one (`adapt` dropped the last)."""
+
+        def method(module: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
+            vision = getattr(module, "vision_model", module)
+            hidden = vision.pre_layrnorm(vision.embeddings(pixels))
+            for layer in vision.encoder.layers:
+                hidden = layer(hidden, attention_mask=None)
+            return hidden
+
+        return call(module, params, method, pixels)
+
+    def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
+        """Return the chunks of pixels the VAE encodes for an image: float32 [1, 3, 1 or 4, H, W] in [-1, 1].
+
+        The image, then black-in-the-middle (zero) frames up to the request's length; TI2V 5B takes the image alone.
+        """
+        assert isinstance(request.image, Image.Image)
+        pixels = self._video_processor.preprocess(request.image, height=request.height, width=request.width)
+        first = pixels[:, :, None].numpy().astype(np.float32)
+        if self.config.expand_timesteps:
+            return [first]
+        blank = np.zeros((1, 3, FRAME_STRIDE, *first.shape[3:]), np.float32)
+        return [first, *[blank] * ((request.frames - 1) // FRAME_STRIDE)]
+
+    def image_latents(self, moments: np.ndarray) -> np.ndarray:
+        """Turn the VAE encoder's output [1, 2C, T, H, W] into the image condition of `Conditioning`, float32."""
+        mean, std = self._latent_statistics()
+        latents = (moments[:, : self.spec.latent_channels].astype(np.float32) - mean) * (1 / std)
+        if self.config.expand_timesteps:
+            return latents
+        # One mask channel for each pixel frame of a latent frame: ones for the given image, then zeros.
+        mask = np.zeros((1, FRAME_STRIDE, *latents.shape[2:]), np.float32)
+        mask[:, :, 0] = 1
+        return np.concatenate([mask, latents], axis=1)
+
+    def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
+        """Pixels [1, 3, 1 or 4, H, W] -> moments [1, 2C, 1, H, W], chunk by chunk."""
+        size = self.config.vae.get("patch_size") or 1
+        return CausalChunks(
+            module,
+            mesh,
+            vae.encoder,
+            before=lambda pixels: vae.patchify(pixels, size),
+            after=lambda moments: moments,
+            scale=self.spec.spatial_stride // size,
+            later_frames=FRAME_STRIDE,
+        )
+
+    # ---- experts
+
+    @staticmethod
+    def text_keys(
+        module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array, image: jax.Array | None
+    ) -> TextKeys:
+        """Return the cross-attention keys and values of every layer: once a request and expert, not every step.
+
+        text   [B, L, C]: the prompt's embeddings alone, or the prompt's and the negative prompt's
+        image  [1, L, C] CLIP features
+        """
+        return transformer.text_keys(module, params, mesh, text, image)
+
+    @staticmethod
+    def key_shapes(mesh: Mesh, keys: TextKeys) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes and shardings of what `text_keys` makes, to compile a step without it."""
+        branches = keys["key"].shape[1]
+        return {
+            name: jax.ShapeDtypeStruct(
+                value.shape, value.dtype, sharding=transformer.key_sharding(mesh, name, branches)
+            )
+            for name, value in keys.items()
+        }
+
+    def velocity(
+        self,
+        module: torch.nn.Module,
+        params: Params,
+        mesh: Mesh,
+        latents: jax.Array,
+        timestep: jax.Array,
+        guidance: jax.Array,
+        keys: TextKeys,
+        image_latents: jax.Array | None,
+    ) -> jax.Array:
+        """Return the guided velocity, float32 [1, C, T, H, W].
+
+        latents  float32 [1, C, T, H, W]; timestep, guidance  float32 scalars
+        keys     from `text_keys`; image_latents as in `Conditioning`
+        """
+        times, first_tokens = timestep[None], 0
+        if image_latents is None:
+            given = latents
+        elif self.config.expand_timesteps:
+            # The given image has no noise: the tokens of the first latent frame are at time 0.
+            given = latents.at[:, :, :1].set(image_latents)
+            times = jnp.stack([jnp.zeros_like(timestep), timestep])
+            first_tokens = self.spec.tokens((*latents.shape[:2], 1, *latents.shape[3:]))
+        else:
+            given = jnp.concatenate([latents, image_latents], axis=1)
+        dtype = keys["key"].dtype
+        tokens = transformer.velocity(module, params, mesh, given.astype(dtype), times, first_tokens, keys)
+        guided = tokens[0]
+        if len(tokens) > 1:
+            conditional, unconditional = tokens
+            guided = unconditional + guidance * (conditional - unconditional)
+        return unpatchify_tokens(guided, latents.shape, self.spec.patch, self.spec.latent_channels)
+
+    def finish(self, latents: np.ndarray, image_latents: np.ndarray | None) -> np.ndarray:
+        """Return the latents to decode: TI2V 5B puts the given first frame back in place."""
+        if image_latents is None or not self.config.expand_timesteps:
+            return latents
+        return np.concatenate([image_latents, latents[:, :, 1:]], axis=2)
+
+    # ---- decoder stage
+
+    def vae_latents(self, latents: np.ndarray) -> np.ndarray:
+        """Undo the normalisation with the VAE's own statistics; float32 [1, C, T, H, W]."""
+        mean, std = self._latent_statistics()
+        return latents * std + mean
+
+    def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
+        """Latents [1, C, 1, H, W] -> pixels [1, 3, 1 or 4, H, W] around [-1, 1], chunk by chunk."""
+        size = self.config.vae.get("patch_size") or 1
+        return CausalChunks(
+            module,
+            mesh,
+            vae.decoder,
+            before=lambda latents: latents,
+            after=lambda pixels: vae.unpatchify(pixels, size),
+            scale=1,
+            later_frames=1,
+        )
+
+    @staticmethod
+    def pixels(decoded: np.ndarray) -> np.ndarray:
+        """Return what the decoder gave, [1, 3, T, H, W], as float32 [T, H, W, 3] in [0, 1]."""
+        unit = np.clip(decoded[0].astype(np.float32), -1, 1) / 2 + 0.5
+        return unit.transpose(1, 2, 3, 0)
+
+    @functools.cached_property
+    def flops(self) -> WanFlops:
+        """The floating-point operations of each stage."""
+        return WanFlops(self.config)
+
+    def _latent_statistics(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and standard deviation of the latents from the VAE's config, [1, C, 1, 1, 1]."""
+        return tuple(  # type: ignore[return-value]
+            np.asarray(self.config.vae[key], np.float32).reshape(1, -1, 1, 1, 1)
+            for key in ("latents_mean", "latents_std")
+        )

@@ -1,0 +1,151 @@
+"""The published Wan models: configurations, to compile them without weights, and sampling settings.
+
+Sources: the config.json files of the Wan-AI/*-Diffusers repositories on the Hugging Face hub (the same values
+stand in diffusers' scripts/convert_wan_to_diffusers.py), google/umt5-xxl and laion/CLIP-ViT-H-14 for the
+encoders; sampling settings from wan/configs of github.com/Wan-Video/Wan2.1 and Wan2.2.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from wan_tpu.request import Defaults
+
+TEXT_TOKENS = 512  # of every prompt, padded: a constant of the pipelines
+
+CUSTOM = "a custom Wan"
+
+
+@dataclass(frozen=True)
+class WanConfig:
+    """What a checkpoint (or a preset) says about a Wan model."""
+
+    transformer: dict[str, Any]
+    vae: dict[str, Any]
+    text_encoder: dict[str, Any]
+    image_encoder: dict[str, Any] | None
+    text_encoder_class: str
+    image_encoder_class: str | None
+    boundary_ratio: float | None
+    expand_timesteps: bool
+    shift: float
+
+    @property
+    def two_experts(self) -> bool:
+        """Whether one expert runs the steps before the boundary, another those after it."""
+        return self.boundary_ratio is not None
+
+
+# fmt: off
+TRANSFORMER_14B: dict[str, Any] = {
+    "patch_size": [1, 2, 2], "num_attention_heads": 40, "attention_head_dim": 128, "in_channels": 16,
+    "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "ffn_dim": 13824, "num_layers": 40,
+    "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6, "image_dim": None,
+    "added_kv_proj_dim": None, "rope_max_seq_len": 1024, "pos_embed_seq_len": None,
+}
+TRANSFORMER_14B_I2V_21 = TRANSFORMER_14B | {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+TRANSFORMER_14B_I2V_22 = TRANSFORMER_14B | {"in_channels": 36}
+TRANSFORMER_1_3B = TRANSFORMER_14B | {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+TRANSFORMER_5B = TRANSFORMER_14B | {
+    "num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48,
+}
+
+VAE_21: dict[str, Any] = {
+    "base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": [],
+    "temperal_downsample": [False, True, True], "dropout": 0.0,
+    "latents_mean": [
+        -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508, 0.4134, -0.0715, 0.5517, -0.3632,
+        -0.1922, -0.9497, 0.2503, -0.2921,
+    ],
+    "latents_std": [
+        2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743, 3.2687, 2.1526, 2.8652, 1.5579,
+        1.6382, 1.1253, 2.8251, 1.9160,
+    ],
+}
+VAE_22: dict[str, Any] = VAE_21 | {
+    "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "in_channels": 12, "out_channels": 12,
+    "patch_size": 2, "scale_factor_spatial": 16, "scale_factor_temporal": 4,
+    "latents_mean": [
+        -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813, 0.0891,
+        0.1570, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502,
+        -0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.1230, -0.0313, -0.1649, 0.0117, 0.0723,
+        -0.2839, -0.2083, -0.0520, 0.3748, 0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667,
+    ],
+    "latents_std": [
+        0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.4990, 0.4818, 0.5013, 0.8158, 1.0344, 0.5894, 1.0901,
+        0.6885, 0.6165, 0.8454, 0.4978, 0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659,
+        0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415, 0.4944,
+        0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
+    ],
+}
+UMT5_XXL: dict[str, Any] = {
+    "vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
+    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "feed_forward_proj": "gated-gelu",
+    "layer_norm_epsilon": 1e-6, "dropout_rate": 0.1,
+}
+CLIP_VIT_H: dict[str, Any] = {
+    "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
+    "image_size": 224, "patch_size": 14, "hidden_act": "gelu", "projection_dim": 1024,
+}
+# fmt: on
+
+
+def _preset(
+    transformer: dict[str, Any],
+    shift: float,
+    *,
+    vae: dict[str, Any] = VAE_21,
+    clip: bool = False,
+    boundary_ratio: float | None = None,
+    expand_timesteps: bool = False,
+) -> WanConfig:
+    return WanConfig(
+        transformer=transformer,
+        vae=vae,
+        text_encoder=UMT5_XXL,
+        image_encoder=CLIP_VIT_H if clip else None,
+        text_encoder_class="UMT5EncoderModel",
+        image_encoder_class="CLIPVisionModel" if clip else None,
+        boundary_ratio=boundary_ratio,
+        expand_timesteps=expand_timesteps,
+        shift=shift,
+    )
+
+
+PRESETS: dict[str, WanConfig] = {
+    "wan2.1-t2v-1.3b": _preset(TRANSFORMER_1_3B, 5.0),
+    "wan2.1-t2v-14b": _preset(TRANSFORMER_14B, 5.0),
+    "wan2.1-i2v-14b-480p": _preset(TRANSFORMER_14B_I2V_21, 3.0, clip=True),
+    "wan2.1-i2v-14b-720p": _preset(TRANSFORMER_14B_I2V_21, 5.0, clip=True),
+    "wan2.2-t2v-a14b": _preset(TRANSFORMER_14B, 12.0, boundary_ratio=0.875),
+    "wan2.2-i2v-a14b": _preset(TRANSFORMER_14B_I2V_22, 5.0, boundary_ratio=0.9),
+    "wan2.2-ti2v-5b": _preset(TRANSFORMER_5B, 5.0, vae=VAE_22, expand_timesteps=True),
+}
+
+_FIELDS = ("height", "width", "frames", "fps", "steps", "guidance_scale", "guidance_scale_2")
+_SAMPLING: dict[str, tuple[int, int, int, int, int, float, float]] = {
+    "wan2.1-t2v-1.3b": (480, 832, 81, 16, 50, 5.0, 5.0),
+    "wan2.1-t2v-14b": (720, 1280, 81, 16, 50, 5.0, 5.0),
+    "wan2.1-i2v-14b-480p": (480, 832, 81, 16, 40, 5.0, 5.0),
+    "wan2.1-i2v-14b-720p": (720, 1280, 81, 16, 40, 5.0, 5.0),
+    "wan2.2-t2v-a14b": (720, 1280, 81, 16, 40, 4.0, 3.0),
+    "wan2.2-i2v-a14b": (720, 1280, 81, 16, 40, 3.5, 3.5),
+    "wan2.2-ti2v-5b": (704, 1280, 121, 24, 50, 5.0, 5.0),
+}
+
+
+def recognise(config: WanConfig) -> str:
+    """Return the name of the published model that a configuration is, or `CUSTOM`."""
+    for name, preset in PRESETS.items():
+        same_transformer = all(config.transformer.get(k, v) == v for k, v in preset.transformer.items())
+        same_rest = all(getattr(config, key) == getattr(preset, key) for key in ("boundary_ratio", "expand_timesteps"))
+        same_shift = config.shift == preset.shift or not name.startswith("wan2.1-i2v")
+        if same_transformer and same_rest and same_shift and config.vae["z_dim"] == preset.vae["z_dim"]:
+            return name
+    return CUSTOM
+
+
+def defaults(preset: str, task: str, shift: float) -> Defaults:
+    """Return a model's published sampling settings; a custom model takes those of its nearest relative."""
+    relative = "wan2.2-i2v-a14b" if task == "i2v" else "wan2.1-t2v-14b"
+    published = dict(zip(_FIELDS, _SAMPLING.get(preset, _SAMPLING[relative]), strict=True))
+    return Defaults(**published, shift=shift)  # type: ignore[arg-type]

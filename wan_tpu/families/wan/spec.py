@@ -1,0 +1,129 @@
+"""A Wan model as its configuration describes it: stages, limits, defaults, shapes, which expert runs which steps."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.families.wan import presets
+from wan_tpu.families.wan.config import read_config
+from wan_tpu.families.wan.presets import WanConfig
+from wan_tpu.request import FRAME_STRIDE, Defaults, ResolvedRequest, nearest_multiple
+from wan_tpu.solvers import solver_table
+from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
+
+
+@dataclass(frozen=True)
+class WanSpec(ModelSpec):
+    """One Wan model. Raises `CheckpointError` for a configuration that doesn't fit itself."""
+
+    config: WanConfig
+
+    def __post_init__(self) -> None:
+        for key in ("latents_mean", "latents_std"):
+            if len(self.config.vae[key]) != self.latent_channels:
+                raise CheckpointError(
+                    f"vae/config.json has {len(self.config.vae[key])} {key} for z_dim {self.latent_channels}"
+                )
+        if (self.config.vae.get("scale_factor_temporal") or FRAME_STRIDE) != FRAME_STRIDE:
+            raise CheckpointError(
+                f"the VAE compresses time by {self.config.vae['scale_factor_temporal']}, supported is {FRAME_STRIDE}"
+            )
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint) -> "WanSpec":
+        """Read a checkpoint's configuration; raises `CheckpointError`."""
+        return cls(read_config(checkpoint))
+
+    @functools.cached_property
+    def name(self) -> str:  # type: ignore[override]
+        """Name of the published model that this is, or `presets.CUSTOM`."""
+        return presets.recognise(self.config)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Which of "t2v" and "i2v" this model does."""
+        if self.config.transformer["in_channels"] > self.latent_channels:
+            return ("i2v",)
+        return ("t2v", "i2v") if self.config.expand_timesteps else ("t2v",)
+
+    @property
+    def defaults(self) -> Defaults:  # type: ignore[override]
+        """The published sampling settings; the shift is the checkpoint's."""
+        return presets.defaults(self.name, self.tasks[0], self.config.shift)
+
+    @property
+    def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
+        """Stage -> components; a stage that denoises has the transformer of its own name."""
+        encoder = ["text_encoder"]
+        if "i2v" in self.tasks:
+            encoder += ["image_encoder", "vae_encoder"] if self.takes_image_features else ["vae_encoder"]
+        denoise = ("denoise_high", "denoise_low") if self.config.two_experts else ("denoise",)
+        return {ENCODER: tuple(encoder), **{stage: (stage,) for stage in denoise}, DECODER: (DECODER,)}
+
+    @property
+    def takes_image_features(self) -> bool:
+        """Whether the transformer takes CLIP features of the image (Wan 2.1 I2V)."""
+        return self.config.transformer.get("image_dim") is not None and self.config.image_encoder is not None
+
+    @property
+    def heads(self) -> int:
+        """Attention heads of a transformer."""
+        return int(self.config.transformer["num_attention_heads"])
+
+    @property
+    def latent_channels(self) -> int:
+        """C of the latents."""
+        return int(self.config.vae["z_dim"])
+
+    @property
+    def spatial_stride(self) -> int:
+        """Pixels to a pixel of the latents, in height and width."""
+        return int(self.config.vae.get("scale_factor_spatial", 8))
+
+    @property
+    def patch(self) -> list[int]:
+        """Latent frames, rows and columns of a token."""
+        found: list[Any] = self.config.transformer["patch_size"]
+        return found
+
+    @property
+    def boundary_ratio(self) -> float | None:
+        """The high-noise expert runs steps with t >= boundary_ratio x 1000; None with one expert."""
+        return self.config.boundary_ratio
+
+    @property
+    def size_multiple(self) -> int:
+        """What heights and widths are multiples of, pixels."""
+        return self.spatial_stride * self.patch[1]
+
+    def check_size(self, request: ResolvedRequest) -> None:
+        """Raise `InvalidRequest` when this model can't make videos of a (resolved) request's size."""
+        for name, patch in (("height", self.patch[1]), ("width", self.patch[2])):
+            value, multiple = getattr(request, name), self.spatial_stride * patch
+            if value % multiple:
+                nearest = nearest_multiple(value, multiple)
+                raise InvalidRequest(
+                    f"{name} is {value}; {self.name} needs a multiple of {multiple}, nearest {nearest}", name
+                )
+
+    def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
+        """Return [1, C, T, H, W] of the latents of a resolved request."""
+        frames = (request.frames - 1) // FRAME_STRIDE + 1
+        stride = self.spatial_stride
+        return 1, self.latent_channels, frames, request.height // stride, request.width // stride
+
+    def tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Return L, the transformer's sequence length for latents of a shape."""
+        return int(np.prod([n // p for n, p in zip(latent_shape[2:], self.patch, strict=True)]))
+
+    def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
+        """Return who denoises which steps of a resolved request, experts with no step left out."""
+        table = solver_table(request.solver, request.steps, request.shift)
+        boundary = table.high_noise_steps(self.boundary_ratio)
+        ends, scales = (0, boundary, table.steps), (request.guidance_scale, request.guidance_scale_2)
+        found = [Expert(stage, ends[i], ends[i + 1], scales[i]) for i, stage in enumerate(self.denoise_stages)]
+        return tuple(expert for expert in found if expert.start < expert.stop)

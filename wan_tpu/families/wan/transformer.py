@@ -1,0 +1,308 @@
+"""A Wan expert as a program for slices: diffusers' parameters and arithmetic, tokens and weights split over the mesh.
+
+What diffusers' WanTransformer3DModel does badly on TPU is done differently here, with its parameter names kept:
+queries and keys pair channels (i, i + D/2) for RoPE, their weights being permuted once at load; norms, gates,
+activations and residuals are fused into what reads or writes them; the patch embedding is a matmul; keys and values of
+the text are made once a request. Time, text and image embeddings are the module's own.
+
+Each device holds some tokens of all heads; each layer's weights are gathered while earlier ones are in use, and
+self-attention exchanges tokens for heads (`wan_tpu.ops.attention`). All of it is one `jax.shard_map`.
+
+Shapes: B branches of guidance, T H W latent frames, height, width, L tokens, t tokens of
+one device, N heads, D head width, C = N*D channels, M modulations (1, or 2 when the first frame's tokens have a
+timestep of their own).
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from wan_tpu.families.wan.tokens import padded, patches, rope_tables
+from wan_tpu.ops.attention import attention, exchanged_attention, head_groups, query_scale
+from wan_tpu.ops.collectives import gather_rows
+from wan_tpu.ops.dispatch import Ops, ops_for
+from wan_tpu.runtime.bridge import Params, call, to_jax
+from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
+
+# [O, I]: the outputs split over the devices of one branch, gathered layer by layer. All that is not a large matrix, and
+# embeddings and output (0.6 % of a 14B model), is whole on every device.
+_MATRICES = r"(attn[12]\.(to_q|to_k|to_v|to_out\.0|add_k_proj|add_v_proj)|ffn\.net\.(0\.proj|2))\.weight"
+RULES = (Rule(rf"blocks\..*\.{_MATRICES}", (SHARDS, None)), Rule(rf"(?!blocks\..*\.{_MATRICES}).*", ()))
+_SPLIT = P(None, SHARDS, None)  # of such a matrix, stacked over the layers
+TextKeys = dict[str, jax.Array]  # "key", "value" [depth, B, 512, C], and "image_key", "image_value" with 257 tokens
+_Carry = tuple[jax.Array, Params]  # [B of this device, t, C], and the next layer's weights `_AHEAD`
+
+
+def half_split(heads: int, values: np.ndarray) -> np.ndarray:
+    """Reorder the outputs of a query or key projection, [N*D, ...]: pairs (2i, 2i+1) become (i, i + D/2)."""
+    per_head = values.reshape(heads, -1, 2, *values.shape[1:])
+    return np.ascontiguousarray(per_head.swapaxes(1, 2)).reshape(values.shape)
+
+
+# ---- once a request
+
+
+def text_keys(
+    module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array, image: jax.Array | None
+) -> TextKeys:
+    """Return every layer's cross-attention keys and values.
+
+    text  [B, 512, I] embeddings of the prompts; image [1, 257, I] CLIP features, the same for every branch
+    """
+
+    def method(module: Any, text: torch.Tensor, image: torch.Tensor | None) -> TextKeys:
+        embedder, ops, eps = module.condition_embedder, ops_for("cpu"), module.config.eps
+        text = to_jax(embedder.text_embedder(text))
+        image = None if image is None else to_jax(embedder.image_embedder(image))
+
+        def keys(context: jax.Array, weights: Params, key: str, value: str, norm: str) -> list[jax.Array]:
+            flat = context.reshape(-1, context.shape[-1])
+            made = ops.linear(flat, weights[f"{key}.weight"], weights[f"{key}.bias"])
+            made = ops.rms_norm_rope(made, weights[f"{norm}.weight"], None, eps=eps)
+            values = ops.linear(flat, weights[f"{value}.weight"], weights[f"{value}.bias"])
+            return [x.reshape(*context.shape[:2], -1) for x in (made, values)]
+
+        def layer(_: None, weights: Params) -> tuple[None, TextKeys]:
+            made = dict(zip(("key", "value"), keys(text, weights, "to_k", "to_v", "norm_k"), strict=True))
+            if image is not None:
+                both = keys(image, weights, "add_k_proj", "add_v_proj", "norm_added_k")
+                made |= dict(zip(("image_key", "image_value"), both, strict=True))
+            return None, made
+
+        return jax.lax.scan(layer, None, to_jax(dict(module.blocks.template.attn2.named_parameters())))[1]
+
+    found = call(module, params, method, text, image)
+    return {
+        name: jax.lax.with_sharding_constraint(value, key_sharding(mesh, name, text.shape[0]))
+        for name, value in found.items()
+    }
+
+
+def key_sharding(mesh: Mesh, name: str, branches: int) -> NamedSharding:
+    """Return where keys or values [depth, B, L, C] lie: whole wherever their branch is computed."""
+    axis = None if name.startswith("image") else token_layout(mesh, branches, 1).branch_axis
+    return NamedSharding(mesh, P(None, axis))
+
+
+# ---- once a step
+
+
+def velocity(
+    module: torch.nn.Module,
+    params: Params,
+    mesh: Mesh,
+    latents: jax.Array,
+    times: jax.Array,
+    first_tokens: int,
+    keys: TextKeys,
+) -> jax.Array:
+    """Return the velocity of each branch as tokens, float32 [B, L, patch values].
+
+    latents       [1, C, T, H, W] in the dtype to compute in, the same for every branch
+    times         [M] timesteps; of two, the first is that of the first `first_tokens` tokens
+    keys          from `text_keys`; their B is the number of branches
+    """
+
+    def method(module: Any, latents: torch.Tensor, times: torch.Tensor, keys: Any) -> jax.Array:
+        embedding, modulation = _embed_time(module, times, latents.dtype)
+        patch = module.config.patch_size
+        cut = patches(to_jax(latents), patch)
+        layout = token_layout(mesh, keys["key"].shape[1], len(cut))
+        tables = rope_tables(module, [n // p for n, p in zip(latents.shape[2:], patch, strict=True)])
+        return _Step(module.config, mesh, layout, first_tokens, len(cut)).run(
+            Inputs(
+                tokens=padded(cut, layout.padded),
+                tables=tuple(padded(table, layout.padded) for table in tables),
+                modulation=to_jax(modulation).astype(jnp.float32),
+                head=_head_modulation(module, embedding).astype(jnp.float32),
+                keys=to_jax(keys),
+                blocks=to_jax(dict(module.blocks.template.named_parameters())),
+                outer=_outer(module),
+            )
+        )
+
+    return call(module, params, method, latents, times, keys)
+
+
+class Inputs(NamedTuple):
+    """What the blocks of one step work on; see `_Step.specs` for where each lies.
+
+    tokens      [L, patch values]; tables: two [L, D]; modulation [M, 6, C]; head: shift and scale [2, M, C]
+    blocks      stacked weights of the layers, outer: those around them
+    """
+
+    tokens: jax.Array
+    tables: tuple[jax.Array, ...]
+    modulation: jax.Array
+    head: jax.Array
+    keys: TextKeys
+    blocks: Params
+    outer: Params
+
+
+class _Step:
+    """One step's blocks inside a `jax.shard_map`."""
+
+    def __init__(self, config: Any, mesh: Mesh, layout: TokenLayout, first_tokens: int, tokens: int) -> None:
+        platform = mesh.devices.flat[0].platform
+        self._mesh, self._layout, self._tokens, self._first = mesh, layout, tokens, first_tokens
+        self._heads, self._eps, self._platform = config.num_attention_heads, config.eps, platform
+        self._groups = head_groups(mesh, self._heads)
+        self._query_scale = query_scale(config.attention_head_dim)
+        self._ops: Ops = ops_for(platform)
+
+    def run(self, inputs: Inputs) -> jax.Array:
+        """Return [B, L, patch values], float32, without the padding."""
+        branches = inputs.keys["key"].shape[1]
+        self._blocks = {
+            name: weight_spec(self._mesh, RULES, f"blocks.*.{name}", value.shape[1:], stacked=True)
+            for name, value in inputs.blocks.items()
+            if not name.startswith(_MADE_ONCE)
+        }
+        given = inputs._replace(blocks={name: inputs.blocks[name] for name in self._blocks})
+        self._local_branches = branches // (self._mesh.shape["dp"] if self._layout.branch_axis else 1)
+        specs = (self._specs(given),)
+        local = jax.shard_map(
+            self._local, mesh=self._mesh, in_specs=specs, out_specs=self._layout.spec, check_vma=False
+        )
+        return local(given)[:, : self._tokens]
+
+    def _specs(self, inputs: Inputs) -> Inputs:
+        tokens = P(self._layout.token_axes)
+        branches = inputs.keys["key"].shape[1]
+        keys = {name: key_sharding(self._mesh, name, branches).spec for name in inputs.keys}
+        return Inputs(tokens, (tokens, tokens), P(), P(), keys, self._blocks, P())  # type: ignore[arg-type]
+
+    def _local(self, given: Inputs) -> jax.Array:
+        ops, outer = self._ops, given.outer
+        first_rows = self._first - jax.lax.axis_index(self._layout.token_axes) * len(given.tokens)
+
+        def gathered(names: Iterable[str], layer: jax.Array | int) -> Params:
+            one = {name: jax.lax.dynamic_index_in_dim(given.blocks[name], layer, keepdims=False) for name in names}
+            return {
+                name: gather_rows(value, SHARDS, self._platform) if self._blocks[name] == _SPLIT else value
+                for name, value in one.items()
+            }
+
+        depth = len(given.keys["key"])
+        later = [name for name in given.blocks if name not in _AHEAD]
+
+        def layer(carry: _Carry, index: jax.Array) -> tuple[_Carry, None]:
+            hidden, ahead = carry
+            weights = ahead | gathered(later, index)
+            ahead = gathered(_AHEAD, (index + 1) % depth)
+            table = weights["scale_shift_table"] + given.modulation  # [M, 6, C]
+            hidden = _each(
+                lambda one: self._block(one[0], one[1], weights, table, given.tables, first_rows),
+                (hidden, self._layer_keys(given.keys, index)),
+            )
+            return (hidden, ahead), None
+
+        embedded = ops.linear(given.tokens, outer["patch_embedding.weight"], outer["patch_embedding.bias"])
+        start = jnp.broadcast_to(embedded, (self._local_branches, *embedded.shape))
+        (hidden, _), _ = jax.lax.scan(layer, (start, gathered(_AHEAD, 0)), jnp.arange(depth))
+        shift, scale = given.head
+
+        def head(hidden: jax.Array) -> jax.Array:
+            normed = ops.layer_norm(hidden, 1 + scale, shift, eps=self._eps, first_rows=first_rows)
+            return ops.linear(normed, outer["proj_out.weight"], outer["proj_out.bias"]).astype(jnp.float32)
+
+        return _each(head, hidden)
+
+    def _layer_keys(self, keys: TextKeys, layer: jax.Array) -> TextKeys:
+        """Keys and values of one layer, each [B of this device, L, C]."""
+        found = {name: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in keys.items()}
+        return {name: jnp.broadcast_to(x, (self._local_branches, *x.shape[1:])) for name, x in found.items()}
+
+    def _block(
+        self,
+        x: jax.Array,
+        keys: TextKeys,
+        w: Params,
+        table: jax.Array,
+        tables: tuple[jax.Array, ...],
+        first_rows: jax.Array,
+    ) -> jax.Array:
+        """One layer on this device's tokens of one branch; the formula is diffusers' WanTransformerBlock.
+
+        x [t, C]; table [M, 6, C], the modulation in this layer; tables as in `Inputs`
+        """
+        ops, eps = self._ops, self._eps
+        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (table[:, i] for i in range(6))
+
+        def linear(name: str, x: jax.Array, **more: Any) -> jax.Array:
+            return ops.linear(x, w[f"{name}.weight"], w[f"{name}.bias"], **more)
+
+        normed = ops.layer_norm(x, 1 + scale, shift, eps=eps, first_rows=first_rows)
+        q, k = (
+            ops.rms_norm_rope(
+                linear(f"attn1.to_{name}", normed),
+                w[f"attn1.norm_{name}.weight"].astype(jnp.float32) * scale,
+                tables,
+                eps=eps,
+                groups=self._groups,
+            )
+            for name, scale in (("q", self._query_scale), ("k", 1))
+        )
+        v = linear("attn1.to_v", normed, groups=self._groups)
+        mixed = exchanged_attention(
+            q, k, v, heads=self._heads, kv_len=self._tokens, token_axes=self._layout.token_axes, platform=self._platform
+        )
+        x = linear("attn1.to_out.0", mixed, residual=x, gate=gate, first_rows=first_rows)
+
+        normed = x
+        if "norm2.weight" in w:
+            normed = ops.layer_norm(x, w["norm2.weight"][None], w["norm2.bias"][None], eps=eps)
+        weight = w["attn2.norm_q.weight"].astype(jnp.float32) * self._query_scale
+        q = ops.rms_norm_rope(linear("attn2.to_q", normed), weight, None, eps=eps)
+        mixed = attention(q, keys["key"], keys["value"], heads=self._heads, platform=self._platform)
+        if "image_key" in keys:
+            image = keys["image_key"], keys["image_value"]
+            mixed = mixed + attention(q, *image, heads=self._heads, platform=self._platform)
+        x = linear("attn2.to_out.0", mixed, residual=x)
+
+        normed = ops.layer_norm(x, 1 + ffn_scale, ffn_shift, eps=eps, first_rows=first_rows)
+        inner = linear("ffn.net.0.proj", normed, activation="gelu_tanh")
+        return linear("ffn.net.2", inner, residual=x, gate=ffn_gate, first_rows=first_rows)
+
+
+# Used before or right after self-attention, which takes most of a layer: gathered during that of the layer before.
+_AHEAD = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+_MADE_ONCE = ("attn2.to_k", "attn2.to_v", "attn2.norm_k", "attn2.add_", "attn2.norm_added_k")  # by `text_keys`
+
+
+def _each(function: Any, branches: Any) -> jax.Array:
+    """Run branch after branch: activations take the room of one."""
+    if jax.tree.leaves(branches)[0].shape[0] == 1:
+        return function(jax.tree.map(lambda x: x[0], branches))[None]
+    return jax.lax.map(function, branches)
+
+
+def _embed_time(module: Any, times: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """times [M] -> embedding [M, C], modulation of the blocks [M, 6, C]."""
+    embedder = module.condition_embedder
+    wave = embedder.timesteps_proj(times).to(next(iter(embedder.time_embedder.parameters())).dtype)
+    embedding = embedder.time_embedder(wave).to(dtype)
+    return embedding, embedder.time_proj(embedder.act_fn(embedding)).unflatten(1, (6, -1))
+
+
+def _head_modulation(module: Any, embedding: torch.Tensor) -> jax.Array:
+    """Shift and scale before the output, [2, M, C]."""
+    return to_jax(module.scale_shift_table + embedding[:, None]).swapaxes(0, 1)
+
+
+def _outer(module: Any) -> Params:
+    """The weights around the blocks; the patch embedding's convolution as a matrix [C, patch values]."""
+    weight = to_jax(module.patch_embedding.weight)
+    return {
+        "patch_embedding.weight": weight.reshape(weight.shape[0], -1),
+        "patch_embedding.bias": to_jax(module.patch_embedding.bias),
+        "proj_out.weight": to_jax(module.proj_out.weight),
+        "proj_out.bias": to_jax(module.proj_out.bias),
+    }

@@ -1,0 +1,288 @@
+"""Wan's VAE on strips of a picture: what diffusers' AutoencoderKLWan computes, with kernels made for it.
+
+The module gives the structure, the parameters' names and their values; the arithmetic is here. Its three elementwise
+passes before and after every convolution are parts of the convolution (kernels/causal_conv.py), resampling is folded
+into convolutions at the lower resolution.
+
+Shapes: T frames, X columns and Y rows of a device's strip, C channels, O channels out, N tokens.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from diffusers.models.autoencoders import autoencoder_kl_wan as wan
+
+from kernels.causal_conv import inside
+from wan_tpu.families.shared.causal_vae import History
+from wan_tpu.ops.dispatch import ops_for
+from wan_tpu.ops.halo import Cut
+from wan_tpu.runtime.bridge import to_jax
+
+# Rows of queries of the middle block whose scores are formed at once (one column of a strip has 45 to 160): with the
+# 14,400 keys of a frame of 720x1280, 180 queries' float32 scores are 10 MB, which stay in VMEM.
+QUERIES = 180
+
+
+# ---- weights: laid out once, as they are read
+
+
+def taps_first(weight: np.ndarray) -> np.ndarray:
+    """[O, C, (t,) y, x] -> [t, x, y, C, O], as the convolutions want it."""
+    weight = weight if weight.ndim == 5 else weight[:, :, None]
+    return weight.transpose(2, 4, 3, 1, 0)
+
+
+def upsampling_taps(weight: np.ndarray) -> np.ndarray:
+    """Fold "twice the size, nearest, then a convolution [O, C, 3, 3]" into [1, 3, 3, C, 4 O] at the original size.
+
+    The four pixels that come of one are channel groups: upper left, lower left, upper right, lower right.
+    """
+    outputs, inputs = weight.shape[:2]
+    folded = np.zeros((1, 3, 3, inputs, 2, 2, outputs), np.float32)
+    for x, y, dx, dy in np.ndindex(3, 3, 2, 2):
+        # Tap x of the pixel dx to the right looks at column dx + x - 1 of the doubled picture.
+        folded[0, (dx + x - 1) // 2 + 1, (dy + y - 1) // 2 + 1, :, dx, dy] += weight[:, :, y, x].T
+    return folded.reshape(1, 3, 3, inputs, 4 * outputs)
+
+
+def downsampling_taps(weight: np.ndarray) -> np.ndarray:
+    """Fold "a convolution [O, C, 3, 3] of every second pixel" into [1, 2, 2, 4 C, O] on squares of four pixels."""
+    outputs, inputs = weight.shape[:2]
+    folded = np.zeros((1, 2, 2, 2, 2, inputs, outputs), np.float32)
+    for x, y in np.ndindex(3, 3):
+        folded[0, x // 2, y // 2, x % 2, y % 2] = weight[:, :, y, x].T
+    return folded.reshape(1, 2, 2, 4 * inputs, outputs)
+
+
+# The first pattern that matches a weight's whole name decides.
+CHANGES: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = (
+    (r"decoder\..*resample\.1\.weight", upsampling_taps),
+    (r"encoder\..*resample\.1\.weight", downsampling_taps),
+    (r".*\.weight", taps_first),
+)
+
+
+# ---- the two halves
+
+
+def encoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+    """Return the moments [1, X, Y, 2C] of a chunk of pixels [1 or 4, X, Y, 3]."""
+    half = module.encoder
+    x = _conv(half.conv_in, cut, x, history)
+    for block in half.down_blocks:
+        x = _DOWN[type(block)](block, cut, x, history)
+    x = _conv(half.conv_out, cut, _middle(half.mid_block, cut, x, history), history, norm=half.norm_out)
+    return _pointwise(module.quant_conv, x)
+
+
+def decoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+    """Return the pixels [1 or 4, X, Y, 3] of latents [1, X, Y, C]."""
+    half = module.decoder
+    x = inside(_pointwise(module.post_quant_conv, x), *cut.inside(x))
+    x = _middle(half.mid_block, cut, _conv(half.conv_in, cut, x, history), history)
+    for block in half.up_blocks:
+        x = _up_block(block, cut, x, history)
+    return _conv(half.conv_out, cut, x, history, norm=half.norm_out)
+
+
+def _middle(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+    x = _residual_block(block.resnets[0], cut, x, history)
+    for attention, resnet in zip(block.attentions, block.resnets[1:], strict=True):
+        x = _residual_block(resnet, cut, _attention_block(attention, cut, x, history), history)
+    return x
+
+
+def _down_block(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+    out = x
+    for resnet in block.resnets:
+        out = _residual_block(resnet, cut, out, history)
+    if block.downsampler is not None:
+        out = _downsample(block.downsampler, cut, out, history)
+    return out + _average(block.avg_shortcut, x)
+
+
+def _up_block(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+    out = x
+    for resnet in block.resnets:
+        out = _residual_block(resnet, cut, out, history)
+    residual = isinstance(block, wan.WanResidualUpBlock)
+    upsampler = block.upsampler if residual else (block.upsamplers or [None])[0]
+    if upsampler is not None:
+        out = _upsample(upsampler, cut, out, history)
+    if residual and block.avg_shortcut is not None:
+        out = out + _repeat(block.avg_shortcut, x, first=history.first)
+    return out
+
+
+def _residual_block(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+    shortcut = x if isinstance(block.conv_shortcut, torch.nn.Identity) else _pointwise(block.conv_shortcut, x)
+    hidden = _conv(block.conv1, cut, x, history, norm=block.norm1, norm_after=block.norm2)
+    return _conv(block.conv2, cut, hidden, history, residual=shortcut)
+
+
+def _conv(
+    conv: Any,
+    cut: Cut,
+    x: jax.Array,
+    history: History,
+    *,
+    norm: Any = None,
+    norm_after: Any = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """WanCausalConv3d of 3x3x3 taps, with RMS norm and SiLU before and after it, plus a residual."""
+    past = history.past(x)
+    weight = _array(conv.weight)
+    return _convolve(
+        cut,
+        x,
+        weight if past is not None else weight[-1:],  # zeros before the first frame need no taps
+        _array(conv.bias),
+        past=past,
+        norm=None if norm is None else _gamma(norm),
+        norm_after=None if norm_after is None else _gamma(norm_after),
+        residual=residual,
+        before=(1, 1),
+    )
+
+
+def _convolve(
+    cut: Cut, x: jax.Array, weight: jax.Array, bias: jax.Array, *, past: jax.Array | None = None, **given: Any
+) -> jax.Array:
+    taps = weight.shape[0]
+    count = 0 if past is None else taps - given.get("stride", 1)
+    if past is not None and past.shape[0] < count:
+        past = jnp.pad(past, ((count - past.shape[0], 0), (0, 0), (0, 0), (0, 0)))
+    if weight.shape[1] > 1:
+        frames = [x] if not count else [past[-count:], x]  # type: ignore[index]
+        first, last = (jnp.concatenate([part[:, side] for part in frames]) for side in (np.s_[:1], np.s_[-1:]))
+        given["edges"] = cut.edges(first, last)
+    columns, rows = cut.inside(x)
+    convolve = ops_for(cut.mesh.devices.flat[0].platform).causal_conv
+    return convolve(x, weight, bias, past=past, columns=columns, rows=rows, **given)
+
+
+def _pointwise(conv: Any, x: jax.Array) -> jax.Array:
+    """A convolution of one tap, [T, X, Y, C] -> [T, X, Y, O]."""
+    product = jnp.einsum("txyc,co->txyo", x, _array(conv.weight)[0, 0, 0], preferred_element_type=jnp.float32)
+    return (product + _array(conv.bias)).astype(x.dtype)
+
+
+# ---- twice and half the size
+
+
+def _upsample(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+    """WanResample: twice the columns and rows, and in "upsample3d" of the frames but the very first."""
+    if block.mode == "upsample3d":
+        past = history.past(jnp.zeros_like(x) if history.first else x)
+        if past is not None:
+            conv = block.time_conv
+            both = _convolve(cut, x, _array(conv.weight), _array(conv.bias), past=past)
+            x = jnp.stack(jnp.split(both, 2, axis=-1), axis=1).reshape(-1, *x.shape[1:])
+    _, conv = block.resample
+    four = _convolve(cut, x, _array(conv.weight), jnp.tile(_array(conv.bias), 4), before=(1, 1))
+    frames, columns, rows, channels = four.shape
+    squares = four.reshape(frames, columns, rows, 2, channels // 2).transpose(0, 1, 3, 2, 4)
+    return squares.reshape(frames, 2 * columns, 2 * rows, channels // 4)
+
+
+def _downsample(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+    """WanResample: half the columns and rows, and in "downsample3d" of the frames but the very first."""
+    frames, columns, rows, channels = x.shape
+    squares = x.reshape(frames, columns // 2, 2, rows // 2, 2 * channels).transpose(0, 1, 3, 2, 4)
+    _, conv = block.resample
+    x = _convolve(
+        cut, squares.reshape(frames, columns // 2, rows // 2, 4 * channels), _array(conv.weight), _array(conv.bias)
+    )
+    if block.mode == "downsample3d":
+        past = history.past(x)
+        if past is not None:
+            conv = block.time_conv
+            x = _convolve(cut, x, _array(conv.weight), _array(conv.bias), past=past, stride=2)
+    return x
+
+
+def _average(shortcut: Any, x: jax.Array) -> jax.Array:
+    """AvgDown3D: the mean of groups of the channels that all pixels of a block have together."""
+    time, space = shortcut.factor_t, shortcut.factor_s
+    x = jnp.pad(x, ((-x.shape[0] % time, 0), (0, 0), (0, 0), (0, 0)))
+    frames, columns, rows, channels = x.shape
+    blocks = x.reshape(frames // time, time, columns // space, space, rows // space, space, channels)
+    groups = blocks.transpose(0, 2, 4, 6, 1, 5, 3).reshape(*blocks.shape[:6:2], shortcut.out_channels, -1)
+    return groups.astype(jnp.float32).mean(-1).astype(x.dtype)
+
+
+def _repeat(shortcut: Any, x: jax.Array, *, first: bool) -> jax.Array:
+    """DupUp3D: channels, each repeated, become the pixels of a block; the first chunk keeps its one frame."""
+    time, space = shortcut.factor_t, shortcut.factor_s
+    frames, columns, rows, _ = x.shape
+    repeated = x.repeat(shortcut.repeats, axis=-1).reshape(frames, columns, rows, -1, time, space, space)
+    spread = repeated.transpose(0, 4, 1, 6, 2, 5, 3)
+    out = spread.reshape(frames * time, columns * space, rows * space, shortcut.out_channels)
+    return out[time - 1 :] if first else out
+
+
+# ---- attention in the middle
+
+
+def _attention_block(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
+    """WanAttentionBlock: each pixel of x [T, X, Y, C] attends to all of its frame, on all devices."""
+    wide = x.astype(jnp.float32)
+    norm = jnp.sqrt(jnp.maximum((wide * wide).sum(-1, keepdims=True), 1e-24))
+    normed = (wide / norm * math.sqrt(x.shape[-1]) * _gamma(block.norm)).astype(x.dtype)
+    query, key, value = jnp.split(_pointwise(block.to_qkv, normed), 3, axis=-1)
+    mixed = jax.vmap(_attend)(query, cut.gather(key), cut.gather(value))
+    return inside(x + _pointwise(block.proj, mixed), *cut.inside(x))
+
+
+def _attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Attention of one head with scale 1/sqrt(C), some columns of queries at a time.
+
+    query [X, Y, C] of one device; key and value [W, H, C] of the whole picture -> like query
+    """
+    keys, values = key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1])
+    scale = query.shape[-1] ** -0.5
+
+    def column(queries: jax.Array) -> jax.Array:
+        scores = jnp.einsum("yc,nc->yn", queries, keys, preferred_element_type=jnp.float32) * scale
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        mixed = jnp.einsum("yn,nc->yc", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        return (mixed / weights.sum(-1, keepdims=True)).astype(queries.dtype)
+
+    return jax.lax.map(column, query, batch_size=max(1, QUERIES // query.shape[1]))
+
+
+def _gamma(norm: Any) -> jax.Array:
+    """Return the factors of a WanRMS_norm, [C]."""
+    return _array(norm.gamma).reshape(-1)
+
+
+def _array(parameter: torch.Tensor) -> jax.Array:
+    return to_jax(parameter)
+
+
+_DOWN: dict[type, Callable[[Any, Cut, jax.Array, History], jax.Array]] = {
+    wan.WanResidualBlock: _residual_block,
+    wan.WanResample: _downsample,
+    wan.WanAttentionBlock: _attention_block,
+    wan.WanResidualDownBlock: _down_block,
+}
+
+
+def patchify(x: jax.Array, size: int) -> jax.Array:
+    """Make channels of squares of pixels: [B, C, T, H, W] -> [B, C size size, T, H/size, W/size]."""
+    batch, channels, frames, height, width = x.shape
+    squares = x.reshape(batch, channels, frames, height // size, size, width // size, size)
+    return squares.transpose(0, 1, 6, 4, 2, 3, 5).reshape(batch, -1, frames, height // size, width // size)
+
+
+def unpatchify(x: jax.Array, size: int) -> jax.Array:
+    """Undo `patchify`."""
+    batch, channels, frames, height, width = x.shape
+    squares = x.reshape(batch, channels // size**2, size, size, frames, height, width)
+    return squares.transpose(0, 1, 4, 5, 3, 6, 2).reshape(batch, -1, frames, height * size, width * size)

@@ -1,0 +1,80 @@
+"""Read the input image: any common format, upright, RGB, within limits."""
+
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from wan_tpu.errors import InvalidRequest
+
+# 64 megapixels decode to 192 MB of RGB; the largest model input is below 1 megapixel.
+MAX_PIXELS = 64_000_000
+
+
+def load_image(source: str | Path | Image.Image) -> Image.Image:
+    """Return `source` as an upright RGB image.
+
+    EXIF rotation is applied, transparency is dropped as `diffusers.utils.load_image` drops it, 16-bit
+    images are scaled to 8 bits. Raises `InvalidRequest` for a missing, damaged or oversized file.
+    """
+    if isinstance(source, Image.Image):
+        return _to_rgb(source)
+    if not isinstance(source, str | Path):
+        raise InvalidRequest(f"image is a {type(source).__name__}; give a path or a PIL.Image")
+    if str(source).startswith(("http://", "https://")):
+        raise InvalidRequest(f"image {source} is a URL; download it and give the path of the file")
+    path = Path(source)
+    try:
+        if not path.is_file():
+            raise InvalidRequest(f"image {str(source)!r} is not a file; give the path of a PNG, JPEG or WebP file")
+        with open(path, "rb") as file:
+            return decode_image(file, str(path))
+    except OSError as error:
+        reason = error.strerror or error
+        raise InvalidRequest(f"image {path} can't be read ({reason}); check the path and its permissions") from None
+
+
+def decode_image(file: BinaryIO, source: str, formats: tuple[str, ...] | None = None) -> Image.Image:
+    """Return the image in an open file as upright RGB; `source` is its name for people, also in `info["source"]`.
+
+    formats  the decoders of Pillow that may see the file ("PNG", ...); all of them when left out
+
+    Raises `InvalidRequest` for a damaged or oversized image.
+    """
+    try:
+        with Image.open(file, formats=None if formats is None else tuple(formats)) as image:
+            upright = _to_rgb(image)
+    except UnidentifiedImageError:
+        readable = "that Pillow can read" if formats is None else f"of the kinds {', '.join(formats)}"
+        raise InvalidRequest(f"image {source} is no image {readable}; convert it to PNG or JPEG") from None
+    except Image.DecompressionBombError:
+        raise InvalidRequest(f"image {source} is too large; {_LIMIT}") from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise InvalidRequest(f"image {source} is damaged ({error}); save it again as PNG or JPEG") from None
+    upright.info["source"] = source
+    return upright
+
+
+_LIMIT = f"at most {MAX_PIXELS // 1_000_000} megapixels are read (8000x8000): shrink it first"
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if not image.width * image.height:
+        raise InvalidRequest(f"the image is {image.width}x{image.height}; give one with at least one pixel")
+    if image.mode in ("I", "F"):
+        raise InvalidRequest(f"the image has 32-bit pixels (mode {image.mode}), whose range is unknown; save it as PNG")
+    if image.width * image.height > MAX_PIXELS:
+        raise InvalidRequest(f"the image is {image.width}x{image.height}; {_LIMIT}")
+    if image.mode == "RGB" and not image.getexif():
+        image.load()
+        return image
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I;16"):
+        upright = upright.point(lambda value: value / 256).convert("L")
+    return upright.convert("RGB")
+
+
+def to_uint8(pixels: np.ndarray) -> np.ndarray:
+    """Round pixels in [0, 1] to uint8, as `diffusers.image_processor.numpy_to_pil` does."""
+    return (pixels * 255).round().astype(np.uint8)

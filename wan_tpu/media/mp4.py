@@ -1,0 +1,59 @@
+"""An mp4 made on one host of a slice, while all hosts decode."""
+
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from wan_tpu.errors import OutputError
+from wan_tpu.media.image import to_uint8
+from wan_tpu.media.video import VideoWriter
+
+
+class Mp4:
+    """Encodes frames as they come; a context manager whose temporary file goes with it.
+
+    What goes wrong is kept in `failure` and not raised: the host that writes must go on decoding with the others.
+    """
+
+    def __init__(self, fps: float) -> None:
+        self.failure: OutputError | OSError | None = None
+        self.content = b""
+        self._fps = fps
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._writer: VideoWriter | None = None
+
+    def __enter__(self) -> "Mp4":
+        return self
+
+    def add(self, pixels: np.ndarray) -> None:
+        """Append frames, float32 [T, H, W, 3] in [0, 1]."""
+        if self.failure is not None:
+            return
+        try:
+            if self._writer is None:
+                self._folder = tempfile.TemporaryDirectory()  # mp4 is written back and forth: it needs a file
+                self._writer = VideoWriter(Path(self._folder.name) / "video.mp4", fps=self._fps)
+            self._writer.write(to_uint8(pixels))
+        except (OSError, OutputError) as error:
+            self.failure = error
+
+    def finish(self) -> None:
+        """End the file and read it into `content`."""
+        if self.failure is not None or self._writer is None:
+            return
+        try:
+            writer, self._writer = self._writer, None
+            writer.__exit__(None, None, None)
+            self.content = writer.path.read_bytes()
+        except (OSError, OutputError) as error:
+            self.failure = error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writer is not None:  # not finished: whatever kept it from that, nothing is kept of the file
+            self._writer.__exit__(kind or OutputError, error, trace)
+        if self._folder is not None:
+            self._folder.cleanup()

@@ -1,0 +1,197 @@
+"""Write results people look at: an mp4 and a contact sheet, each whole or not at all."""
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import imageio_ffmpeg
+import numpy as np
+from PIL import Image
+
+from wan_tpu.errors import OutputError
+
+CONTACT_SHEET_FRAMES = 12
+
+
+def check_ffmpeg() -> None:
+    """Raise `OutputError` when there is no ffmpeg to write H.264 with."""
+    try:
+        found = shutil.which(imageio_ffmpeg.get_ffmpeg_exe())
+    except RuntimeError:
+        found = None
+    if found is None:
+        raise OutputError("ffmpeg is missing: run `pip install imageio-ffmpeg`, or set IMAGEIO_FFMPEG_EXE to its path")
+
+
+def check_output(path: str | Path, *, overwrite: bool, inputs: Iterable[str | Path | None] = ()) -> Path:
+    """Return `path` if a file can be written there; make its folder when it is missing.
+
+    inputs  files and folders that are read: none of them, and nothing in such a folder, is ever written over
+
+    Raises `OutputError` when it is an input, when the file exists and `overwrite` is false, or when the folder can't be
+    written to.
+    """
+    path = Path(path)
+    try:
+        if not path.name or path.is_dir():
+            raise OutputError(f"{str(path)!r} is a folder; give the path of a file in it")
+        for given in inputs:
+            if given and _is_or_holds(given, path):
+                raise OutputError(f"{path} would be written over {given}, which is an input; choose another path")
+        if path.exists() and not overwrite:
+            raise OutputError(f"{path} exists; choose another path, or ask for --overwrite (overwrite=True)")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = path.with_name(f".{path.name}.writable")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or error
+        raise OutputError(f"can't write {path} ({reason}); choose a folder that can be written to") from None
+    return path
+
+
+class VideoWriter:
+    """Encode frames as they come: H.264, yuv420p, faststart; a context manager.
+
+    The file appears at `path` when the block ends well; on any exception nothing is left behind.
+    """
+
+    def __init__(self, path: str | Path, *, fps: float, overwrite: bool = False) -> None:
+        check_ffmpeg()
+        if Path(path).suffix.lower() != ".mp4":
+            raise OutputError(f"{path} doesn't end in .mp4, which is what is written; give such a path")
+        self.path = check_output(path, overwrite=overwrite)
+        self._fps = fps
+        self._overwrite = overwrite
+        # Absolute: to ffmpeg, a colon in a relative path means a protocol.
+        self._partial = self.path.absolute().with_name(f".{self.path.name}.partial.mp4")
+        self._ffmpeg: subprocess.Popen[bytes] | None = None
+
+    def write(self, frames: Iterable[np.ndarray]) -> None:
+        """Append frames, uint8 [T, H, W, 3], all of one size; raises `OutputError` when ffmpeg gives up."""
+        for frame in frames:
+            if self._ffmpeg is None:
+                with _interrupt_deferred():  # or a process could start that nobody knows of
+                    self._ffmpeg = self._start(*frame.shape[:2])
+            assert self._ffmpeg.stdin is not None
+            try:
+                self._ffmpeg.stdin.write(np.ascontiguousarray(frame, np.uint8).data)
+            except BrokenPipeError:
+                raise self._failure(self._ffmpeg) from None
+
+    def _start(self, height: int, width: int) -> "subprocess.Popen[bytes]":
+        source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{self._fps:g}", "-i", "-"]
+        # crf 18 is what x264's authors call visually lossless.
+        target = ["-c:v", "libx264", "-crf", "18", "-pix_fmt", "yuv420p", "-movflags", "+faststart", str(self._partial)]
+        # Not imageio's writer: it starts ffmpeg through a Python fork, which is unsafe beside JAX's threads, and
+        # loses hold of it when Ctrl-C comes meanwhile. A session of its own keeps Ctrl-C away from it.
+        return subprocess.Popen(
+            [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-loglevel", "error", *source, *target],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> "VideoWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._ffmpeg is None:
+                raise OutputError(f"there is no frame to write to {self.path}")
+            if kind is None and self._ffmpeg is not None:
+                _, message = self._ffmpeg.communicate()
+                if self._ffmpeg.returncode:
+                    raise self._failure(self._ffmpeg, message)
+                _publish(self._partial, self.path, overwrite=self._overwrite)
+        finally:
+            if self._ffmpeg is not None:
+                self._ffmpeg.kill()
+                self._ffmpeg.wait()
+            self._partial.unlink(missing_ok=True)
+
+    def _failure(self, ffmpeg: "subprocess.Popen[bytes]", message: bytes | None = None) -> OutputError:
+        if message is None:
+            assert ffmpeg.stderr is not None
+            message = ffmpeg.stderr.read()
+            ffmpeg.wait()
+        lines = message.decode(errors="replace").strip().splitlines() or [f"exit code {ffmpeg.returncode}"]
+        return OutputError(f"ffmpeg can't write {self.path} ({lines[-1]}); check the disk, and IMAGEIO_FFMPEG_EXE")
+
+
+class ContactSheet:
+    """Collect evenly spaced frames of a stream and draw them as one PNG."""
+
+    def __init__(self, total_frames: int) -> None:
+        count = min(CONTACT_SHEET_FRAMES, total_frames)
+        self._wanted = set(np.linspace(0, total_frames - 1, count).round().astype(int).tolist())
+        self._seen = 0
+        self._frames: list[np.ndarray] = []
+
+    def add(self, frames: np.ndarray) -> None:
+        """Look at the next frames, uint8 [T, H, W, 3], and keep the wanted ones."""
+        for frame in frames:
+            if self._seen in self._wanted:
+                self._frames.append(frame)
+            self._seen += 1
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the sheet, at most 4 frames wide and 1,600 pixels; raises `OutputError` as `check_output`."""
+        path = check_output(path, overwrite=overwrite)
+        height, width, _ = self._frames[0].shape
+        scale = min(1.0, 400 / width)
+        cell = (round(width * scale), round(height * scale))
+        columns = min(4, len(self._frames))
+        rows = -(-len(self._frames) // columns)
+        gap = 4
+        sheet = Image.new("RGB", (columns * (cell[0] + gap) + gap, rows * (cell[1] + gap) + gap), "white")
+        for i, frame in enumerate(self._frames):
+            corner = (gap + i % columns * (cell[0] + gap), gap + i // columns * (cell[1] + gap))
+            sheet.paste(Image.fromarray(frame).resize(cell, Image.Resampling.LANCZOS), corner)
+        partial = path.with_name(f".{path.name}.partial.png")
+        try:
+            sheet.save(partial)
+            _publish(partial, path, overwrite=overwrite)
+        except OSError as error:
+            raise OutputError(f"can't write {path} ({error}); make room, or choose another folder") from None
+        finally:
+            partial.unlink(missing_ok=True)
+        return path
+
+
+def _is_or_holds(given: str | Path, path: Path) -> bool:
+    """Whether two paths are one file, by whatever links, or one is a folder that the other lies in."""
+    if not os.path.exists(given):  # a hub id, a URL
+        return False
+    return any(os.path.exists(place) and os.path.samefile(given, place) for place in (path, *path.resolve().parents))
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Hold back Ctrl-C until the block is done; other threads than the main one never get it anyway."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if caught:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _publish(partial: Path, path: Path, *, overwrite: bool) -> None:
+    """Move a finished file into place; not over one that appeared meanwhile unless asked."""
+    if path.exists() and not overwrite:
+        raise OutputError(f"{path} appeared while it was being made; choose another path")
+    os.replace(partial, path)

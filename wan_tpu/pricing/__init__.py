@@ -1,0 +1,1 @@
+"""What compiled TPU programs cost, found out without a TPU."""

@@ -1,0 +1,206 @@
+"""Predict how long a compiled TPU program takes, from its scheduled HLO.
+
+Two figures are kept apart. The *estimate* sums the compiler's own estimated cycles. The *floor* gives every item that
+is no matrix product the time its HBM bytes need and nothing else. Some of the compiler's estimates are placeholders
+(for transposing copies), and no program reaches the floor: the truth lies between. Both add the cycles of the Pallas
+kernels, which the compiler doesn't estimate, and what collectives and copies between HBM and VMEM take beyond the
+work that is scheduled while they are under way.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from wan_tpu.aot.topology import Hardware
+from wan_tpu.pricing import ici, traffic
+from wan_tpu.pricing.cost import ZERO, Cost, Item, Times
+from wan_tpu.pricing.hlo import Computation, Instruction, Module, parse
+from wan_tpu.pricing.ici import Interconnect
+from wan_tpu.pricing.kernel_calls import KernelCall, read_kernel_call
+
+KernelCycles = Callable[[KernelCall], float | None]
+
+
+def analyse(
+    text: str,
+    hardware: Hardware,
+    interconnect: Interconnect,
+    *,
+    kernel_cycles: KernelCycles,
+    prefer: Sequence[str] = (),
+) -> Cost:
+    """Return what the program `compiled.as_text()` costs.
+
+    kernel_cycles  cycles of one Pallas call, None when unknown
+    prefer         parts of kernel names: of a conditional, the branch that holds the first of these names is taken;
+                   where none does the branch without any kernel, else the costliest
+    """
+    walk = _Walk(parse(text), hardware, interconnect, kernel_cycles, tuple(prefer))
+    walk.run(walk.module.entry, 1.0)
+    return Cost(hardware, tuple(walk.items), tuple(dict.fromkeys(walk.unpriced)))
+
+
+@dataclass
+class _Channel:
+    """Something that moves data beside the TensorCore: one transfer after the other, in the order of their starts."""
+
+    free: Times = ZERO
+    under_way: dict[str, tuple[Times, Times]] = field(default_factory=dict)  # name -> (finish, duration)
+
+    def start(self, name: str, now: Times, seconds: float) -> None:
+        begin = Times(max(now.estimate, self.free.estimate), max(now.floor, self.free.floor))
+        self.free = begin + Times(seconds, seconds)
+        self.under_way[name] = (self.free, Times(seconds, seconds))
+
+    def wait(self, name: str, now: Times) -> tuple[Times, Times]:
+        """Return how long the TensorCore waits for a transfer, and how much of the transfer was hidden."""
+        finish, duration = self.under_way.pop(name)
+        waits = Times(max(0.0, finish.estimate - now.estimate), max(0.0, finish.floor - now.floor))
+        hidden = Times(max(0.0, duration.estimate - waits.estimate), max(0.0, duration.floor - waits.floor))
+        return waits, hidden
+
+
+def _kernel_category(name: str) -> str:
+    """Return what a kernel of `kernels/` is counted as, by its name."""
+    for start, category in (("linear", "matmul"), ("causal_conv", "convolution")):
+        if name.startswith(start):
+            return category
+    return "vector" if "norm" in name else "attention"
+
+
+@dataclass
+class _Walk:
+    """Goes through the schedules of a program's computations and adds an item for each instruction."""
+
+    module: Module
+    hardware: Hardware
+    interconnect: Interconnect
+    kernel_cycles: KernelCycles
+    prefer: tuple[str, ...]
+    items: list[Item] = field(default_factory=list)
+    unpriced: list[str] = field(default_factory=list)
+
+    def run(self, name: str, executions: float) -> Times:
+        """Add the items of a computation that runs `executions` times; return the seconds of one run."""
+        run = _Run(self, self.module.computations[name], executions)
+        for instruction in run.computation.instructions:
+            run.now += run.step(instruction)
+        return run.now
+
+    def seconds_of_kernel(self, call: KernelCall) -> float:
+        """Return the seconds of one Pallas call; 0, and noted, when nobody can price it."""
+        cycles = self.kernel_cycles(call)
+        if cycles is None:
+            self.unpriced.append(f"kernel {call.name}, grid {call.grid}")
+        return (cycles or 0.0) / self.hardware.clock_hz
+
+    def trips(self, loop: Instruction, computation: Computation) -> int:
+        """Return how often a loop runs: XLA's own note, or the constant its counter is compared with."""
+        known = traffic.known_trip_count(loop)
+        if known is None:
+            known = traffic.counted_trips(loop, computation, self.module)
+        if known is None:
+            self.unpriced.append(f"loop {loop.name} of unknown length")
+        return 1 if known is None else known
+
+    def branch(self, conditional: Instruction) -> str:
+        branches = conditional.called("branch_computations") or (
+            conditional.called("true_computation") + conditional.called("false_computation")
+        )
+        kernels = {branch: traffic.kernel_names(self.module, branch) for branch in branches}
+        for name in self.prefer:
+            for branch in branches:
+                if any(name in kernel for kernel in kernels[branch]):
+                    return branch
+        without = [branch for branch in branches if not kernels[branch]]
+        if len(without) == 1:
+            return without[0]
+        return max(branches, key=lambda branch: self._alone(branch).estimate)
+
+    def _alone(self, branch: str) -> Times:
+        """Return the seconds of a branch without adding its items."""
+        trial = _Walk(self.module, self.hardware, self.interconnect, self.kernel_cycles, self.prefer)
+        return trial.run(branch, 1.0)
+
+
+@dataclass
+class _Run:
+    """One computation of a walk, at the time `now` since its start."""
+
+    walk: _Walk
+    computation: Computation
+    executions: float
+    now: Times = ZERO
+    links: _Channel = field(default_factory=_Channel)
+    copies: _Channel = field(default_factory=_Channel)
+
+    def step(self, instruction: Instruction) -> Times:
+        """Add what an instruction costs; return the seconds that the TensorCore spends on it."""
+        opcode, walk = instruction.opcode, self.walk
+        if traffic.free(instruction):
+            return ZERO
+        if opcode == "while":
+            trips = walk.trips(instruction, self.computation)
+            return walk.run(instruction.called("body")[0], self.executions * trips) * trips
+        if opcode == "conditional":
+            return walk.run(walk.branch(instruction), self.executions)
+        if opcode == "call":
+            return walk.run(instruction.called("to_apply")[0], self.executions)
+        kind = traffic.collective_kind(instruction, walk.module)
+        if kind is not None:
+            return self._collective(instruction, kind)
+        if opcode.endswith("-start"):
+            moved = sum(shape.bytes for user in self.computation.users[instruction.name] for shape in user.shapes)
+            self.copies.start(instruction.name, self.now, moved / walk.hardware.hbm_bytes_per_s)
+            return ZERO
+        if opcode.endswith("-done") or "async-done" in instruction.name:
+            started = instruction.operands[0]
+            if started in self.links.under_way:
+                return self._wait(instruction, started, self.links, "collectives")
+            return self._wait(instruction, started, self.copies, "copies")
+        return self._compute(instruction)
+
+    def _collective(self, instruction: Instruction, kind: str) -> Times:
+        inside = traffic.inside(instruction, self.walk.module)
+        inner = next(i for i in inside if i.opcode.removesuffix("-start") == kind)
+        volume = traffic.collective_bytes(instruction, self.computation, kind)
+        seconds = self.walk.interconnect.seconds(kind, ici.parse_groups(kind, inner.attributes), volume)
+        self.links.start(instruction.name, self.now, seconds)
+        if instruction.opcode.endswith("-start"):
+            return ZERO
+        return self._wait(instruction, instruction.name, self.links, "collectives")
+
+    def _wait(self, instruction: Instruction, started: str, channel: _Channel, category: str) -> Times:
+        waits, hidden = channel.wait(started, self.now)
+        return self._add(instruction, category, waits, hidden_s=hidden * self.executions)
+
+    def _compute(self, instruction: Instruction) -> Times:
+        walk, hardware = self.walk, self.walk.hardware
+        category = traffic.category(instruction, walk.module)
+        moved = traffic.hbm_bytes(instruction, self.computation, walk.module)
+        moving_s, moved_in_all = moved / hardware.hbm_bytes_per_s, moved * self.executions
+        if category == "kernel":
+            call = read_kernel_call(instruction, self.computation)
+            # A kernel's copies run beside its instructions: the longer of the two.
+            alone = max(walk.seconds_of_kernel(call), moving_s)
+            what = _kernel_category(call.name)
+            return self._add(instruction, what, Times(alone, alone), hbm_bytes=moved_in_all, kernel=call)
+        estimate = (instruction.estimated_cycles or 0) / hardware.clock_hz
+        seconds = Times(estimate, estimate if category == "matmul" else moving_s)
+        flops = traffic.flops(instruction, self.computation, walk.module) * self.executions
+        return self._add(instruction, category, seconds, hbm_bytes=moved_in_all, flops=flops)
+
+    def _add(self, instruction: Instruction, category: str, seconds: Times, **more: Any) -> Times:
+        """Add an item; seconds are those of one execution, `more` the fields of all of them. Return the seconds."""
+        item = Item(
+            name=instruction.name,
+            category=category,
+            where=self.computation.name,
+            op_name=instruction.op_name,
+            shape=" ".join(map(str, instruction.shapes)),
+            executions=self.executions,
+            seconds=seconds * self.executions,
+            **more,
+        )
+        self.walk.items.append(item)
+        return seconds

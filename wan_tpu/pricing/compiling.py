@@ -1,0 +1,178 @@
+"""Compile one program of a model for a described slice, in a process of its own, and keep what the compiler says.
+
+A process of its own, because a full-size program takes gigabytes to compile and the compiler may crash instead of
+refusing. What is kept: the scheduled HLO, the memory it needs, the seconds it took, under a key of all that changes it.
+"""
+
+import dataclasses
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wan_tpu.aot import key
+from wan_tpu.aot.topology import DescribedSlice, Hardware
+from wan_tpu.errors import DoesNotFit
+from wan_tpu.families import preset_spec
+from wan_tpu.request import GenerationRequest
+
+# v7x hands collectives to its SparseCores unless told otherwise. JAX 0.10 can't read such a program's schedule
+# ("async-update instruction should have 1 operands"), so a plan is made of the same program with them on the
+# TensorCore, where transfers run in the background all the same; what is run on a slice is left as it is.
+_OFFLOADED = (
+    "all_gather",
+    "all_reduce",
+    "reduce_scatter",
+    "nd_reduce_scatter",
+    "dense_all_to_all",
+    "ragged_all_to_all",
+)
+READABLE = " ".join(
+    [f"--xla_tpu_enable_sparse_core_collective_offload_{kind}=false" for kind in _OFFLOADED]
+    + ["--xla_tpu_enable_sparse_core_async_all_to_all=false"]
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program to compile: one of `stage_programs` for a published model, a request, a slice and a mesh.
+
+    settings  those fields of the request that shapes and programs depend on
+    """
+
+    model: str
+    program: str
+    slice: DescribedSlice
+    mesh: tuple[int, int, int]
+    settings: dict[str, Any]
+    dtype: str
+
+    @property
+    def digest(self) -> str:
+        """The name of the result: source, versions, flags, model, shapes, topology and mesh; what is kept of it."""
+        asked = dataclasses.asdict(self) | {"slice": (self.slice.topology, self.slice.host_bounds)}
+        kept = [field.name for field in dataclasses.fields(Compiled)]
+        return key.digest(json.dumps([asked, key.made_by(), kept], sort_keys=True))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Job":
+        """Read what `json.dumps(dataclasses.asdict(job))` wrote."""
+        fields = json.loads(text)
+        described = fields.pop("slice")
+        described |= {name: tuple(described[name]) for name in ("host_bounds", "wraps")}
+        described["hardware"] = Hardware(**described["hardware"])
+        return cls(**fields | {"mesh": tuple(fields["mesh"]), "slice": DescribedSlice(**described)})
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a program, a device.
+
+    compile_s, compile_cpu_s    tracing and compiling: by the clock, and summed over the cores, which depends less on
+                                what else the machine does
+    weights_bytes, other_bytes  its weights; other arguments, results and temporaries
+    refused  why it can't be compiled, else empty; over_bytes by how much it exceeds the memory, when that is why
+    """
+
+    compile_s: float
+    compile_cpu_s: float
+    weights_bytes: int
+    other_bytes: int = 0
+    over_bytes: int = 0
+    refused: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        """All memory it needs."""
+        return self.weights_bytes + self.other_bytes
+
+
+def compile_job(job: Job, cache: Path) -> tuple[Compiled, str]:
+    """Return what the compiler says of a job and its scheduled HLO (empty when refused), from the cache if it can."""
+    result, hlo = cache / f"{job.digest}.json", cache / f"{job.digest}.hlo.gz"
+    known = _read(result, hlo)
+    if known is None:
+        result.unlink(missing_ok=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {READABLE}".strip()
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags}
+        command = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(job)), str(cache / job.digest)]
+        child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if not result.exists():
+            lines = child.stderr.strip().splitlines() or ["no message"]
+            last = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
+            return Compiled(0.0, 0.0, 0, refused=f"the compiling process ended with {child.returncode}: {last}"), ""
+        known = _read(result, hlo)
+        assert known is not None, f"{hlo} was damaged as soon as it was written"
+    return known
+
+
+def is_known(job: Job, cache: Path) -> bool:
+    """Whether a job was compiled before."""
+    return (cache / f"{job.digest}.json").exists()
+
+
+def _read(result: Path, hlo: Path) -> tuple[Compiled, str] | None:
+    """Return what is kept of a job; None where there is nothing, or it is damaged."""
+    try:
+        compiled = Compiled(**json.loads(result.read_text()))
+        return compiled, "" if compiled.refused else gzip.decompress(hlo.read_bytes()).decode()
+    except (OSError, EOFError, ValueError, TypeError, zlib.error):
+        return None
+
+
+def _compile(job: Job, result: Path) -> None:
+    """Compile a job and write `result`.json and .hlo.gz: the child's side of `compile_job`."""
+    spec = preset_spec(job.model)
+    from wan_tpu.aot.programs import AbstractRuntime, stage_programs  # torch and diffusers take seconds
+    from wan_tpu.families.wan.model import WanModel
+    from wan_tpu.runtime.mesh import make_mesh
+
+    model = WanModel(spec)
+    mesh = make_mesh(job.mesh, heads=spec.heads, devices=job.slice.devices())
+    request = GenerationRequest(**job.settings).resolve(spec.defaults)
+    program, args, _ = stage_programs(AbstractRuntime(model, mesh, job.dtype), request)[job.program]
+    weights = sum(_shard_bytes(leaf) for leaf in args[0].values())
+    start, start_cpu = time.perf_counter(), time.process_time()
+
+    def taken() -> tuple[float, float]:
+        return time.perf_counter() - start, time.process_time() - start_cpu
+
+    try:
+        built = program.compile(*args)
+    except DoesNotFit as error:
+        compiled = refusal(error, taken(), weights)
+    else:
+        seconds = taken()
+        memory = built.memory_analysis()
+        inputs = max(0, memory.argument_size_in_bytes - weights)  # not all weights are arguments where few are used
+        other = inputs + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+        compiled = Compiled(*seconds, weights, other)
+        result.with_suffix(".hlo.gz").write_bytes(gzip.compress(built.as_text().encode()))
+    result.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(compiled)))
+
+
+def refusal(error: DoesNotFit, seconds: tuple[float, float], weights: int) -> Compiled:
+    """Return what the compiler refused, with what it says of the memory that it wants."""
+    needed, available = error.needed_bytes, error.device_bytes
+    if needed is None or available is None:
+        return Compiled(*seconds, weights, refused=str(error))
+    return Compiled(*seconds, weights, needed - weights, needed - available, refused=str(error))
+
+
+def _shard_bytes(leaf: Any) -> int:
+    count = 1
+    for size in leaf.sharding.shard_shape(leaf.shape):
+        count *= size
+    return count * leaf.dtype.itemsize
+
+
+if __name__ == "__main__":
+    _compile(Job.from_json(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,91 @@
+"""What a program costs: seconds by kind of work, as the compiler estimates them and at the HBM floor."""
+
+from dataclasses import dataclass
+
+from wan_tpu.aot.topology import Hardware
+from wan_tpu.pricing.kernel_calls import KernelCall
+
+CATEGORIES = ("matmul", "convolution", "attention", "vector", "copies", "collectives")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds by both ways of counting."""
+
+    estimate: float
+    floor: float
+
+    def __add__(self, other: "Times") -> "Times":
+        return Times(self.estimate + other.estimate, self.floor + other.floor)
+
+    def __mul__(self, count: float) -> "Times":
+        return Times(self.estimate * count, self.floor * count)
+
+
+ZERO = Times(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One scheduled instruction and what all its executions in one run of the program cost.
+
+    seconds   summed over the executions; of a collective or an asynchronous copy what is not hidden behind work
+    hidden_s  of a collective: what is
+    flops     of matrix products, hbm_bytes: both summed over the executions
+    """
+
+    name: str
+    category: str
+    where: str  # computation
+    op_name: str
+    shape: str
+    executions: float
+    seconds: Times
+    hbm_bytes: float = 0.0
+    flops: float = 0.0
+    hidden_s: Times = ZERO
+    kernel: KernelCall | None = None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one run of a program costs on each device.
+
+    unpriced  Pallas kernels that nobody could price, and loops of unknown length: counted as nothing, and once
+    """
+
+    hardware: Hardware
+    items: tuple[Item, ...]
+    unpriced: tuple[str, ...]
+
+    @property
+    def total(self) -> Times:
+        """All seconds."""
+        return sum((item.seconds for item in self.items), ZERO)
+
+    def by_category(self, where: str | None = None) -> dict[str, Times]:
+        """Return seconds by category; `where` keeps one computation, such as the body of the layers' loop."""
+        found = dict.fromkeys(CATEGORIES, ZERO)
+        for item in self.items:
+            if where is None or item.where == where:
+                found[item.category] += item.seconds
+        return found
+
+    @property
+    def matmul_flops(self) -> float:
+        """Operations of matrix products; those inside Pallas kernels are not known here."""
+        return sum(item.flops for item in self.items)
+
+    def top(self, count: int, where: str | None = None) -> list[Item]:
+        """Return the costliest items by estimate."""
+        chosen = [item for item in self.items if where is None or item.where == where]
+        return sorted(chosen, key=lambda item: -max(item.seconds.estimate, item.seconds.floor))[:count]
+
+    def loops(self) -> list[tuple[str, float]]:
+        """Return the computations that run more than once and how often, costliest first."""
+        cost: dict[str, float] = {}
+        runs: dict[str, float] = {}
+        for item in self.items:
+            cost[item.where] = cost.get(item.where, 0.0) + item.seconds.estimate
+            runs[item.where] = item.executions
+        return [(name, runs[name]) for name in sorted(cost, key=lambda name: -cost[name]) if runs[name] > 1]

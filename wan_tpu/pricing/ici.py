@@ -1,0 +1,185 @@
+"""How long a collective needs on the links between chips.
+
+Traffic is put on the real links: members of a group stand at their coordinates in the slice, every hop is routed
+dimension by dimension over the shorter way, groups of one collective run at once, and the busiest link sets the time.
+Latency is not modelled: it is microseconds, the collectives that matter here take hundreds.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh
+
+from wan_tpu.aot.topology import DescribedSlice
+
+Coordinate = tuple[int, ...]
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+         "collective-broadcast")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Interconnect:
+    """The links among the devices of a program.
+
+    coordinates         of each device in the program's order (`mesh.devices.flat`): (x, y, z, core on chip)
+    link_bytes_per_s    of one ICI link in one direction
+    core_bytes_per_s    between the two devices of one chip, in one direction (v7x); unused elsewhere
+    wraps               size of each axis that closes to a ring, 0 for one that doesn't
+    """
+
+    coordinates: tuple[Coordinate, ...]
+    link_bytes_per_s: float
+    core_bytes_per_s: float
+    wraps: Coordinate = (0, 0, 0, 0)
+
+    def seconds(self, kind: str, groups: Sequence[Sequence[int]], data_bytes: float) -> float:
+        """Return the time of one collective.
+
+        groups      members by position in the program's device order; (source, target) pairs for a permute
+        data_bytes  all-gather: of the gathered array; all others: of the array that each member puts in
+        """
+        load: defaultdict[tuple[Coordinate, Coordinate], float] = defaultdict(float)
+        for group in groups:
+            if len(set(group)) < 2:
+                continue
+            for source, target, share in _traffic(kind, self._ring(kind, group)):
+                for link in self._route(self.coordinates[source], self.coordinates[target]):
+                    load[link] += share * data_bytes
+        return max((volume / self._bandwidth(link) for link, volume in load.items()), default=0.0)
+
+    def _bandwidth(self, link: tuple[Coordinate, Coordinate]) -> float:
+        source, target = link
+        return self.link_bytes_per_s if source[:3] != target[:3] else self.core_bytes_per_s
+
+    def _route(self, source: Coordinate, target: Coordinate) -> Iterator[tuple[Coordinate, Coordinate]]:
+        """Yield the directed links from source to target: within the chip first, then x, y, z.
+
+        The two devices of a chip share its ICI links: these are named by chip, (x, y, z) alone.
+        """
+        if source[3] != target[3]:
+            yield source, (*source[:3], target[3])
+        here = list(source[:3])
+        for axis in range(3):
+            while here[axis] != target[axis]:
+                before = tuple(here)
+                here[axis] = self._next(axis, here[axis], target[axis])
+                yield before, tuple(here)
+
+    def _next(self, axis: int, here: int, target: int) -> int:
+        size = self.wraps[axis]
+        if size == 0:
+            return here + (1 if target > here else -1)
+        forward = (target - here) % size
+        return (here + (1 if forward <= size - forward else -1)) % size
+
+    def _ring(self, kind: str, group: Sequence[int]) -> list[int]:
+        """Order a group so that neighbours are close: a cycle through a block of chips where there is one."""
+        if kind in ("all-to-all", "ragged-all-to-all", "collective-permute"):
+            return list(group)
+        candidates = [_snake(self.coordinates, group, flipped) for flipped in (False, True)]
+        return min(candidates, key=lambda order: self._hops(order))
+
+    def _hops(self, order: Sequence[int]) -> int:
+        following = [*order[1:], order[0]]
+        return sum(
+            len(list(self._route(self.coordinates[a], self.coordinates[b])))
+            for a, b in zip(order, following, strict=True)
+        )
+
+
+def interconnect_of(described: DescribedSlice, mesh: Mesh) -> Interconnect:
+    """Return the links among the devices of a mesh over a described slice."""
+    coordinates = tuple((*device.coords, device.core_on_chip) for device in mesh.devices.flat)
+    return Interconnect(coordinates, described.link_bytes_per_s, described.core_bytes_per_s, (*described.wraps, 0))
+
+
+def _traffic(kind: str, group: Sequence[int]) -> Iterator[tuple[int, int, float]]:
+    """Yield (source, target, share of the data) of every transfer of a collective.
+
+    Rings run in both directions with half the data each, as the compiler's strategies with two colours do: each of
+    n - 1 stages moves a 1/n shard to the neighbour. An all-reduce is a reduce-scatter and an all-gather.
+    """
+    n = len(group)
+    if kind == "collective-permute":
+        yield group[0], group[1], 1.0
+    elif kind in ("all-to-all", "ragged-all-to-all"):
+        yield from ((a, b, 1 / n) for a in group for b in group if a != b)
+    else:
+        share = (n - 1) / n / 2 * (2 if kind == "all-reduce" else 1)
+        for here, following in zip(group, [*group[1:], group[0]], strict=True):
+            yield here, following, share
+            yield following, here, share
+
+
+def _snake(coordinates: Sequence[Coordinate], group: Sequence[int], flipped: bool) -> list[int]:
+    """Order a block of devices as a cycle of neighbours: out along the first row, back in turns through the others.
+
+    All axes but one count as rows, numbered so that consecutive rows are neighbours; devices of one chip stay together.
+    """
+    chips = {member: coordinates[member][:3] for member in group}
+    axes = [axis for axis in range(3) if len({chip[axis] for chip in chips.values()}) > 1]
+    axes = axes[::-1] if flipped else axes
+    if not axes:
+        return sorted(group, key=lambda member: coordinates[member])
+    first, rest = axes[0], axes[1:]
+    rows = {row: i for i, row in enumerate(_neighbouring({tuple(c[axis] for axis in rest) for c in chips.values()}))}
+    columns = sorted({chip[first] for chip in chips.values()}, reverse=True)
+
+    def position(member: int) -> tuple[int, ...]:
+        chip, core = chips[member], coordinates[member][3]
+        row, column = rows[tuple(chip[axis] for axis in rest)], columns.index(chip[first])
+        if row == 0:
+            return (0, -column, 0, core)
+        return (1, column, row if column % 2 == 0 else -row, core)
+
+    return sorted(group, key=position)
+
+
+def _neighbouring(rows: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Order points of one or two dimensions so that consecutive ones are neighbours."""
+    return sorted(rows, key=lambda row: (row[0], *(n if row[0] % 2 == 0 else -n for n in row[1:])) if row else ())
+
+
+def parse_groups(kind: str, attributes: str) -> list[list[int]]:
+    """Return the groups (pairs for a permute) that a collective's attributes name.
+
+    Three notations are in use: {{0,4},{1,5}}, [2,4]<=[8] with an optional T(1,0), and mesh['a'=2,'b'=4] {'b'}.
+    """
+    if kind == "collective-permute":
+        found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
+        return _lists(found[1]) if found else []
+    if found := re.search(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}", attributes):
+        return _lists(found[1])
+    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        shape, sizes = _numbers(found[1]), _numbers(found[2])
+        devices = np.arange(int(np.prod(sizes))).reshape(sizes)
+        devices = devices.transpose(_numbers(found[3])) if found[3] else devices
+        return devices.reshape(shape).tolist()
+    if found := re.search(r"replica_groups=(?:@\w+)?mesh\[([^\]]*)\](.*?)\{([^}]*)\}", attributes):
+        return _mesh_groups(found[1], found[2], found[3])
+    raise ValueError(f"replica groups in an unknown notation: {attributes[:200]}")
+
+
+def _mesh_groups(axes: str, order: str, chosen: str) -> list[list[int]]:
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    names, members = list(sizes), re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)
+    if any(part for _, part, _ in members):
+        raise ValueError(f"replica groups over a part of a mesh axis are not read: {chosen}")
+    count = int(np.prod(list(sizes.values())))
+    given = re.search(r"device_ids=\(([\d,]+)\)", order)
+    devices = np.array(_numbers(given[1]) if given else range(count)).reshape(list(sizes.values()))
+    inner = [names.index(name) for name, _, _ in members]
+    outer = [axis for axis in range(len(names)) if axis not in inner]
+    width = int(np.prod([devices.shape[axis] for axis in inner]))
+    return devices.transpose(outer + inner).reshape(-1, width).tolist()
+
+
+def _lists(text: str) -> list[list[int]]:
+    return [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", text)]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]

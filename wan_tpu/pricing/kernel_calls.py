@@ -1,0 +1,193 @@
+"""Read the Pallas calls of a compiled program: what they run, and a program of each alone, to count its bundles."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src.interpreters import mlir  # JAX has no public reader of its own kernels
+from jax._src.lib import tpu
+from jax._src.lib.mlir import ir
+
+from wan_tpu.pricing.hlo import Computation, Instruction
+
+_DTYPES = {
+    "pred": "bool", "s4": "int4", "u4": "uint4", "s8": "int8", "u8": "uint8", "s16": "int16", "u16": "uint16",
+    "s32": "int32", "u32": "uint32", "bf16": "bfloat16", "f16": "float16", "f32": "float32",
+    "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2",
+}  # fmt: skip
+# What the compiler is told of a kernel: its code, compiler flags, how much VMEM it may use.
+_CONFIG = ("custom_call_config", "flag_configs", "scoped_memory_configs")
+# What the compiler of v7x decided of a program: where its arrays lie. Alone a kernel's lie elsewhere.
+_DECIDED = ("input_memory_space_colors", "output_memory_space_colors")
+Array = tuple[str, tuple[int, ...]]  # dtype as JAX names it, dimensions
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One Pallas call.
+
+    grid      iterations along each grid axis; parallel  whether the cores of a chip may share that axis
+    operands, results  the arrays
+    macs      multiply-adds of a grid step's matrix products: of the alternatives under conditions the largest; those
+              of 8-bit numbers count half, which is what matrix units gain by them at most
+    repeats   iterations a grid step of its innermost loop of constant length, 1 without; loops under conditions, such
+              as those over a last block, are not in it
+    loops     how many loops run at every grid step
+    config    what the compiler is told, the kernel's body included
+    """
+
+    name: str
+    grid: tuple[int, ...]
+    parallel: tuple[bool, ...]
+    operands: tuple[Array, ...]
+    results: tuple[Array, ...]
+    macs: float
+    repeats: int
+    loops: int
+    config: str
+
+    @property
+    def steps(self) -> int:
+        """The grid's iterations."""
+        return math.prod(self.grid)
+
+    def steps_a_core(self, cores: int) -> int:
+        """Return the iterations of the busiest core when `cores` share the first parallel axis they can."""
+        for i, (size, parallel) in enumerate(zip(self.grid, self.parallel, strict=False)):
+            if parallel and size > 1:
+                return math.prod(self.grid[:i]) * -(-size // cores) * math.prod(self.grid[i + 1 :])
+        return self.steps
+
+    @property
+    def digest(self) -> str:
+        """A name for the kernel's code: calls with the same digest have the same bundles."""
+        return hashlib.sha256(repr((self.operands, self.results, self.config)).encode()).hexdigest()[:32]
+
+    def save(self, path: Path) -> None:
+        """Write the call, for `saved`."""
+        path.write_text(json.dumps(asdict(self)))
+
+
+def read_kernel_call(instruction: Instruction, computation: Computation) -> KernelCall:
+    """Return the kernel that a tpu_custom_call runs, from the Mosaic module that it carries."""
+    start = instruction.attributes.index("backend_config=") + len("backend_config=")
+    config, _ = json.JSONDecoder().raw_decode(instruction.attributes[start:])
+    text, macs, repeats, loops = _read_mosaic(base64.b64decode(config["custom_call_config"]["body"]))
+    bounds = re.search(r"iteration_bounds = array<i64: ([\d, ]+)>", text)
+    semantics = re.search(r"dimension_semantics = \[([^\]]*)\]", text)
+    for decided in _DECIDED:
+        config["custom_call_config"].pop(decided, None)
+    operands = [shape for name in instruction.operands for shape in computation.by_name[name].shapes]
+    return KernelCall(
+        name=instruction.stem,
+        grid=tuple(int(bound) for bound in bounds[1].split(",")) if bounds else (),
+        parallel=tuple("parallel" in axis for axis in semantics[1].split(",")) if semantics else (),
+        operands=tuple((_DTYPES[shape.dtype], shape.dims) for shape in operands),
+        results=tuple((_DTYPES[shape.dtype], shape.dims) for shape in instruction.shapes),
+        macs=macs,
+        repeats=repeats,
+        loops=loops,
+        config=json.dumps({part: config[part] for part in _CONFIG if config.get(part)}),
+    )
+
+
+def saved(path: str) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """Return a program of one saved call alone, and its arguments, as `bundles.count_bundles` wants them."""
+    call = json.loads(Path(path).read_text())
+    operands, results = (
+        [jax.ShapeDtypeStruct(dims, dtype) for dtype, dims in call[side]] for side in ("operands", "results")
+    )
+
+    def run(*arguments: jax.Array) -> Any:
+        # Version 1 of the custom-call interface takes its configuration as the text that stood in the program.
+        alone = jax.ffi.ffi_call(
+            "tpu_custom_call", results, custom_call_api_version=1, legacy_backend_config=call["config"]
+        )
+        return alone(*arguments)
+
+    return run, operands
+
+
+def _read_mosaic(bytecode: bytes) -> tuple[str, float, int, int]:
+    """Return a Mosaic module as text, and of one grid step multiply-adds, innermost loop's iterations and loops."""
+    context = mlir.make_ir_context()
+    tpu.register_dialect(context)
+    context.allow_unregistered_dialects = True
+    with context, ir.Location.unknown():
+        module = ir.Module.parse(bytecode).operation
+        return str(module), _macs(module), _repeats(module), _loops(module)
+
+
+def _macs(operation: Any) -> float:
+    """Count a product [M, K] x [K, N] -> [M, N] as MNK, the root of the product of the three arrays' sizes."""
+    if operation.name.endswith("tpu.matmul"):
+        left, right = (_vector(operand.type) for operand in list(operation.operands)[:2])
+        result, _ = _vector(operation.results[0].type)
+        return math.sqrt(left[0] * right[0] * result) * (0.5 if left[1] == 8 else 1.0)
+    always, alternatives = 0.0, [0.0]
+    for region in operation.regions:
+        inner = [inner.operation for block in region for inner in block]
+        inside = sum(_macs(child) for child in inner if not _is(child, "scf.if"))
+        alternatives += [_macs(child) for child in inner if _is(child, "scf.if")]
+        if _is(operation, "scf.if"):
+            alternatives.append(inside)
+        else:
+            always += inside
+    return (always + max(alternatives)) * (_trips(operation) or 1)
+
+
+def _repeats(operation: Any) -> int:
+    """Return the iterations of the innermost loop that runs at every grid step; of several, the most."""
+    if _is(operation, "scf.if"):
+        return 1
+    inner = [_repeats(child.operation) for region in operation.regions for block in region for child in block]
+    return max(inner, default=1) * (_trips(operation) or 1)
+
+
+def _loops(operation: Any) -> int:
+    """Return how many loops there are that run at every grid step."""
+    if _is(operation, "scf.if"):
+        return 0
+    inner = sum(_loops(child.operation) for region in operation.regions for block in region for child in block)
+    return inner + _is(operation, "scf.for")
+
+
+def _trips(operation: Any) -> int | None:
+    """Return the iterations of a loop between constants; None for other loops and other operations."""
+    if not _is(operation, "scf.for"):
+        return None
+    start, stop, step = (_constant(operand) for operand in list(operation.operands)[:3])
+    if start is None or stop is None or step is None:
+        return None
+    return max(0, -(-(stop - start) // step))
+
+
+def _constant(value: Any) -> int | None:
+    """Return the integer that a value always has, as far as sums of constants show it."""
+    owner = value.owner
+    operation = getattr(owner, "operation", None)  # a block owns its arguments
+    if operation is None:
+        return None
+    if _is(operation, "arith.constant"):
+        return int(ir.IntegerAttr(operation.attributes["value"]).value)
+    operands = [_constant(operand) for operand in operation.operands] if _is(operation, "arith.addi") else []
+    return None if not operands or None in operands else sum(operand for operand in operands if operand is not None)
+
+
+def _is(operation: Any, name: str) -> bool:
+    """Whether an operation is of that name; programs carry them with the prefix of the stable dialect."""
+    return operation.name.endswith(name)
+
+
+def _vector(kind: Any) -> tuple[int, int]:
+    """Return elements and bits of one element of a type such as vector<256x128xbf16>."""
+    found = re.match(r"vector<((?:\d+x)+)[a-z]+(\d+)", str(kind))
+    assert found is not None, kind
+    return math.prod(int(size) for size in found[1].split("x") if size), int(found[2])

@@ -1,0 +1,103 @@
+"""Cycles of Pallas calls: each kernel is compiled alone, once, and its bundles are counted and kept."""
+
+import functools
+import json
+import logging
+import math
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from wan_tpu.aot import key
+from wan_tpu.aot.topology import Hardware
+from wan_tpu.pricing import bundles, kernel_calls
+from wan_tpu.pricing.kernel_calls import KernelCall
+from wan_tpu.versions import version
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepBundles:
+    """Bundles of one grid step: in its costliest loop, which holds the matrix products, and outside of it."""
+
+    products: int
+    rest: int = 0
+
+
+CountBundles = Callable[[KernelCall, str, int], StepBundles]
+
+
+class KernelPrices:
+    """Bundles a grid step of every kernel asked for, kept in a folder; call it to price a Pallas call.
+
+    A TensorCore issues one bundle a cycle, so bundles of the grid's body x iterations is the time when nothing stalls;
+    products never take less than the matrix units need for their multiply-adds (on v5p that is more).
+    """
+
+    def __init__(self, folder: Path, hardware: Hardware, cores: int, count: CountBundles) -> None:
+        """cores: TensorCores of one device; count: bundles of a call on a chip, given the steps of a core."""
+        self._folder = folder
+        self._chip = hardware.name
+        self._cores = cores
+        self._macs_a_cycle = hardware.peak_flops / 2 / hardware.clock_hz / cores
+        self._count = count
+
+    def __call__(self, call: KernelCall) -> float | None:
+        """Return the cycles of one call; None, and the reason in the log, when it can't be compiled alone."""
+        try:
+            counted = self.bundles(call)
+        except bundles.CompileError as error:
+            _log.warning("kernel %s, grid %s can't be counted: %s", call.name, call.grid, error)
+            return None
+        cycles = max(counted.products, call.macs / self._macs_a_cycle) + counted.rest
+        return cycles * call.steps_a_core(self._cores)
+
+    def bundles(self, call: KernelCall) -> StepBundles:
+        """Return the bundles of one grid step."""
+        file = self._folder / f"kernel-{self._chip}-{key.digest(f'{call.digest} {_counted_by()}')}.json"
+        if not file.exists():
+            count = self._count(call, self._chip, call.steps_a_core(self._cores))
+            counted = {"kernel": call.name, "grid": call.grid, "bundles": asdict(count)}
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(counted))
+        return StepBundles(**json.loads(file.read_text())["bundles"])
+
+
+@functools.cache
+def _counted_by() -> str:
+    """Name what counts: the compiler and the code that reads its output."""
+    code = [Path(file).read_text() for file in (bundles.__file__, kernel_calls.__file__, __file__)]
+    return key.digest(repr([version("libtpu"), *code]))
+
+
+def count_alone(call: KernelCall, chip: str, steps: int) -> StepBundles:
+    """Compile a call alone for a chip, whose core runs `steps` grid steps, and return the bundles of one.
+
+    That is the hot region; where it is the body of a loop, which stands in the code once, it is run again and again;
+    of several loops in a step each counts as often as it runs.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "call.json"
+        call.save(path)
+        counted = bundles.count_bundles(f"{kernel_calls.__file__}:saved", {"path": str(path)}, chip)
+    kernel = max(counted, key=lambda kernel: kernel.hot)
+    if call.loops > 1:
+        return step_bundles(kernel.loops, steps)
+    if call.repeats == 1:
+        return StepBundles(kernel.hot)
+    return StepBundles(kernel.total + kernel.hot * (call.repeats - 1))
+
+
+def step_bundles(loops: Mapping[tuple[int, ...], int], steps: int) -> StepBundles:
+    """Return the bundles of one of a core's `steps` grid steps, each as often as the loops around it run.
+
+    Raises CompileError when there is no loop over the steps.
+    """
+    if steps > 1:
+        loops = {trips[1:]: count for trips, count in loops.items() if trips and trips[0] >= steps}
+    if not loops:
+        raise bundles.CompileError(f"no loop over {steps} grid steps")
+    taken = [math.prod(trips) * count for trips, count in loops.items()]
+    return StepBundles(max(taken), sum(taken) - max(taken))

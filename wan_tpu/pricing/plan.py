@@ -1,0 +1,215 @@
+"""Plan a model on a slice: what fits, what each stage is predicted to take, and on which mesh."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from wan_tpu.aot.programs import AbstractRuntime, stage_programs
+from wan_tpu.aot.topology import DescribedSlice
+from wan_tpu.errors import InvalidRequest, MeshError
+from wan_tpu.families import preset_spec
+from wan_tpu.families.wan.model import WanModel
+from wan_tpu.pricing.analyse import analyse
+from wan_tpu.pricing.compiling import Compiled, Job, compile_job, is_known
+from wan_tpu.pricing.cost import Cost, Times
+from wan_tpu.pricing.ici import interconnect_of
+from wan_tpu.pricing.kernel_prices import CountBundles, KernelPrices, count_alone
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.runtime.mesh import MeshShape, make_mesh
+from wan_tpu.runtime.program import GIB
+
+Report = Callable[[str], object]
+STEP = "denoise step"
+KEYS = "text keys"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of one call; `paths` says which branch attention takes: every head optimistic, or every head online."""
+
+    total: Times
+    by_category: dict[str, Times]
+    unpriced: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ProgramPlan:
+    """One program: how often it runs for a video, what it needs, what it takes (None when it can't be compiled)."""
+
+    name: str
+    calls: int
+    compiled: Compiled
+    optimistic: Prediction | None
+    online: Prediction | None
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Programs of one stage together; flops of the whole stage for one video, all devices."""
+
+    name: str
+    programs: tuple[ProgramPlan, ...]
+    flops: int
+
+    @property
+    def seconds(self) -> Times | None:
+        """Seconds a video, heads optimistic; None when a program can't be compiled."""
+        total = Times(0.0, 0.0)
+        for program in self.programs:
+            if program.optimistic is None:
+                return None
+            total += program.optimistic.total * program.calls
+        return total
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model's stages on one slice and mesh."""
+
+    model: str
+    slice: DescribedSlice
+    mesh: MeshShape
+    request: ResolvedRequest
+    tokens: int
+    stages: tuple[StagePlan, ...]
+    experts: int
+
+    @property
+    def programs(self) -> list[ProgramPlan]:
+        """All programs in order."""
+        return [program for stage in self.stages for program in stage.programs]
+
+    @property
+    def resident_gib(self) -> float:
+        """GiB a device with all weights resident.
+
+        The programs of a VAE half share theirs, so do a step and the text's keys; experts don't.
+        """
+        weights: dict[str, int] = {}
+        for program in self.programs:
+            owner = program.name.split(" first")[0].split(" later")[0]
+            owner = STEP if owner == KEYS else owner
+            weights[owner] = program.compiled.weights_bytes * (self.experts if owner == STEP else 1)
+        return (sum(weights.values()) + max(program.compiled.other_bytes for program in self.programs)) / GIB
+
+    @property
+    def largest_gib(self) -> float:
+        """GiB a device when weights are freed after their stage: the neediest program alone."""
+        return max(program.compiled.total_bytes for program in self.programs) / GIB
+
+
+class Planner:
+    """Compiles and prices the programs of one published model and request on one slice."""
+
+    def __init__(
+        self,
+        model: str,
+        request: ResolvedRequest,
+        described: DescribedSlice,
+        *,
+        dtype: str,
+        cache: Path,
+        report: Report,
+        count: CountBundles = count_alone,
+    ) -> None:
+        """Raise `InvalidRequest` when the model can't make that size.
+
+        cache: folder of what was compiled before;
+        report: told what is being done; count: a kernel's bundles
+        """
+        self._name = model
+        self._model = WanModel(preset_spec(model))
+        self._model.spec.check_size(request)
+        self._request = request
+        self._slice = described
+        self._dtype = dtype
+        self._cache = cache
+        self._report = report
+        self._prices = KernelPrices(cache, described.hardware, described.cores, count)
+
+    def plan(self, mesh: Sequence[int | None], only: str | None = None) -> Plan:
+        """Return the plan on a mesh, axes that are None as by default; `only` keeps one program.
+
+        Raises `MeshError` when the mesh doesn't fit slice or model, `InvalidRequest` when no program is called `only`.
+        """
+        devices = self._slice.devices()
+        placed = make_mesh(mesh, heads=self._model.spec.heads, devices=devices)
+        if placed.size < len(devices):
+            raise MeshError(
+                f"mesh {tuple(placed.shape.values())} uses {placed.size} of the {len(devices)} devices of "
+                f"{self._slice.name}; give axes whose product is {len(devices)}, or a smaller slice"
+            )
+        tokens = self._model.spec.tokens(self._model.spec.latent_shape(self._request))
+        runtime = AbstractRuntime(self._model, placed, self._dtype)
+        calls = {name: calls for name, (_, _, calls) in stage_programs(runtime, self._request).items()}
+        if only is not None and only not in calls:
+            raise InvalidRequest(f"no program is called {only!r}; this model's are {', '.join(map(repr, calls))}")
+        programs = [self._program(name, n, placed) for name, n in calls.items() if only in (None, name)]
+        return Plan(
+            model=self._name,
+            slice=self._slice,
+            mesh=MeshShape(**placed.shape),
+            request=self._request,
+            tokens=tokens,
+            stages=tuple(self._stages(programs)),
+            experts=2 if len(self._model.spec.denoise_stages) > 1 else 1,
+        )
+
+    def meshes(self) -> Iterator[MeshShape]:
+        """Yield every mesh over all devices of the slice that model and request divide over."""
+        devices = self._slice.devices()
+        for dp in (1, 2) if self._model.spec.guided(self._request) else (1,):
+            for tp in (n for n in range(1, len(devices) + 1) if len(devices) % (dp * n) == 0):
+                if self._model.spec.heads % tp == 0:
+                    yield MeshShape(dp, len(devices) // (dp * tp), tp)
+
+    def job(self, program: str, mesh: MeshShape) -> Job:
+        """Return what is compiled for a program; steps and guidance change the expert's programs only."""
+        sampled = self._request if program in (KEYS, STEP) else self._model.spec.defaults
+        settings = {name: getattr(self._request, name) for name in ("height", "width", "frames")}
+        settings |= {name: getattr(sampled, name) for name in ("steps", "guidance_scale")}
+        return Job(self._name, program, self._slice, mesh, settings, self._dtype)
+
+    def _program(self, name: str, calls: int, mesh: Mesh) -> ProgramPlan:
+        shape = MeshShape(**mesh.shape)
+        job = self.job(name, shape)
+        doing = "compiled before:" if is_known(job, self._cache) else "compiling"
+        self._report(f"{self._slice.name}, mesh {tuple(shape)}: {doing} {name}")
+        compiled, hlo = compile_job(job, self._cache)
+        if compiled.refused:
+            return ProgramPlan(name, calls, compiled, None, None)
+        self._report(f"{self._slice.name}, mesh {tuple(shape)}: pricing {name}")
+        optimistic, online = (self._price(hlo, mesh, path) for path in ("optimistic", "online"))
+        return ProgramPlan(name, calls, compiled, optimistic, online)
+
+    def _price(self, hlo: str, mesh: Mesh, path: str) -> Prediction:
+        cost: Cost = analyse(
+            hlo, self._slice.hardware, interconnect_of(self._slice, mesh), kernel_cycles=self._prices, prefer=(path,)
+        )
+        return Prediction(cost.total, cost.by_category(), cost.unpriced)
+
+    def _stages(self, programs: list[ProgramPlan]) -> Iterator[StagePlan]:
+        flops, shape = self._model.flops, self._model.spec.latent_shape(self._request)
+        branches = 2 if self._model.spec.guided(self._request) else 1
+        denoise = [program for program in programs if program.name in (KEYS, STEP)]
+        decoder = [program for program in programs if program.name.startswith("decoder")]
+        encoder = [program for program in programs if program not in denoise + decoder]
+        if encoder:
+            yield StagePlan("encoder", tuple(encoder), flops.encoder(self._request, prompts=branches))
+        if denoise:
+            steps = sum(program.calls for program in denoise if program.name == STEP)
+            yield StagePlan("denoise", tuple(denoise), flops.step(shape, branches=branches) * steps)
+        if decoder:
+            yield StagePlan("decoder", tuple(decoder), flops.decoder(shape))
+
+
+def share_of_peak(stage: StagePlan, plan: Plan) -> float:
+    """Return the share of the bfloat16 peak that a stage is predicted to reach, by the estimate."""
+    seconds = stage.seconds
+    devices = math.prod(plan.mesh)
+    if seconds is None or seconds.estimate == 0:
+        return 0.0
+    return stage.flops / (seconds.estimate * devices * plan.slice.hardware.peak_flops)

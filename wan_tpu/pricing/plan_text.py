@@ -1,0 +1,152 @@
+"""Plans as text, as JSON and as a plot."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from wan_tpu.pricing.cost import CATEGORIES
+from wan_tpu.pricing.plan import STEP, Plan, Prediction, ProgramPlan, share_of_peak
+from wan_tpu.runtime.program import GIB
+
+
+def describe(plan: Plan) -> str:
+    """Return a plan for people."""
+    request, memory = plan.request, plan.slice.hardware.hbm_bytes / GIB
+    size = f"{request.height}x{request.width}, {request.frames} frames ({plan.tokens} tokens), {request.steps} steps"
+    lines = [f"{plan.model}, {size}", f"{plan.slice.name}, mesh {_mesh(plan)}, {memory:g} GiB a device can be used", ""]
+    lines.append(f"{'':<20}{'calls':>6}{'weights':>9}{'other':>8}{'GiB':>5}{'compile':>9}{'CPU':>8}   fits")
+    lines += [_memory(program, memory) for program in plan.programs]
+    lines += [
+        "",
+        f"{'seconds a call':<20}{'estimate':>9}{'floor':>8}  {'':<2}" + "".join(f"{n:>15}" for n in CATEGORIES),
+    ]
+    priced = [line for program in plan.programs for line in _seconds(program)]
+    lines += priced or ["nothing was compiled"]
+    lines += ["", f"{'seconds a video':<20}{'estimate':>9}{'floor':>8}{'of peak':>10}"]
+    for stage in plan.stages:
+        seconds = stage.seconds
+        if seconds is None:
+            lines.append(f"{stage.name:<20}  not all of it could be compiled")
+            continue
+        share = share_of_peak(stage, plan)
+        lines.append(f"{stage.name:<20}{seconds.estimate:>9.2f}{seconds.floor:>8.2f}{share:>10.1%}")
+    lines += ["", *_verdict(plan, memory)]
+    return "\n".join(lines)
+
+
+def compare(plans: Sequence[Plan]) -> str:
+    """Return the denoise step of several plans, a line each."""
+    lines = [f"{'one step':<12}{'mesh':<22}{'GiB':>6}{'estimate':>10}{'floor':>8}  all heads online{'compile s':>11}"]
+    for plan in plans:
+        step = next(program for program in plan.programs if program.name == STEP)
+        start = f"{plan.slice.name:<12}{_mesh(plan):<22}{step.compiled.total_bytes / GIB:>6.1f}"
+        if step.optimistic is None or step.online is None:
+            lines.append(f"{start}  {step.compiled.refused}")
+            continue
+        total, online = step.optimistic.total, step.online.total
+        figures = f"{total.estimate:>10.2f}{total.floor:>8.2f}{online.estimate:>10.2f}{online.floor:>8.2f}"
+        lines.append(f"{start}{figures}{step.compiled.compile_s:>11.0f}")
+    return "\n".join(lines)
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Return everything as JSON values."""
+    return {
+        "model": plan.model,
+        "request": plan.request.to_json(),
+        "tokens": plan.tokens,
+        "slice": dataclasses.asdict(plan.slice),
+        "mesh": plan.mesh._asdict(),
+        "resident_gib": plan.resident_gib,
+        "largest_gib": plan.largest_gib,
+        "stages": [
+            dataclasses.asdict(stage)
+            | {"share_of_peak": share_of_peak(stage, plan)}
+            | {"seconds": None if stage.seconds is None else dataclasses.asdict(stage.seconds)}
+            for stage in plan.stages
+        ],
+    }
+
+
+def draw(plans: Sequence[Plan], path: Path) -> None:
+    """Draw the denoise step's seconds by kind of work, stacked, a bar for each plan: estimate beside floor."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(1.5 + 1.6 * len(plans), 4.5), layout="constrained")
+    colours = dict(zip(CATEGORIES, ("#4477aa", "#aa3377", "#ee6677", "#228833", "#ccbb44", "#66ccee"), strict=True))
+    for i, plan in enumerate(plans):
+        step = next(program for program in plan.programs if program.name == STEP)
+        if step.optimistic is None:
+            continue
+        for offset, figure_name in ((-0.2, "estimate"), (0.2, "floor")):
+            base = 0.0
+            for name in CATEGORIES:
+                height = getattr(step.optimistic.by_category[name], figure_name)
+                if height == 0:  # a step has no convolutions
+                    continue
+                label = name if i == 0 and figure_name == "estimate" else None
+                faded = 1.0 if figure_name == "estimate" else 0.55
+                axes.bar(i + offset, height, 0.36, bottom=base, color=colours[name], alpha=faded, label=label)
+                base += height
+            axes.text(i + offset, base, f"{base:.2f}", ha="center", va="bottom", fontsize=8)
+    axes.set_xticks(range(len(plans)), [f"{plan.slice.name}\n{_mesh(plan)}" for plan in plans], fontsize=8)
+    axes.set_ylabel("seconds a step (left: estimate, right: floor)")
+    request = plans[0].request
+    axes.set_title(
+        f"{plans[0].model}, {request.height}x{request.width}, {request.frames} frames, predicted", fontsize=10
+    )
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _memory(program: ProgramPlan, memory: float) -> str:
+    compiled = program.compiled
+    weights, other = compiled.weights_bytes / GIB, compiled.other_bytes / GIB
+    total = compiled.total_bytes / GIB
+    if compiled.over_bytes:
+        fits = f"NO, by {compiled.over_bytes / GIB:.1f} GiB ({compiled.refused})"
+    elif compiled.refused:
+        fits = f"NO: {compiled.refused}"
+    else:
+        # Arguments, results and temporaries added up are more than the compiler needs, which shares memory among them.
+        fits = f"yes, {memory - total:.1f} GiB free" if total < memory else "yes, just"
+    start = f"{program.name:<20}{program.calls:>6}{weights:>9.2f}{other:>8.2f}{total:>5.1f}"
+    return f"{start}{compiled.compile_s:>7.0f} s{compiled.compile_cpu_s:>6.0f} s   {fits}"
+
+
+def _seconds(program: ProgramPlan) -> list[str]:
+    if program.optimistic is None or program.online is None:
+        return []
+    lines = [_prediction(program.name, program.optimistic)]
+    if program.online.total != program.optimistic.total:
+        lines.append(_prediction("  all heads online", program.online))
+    return [*lines, *(f"  NOT COUNTED: {name}" for name in program.optimistic.unpriced)]
+
+
+def _prediction(name: str, prediction: Prediction) -> str:
+    both = [prediction.by_category[category] for category in CATEGORIES]
+    parts = "".join(f"{f'{times.estimate:.3f}/{times.floor:.3f}':>15}" for times in both)
+    return f"{name:<20}{prediction.total.estimate:>9.3f}{prediction.total.floor:>8.3f}    {parts}"
+
+
+def _verdict(plan: Plan, memory: float) -> list[str]:
+    large = [program.name for program in plan.programs if program.compiled.over_bytes]
+    other = [program.name for program in plan.programs if program.compiled.refused and program.name not in large]
+    if large or other:
+        return [f"{what}: {', '.join(names)}" for what, names in (("doesn't fit", large), ("failed", other)) if names]
+    resident = "fit" if plan.resident_gib <= memory else "do NOT fit"
+    return [
+        f"one component at a time: {plan.largest_gib:.1f} GiB a device; "
+        f"all {plan.resident_gib:.1f} GiB resident {resident} ({memory - plan.resident_gib:+.1f})"
+    ]
+
+
+def _mesh(plan: Plan) -> str:
+    devices = math.prod(plan.mesh)
+    return f"dp {plan.mesh.dp} x sp {plan.mesh.sp} x tp {plan.mesh.tp}" + ("" if devices > 1 else " (one device)")

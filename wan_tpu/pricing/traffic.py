@@ -1,0 +1,247 @@
+"""What one instruction of a program does: its kind of work, the HBM bytes it touches, its multiply-adds."""
+
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from wan_tpu.pricing import ici
+from wan_tpu.pricing.hlo import Computation, Instruction, Module, Shape
+
+# Nothing runs for these: they rename memory or belong to the structure of the program.
+FREE = frozenset(
+    ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all",
+     "opt-barrier", "add-dependency", "domain")
+)  # fmt: skip
+MOVES = frozenset(
+    ("copy", "transpose", "pad", "slice", "concatenate", "reshape", "dynamic-slice", "dynamic-update-slice", "reverse",
+     "broadcast", "iota", "gather", "scatter")
+)  # fmt: skip
+_RENAMES = ("bitcast", "reshape")
+_PARTIAL = ("dynamic-slice", "slice", "gather")
+
+
+def free(instruction: Instruction) -> bool:
+    """Whether an instruction takes no time."""
+    return instruction.opcode in FREE or 'custom_call_target="AllocateBuffer"' in instruction.attributes
+
+
+def category(instruction: Instruction, module: Module) -> str:
+    """Return matmul, kernel, copies, collectives or vector."""
+    opcodes = {inner.opcode for inner in inside(instruction, module)}
+    if opcodes & {"dot", "convolution"}:
+        return "matmul"
+    if instruction.opcode == "custom-call":
+        return "kernel" if 'custom_call_target="tpu_custom_call"' in instruction.attributes else "copies"
+    if collective_kind(instruction, module) is not None:
+        return "collectives"
+    return "copies" if opcodes - FREE - {"fusion"} <= MOVES else "vector"
+
+
+def inside(instruction: Instruction, module: Module) -> Iterator[Instruction]:
+    """Yield the instruction and, for a fusion or an asynchronous wrapper, all that it holds."""
+    yield instruction
+    if instruction.opcode in ("fusion", "async-start", "call"):
+        for name in instruction.called("calls") + instruction.called("to_apply"):
+            for inner in module.computations[name].instructions:
+                yield from inside(inner, module)
+
+
+def collective_kind(instruction: Instruction, module: Module) -> str | None:
+    """Return which collective an instruction runs or starts, if it does."""
+    for inner in inside(instruction, module):
+        opcode = inner.opcode.removesuffix("-start")
+        if opcode in ici.KINDS:
+            return opcode
+    return None
+
+
+def collective_bytes(instruction: Instruction, computation: Computation, kind: str) -> float:
+    """Return the bytes that `Interconnect.seconds` wants: gathered for an all-gather, put in for all others.
+
+    A ragged all-to-all says how many rows go where in arrays; its result is what comes in, and here as much goes out.
+    """
+    if kind == "ragged-all-to-all":
+        return _shapes(instruction.operands[1], computation)[0].bytes
+    put_in = sum(shape.bytes for operand in instruction.operands for shape in _shapes(operand, computation))
+    if kind != "all-gather":
+        return put_in
+    # An asynchronous start returns its operands and its results.
+    produced = sum(shape.bytes for shape in instruction.shapes if shape.dtype != "u32")
+    return produced - put_in if instruction.opcode.endswith("-start") else produced
+
+
+def hbm_bytes(instruction: Instruction, computation: Computation, module: Module) -> float:
+    """Return the HBM bytes that an instruction must read and write; what lies in VMEM is free.
+
+    Slices count what they touch, updates in place the update. This is the least traffic: nothing is read twice, though
+    a kernel may be given an array several times, to see several parts of it at once.
+    """
+    if instruction.opcode == "fusion":
+        return _fusion_bytes(instruction, computation, module)
+    written = sum(_hbm(shape) for shape in instruction.shapes)
+    operands = dict.fromkeys(instruction.operands)
+    read = [[_hbm(shape) for shape in _shapes(operand, computation)] for operand in operands]
+    if instruction.opcode in _PARTIAL:
+        return sum(shape.bytes if read and any(read[0]) else 0 for shape in instruction.shapes) + written
+    if instruction.opcode == "dynamic-update-slice":
+        update = sum(shape.bytes for shape in _shapes(instruction.operands[1], computation))
+        return sum(read[1]) + (update if written else 0)
+    return written + sum(map(sum, read))
+
+
+def _fusion_bytes(fusion: Instruction, computation: Computation, module: Module) -> float:
+    body = module.computations[fusion.called("calls")[0]]
+    total = 0.0
+    for parameter, operand in zip(body.parameters(), fusion.operands, strict=True):
+        shapes = _shapes(operand, computation)
+        if any(shape.in_hbm for shape in shapes):
+            total += _read(parameter, body, module, sum(map(_hbm, shapes)))
+    roots = [body.by_name[name] for name in body.root.operands] if body.root.opcode == "tuple" else [body.root]
+    for root, shape in zip(roots, fusion.shapes, strict=True):
+        made = _renamed(root, body)
+        if shape.in_hbm and made.opcode == "dynamic-update-slice":
+            total += sum(update.bytes for update in _shapes(made.operands[1], body))
+        else:
+            total += _hbm(shape)
+    return total
+
+
+def _read(parameter: Instruction, body: Computation, module: Module, whole: float) -> float:
+    """Bytes of a fusion's parameter that are read: parts of it where only slices are taken."""
+    total = 0.0
+    for user, seen_as in _users(parameter, body):
+        if user.opcode in _PARTIAL and user.operands[0] == seen_as:
+            total += sum(shape.bytes for shape in user.shapes)
+        elif user.opcode == "fusion":
+            inner = module.computations[user.called("calls")[0]]
+            total += _read(inner.parameters()[user.operands.index(seen_as)], inner, module, whole)
+        elif user.opcode != "dynamic-update-slice" or user.operands[0] != seen_as:
+            return whole
+    return min(total, whole)
+
+
+def _users(instruction: Instruction, body: Computation) -> Iterator[tuple[Instruction, str]]:
+    """Yield who uses a value, and under which name, looking through bitcasts."""
+    for user in body.users.get(instruction.name, []):
+        if user.opcode in _RENAMES:
+            yield from _users(user, body)
+        else:
+            yield user, instruction.name
+
+
+def _renamed(instruction: Instruction, body: Computation) -> Instruction:
+    while instruction.opcode in _RENAMES:
+        instruction = body.by_name[instruction.operands[0]]
+    return instruction
+
+
+def _shapes(name: str, computation: Computation) -> tuple[Shape, ...]:
+    return computation.by_name[name].shapes
+
+
+def _hbm(shape: Shape) -> float:
+    return shape.bytes if shape.in_hbm else 0.0
+
+
+def flops(instruction: Instruction, computation: Computation, module: Module) -> float:
+    """Return the floating-point operations of the matrix products inside (a multiply-add is two)."""
+    if instruction.opcode == "fusion":
+        body = module.computations[instruction.called("calls")[0]]
+        return sum(flops(inner, body, module) for inner in body.instructions)
+    if instruction.opcode == "convolution":
+        return 2.0 * _convolution_macs(instruction, computation)
+    if instruction.opcode == "dot":
+        left = _shapes(instruction.operands[0], computation)[0]
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+        axes = [int(axis) for axis in contracted[1].split(",")] if contracted and contracted[1] else []
+        return 2.0 * instruction.shapes[0].elements * math.prod(left.dims[axis] for axis in axes)
+    return 0.0
+
+
+def _convolution_macs(instruction: Instruction, computation: Computation) -> float:
+    """Multiply-adds with real elements: zeros of padding and dilation don't count (batched products use them)."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    assert labels is not None
+    image, kernel = (_shapes(operand, computation)[0].dims for operand in instruction.operands[:2])
+    out = instruction.shapes[0].dims
+    macs = float(out[labels[3].index("b")] * out[labels[3].index("f")] * kernel[labels[2].index("i")])
+    spatial = [label for label in labels[1] if label.isdigit()]
+    for axis, label in enumerate(spatial):
+        macs *= _hits(
+            image[labels[1].index(label)], kernel[labels[2].index(label)], out[labels[3].index(label)],
+            _window(instruction.attributes, axis),
+        )  # fmt: skip
+    return macs
+
+
+def _window(attributes: str, axis: int) -> dict[str, int]:
+    """Return stride, low padding and dilations of one spatial axis."""
+    found = re.search(r"window=\{([^}]*)\}", attributes)
+    fields = dict(field.split("=") for field in found[1].split()) if found else {}
+    low = fields["pad"].split("x")[axis].split("_")[0] if "pad" in fields else 0
+
+    def number(name: str) -> int:
+        return int(fields[name].split("x")[axis]) if name in fields else 1
+
+    return {"stride": number("stride"), "low": int(low), "left": number("lhs_dilate"), "right": number("rhs_dilate")}
+
+
+def _hits(size: int, kernel: int, out: int, window: dict[str, int]) -> int:
+    """Count the pairs (output, kernel position) of one axis that meet a real element of the image."""
+    at = np.arange(out)[:, None] * window["stride"] + np.arange(kernel)[None] * window["right"] - window["low"]
+    return int(((at >= 0) & (at <= (size - 1) * window["left"]) & (at % window["left"] == 0)).sum())
+
+
+def known_trip_count(loop: Instruction) -> int | None:
+    """Return the trip count that XLA noted at a loop."""
+    found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
+    return int(found[1]) if found else None
+
+
+def counted_trips(loop: Instruction, computation: Computation, module: Module) -> int | None:
+    """Return the trip count of a loop whose condition compares a counter, step 1, with a constant."""
+    condition = module.computations[loop.called("condition")[0]]
+    compared = condition.root
+    if compared.opcode == "fusion":
+        body = module.computations[compared.called("calls")[0]]
+        operands = [_fused_operand(name, body, compared, condition) for name in body.root.operands]
+        compared = body.root
+    else:
+        operands = [condition.by_name[name] for name in compared.operands]
+    if compared.opcode != "compare" or "direction=LT" not in compared.attributes:
+        return None
+    if operands[0].opcode != "get-tuple-element" or operands[1].opcode != "constant":
+        return None
+    start = _initial(loop, computation, operands[0])
+    return None if start is None else int(operands[1].argument) - start
+
+
+def _fused_operand(name: str, body: Computation, fusion: Instruction, outer: Computation) -> Instruction:
+    inner = body.by_name[name]
+    return outer.by_name[fusion.operands[int(inner.argument)]] if inner.opcode == "parameter" else inner
+
+
+def _initial(loop: Instruction, computation: Computation, counter: Instruction) -> int | None:
+    """Return the value that a loop's counter starts from, where it is a constant."""
+    index = re.search(r"index=(\d+)", counter.attributes)
+    start = computation.by_name[loop.operands[0]]
+    if index is None or start.opcode != "tuple":
+        return None
+    value = computation.by_name[start.operands[int(index[1])]]
+    while value.opcode in ("copy", "bitcast"):
+        value = computation.by_name[value.operands[0]]
+    return int(value.argument) if value.opcode == "constant" else None
+
+
+def kernel_names(module: Module, computation: str) -> set[str]:
+    """Return the names of all Pallas kernels that a computation may run."""
+    names = set()
+    for instruction in module.computations[computation].instructions:
+        if instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes:
+            names.add(instruction.stem)
+        for attribute in ("calls", "body", "branch_computations", "true_computation", "false_computation", "to_apply"):
+            for called in instruction.called(attribute):
+                names |= kernel_names(module, called)
+    return names

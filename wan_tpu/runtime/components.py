@@ -1,0 +1,233 @@
+"""Read a checkpoint's components: torch modules without weights, and their weights on a mesh."""
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import accelerate
+import jax
+import ml_dtypes
+import numpy as np
+import safetensors
+import torch
+from jax.sharding import Mesh, NamedSharding
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError
+from wan_tpu.runtime.bridge import Params, scan_blocks
+from wan_tpu.runtime.mesh import Rule, replicated, weight_spec
+from wan_tpu.runtime.program import place
+from wan_tpu.runtime.weights import Stored, read_weight
+
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclass(frozen=True)
+class Component:
+    """How one torch module of a checkpoint is built, adapted and laid out.
+
+    folder    of the checkpoint
+    build     makes the module as diffusers or transformers define it
+    adapt     changes it before use: replaces pieces, drops parts that this component doesn't run
+    scanned   paths of block lists to stack and scan
+    rules     sharding of every weight that is left after `adapt`
+    float32   name parts (between dots) of weights that stay in float32 whatever the dtype
+    renames   (pattern, replacement) applied to the names in the files
+    changes   (pattern, function) applied to the values of weights whose whole name matches, as they are read
+    """
+
+    folder: str
+    build: Callable[[], torch.nn.Module]
+    adapt: Callable[[torch.nn.Module, Mesh], None]
+    scanned: tuple[str, ...]
+    rules: tuple[Rule, ...]
+    float32: tuple[str, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
+    changes: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A component ready to run: a module on the meta device and its weights on the mesh."""
+
+    module: torch.nn.Module
+    params: Params
+
+
+def load_component(checkpoint: Checkpoint, component: Component, dtype: str, mesh: Mesh) -> Loaded:
+    """Build a component and fill it from its safetensors files, on `mesh`, in `dtype`.
+
+    Host memory holds one weight at a time (one stacked weight of a scanned block list) beside what is on the
+    devices. Raises `CheckpointError` naming the tensors that are missing, too many, of a wrong shape or cut off,
+    before any of them is read.
+    """
+    module, stored = check_component(checkpoint, component)
+    component.adapt(module, mesh)
+    params = {}
+    for name, weight in _weights(module, _scan(module, component.scanned), component, dtype, mesh):
+        if isinstance(weight, torch.Tensor):
+            params[name] = place(weight.numpy(), mesh)
+            continue
+        plain, depth = weight.plain, weight.depth
+        parts = [stored[name]] if depth is None else [stored[plain.replace("*", str(i), 1)] for i in range(depth)]
+        change = next((change for pattern, change in component.changes if re.fullmatch(pattern, plain)), None)
+        given = weight.shape, weight.kind, weight.sharding
+        params[name] = read_weight(parts, change, *given, stacked=depth is not None)
+    return Loaded(module, params)
+
+
+def check_component(checkpoint: Checkpoint, component: Component) -> tuple[torch.nn.Module, dict[str, Stored]]:
+    """Build a component and compare it with the headers of its files; return the module and where its tensors lie.
+
+    Raises `CheckpointError` naming the tensors that are missing, too many, of a wrong shape or cut off.
+    """
+    try:
+        module = _build(component)
+    except Exception as error:  # whatever a constructor makes of a damaged config.json
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        raise CheckpointError(
+            f"{checkpoint.source}/{component.folder}/config.json describes no such model ({reason}); fetch it again"
+        ) from error
+    stored = _index(checkpoint.path(component.folder), component)
+    _check(module, stored, component, checkpoint)
+    return module, stored
+
+
+def abstract_component(component: Component, dtype: str, mesh: Mesh) -> Loaded:
+    """Build a component with shapes and shardings in place of weights, to compile it without a checkpoint."""
+    module = _build(component)
+    component.adapt(module, mesh)
+    params: dict[str, Any] = {}
+    for name, weight in _weights(module, _scan(module, component.scanned), component, dtype, mesh):
+        if isinstance(weight, torch.Tensor):
+            weight = _Weight(name, None, tuple(weight.shape), weight.numpy().dtype, replicated(mesh))
+        params[name] = jax.ShapeDtypeStruct(weight.shape, weight.kind, sharding=weight.sharding)
+    return Loaded(module, params)
+
+
+_building = threading.Lock()  # accelerate patches torch.nn.Module while a module is built
+
+
+def _build(component: Component) -> torch.nn.Module:
+    # Parameters go to the meta device; tables that a module computes for itself (RoPE) stay real.
+    with _building, accelerate.init_empty_weights(include_buffers=False):
+        module = component.build().eval().requires_grad_(False)
+    for alias, name in _tied(module).items():
+        parent, _, leaf = alias.rpartition(".")
+        module.get_submodule(parent).register_parameter(leaf, module.get_parameter(name))
+    return module
+
+
+def _tied(module: torch.nn.Module) -> dict[str, str]:
+    """Return which parameters share the values of which other ones, as transformers declares it."""
+    return getattr(module, "_tied_weights_keys", None) or {}
+
+
+def _index(folder: Path, component: Component) -> dict[str, Stored]:
+    """Return every tensor in a folder by the name the module uses, from the files' headers alone."""
+    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    if indexes:
+        try:
+            names = sorted(set(json.loads(indexes[0].read_text())["weight_map"].values()))
+            files = [folder / name for name in names]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{indexes[0]} is damaged ({error!r}); fetch it again") from None
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{folder} holds no .safetensors file; other formats are not read: "
+            "save the model again with save_pretrained(safe_serialization=True)"
+        )
+    stored = {}
+    for file in files:
+        for name, shape in _header(file):
+            renamed = name
+            for pattern, replacement in component.renames:
+                renamed = re.sub(pattern, replacement, renamed)
+            stored[renamed] = Stored(file, name, shape)
+    return stored
+
+
+def _header(file: Path) -> list[tuple[str, tuple[int, ...]]]:
+    try:
+        with safetensors.safe_open(file, framework="numpy") as opened:
+            return [(name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()]  # noqa: SIM118
+    except OSError:
+        raise CheckpointError(f"{file} is missing or can't be read; fetch the checkpoint again") from None
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{file} is damaged or cut off ({error}); fetch it again") from None
+
+
+def _check(module: torch.nn.Module, stored: dict[str, Stored], component: Component, checkpoint: Checkpoint) -> None:
+    """Refuse a component whose files don't hold exactly the module's tensors."""
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
+    ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    tied = _tied(module)  # stored under either name, or both
+    for alias, name in tied.items():
+        if name not in stored and alias in stored:
+            stored[name] = stored[alias]
+    missing = [name for name in expected if name not in stored and name not in tied]
+    extra = [
+        name
+        for name in stored
+        if name not in expected and name not in tied and not any(re.search(p, name) for p in ignored)
+    ]
+    wrong = [
+        f"{name} {list(stored[name].shape)} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    for problem, names in (("lacks", missing), ("has unknown", extra), ("has the wrong shape of", wrong)):
+        if names:
+            listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise CheckpointError(
+                f"{checkpoint.source}/{component.folder} {problem} {listed}; "
+                "the files don't belong to this config.json: fetch the checkpoint again"
+            )
+
+
+def _scan(module: torch.nn.Module, paths: Sequence[str]) -> dict[str, int]:
+    """Stack the block lists at `paths` whose blocks are equal; return how deep each is."""
+    depths = {path: scan_blocks(module, path) for path in paths}
+    return {path: depth for path, depth in depths.items() if depth is not None}
+
+
+def _plain_name(name: str, depths: dict[str, int]) -> tuple[str, int | None]:
+    """Return the name within one block ("blocks.*.ffn...") and the depth of its stack, if it is stacked."""
+    for path, depth in depths.items():
+        if name.startswith(f"{path}.template."):
+            return f"{path}.*.{name.removeprefix(f'{path}.template.')}", depth
+    return name, None
+
+
+class _Weight(NamedTuple):
+    """A weight as the mesh holds it; plain and depth as `_plain_name` returns them."""
+
+    plain: str
+    depth: int | None
+    shape: tuple[int, ...]
+    kind: np.dtype
+    sharding: NamedSharding
+
+
+def _weights(
+    module: torch.nn.Module, depths: dict[str, int], component: Component, dtype: str, mesh: Mesh
+) -> Iterator[tuple[str, _Weight | torch.Tensor]]:
+    """Yield what `functional_call` needs by name: weights, and the tables that the module made for itself.
+
+    Non-persistent buffers are included, tied duplicates left out.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not tensor.is_meta:
+            yield name, tensor
+            continue
+        plain, depth = _plain_name(name, depths)
+        exact = not set(component.float32).isdisjoint(plain.split("."))
+        spec = weight_spec(mesh, component.rules, plain, tensor.shape, stacked=depth is not None)
+        shape = tuple(tensor.shape) if depth is None else (depth, *tensor.shape)
+        yield name, _Weight(plain, depth, shape, DTYPES["float32" if exact else dtype], NamedSharding(mesh, spec))

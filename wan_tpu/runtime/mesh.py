@@ -1,0 +1,176 @@
+"""The device mesh and how arrays lie on it.
+
+Axes: 'dp' (guidance branches), 'sp' and 'tp' (tokens and weights; during self-attention 'tp' splits heads instead).
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from wan_tpu.errors import MeshError
+
+AXES = ("dp", "sp", "tp")
+SHARDS = ("sp", "tp")  # what splits the tokens of one branch, and each large weight
+
+
+class MeshShape(NamedTuple):
+    """How many devices lie along each axis."""
+
+    dp: int
+    sp: int
+    tp: int
+
+
+MeshLike = Mesh | Sequence[int | None] | Mapping[str, int] | None
+
+
+def make_mesh(shape: MeshLike, *, heads: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Return a mesh ('dp', 'sp', 'tp') over `devices` (all, when left out).
+
+    shape  (dp, sp, tp), {"dp": ..., ...}, or a finished mesh with these axes; what is None or left out takes the
+           default of `fill_shape`
+
+    A 'tp' that doesn't divide `heads` keeps what does, the rest goes to 'sp': 16 with 40 heads become 2 x 8.
+    Raises `MeshError` when the shape asks for more devices than there are.
+    """
+    # Mesh(...) keeps the axes automatic: XLA propagates shardings from the annotations of weights and tokens.
+    if isinstance(shape, Mesh):
+        if shape.axis_names != AXES:
+            raise MeshError(f"the mesh has axes {shape.axis_names}; it needs {AXES}, of size 1 where unused")
+        return _mesh(shape.devices.flat, MeshShape(*(shape.shape[axis] for axis in AXES)), heads)
+    if isinstance(shape, Mapping):
+        if not set(shape) <= set(AXES):
+            raise MeshError(f"the mesh names axes {sorted(shape)}; allowed are {', '.join(AXES)}")
+        shape = [shape.get(axis) for axis in AXES]
+    given = _all_devices() if devices is None else list(devices)
+    filled = fill_shape((None, None, None) if shape is None else shape, len(given), heads)
+    mesh = _mesh(given[: math.prod(filled)], filled, heads)
+    if devices is None:
+        _check_processes(mesh, len(given))
+    return mesh
+
+
+def _mesh(devices: Iterable[jax.Device], shape: MeshShape, heads: int) -> Mesh:
+    tp = math.gcd(shape.tp, heads)
+    return Mesh(np.array(list(devices)).reshape(shape.dp, shape.sp * shape.tp // tp, tp), AXES)
+
+
+def _check_processes(mesh: Mesh, devices: int) -> None:
+    """Refuse a mesh that leaves a process without a device: it could take no part in the programs."""
+    idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
+    if idle:
+        raise MeshError(
+            f"mesh {tuple(mesh.shape.values())} leaves {len(idle)} of {jax.process_count()} hosts without a device; "
+            f"take all {devices} devices of the slice, or a slice of one host"
+        )
+
+
+def _all_devices() -> list[jax.Device]:
+    try:
+        return jax.devices()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise MeshError(
+            f"JAX finds no device ({reason}); set JAX_PLATFORMS=cpu, or install .[tpu] or .[cuda]"
+        ) from None
+
+
+def fill_shape(shape: Sequence[int | None], devices: int, heads: int) -> MeshShape:
+    """Return (dp, sp, tp) with a default for every axis that is None, at most `devices` in all.
+
+    dp 2 when the free devices are even in number (guidance runs two branches), tp as many of the rest as divide
+    `heads`, sp what remains.
+    """
+    sizes = tuple(shape) if isinstance(shape, Sequence) else ()
+    if len(sizes) != 3 or any(n is not None and (type(n) is not int or n < 1) for n in sizes):
+        raise MeshError(f"mesh {shape!r} is not (dp, sp, tp) with three positive integers")
+    dp, sp, tp = sizes
+    if dp is None:
+        free = devices // ((sp or 1) * (tp or 1))
+        dp = 2 if free > 0 and free % 2 == 0 else 1
+    if tp is None:
+        tp = math.gcd(max(1, devices // (dp * (sp or 1))), heads)
+    if sp is None:
+        sp = max(1, devices // (dp * tp))
+    if dp * sp * tp > devices:
+        raise MeshError(f"mesh ({dp}, {sp}, {tp}) needs {dp * sp * tp} devices, there are {devices}; lower one axis")
+    return MeshShape(dp, sp, tp)
+
+
+class Rule(NamedTuple):
+    """Where the weights whose name matches `pattern` (fully) lie: mesh axes, or None, for each dimension."""
+
+    pattern: str
+    spec: tuple[str | tuple[str, ...] | None, ...]
+
+
+def weight_spec(mesh: Mesh, rules: Sequence[Rule], name: str, shape: Sequence[int], *, stacked: bool) -> P:
+    """Return how one weight is split.
+
+    name, shape  as in the checkpoint; `stacked` adds an unsharded leading axis over the scanned blocks
+
+    A dimension that its axes don't divide is replicated. Raises `MeshError` unless exactly one rule matches.
+    """
+    matching = [rule for rule in rules if re.fullmatch(rule.pattern, name)]
+    if len(matching) != 1:
+        raise MeshError(f"weight {name} matches {len(matching)} sharding rules, it must be exactly one")
+    axes = [
+        axis if axis is not None and shape[i] % axis_size(mesh, axis) == 0 else None
+        for i, axis in enumerate(matching[0].spec)
+    ]
+    return P(*([None] if stacked else []), *axes)
+
+
+def axis_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
+    """Return over how many devices an axis, or several together, spread."""
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Return the sharding that puts a whole copy on every device."""
+    return NamedSharding(mesh, P())
+
+
+def placed(sharding: Any) -> str:
+    """Name how an array lies on the mesh: P("tp") and P("tp", None) are the same, axes of size 1 are none."""
+    if not isinstance(sharding, NamedSharding):
+        return str(sharding)
+    sizes = sharding.mesh.shape
+    named = [axes if isinstance(axes, tuple) else (axes,) for axes in sharding.spec]
+    kept = [tuple(axis for axis in axes if axis is not None and sizes[axis] > 1) for axes in named]
+    while kept and not kept[-1]:
+        kept.pop()
+    return str(kept)
+
+
+class TokenLayout(NamedTuple):
+    """How the tokens of all guidance branches, [B, L, C], lie on a mesh.
+
+    branch_axis  'dp', or None: every device has a part of every branch
+    token_axes   the axes that split L, slowest first, 'tp' last
+    padded       L rounded up so that every device has as many tokens, in whole hardware tiles
+    """
+
+    branch_axis: str | None
+    token_axes: tuple[str, ...]
+    padded: int
+
+    @property
+    def spec(self) -> P:
+        """For arrays [B, L, ...]."""
+        return P(self.branch_axis, self.token_axes)
+
+
+def token_layout(mesh: Mesh, branches: int, tokens: int) -> TokenLayout:
+    """Return where `tokens` tokens of `branches` branches go: 'dp' splits branches, or tokens if they are too few."""
+    split = branches % mesh.shape["dp"] == 0
+    axes = SHARDS if split else AXES
+    # 128: a bfloat16 tile has 16 rows, and 8 of them make the blocks of all kernels come out whole more often.
+    unit = axis_size(mesh, axes) * (128 if mesh.devices.flat[0].platform == "tpu" else 1)
+    return TokenLayout("dp" if split else None, axes, -(-tokens // unit) * unit)

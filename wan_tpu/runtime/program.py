@@ -1,0 +1,151 @@
+"""Compiled programs, with their compile time kept apart from their run time."""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from wan_tpu.errors import DoesNotFit
+from wan_tpu.runtime.mesh import placed, replicated
+
+# Off by default in libtpu: the exchange of q is then sent while k is projected, and so on.
+TPU_OPTIONS: dict[str, str | bool] = {"xla_tpu_enable_async_all_to_all": "true"}
+
+GIB = 2**30
+
+_tracing = threading.Lock()  # a module's weights are swapped while it is traced: one thread at a time
+
+
+class ExecutableStore(Protocol):
+    """Where compiled programs are kept: `wan_tpu.aot.executables.Executables`."""
+
+    def get(self, name: str, args: Any, mesh: Mesh, build: Callable[[], Any]) -> Any:
+        """Return the executable of a program for arguments like these; `build` is called when none is stored."""
+
+
+class Program:
+    """A jitted function over one mesh that times its own compilations.
+
+    Recompiles for: new array shapes, dtypes or shardings, and nothing else (numbers are passed as arrays).
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        mesh: Mesh,
+        *,
+        exact: bool,
+        results: Any = None,
+        name: str = "",
+        executables: ExecutableStore | None = None,
+    ) -> None:
+        """exact: multiply float32 in float32; TPUs and GPUs otherwise take bfloat16 or TF32 passes.
+
+        results      shardings, or formats, of what is returned, where they matter (a tree, or its beginning)
+        executables  where compiled programs are looked for, under `name`, before one is compiled
+        """
+        self.function = function
+        self._jit = jax.jit(function, out_shardings=results)
+        self._mesh = mesh
+        self._options = TPU_OPTIONS if mesh.devices.flat[0].platform == "tpu" else None
+        self._precision = "highest" if exact else "default"
+        self._name = name
+        self._executables = executables
+        self._compiled: dict[Any, Any] = {}
+        self._known: dict[Any, Any] = {}  # the same by shardings as they are spelt, which is quicker to look up
+        self.compile_s = 0.0  # summed over all compilations
+
+    def __call__(self, *args: Any) -> Any:
+        """Run; array leaves must be on the mesh (`place`). Raises `DoesNotFit`, on a TPU perhaps only in `fetch`."""
+        compiled = self.compile(*args)
+        with _memory(self._name, args):
+            return compiled(*args)
+
+    def compile(self, *args: Any) -> Any:
+        """Return the executable for arguments (arrays, or shapes with shardings) like these; raises `DoesNotFit`."""
+        leaves, tree = jax.tree.flatten(args)
+        spelt = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
+        with _tracing:
+            if spelt not in self._known:
+                # Results come back with axes of size 1 left out of their shardings: nothing to compile anew for.
+                key = (tree, tuple((leaf.shape, leaf.dtype, placed(leaf.sharding)) for leaf in leaves))
+                if key not in self._compiled:
+                    self._compiled[key] = self._get(args)
+                self._known[spelt] = self._compiled[key]
+            return self._known[spelt]
+
+    def _get(self, args: tuple[Any, ...]) -> Any:
+        if self._executables is None:
+            return self._build(args)
+        name = f"{self._name}, {self._precision} precision"
+        return self._executables.get(name, args, self._mesh, lambda: self._build(args))
+
+    def _build(self, args: tuple[Any, ...]) -> Any:
+        start = time.perf_counter()
+        with jax.default_matmul_precision(self._precision), jax.set_mesh(self._mesh), _memory(self._name, args):
+            compiled = self._jit.lower(*args).compile(compiler_options=self._options)
+        self.compile_s += time.perf_counter() - start
+        return compiled
+
+
+def fetch(result: jax.Array, name: str) -> np.ndarray:
+    """Wait for a result of the program called `name`, whole on every device, and copy it to the host.
+
+    Raises `DoesNotFit` when a device had no room for what computes it.
+    """
+    with _memory(name):
+        return np.asarray(result)
+
+
+@contextmanager
+def _memory(name: str, args: tuple[Any, ...] = ()) -> Iterator[None]:
+    """Raise `DoesNotFit` for what a compiler or a device refuses for memory; args: what a program is given."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        message = str(error)
+        if not message.startswith("RESOURCE_EXHAUSTED"):  # JAX has one class for all that a compiler or device says
+            raise
+        # The first argument is the weights, where there are several.
+        of = "".join(f" of {x.dtype} {list(x.shape)}" for x in jax.tree.leaves(args[1:] or args)[:1])
+        needed, available = _sizes(message)
+        if needed is None or available is None:
+            reason = f"needs more memory than a device has: {message.splitlines()[0]}"
+        else:
+            reason = f"needs {needed / GIB:.1f} GiB a device of {available / GIB:.1f}"
+        raise DoesNotFit(f"{name}{of} {reason}", needed, available) from error
+
+
+def _sizes(message: str) -> tuple[int | None, int | None]:
+    """Read how much memory a program needs on a device, and how much there is, from the TPU compiler's refusal.
+
+    "... the total memory required for HLO temporaries (64.00G) exceeds available HBM (31.24G)": arguments and results
+    are in that figure. Of kernels' VMEM it says "Used 20.1M of 16.0M vmem", which is no matter of HBM.
+    """
+    found = re.search(r"\(([\d.]+)([GMK])\) exceeds available HBM \(([\d.]+)([GMK])\)", message)
+    if not found:
+        return None, None
+    unit = {"G": GIB, "M": 2**20, "K": 2**10}
+    return int(float(found[1]) * unit[found[2]]), int(float(found[3]) * unit[found[4]])
+
+
+def place(tree: Any, mesh: Mesh) -> Any:
+    """Copy host arrays (and numbers) to every device of `mesh`; on several processes, each gives the same values.
+
+    No collective: any thread may call it while a program runs. On CPU an array may go on using the host's memory.
+    """
+    whole = replicated(mesh)
+    if whole.is_fully_addressable:
+        return jax.device_put(tree, whole)
+
+    def copy(value: Any) -> jax.Array:  # device_put would compare the processes' values first, by a collective
+        array = np.asarray(value)
+        return jax.make_array_from_callback(array.shape, whole, lambda _: array, array.dtype)
+
+    return jax.tree.map(copy, tree)

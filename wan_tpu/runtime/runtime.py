@@ -1,0 +1,89 @@
+"""A model on devices: its weights, loaded when a stage first needs them, and its compiled programs."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
+
+from jax.sharding import Mesh
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.runtime.components import Component, Loaded, check_component, load_component
+from wan_tpu.runtime.program import ExecutableStore, Program
+
+
+class HasComponents(Protocol):
+    """What a runtime needs of a model; stages need more."""
+
+    checkpoint: Checkpoint | None
+
+    @property
+    def components(self) -> dict[str, Component]:
+        """Every component by the name of the work it does."""
+
+
+M = TypeVar("M", bound=HasComponents)
+
+
+class Runtime(Generic[M]):
+    """Weights and programs of one model on one mesh.
+
+    load_s    seconds spent reading weights, by component
+    programs  compiled programs by name; each knows the seconds its compilations took
+    """
+
+    def __init__(
+        self, model: M, mesh: Mesh, dtype: str, *, keep_weights: bool, executables: ExecutableStore | None = None
+    ) -> None:
+        """keep_weights: keep a component's weights after its stage (a server), or free them (one request).
+
+        executables  where compiled programs are looked for before they are compiled
+        """
+        self.model = model
+        self.mesh = mesh
+        self.dtype = dtype
+        self.load_s: dict[str, float] = {}
+        self._keep_weights = keep_weights
+        self._executables = executables
+        self._components: dict[str, Loaded] = {}
+        self._checked: set[str] = set()
+        self._loading = threading.Lock()
+        self.programs: dict[str, Program] = {}
+
+    def component(self, name: str) -> Loaded:
+        """Return a component, read from the checkpoint if it isn't on the devices."""
+        with self._loading:
+            if name not in self._components:
+                assert self.model.checkpoint is not None
+                start = time.perf_counter()
+                loaded = load_component(self.model.checkpoint, self.model.components[name], self.dtype, self.mesh)
+                self._components[name] = loaded
+                self.load_s[name] = self.load_s.get(name, 0.0) + time.perf_counter() - start
+            return self._components[name]
+
+    def check(self, names: Iterable[str]) -> None:
+        """Compare the headers of components' files with their modules, once; raises `CheckpointError`."""
+        with self._loading:
+            for name in set(names) - self._checked:
+                assert self.model.checkpoint is not None
+                check_component(self.model.checkpoint, self.model.components[name])
+                self._checked.add(name)
+
+    def done_with(self, name: str) -> None:
+        """Free a component's weights, unless they are kept. Programs stay: they hold no weights."""
+        if not self._keep_weights:
+            self._components.pop(name, None)
+
+    def program(self, name: str, function: Callable[..., Any], results: Any = None) -> Program:
+        """Return the program of this name, made from `function` the first time."""
+        if name not in self.programs:
+            exact = self.dtype == "float32"
+            self.programs[name] = Program(
+                function, self.mesh, exact=exact, results=results, name=name, executables=self._executables
+            )
+        return self.programs[name]
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds spent compiling so far, over all programs."""
+        return sum(program.compile_s for program in list(self.programs.values()))  # others may add some meanwhile

@@ -1,0 +1,135 @@
+"""What a model can make, and what a request asks of which stage: known from its configuration. No JAX, no torch.
+
+Every process opens a spec (`wan_tpu.families.open_spec`) or is given one: commands, drivers, ingresses, workers. A
+family says how its models differ (`families/<name>/spec.py`); what all of them share is here.
+"""
+
+import abc
+import dataclasses
+from dataclasses import dataclass
+
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.request import Defaults, GenerationRequest, ResolvedRequest
+
+ENCODER, DECODER = "encoder", "decoder"  # the first and the last stage of every model; between them it denoises
+
+
+@dataclass(frozen=True)
+class Expert:
+    """A stretch of steps and the stage that runs it; `stop` is the first step after it."""
+
+    stage: str
+    start: int
+    stop: int
+    guidance: float
+
+    @property
+    def guided(self) -> bool:
+        """Whether it runs two branches: the prompt's and the negative prompt's."""
+        return self.guidance > 1
+
+
+@dataclass(frozen=True)
+class RequestPlan:
+    """What a request takes, stage by stage: all that its driver needs to know.
+
+    request  with nothing left open
+    prompts  to encode: the prompt and, under guidance, the negative prompt
+    experts  which stage runs which steps, in order; one with no step left out
+    shapes   by stage, the name of the programs it needs; what is compiled anew for another name
+    """
+
+    request: ResolvedRequest
+    prompts: tuple[str, ...]
+    experts: tuple[Expert, ...]
+    shapes: dict[str, str]
+
+    def without_image(self) -> "RequestPlan":
+        """Return it without the image's pixels, 2.8 MB at 720p: experts and the decoder need none."""
+        return dataclasses.replace(self, request=dataclasses.replace(self.request, image=None))
+
+
+class ModelSpec(abc.ABC):
+    """A model as its configuration describes it: picklable, compared by value.
+
+    name        of the published model, or what it is called when it is none of these
+    tasks       which of "t2v" (text to video) and "i2v" (image and text to video) it does
+    components  stage -> names of the components that it runs, in the order in which a request passes the stages
+    defaults    its published sampling settings
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    components: dict[str, tuple[str, ...]]
+    defaults: Defaults
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """All stages, in the order in which a request passes them."""
+        return tuple(self.components)
+
+    @property
+    def denoise_stages(self) -> tuple[str, ...]:
+        """The stages between encoder and decoder."""
+        return self.stages[1:-1]
+
+    @property
+    @abc.abstractmethod
+    def size_multiple(self) -> int:
+        """What heights and widths are multiples of, pixels."""
+
+    @abc.abstractmethod
+    def check_size(self, request: ResolvedRequest) -> None:
+        """Raise `InvalidRequest`, with the nearest that works, when the model can't make videos of that size."""
+
+    @abc.abstractmethod
+    def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
+        """Return [1, C, T, H, W] of a request's latents."""
+
+    @abc.abstractmethod
+    def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
+        """Return which stage runs which steps, in order; those with no step are left out."""
+
+    def check(self, request: ResolvedRequest) -> None:
+        """Raise `InvalidRequest` when this model can't make what a (resolved) request asks for."""
+        if request.task not in self.tasks:
+            does = f"this checkpoint ({self.name}) does {' and '.join(self.tasks)} only"
+            if request.image is None:
+                raise InvalidRequest(f"image is missing, and {does}; give one", "image")
+            raise InvalidRequest(f"image was given, but {does}; leave it out, or use an I2V checkpoint", "image")
+        self.check_size(request)
+
+    def plan(self, request: GenerationRequest) -> RequestPlan:
+        """Return what a request takes of this model; raises `InvalidRequest` when the model can't make it."""
+        resolved = request.resolve(self.defaults)
+        self.check(resolved)
+        shapes = self.shapes(resolved, image=resolved.image is not None)
+        return RequestPlan(resolved, self.prompts(resolved), self.experts(resolved), shapes)
+
+    def expert_at(self, request: ResolvedRequest, step: int) -> Expert:
+        """Return the expert that runs the step after `step` are done; raises `InvalidRequest` after the last one."""
+        for expert in self.experts(request):
+            if expert.start <= step < expert.stop:
+                return expert
+        raise InvalidRequest(f"all {request.steps} steps of the request are done; collect its latents and decode them")
+
+    def guided(self, request: ResolvedRequest) -> bool:
+        """Whether any expert uses guidance, so that the negative prompt is needed."""
+        return request.guidance_scale > 1 or (len(self.denoise_stages) > 1 and request.guidance_scale_2 > 1)
+
+    def prompts(self, request: ResolvedRequest) -> tuple[str, ...]:
+        """Return the texts whose embeddings a request needs: the prompt and, under guidance, the negative prompt."""
+        return (request.prompt, request.negative_prompt) if self.guided(request) else (request.prompt,)
+
+    def shapes(self, request: ResolvedRequest, *, image: bool) -> dict[str, str]:
+        """Name, by stage, the set of programs that a resolved request needs.
+
+        image  whether the request has one; experts may hold a request without its pixels
+        """
+        size = f"{request.height}x{request.width}"
+        task = "i2v" if image else "t2v"
+        found = {ENCODER: f"{ENCODER} {size}" if image else f"{ENCODER} text"}
+        for expert in self.experts(request):
+            branches = 2 if expert.guided else 1
+            found[expert.stage] = f"{expert.stage} {size}x{request.frames} {task} {branches} {request.solver}"
+        return found | {DECODER: f"{DECODER} {size}"}
