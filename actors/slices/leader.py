@@ -71,7 +71,6 @@ class SliceLeader:
                 self._hosts.call(
                     "warm_up", request, on_progress=lambda progress: self._report("compiling", _shown(progress))
                 )
-            self._hosts.call("compile_s", group="side")  # from here on it is a request that waits for a compiler
         except Exception as error:
             cause = error.__cause__ if isinstance(error, CallFailed) else error
             refused = isinstance(cause, InvalidInput)  # what would be refused again
@@ -144,13 +143,12 @@ class SliceLeader:
                         if self._scheduler.must_pause(admission):
                             await self._pause(admission, held, name, key, scope)
                         async with self._scheduler.device:
-                            start = time.time()
-                            begins = expert is None or done >= expert.stop
-                            if begins:
-                                expert = (await self._slice.call("begin", held)).value
-                            done = (await self._slice.call("step", held)).value
-                        assert expert is not None
-                        for span in await self._computed(key, expert.stage, start, done, may_have_compiled=begins):
+                            start, before_s = time.time(), 0.0
+                            if expert is None or done >= expert.stop:
+                                before_s, expert = (await self._slice.call("begin", held)).value
+                            compile_s, done = (await self._slice.call("step", held)).value
+                            spans = self._computed(key, expert.stage, start, before_s + compile_s, done)
+                        for span in spans:
                             yield span
                         if self._drain.too_late_for((last - done) * span.seconds):
                             raise await self._moved(held, name, key)
@@ -255,25 +253,25 @@ class SliceLeader:
     async def _compute(
         self, key: str, stage: str, scope: RequestScope, method: str, *args: Any
     ) -> AsyncIterator[Event]:
-        """Keep the devices for one call of the workers, whose value is warnings; others' steps go on after it."""
+        """Keep the devices for one call of the workers; others' steps go on after it."""
         async with self._scheduler.device:
             self._drain.check()
             with self._working(key, stage):
                 start = time.time()
-                warnings, ref = await self._slice.call(method, *args)
-                spans = await self._computed(key, stage, start)
+                (compile_s, warnings), ref = await self._slice.call(method, *args)
+                spans = self._computed(key, stage, start, compile_s)
         for span in spans:
             yield span
-        yield StageResult(await scope.put(ref), warnings=tuple(warnings or ()))
+        yield StageResult(await scope.put(ref), warnings=tuple(warnings))
 
-    async def _computed(
-        self, key: str, stage: str, start_s: float, step: int | None = None, *, may_have_compiled: bool = True
-    ) -> list[Span]:
+    def _computed(self, key: str, stage: str, start_s: float, compile_s: float, step: int | None = None) -> list[Span]:
         """Return what the slice has done since then: compiled, which comes first or nearly so, and computed."""
-        compiled_s = start_s + ((await self._slice.side("compile_s")).value if may_have_compiled else 0.0)
-        spans = [self._span(key, stage, "compute", compiled_s, step)]
-        if compiled_s > start_s:
-            spans.insert(0, dataclasses.replace(spans[0], what="compile", start_s=start_s, end_s=compiled_s, step=None))
+        spans = [self._span(key, stage, "compute", start_s + compile_s, step)]
+        if compile_s:
+            compiled = dataclasses.replace(
+                spans[0], what="compile", start_s=start_s, end_s=start_s + compile_s, step=None
+            )
+            spans.insert(0, compiled)
         return spans
 
     @contextlib.contextmanager

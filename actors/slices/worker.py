@@ -1,9 +1,10 @@
 """What runs on every host of a slice: the weights and programs of a pool's stages, driven a piece at a time.
 
 Methods are of two kinds. In lockstep: every host runs them with the same arguments in the same order, because the
-programs they call exchange data between hosts. On the side: they only copy between host and devices, so a second
-thread may run them while a step computes. A request that can't be run (`InvalidRequest`), has no room (`DoesNotFit`) or
-gives NaN (`UnhealthyResult`) raises the same error on every host, and the host goes on with the next.
+programs they call exchange data between hosts; they tell how many seconds they spent compiling. On the side: they only
+copy between host and devices, so a second thread may run them while a step computes. A request that can't be run
+(`InvalidRequest`), has no room (`DoesNotFit`) or gives NaN (`UnhealthyResult`) raises the same error on every host, and
+the host goes on with the next.
 
 A request has a key, the caller's name for it, under which its inputs and its state are held on the devices.
 """
@@ -91,7 +92,6 @@ class StageWorker:
         self._first = jax.process_index() == 0
         self._work: dict[str, _Encoding | _Denoising | _Decoding] = {}
         self._fitting: set[tuple[int, int, int]] = set()  # height, width, frames that have run or been compiled here
-        self._compile_s = 0.0  # that had been spent compiling when it was last asked for
 
     # ---- in lockstep
 
@@ -127,37 +127,40 @@ class StageWorker:
         return seconds
 
     def encode_text(self, prompt: str) -> Output:
-        """Encode one prompt: (warnings, `TextEmbedding`). Its bits depend on prompt, model, dtype and mesh alone."""
+        """Encode one prompt: ((compile_s, warnings), `TextEmbedding`).
+
+        The embedding's bits depend on prompt, model, dtype and mesh alone.
+        """
         self._check_stage(ENCODER)
-        warnings: list[str] = []
+        before, warnings = self._runtime.compile_s, list[str]()
         values = stages.encode_prompt(self._runtime, prompt, warnings.append)
-        return self._output(warnings, lambda: TextEmbedding(values))
+        return self._output((self._runtime.compile_s - before, warnings), lambda: TextEmbedding(values))
 
     def encode_image(self, key: str) -> Output:
-        """Encode the image of a request that `prepare_encode` has put here: an `ImageCondition`."""
-        work = self._take(key, _Encoding)
+        """Encode the image that `prepare_encode` has put here: ((compile_s, no warnings), `ImageCondition`)."""
+        before, work = self._runtime.compile_s, self._take(key, _Encoding)
         bar = self._progress.bar(ENCODER, len(work.inputs.chunks) + (work.inputs.clip is not None))
         with self._fits(work.request):
             condition = stages.encode_image(self._runtime, work.inputs, bar)
-        return self._output(None, lambda: condition)
+        return self._output((self._runtime.compile_s - before, []), lambda: condition)
 
-    def begin(self, key: str) -> Expert:
-        """Make the text's keys for the expert that runs the next step, and return which steps it runs.
+    def begin(self, key: str) -> tuple[float, Expert]:
+        """Make the text's keys for the expert that runs the next step: (compile_s, which steps it runs).
 
         Called once an expert: a pool that hosts both is called again at the boundary, and goes on from the state here.
         """
-        work = self._get(key, _Denoising)
+        before, work = self._runtime.compile_s, self._get(key, _Denoising)
         state = _state(work)
         expert = self._spec.expert_at(work.request, state.step)
         self._check_stage(expert.stage)
         work.state, work.run = state, None  # the other expert's keys go first
         with self._fits(work.request):
             work.run = stages.ExpertRun(self._runtime, work.request, expert, work.inputs[expert.stage], state)
-        return expert
+        return self._runtime.compile_s - before, expert
 
-    def step(self, key: str) -> int:
-        """Run the next step of a request that has begun; return how many are done."""
-        work = self._get(key, _Denoising)
+    def step(self, key: str) -> tuple[float, int]:
+        """Run the next step of a request that has begun: (compile_s, how many are done)."""
+        before, work = self._runtime.compile_s, self._get(key, _Denoising)
         run = work.run
         if run is None or run.state.step >= run.expert.stop:
             raise InvalidRequest(f"request {key} has no step to run here; call begin, or collect what is done")
@@ -165,14 +168,14 @@ class StageWorker:
             event = run.step()
         if event.step == run.expert.stop:
             work.state, work.run = run.state, None  # its keys make room
-        return event.step
+        return self._runtime.compile_s - before, event.step
 
     def decode(self, key: str) -> Output:
-        """Decode what `prepare_decode` has put here, encoding frames as they come: an `EncodedVideo`.
+        """Decode what `prepare_decode` has put here, encoding frames as they come: as above, an `EncodedVideo`.
 
         Raises `OutputError` on every host when the first one can't write the mp4.
         """
-        work = self._take(key, _Decoding)
+        before, work = self._runtime.compile_s, self._take(key, _Decoding)
         with self._fits(work.request), Mp4(work.request.fps) as video:
             for chunk in stages.decode_chunks(self._runtime, work.frames, self._progress):
                 if self._first:  # a failure is kept to the end: the other hosts wait in the next chunk's exchange
@@ -182,7 +185,7 @@ class StageWorker:
         failure = same_everywhere(str(video.failure or ""))
         if failure:
             raise OutputError(failure)
-        return self._output(None, lambda: mp4(video.content))
+        return self._output((self._runtime.compile_s - before, []), lambda: mp4(video.content))
 
     # ---- on the side: no collective
 
@@ -262,11 +265,6 @@ class StageWorker:
     def drop(self, key: str) -> None:
         """Let go of a request, if it is here; none of its steps may be running."""
         self._work.pop(key, None)
-
-    def compile_s(self) -> float:
-        """Return the seconds spent compiling since this was last called."""
-        before, self._compile_s = self._compile_s, self._runtime.compile_s
-        return self._compile_s - before
 
     def keys(self) -> list[str]:
         """Return the requests that are held here."""

@@ -116,42 +116,42 @@ class SimulatedWorker:
         return {}
 
     def encode_text(self, prompt: str) -> Output:
-        """Wait for one prompt's seconds: (no warnings, `TextEmbedding`)."""
+        """Wait for one prompt's seconds: ((0, no warnings), `TextEmbedding`)."""
         with self._lasting(self._planned.text_s):
             values = np.full(self._planned.text, _mark(prompt), BFLOAT16)
-        return Output([], pack(TextEmbedding(values)))
+        return Output((0.0, []), pack(TextEmbedding(values)))
 
     def encode_image(self, key: str) -> Output:
-        """Wait for an image's seconds: an `ImageCondition`."""
+        """Wait for an image's seconds: ((0, no warnings), `ImageCondition`)."""
         request = self._held.pop(key).request
         with self._lasting(self._planned.image_s):
             _, channels, *rest = MODEL.latent_shape(request)
             condition = np.full((1, 4 + channels, *rest), request.seed, np.float32)
-        return Output(None, pack(ImageCondition(None, condition)))
+        return Output((0.0, []), pack(ImageCondition(None, condition)))
 
-    def begin(self, key: str) -> Expert:
-        """Return which steps are to run."""
+    def begin(self, key: str) -> tuple[float, Expert]:
+        """Return (0, which steps are to run)."""
         held = self._held[key]
         expert = MODEL.expert_at(held.request, held.step)
         if expert.stage not in self._stages:
             raise InvalidRequest(f"{expert.stage} is not hosted here ({', '.join(self._stages)})")
-        return expert
+        return 0.0, expert
 
-    def step(self, key: str) -> int:
-        """Wait for a step's seconds."""
+    def step(self, key: str) -> tuple[float, int]:
+        """Wait for a step's seconds: (0, how many are done)."""
         held = self._held[key]
         with self._lasting(self._planned.step_s):
             self.begin(key)  # refuses a step of another pool's
         held.step += 1
-        return held.step
+        return 0.0, held.step
 
     def decode(self, key: str) -> Output:
-        """Wait for a video's seconds: an `EncodedVideo`, whose bytes say that they are none."""
+        """Wait for a video's seconds: ((0, no warnings), `EncodedVideo`), whose bytes say that they are none."""
         held = self._held.pop(key)
         with self._lasting(self._planned.decode_s):
             label = simulated_video(held.request)
             content = label + b"\0" * (self._planned.mp4_bytes - len(label))
-        return Output(None, pack(mp4(content)))
+        return Output((0.0, []), pack(mp4(content)))
 
     # ---- on the side
 
@@ -203,10 +203,6 @@ class SimulatedWorker:
     def drop(self, key: str) -> None:
         """Let go of a request, if it is here."""
         self._held.pop(key, None)
-
-    def compile_s(self) -> float:
-        """Return 0: there are no programs."""
-        return 0.0
 
     def keys(self) -> list[str]:
         """Return the requests that are held here."""

@@ -149,5 +149,9 @@ def create(http, headers=None, **fields):
     return http.post("/v1/videos", json={"prompt": "a cat", **fields}, headers=headers or {})
 
 
-def done(http, job):
-    return wait_for(lambda: (v := http.get(f"/v1/videos/{job}").json())["status"] in ("completed", "failed") and v)
+def done(http, job, seconds=20.0):
+    def ended():
+        video = http.get(f"/v1/videos/{job}").json()
+        return video["status"] in ("completed", "failed") and video
+
+    return wait_for(ended, seconds, "the end of the job")

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.actors.api.serving import wait_for
+from tests.actors.api.serving import done, wait_for
 from tests.actors.on_slices.running import title
 from tests.conftest import PHOTO
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 JOB = {"num_frames": "9", "num_inference_steps": "2", "prompt": "a cat", "size": "64x64"}
 LOOPBACK = ("127.0.0.1", "::ffff:127.0.0.1")
 PARTS = ("haproxy", "HAProxyManager", "ProxyActor", "ServeController", "Ingress")
-SECONDS = 60  # for what died to be there again
+SECONDS = 60  # for what died to be there again, and for programs to be compiled
 
 
 @pytest.fixture
@@ -107,7 +107,8 @@ def test_who_hangs_up_leaves_nothing_behind(online, http, connected):
 
 def test_parts_of_a_video(online, http):
     made = http.post("/v1/videos", files={"input_reference": PHOTO.read_bytes()}, data=JOB).json()
-    wait_for(lambda: http.get(f"/v1/videos/{made['id']}").json()["status"] == "completed", SECONDS)
+    ended = done(http, made["id"], SECONDS)
+    assert ended["status"] == "completed", ended["error"]
     whole = http.get(f"/v1/videos/{made['id']}/content")
     part = http.get(f"/v1/videos/{made['id']}/content", headers={"Range": "bytes=100-199"})
     assert (part.status_code, part.content) == (206, whole.content[100:200])

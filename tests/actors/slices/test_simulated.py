@@ -39,9 +39,9 @@ def test_a_request_runs_through_and_its_video_says_what_it_is(host):
     assert [(e.stage, e.start, e.stop) for e in plan.experts] == [("denoise_high", 0, 2), ("denoise_low", 2, 4)]
     prepare(host, plan)
     for expert in plan.experts:
-        assert host.begin("k") == expert
+        assert host.begin("k") == (0, expert)
         for step in range(expert.start, expert.stop):
-            assert host.step("k") == step + 1
+            assert host.step("k") == (0, step + 1)
     done = host.collect("k").payload
     assert done.step == 4 and set(done.arrays) == {"latents"}
     host.prepare_decode("k", plan.without_image().request, done)

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -128,16 +129,32 @@ def test_a_poisoned_request_fails_alone(checkpoint):
     alone = latents("alone")
 
     begin("a")
-    assert host.step("a") == host._work["a"].run.state.step == 1
+    assert host.step("a") == (0, host._work["a"].run.state.step) == (0, 1)
     poison = unpack(host.snapshot("a").payload)
     begin("nan", pack(dataclasses.replace(poison, latents=poison.latents * np.nan)))
     with pytest.raises(UnhealthyResult, match="denoise, step 2 of 3"):
         host.step("nan")
     host.drop("nan")
-    assert [host.step("a") for _ in range(2)] == [2, 3]
+    assert [host.step("a") for _ in range(2)] == [(0, 2), (0, 3)]
     with pytest.raises(InvalidRequest, match="request a has no step to run here"):
         host.step("a")
     assert np.array_equal(latents("a"), alone)
+
+
+def test_what_one_request_compiles_is_not_told_of_the_next(checkpoint):
+    host = StageWorker(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
+    asked = GenerationRequest(prompt="a cat", height=32, width=32, frames=1, steps=2, guidance_scale=1.0)
+    request = host._spec.plan(asked).request
+    text = pack(TextEmbedding(np.zeros((1, 512, 32), np.float32)))
+    told = []
+    for key in ("cancelled", "after it"):
+        host.prepare_denoise(key, request, text)
+        start = time.perf_counter()
+        compile_s = host.begin(key)[0], host.step(key)[0]
+        told.append(compile_s)
+        assert sum(compile_s) <= time.perf_counter() - start
+        host.drop(key)
+    assert all(told[0]) and told[1] == (0, 0)
 
 
 def test_a_size_that_has_no_room_fails_alone_and_the_nearest_that_has_is_named(checkpoint):

@@ -54,9 +54,9 @@ def handed(name, payload):
 
 def begin_and_step(key, snapshots=None):
     """Run an expert's steps."""
-    expert = host.begin(key)
+    _, expert = host.begin(key)
     for _ in range(host_step(key), expert.stop):
-        done = host.step(key)
+        _, done = host.step(key)
         if snapshots is not None:
             snapshots[done] = host.snapshot(key)
     return expert
