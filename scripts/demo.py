@@ -30,6 +30,7 @@ from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.errors import ClusterError
 from cluster.layout import Layout
 from wan_tpu.cli import run
+from wan_tpu.commands.parser import Parser
 from wan_tpu.families import open_spec
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +49,7 @@ ENVIRONMENT = {
 
 def demo(argv: Sequence[str]) -> int:
     """Make cluster, pipeline and videos; end it all; return the exit code."""
+    Parser(prog="demo.py", description=__doc__).parse_args(argv)
     start = time.monotonic()
     os.environ.update(ENVIRONMENT)
     layout = Layout.load(LAYOUT)

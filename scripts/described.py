@@ -2,13 +2,15 @@
 
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from cluster.chips import GIB
 from cluster.errors import ClusterError
 from cluster.slice_spec import SliceSpec
-from wan_tpu.aot.topology import DescribedSlice, Hardware
 from wan_tpu.errors import WanTpuError
+
+if TYPE_CHECKING:
+    from wan_tpu.aot.topology import DescribedSlice
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
@@ -23,8 +25,10 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         sys.exit(130)
 
 
-def described(kind: SliceSpec) -> DescribedSlice:
+def described(kind: SliceSpec) -> "DescribedSlice":
     """Return the description of a slice of this kind."""
+    from wan_tpu.aot.topology import DescribedSlice, Hardware  # brings JAX
+
     chip = kind.chip
     sizes = [size if wraps else 0 for size, wraps in zip(kind.shape, kind.wraps, strict=True)]
     return DescribedSlice(

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own accelerators stay untouched
 
@@ -26,9 +27,10 @@ from cluster.slice_spec import SliceSpec
 from wan_tpu.errors import OutputError
 from wan_tpu.families import preset_spec
 from wan_tpu.families.wan.presets import PRESETS
-from wan_tpu.pricing.plan import STEP, Plan, Planner
-from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
 from wan_tpu.request import GenerationRequest, parse_size
+
+if TYPE_CHECKING:
+    from wan_tpu.pricing.plan import Plan
 
 PLOTS = (".png", ".svg", ".pdf")
 
@@ -36,6 +38,10 @@ PLOTS = (".png", ".svg", ".pdf")
 def main() -> int:
     """Print the plans; return 1 when a program of them doesn't fit or can't be compiled."""
     args = _arguments()
+
+    from wan_tpu.pricing.plan import STEP
+    from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
+
     if args.plot:
         _check_plot(args.plot)
     _check_cache(args.cache)
@@ -51,8 +57,10 @@ def main() -> int:
     return 1 if any(program.compiled.refused for plan in plans for program in plan.programs) else 0
 
 
-def _plans(args: argparse.Namespace) -> tuple[list[Plan], list[Plan]]:
+def _plans(args: argparse.Namespace) -> "tuple[list[Plan], list[Plan]]":
     """Return the plans asked for, and those of other meshes (the denoise step only)."""
+    from wan_tpu.pricing.plan import STEP, Planner
+
     height, width = parse_size(args.size) if args.size else (None, None)
     given = GenerationRequest(
         height=height, width=width, frames=args.frames, steps=args.steps, guidance_scale=args.guidance_scale

@@ -15,28 +15,34 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jax
 from described import described, run
-from jax.sharding import Mesh
 
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
-from wan_tpu import GenerationRequest
-from wan_tpu.aot.precompile import precompile
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import preset_spec
-from wan_tpu.families.model import open_model
-from wan_tpu.families.wan.model import WanModel
 from wan_tpu.families.wan.presets import PRESETS
-from wan_tpu.request import parse_size
-from wan_tpu.runtime.components import DTYPES
-from wan_tpu.runtime.mesh import make_mesh
+from wan_tpu.request import GenerationRequest, parse_size
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from wan_tpu.families.wan.model import WanModel
 
 
 def main() -> int:
     """Print a line for each program; return the exit code."""
     args = _arguments()
+
+    import jax
+
+    from wan_tpu.aot.precompile import precompile
+    from wan_tpu.families.model import open_model
+    from wan_tpu.families.wan.model import WanModel
+    from wan_tpu.runtime.mesh import make_mesh
+
     try:
         model = open_model(Checkpoint(args.model_id)) if args.model_id else WanModel(preset_spec(args.model))
         height, width = parse_size(args.size) if args.size else (None, None)
@@ -64,7 +70,7 @@ class _Part:
     stages: tuple[str, ...]
 
 
-def _parts(args: argparse.Namespace, model: WanModel) -> list[_Part]:
+def _parts(args: argparse.Namespace, model: "WanModel") -> list[_Part]:
     if args.layout:
         pools = Layout.load(args.layout).pools
         return [_Part(f"pool {pool.name}: ", pool.slice, pool.mesh, pool.stages) for pool in pools]
@@ -72,7 +78,7 @@ def _parts(args: argparse.Namespace, model: WanModel) -> list[_Part]:
     return [_Part("", kind, (args.dp, args.sp, args.tp), model.spec.stages)]
 
 
-def _kind(part: _Part, mesh: Mesh) -> str:
+def _kind(part: _Part, mesh: "Mesh") -> str:
     return f"{part.slice or 'this machine'} ({mesh.devices.flat[0].device_kind})"
 
 
@@ -87,7 +93,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size", help="HEIGHT*WIDTH")
     parser.add_argument("--frames", type=int)
     parser.add_argument("--guidance_scale", type=float)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     for axis in ("dp", "sp", "tp"):
         parser.add_argument(f"--{axis}", type=int)
     parser.add_argument("folder", type=Path)

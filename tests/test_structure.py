@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.cli import COMMANDS
 from tests.conftest import ROOT
 
 # Which rooms each room may import. A room is a folder below one of the four packages, with all that is in it, or a file
@@ -150,17 +151,32 @@ def test_ray_s_private_classes_are_used_in_few_files_only():
     assert users == {f"cluster/{name}.py" for name in ("authentication", "connect", "draining", "emulation/ray_nodes")}
 
 
-@pytest.mark.parametrize(
-    ("command", "absent"),
-    [("generate", {"ray"}), ("cluster", {"torch", "jax", "diffusers"})],
-)
-def test_a_command_imports_only_what_it_needs(command, absent):
-    code = f"import sys; from actors.cli import main; main([{command!r}, '--help'])"
-    listing = "import atexit, sys; atexit.register(lambda: print('modules', *sys.modules));"
-    done = subprocess.run([sys.executable, "-c", listing + code], capture_output=True, text=True, check=True, cwd=ROOT)
-    help_text, _, modules = done.stdout.rpartition("modules ")
-    assert "usage: " in help_text
-    assert not absent & set(modules.split())
+def modules_after(code, *argv):
+    """What a process prints, and the modules that it has imported when it ends."""
+    listing = "import atexit, sys; atexit.register(lambda: print('modules:', *sys.modules));"
+    command = [sys.executable, "-c", listing + code, *argv]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    printed, _, modules = done.stdout.rpartition("modules:")
+    return printed, set(modules.split())
+
+
+HELP = {name: f"import sys; from actors.cli import main; main(['{name}', '--help'])" for name in COMMANDS} | {
+    name: f"import runpy; sys.path.insert(0, 'scripts'); runpy.run_path('scripts/{name}.py', run_name='__main__')"
+    for name in ("plan", "precompile")
+}
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_help_is_there_at_once(command):
+    """Half a second: what takes longer to import is imported once the arguments are read."""
+    printed, modules = modules_after(HELP[command], "--help")
+    assert printed.startswith("usage: ")
+    assert not modules & {"diffusers", "fastapi", "jax", "matplotlib", "ray", "sqlalchemy", "torch", "transformers"}
+
+
+def test_what_runs_in_one_process_imports_no_ray():
+    _, modules = modules_after("import wan_tpu.commands.recorded, wan_tpu.commands.staged, wan_tpu.pipeline")
+    assert "torch" in modules and "ray" not in modules
 
 
 def test_models_never_name_a_kernel():

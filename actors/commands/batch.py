@@ -3,18 +3,9 @@
 import contextlib
 from collections.abc import Sequence
 
-from actors.batch.manifest import read_manifest
-from actors.batch.one_process import OneProcessEngine
-from actors.batch.run import BatchSettings, open_batch, say
 from actors.commands.arguments import add_batch_arguments
-from actors.observe.timeline import Span
-from actors.observe.timeline_picture import save
-from actors.storage.opening import open_storage
 from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser
-from wan_tpu.media.video import check_ffmpeg
-from wan_tpu.pipeline import load_pipeline
-from wan_tpu.progress import Console
 
 
 def batch(argv: Sequence[str]) -> None:
@@ -23,6 +14,17 @@ def batch(argv: Sequence[str]) -> None:
     arguments.add_model_arguments(parser)
     add_batch_arguments(parser)
     args = parser.parse_args(argv)
+
+    from actors.batch.manifest import read_manifest
+    from actors.batch.one_process import OneProcessEngine
+    from actors.batch.run import BatchSettings, open_batch, say
+    from actors.observe.timeline import Span
+    from actors.observe.timeline_picture import save
+    from actors.storage.opening import open_storage
+    from wan_tpu.media.video import check_ffmpeg
+    from wan_tpu.pipeline import load_pipeline
+    from wan_tpu.progress import Console
+
     check_ffmpeg()
     settings = BatchSettings(in_flight=args.in_flight, remake_changed=args.remake_changed, model=args.model_id)
     pipe = load_pipeline(

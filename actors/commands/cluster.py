@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actors.commands.arguments import emulated
-from cluster.drawing import draw
 from cluster.emulation.cluster import EmulatedCluster, Settings, default_folder, emulated_slices
 from cluster.errors import LayoutError
 from cluster.layout import Layout, shipped
@@ -45,7 +44,8 @@ def _up(args: argparse.Namespace) -> None:
 
 
 def _status(args: argparse.Namespace) -> None:
-    from cluster.connect import connect  # these two bring Ray
+    from cluster.connect import connect  # these bring Ray
+    from cluster.drawing import draw
     from cluster.inventory import slices_found
 
     layout, address = None, args.address

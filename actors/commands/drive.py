@@ -3,20 +3,16 @@
 import argparse
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from actors.batch.manifest import read_manifest
-from actors.batch.run import BatchReport, BatchSettings, open_batch, say
 from actors.commands.arguments import add_cluster_arguments, add_drive_arguments, join, wanted_from
 from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
-from actors.observe.status_actor import StatusActor
-from actors.observe.timeline import Span
-from actors.observe.timeline_picture import save
-from actors.pipeline.acquire import acquire_pipeline, usable
-from actors.pipeline.driver import PipelineDriver
-from actors.pipeline.status import under_way
 from actors.storage.opening import absolute, open_storage
 from wan_tpu.commands.parser import Parser
+
+if TYPE_CHECKING:
+    from actors.batch.run import BatchReport
 
 SNAPSHOTS = ".snapshots"  # in the output, of a pipeline that isn't told another place
 
@@ -27,13 +23,23 @@ def drive(argv: Sequence[str]) -> None:
     add_cluster_arguments(parser)
     add_drive_arguments(parser)
     args = parser.parse_args(argv)
+
+    from actors.batch.run import say
+
     with ended_as_by_ctrl_c(), LiveConsole() as live:
         report = _drive(args, live)
     report.check()
     say(report.text())
 
 
-def _drive(args: argparse.Namespace, live: LiveConsole) -> BatchReport:
+def _drive(args: argparse.Namespace, live: LiveConsole) -> "BatchReport":
+    from actors.batch.manifest import read_manifest
+    from actors.batch.run import BatchSettings, open_batch
+    from actors.observe.timeline import Span
+    from actors.observe.timeline_picture import save
+    from actors.pipeline.acquire import acquire_pipeline, usable
+    from actors.pipeline.driver import PipelineDriver
+
     output = open_storage(args.output)
     live.tell("joining the cluster")
     address = join(args)
@@ -63,5 +69,8 @@ def _drive(args: argparse.Namespace, live: LiveConsole) -> BatchReport:
 
 def looking(pipeline: str) -> Callable[[], str]:
     """Return what tells, whenever it is called, where requests are."""
+    from actors.observe.status_actor import StatusActor
+    from actors.pipeline.status import under_way
+
     status = StatusActor.connect(pipeline)
     return lambda: under_way(status.seen())

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actors.commands.serve_arguments import database_address
-from actors.jobs.keys import list_keys, make_key, revoke_key
-from actors.jobs.store import open_database
 from cluster.emulation.cluster import default_folder
 
 
@@ -25,6 +23,10 @@ def keys(argv: Sequence[str]) -> None:
         action.add_argument("--database", help="of the service's jobs, as of wan-tpu serve; default: in --folder")
         action.add_argument("--folder", type=Path, default=default_folder(), help="as of wan-tpu serve; %(default)s")
     args = parser.parse_args(argv)
+
+    from actors.jobs.keys import list_keys, make_key, revoke_key
+    from actors.jobs.store import open_database
+
     database = open_database(database_address(args.database, args.folder))
     if args.action == "add":
         print(make_key(database, args.name, args.per_minute))

@@ -7,7 +7,6 @@ from actors.commands.arguments import add_cluster_arguments, add_pipeline_argume
 from actors.errors import PipelineNotFound
 from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
-from actors.pipeline.deployment import about, deploy, running, shut_down
 from wan_tpu.commands.parser import Parser
 
 
@@ -29,6 +28,8 @@ def pipeline(argv: Sequence[str]) -> None:
 
 
 def _up(args: argparse.Namespace) -> None:
+    from actors.pipeline.deployment import deploy
+
     with LiveConsole() as live:
         live.tell("joining the cluster")
         wanted = wanted_from(args, join(args))
@@ -37,6 +38,8 @@ def _up(args: argparse.Namespace) -> None:
 
 
 def _down(args: argparse.Namespace) -> None:
+    from actors.pipeline.deployment import about, running, shut_down
+
     with LiveConsole() as live:
         live.tell("joining the cluster")
         join(args)

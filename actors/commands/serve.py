@@ -5,10 +5,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.api.deploy import deploy_service, take_down
 from actors.commands.arguments import described, gcs_address, join, pipeline_spec
 from actors.commands.serve_arguments import NONE, serve_parser, service_settings
-from actors.commands.serve_config import config
 from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
 from wan_tpu.commands.parser import Parser
@@ -48,6 +46,8 @@ def _parser() -> Parser:
 
 
 def _up(args: argparse.Namespace) -> None:
+    from actors.api.deploy import deploy_service
+
     with LiveConsole() as live:
         live.tell("joining the cluster")
         layout, settings = described(args, gcs_address(args))
@@ -60,6 +60,8 @@ def _up(args: argparse.Namespace) -> None:
 
 
 def _down(args: argparse.Namespace) -> None:
+    from actors.api.deploy import take_down
+
     with LiveConsole() as live:
         live.tell("joining the cluster")
         join(args)
@@ -69,6 +71,8 @@ def _down(args: argparse.Namespace) -> None:
 
 
 def _write_config(args: argparse.Namespace, parser: Parser) -> None:
+    from actors.commands.serve_config import config
+
     for name in ("snapshots", "database", "results"):
         if getattr(args, name) is None:
             raise InvalidInput(f"--{name} is missing; a config is for a cluster that this command doesn't see")

@@ -3,14 +3,17 @@
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from actors.api.settings import LOCAL_NAMES, ServiceSettings
 from actors.commands.arguments import SIZE, add_cluster_arguments, add_pipeline_arguments, size_from
 from actors.slices.settings import PipelineSettings
 from actors.storage.opening import absolute
 from cluster.layout import Layout
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from actors.api.settings import ServiceSettings
 
 NONE = "none"
 _FOLDER = "service"
@@ -53,8 +56,10 @@ def database_address(given: str | None, folder: Path) -> str:
     return absolute(given or str(folder / _FOLDER / "jobs.sqlite"))
 
 
-def service_settings(args: argparse.Namespace, layout: Layout, settings: PipelineSettings) -> ServiceSettings:
+def service_settings(args: argparse.Namespace, layout: Layout, settings: PipelineSettings) -> "ServiceSettings":
     """Return the settings of a service in front of a pipeline; raises `InvalidInput`."""
+    from actors.api.settings import LOCAL_NAMES, ServiceSettings
+
     folder = (args.folder / _FOLDER).absolute()
     secret = args.webhook_secret or str(folder / "webhook-secret")
     _check(args)

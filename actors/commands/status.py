@@ -5,14 +5,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from actors.commands.arguments import add_cluster_arguments, join
-from actors.observe.status_actor import StatusActor
-from actors.pipeline.deployment import about, living
-from actors.pipeline.status import PipelineStatus, pipeline_status, text
-from cluster.drawing import draw
-from cluster.inventory import SliceFound, slices_found
 from wan_tpu.commands.parser import Parser
+
+if TYPE_CHECKING:
+    from actors.pipeline.status import PipelineStatus
+    from cluster.inventory import SliceFound
 
 WATCH_S = 1.0
 UP = "wan-tpu pipeline up --layout ... --model_id ..."
@@ -25,6 +25,11 @@ def status(argv: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object (a line each with --watch)")
     parser.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C")
     args = parser.parse_args(argv)
+
+    from actors.pipeline.status import text
+    from cluster.drawing import draw
+    from cluster.inventory import slices_found
+
     address = join(args)
     while True:
         slices = slices_found()
@@ -42,14 +47,18 @@ def status(argv: Sequence[str]) -> None:
         time.sleep(WATCH_S)
 
 
-def _status(pipeline: str, slices: list[SliceFound]) -> PipelineStatus | None:
+def _status(pipeline: str, slices: "list[SliceFound]") -> "PipelineStatus | None":
+    from actors.observe.status_actor import StatusActor
+    from actors.pipeline.deployment import about, living
+    from actors.pipeline.status import pipeline_status
+
     spec, status = about(pipeline), StatusActor.find(pipeline)
     if spec is None or status is None:
         return None
     return pipeline_status(spec, status.seen(), slices, living(pipeline, spec.layout))
 
 
-def _slice(found: SliceFound) -> dict[str, object]:
+def _slice(found: "SliceFound") -> dict[str, object]:
     shown = {name: value for name, value in asdict(found).items() if name not in ("pod_type", "spec")}
     kind = str(found.spec or found.pod_type)
     return shown | {"kind": kind, "emulated": found.emulated, "missing": found.missing}
