@@ -122,6 +122,11 @@ class Layout:
         """Return how many JAX devices a slice of that pool has."""
         return pool.slice.devices if self.devices_per_host is None else pool.slice.hosts * self.devices_per_host
 
+    @property
+    def slices(self) -> int:
+        """How many slices all pools may have at most."""
+        return sum(pool.replicas.maximum for pool in self.pools)
+
     def pool_of(self, stage: str) -> Pool:
         """Return the pool that hosts a stage."""
         return next(pool for pool in self.pools if stage in pool.stages)

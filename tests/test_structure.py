@@ -174,11 +174,6 @@ def test_help_is_there_at_once(command):
     assert not modules & {"diffusers", "fastapi", "jax", "matplotlib", "ray", "sqlalchemy", "torch", "transformers"}
 
 
-def test_what_runs_in_one_process_imports_no_ray():
-    _, modules = modules_after("import wan_tpu.commands.recorded, wan_tpu.commands.staged, wan_tpu.pipeline")
-    assert "torch" in modules and "ray" not in modules
-
-
 def test_models_never_name_a_kernel():
     for file in (ROOT / "wan_tpu").rglob("*.py"):
         if file.name != "attention.py" and file.parent.name not in (

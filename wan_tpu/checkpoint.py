@@ -1,5 +1,6 @@
 """Diffusers checkpoints: what a directory or hub id says of itself. Weights are read by `runtime.components`."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,10 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from wan_tpu.errors import CheckpointError
+from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.request import Defaults, GenerationRequest
+
+OWN = "wan_tpu.json"
 
 
 class Checkpoint:
@@ -42,6 +46,25 @@ class Checkpoint:
     def config(self, component: str, file: str = "config.json") -> dict[str, Any]:
         """Return a component's configuration."""
         return self._json(f"{component}/{file}")
+
+    def defaults(self) -> dict[str, float]:
+        """Return the sampling settings in wan_tpu.json, which an unpublished model may have beside its index.
+
+        `{"defaults": {"height": 64, "width": 64, "frames": 17, ...}}`, by the names of `wan_tpu.request.Defaults`; {}
+        without the file. Raises `CheckpointError`.
+        """
+        if not (self.folder / OWN).is_file():
+            return {}
+        found = self._json(OWN).get("defaults", {})
+        allowed = [field.name for field in dataclasses.fields(Defaults)]
+        try:
+            unknown = sorted(set(found) - set(allowed))
+            if unknown:
+                raise InvalidRequest(f"{', '.join(unknown)} is no setting; allowed are {', '.join(allowed)}")
+            GenerationRequest(**found)
+        except (InvalidRequest, TypeError) as error:
+            raise CheckpointError(f"{self.folder / OWN}: in defaults, {error}") from None
+        return dict(found)
 
     def path(self, component: str) -> Path:
         """Return a component's folder on disk, fetched from the hub when it isn't there."""

@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.request import Defaults, GenerationRequest, ResolvedRequest
+from wan_tpu.request import NAMED_SIZES, Defaults, GenerationRequest, ResolvedRequest, parse_size
 
 ENCODER, DECODER = "encoder", "decoder"  # the first and the last stage of every model; between them it denoises
 
@@ -72,6 +72,14 @@ class ModelSpec(abc.ABC):
     def denoise_stages(self) -> tuple[str, ...]:
         """The stages between encoder and decoder."""
         return self.stages[1:-1]
+
+    @property
+    def usual_sizes(self) -> list[tuple[int, int]]:
+        """(height, width): the model's own, and the usual ones that it can make and that are no larger."""
+        height, width = self.defaults.height, self.defaults.width
+        usual = [(h, w) for h, w in map(parse_size, NAMED_SIZES) if h * w <= height * width]
+        sizes = dict.fromkeys([(height, width), (width, height), *usual])
+        return [(h, w) for h, w in sizes if not h % self.size_multiple and not w % self.size_multiple]
 
     @property
     @abc.abstractmethod

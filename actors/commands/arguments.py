@@ -155,6 +155,8 @@ def described(args: argparse.Namespace, address: str, snapshots: str | None = No
     if args.snapshot_every < 1:
         raise InvalidInput(f"--snapshot_every is {args.snapshot_every}; allowed are 1 and more")
     sizes = [size_from(size, "warm_up") for size in args.warm_up]
+    # At least what a batch or a service sends at a time.
+    in_flight = [2 * layout.slices, *(getattr(args, name, None) or 0 for name in ("in_flight", "concurrency"))]
     settings = PipelineSettings(
         checkpoint=absolute_model(args.model_id),
         snapshots=absolute(snapshots),
@@ -162,6 +164,7 @@ def described(args: argparse.Namespace, address: str, snapshots: str | None = No
         executables=args.executables and absolute(args.executables),
         snapshot_every=args.snapshot_every,
         warm_up=tuple(GenerationRequest(prompt="", height=h, width=w, frames=frames) for h, w, frames in sizes),
+        in_flight=max(PipelineSettings.in_flight, *in_flight),
         name=args.name,
     )
     return layout, settings

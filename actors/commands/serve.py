@@ -50,6 +50,7 @@ def _up(args: argparse.Namespace) -> None:
 
     with LiveConsole() as live:
         live.tell("joining the cluster")
+        args.host = args.host or "127.0.0.1"
         layout, settings = described(args, gcs_address(args))
         service = service_settings(args, layout, settings)  # what is wrong here is said before a checkpoint is read
         spec = pipeline_spec(layout, settings)
@@ -83,11 +84,14 @@ def _write_config(args: argparse.Namespace, parser: Parser) -> None:
     for name, value in vars(args).items():
         if name not in _HERE and value is not None and value != parser.get_default(name):
             given[name] = value if isinstance(value, int | list) else str(value)
-    given.setdefault("webhook_secret", NONE)  # a file made on each machine would be another secret on each
+    hooks = given.setdefault("webhook_secret", NONE) != NONE  # a file made on each machine would be another secret
     given |= {
         "layout_text": args.layout_text or Path(layout.source).read_text(),
-        "host": args.host,
+        "host": args.host or "0.0.0.0",
         "port": args.port,
     }
     args.write_config.write_text(config(given, settings.name, layout))
     print(f"wrote {args.write_config}; {service.model} starts with: serve deploy {args.write_config}")
+    print(f"it listens on {given['host']}:{given['port']}; other addresses than loopback want a key: wan-tpu keys add")
+    if not hooks:
+        print("it calls no webhooks: --webhook_secret names a file that all machines have, with the same secret in it")

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,9 @@ def serve_parser(description: str | None = None) -> Parser:
     add_cluster_arguments(parser)
     add_pipeline_arguments(parser)
     group = parser.add_argument_group("service")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on; default %(default)s")
+    group.add_argument(
+        "--host", help="address to listen on; default 127.0.0.1, and 0.0.0.0 in a config for another cluster"
+    )
     group.add_argument("--port", type=int, default=8000, help="default %(default)s")
     group.add_argument("--database", help="file of jobs and API keys, or postgresql://...; default: in --folder")
     group.add_argument("--results", help="folder or gs:// of images and videos; default: in --folder")
@@ -63,7 +66,6 @@ def service_settings(args: argparse.Namespace, layout: Layout, settings: Pipelin
     folder = (args.folder / _FOLDER).absolute()
     secret = args.webhook_secret or str(folder / "webhook-secret")
     _check(args)
-    slices = sum(pool.replicas.maximum for pool in layout.pools)
     made = ServiceSettings(
         database=database_address(args.database, args.folder),
         storage=absolute(args.results or str(folder / "results")),
@@ -71,7 +73,7 @@ def service_settings(args: argparse.Namespace, layout: Layout, settings: Pipelin
         names=(*LOCAL_NAMES, *args.name_of_host),
         largest=tuple(size_from(size, "largest") for size in args.largest),
         queue_limit=args.queue_limit,
-        concurrency=args.concurrency or max(2, 2 * slices),
+        concurrency=args.concurrency or max(2, 2 * layout.slices),
         chips={stage: pool.slice.chips for pool in layout.pools for stage in pool.stages},
         webhook_secret_file=None if secret == NONE else absolute(secret),
         origins=tuple(args.origin),
@@ -82,7 +84,7 @@ def service_settings(args: argparse.Namespace, layout: Layout, settings: Pipelin
 def _check(args: argparse.Namespace) -> None:
     for name, lowest in (("queue_limit", 1), ("ingresses", 1), ("keep_days", 0.001), ("concurrency", 1)):
         value = getattr(args, name)
-        if value is not None and value < lowest:
+        if value is not None and not lowest <= value < math.inf:
             raise InvalidInput(f"--{name} is {value:g}; allowed are {lowest:g} and more")
     if not 1 <= args.port <= 65535:
         raise InvalidInput(f"--port is {args.port}; allowed are 1 to 65535")

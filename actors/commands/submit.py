@@ -32,6 +32,7 @@ from wan_tpu.families import open_spec
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 POLL_S = 0.5
+_PATHS = ("manifest", "output", "snapshots", "executables")
 
 
 class JobFailed(PipelineError):
@@ -77,9 +78,9 @@ def _command(args: Any, *, here: bool) -> list[str]:
     """Return what the job runs; `here` when the cluster is on this machine."""
     command = ["exec", sys.executable if here else "python", "-m", "actors.cli", "drive"]
     given = {name: getattr(args, name) for name in ("name", "in_flight")}
-    given |= {name: absolute(value) for name in ("manifest", "output", "snapshots") if (value := getattr(args, name))}
+    given |= {name: absolute(value) for name in _PATHS if (value := getattr(args, name))}
     if args.model_id is not None:  # else the pipeline runs already, as it was brought up
-        given |= {name: getattr(args, name) for name in ("dtype", "snapshot_every", "executables")}
+        given |= {name: getattr(args, name) for name in ("dtype", "snapshot_every")}
         given["model_id"] = absolute_model(args.model_id)
     layout = layout_from(args)
     if layout is not None and args.model_id is not None:

@@ -70,7 +70,7 @@ class PipelineClient:
 def _check(spec: PipelineSpec) -> None:
     name = spec.settings.name
     alive = _explained(living, name, spec.layout)
-    seen = _explained(StatusActor.connect(name).seen).replicas
+    seen = _explained(lambda: StatusActor.connect(name).seen()).replicas
     able = {one.pool for replica, one in seen.items() if replica in alive and one.activity in ("idle", "busy")}
     if missing := [pool.name for pool in spec.layout.pools if pool.name not in able]:
         raise PipelineError(f"no replica of {', '.join(missing)} is ready; try again")

@@ -62,7 +62,7 @@ class RequestRun:
         try:
             snapshot = await asyncio.to_thread(self._connection.snapshots.newest, name)
         except StorageError as error:
-            raise RequestFailed(f"there is no telling how far it was: {error}", "error") from None
+            raise RequestFailed(f"there is no telling how far it was: {error}", "lost") from None
         step = snapshot or 0
         while step < request.steps:
             stage = next(expert.stage for expert in self._plan.experts if step < expert.stop)

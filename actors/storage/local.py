@@ -53,7 +53,8 @@ class LocalStorage:
 
     def exists(self, name: str) -> bool:
         """Whether there is a file of that name."""
-        return self._path(name).is_file()
+        with _reading(self._path(name)) as path:
+            return path.is_file()
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """Return files below the folder."""

@@ -36,6 +36,7 @@ def test_a_public_address_needs_a_key(tmp_path):
     [
         (["--port", "0"], "--port is 0"),
         (["--queue_limit", "0"], "--queue_limit is 0"),
+        (["--keep_days", "inf"], "--keep_days is inf"),
         (["--largest", "720x1280"], "HEIGHT*WIDTH*FRAMES"),
     ],
 )
@@ -53,10 +54,11 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
     given += ["--database", "postgresql://user@db/jobs", "--results", "gs://bucket/results", "--largest", "720*1280*81"]
     given += ["--largest", "480*832*121", "--queue_limit", "50", "--ingresses", "2", "--warm_up", "720*1280*81"]
     assert main(["serve", *given, "--write_config", str(file)]) == 0
-    assert "serve deploy" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "serve deploy" in said and "0.0.0.0:8000" in said and "calls no webhooks" in said
     content = yaml.safe_load(file.read_text())
     ServeDeploySchema.model_validate(content)
-    assert content["http_options"] == {"host": "127.0.0.1", "port": 8000}
+    assert content["http_options"] == {"host": "0.0.0.0", "port": 8000}
     names = [app["name"] for app in content["applications"]]
     assert names == [
         "wan-tpu-encoder",

@@ -1,5 +1,6 @@
 """Checkpoints are read whole or refused by name."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import transformers
 
 from tests.conftest import PHOTO, ROOT
 from wan_tpu import CheckpointError, GenerationRequest, load_pipeline
+from wan_tpu.families import open_spec
 from wan_tpu.tiny import make_checkpoint
 
 KIND = "wan2.2-i2v-a14b"
@@ -138,6 +140,29 @@ def test_other_families_are_refused(copy, change, message):
 def test_unknown_models_are_refused(name):
     with pytest.raises(CheckpointError, match=rf"{name}.* hub"):
         load_pipeline(name)
+
+
+def test_a_model_of_ones_own_has_its_own_defaults(copy):
+    published = open_spec(copy).defaults
+    (copy / "wan_tpu.json").write_text('{"defaults": {"height": 64, "frames": 17, "guidance_scale": 3}}')
+    own = open_spec(copy).defaults
+    assert own == dataclasses.replace(published, height=64, frames=17, guidance_scale=3)
+    assert open_spec(ROOT / "examples" / "small-wan2.2-i2v").usual_sizes == [(64, 64)]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"hight": 64}, "hight is no setting; allowed are height, width"),
+        ({"height": 65}, "height is 65"),
+        ({"steps": "many"}, "steps"),
+        ([64], "in defaults"),
+    ],
+)
+def test_own_defaults_that_are_wrong_are_named(copy, said, message):
+    (copy / "wan_tpu.json").write_text(json.dumps({"defaults": said}))
+    with pytest.raises(CheckpointError, match=f"wan_tpu.json: .*{message}"):
+        open_spec(copy)
 
 
 def test_folder_without_index_is_refused(tmp_path):

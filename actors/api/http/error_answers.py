@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from actors.api.http.objects import PARAMS, error_body
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, StoreUnavailable
@@ -68,6 +69,8 @@ def answer(error: Exception) -> Response:
         case HTTPException():
             status, code, message = error.status_code, None, str(error.detail)
             headers |= dict(error.headers or {})
+        case ClientDisconnect():
+            status, code, message = 499, None, "the client hung up"
         case _:
             message = "the service failed; its log says why"
             log.error("failed", exc_info=error)

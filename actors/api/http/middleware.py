@@ -2,7 +2,6 @@
 
 import logging
 import time
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -63,9 +62,13 @@ class Middleware:
         origin = headers.get("origin")
         # Who only follows a link here has the mode "navigate"; pictures and scripts of a page there have none of ours.
         elsewhere = headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate"
-        if (origin is None and elsewhere) or (
-            origin not in (None, *self._settings.origins) and urlsplit(origin).netloc != headers.get("host")
-        ):
+        foreign = origin not in (
+            None,
+            *self._settings.origins,
+            f"http://{headers['host']}",
+            f"https://{headers['host']}",
+        )
+        if foreign or (origin is None and elsewhere):
             raise HttpError(403, "pages of other sites may not use this service", code="wrong_origin")
 
     def _limited(self, receive: Receive, headers: Headers) -> Receive:

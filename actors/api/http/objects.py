@@ -129,6 +129,7 @@ class Model(_Object):
     tasks     "t2v": videos of a text, "i2v": of an image and a text
     stages    that a video passes, in order
     defaults  of fields of a request that are left open
+    sizes     that are usual; others are taken too, in multiples of `size_multiple`
     limits    of fields that are numbers
     largest   the largest sizes that the slices have memory for; anything if None
     """
@@ -140,6 +141,7 @@ class Model(_Object):
     tasks: list[str]
     stages: list[str]
     defaults: dict[str, float | str]
+    sizes: list[str]
     limits: dict[str, Limits]
     size_multiple: int
     frame_stride: int
@@ -218,6 +220,7 @@ def model(name: str, created: int, spec: ModelSpec, largest: Sequence[Size]) -> 
         tasks=list(spec.tasks),
         stages=list(spec.stages),
         defaults={"size": f"{width}x{height}"} | {PARAMS.get(field, field): value for field, value in defaults.items()},
+        sizes=[f"{w}x{h}" for h, w in spec.usual_sizes],
         limits={PARAMS.get(name, name): Limits(minimum=low, maximum=high) for name, (low, high) in LIMITS.items()},
         size_multiple=spec.size_multiple,
         frame_stride=FRAME_STRIDE,

@@ -140,4 +140,6 @@ async def _repeat(work: Callable[[], object], every_s: float) -> None:
             await asyncio.to_thread(work)
         except WanTpuError as error:  # the database comes back
             log_event(log, "database", logging.WARNING, reason=str(error))
+        except Exception:  # keys must be followed on
+            log.exception("heartbeats and keys")
         await asyncio.sleep(every_s)

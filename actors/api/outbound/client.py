@@ -67,7 +67,7 @@ def check_url(url: str, settings: FetchSettings) -> httpcore.URL:
     if is_address(host) and (problem := refusal(host, settings.allowed)):
         raise FetchError(f"{host} {problem}; only the public internet is reached")
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    if not target.isascii():
+    if not (host + target).isascii() or not (host + target).isprintable():
         raise _unencoded(settings)
     return httpcore.URL(scheme="https", host=host, port=port, target=target)
 
@@ -118,7 +118,9 @@ async def fetch(url: str, settings: FetchSettings) -> bytes:
                     }
                     if response.status not in _REDIRECTS or "location" not in headers:
                         return await _content(response, headers, settings)
-                url = urljoin(url, headers["location"])
+                with contextlib.suppress(ValueError):  # what is no URL is refused as what it is
+                    headers["location"] = urljoin(url, headers["location"])
+                url = headers["location"]
     except TimeoutError:
         raise FetchError(
             f"the image did not come within {settings.timeout_s:g} s; send the file itself as input_reference"

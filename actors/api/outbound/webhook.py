@@ -24,6 +24,7 @@ from wan_tpu.errors import InvalidInput
 log = logging.getLogger(__name__)
 
 _PREFIX = "whsec_"
+_LEAST_BYTES = 16  # of a secret
 # Seconds until the next attempt; after the last one nobody tries any more. A day and a half in all.
 _PAUSES_S = (5, 30, 120, 600, 1800, 7200, 21600, 43200, 43200)
 
@@ -102,8 +103,13 @@ def read_secret(file: Path, *, make: bool = False) -> bytes:
             file.touch(mode=0o600)
             file.write_text(_PREFIX + base64.b64encode(secrets.token_bytes(32)).decode() + "\n")
         text = file.read_text().strip()
-        return base64.b64decode(text.removeprefix(_PREFIX), validate=True)
+        secret = base64.b64decode(text.removeprefix(_PREFIX), validate=True)
     except OSError as error:
         raise InvalidInput(f"can't read {file} ({error.strerror}), the secret that webhooks are signed with") from None
     except (binascii.Error, UnicodeDecodeError):
         raise InvalidInput(f"{file} holds no secret of the form whsec_BASE64; remove it, and one is made") from None
+    if len(secret) < _LEAST_BYTES:  # a crash may have left it empty, and an empty key signs, too
+        raise InvalidInput(
+            f"{file} holds a secret of {len(secret)} bytes, at least {_LEAST_BYTES} are needed; remove it"
+        )
+    return secret

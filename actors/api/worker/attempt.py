@@ -53,9 +53,9 @@ class Attempt:
         heartbeats = asyncio.create_task(self._send_heartbeats(making))
         try:
             await asyncio.wait([making])
+            await self._end(making)  # the lease is renewed until that is recorded
             heartbeats.cancel()
             await asyncio.wait([heartbeats])
-            await self._end(making)
         except asyncio.CancelledError:  # the worker shuts down
             making.cancel()
             await asyncio.wait([making])
@@ -67,7 +67,10 @@ class Attempt:
 
     async def _make(self) -> tuple[dict[str, str], tuple[str, ...]]:
         """Return the results' names in storage, once they are there, and warnings."""
-        request = await asyncio.to_thread(_request, self._job, self._storage)
+        try:
+            request = await self._insist(_request, self._job, self._storage)
+        except StorageError as error:  # told as the pipeline's, or every job that waits would fail
+            raise PipelineError("its image can't be read now") from error
         video = await self._tools.engine.generate(
             request, id=self._job.id, on_event=self._note, priority=self._job.priority
         )
@@ -183,7 +186,7 @@ class Attempt:
                 if isinstance(error, StorageError) and attempt == _WRITES:
                     raise
                 log_event(log, "tried again", logging.WARNING, job=self._job.id, reason=str(error))
-                await asyncio.sleep(min(10.0, 0.25 * 2**attempt))
+                await asyncio.sleep(min(10.0, 0.25 * 2 ** min(attempt, 6)))
 
 
 def _request(job: Job, storage: Storage) -> GenerationRequest:

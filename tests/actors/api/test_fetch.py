@@ -93,6 +93,7 @@ def test_chunks_arrive(new_server, settings):
         "https://[::1/cat.png",
         "https://pictures.test/a b\r\nHost: evil",
         "https://pictures.test/ä.png",
+        "https://pictures.test/a\0b",
         "https://" + "a" * 70 + ".é/",
     ],
 )
@@ -185,6 +186,7 @@ def test_redirects_are_followed_and_checked_again(new_server, settings):
                 "/plain": answer(status="301 Moved", Location="http://pictures.test/cat.png"),
                 "/file": answer(status="301 Moved", Location="file:///etc/passwd"),
                 "/round": answer(status="302 Found", Location="/round"),
+                "/none": answer(status="302 Found", Location="https://[x"),
             }
             assert await fetch(base + "/moved", ready) == b"image"
             for path, reason in {
@@ -192,6 +194,7 @@ def test_redirects_are_followed_and_checked_again(new_server, settings):
                 "/plain": "only https",
                 "/file": "only https",
                 "/round": "more than 3 times",
+                "/none": "can't be read",
             }.items():
                 with pytest.raises(FetchError, match=reason):
                     await fetch(base + path, ready)

@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -23,7 +24,7 @@ from actors.jobs.work import WorkQueue
 from actors.observe.logs import JsonFormatter
 from actors.slices.snapshots import Snapshots
 from tests.actors.api.serving import create, done, served, wait_for, working
-from tests.conftest import ROOT
+from tests.conftest import PHOTO, ROOT
 
 
 def test_events_agree_with_polling(http, worker, engine):
@@ -135,6 +136,17 @@ def test_a_pipeline_that_is_away_costs_no_job(http, settings, engine, monkeypatc
     with working(settings, engine):
         assert done(http, job)["status"] == "completed"
     assert http.get(f"/v1/videos/{job}").json()["attempts"] == 2
+
+
+def test_an_image_that_can_t_be_read_for_a_while_costs_no_job(http, settings, engine, monkeypatch):
+    monkeypatch.setattr(attempt, "_PAUSE_S", 0.1)
+    monkeypatch.setattr(attempt, "_WRITES", 1)
+    made = http.post("/v1/videos", data={"prompt": "a cat"}, files={"input_reference": PHOTO.read_bytes()}).json()
+    away = Path(settings.storage).rename(f"{settings.storage}-away")
+    with working(settings, engine):
+        wait_for(lambda: http.get(f"/v1/videos/{made['id']}").json()["attempts"] > 1)
+        away.rename(settings.storage)
+        assert done(http, made["id"])["status"] == "completed"
 
 
 def test_figures_and_readiness(http, worker):

@@ -91,8 +91,14 @@ def test_from_the_prompt_to_the_video(page, worker, engine):
     card.get_by_role("button", name="Reuse").click()
     assert page.get_by_label("Seed", exact=True).input_value() == "5"
     assert page.get_by_label("Prompt", exact=True).input_value() == "A cat looks up"
-    card.get_by_role("button", name="Delete").click()
+    asked = []
+    for answer in ("dismiss", "accept"):
+        page.once("dialog", lambda dialog, answer=answer: asked.append(dialog.message) or getattr(dialog, answer)())
+        card.get_by_role("button", name="Delete").click()
+        if answer == "dismiss":
+            sync_api.expect(card).to_be_visible()
     sync_api.expect(page.get_by_text("None yet.")).to_be_visible()
+    assert asked == ["Delete this video for good?\nA cat looks up"] * 2
 
 
 def test_an_image_is_dropped_and_cancelled(page, worker, engine):
@@ -177,6 +183,7 @@ def test_the_focus_stays_when_cards_change(page, worker, engine):
     engine.go.set()
     made.get_by_role("button", name="Play:").wait_for()
     sync_api.expect(made.get_by_role("button", name="Reuse")).to_be_focused()
+    page.once("dialog", lambda dialog: dialog.accept())
     made.get_by_role("button", name="Delete").press("Enter")
     sync_api.expect(made).to_have_count(0)
     sync_api.expect(page.get_by_role("heading", name="Videos")).to_be_focused()

@@ -146,7 +146,8 @@ def test_the_page_of_the_api_asks_no_other_server(http):
 
 def test_without_keys_only_this_machine_s_own_pages_may_ask(http, service):
     assert http.get("/v1/videos", headers={"Host": "evil.example"}).status_code == 421
-    assert create(http, {"Origin": "https://evil.example"}).status_code == 403
+    for origin in ("https://evil.example", "http://[", "null", f"{service}.evil.example"):
+        assert create(http, {"Origin": origin}).status_code == 403
     assert create(http, {"Origin": service}).status_code == 200
     elsewhere = {
         "Sec-Fetch-Site": "cross-site",
@@ -188,6 +189,7 @@ def test_a_model_says_what_it_makes_and_within_which_limits(settings):
     assert (model["tasks"], model["stages"]) == (["t2v", "i2v"], ["encoder", "denoise", "decoder"])
     assert (model["size_multiple"], model["frame_stride"]) == (32, 4)
     assert model["largest"] == [{"size": "832x480", "num_frames": 81}]
+    assert model["sizes"] == ["1280x704", "704x1280", "832x480", "480x832"]
     assert model["defaults"]["size"] == "1280x704" and model["defaults"]["num_frames"] == 121
     assert model["limits"]["num_frames"] == {"minimum": 1, "maximum": 2001}
 

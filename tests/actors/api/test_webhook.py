@@ -130,6 +130,7 @@ def test_the_secret_is_made_once_and_for_its_owner_only(tmp_path):
     assert len(made) == 32 and read_secret(file, make=True) == read_secret(file) == made
     assert file.stat().st_mode & 0o077 == 0
     assert base64.b64decode(file.read_text().strip().removeprefix("whsec_")) == made
-    file.write_text("nonsense!")
-    with pytest.raises(InvalidInput, match="whsec_"):
-        read_secret(file)
+    for text, problem in {"nonsense!": "whsec_", "": "0 bytes"}.items():
+        file.write_text(text)
+        with pytest.raises(InvalidInput, match=problem):
+            read_secret(file)

@@ -1,5 +1,6 @@
 """A Wan model as its configuration describes it: stages, limits, defaults, shapes, which expert runs which steps."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,13 @@ from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
 
 @dataclass(frozen=True)
 class WanSpec(ModelSpec):
-    """One Wan model. Raises `CheckpointError` for a configuration that doesn't fit itself."""
+    """One Wan model. Raises `CheckpointError` for a configuration that doesn't fit itself.
+
+    own  sampling settings that the checkpoint says itself, by name
+    """
 
     config: WanConfig
+    own: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         for key in ("latents_mean", "latents_std"):
@@ -36,7 +41,7 @@ class WanSpec(ModelSpec):
     @classmethod
     def open(cls, checkpoint: Checkpoint) -> "WanSpec":
         """Read a checkpoint's configuration; raises `CheckpointError`."""
-        return cls(read_config(checkpoint))
+        return cls(read_config(checkpoint), tuple(checkpoint.defaults().items()))
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
@@ -52,8 +57,9 @@ class WanSpec(ModelSpec):
 
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]
-        """The published sampling settings; the shift is the checkpoint's."""
-        return presets.defaults(self.name, self.tasks[0], self.config.shift)
+        """The checkpoint's own sampling settings, else the published ones; the shift is the checkpoint's."""
+        published = presets.defaults(self.name, self.tasks[0], self.config.shift)
+        return dataclasses.replace(published, **dict(self.own))  # type: ignore[arg-type]
 
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
