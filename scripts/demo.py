@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actors.batch.manifest import Manifest, read_manifest
-from actors.batch.run import BatchReport, BatchSettings, open_batch
+from actors.batch.run import BatchReport, open_batch
 from actors.commands.drive import looking
 from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
@@ -94,8 +94,7 @@ def _make(manifest: Manifest, pipeline: PipelineDriver, live: LiveConsole) -> tu
     spans: list[Span] = []
     live.look = looking(pipeline.spec.settings.name)
     output = open_storage(FOLDER)
-    settings = BatchSettings(in_flight=len(manifest.entries))
-    with open_batch(manifest, output, settings, tell=live.line) as batch:
+    with open_batch(manifest, output, in_flight=len(manifest.entries), tell=live.line) as batch:
         report = batch.run(pipeline, progress=live, on_event=spans.append)
     live.tell("draws the timeline")
     live.look = None

@@ -24,24 +24,6 @@ RESULTS_S = 5.0  # between two writes of results.jsonl, while requests end
 Tell = Callable[[str], object]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchSettings:
-    """How a batch is run.
-
-    in_flight       requests handed to the engine at a time; what is beyond stays unread
-    remake_changed  make a video again, over the old one, when its line or the model has changed since
-    model           what the videos are made with, noted in results and compared when a batch is run again
-    """
-
-    in_flight: int = 4
-    remake_changed: bool = False
-    model: str | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.in_flight <= 10_000:
-            raise InvalidRequest(f"in_flight is {self.in_flight}; allowed are 1 to 10000")
-
-
 @dataclasses.dataclass(frozen=True)
 class BatchReport:
     """How a batch ended.
@@ -93,20 +75,30 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def open_batch(
-    manifest: Manifest, output: Storage, settings: BatchSettings | None = None, *, tell: Tell = say
+    manifest: Manifest,
+    output: Storage,
+    *,
+    in_flight: int = 4,
+    remake_changed: bool = False,
+    model: str | None = None,
+    tell: Tell = say,
 ) -> Iterator["Batch"]:
     """Hold an output for one run of a manifest, and find out what is to be done: before any engine is needed.
 
-    tell  is told, in one line each, what can't be done or has failed
+    in_flight       requests handed to the engine at a time; what is beyond stays unread
+    remake_changed  make a video again, over the old one, when its line or the model has changed since
+    model           what the videos are made with, noted in results and compared when a batch is run again
+    tell            is told, in one line each, what can't be done or has failed
 
     Raises `StorageError` when the output can't be written to, or another process writes there.
     """
-    settings = settings or BatchSettings()
+    if not 1 <= in_flight <= 10_000:
+        raise InvalidRequest(f"in_flight is {in_flight}; allowed are 1 to 10000")
     start = time.monotonic()
     output.probe()
     names = [name for entry in manifest.entries for name in (entry.output, record_name(entry.output))]
     with output.claim([*names, RESULTS]):
-        todo, found = make_plan(output, manifest.entries, model=settings.model, remake_changed=settings.remake_changed)
+        todo, found = make_plan(output, manifest.entries, model=model, remake_changed=remake_changed)
         bad = [
             Result(line=line.line, id=line.id, status="invalid", error=f"line {line.line} {line.reason}")
             for line in manifest.bad
@@ -115,7 +107,7 @@ def open_batch(
         for result in results.values():
             if result.error is not None:
                 tell(f"{result.id or 'no id'}: {result.error}")
-        batch = Batch(output, settings, todo, results, tell, start)
+        batch = Batch(output, in_flight, model, todo, results, tell, start)
         batch.write_results()
         yield batch
 
@@ -130,7 +122,8 @@ class Batch:
     """
 
     output: Storage
-    settings: BatchSettings
+    in_flight: int
+    model: str | None
     todo: list[Entry]
     results: dict[int, Result]
     tell: Tell
@@ -176,7 +169,7 @@ class Batch:
     async def _all(self, engine: Engine, bar: Bar, on_event: OnEvent) -> None:
         waiting = iter(self.todo)
         async with asyncio.TaskGroup() as workers:
-            for _ in range(min(self.settings.in_flight, len(self.todo))):
+            for _ in range(min(self.in_flight, len(self.todo))):
                 workers.create_task(self._work(waiting, bar, engine, on_event))
 
     async def _work(self, waiting: Iterator[Entry], bar: Bar, engine: Engine, on_event: OnEvent) -> None:
@@ -201,7 +194,7 @@ class Batch:
             status="done",
             output=self.output.location(entry.output),
             request=entry.digest,
-            model=self.settings.model,
+            model=self.model,
         )
         try:
             if self.write_failed:  # no chip-hours for a video that has no place to go

@@ -17,7 +17,7 @@ def batch(argv: Sequence[str]) -> None:
 
     from actors.batch.manifest import read_manifest
     from actors.batch.one_process import OneProcessEngine
-    from actors.batch.run import BatchSettings, open_batch, say
+    from actors.batch.run import open_batch, say
     from actors.observe.timeline import Span
     from actors.observe.timeline_picture import save
     from actors.storage.opening import open_storage
@@ -26,14 +26,16 @@ def batch(argv: Sequence[str]) -> None:
     from wan_tpu.progress import Console
 
     check_ffmpeg()
-    settings = BatchSettings(in_flight=args.in_flight, remake_changed=args.remake_changed, model=args.model_id)
     pipe = load_pipeline(
         args.model_id, args.dtype or "bfloat16", (args.dp, args.sp, args.tp), executables=args.executables
     )
     manifest, output = read_manifest(args.manifest, pipe.resolve), open_storage(args.output)
     spans: list[Span] = []
     engine = OneProcessEngine(pipe)
-    with contextlib.closing(engine), open_batch(manifest, output, settings) as opened:
+    opening = open_batch(
+        manifest, output, in_flight=args.in_flight, remake_changed=args.remake_changed, model=args.model_id
+    )
+    with contextlib.closing(engine), opening as opened:
         report = opened.run(engine, progress=Console("request"), on_event=spans.append)
         if args.timeline and spans:
             save(output, spans)

@@ -34,7 +34,7 @@ def drive(argv: Sequence[str]) -> None:
 
 def _drive(args: argparse.Namespace, live: LiveConsole) -> "BatchReport":
     from actors.batch.manifest import read_manifest
-    from actors.batch.run import BatchSettings, open_batch
+    from actors.batch.run import open_batch
     from actors.observe.timeline import Span
     from actors.observe.timeline_picture import save
     from actors.pipeline.acquire import acquire_pipeline, usable
@@ -48,12 +48,17 @@ def _drive(args: argparse.Namespace, live: LiveConsole) -> "BatchReport":
     wanted = wanted_from(args, address, lasting=args.keep, snapshots=snapshots) if described else None
     spec = usable(args.name, wanted) or wanted
     assert spec is not None  # else `usable` raises
-    settings = BatchSettings(
-        in_flight=args.in_flight, remake_changed=args.remake_changed, model=spec.settings.checkpoint
-    )
     spans: list[Span] = []
     manifest = read_manifest(args.manifest, spec.model.plan)
-    with open_batch(manifest, output, settings, tell=live.line) as opened, contextlib.ExitStack() as stack:
+    opening = open_batch(
+        manifest,
+        output,
+        in_flight=args.in_flight,
+        remake_changed=args.remake_changed,
+        model=spec.settings.checkpoint,
+        tell=live.line,
+    )
+    with opening as opened, contextlib.ExitStack() as stack:
         engine = None
         if opened.todo:  # bringing a pipeline up takes minutes
             up = stack.enter_context(acquire_pipeline(args.name, wanted, live.tell))

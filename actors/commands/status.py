@@ -11,7 +11,6 @@ from actors.commands.arguments import add_cluster_arguments, join
 from wan_tpu.commands.parser import Parser
 
 if TYPE_CHECKING:
-    from actors.pipeline.status import PipelineStatus
     from cluster.inventory import SliceFound
 
 WATCH_S = 1.0
@@ -26,14 +25,14 @@ def status(argv: Sequence[str]) -> None:
     parser.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C")
     args = parser.parse_args(argv)
 
-    from actors.pipeline.status import text
+    from actors.pipeline.status import status_of, text
     from cluster.drawing import draw
     from cluster.inventory import slices_found
 
     address = join(args)
     while True:
         slices = slices_found()
-        found = _status(args.name, slices)
+        found = status_of(args.name, slices)
         if args.json:
             shown = json.dumps({"slices": [_slice(one) for one in slices], "pipeline": found and asdict(found)})
         else:
@@ -45,17 +44,6 @@ def status(argv: Sequence[str]) -> None:
         if not args.watch:
             return
         time.sleep(WATCH_S)
-
-
-def _status(pipeline: str, slices: "list[SliceFound]") -> "PipelineStatus | None":
-    from actors.observe.status_actor import StatusActor
-    from actors.pipeline.deployment import about, living
-    from actors.pipeline.status import pipeline_status
-
-    spec, status = about(pipeline), StatusActor.find(pipeline)
-    if spec is None or status is None:
-        return None
-    return pipeline_status(spec, status.seen(), slices, living(pipeline, spec.layout))
 
 
 def _slice(found: "SliceFound") -> dict[str, object]:

@@ -106,7 +106,7 @@ def tracks(spans: Iterable[Span]) -> list[tuple[str, str]]:
     begun = sorted(spans, key=lambda span: (span.start_s, span.pool))
     pools = list(dict.fromkeys(span.pool for span in begun))
     found = {(span.pool, span.slice) for span in begun}
-    return sorted(found, key=lambda track: (pools.index(track[0]), natural(track[1])))
+    return sorted(found, key=lambda track: (pools.index(track[0]), track[1]))
 
 
 def labels(spans: Iterable[Span]) -> dict[str, str]:
@@ -122,12 +122,6 @@ def chips_of(spans: Iterable[Span]) -> Chips:
     """Return "simulated" if any span is, else "emulated" if any is, else "real"."""
     found = {span.chips for span in spans}
     return "simulated" if "simulated" in found else "emulated" if "emulated" in found else "real"
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts slice-10 behind slice-9."""
-    pieces = ["".join(group) for _, group in itertools.groupby(name, str.isdecimal)]
-    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]
 
 
 def rows(spans: Iterable[Span]) -> list[list[Span]]:

@@ -45,7 +45,7 @@ def draw(spans: Sequence[Span], title: str = "When each slice computes") -> byte
     _draw_tracks(upper, spans, slices, letters, colours, start, wall)
     _name_tracks(upper, slices, figures, wall)
     _draw_count(lower, spans, slices, wall)
-    figure.suptitle(f"{title}  ·  {_headline(figures)}", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.suptitle(f"{title}  ·  {figures.text().splitlines()[0]}", x=0.01, ha="left", fontsize=12, fontweight="bold")
     _draw_legend(figure, spans, letters, colours)
     if figures.chips != "real":
         note = NOTES[figures.chips]
@@ -59,13 +59,6 @@ def save(output: Storage, spans: Sequence[Span], title: str = "When each slice c
     """Write timeline.png, and timeline.trace.json for Perfetto, to an output; raises `StorageError`."""
     output.write("timeline.png", draw(spans, title))
     output.write("timeline.trace.json", chrome_trace(spans))
-
-
-def _headline(figures: TimelineFigures) -> str:
-    if len(figures.busy) == 1:
-        (busy,) = figures.busy.values()
-        return f"{figures.wall_s:.1f} s, of which {busy:.0%} compute"
-    return f"{figures.wall_s:.1f} s, two or more slices compute in {figures.overlap:.0%} of it"
 
 
 def _draw_tracks(

@@ -5,7 +5,8 @@ import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from actors.observe.status_actor import ReplicaSeen, RequestSeen, Seen
+from actors.observe.status_actor import ReplicaSeen, RequestSeen, Seen, StatusActor
+from actors.pipeline.deployment import about, living
 from actors.pipeline.spec import PipelineSpec
 from cluster.inventory import SliceFound
 from cluster.layout import Pool, Replicas
@@ -50,6 +51,14 @@ class PipelineStatus:
     requests: dict[str, RequestSeen]
     waiting: int
     ended: dict[str, int]
+
+
+def status_of(pipeline: str, slices: Sequence[SliceFound]) -> PipelineStatus | None:
+    """Return the status of a pipeline that is on this cluster, None when there is none of that name."""
+    spec, actor = about(pipeline), StatusActor.find(pipeline)
+    if spec is None or actor is None:
+        return None
+    return pipeline_status(spec, actor.seen(), slices, living(pipeline, spec.layout))
 
 
 def pipeline_status(spec: PipelineSpec, seen: Seen, slices: Sequence[SliceFound], living: Set[str]) -> PipelineStatus:

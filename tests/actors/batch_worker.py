@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from actors.batch.manifest import read_manifest
-from actors.batch.run import BatchSettings, open_batch
+from actors.batch.run import open_batch
 from actors.storage.opening import open_storage
 from tests.actors.engines import Engine, mp4
 from tests.actors.storage_worker import MountsRefused, mount
@@ -26,8 +26,7 @@ def main(argv):
         except MountsRefused as error:
             print(f"refused: {error}", file=sys.stderr)
             sys.exit(77)
-    settings = BatchSettings(in_flight=2, model="test")
-    with open_batch(read_manifest(manifest), open_storage(output), settings) as batch:
+    with open_batch(read_manifest(manifest), open_storage(output), in_flight=2, model="test") as batch:
         report = batch.run(Engine(float(seconds)))
     print(report.text())
     for result in report.results:

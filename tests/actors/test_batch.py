@@ -11,7 +11,7 @@ import pytest
 
 from actors.batch.manifest import read_manifest
 from actors.batch.results import RESULTS, make_plan
-from actors.batch.run import BatchSettings, open_batch
+from actors.batch.run import open_batch
 from actors.storage.base import StorageError
 from actors.storage.opening import open_storage
 from tests.actors.engines import Engine, mp4
@@ -26,7 +26,7 @@ def batch(storage, tmp_path):
         path = tmp_path / "requests.jsonl"
         path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
         manifest = read_manifest(path)
-        with open_batch(manifest, output, BatchSettings(**settings), tell=tell or (lambda _: None)) as opened:
+        with open_batch(manifest, output, **settings, tell=tell or (lambda _: None)) as opened:
             return opened.run(engine or Engine())
 
     return run

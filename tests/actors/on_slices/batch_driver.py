@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from actors.batch.manifest import read_manifest
-from actors.batch.run import BatchSettings, open_batch
+from actors.batch.run import open_batch
 from actors.pipeline.driver import PipelineDriver
 from actors.storage.opening import open_storage
 from cluster.connect import connect
@@ -17,7 +17,7 @@ from cluster.connect import connect
 def main(address, spec, manifest, output):
     connect(address)
     spans = []
-    with open_batch(read_manifest(manifest), open_storage(output), BatchSettings(model="test")) as batch:
+    with open_batch(read_manifest(manifest), open_storage(output), model="test") as batch:
         report = batch.run(PipelineDriver(pickle.loads(Path(spec).read_bytes())), on_event=spans.append)
     print(report.text())
     steps = {name: [s.step for s in spans if s.step and s.request == name] for name in {s.request for s in spans}}
