@@ -22,11 +22,6 @@ class Engine(Protocol):
     """Makes one video at a call, several calls at a time."""
 
     async def generate(
-        self,
-        request: GenerationRequest,
-        *,
-        id: str,  # noqa: A002
-        on_event: OnEvent,
-        priority: int = 0,
+        self, request: GenerationRequest, *, id: str, on_event: OnEvent, priority: int = 0
     ) -> GeneratedVideo:
         """Return the video of a request; `on_event` is told spans as they end, from any thread."""

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from actors.batch.manifest import Manifest, read_manifest
 from actors.batch.run import BatchReport, open_batch
-from actors.commands.drive import looking
 from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
 from actors.observe.status_actor import Seen, StatusActor
@@ -23,6 +22,7 @@ from actors.observe.timeline_picture import save
 from actors.pipeline.deployment import deploy
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.spec import PipelineSpec
+from actors.pipeline.status import under_way
 from actors.slices.settings import PipelineSettings
 from actors.storage.opening import open_storage
 from cluster.connect import connect, leave
@@ -92,7 +92,8 @@ def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, 
 
 def _make(manifest: Manifest, pipeline: PipelineDriver, live: LiveConsole) -> tuple[BatchReport, list[Span]]:
     spans: list[Span] = []
-    live.look = looking(pipeline.spec.settings.name)
+    status = StatusActor.connect(pipeline.spec.settings.name)
+    live.look = lambda: under_way(status.seen())
     output = open_storage(FOLDER)
     with open_batch(manifest, output, in_flight=len(manifest.entries), tell=live.line) as batch:
         report = batch.run(pipeline, progress=live, on_event=spans.append)

@@ -44,9 +44,7 @@ def start_http(host: str, port: int) -> None:
             raise ServiceStartFailed(_taken(found, (host, port), applications))
         serve.shutdown()
     serve.start(
-        proxy_location=ProxyLocation.HeadOnly,
-        http_options=HTTPOptions(host=host, port=port),
-        logging_config=QUIET,
+        proxy_location=ProxyLocation.HeadOnly, http_options=HTTPOptions(host=host, port=port), logging_config=QUIET
     )
     if (found := _listens_at(_serve())) != (host, port):  # another process has started it at the same moment
         raise ServiceStartFailed(_taken(found, (host, port), sorted(serve.status().applications)))

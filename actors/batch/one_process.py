@@ -27,12 +27,7 @@ class OneProcessEngine:
         self._chips: Chips = "emulated" if platform == "cpu" else "real"
 
     async def generate(
-        self,
-        request: GenerationRequest,
-        *,
-        id: str,  # noqa: A002
-        on_event: OnEvent,
-        priority: int = 0,
+        self, request: GenerationRequest, *, id: str, on_event: OnEvent, priority: int = 0
     ) -> GeneratedVideo:
         """Make one video; requests are taken in the order in which they come, whatever their priority.
 

@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from actors.commands.arguments import add_cluster_arguments, add_drive_arguments, join, wanted_from
@@ -35,10 +35,12 @@ def drive(argv: Sequence[str]) -> None:
 def _drive(args: argparse.Namespace, live: LiveConsole) -> "BatchReport":
     from actors.batch.manifest import read_manifest
     from actors.batch.run import open_batch
+    from actors.observe.status_actor import StatusActor
     from actors.observe.timeline import Span
     from actors.observe.timeline_picture import save
     from actors.pipeline.acquire import acquire_pipeline, usable
     from actors.pipeline.driver import PipelineDriver
+    from actors.pipeline.status import under_way
 
     output = open_storage(args.output)
     live.tell("joining the cluster")
@@ -63,19 +65,11 @@ def _drive(args: argparse.Namespace, live: LiveConsole) -> "BatchReport":
         if opened.todo:  # bringing a pipeline up takes minutes
             up = stack.enter_context(acquire_pipeline(args.name, wanted, live.tell))
             engine = stack.enter_context(contextlib.closing(PipelineDriver(up)))
-            live.look = looking(args.name)
+            status = StatusActor.connect(args.name)
+            live.look = lambda: under_way(status.seen())
         report = opened.run(engine, progress=live, on_event=spans.append)
         live.tell("")
         live.look = None
         if args.timeline and spans:
             save(output, spans)
     return report
-
-
-def looking(pipeline: str) -> Callable[[], str]:
-    """Return what tells, whenever it is called, where requests are."""
-    from actors.observe.status_actor import StatusActor
-    from actors.pipeline.status import under_way
-
-    status = StatusActor.connect(pipeline)
-    return lambda: under_way(status.seen())

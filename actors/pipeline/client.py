@@ -27,12 +27,7 @@ class PipelineClient:
         self._users: Counter[PipelineDriver] = Counter()  # one that was replaced is closed by the last
 
     async def generate(
-        self,
-        request: GenerationRequest,
-        *,
-        id: str,  # noqa: A002
-        on_event: OnEvent,
-        priority: int = 0,
+        self, request: GenerationRequest, *, id: str, on_event: OnEvent, priority: int = 0
     ) -> GeneratedVideo:
         """Make one video, as `PipelineDriver.generate` does; raises `PipelineError` also where there is no pipeline."""
         async with self._lock:

@@ -31,12 +31,7 @@ class PipelineDriver:
         self._inside: set[str] = set()
 
     async def generate(
-        self,
-        request: GenerationRequest,
-        *,
-        id: str,  # noqa: A002
-        on_event: OnEvent = lambda span: None,
-        priority: int = 0,
+        self, request: GenerationRequest, *, id: str, on_event: OnEvent = lambda span: None, priority: int = 0
     ) -> GeneratedVideo:
         """Make one video.
 

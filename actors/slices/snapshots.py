@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"(?P<id>.+)\.[0-9a-f]{16}\.(?P<step>\d+)\.safetensors")
 
 
-def name_of(id: str, request: ResolvedRequest, model: str) -> str:  # noqa: A002
+def name_of(id: str, request: ResolvedRequest, model: str) -> str:
     """Return the name of a request's snapshots; model: what makes its states besides, such as checkpoint and dtype."""
     fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     image = fields.pop("image")
@@ -66,7 +66,7 @@ class Snapshots:
         """Delete one snapshot."""
         self._storage.delete(_name(request, step))
 
-    def delete(self, id: str) -> None:  # noqa: A002
+    def delete(self, id: str) -> None:
         """Delete all snapshots of an id, whatever they were of."""
         for name in self.names(id):
             self._storage.delete(name)
@@ -75,7 +75,7 @@ class Snapshots:
         """Return the ids that have snapshots."""
         return sorted({found["id"] for name in self._storage.list() if (found := NAME.fullmatch(name))})
 
-    def names(self, id: str) -> list[str]:  # noqa: A002
+    def names(self, id: str) -> list[str]:
         """Return the names of all snapshots of an id, in the storage."""
         listed = self._storage.list(f"{id}.")
         return [name for name in listed if (found := NAME.fullmatch(name)) and found["id"] == id]

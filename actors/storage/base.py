@@ -36,9 +36,6 @@ class Storage(Protocol):
     def write(self, name: str, content: bytes) -> None:
         """Write the whole content or nothing, over what is there."""
 
-    def exists(self, name: str) -> bool:
-        """Whether something is there."""
-
     def list(self, prefix: str = "") -> dict[str, int]:
         """Return names that start with `prefix`, and their sizes in bytes, sorted; hidden ones are left out."""
 

@@ -72,11 +72,6 @@ class GcsStorage:
         with self._explained("write", where):
             self._blob(name).upload_from_string(content, content_type=kind, retry=DEFAULT_RETRY)
 
-    def exists(self, name: str) -> bool:
-        """Whether there is an object of that name (false, too, when the bucket is missing)."""
-        with self._explained("look for", self.location(check_name(name))):
-            return bool(self._blob(name).exists(retry=DEFAULT_RETRY))
-
     def list(self, prefix: str = "") -> dict[str, int]:
         """Return objects below the prefix."""
         below = self._prefix + "/" if self._prefix else ""

@@ -51,11 +51,6 @@ class LocalStorage:
                 partial.replace(path)
                 _sync_folder(path.parent)
 
-    def exists(self, name: str) -> bool:
-        """Whether there is a file of that name."""
-        with _reading(self._path(name)) as path:
-            return path.is_file()
-
     def list(self, prefix: str = "") -> dict[str, int]:
         """Return files below the folder."""
         found: dict[str, int] = {}

@@ -32,7 +32,7 @@ class Engine:
         self.under_way = self.most = 0
         self.began = []
 
-    async def generate(self, request, *, id, on_event, priority=0):  # noqa: A002
+    async def generate(self, request, *, id, on_event, priority=0):
         self.began.append(id)
         self.under_way += 1
         self.most = max(self.most, self.under_way)

@@ -138,7 +138,7 @@ def test_a_failed_request_is_alone_and_made_again(batch, storage, prompt, error)
     assert (report.exit_code, report.made) == (1, 2)
     assert told == [f"dog: {error}"]
     assert [line["status"] for line in lines_of(storage)] == ["done", "failed", "done"]
-    assert not storage.exists("clips/dog.mp4")
+    assert "clips/dog.mp4" not in storage.list()
     engine = Engine()
     assert batch(CAT, DOG, FOX, engine=engine).exit_code == 0
     assert engine.began == ["dog"]

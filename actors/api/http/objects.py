@@ -270,8 +270,7 @@ def parse_size(text: str) -> tuple[int, int]:
     near = [nearest_multiple(side, SIZE_MULTIPLE) for side in (width, height)]
     if near != [width, height]:
         raise InvalidRequest(
-            f"size {text} isn't in multiples of {SIZE_MULTIPLE} pixels; the nearest one is {near[0]}x{near[1]}",
-            "size",
+            f"size {text} isn't in multiples of {SIZE_MULTIPLE} pixels; the nearest one is {near[0]}x{near[1]}", "size"
         )
     return width, height
 

@@ -12,16 +12,7 @@ from actors.api.estimates import poll_after_ms
 from actors.api.http.bodies import read_body
 from actors.api.http.content import send
 from actors.api.http.error_answers import HttpError
-from actors.api.http.objects import (
-    CreateVideo,
-    ErrorBody,
-    Variant,
-    Video,
-    VideoDeleted,
-    VideoList,
-    error_body,
-    video,
-)
+from actors.api.http.objects import CreateVideo, ErrorBody, Variant, Video, VideoDeleted, VideoList, error_body, video
 from actors.api.http.service import Service
 from actors.api.variants import VARIANTS
 from actors.jobs.errors import JobNotFound, StoreUnavailable
@@ -77,10 +68,7 @@ _JSON = CreateVideo.model_json_schema(ref_template="#/components/schemas/{model}
 _JSON.pop("$defs")
 _FILE = {"input_reference": {"type": "string", "format": "binary"}}
 _FORM = {"type": "object", "required": ["prompt"], "properties": _JSON["properties"] | _FILE}
-_BODY = {
-    "required": True,
-    "content": {"application/json": {"schema": _JSON}, "multipart/form-data": {"schema": _FORM}},
-}
+_BODY = {"required": True, "content": {"application/json": {"schema": _JSON}, "multipart/form-data": {"schema": _FORM}}}
 
 
 @router.post("", response_model=Video, responses=errors(400, 409, 413, 415), openapi_extra={"requestBody": _BODY})

@@ -74,21 +74,13 @@ def check_url(url: str, settings: FetchSettings) -> httpcore.URL:
 
 @contextlib.asynccontextmanager
 async def request(
-    method: str,
-    url: str,
-    settings: FetchSettings,
-    headers: Mapping[str, str],
-    content: bytes | None = None,
+    method: str, url: str, settings: FetchSettings, headers: Mapping[str, str], content: bytes | None = None
 ) -> AsyncIterator[httpcore.Response]:
     """Send a request and give the response, its content not read yet; raises `FetchError`. Its time is the caller's."""
     checked = check_url(url, settings)
     host, port = checked.host.decode(), checked.port
     named = f"[{host}]" if ":" in host else host
-    common = {
-        "Host": named if port == 443 else f"{named}:{port}",
-        "User-Agent": "wan-tpu",
-        "Connection": "close",
-    }
+    common = {"Host": named if port == 443 else f"{named}:{port}", "User-Agent": "wan-tpu", "Connection": "close"}
     try:
         async with (
             httpcore.AsyncConnectionPool(

@@ -92,7 +92,7 @@ class Engine:
     async def ready(self):
         pass
 
-    async def generate(self, request, *, id, on_event, priority):  # noqa: A002
+    async def generate(self, request, *, id, on_event, priority):
         self.asked.append(request)
         self.priorities.append(priority)
         self.under_way += 1

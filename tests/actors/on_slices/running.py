@@ -33,7 +33,7 @@ SECONDS = 300  # that anything may take on a busy machine, a slice lost and buil
 class Made:
     """One request under way: what it was told, and its video."""
 
-    def __init__(self, id: str) -> None:  # noqa: A002
+    def __init__(self, id: str) -> None:
         self.id = id
         self.spans: list[Span] = []
         self.told = threading.Condition()
@@ -80,7 +80,7 @@ class Running:
 
     def start(
         self,
-        id: str,  # noqa: A002
+        id: str,
         request: GenerationRequest,
         pipeline: PipelineDriver | None = None,
         priority: int = 0,

@@ -50,7 +50,7 @@ def test_a_poisoned_request_fails_alone(running, undisturbed):
     assert not poisoned.steps("denoise_high")
 
 
-def saved(running, id, step, latents):  # noqa: A002
+def saved(running, id, step, latents):
     """Leave a snapshot as if the request had been here before; return its name."""
     settings = running.pipeline.spec.settings
     model = load_pipeline(settings.checkpoint, "float32", (1, 1, 1))

@@ -1,0 +1,20 @@
+"""Clips of the small model, right ones and mistaken ones: made in a process of their own, whose programs are optimised.
+
+Those of all other tests aren't, which run once or twice; here each runs more than a thousand times.
+"""
+
+from pathlib import Path
+
+from scripts.demo_model import gate
+from scripts.demo_model.mistakes import MISTAKES, mistaken
+from scripts.demo_model.ways import WAYS
+
+
+def make_clips(checkpoint: Path, count: int, mistake: str | None = None, folder: Path | None = None) -> list[gate.Made]:
+    """Make so many held-out requests; with a mistake, whose copy of the model goes into the folder."""
+    scenes = gate.held_out_scenes(count, width=64)
+    if mistake is None:
+        with WAYS["process"](checkpoint, "float32") as generate:
+            return gate.make(generate, scenes, gate.Sampling())
+    assert folder is not None
+    return gate.make(mistaken(MISTAKES[mistake], checkpoint, folder), scenes, MISTAKES[mistake].sampling)
