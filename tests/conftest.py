@@ -44,14 +44,9 @@ def starts_clusters(nodeid: str) -> bool:
 
 
 class Scheduling(LoadFileScheduling):
-    """Runs all tests that start clusters in one of pytest-xdist's processes, and the others file by file.
-
-    But for the gate's mistakes, minutes each, which are dealt out one by one.
-    """
+    """Runs all tests that start clusters in one of pytest-xdist's processes, and the others file by file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if "test_every_mistake" in nodeid:
-            return nodeid
         return "clusters" if starts_clusters(nodeid) else super()._split_scope(nodeid)
 
 

@@ -214,7 +214,7 @@ class SliceLeader:
     async def _pause(self, admission: Admission, held: str, name: str, key: str, scope: RequestScope) -> None:
         """Let a more urgent request run, and return when this one may go on; a drain moves it at once."""
         granted = self._scheduler.pause(admission)
-        self._snapshotter.start(held, name)
+        self._snapshotter.start(held, name, skip=False)  # it may not run again for long
         while not granted.done():
             await asyncio.wait([granted], timeout=DRIVER_S)
             if not granted.done():

@@ -91,10 +91,11 @@ class Snapshotter:
         self._slice, self._snapshots = slice_, snapshots
         self._saving: dict[str, asyncio.Task[None]] = {}
 
-    def start(self, held: str, name: str) -> None:
-        """Copy the state out and save it while steps go on; skipped while the one before is still being saved."""
-        if held not in self._saving or self._saving[held].done():
-            self._saving[held] = asyncio.create_task(self._save(held, name))
+    def start(self, held: str, name: str, *, skip: bool = True) -> None:
+        """Copy the state out and save it while steps go on; skip: not while the one before is still being saved."""
+        before = self._saving.get(held)
+        if before is None or before.done() or not skip:
+            self._saving[held] = asyncio.create_task(self._save(held, name, before))
 
     async def settle(self, held: str) -> None:
         """Wait until no copy of it is under way."""
@@ -115,8 +116,10 @@ class Snapshotter:
         """Put a snapshot into the object store; raises `StageLost` when it can't be used: a newer one may be there."""
         return await self._slice.run(self._read, name, step)
 
-    async def _save(self, held: str, name: str) -> None:
+    async def _save(self, held: str, name: str, before: asyncio.Task[None] | None) -> None:
         try:
+            if before is not None:
+                await asyncio.wait([before])
             await self.take(held, name)
         except Exception:  # a snapshot is insurance: the request goes on without
             log.exception("no snapshot of %s", held)

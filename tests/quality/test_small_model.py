@@ -38,10 +38,11 @@ def made(scenes):
 
 @pytest.fixture(scope="module")
 def optimised():
-    """A process in which XLA optimises."""
+    """A process in which XLA optimises, for one core: beside other work its threads spin for each other."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("XLA_FLAGS")
+            patch.setenv("NPROC", "1")
             process.submit(os.getpid).result()  # it is started here
         yield process
 
