@@ -8,6 +8,8 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,12 +70,13 @@ def _start(
 ) -> Any:
     """Start a node, and once more if it doesn't come up; return Ray's object.
 
-    Ray gives each of its processes half a minute or less, and ends those that are late themselves. The machine may be
-    busy, or a child may hang: Ray forks it from a process with threads, with Python to run before it becomes another.
+    Ray gives each of its processes half a minute or less, and ends those that are late: the machine may be busy.
     """
+    from ray._private import services
     from ray._private.node import Node
     from ray._private.utils import write_ray_address
 
+    services.ConsolePopen = _Started  # type: ignore[assignment]
     temp = folder / settings.name  # a folder for each node: Ray's file names race when nodes start at once
     for last_try in (False, True):
         temp.mkdir(parents=True)
@@ -96,6 +99,21 @@ def _start(
     # As `ray start` does. A job asks this file for its cluster; without it, the processes of the machine for any.
     write_ray_address(node.gcs_address, str(temp))
     return node
+
+
+class _Started(subprocess.Popen):
+    """A process of Ray's. It has SIGINT blocked, as Ray wants it.
+
+    Ray blocks it by Python that runs in the child, forked from a process with threads: now and then such a child hung
+    before it had become another program (a raylet without a log, twice in a row). Here it inherits that instead.
+    """
+
+    def __init__(self, *args: Any, preexec_fn: object, **options: Any) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            super().__init__(*args, **options)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _parameters(temp: Path, settings: NodeSettings, **more: Any) -> Any:
