@@ -76,7 +76,7 @@ def _start(
     from ray._private.node import Node
     from ray._private.utils import write_ray_address
 
-    services.ConsolePopen = _Started  # type: ignore[assignment]
+    services.ConsolePopen = _Started  # type: ignore[misc, assignment]
     temp = folder / settings.name  # a folder for each node: Ray's file names race when nodes start at once
     for last_try in (False, True):
         temp.mkdir(parents=True)
