@@ -1,5 +1,7 @@
-# All a newcomer needs. Every target sets up what it uses, on a machine with Python 3.11 and make.
-PYTHON ?= python3.11
+# All a newcomer needs. Every target sets up what it uses, on a machine with make and a Python from 3.11 to 3.13.
+SUITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
+	$$python -c "$(SUITS)" 2> /dev/null && echo $$python && break; done)
 BIN := .venv/bin
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
@@ -16,9 +18,11 @@ help:
 # PyTorch's own CPU wheels first: the default Linux wheel brings gigabytes of CUDA that no TPU host needs. pip passes
 # over an index that can't be reached.
 .venv/installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python from 3.11 to 3.13 with its venv module is here. As root, on Debian 12, Debian 13 or \
+	Ubuntu 24.04: apt install python3-venv. Elsewhere: make PYTHON=/path/to/python3.13"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU) "torch>=2.13,<2.14"
-	$(BIN)/pip install --quiet --editable ".[aot,dev]"
+	$(BIN)/pip install --quiet --editable ".[tpu,dev]"
 	touch $@
 
 demo: .venv/installed

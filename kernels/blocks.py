@@ -64,19 +64,19 @@ def _ahead(chunk: int, ahead: int, mxu_sums: bool = True) -> Schedule:
 
 
 # The largest useful blocks by (chip, dtype of Q and K); `plan_blocks` fits them to shorter lengths. Above each row: its
-# bundles a million scores, counted by `scripts/kernel_cycles.py --chip C` on 2026-11-21 with libtpu 0.0.51 (bounded,
+# bundles a million scores, counted by `scripts/kernel_cycles.py --chip C` on 2026-11-23 with libtpu 0.0.50.1 (bounded,
 # optimistic, online; or 8-bit bounded). "Tuned" schedules are from `scripts/tune_attention.py --chip C --softmax S
-# --blocks 3328x2560` of that day, others were compared by hand, a few of the same candidates each.
+# --blocks 3328x2560` of 2026-11-21, others were compared by hand, a few of the same candidates each.
 TABLE: dict[tuple[str, str], BlockSizes] = {
-    # 1,518, 1,526, 1,855; tuned for optimistic and online (1,843 in chunks of 256, but text of 512 is then two)
+    # 1,518, 1,540, 1,855; tuned for optimistic and online (1,843 in chunks of 256, but text of 512 is then two)
     ("v6e", "bfloat16"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4), 64 * MIB),
     # 1,347; tuned for bounded (1,345 with chunks of 256, 4 ahead)
     ("v6e", "int8"): BlockSizes(3328, 2560, _ahead(512, 2), _ahead(512, 4), 64 * MIB),
-    # 1,469, 1,481, 1,790
+    # 1,469, 1,484, 1,790
     ("v7x", "bfloat16"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4), 48 * MIB),
     # 1,235
     ("v7x", "float8_e4m3fn"): BlockSizes(3328, 2560, _ahead(512, 2), _ahead(512, 4), 48 * MIB),
-    # 3,561, 3,696, 4,076
+    # 3,561, 3,747, 4,076
     ("v5p", "bfloat16"): BlockSizes(3328, 2560, Schedule(1280), _ahead(512, 4, mxu_sums=False), 48 * MIB),
     # 2,756
     ("v5p", "int8"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4, mxu_sums=False), 48 * MIB),

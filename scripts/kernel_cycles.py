@@ -4,7 +4,7 @@
     kernel_cycles.py --chip v6e                        attention: ours, jax's and tokamax's
     kernel_cycles.py --chip v6e --kernel convolution   the VAE's convolution, at each level of Wan's decoder
 
-Needs libtpu (`pip install ".[aot]"`); tokamax's row needs `.[peers]`. A bundle is a cycle when nothing stalls.
+Needs libtpu (`pip install ".[tpu]"`); tokamax's row needs `.[peers]`. A bundle is a cycle when nothing stalls.
 "slots" is the least the kernel's instructions allow, start and end of the kernel included.
 """
 

@@ -7,7 +7,7 @@
 The first also says what the denoise step would be on each other mesh of the slice: half of its
 13 minutes on two cores (--no-meshes).
 
-Every program is compiled for the slice by libtpu's compiler (`pip install ".[aot]"`); no TPU and no weights are
+Every program is compiled for the slice by libtpu's compiler (`pip install ".[tpu]"`); no TPU and no weights are
 needed. What was compiled once is kept in --cache. docs/performance.md says what the seconds mean.
 """
 

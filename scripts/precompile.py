@@ -7,7 +7,7 @@
 
 `wan-tpu generate --executables executables/` then loads them; so do the pools of a pipeline, each the programs of its
 stages on its slice, which --layout compiles. With --slice or --layout no TPU is needed, but libtpu is
-(`pip install ".[aot]"`). Of the checkpoint only configurations are read; --model takes a published one instead, whose
+(`pip install ".[tpu]"`). Of the checkpoint only configurations are read; --model takes a published one instead, whose
 programs serve where its files say exactly the same.
 """
 

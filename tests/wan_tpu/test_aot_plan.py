@@ -83,7 +83,7 @@ def test_json_holds_everything(plan):
 
 
 def test_a_plot_is_drawn(plan, tmp_path):
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[aot]'")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[tpu]'")
     draw([plan], tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 

@@ -24,8 +24,9 @@ from wan_tpu.pricing.compiling import refusal
 from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
 from wan_tpu.runtime.program import GIB, Program
+from wan_tpu.versions import version
 
-pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[aot]'")
+pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
 sys.path.insert(0, str(ROOT / "scripts"))
 from described import described  # the scripts' glue between cluster and wan_tpu
 
@@ -165,6 +166,8 @@ REFUSED = [
 ]
 
 
+# Of a step of A14B on v6e-8 at 720x1280, 81 frames: most seconds, and GiB a chip, by the libtpu of a supported pair.
+STEP = {"0.0.50.1": (2.82, 9.7), "0.0.42.1": (2.91, 9.5)}
 SMALL = ["--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4", "--size", "64*64", "--frames", "5"]
 
 
@@ -185,7 +188,9 @@ for argv in json.load(sys.stdin):
     print(json.dumps([code, out.getvalue(), err.getvalue()]))
 """
     twice = [*SMALL, "--program", "text keys", "--cache", str(tmp_path_factory.mktemp("plans"))]
-    asked = json.dumps([twice, twice, *(argv for argv, _ in REFUSED)])
+    full = ["--model", "wan2.2-i2v-a14b", "--slice", "v6e-8", "--size", "720*1280", "--frames", "81"]
+    full += ["--program", "denoise step", "--json", "--cache", twice[-1]]
+    asked = json.dumps([twice, twice, full, *(argv for argv, _ in REFUSED)])
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, input=asked, capture_output=True, text=True, check=True
     )
@@ -204,9 +209,20 @@ def test_plan_says_what_fits(said):
 
 
 @pytest.mark.long
+def test_a_step_of_a14b_takes_what_the_docs_say(said):
+    code, out, _ = said[2]
+    assert code == 0
+    [plan] = json.loads(out)["plans"]
+    [step] = [program for stage in plan["stages"] for program in stage["programs"]]
+    seconds, gib = STEP[version("libtpu")]
+    assert 0.9 * seconds < step["optimistic"]["total"]["estimate"] <= seconds
+    assert 0.9 * gib < plan["largest_gib"] <= gib
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("case", range(len(REFUSED)), ids=[argv[-1] for argv, _ in REFUSED])
 def test_plan_refuses_what_it_does_not_know(said, case):
-    code, _, err = said[2 + case]
+    code, _, err = said[3 + case]
     assert code == 2
     assert REFUSED[case][1] in err
     assert "Traceback" not in err
