@@ -20,8 +20,8 @@ cleanup() {
 trap cleanup EXIT
 
 mmdebstrap --quiet --variant=apt --include=make,git,python3-venv,ca-certificates "$suite" "$root"
-git clone --quiet "$source" "$root/root/wan-tpu"
-cp -L /etc/resolv.conf "$root/etc/resolv.conf"
+git clone --quiet "$source" "$root/srv/wan-tpu"
+for file in /etc/resolv.conf /etc/hosts; do cp -L "$file" "$root$file"; done
 
 # In a mount namespace of its own: whatever ends this, no mount stays.
 export root
@@ -35,7 +35,7 @@ done
 for target in "$@"; do
   start=$SECONDS
   env --ignore-environment HOME=/root PATH=/usr/bin:/bin:/usr/sbin:/sbin LANG=C.UTF-8 \
-    chroot "$root" make --silent --directory /root/wan-tpu "$target" < /dev/null
+    chroot "$root" make --silent --directory /srv/wan-tpu "$target" < /dev/null
   echo "make $target: $((SECONDS - start)) s in $(. "$root/etc/os-release" && echo "$PRETTY_NAME"), $(chroot "$root" python3 --version)"
 done
 INSIDE

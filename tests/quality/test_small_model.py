@@ -30,13 +30,6 @@ def scenes():
 
 
 @pytest.fixture(scope="module")
-def made(scenes):
-    """Ten requests, made as users make them."""
-    with WAYS["process"](CHECKPOINT, "float32") as generate:
-        return gate.make(generate, scenes, gate.Sampling())
-
-
-@pytest.fixture(scope="module")
 def optimised():
     """A process in which XLA optimises, for one core: beside other work its threads spin for each other."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
@@ -45,6 +38,12 @@ def optimised():
             patch.setenv("NPROC", "1")
             process.submit(os.getpid).result()  # it is started here
         yield process
+
+
+@pytest.fixture(scope="module")
+def made(optimised):
+    """The scenes, made as users make them."""
+    return optimised.submit(make_clips, CHECKPOINT, REQUESTS).result()
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from wan_tpu.runtime.mesh import Rule, fill_shape, make_mesh, token_layout, weig
 from wan_tpu.tiny import make_checkpoint
 
 
+@pytest.mark.long
 def test_sixteen_devices_give_the_latents_of_one(tmp_path):
     experts = {"num_attention_heads": 8, "attention_head_dim": 16}
     folder = make_checkpoint(tmp_path / "checkpoint", "wan2.2-i2v-a14b", transformer=experts)

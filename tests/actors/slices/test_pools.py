@@ -40,7 +40,10 @@ def cluster(tmp_path_factory):
         leave()
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=[pytest.mark.long] if kind == "wan2.2-ti2v-5b" else []) for kind in KINDS],
+)
 def spec(request, cluster, checkpoint, tmp_path_factory):
     """A pipeline that runs."""
     model = open_spec(str(checkpoint(request.param)))
