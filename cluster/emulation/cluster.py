@@ -10,6 +10,7 @@ import getpass
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -116,6 +117,7 @@ class EmulatedCluster:
         slices = tuple(slices)
         folder = (folder or default_folder()).absolute()
         _refuse_second(folder, slices)
+        _check_name()
         temp = Path(tempfile.mkdtemp(prefix="wan-"))
         cluster = cls(folder, temp, "", None, slices, settings)
         cluster._save()  # from here on `stop` finds what was started
@@ -208,6 +210,18 @@ def _refuse_second(folder: Path, slices: Sequence[EmulatedSlice]) -> None:
                 "stop it (wan-tpu cluster down) or choose another folder"
             )
         existing.stop()  # what a crash has left
+
+
+def _check_name() -> None:
+    """Refuse a machine whose own name leads nowhere: where CPUs stand for chips, hosts find each other by it (gloo)."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        raise ClusterStartFailed(
+            f"the name of this machine, {name}, leads to no address, and emulated hosts find each other by it; "
+            f"add the line '127.0.1.1 {name}' to /etc/hosts"
+        ) from None
 
 
 def _guard(folder: Path) -> subprocess.Popen:

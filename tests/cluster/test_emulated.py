@@ -128,6 +128,12 @@ def test_slices_need_names_of_their_own(tmp_path):
         EmulatedCluster.start(twice, folder=tmp_path)
 
 
+def test_a_machine_whose_name_leads_nowhere_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "nowhere.invalid")
+    with pytest.raises(ClusterStartFailed, match=r"nowhere\.invalid, leads to no address.*/etc/hosts"):
+        EmulatedCluster.start([], folder=tmp_path)
+
+
 def test_a_node_that_does_not_start_tells_the_end_of_its_logs(tmp_path, caplog):
     more_than_any_machine_has = Settings(head_store_mib=10**8)
     with pytest.raises(ClusterStartFailed, match=r"(?s)head didn't start: .*memory.*\ngcs_server.out: "):

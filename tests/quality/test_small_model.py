@@ -87,6 +87,7 @@ def test_every_mistake_is_noticed_by_the_gate_or_by_a_test(name, many, optimised
         assert f"def {test}(" in (ROOT / file).read_text()
 
 
+@pytest.mark.long
 def test_files_between_the_stages_change_nothing(scenes):
     request = gate.request_of(scenes[0], 0, gate.Sampling(steps=3))
     clips = []

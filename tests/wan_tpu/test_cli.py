@@ -241,7 +241,8 @@ def test_constant_video_fails_the_run(checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "stage", ["decoder: 1", *(pytest.param(f"{name}: 1", marks=pytest.mark.long) for name in ("encoder", "denoise_high"))]
+    "stage",
+    ["decoder: 1", *(pytest.param(f"{name}: 1", marks=pytest.mark.long) for name in ("encoder", "denoise_high"))],
 )
 def test_ctrl_c_leaves_nothing_half_written(stage, checkpoint, tmp_path):
     command = [sys.executable, "scripts/generate.py", "--model_id", str(checkpoint("wan2.2-i2v-a14b")), *REQUEST]

@@ -30,6 +30,8 @@ KINDS = {
     "wan2.2-i2v-a14b": GenerationRequest(prompt="A cat", image=PHOTO, height=64, width=64, frames=9, steps=6),
 }
 
+ONE = "wan2.1-t2v-1.3b"  # two experts on pools: tests/actors/on_slices
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
@@ -41,8 +43,7 @@ def cluster(tmp_path_factory):
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(kind, marks=[pytest.mark.long] if kind == "wan2.2-ti2v-5b" else []) for kind in KINDS],
+    scope="module", params=[ONE, *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != ONE)]
 )
 def spec(request, cluster, checkpoint, tmp_path_factory):
     """A pipeline that runs."""
