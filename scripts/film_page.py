@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Film the service's page while it makes a video, beside the clips of `make demo`: the picture in README.
+
+    make demo
+    wan-tpu cluster up --emulate emulated-demo
+    wan-tpu serve --layout emulated-demo --model_id examples/small-wan2.2-i2v --dtype float32
+    python scripts/film_page.py --output docs/demo.webp
+
+Needs Chromium. Time is cut: a picture each time that the page has changed, then the video at its own pace.
+"""
+
+import argparse
+import io
+import json
+import shutil
+import textwrap
+import time
+from pathlib import Path
+
+import imageio.v3 as imageio
+from PIL import Image, ImageDraw, ImageFont
+from playwright.sync_api import Page, sync_playwright
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPT, IMAGE = "a red ball rolls to the right over a brown floor", ROOT / "examples" / "ball.png"
+PAGE, CLIP, EDGE = (976, 672), (176, 176), 16
+FPS = 8
+
+
+def main() -> None:
+    """Save one animated WebP that goes round."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--address", default="http://127.0.0.1:8000", help="of the service")
+    parser.add_argument("--demo", type=Path, default=ROOT / "demo", help="where `make demo` left its clips")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    clips = _clips(args.demo)
+    pictures = [_beside(shot, clips, index) for index, shot in enumerate(_film(args.address))]
+    pictures[0].save(
+        args.output, save_all=True, append_images=pictures[1:], duration=1000 // FPS, loop=0, quality=60, method=4
+    )
+    print(f"{args.output}: {len(pictures)} pictures, {args.output.stat().st_size / 1e6:.1f} MB")
+
+
+def _clips(demo: Path) -> list[tuple[str, list[Image.Image]]]:
+    """Return prompt and frames of each video that the demo's manifest names."""
+    lines = (ROOT / "examples" / "scenes.jsonl").read_text().splitlines()
+    return [
+        (line["prompt"], [Image.fromarray(frame).resize(CLIP) for frame in imageio.imread(demo / f"{line['id']}.mp4")])
+        for line in map(json.loads, lines)
+    ]
+
+
+def _film(address: str) -> list[Image.Image]:
+    with sync_playwright() as playwright:
+        chromium = shutil.which("chromium")
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": PAGE[0], "height": PAGE[1]})
+        page.goto(address)
+        shots = [_shot(page)] * FPS
+        page.locator("#file").set_input_files(IMAGE)
+        for end in range(0, len(PROMPT) + 4, 4):
+            page.get_by_label("Prompt", exact=True).fill(PROMPT[:end])
+            shots.append(_shot(page))
+        page.get_by_role("button", name="Make it").click()
+        card = page.locator("article").first
+        made = card.get_by_role("button", name="play:")
+        while not made.count():
+            time.sleep(0.2)
+            if (shot := _shot(page)) != shots[-1]:
+                shots.append(shot)
+        made.click()
+        video = card.locator("video").element_handle()
+        video.evaluate("video => { video.pause(); video.controls = false; }")
+        seconds = video.evaluate("video => video.duration")
+        for index in range(round(2 * seconds * FPS)):
+            video.evaluate(
+                "(video, at) => new Promise(done => { video.onseeked = done; video.currentTime = at; })",
+                (index / FPS) % seconds,
+            )
+            shots.append(_shot(page))
+        browser.close()
+    return shots
+
+
+def _shot(page: Page) -> Image.Image:
+    return Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+
+
+def _beside(shot: Image.Image, clips: list[tuple[str, list[Image.Image]]], index: int) -> Image.Image:
+    """Return one picture of the film: the clips, each going round, left of the page."""
+    picture = Image.new("RGB", (CLIP[0] + 3 * EDGE + PAGE[0], PAGE[1] + 2 * EDGE), "white")
+    picture.paste(shot, (CLIP[0] + 2 * EDGE, EDGE))
+    draw, font, top = ImageDraw.Draw(picture), ImageFont.load_default(14), EDGE
+    for prompt, frames in clips:
+        picture.paste(frames[index % len(frames)], (EDGE, top))
+        draw.multiline_text((EDGE, top + CLIP[1] + 4), textwrap.fill(prompt, 26), "#444", font)
+        top += CLIP[1] + 48
+    return picture
+
+
+if __name__ == "__main__":
+    main()
