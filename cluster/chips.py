@@ -20,7 +20,7 @@ class Chip:
 
     devices               JAX devices a chip: its two cores appear as one on v5p, as two on v7x
     cores                 TensorCores a chip
-    usable_gib            memory that programs may use, as libtpu's compiler says when it refuses one (0.0.51)
+    usable_gib            memory that programs may use, as libtpu's compiler says when it refuses one (0.0.50.1)
     hbm_bytes_per_s       its bandwidth
     bf16_flops            dense peak a second (a multiply-add is two)
     clock_hz              of the TensorCore: one VLIW bundle a cycle

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print what a compiled TPU program costs, from the text that `compiled.as_text()` returned.
+"""Print what a compiled TPU program costs, from the text that `compiled.as_text()` returned, gzipped or not.
 
     hlo_costs.py step.hlo --slice v6e-8 --kernel splash=25283 --kernel splash@10x23x1=4597 --prefer optimistic
 
@@ -9,6 +9,7 @@ which branch of a conditional to follow. The program's devices are the slice's, 
 """
 
 import argparse
+import gzip
 import os
 import re
 from pathlib import Path
@@ -43,7 +44,7 @@ def main() -> None:
     where = described(SliceSpec(args.slice))
     counted = KernelPrices(args.count, where.hardware, where.cores, count_alone) if args.count else None
     cost = analyse(
-        args.hlo.read_text(),
+        (gzip.decompress if args.hlo.suffix == ".gz" else bytes)(args.hlo.read_bytes()).decode(),
         where.hardware,
         interconnect_of(where, Mesh(np.array(where.devices()), ("devices",))),
         kernel_cycles=prices(args.kernel, where.cores, counted),

@@ -11,7 +11,7 @@ ROWS = 16  # of a bfloat16 tile: in blocks of whole tiles nothing is laid out an
 def gather_rows(x: jax.Array, axes: tuple[str, ...], platform: str) -> jax.Array:
     """Return the rows of all devices along `axes`, [n*L, C], from each device's [L, C].
 
-    On TPU v6e an all-gather blocks the core (libtpu 0.0.51; only its SparseCore could take it over), while a ragged
+    On TPU v6e an all-gather blocks the core (up to libtpu 0.0.51; only its SparseCore could take it over), a ragged
     all-to-all is sent in the background: here every device sends all its rows to every other, straight to their place.
     Elsewhere, and for rows that don't fill tiles, it is an all-gather.
     """

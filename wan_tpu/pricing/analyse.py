@@ -61,11 +61,9 @@ class _Channel:
 
 
 def _kernel_category(name: str) -> str:
-    """Return what a kernel of `kernels/` is counted as, by its name."""
-    for start, category in (("linear", "matmul"), ("causal_conv", "convolution")):
-        if name.startswith(start):
-            return category
-    return "vector" if "norm" in name else "attention"
+    """Return what a kernel is counted as, by its name: of `kernels/`, or another attention (splash)."""
+    known = {"linear": "matmul", "causal_conv": "convolution", "flash": "attention", "splash": "attention"}
+    return next((category for start, category in known.items() if start in name), "vector")
 
 
 @dataclass

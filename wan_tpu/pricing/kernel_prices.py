@@ -93,10 +93,15 @@ def count_alone(call: KernelCall, chip: str, steps: int) -> StepBundles:
 def step_bundles(loops: Mapping[tuple[int, ...], int], steps: int) -> StepBundles:
     """Return the bundles of one of a core's `steps` grid steps, each as often as the loops around it run.
 
+    The grid's loop is the outermost; some compilers keep its length no constant (it counts as 1 then).
     Raises CompileError when there is no loop over the steps.
     """
     if steps > 1:
-        loops = {trips[1:]: count for trips, count in loops.items() if trips and trips[0] >= steps}
+        for is_grids in (lambda trips: trips >= steps, lambda trips: trips == 1):
+            found = {trips[1:]: count for trips, count in loops.items() if trips and is_grids(trips[0])}
+            if found:
+                break
+        loops = found
     if not loops:
         raise bundles.CompileError(f"no loop over {steps} grid steps")
     taken = [math.prod(trips) * count for trips, count in loops.items()]

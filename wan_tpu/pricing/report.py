@@ -17,7 +17,7 @@ def describe(cost: Cost, *, top: int = 20) -> str:
         lines += ["", f"million cycles an iteration of {where} ({runs:g} in all): estimate, floor"]
         lines += _cycles(cost, where, runs)
     lines += ["", f"{'estimate':>9}{'floor':>9}{'hidden':>9} ms"]
-    lines += [_line(item) for item in cost.top(top)]
+    lines += [_line(item, cost.hardware.clock_hz) for item in cost.top(top)]
     return "\n".join(lines)
 
 
@@ -30,10 +30,13 @@ def _cycles(cost: Cost, where: str, runs: float) -> list[str]:
     return [*lines, f"  {'on the core, outside attention':<12} {estimate:.2f} {floor:.2f}"]
 
 
-def _line(item: Item) -> str:
+def _line(item: Item, clock_hz: float) -> str:
     estimate, floor, hidden = (1e3 * s for s in (item.seconds.estimate, item.seconds.floor, item.hidden_s.estimate))
     size = f"{item.hbm_bytes / item.executions / 1e6:.0f} MB" if item.hbm_bytes else ""
-    grid = f"grid {item.kernel.grid}" if item.kernel else ""
+    grid = ""
+    if item.kernel:
+        cycles = item.seconds.estimate / item.executions * clock_hz / item.kernel.steps
+        grid = f"grid {item.kernel.grid}, {cycles:.0f} cycles a step"
     return (
         f"{estimate:9.2f}{floor:9.2f}{hidden:9.2f} x{item.executions:<4g} {item.category:<11} {item.name:<32} "
         f"{item.shape[:64]} {size}{grid} {item.op_name[-60:]}"
