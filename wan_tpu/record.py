@@ -43,9 +43,10 @@ class StageRecord:
         return self.flops / self.run_s / 1e12
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures, rounded to a tenth of a millisecond."""
-        numbers = dataclasses.asdict(self) | {"run_s": self.run_s, "tflops_per_s": self.tflops_per_s}
-        return {key: round(value, 4) if isinstance(value, float) else value for key, value in numbers.items()}
+        """Return all figures: times rounded to a tenth of a millisecond, the rate to four digits, however low."""
+        times = {"total_s": self.total_s, "load_s": self.load_s, "compile_s": self.compile_s, "run_s": self.run_s}
+        rounded = {key: round(value, 4) for key, value in times.items()}
+        return dataclasses.asdict(self) | rounded | {"tflops_per_s": float(f"{self.tflops_per_s:.4g}")}
 
 
 class Recorder:

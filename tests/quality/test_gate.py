@@ -10,7 +10,7 @@ from scripts.demo_model.captions import caption
 from scripts.demo_model.scenes import first_frame, render
 from scripts.demo_model.score import SUB_SCORES
 
-COUNT = 6
+COUNT = 3
 
 
 def renderer(scenes):

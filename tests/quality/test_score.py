@@ -11,21 +11,21 @@ from scripts.demo_model.scenes import draw_scene, opposite, render
 from scripts.demo_model.score import SUB_SCORES, psnr, score
 
 COUNT = 24
-FEW = 8  # enough where all must be right
+FEW = 3  # enough where all must be right
 
 
 @functools.cache
-def scenes():
-    return [draw_scene(11, i, held_out=True) for i in range(COUNT)]
+def scenes(count=COUNT):
+    return [draw_scene(11, i, held_out=True) for i in range(count)]
 
 
 @functools.cache
-def clips():
-    return [render(scene).astype(np.float32) / 255 for scene in scenes()]
+def clips(count=COUNT):
+    return [render(scene).astype(np.float32) / 255 for scene in scenes(count)]
 
 
 def shares_after(damage, count=COUNT):
-    scores = [score(damage(clip), scene) for clip, scene in zip(clips()[:count], scenes()[:count], strict=True)]
+    scores = [score(damage(clip), scene) for clip, scene in zip(clips(count), scenes(count), strict=True)]
     return {name: np.mean([getattr(each, name) for each in scores]) for name in SUB_SCORES}
 
 
@@ -78,7 +78,7 @@ def test_damage_lowers_the_sub_score_it_is_for(name):
 
 
 def test_the_other_direction_is_seen_and_nothing_else_is_wrong():
-    scores = [score(render(opposite(scene)), scene) for scene in scenes()[:FEW]]
+    scores = [score(render(opposite(scene)), scene) for scene in scenes(FEW)]
     assert not any(each.direction for each in scores)
     for name in ("first_frame", "colour", "outline", "kind", "steady"):
         assert np.mean([getattr(each, name) for each in scores]) >= 0.95, name

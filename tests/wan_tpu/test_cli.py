@@ -205,21 +205,19 @@ def test_existing_output_is_kept(made, checkpoint, capsys):
     assert made.read_bytes() == before
 
 
+# What an unhealthy text encoder does is shown on slices, in tests/actors/on_slices/test_pipeline.py.
 @pytest.mark.parametrize(
     ("component", "where"),
     [
-        ("text_encoder", "encoder, text encoder"),
         ("transformer", "denoise_high, step 1 of"),
-        ("vae", "encoder, VAE chunk 1 of 2"),
+        pytest.param("vae", "encoder, VAE chunk 1 of 2", marks=pytest.mark.long),
     ],
 )
 def test_nan_weights_fail_the_run_with_the_stage_named(component, where, checkpoint, tmp_path, capsys):
     folder = shutil.copytree(checkpoint("wan2.2-i2v-a14b"), tmp_path / "checkpoint")
     file = next((folder / component).glob("*.safetensors"))
     tensors = safetensors.torch.load_file(file)
-    name = next(
-        n for n in tensors if n.startswith(("encoder.conv_in.bias", "blocks.0.ffn", "encoder.final_layer_norm"))
-    )
+    name = next(n for n in tensors if n.startswith(("encoder.conv_in.bias", "blocks.0.ffn")))
     tensors[name][:] = float("nan")
     safetensors.torch.save_file(tensors, file)
     out = tmp_path / "out" / "video.mp4"
@@ -228,6 +226,7 @@ def test_nan_weights_fail_the_run_with_the_stage_named(component, where, checkpo
     assert not list(out.parent.iterdir())
 
 
+@pytest.mark.long
 def test_constant_video_fails_the_run(checkpoint, tmp_path, capsys):
     folder = shutil.copytree(checkpoint("wan2.1-t2v-1.3b"), tmp_path / "checkpoint")
     file = next((folder / "vae").glob("*.safetensors"))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from wan_tpu import GenerationRequest
+from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.families import preset_spec
 from wan_tpu.families.shared import flop_count as flops
 from wan_tpu.families.wan.model import WanModel
@@ -24,8 +24,8 @@ def test_a_step_of_the_14b_model():
 
 
 @pytest.mark.parametrize("kind", ["wan2.2-i2v-a14b", "wan2.2-ti2v-5b"])
-def test_frames_counted_by_chunks_equal_all_frames(kind):
-    model = WanModel(preset_spec(kind))
+def test_frames_counted_by_chunks_equal_all_frames(kind, checkpoint):
+    model = load_pipeline(checkpoint(kind), dtype="float32", mesh=(1, 1, 1)).runtime.model
     request = GenerationRequest(image=Image.new("RGB", (8, 8)), height=64, width=96, frames=13).resolve(
         model.spec.defaults
     )

@@ -29,7 +29,7 @@ from wan_tpu.request import GenerationRequest
 
 pytestmark = pytest.mark.long
 
-JOBS = int(os.environ.get("WAN_TPU_CHAOS_JOBS", "200"))
+JOBS = int(os.environ.get("WAN_TPU_CHAOS_JOBS", "90"))
 A_SECOND = 3.0  # jobs are sent
 EVERY_S = 4.0  # something is killed
 SECONDS = 300.0  # for all to be done, once the killing has ended

@@ -10,21 +10,33 @@ import pytest
 from actors.errors import PipelineFull, RequestFailed
 from actors.pipeline.driver import PipelineDriver
 from actors.slices.snapshots import Snapshots, name_of
-from tests.actors.on_slices.conftest import POISON, REQUEST
+from tests.actors.on_slices.conftest import POISON, SHORT
 from tests.actors.on_slices.running import SECONDS
 from tests.cluster.conftest import wait_for
 from wan_tpu import load_pipeline
 from wan_tpu.data import DenoiseState
 
-HIGH, ALL = 72, 200  # steps
+HIGH, ALL = 36, 100  # steps
 
 
-def test_the_video_is_that_of_one_process(reference, running):
-    made = running.start("first", REQUEST)
-    video = made.video()
-    assert made.steps("denoise_high") == list(range(1, HIGH + 1))
-    assert made.steps("denoise_low") == list(range(HIGH + 1, ALL + 1))
-    assert {span.chips for span in made.spans} == {"emulated"}
+@pytest.fixture(scope="module")
+def first(running):
+    """The request when nothing happens."""
+    made = running.start("first", SHORT)
+    made.video()
+    return made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(first):
+    return first.video()
+
+
+def test_the_video_is_that_of_one_process(reference, first):
+    video = first.video()
+    assert first.steps("denoise_high") == list(range(1, HIGH + 1))
+    assert first.steps("denoise_low") == list(range(HIGH + 1, ALL + 1))
+    assert {span.chips for span in first.spans} == {"emulated"}
     expected = reference()
     assert "2" in str(expected["mesh"])
     assert video == expected["mp4_on_meshes"].tobytes()  # bit for bit on the same meshes
@@ -36,10 +48,10 @@ def test_the_video_is_that_of_one_process(reference, running):
 
 
 def test_a_poisoned_request_fails_alone(running, undisturbed):
-    before = running.start("before", REQUEST)
-    impossible = running.start("impossible", dataclasses.replace(REQUEST, image=None))
-    poisoned = running.start("poisoned", dataclasses.replace(REQUEST, prompt=f"a cat {POISON}"))
-    after = running.start("after", REQUEST)
+    before = running.start("before", SHORT)
+    impossible = running.start("impossible", dataclasses.replace(SHORT, image=None))
+    poisoned = running.start("poisoned", dataclasses.replace(SHORT, prompt=f"a cat {POISON}"))
+    after = running.start("after", SHORT)
     with pytest.raises(RequestFailed, match="image") as raised:
         impossible.video()
     assert (type(raised.value), raised.value.code) == (RequestFailed, "invalid")
@@ -54,7 +66,7 @@ def saved(running, id, step, latents):
     """Leave a snapshot as if the request had been here before; return its name."""
     settings = running.pipeline.spec.settings
     model = load_pipeline(settings.checkpoint, "float32", (1, 1, 1))
-    resolved = model.resolve(REQUEST)
+    resolved = model.resolve(SHORT)
     state = model.initial_state(resolved)
     name = name_of(id, resolved, f"{settings.checkpoint} {settings.dtype}")
     state = DenoiseState(latents(state.latents), tuple(map(np.zeros_like, state.history)), step)
@@ -63,10 +75,10 @@ def saved(running, id, step, latents):
 
 
 def test_latents_that_are_nan_fail_their_request_on_both_hosts_and_no_other(running, undisturbed):
-    saved(running, "nan", 100, lambda latents: latents * np.nan)
-    nan = running.start("nan", REQUEST)
-    beside = running.start("beside", REQUEST)
-    with pytest.raises(RequestFailed, match=r"step: denoise_low, step 101 of 200") as raised:
+    saved(running, "nan", 50, lambda latents: latents * np.nan)
+    nan = running.start("nan", SHORT)
+    beside = running.start("beside", SHORT)
+    with pytest.raises(RequestFailed, match=r"step: denoise_low, step 51 of 100") as raised:
         nan.video()
     assert raised.value.code == "unhealthy"
     assert beside.video() == undisturbed
@@ -74,18 +86,18 @@ def test_latents_that_are_nan_fail_their_request_on_both_hosts_and_no_other(runn
 
 
 def test_a_damaged_snapshot_is_deleted_and_not_used(running, undisturbed, settings):
-    name = saved(running, "damaged", 100, lambda latents: latents)
+    name = saved(running, "damaged", 50, lambda latents: latents)
     storage = Snapshots(settings.snapshots)._storage
-    storage.write(f"{name}.0100.safetensors", storage.read(f"{name}.0100.safetensors")[:5000])
-    made = running.start("damaged", REQUEST)
+    storage.write(f"{name}.0050.safetensors", storage.read(f"{name}.0050.safetensors")[:5000])
+    made = running.start("damaged", SHORT)
     assert made.video() == undisturbed
     assert made.steps("denoise_low")[0] == HIGH + 1
 
 
 def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(running, undisturbed, settings):
-    long = dataclasses.replace(REQUEST, steps=1000, seed=7)
+    long = dataclasses.replace(SHORT, steps=1000, seed=7)
     cancelled = running.start("again", long)
-    waits = running.start("waits", REQUEST)
+    waits = running.start("waits", SHORT)
     cancelled.wait_for("denoise_high", 50)
     cancelled.cancel()
     start = time.time()
@@ -101,23 +113,23 @@ def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(runnin
     snapshots = Snapshots(settings.snapshots)
     before = set(snapshots.names("again"))
     assert before
-    other = running.start("again", REQUEST)
-    other.wait_for("denoise_high", 45)
+    other = running.start("again", SHORT)
+    other.wait_for("denoise_high", 30)
     other.cancel()
     with pytest.raises(asyncio.CancelledError):
         other.video()
     assert other.steps("denoise_high")[0] == 1
     wait_for(lambda: set(snapshots.names("again")) - before, 20, "its snapshot")
-    resumed = running.start("again", REQUEST)
+    resumed = running.start("again", SHORT)
     assert resumed.video() == undisturbed
     assert resumed.steps("denoise_high")[0] > 20  # snapshots are begun every twenty steps, and steps go on meanwhile
     assert not snapshots.names("again")
 
 
 def test_an_urgent_request_overtakes_between_two_steps_and_changes_no_bit(running, undisturbed):
-    asked = dataclasses.replace(REQUEST, prompt="A dog runs", height=32, steps=20)  # of another shape
+    asked = dataclasses.replace(SHORT, prompt="A dog runs", height=32, steps=20)  # of another shape
     expected = running.start("quiet", asked).video()
-    long = running.start("long", REQUEST)
+    long = running.start("long", SHORT)
     long.wait_for("denoise_high", 5)
     urgent = running.start("urgent", asked, priority=3)
     assert urgent.video() == expected
@@ -136,11 +148,11 @@ def test_a_full_pipeline_refuses(running, spec):
         return PipelineDriver(dataclasses.replace(spec, settings=settings))
 
     small = asyncio.run_coroutine_threadsafe(connect(), running.loop).result(SECONDS)
-    first = running.start("one", REQUEST, small)
+    first = running.start("one", SHORT, small)
     first.wait_for("denoise_high", 1)
-    twin = running.start("one", REQUEST, small)
-    second = running.start("two", REQUEST, small)
-    third = running.start("three", REQUEST, small)
+    twin = running.start("one", SHORT, small)
+    second = running.start("two", SHORT, small)
+    third = running.start("three", SHORT, small)
     with pytest.raises(RequestFailed, match="request one is under way already"):
         twin.video()
     with pytest.raises(PipelineFull, match="2 requests are in the pipeline and before it, all it takes"):
@@ -150,7 +162,7 @@ def test_a_full_pipeline_refuses(running, spec):
         made.cancel()
         with pytest.raises(asyncio.CancelledError):
             made.video()
-    fourth = running.start("four", REQUEST, small)
+    fourth = running.start("four", SHORT, small)
     fourth.wait_for("encoder")
     fourth.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -30,7 +30,7 @@ KINDS = {
     "wan2.2-i2v-a14b": GenerationRequest(prompt="A cat", image=PHOTO, height=64, width=64, frames=9, steps=6),
 }
 
-ONE = "wan2.1-t2v-1.3b"  # two experts on pools: tests/actors/on_slices
+pytestmark = pytest.mark.long  # two experts on pools, in every run: tests/actors/on_slices
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,7 @@ def cluster(tmp_path_factory):
         leave()
 
 
-@pytest.fixture(
-    scope="module", params=[ONE, *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != ONE)]
-)
+@pytest.fixture(scope="module", params=KINDS)
 def spec(request, cluster, checkpoint, tmp_path_factory):
     """A pipeline that runs."""
     model = open_spec(str(checkpoint(request.param)))
