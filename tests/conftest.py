@@ -46,10 +46,10 @@ def starts_clusters(nodeid: str) -> bool:
 
 
 class Scheduling(LoadFileScheduling):
-    """Runs all tests that start clusters in one of pytest-xdist's processes, and the others file by file."""
+    """Runs the tests that start clusters in two of pytest-xdist's processes, and the others file by file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "clusters" if starts_clusters(nodeid) else super()._split_scope(nodeid)
+        return nodeid.split("/")[1] if starts_clusters(nodeid) else super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -13,7 +13,7 @@ import pytest
 from scripts.demo_model import gate, sizes
 from scripts.demo_model.examples import write_examples
 from scripts.demo_model.export import LARGEST_MB
-from scripts.demo_model.mistakes import MISTAKES, fallen, mistaken
+from scripts.demo_model.mistakes import MISTAKES, fallen
 from scripts.demo_model.score import SUB_SCORES, psnr, score
 from scripts.demo_model.ways import WAYS
 from tests.conftest import ROOT

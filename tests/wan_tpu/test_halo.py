@@ -30,7 +30,10 @@ def test_strips_give_the_pixels_and_latents_of_an_uncut_picture(name, devices, c
     out, cases = tmp_path / "results.npz", CASES[name]
     arguments = [str(argument) for kind, *rest in cases for argument in (checkpoint(kind), *rest)]
     subprocess.run(
-        [sys.executable, "-m", "tests.wan_tpu.vae_worker", out, *arguments], env=with_devices(devices), cwd=ROOT, check=True
+        [sys.executable, "-m", "tests.wan_tpu.vae_worker", out, *arguments],
+        env=with_devices(devices),
+        cwd=ROOT,
+        check=True,
     )
     results = np.load(out)
     assert len(results.files) == 2 * sum(len(cuts.split(",")) for _, _, cuts in cases)
