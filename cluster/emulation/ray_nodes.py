@@ -144,13 +144,22 @@ def _parameters(temp: Path, settings: NodeSettings, **more: Any) -> Any:
 
 @contextlib.contextmanager
 def environment() -> Iterator[None]:
-    """Give every process that is started meanwhile the environment of an emulated cluster, and the user's token."""
+    """Give every process that is started meanwhile the environment of an emulated cluster, and the user's token.
+
+    This process keeps to the cluster that it has joined, if any: starting a node makes Ray take that node's for it in
+    some calls (2.60, `Node._init_gcs_client`), and once that one has ended, Ray ends this process.
+    """
     make_token()
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
+    from ray.experimental import internal_kv  # after the line above: Ray reads its settings when it is imported
+
+    joined = internal_kv.internal_kv_get_gcs_client()
     try:
         yield
     finally:
+        if joined is not None:
+            internal_kv._initialize_internal_kv(joined)
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name)

@@ -143,8 +143,13 @@ def test_a_node_that_does_not_start_tells_the_end_of_its_logs(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_node_with_a_process_that_hangs_or_dies_is_started_once_more(sent, tmp_path, monkeypatch, caplog):
+def test_a_node_with_a_process_that_hangs_or_dies_is_started_once_more(sent, cluster, tmp_path, monkeypatch, caplog):
+    """By a process that has joined another cluster, and keeps to it."""
     from ray._private import services
+    from ray.experimental import internal_kv
+
+    joined = internal_kv.internal_kv_get_gcs_client()
+    assert joined is not None
 
     monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "2")
     start, calls = services.start_gcs_server, []
@@ -162,6 +167,7 @@ def test_a_node_with_a_process_that_hangs_or_dies_is_started_once_more(sent, tmp
         assert "once more: head didn't start" in caplog.text
         assert cluster.running
         assert calls[0].wait(5) == -signal.SIGKILL
+    assert internal_kv.internal_kv_get_gcs_client() is joined
 
 
 def test_a_drawing_shows_holders_missing_hosts_and_pools():
