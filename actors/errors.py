@@ -10,8 +10,8 @@ class PipelineError(WanTpuError):
 class RequestFailed(PipelineError):
     """The request can't be made; others are not touched.
 
-    code  "invalid": it doesn't fit the model; "unhealthy": a stage gave NaN; "error": a stage raised something else;
-          "lost": slices were lost under it again and again
+    code  "invalid": it doesn't fit the model; "unhealthy": a stage gave NaN; "error": a stage raised something else,
+          wherever it was tried; "lost": slices were lost under it again and again
     """
 
     def __init__(self, message: str, code: str) -> None:
@@ -45,6 +45,13 @@ class PipelineFull(PipelineError):
 
 class StageLost(PipelineError):
     """A slice or its leader is gone; the stage is to be done again elsewhere."""
+
+
+class StageFailed(StageLost):
+    """A stage raised what no request is known to cause, or its devices failed: done again, until it is the request's.
+
+    Whether request or slice is to blame shows elsewhere: a sick slice fails everybody, a bad request fails everywhere.
+    """
 
 
 class StageMoved(StageLost):

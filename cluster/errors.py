@@ -41,5 +41,9 @@ class SliceLost(SliceError):
     """The slice is gone: a host died, hung, or left the lockstep; the message says which. Build a new one."""
 
 
+class DeviceFailed(SliceLost):
+    """The slice is gone because a chip, its runtime or an exchange between chips failed in a call."""
+
+
 class CallFailed(SliceError):
     """Every host raised in the same call: the lockstep is intact, the slice lives. The cause is rank 0's exception."""

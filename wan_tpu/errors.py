@@ -33,6 +33,10 @@ class DoesNotFit(InvalidRequest):
         self.device_bytes = device_bytes
 
 
+class CompileFailed(WanTpuError):
+    """The compiler refused a program for another reason than memory: it would refuse it everywhere."""
+
+
 class CheckpointError(InvalidInput):
     """A checkpoint is missing, damaged, incomplete, or of a family this package doesn't know."""
 

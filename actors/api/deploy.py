@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import context
 from ray.serve.config import HTTPOptions, ProxyLocation
 
-from actors.api.deployments import DRAIN_S, QUIET, ingress_application, names, worker_application
+from actors.api.deployments import DRAIN_S, HEAD, QUIET, ingress_application, names, worker_application
 from actors.api.outbound.webhook import read_secret
 from actors.api.settings import ServiceSettings
 from actors.errors import PipelineError, PipelineExists
@@ -61,10 +62,11 @@ def deploy_service(
 ) -> None:
     """Start pipeline, worker and ingress, and return when the service answers. What runs already is updated.
 
-    Raises `InvalidInput` where database, storage or secret can't be used, or the host is public and there are no keys;
-    `PipelineStartFailed`, `PipelineExists`, `ServiceStartFailed`. Nothing that this has started is left then.
+    Raises `InvalidInput` where database or secret can't be used, or the host is public and there are no keys;
+    `StorageError`, `PipelineStartFailed`, `PipelineExists`, `ServiceStartFailed`. Nothing that this has started is
+    left then.
     """
-    prepare(settings, host)
+    _prepare_on_head(settings, host)
     start_http(host, port)
     name = spec.settings.name
     before = set(serve.status().applications)
@@ -94,6 +96,15 @@ def deploy_service(
         if not before & set(names(name)):
             take_down(name, pipeline=ours, drain_s=0)
         raise
+
+
+def _prepare_on_head(settings: ServiceSettings, host: str) -> None:
+    """Prepare what is of one machine on the head node, where ingress and worker will find it; raises as `prepare`."""
+    there: Any = ray.remote(prepare).options(num_cpus=0, resources={HEAD: 0.001})
+    try:
+        ray.get(there.remote(settings, host))
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
 
 
 def prepare(settings: ServiceSettings, host: str) -> None:

@@ -37,7 +37,7 @@ _THREADS = 32  # of Serve's five, slow writes to storage could keep all, and no 
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 # An ingress waits for nothing but in threads, so that it needs none of its own: a poll changes threads four times less.
 _ONE_THREAD = {"env_vars": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1"}}
-_HEAD = "node:__internal_head__"  # a resource that Ray gives the head node alone
+HEAD = "node:__internal_head__"  # a resource that Ray gives the head node alone
 
 
 @serve.ingress()
@@ -110,8 +110,8 @@ def names(pipeline: str) -> tuple[str, str]:
 
 def _options(settings: ServiceSettings, runtime_env: dict[str, Any]) -> dict[str, Any]:
     actor: dict[str, Any] = {"num_cpus": 0.1, "label_selector": off_hosts(), "runtime_env": runtime_env}
-    if "://" not in settings.database or "://" not in settings.storage:
-        actor["resources"] = {_HEAD: 0.001}  # files are of one machine
+    if "://" not in settings.database or "://" not in settings.storage or settings.webhook_secret_file is not None:
+        actor["resources"] = {HEAD: 0.001}  # files are of one machine
     return {
         "ray_actor_options": actor,
         "logging_config": QUIET,

@@ -71,7 +71,7 @@ def read_manifest(location: str | Path, check: Check | None = None) -> Manifest:
 
     check  raises `InvalidRequest` where a request doesn't fit the model: for example `Pipeline.resolve`
 
-    Raises `InvalidInput` when the manifest itself can't be read or has no line.
+    Raises `StorageError` when the manifest itself can't be read, `InvalidInput` when it has no line.
     """
     folder, name = split_location(str(location))
     where = absolute(str(location))

@@ -12,11 +12,25 @@ import sqlalchemy
 from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
 from actors.jobs.errors import StoreError, StoreUnavailable
 
 LOCK_WAIT_S = 30  # of a writer for another one; each holds the lock for milliseconds
+# PostgreSQL's codes (https://www.postgresql.org/docs/current/errcodes-appendix.html).
+_READ_ONLY, _IDLE_TOO_LONG = "25006", "25P03"  # a standby, as after a failover; a transaction that stood still
+# What bounds how long a process that froze, or whose node lost its power, keeps its locks: transactions here take
+# milliseconds. Settings of the address (?options=...) come after these, and win.
+_LIMITS = {
+    "lock_timeout": "15s",
+    "statement_timeout": "30s",
+    "idle_in_transaction_session_timeout": "10s",
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+    "tcp_user_timeout": "20s",
+}
 _LOCK = 0x77616E747075  # "wantpu": the key of PostgreSQL's advisory lock, one for our database
 
 
@@ -91,8 +105,13 @@ class Database:
                 yield session
         except OperationalError as error:
             raise StoreUnavailable(f"{self} can't be used now: {_reason(error)}; try again") from None
+        except PoolTimeoutError:
+            raise StoreUnavailable(f"all connections to {self} have been in use for a while; try again") from None
         except DBAPIError as error:
-            if error.connection_invalidated:
+            if getattr(error.orig, "sqlstate", None) == _READ_ONLY:
+                self._engine.dispose()  # the address may lead to the new primary by now
+                raise StoreUnavailable(f"{self} takes no changes now: {_reason(error)}; try again") from None
+            if error.connection_invalidated or getattr(error.orig, "sqlstate", None) == _IDLE_TOO_LONG:
                 raise StoreUnavailable(f"the connection to {self} was lost: {_reason(error)}; try again") from None
             raise
 
@@ -120,6 +139,9 @@ def _allowed(given: str) -> str:
 
 
 def _postgresql(url: URL) -> Engine:
+    given = url.query.get("options", ())
+    limits = " ".join(f"-c {name}={value}" for name, value in _LIMITS.items())
+    options = " ".join([limits, given] if isinstance(given, str) else [limits, *given])
     try:
         return sqlalchemy.create_engine(
             url,
@@ -127,7 +149,15 @@ def _postgresql(url: URL) -> Engine:
             pool_size=5,
             max_overflow=15,
             # A server that is silently gone is noticed after seconds, not after Linux's quarter of an hour.
-            connect_args={"connect_timeout": 10, "tcp_user_timeout": 10_000, "application_name": "wan-tpu"},
+            connect_args={
+                "connect_timeout": 10,
+                "tcp_user_timeout": 10_000,
+                "keepalives_idle": 10,
+                "keepalives_interval": 5,
+                "keepalives_count": 3,
+                "application_name": "wan-tpu",
+                "options": options,
+            },
         )
     except ModuleNotFoundError:
         raise StoreError('PostgreSQL needs its driver: pip install "wan-tpu[postgresql]"') from None

@@ -24,10 +24,11 @@ class WorkQueue:
     def __init__(self, database: Database, settings: JobSettings = JobSettings()) -> None:  # noqa: B008 (frozen)
         self._database, self._settings = database, settings
 
-    def claim(self, worker: str, *, above: int | None = None) -> Job | None:
+    def claim(self, worker: str, *, above: int | None = None, model: str | None = None) -> Job | None:
         """Take the next job: of the highest priority, round-robin over owners, then by age; None when none waits.
 
         above: only one of a higher priority than this
+        model: only one that was accepted for this model; those of another wait for a worker that has it
 
         Jobs whose lease has run out are taken back first.
         """
@@ -37,6 +38,8 @@ class WorkQueue:
             wanted = [Job.status == "queued", Job.deadline.is_(None) | (Job.deadline > now)]
             if above is not None:
                 wanted.append(Job.priority > above)
+            if model is not None:
+                wanted.append(Job.request["model"].as_string() == model)
             job = session.scalars(
                 select(Job)
                 .where(*wanted)

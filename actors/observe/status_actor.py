@@ -1,8 +1,10 @@
 """What a pipeline is doing right now: leaders and drivers report it, `wan-tpu status` reads it.
 
-A small actor that nobody waits for: without it everything goes on, only nobody sees it.
+A small actor: requests under way need nothing of it. Those who look for a pipeline find it by this actor, and whoever
+waits for its pools learns from it which are ready, so leaders tell again every few seconds what they do.
 """
 
+import dataclasses
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -88,6 +90,7 @@ class StatusActor:
             lifetime="detached",
             num_cpus=0,
             max_restarts=-1,
+            max_task_retries=-1,  # who asks while it is restarted waits for the new one
             label_selector=off_hosts(),
         )
         return cls(pipeline, kind.remote(spec))
@@ -155,7 +158,9 @@ class _StatusActor:
         return self._spec
 
     def replica(self, name: str, seen: ReplicaSeen) -> None:
-        self._seen.replicas[name] = seen
+        before = self._seen.replicas.get(name)
+        if before is None or dataclasses.replace(seen, since=before.since) != before:  # else it is told again
+            self._seen.replicas[name] = seen
 
     def gone(self, name: str) -> None:
         self._seen.replicas.pop(name, None)

@@ -10,9 +10,11 @@ from actors.errors import PipelineNotFound
 from actors.observe.status_actor import NAMESPACE
 from actors.pipeline.deployment import Tell, about, deploy, shut_down, wait_until_up
 from actors.pipeline.spec import PipelineSpec
+from cluster.gang.placement import off_hosts
 
 # How long a pipeline that a batch took down may take over what it has: the batch has ended, nobody waits for it.
 DRAIN_S = 20.0
+ANSWER_S = 30.0  # of the actor of a batch that runs
 
 
 @contextlib.contextmanager
@@ -56,10 +58,7 @@ def usable(name: str, wanted: PipelineSpec | None) -> PipelineSpec | None:
             raise _none(name)
         return None
     if not found.lasting and (owner := _owner(name)):
-        raise PipelineNotFound(
-            f"pipeline {name!r} belongs to a batch that runs ({owner}) and ends with it; wait for that, or choose "
-            "another --name where there are slices for both (wan-tpu pipeline up makes one that batches share)"
-        )
+        raise _anothers(name, owner)
     if found.lasting and wanted is not None and found.settings.checkpoint != wanted.settings.checkpoint:
         raise PipelineNotFound(
             f"pipeline {name!r} runs {found.settings.checkpoint}, not {wanted.settings.checkpoint}; leave --model_id "
@@ -75,12 +74,25 @@ def _none(name: str) -> PipelineNotFound:
     )
 
 
+def _anothers(name: str, owner: str) -> PipelineNotFound:
+    return PipelineNotFound(
+        f"pipeline {name!r} belongs to a batch that runs ({owner}) and ends with it; wait for that, or choose "
+        "another --name where there are slices for both (wan-tpu pipeline up makes one that batches share)"
+    )
+
+
 @contextlib.contextmanager
 def _owned(pipeline: str) -> Iterator[None]:
-    """Keep a named actor that dies with this driver: so others know whether a pipeline's batch is alive."""
-    kind: Any = ray.remote(num_cpus=0)(_Owner)
+    """Keep a named actor that dies with this driver: so others know whether a pipeline's batch is alive.
+
+    It outlives its node: without, the pipeline would be taken for one that a killed batch has left.
+    """
+    kind: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, label_selector=off_hosts())(_Owner)
     who = f"Ray job {ray.get_runtime_context().get_job_id()}"
-    actor = kind.options(name=f"{pipeline}-owner", namespace=NAMESPACE).remote(who)
+    try:
+        actor = kind.options(name=f"{pipeline}-owner", namespace=NAMESPACE).remote(who)
+    except ValueError:  # another batch was a moment earlier
+        raise _anothers(pipeline, _owner(pipeline) or "which has just begun") from None
     ray.get(actor.who.remote())
     try:
         yield
@@ -92,7 +104,9 @@ def _owner(pipeline: str) -> str | None:
     """Return whose batch a pipeline belongs to, None when nobody's is alive."""
     try:
         actor: Any = ray.get_actor(f"{pipeline}-owner", namespace=NAMESPACE)
-        return ray.get(actor.who.remote(), timeout=30)
+        return ray.get(actor.who.remote(), timeout=ANSWER_S)
+    except ray.exceptions.GetTimeoutError:  # it is on its way to another node: not dead
+        return f"which hasn't answered for {ANSWER_S:g} s"
     except (ValueError, ray.exceptions.RayActorError):
         return None
 

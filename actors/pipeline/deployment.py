@@ -9,10 +9,11 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
+from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, ServeStatus
 
 from actors.errors import PipelineExists, PipelineStartFailed
-from actors.observe.status_actor import Seen, StatusActor
+from actors.observe.status_actor import ReplicaSeen, Seen, StatusActor
 from actors.pipeline.spec import PipelineSpec
 from actors.slices.leader import SliceLeader
 from actors.slices.scheduler import MOST_PAUSED
@@ -72,10 +73,11 @@ def wait_until_up(spec: PipelineSpec, tell: Tell) -> None:
     """Return when every pool has the replicas that it must have at least; raises `PipelineStartFailed`."""
     status = StatusActor.connect(spec.settings.name)
     applications = {pool.name: application(spec.settings.name, pool.name) for pool in spec.layout.pools}
+    known = _refused(status.seen())  # of an earlier start, when the pipeline ran before: nobody removes them
     while True:
         seen = status.seen()
-        for replica in seen.replicas.values():
-            if replica.activity == "refused":  # and would be again: Serve tries three times
+        for name, replica in _refused(seen).items():
+            if name not in known:  # and would be refused again: Serve tries three times
                 raise PipelineStartFailed(f"pool {replica.pool}: {replica.detail}")
         found = serve.status().applications
         if gone := [pool for pool, name in applications.items() if name not in found]:
@@ -97,9 +99,13 @@ def application(pipeline: str, pool: str) -> str:
 
 
 def handle(pipeline: str, pool: str) -> Any:
-    """Return the handle of a running pool."""
+    """Return a handle of a running pool, the caller's own.
+
+    Serve keeps one for the whole process: shut down by one driver, it would tell the pool of no load any more.
+    """
     _quiet()
-    return serve.get_deployment_handle(pool, application(pipeline, pool))
+    shared = serve.get_deployment_handle(pool, application(pipeline, pool))  # raises where there is none
+    return DeploymentHandle(shared.deployment_name, shared.app_name)
 
 
 def about(pipeline: str) -> PipelineSpec | None:
@@ -204,9 +210,13 @@ def _kill_replicas(applications: list[str]) -> None:
                 ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
 
 
+def _refused(seen: Seen) -> dict[str, ReplicaSeen]:
+    return {name: replica for name, replica in seen.replicas.items() if replica.activity == "refused"}
+
+
 def _failure(pool: str, seen: Seen) -> str | None:
     """Return why a replica of the pool has failed, the latest one."""
-    failed = [one for one in seen.replicas.values() if one.pool == pool and one.activity == "failed"]
+    failed = [one for one in seen.replicas.values() if one.pool == pool and one.activity in ("failed", "refused")]
     return max(failed, key=lambda one: one.since).detail if failed else None
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from actors.engine import GeneratedVideo, OnEvent
-from actors.errors import InputLost, RequestFailed, StageLost, StageMoved
+from actors.errors import InputLost, RequestFailed, StageFailed, StageLost, StageMoved
 from actors.observe.timeline import Span
 from actors.pipeline.connection import PipelineConnection
 from actors.pipeline.losses import losses_explained
@@ -179,6 +179,8 @@ class RequestRun:
         self._attempts += 1
         reason = str(lost).splitlines()[0] if str(lost) else type(lost).__name__
         if self._attempts >= self._connection.settings.attempts:
+            if isinstance(lost, StageFailed):  # everywhere: it is the request
+                raise RequestFailed(f"failed {self._attempts} times; the last: {reason}", "error")
             raise RequestFailed(f"given up after {self._attempts} attempts at one stage; the last: {reason}", "lost")
         log.warning("%s: %s; attempt %d", self._key, reason, self._attempts + 1)
         await asyncio.sleep(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**self._attempts))

@@ -2,19 +2,22 @@
 
 import asyncio
 import functools
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
 
-from actors.errors import InputLost, RequestFailed, StageLost
+from actors.errors import InputLost, RequestFailed, StageFailed, StageLost
 from cluster.errors import CallFailed, SliceLost
 from cluster.gang.protocol import Group
 from cluster.gang.slice import Returned, Slice
-from wan_tpu.errors import InvalidInput, UnhealthyResult
+from wan_tpu.errors import InvalidInput, UnhealthyResult, WanTpuError
 
 THREADS = 32  # more than requests can be here: each waits in one, and a health check must not wait for them
+HUNG = 20.0  # times the fastest call of its kind
 
 
 class AsyncSlice:
@@ -25,20 +28,32 @@ class AsyncSlice:
         self._slice = slice_
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="slice")
         self._lost = lost
+        self._fastest: dict[tuple[str, Hashable], float] = {}  # of a kind of call, s
 
-    async def call(self, method: str, *args: Any, group: Group = "lockstep") -> Returned:
+    async def call(self, method: str, *args: Any, group: Group = "lockstep", like: Hashable | None = None) -> Returned:
         """Run a method of the workers, as `Slice.call` does.
 
+        like  what decides how long it takes, and whether something is compiled: one of several alike that takes
+              `HUNG` times as long as the fastest has hung, which ends the slice
+
         Raises `RequestFailed` when it is the request's fault, `InputLost` when a payload is gone, `StageLost` when the
-        slice is. When cancelled, waits until the call has ended: a step is never left alone.
+        slice is, `StageFailed` when there is no telling. When cancelled, waits until the call has ended: a step is
+        never left alone.
         """
-        run = functools.partial(self._slice.call, method, *args, group=group)
+        timeouts, start = self._slice.timeouts, time.monotonic()
+        fastest = None if like is None else self._fastest.get((method, like))
+        limit_s = timeouts.build_s if fastest is None else max(timeouts.hung_s, HUNG * fastest)
+        run = functools.partial(self._slice.call, method, *args, group=group, timeout_s=limit_s)
         try:
-            return await self.run(run)
+            returned = await self.run(run)
+            self._fastest[method, like] = min(time.monotonic() - start, fastest or math.inf)
+            return returned
         except CallFailed as failed:
             cause = failed.__cause__
             if isinstance(cause, ray.exceptions.RayError):
                 raise InputLost(f"{self._slice.name}: {method} lost its input ({type(cause).__name__})") from None
+            if not isinstance(cause, WanTpuError):
+                raise StageFailed(f"{self._slice.name}: {method}: {type(cause).__name__}: {cause}") from None
             code = "invalid" if isinstance(cause, InvalidInput) else "error"
             code = "unhealthy" if isinstance(cause, UnhealthyResult) else code
             raise RequestFailed(f"{method}: {cause}", code) from None

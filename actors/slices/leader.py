@@ -17,7 +17,7 @@ from typing import Any
 
 from ray import serve
 
-from actors.errors import RequestFailed, StageLost, StageMoved
+from actors.errors import RequestFailed, StageFailed, StageLost, StageMoved
 from actors.observe.status_actor import Activity, StatusActor
 from actors.observe.timeline import Span, What
 from actors.slices.async_slice import AsyncSlice
@@ -29,7 +29,7 @@ from actors.slices.scheduler import Admission, StepScheduler
 from actors.slices.settings import PipelineSettings
 from actors.slices.snapshots import Snapshots, Snapshotter
 from cluster.draining import draining_for
-from cluster.errors import CallFailed, SliceLost
+from cluster.errors import CallFailed, DeviceFailed, SliceLost
 from cluster.gang.slice import Slice
 from cluster.layout import Pool
 from wan_tpu.errors import InvalidInput
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 SHAPES = 64  # that a leader is remembered to hold programs of, for routing
 LEAVE_S = 0.5  # between the loss of a slice and the end of its leader: callers are told first
+SICK = 3  # different requests that fail in a row, none succeeding: the slice is replaced
 DRIVER_S = 5.0  # between two looks whether anybody still waits for a request
 
 
@@ -54,6 +55,7 @@ class SliceLeader:
         self._work: list[tuple[str, str]] = []  # stage and request, of what is computed or paused
         self._visits = itertools.count(1)
         self._holding: set[str] = set()  # whose arrays the workers hold: also while a result leaves
+        self._failing: dict[str, set[str]] = {}  # the requests that a stage has failed since it last succeeded
         self._ended = False
         self._drain = Drain(self._name)
         self._time = SliceTime()
@@ -62,6 +64,7 @@ class SliceLeader:
         self._report("starting", f"takes a {pool.slice} and starts its hosts")
         try:
             snapshots = Snapshots(settings.snapshots)
+            snapshots.clean()
             worker = (settings.checkpoint, pool.stages, pool.mesh, settings.dtype, settings.executables)
             self._hosts = Slice(pool.slice, settings.worker, *worker, name=self._name, timeouts=settings.timeouts)
             self._slice = AsyncSlice(self._hosts, self._lost)
@@ -86,7 +89,7 @@ class SliceLeader:
 
     async def encode_text(self, key: str, prompt: str, scope: RequestScope) -> AsyncIterator[Event]:
         """Encode a prompt: one `TextEmbedding`."""
-        async for event in self._compute(key, ENCODER, scope, "encode_text", prompt):
+        async for event in self._compute(key, ENCODER, "one prompt", scope, "encode_text", prompt):
             yield event
 
     async def encode_image(
@@ -99,7 +102,7 @@ class SliceLeader:
             nbytes = (await self._slice.side("prepare_encode", held, request)).value
             yield self._span(key, ENCODER, "fetch", start)
             yield Prepared(time.time() - start, nbytes)
-            async for event in self._compute(key, ENCODER, scope, "encode_image", held):
+            async for event in self._compute(key, ENCODER, shape, scope, "encode_image", held):
                 yield event
 
     async def denoise(
@@ -145,8 +148,10 @@ class SliceLeader:
                         async with self._scheduler.device:
                             start, before_s = time.time(), 0.0
                             if expert is None or done >= expert.stop:
-                                before_s, expert = (await self._slice.call("begin", held)).value
-                            compile_s, done = (await self._slice.call("step", held)).value
+                                expert = next(one for one in experts if done < one.stop)
+                                kind = (plan.shapes[expert.stage], expert.stage, expert.guided)
+                                before_s, expert = (await self._slice.call("begin", held, like=kind)).value
+                            compile_s, done = (await self._slice.call("step", held, like=kind)).value
                             spans = self._computed(key, expert.stage, start, before_s + compile_s, done)
                         for span in spans:
                             yield span
@@ -173,7 +178,7 @@ class SliceLeader:
             nbytes = (await self._slice.side("prepare_decode", held, plan.request, *await scope.get(state))).value
             yield self._span(key, DECODER, "fetch", start)
             yield Prepared(time.time() - start, nbytes)
-            async for event in self._compute(key, DECODER, scope, "decode", held):
+            async for event in self._compute(key, DECODER, plan.shapes[DECODER], scope, "decode", held):
                 yield event
 
     async def held(self) -> list[str]:
@@ -194,6 +199,7 @@ class SliceLeader:
     async def check_health(self) -> None:
         """End when the slice is gone, and when it is drained and nothing runs on it any more."""
         await self._slice.check()
+        self._status.replica(self._name, self._pool, *self._reported)  # to one that was restarted, and knows nothing
         left_s = draining_for(host.node_id for host in self._hosts.hosts)
         if left_s is not None and not self._drain.begun:
             self._drain.begin(left_s)
@@ -228,7 +234,8 @@ class SliceLeader:
         """Return what is raised, once the state is saved."""
         await self._snapshotter.settle(held)
         step = await self._snapshotter.take(held, name)
-        return StageMoved(f"the slice is being drained; {key} goes on elsewhere after step {step}")
+        where = "from its last snapshot" if step is None else f"after step {step}"
+        return StageMoved(f"the slice is being drained; {key} goes on elsewhere {where}")
 
     async def _hold(self, shape: str) -> None:
         self._drain.check()
@@ -251,14 +258,14 @@ class SliceLeader:
                 await self._slice.side("drop", held)
 
     async def _compute(
-        self, key: str, stage: str, scope: RequestScope, method: str, *args: Any
+        self, key: str, stage: str, shape: str, scope: RequestScope, method: str, *args: Any
     ) -> AsyncIterator[Event]:
         """Keep the devices for one call of the workers; others' steps go on after it."""
         async with self._scheduler.device:
             self._drain.check()
             with self._working(key, stage):
                 start = time.time()
-                (compile_s, warnings), ref = await self._slice.call(method, *args)
+                (compile_s, warnings), ref = await self._slice.call(method, *args, like=shape)
                 spans = self._computed(key, stage, start, compile_s)
         for span in spans:
             yield span
@@ -281,6 +288,15 @@ class SliceLeader:
         try:
             with self._time.taken():
                 yield
+        except StageFailed:
+            self._doubt(stage, key)
+            raise
+        except RequestFailed as failed:
+            if failed.code == "unhealthy":
+                self._doubt(stage, key)
+            raise
+        else:
+            self._failing.pop(stage, None)
         finally:
             self._work.remove((stage, key))
             self._report("busy" if self._work else "idle")
@@ -304,12 +320,26 @@ class SliceLeader:
         if self._ended or (self._drain.begun and activity != "draining"):
             return
         where = self._hosts.describe() if hasattr(self, "_hosts") else ""
-        self._status.replica(self._name, self._pool, where, activity, detail, tuple(self._work))
+        self._reported = (where, activity, detail, tuple(self._work))
+        self._status.replica(self._name, self._pool, *self._reported)
 
     def _lost(self, lost: SliceLost) -> StageLost:
         log.error("%s", lost)
         self._end()
-        return StageLost(str(lost))
+        return (StageFailed if isinstance(lost, DeviceFailed) else StageLost)(str(lost))
+
+    def _doubt(self, stage: str, key: str) -> None:
+        """Note that a stage failed under a request; end the slice when it fails one after the other.
+
+        One request that fails so may be to blame itself, and is tried elsewhere. A slice on which several fail, and
+        none succeeds in between, is taken to be sick: failing takes no time, so it would be given every request.
+        """
+        failing = self._failing.setdefault(stage, set())
+        failing.add(key)
+        if len(failing) >= SICK and not self._ended:
+            log.error("%s is replaced: %s failed for %s in a row", self._name, stage, ", ".join(sorted(failing)))
+            self._hosts.close()
+            self._end()
 
     def _end(self) -> None:
         """End this process, since it leads nothing any more; Serve starts another at once."""

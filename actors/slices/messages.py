@@ -39,9 +39,12 @@ class ReportedProgress:
 
 @dataclass(frozen=True)
 class RefHandle:
-    """Stands for a payload that waits for its next stage, in streams that must not carry references."""
+    """Stands for a payload that waits for its next stage, in streams that must not carry references.
 
-    number: int
+    key  never given twice, so that a store which was restarted, and has lost all, finds nothing under it
+    """
+
+    key: str
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ The actor belongs to the driver whose requests they are, and ends with it: what 
 """
 
 import itertools
+import secrets
 from collections import deque
 from typing import Any
 
@@ -51,10 +52,10 @@ class RequestScope:
 
         Raises `InputLost` when one is not there (any more).
         """
-        numbers = [handle.number for handle in handles if handle is not None]
-        found = await self._actor.get.remote(self._number, numbers)
-        if len(found) < len(numbers):
-            raise InputLost(f"{len(numbers) - len(found)} of {len(numbers)} payloads are not in the store any more")
+        keys = [handle.key for handle in handles if handle is not None]
+        found = await self._actor.get.remote(self._number, keys)
+        if len(found) < len(keys):
+            raise InputLost(f"{len(keys) - len(found)} of {len(keys)} payloads are not in the store any more")
         refs = iter(found)
         return [None if handle is None else next(refs) for handle in handles]
 
@@ -67,7 +68,7 @@ class RequestScope:
 
     def drop(self, *handles: RefHandle | None) -> None:
         """Let go of payloads that nobody needs any more; doesn't wait."""
-        self._actor.drop.remote(self._number, [handle.number for handle in handles if handle is not None])
+        self._actor.drop.remote(self._number, [handle.key for handle in handles if handle is not None])
 
     def close(self) -> None:
         """Let go of all, and of what comes later; doesn't wait."""
@@ -75,24 +76,25 @@ class RequestScope:
 
 
 class _RefStoreActor:
+    """Ray may restart it, with nothing in it: what it gave before is lost then, and never taken for something else."""
+
     def __init__(self) -> None:
-        self._scopes: dict[int, dict[int, ray.ObjectRef]] = {}
+        self._scopes: dict[int, dict[str, ray.ObjectRef]] = {}
         self._ended: deque[int] = deque(maxlen=ENDED)
-        self._numbers = itertools.count()
 
-    def put(self, scope: int, refs: list[ray.ObjectRef]) -> int:
-        number = next(self._numbers)
+    def put(self, scope: int, refs: list[ray.ObjectRef]) -> str:
+        key = secrets.token_hex(16)
         if scope not in self._ended:
-            self._scopes.setdefault(scope, {})[number] = refs[0]
-        return number
+            self._scopes.setdefault(scope, {})[key] = refs[0]
+        return key
 
-    def get(self, scope: int, numbers: list[int]) -> list[ray.ObjectRef]:
+    def get(self, scope: int, keys: list[str]) -> list[ray.ObjectRef]:
         there = self._scopes.get(scope, {})
-        return [there[number] for number in numbers if number in there]
+        return [there[key] for key in keys if key in there]
 
-    def drop(self, scope: int, numbers: list[int]) -> None:
-        for number in numbers:
-            self._scopes.get(scope, {}).pop(number, None)
+    def drop(self, scope: int, keys: list[str]) -> None:
+        for key in keys:
+            self._scopes.get(scope, {}).pop(key, None)
 
     def end(self, scope: int) -> None:
         self._scopes.pop(scope, None)

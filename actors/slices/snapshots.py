@@ -6,6 +6,7 @@ else, doesn't go on from them.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -17,7 +18,7 @@ import ray
 from actors.errors import StageLost
 from actors.slices.async_slice import AsyncSlice
 from actors.slices.payloads import Payload, pack, unpack
-from actors.storage.local import Missing
+from actors.storage.base import Missing, StorageError
 from actors.storage.opening import open_storage
 from wan_tpu.data import DenoiseState, dump_value, parse_value
 from wan_tpu.errors import InvalidInput
@@ -25,6 +26,7 @@ from wan_tpu.request import ResolvedRequest
 
 log = logging.getLogger(__name__)
 
+PARTIAL_S = 3600.0  # after which nobody goes on writing a file that isn't whole
 NAME = re.compile(r"(?P<id>.+)\.[0-9a-f]{16}\.(?P<step>\d+)\.safetensors")
 
 
@@ -71,6 +73,10 @@ class Snapshots:
         for name in self.names(id):
             self._storage.delete(name)
 
+    def clean(self) -> None:
+        """Remove what a killed leader left half written; a snapshot takes seconds."""
+        self._storage.clean(PARTIAL_S)
+
     def ids(self) -> list[str]:
         """Return the ids that have snapshots."""
         return sorted({found["id"] for name in self._storage.list() if (found := NAME.fullmatch(name))})
@@ -102,15 +108,19 @@ class Snapshotter:
         if held in self._saving:
             await asyncio.wait([self._saving.pop(held)])
 
-    async def take(self, held: str, name: str) -> int:
-        """Save the state before this returns; return after which step it was taken."""
+    async def take(self, held: str, name: str) -> int | None:
+        """Save the state before this returns; return after which step it was taken, None when it isn't saved."""
         step, ref = await self._slice.side("snapshot", held)
-        await self.save(name, step, ref)
-        return step
+        return step if await self.save(name, step, ref) else None
 
-    async def save(self, name: str, step: int, ref: ray.ObjectRef) -> None:
-        """Save a state that was copied out already."""
-        await self._slice.run(self._write, name, step, ref)
+    async def save(self, name: str, step: int, ref: ray.ObjectRef) -> bool:
+        """Save a state that was copied out already; return whether it is: without, its request goes on all the same."""
+        try:
+            await self._slice.run(self._write, name, step, ref)
+        except StorageError as error:
+            log.warning("no snapshot of %s after step %d: %s", name, step, error)
+            return False
+        return True
 
     async def load(self, name: str, step: int) -> ray.ObjectRef:
         """Put a snapshot into the object store; raises `StageLost` when it can't be used: a newer one may be there."""
@@ -132,8 +142,11 @@ class Snapshotter:
             return ray.put(self._snapshots.load(name, step))
         except Missing:
             raise StageLost(f"the snapshot after step {step} of {name} has been replaced by a newer one") from None
+        except StorageError as away:  # it is there, for all that is known
+            raise StageLost(f"a snapshot can't be read now: {away}") from None
         except InvalidInput as damaged:
-            self._snapshots.forget(name, step)
+            with contextlib.suppress(StorageError):  # it is found damaged again
+                self._snapshots.forget(name, step)
             raise StageLost(f"a snapshot can't be used and was deleted: {damaged}") from None
 
 

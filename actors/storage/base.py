@@ -7,14 +7,16 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from wan_tpu.errors import InvalidInput
+from wan_tpu.errors import WanTpuError
 
 GCS_SCHEME = "gs://"
 MAX_PART_BYTES = 200  # of a name between slashes: file systems allow 255, and the partial file's name is longer
 
 
-class StorageError(InvalidInput):
-    """Something can't be read or written where it was asked for."""
+class StorageError(WanTpuError):
+    """Something can't be read or written where it was asked for: perhaps only now, so nothing is known of content."""
+
+    exit_code = 2
 
 
 class Missing(StorageError):
@@ -41,6 +43,9 @@ class Storage(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove a name; it is fine when nothing is there."""
+
+    def clean(self, older_s: float) -> None:
+        """Remove what writers that were killed left half written, longer ago than that."""
 
     def probe(self) -> None:
         """Write and remove a small file, so that a place that can't be written to is known before any work."""

@@ -18,6 +18,7 @@ from google.cloud.storage.exceptions import InvalidResponse
 from google.cloud.storage.retry import DEFAULT_RETRY
 
 from actors.storage.base import GCS_SCHEME, Missing, StorageError, check_name
+from wan_tpu.errors import InvalidInput
 
 # https://cloud.google.com/storage/docs/buckets#naming
 _BUCKET = re.compile(r"[a-z0-9][-_.a-z0-9]{1,220}[a-z0-9]")
@@ -30,7 +31,7 @@ class GcsStorage:
 
     def __init__(self, bucket: str, prefix: str = "") -> None:
         if not _BUCKET.fullmatch(bucket):
-            raise StorageError(f"{GCS_SCHEME}{bucket} names no bucket; give gs://bucket/prefix")
+            raise InvalidInput(f"{GCS_SCHEME}{bucket} names no bucket; give gs://bucket/prefix")
         self._name = bucket
         self._prefix = prefix.strip("/")
         if self._prefix:
@@ -87,6 +88,9 @@ class GcsStorage:
         """Remove the object."""
         with contextlib.suppress(Missing), self._explained("delete", self.location(check_name(name))):
             self._blob(name).delete(retry=DEFAULT_RETRY)
+
+    def clean(self, older_s: float) -> None:
+        """Do nothing: uploads leave nothing half written."""
 
     def probe(self) -> None:
         """Upload and remove a hidden object."""

@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -69,6 +70,14 @@ class LocalStorage:
         path = self._path(name)
         with _writing(path, "delete"):
             path.unlink(missing_ok=True)
+
+    def clean(self, older_s: float) -> None:
+        """Remove hidden partial files that nobody has written to for so long."""
+        for folder, _, files in os.walk(self._folder):
+            for path in (Path(folder, name) for name in files if name.startswith(".") and name.endswith(_PARTIAL)):
+                with _writing(path, "delete"), contextlib.suppress(FileNotFoundError):
+                    if time.time() - path.stat().st_mtime > older_s:
+                        path.unlink()
 
     def probe(self) -> None:
         """Write and remove a hidden file of one block."""

@@ -2,14 +2,15 @@
 
 from pathlib import Path
 
-from actors.storage.base import GCS_SCHEME, Storage, StorageError
+from actors.storage.base import GCS_SCHEME, Storage
 from actors.storage.local import LocalStorage
+from wan_tpu.errors import InvalidInput
 
 
 def open_storage(location: str | Path) -> Storage:
     """Return the storage at a folder (made when first written to) or gs://bucket/prefix.
 
-    Raises `StorageError` for any other scheme, and where Google credentials are missing.
+    Raises `InvalidInput` for any other scheme, `StorageError` where Google credentials are missing.
     """
     text = str(location)
     if text.startswith(GCS_SCHEME):
@@ -18,9 +19,9 @@ def open_storage(location: str | Path) -> Storage:
         bucket, _, prefix = text.removeprefix(GCS_SCHEME).partition("/")
         return GcsStorage(bucket, prefix)
     if "://" in text or text.startswith("gs:"):  # a gs:// address that went through Path has one slash left
-        raise StorageError(f"{text} is neither a folder nor gs://bucket/prefix; give one of these")
+        raise InvalidInput(f"{text} is neither a folder nor gs://bucket/prefix; give one of these")
     if not text:
-        raise StorageError("the folder's path is empty; give a folder ('.' for this one) or gs://bucket/prefix")
+        raise InvalidInput("the folder's path is empty; give a folder ('.' for this one) or gs://bucket/prefix")
     return LocalStorage(text)
 
 

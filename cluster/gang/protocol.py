@@ -2,6 +2,7 @@
 
 import contextvars
 import pickle
+import sys
 import threading
 import time
 import traceback
@@ -23,6 +24,8 @@ class Timeouts:
     build_s      until every host has built its worker (reads weights, may compile)
     heartbeat_s  without an answer a host counts as hung; it answers while it computes
     grace_s      for the other hosts to raise too when one has; for a killed process to be gone
+    hung_s       at least, of a call whose like has taken a small part of that, before the gang counts as hung: hosts
+                 that wait for each other in a collective answer heartbeats for ever
     poll_s       between heartbeats, and so between two looks at the progress
     """
 
@@ -32,6 +35,7 @@ class Timeouts:
     build_s: float = 1800
     heartbeat_s: float = 20
     grace_s: float = 10
+    hung_s: float = 60
     poll_s: float = 0.25
 
 
@@ -142,6 +146,10 @@ def report(value: Any) -> None:
         runner.report(value)
 
 
+class DeviceError(Exception):
+    """A device, its runtime or an exchange between devices failed; the message is what JAX said."""
+
+
 class RemoteError(Exception):
     """Stands for an exception that can't be sent from its host; the message has its type and text."""
 
@@ -149,6 +157,9 @@ class RemoteError(Exception):
 def _portable(error: Exception) -> Exception:
     """Return the exception with its traceback as a note, or a `RemoteError` if it doesn't survive pickling."""
     text = "".join(traceback.format_exception(error))
+    jax = sys.modules.get("jax")  # who hasn't imported it runs nothing on devices
+    if jax is not None and isinstance(error, jax.errors.JaxRuntimeError):
+        error = DeviceError(str(error))
     try:
         copy = pickle.loads(pickle.dumps(error))
         if type(copy) is not type(error):

@@ -13,11 +13,11 @@ import ray
 from ray.util import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.errors import CallFailed, SliceError, SliceLost, SliceStartTimeout
+from cluster.errors import CallFailed, DeviceFailed, SliceError, SliceLost, SliceStartTimeout
 from cluster.gang.host_actor import HostActor
 from cluster.gang.placement import Placement, reserve
-from cluster.gang.protocol import GROUPS, Group, HostPlace, Outcome, Timeouts
-from cluster.gang.watch import GangFailed, Member, OutOfTime, Watch
+from cluster.gang.protocol import GROUPS, DeviceError, Group, HostPlace, Outcome, Timeouts
+from cluster.gang.watch import GangFailed, Member, OutOfTime, Watch, telling_line
 from cluster.slice_spec import SliceSpec
 
 OnProgress = Callable[[Any], None]
@@ -93,24 +93,35 @@ class Slice:
         return f"{self.name} on {'emulated ' if self.emulated else ''}{self.spec} ({hosts})"
 
     def call(
-        self, method: str, *args: Any, group: Group = "lockstep", on_progress: OnProgress | None = None
+        self,
+        method: str,
+        *args: Any,
+        group: Group = "lockstep",
+        timeout_s: float | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Returned:
         """Run a method of the worker with the same arguments on every host, and block until all have ended.
 
         args   references to objects of the store are resolved on the hosts
         group  calls of one group come one after the other; "side" is for methods without collectives, which may run
                beside a call in "lockstep"
+        timeout_s    after which it has hung
         on_progress  gets what the method reports, perhaps not all of it
 
-        Raises `CallFailed` when every host raised (the slice lives), `SliceLost` when the gang is destroyed.
+        Raises `CallFailed` when every host raised (the slice lives), `SliceLost` when the gang is destroyed: also
+        `DeviceFailed`, for what a device has is in doubt once one has failed, or waits for another for ever.
         """
         with self._locks[group]:
             self._raise_if_lost()
             pairs = [getattr(m.actor, group).options(num_returns=2).remote(method, *args) for m in self._members]
             try:
-                outcomes = self._wait(method, [pair[0] for pair in pairs], group=group, on_progress=on_progress)
+                outcomes = self._wait(
+                    method, [pair[0] for pair in pairs], group=group, timeout_s=timeout_s, on_progress=on_progress
+                )
             except SliceError:
                 raise
+            except OutOfTime as late:
+                raise self._lose(f"{self.name}: {method} has hung: {late} in {timeout_s:g} s", DeviceFailed) from None
             except BaseException:  # Ctrl-C, or on_progress raised: the hosts are left in the middle of something
                 self._lose(f"{self.name} was lost: nobody waited for the end of {method}")
                 raise
@@ -175,6 +186,9 @@ class Slice:
             outcomes = Watch(self._members, refs, self.timeouts, **watched).wait()
         except GangFailed as failure:
             raise self._lose(f"{self.name}: in {what}: {failure}") from failure.cause
+        for member, outcome in zip(self._members, outcomes, strict=True):
+            if isinstance(outcome.error, DeviceError):
+                raise self._lose(f"{self.name}: in {what}: {member}: {telling_line(outcome.error)}", DeviceFailed)
         if (error := outcomes[0].error) is not None:
             raise CallFailed(f"{self.name}: {what} raised on every host: {error!r}") from error
         return outcomes
@@ -183,11 +197,11 @@ class Slice:
         if self._lost is not None:
             raise SliceLost(str(self._lost))
 
-    def _lose(self, why: str) -> SliceLost:
+    def _lose(self, why: str, kind: type[SliceLost] = SliceLost) -> SliceLost:
         """Destroy the gang, once; return the error that was the first reason."""
         with self._state:
             if self._lost is None:
-                self._lost = SliceLost(why)
+                self._lost = kind(why)
                 self._destroy()
             return self._lost
 

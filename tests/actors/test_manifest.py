@@ -152,7 +152,7 @@ def test_no_manifest(tmp_path, gcs_prefix):
         read_manifest(f"{gcs_prefix}/none.jsonl")
     with pytest.raises(InvalidInput, match="is a folder"):
         read_manifest("gs://videos/")
-    with pytest.raises(InvalidInput, match=r"can't read .*Is a directory"):
+    with pytest.raises(StorageError, match=r"can't read .*Is a directory"):
         read_manifest(tmp_path)
     with pytest.raises(InvalidInput):
         open_storage("ftp://x/y")

@@ -6,11 +6,15 @@ import pytest
 from ray import serve
 from ray.serve.config import ProxyLocation
 
-from actors.api.deploy import ServiceStartFailed, start_http, take_down
+from actors.api.deploy import ServiceStartFailed, _prepare_on_head, start_http, take_down
+from actors.api.settings import ServiceSettings
+from actors.jobs.keys import make_key
+from actors.jobs.store import open_database
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from tests.actors.api.serving import wait_for
 from tests.actors.on_service.conftest import LAYOUT, free_port
+from wan_tpu.errors import InvalidInput
 
 pytestmark = pytest.mark.long
 
@@ -78,3 +82,17 @@ def test_a_service_is_taken_down_where_another_process_has_shut_serve_down():
     serve.shutdown()
     serve.context._set_global_client(client)  # what the other process still has
     take_down("gone")
+
+
+def test_what_is_of_one_machine_is_made_where_the_service_will_look_for_it(tmp_path, monkeypatch):
+    """Paths that mean another file in every process stand for those of two machines."""
+    monkeypatch.chdir(tmp_path)
+    here = "/proc/self/cwd/"
+    settings = ServiceSettings(
+        database=f"{here}jobs.sqlite", storage=f"{here}results", model="m", webhook_secret_file=f"{here}secret"
+    )
+    make_key(open_database(settings.database), "ann")  # where the command runs, which says nothing of the head
+    with pytest.raises(InvalidInput, match="has no API keys"):
+        _prepare_on_head(settings, "0.0.0.0")
+    _prepare_on_head(settings, "127.0.0.1")
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("jobs")] == []

@@ -17,6 +17,7 @@ from actors.storage.gcs import GcsStorage
 from actors.storage.local import LocalStorage
 from actors.storage.opening import open_storage, split_location
 from tests.conftest import ROOT
+from wan_tpu.errors import InvalidInput
 
 
 def test_what_is_written_is_read(storage):
@@ -76,11 +77,11 @@ def test_locations(tmp_path, gcs_prefix):
     assert split_location("gs://bucket/a/b.png") == ("gs://bucket/a", "b.png")
     assert split_location("gs://bucket/b.png") == ("gs://bucket", "b.png")
     assert split_location("a/b.png") == ("a", "b.png")
-    with pytest.raises(StorageError, match="s3://x is neither a folder nor gs://"):
+    with pytest.raises(InvalidInput, match="s3://x is neither a folder nor gs://"):
         open_storage("s3://x")
-    with pytest.raises(StorageError, match="neither a folder nor gs://"):
+    with pytest.raises(InvalidInput, match="neither a folder nor gs://"):
         open_storage(Path("gs://videos/run"))  # which is gs:/videos/run
-    with pytest.raises(StorageError, match="names no bucket"):
+    with pytest.raises(InvalidInput, match="names no bucket"):
         open_storage("gs://")
 
 
@@ -245,3 +246,24 @@ def test_a_part_is_read_without_the_rest(storage):
     ]
     with pytest.raises(Missing):
         storage.size("b.mp4")
+
+
+def test_what_a_killed_writer_has_left_is_removed_in_time(tmp_path):
+    """A write is killed in its middle: what it leaves is hidden, and is nobody's."""
+    code = "import sys, pathlib; from actors.storage.local import LocalStorage; storage = LocalStorage(sys.argv[1])\n"
+    code += "with storage._partial(pathlib.Path(sys.argv[1], 'below/video.mp4'), bytes(1000)):\n"
+    code += "    print('here', flush=True); sys.stdin.read()"
+    (tmp_path / "below").mkdir()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT, **pipes) as writer:
+        writer.stdout.readline()
+        writer.kill()
+    storage = open_storage(tmp_path)
+    storage.write("below/whole.mp4", b"whole")
+    [left] = (tmp_path / "below").glob(".*")
+    storage.clean(3600)
+    assert left.exists()  # perhaps it is being written
+    os.utime(left, (0, 0))
+    storage.clean(3600)
+    assert not left.exists()
+    assert storage.list() == {"below/whole.mp4": 5}

@@ -11,7 +11,7 @@ import time
 import pytest
 import ray
 
-from cluster.errors import SliceLost, SliceStartTimeout
+from cluster.errors import DeviceFailed, SliceLost, SliceStartTimeout
 from cluster.gang.protocol import Timeouts
 from cluster.gang.slice import Slice
 from tests.cluster.conftest import CHIPS, ONE_HOST, TWO_HOSTS, wait_for
@@ -183,3 +183,13 @@ def test_a_killed_leader_takes_its_slice_along(cluster, all_free):
     os.kill(hosts[1], signal.SIGSTOP)  # a host that can't end itself
     os.kill(pid, signal.SIGKILL)
     all_free(*hosts)
+
+
+def test_an_error_of_a_device_ends_the_gang(cluster, all_free):
+    """Every host of one raised: the lockstep is intact, but what the device has isn't known any more."""
+    running = Slice(ONE_HOST, Worker, name="encoder/0", timeouts=QUICK)
+    with pytest.raises(DeviceFailed, match=r"encoder/0: in fail_on_device: host 0 of 1 .*INTERNAL: CpuCallback error"):
+        running.call("fail_on_device")
+    with pytest.raises(SliceLost):
+        running.call("count")
+    all_free(*running.pids)

@@ -53,6 +53,14 @@ class Worker:
             raise ValueError(f"poison on {jax.process_index()}")
         return "fine"
 
+    def fail_on_device(self) -> None:
+        """Run a program that fails on the device, as one does whose core has halted."""
+
+        def halt(value: Any) -> Any:
+            raise RuntimeError("the core has halted")
+
+        jax.block_until_ready(jax.jit(lambda x: jax.pure_callback(halt, x, x))(jnp.ones(())))
+
     def fail_oddly(self) -> None:
         class OddError(Exception):
             def __init__(self, a: Any, b: Any) -> None:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from wan_tpu.errors import DoesNotFit
+from wan_tpu.errors import CompileFailed, DoesNotFit
 from wan_tpu.runtime.mesh import placed, replicated
 
 # Off by default in libtpu: the exchange of q is then sent while k is projected, and so on.
@@ -68,7 +68,10 @@ class Program:
             return compiled(*args)
 
     def compile(self, *args: Any) -> Any:
-        """Return the executable for arguments (arrays, or shapes with shardings) like these; raises `DoesNotFit`."""
+        """Return the executable for arguments (arrays, or shapes with shardings) like these.
+
+        Raises `DoesNotFit`, `CompileFailed`.
+        """
         leaves, tree = jax.tree.flatten(args)
         spelt = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         with _tracing:
@@ -88,8 +91,11 @@ class Program:
 
     def _build(self, args: tuple[Any, ...]) -> Any:
         start = time.perf_counter()
-        with jax.default_matmul_precision(self._precision), jax.set_mesh(self._mesh), _memory(self._name, args):
-            compiled = self._jit.lower(*args).compile(compiler_options=self._options)
+        try:
+            with jax.default_matmul_precision(self._precision), jax.set_mesh(self._mesh), _memory(self._name, args):
+                compiled = self._jit.lower(*args).compile(compiler_options=self._options)
+        except jax.errors.JaxRuntimeError as error:
+            raise CompileFailed(f"{self._name} can't be compiled: {str(error).splitlines()[0]}") from error
         self.compile_s += time.perf_counter() - start
         return compiled
 

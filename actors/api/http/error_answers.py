@@ -83,4 +83,6 @@ async def _handle(_: Request, error: Exception) -> Response:
 
 
 # Of the errors that are raised on purpose; `Middleware` sees to all others.
-HANDLERS = dict.fromkeys((HttpError, JobError, InvalidInput, RequestValidationError, HTTPException), _handle)
+HANDLERS = dict.fromkeys(
+    (HttpError, JobError, StorageError, InvalidInput, RequestValidationError, HTTPException), _handle
+)

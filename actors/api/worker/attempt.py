@@ -30,7 +30,8 @@ T = TypeVar("T")
 _HEARTBEAT_S = 1.0  # how late a person sees a step, and a worker that it is to stop
 _PAUSE_S = 5.0  # before the next claim, when the pipeline as a whole can't be used
 _ATTEMPTS = 20  # of a job, while it is the pipeline that fails, not the job
-_WRITES = 8  # attempts to store a result, with growing pauses
+_READS = 8  # attempts to read an input, with growing pauses
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0  # between two attempts to store a result
 
 
 class Attempt:
@@ -54,16 +55,19 @@ class Attempt:
         try:
             await asyncio.wait([making])
             await self._end(making)  # the lease is renewed until that is recorded
-            heartbeats.cancel()
-            await asyncio.wait([heartbeats])
-        except asyncio.CancelledError:  # the worker shuts down
+        except BaseException as error:  # the worker shuts down, or the end can't be recorded: another has a try
             making.cancel()
+            if isinstance(error, Exception):
+                await self._pause(_PAUSE_S)
             await asyncio.wait([making])
             heartbeats.cancel()
             with contextlib.suppress(LeaseLost, StoreUnavailable):
                 await asyncio.to_thread(self._queue.release, self._job)
             log_event(log, "released", job=self._job.id, worker=self._job.worker)
             raise
+        finally:
+            heartbeats.cancel()
+            await asyncio.wait([heartbeats])
 
     async def _make(self) -> tuple[dict[str, str], tuple[str, ...]]:
         """Return the results' names in storage, once they are there, and warnings."""
@@ -85,8 +89,20 @@ class Attempt:
         }
         await self._insist(self._queue.announce, self._job, list(names.values()))
         for variant, content in made.items():
-            await self._insist(self._storage.write, names[variant], content)
+            await self._store(names[variant], content)
         return names, video.warnings
+
+    async def _store(self, name: str, content: bytes) -> None:
+        """Write a result, however long it takes: the video is made, and the next job's would have no place either."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await asyncio.to_thread(self._storage.write, name, content)
+            except StorageError as error:
+                log_event(log, "not stored yet", logging.WARNING, job=self._job.id, reason=str(error))
+                await self._pause(2 * pause_s)  # so that none is claimed in between
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _note(self, span: Span) -> None:
         self._tracker.note(span)
@@ -105,13 +121,16 @@ class Attempt:
         while True:
             try:
                 self._job.progress = self._tracker.progress()
-                stop_code = await asyncio.to_thread(self._queue.heartbeat, self._job)
+                beat = asyncio.get_running_loop().run_in_executor
+                stop_code = await beat(self._tools.heartbeat_threads, self._queue.heartbeat, self._job)
             except LeaseLost:
                 self._lost = True
                 making.cancel()
                 return
             except StoreUnavailable as error:
                 log_event(log, "no heartbeat", logging.WARNING, job=self._job.id, reason=str(error))
+            except Exception:  # the lease runs out if it goes on, and is renewed if it doesn't
+                log.exception("no heartbeat", extra={"fields": {"job": self._job.id}})
             else:
                 if stop_code is not None and self._stopped is None:
                     self._stopped = stop_code
@@ -176,14 +195,14 @@ class Attempt:
         log_event(log, job.status, job=job.id, code=job.error_code, seconds=round(seconds, 2), stages=spent)
 
     async def _insist(self, change: Callable[..., T], *args: Any) -> T:
-        """Change the database, when need be once it is back, or try to write to storage; raises `LeaseLost`."""
+        """Change the database, when need be once it is back, or try to read from storage; raises `LeaseLost`."""
         attempt = 0
         while True:
             try:
                 return await asyncio.to_thread(change, *args)
             except (StoreUnavailable, StorageError) as error:
                 attempt += 1
-                if isinstance(error, StorageError) and attempt == _WRITES:
+                if isinstance(error, StorageError) and attempt == _READS:
                     raise
                 log_event(log, "tried again", logging.WARNING, job=self._job.id, reason=str(error))
                 await asyncio.sleep(min(10.0, 0.25 * 2 ** min(attempt, 6)))
@@ -209,8 +228,6 @@ def _blame(error: BaseException) -> tuple[str | None, str]:
             return "internal_error", str(error)
         case BrokenVideo():
             return "broken_video", str(error)
-        case StorageError():
-            return "storage", "the result can't be stored; the service's log says why"
         case PipelineError():
             return None, str(error)
         case InvalidInput():

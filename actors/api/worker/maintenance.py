@@ -12,7 +12,7 @@ from actors.jobs.store import JobStore
 from actors.jobs.tables import Heartbeat
 from actors.jobs.values import is_id
 from actors.observe.logs import log_event
-from actors.slices.snapshots import Snapshots
+from actors.slices.snapshots import PARTIAL_S, Snapshots
 from wan_tpu.errors import WanTpuError
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ async def maintenance(name: str, tools: Tools) -> None:
     def clean_up() -> None:
         if removed := remove_orphans(tools.store, tools.snapshots):
             log_event(log, "snapshots removed", jobs=removed)
+        tools.snapshots.clean()
+        tools.storage.clean(PARTIAL_S)
 
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -1,5 +1,6 @@
 """What a worker's process holds: the database, the storage, what makes the videos."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from actors.jobs.work import WorkQueue
 from actors.slices.snapshots import Snapshots
 from actors.storage.opening import open_storage
 
+_HEARTBEATS = 8  # renewals of leases at a time; each takes milliseconds
 _RECENT = 20  # jobs that completed before, from which is known what sizes take
 
 
@@ -52,6 +54,8 @@ class Tools:
         self.storage = open_storage(settings.storage)
         self.queue = WorkQueue(self.database, settings.jobs)
         self.retention = Retention(self.database, self.storage, settings.jobs)
+        # Their own: a storage that hangs takes all others, and no lease would be renewed.
+        self.heartbeat_threads = ThreadPoolExecutor(_HEARTBEATS, thread_name_prefix="heartbeat")
         self.pace = Pace(self.store.recent(_RECENT))
         self.webhooks: Webhooks | None = None
         if settings.webhook_secret_file is not None:

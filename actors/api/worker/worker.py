@@ -60,7 +60,8 @@ class Worker:
                 if self._doubtful:  # no job's attempts are spent on finding out
                     await self._tools.engine.ready()
                     self._doubtful = False
-                return await asyncio.to_thread(self._tools.queue.claim, self.name, above=above)
+                claim, model = self._tools.queue.claim, self._tools.settings.model
+                return await asyncio.to_thread(claim, self.name, above=above, model=model)
         except WanTpuError as error:
             log_event(log, "no claim", logging.WARNING, reason=str(error))
             self._paused_until = time.monotonic() + _AGAIN_S

@@ -1,5 +1,6 @@
 """A job's way: events, cancelling, deadlines, workers that come and go, and what is counted and told of it."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -11,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import text
 
 from actors.api import estimates
 from actors.api.worker import attempt
@@ -140,7 +142,7 @@ def test_a_pipeline_that_is_away_costs_no_job(http, settings, engine, monkeypatc
 
 def test_an_image_that_can_t_be_read_for_a_while_costs_no_job(http, settings, engine, monkeypatch):
     monkeypatch.setattr(attempt, "_PAUSE_S", 0.1)
-    monkeypatch.setattr(attempt, "_WRITES", 1)
+    monkeypatch.setattr(attempt, "_READS", 1)
     made = http.post("/v1/videos", data={"prompt": "a cat"}, files={"input_reference": PHOTO.read_bytes()}).json()
     away = Path(settings.storage).rename(f"{settings.storage}-away")
     with working(settings, engine):
@@ -261,3 +263,67 @@ def test_a_job_is_a_trace_when_that_is_wanted(http, settings, engine):
     assert [span.name for span in stages] == ["encoder", "denoise_high", "denoise_low", "decoder"]
     assert {span.parent.span_id for span in stages} == {root.context.span_id}
     assert stages[1].attributes["computed_s"] == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_result_that_can_t_be_stored_for_a_while_costs_no_job(http, settings, engine, monkeypatch):
+    """Nothing is computed that couldn't be stored either, and what is made isn't made again."""
+    monkeypatch.setattr(attempt, "_LONGEST_PAUSE_S", 0.5)
+    place = Path(settings.storage)
+    place.rmdir() if place.exists() else None
+    place.write_text("no folder")
+    jobs = [create(http, prompt=str(i)).json()["id"] for i in range(3)]
+    with working(dataclasses.replace(settings, concurrency=1), engine):
+        wait_for(lambda: engine.asked and engine.under_way == 0)
+        time.sleep(2)
+        assert [http.get(f"/v1/videos/{job}").json()["status"] for job in jobs] == ["in_progress", "queued", "queued"]
+        place.unlink()
+        for job in jobs:
+            assert done(http, job)["status"] == "completed"
+    assert len(engine.asked) == 3
+
+
+def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
+    """As many results as there are threads wait for a disk that hangs, for longer than a lease lasts."""
+    quick = dataclasses.replace(settings, concurrency=40, jobs=dataclasses.replace(settings.jobs, lease_s=3.0))
+    jobs = [create(http).json()["id"] for _ in range(40)]
+    with working(quick, engine) as tools:
+        with tools.storage._one_at_a_time:  # a write takes it first
+            wait_for(lambda: len(engine.asked) > 1)
+            time.sleep(5)
+            assert WorkQueue(database, quick.jobs).requeue_lost() == []  # as another worker looks for them
+        assert [done(http, job)["attempts"] for job in jobs] == [1] * len(jobs)
+
+
+@contextlib.contextmanager
+def refusing(database, change, when):
+    """Have the database refuse a change with an error that nobody expects, while the block lasts."""
+    trigger = f"CREATE TRIGGER odd BEFORE UPDATE OF {change} ON jobs WHEN {when} BEGIN SELECT RAISE(ABORT, 'odd'); END"
+    with database.write() as session:
+        session.execute(text(trigger))
+    yield
+    with database.write() as session:
+        session.execute(text("DROP TRIGGER odd"))
+
+
+def test_an_end_that_can_t_be_recorded_is_tried_again(http, settings, database, engine, caplog, monkeypatch):
+    monkeypatch.setattr(attempt, "_PAUSE_S", 1.0)
+    with refusing(database, "status", "new.status = 'completed'"), working(settings, engine):
+        job = create(http).json()["id"]
+        wait_for(lambda: http.get(f"/v1/videos/{job}").json()["attempts"] > 1)
+    with working(settings, engine):
+        assert done(http, job)["status"] == "completed"
+    assert http.delete(f"/v1/videos/{job}").status_code == 200
+    assert "IntegrityError" in caplog.text
+
+
+def test_a_heartbeat_that_fails_oddly_is_not_the_last(http, settings, database, engine, caplog):
+    engine.go.clear()
+    quick = dataclasses.replace(settings, jobs=dataclasses.replace(settings.jobs, lease_s=4.0))
+    with working(quick, engine):
+        job = create(http).json()["id"]
+        wait_for(lambda: http.get(f"/v1/videos/{job}").json()["step"])
+        with refusing(database, "lease_expires_at", "new.lease_token = old.lease_token"):
+            wait_for(lambda: "no heartbeat" in caplog.text)
+        time.sleep(5)
+        engine.go.set()
+        assert done(http, job)["attempts"] == 1

@@ -1,18 +1,34 @@
 """Jobs as clients see them, on both databases."""
 
+import contextlib
 import pickle
+import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
 
 from actors.jobs.database import Database
-from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, QueueFull, StoreError
+from actors.jobs.errors import (
+    IdempotencyConflict,
+    JobError,
+    JobNotFound,
+    JobUnfinished,
+    QueueFull,
+    StoreError,
+    StoreUnavailable,
+)
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore, open_database
 from actors.jobs.tables import Job
 from actors.jobs.values import JobSettings
 from actors.jobs.work import WorkQueue
 from actors.storage.opening import open_storage
+from tests.conftest import ROOT
 
 
 def ask(owner="ann", prompt="a cat", **options):
@@ -180,3 +196,65 @@ def test_what_is_no_database_is_refused_without_showing_a_password(address):
     with pytest.raises(StoreError, match=r"SQLite file|path of a file") as refused:
         Database(address)
     assert "hunter2" not in str(refused.value)
+
+
+@pytest.fixture
+def on_postgres(postgres_server, migrated_postgres):
+    database = Database(postgres_server.new_database(like=migrated_postgres))
+    yield database
+    database.close()
+
+
+def test_a_database_that_takes_no_changes_for_now_is_away(on_postgres):
+    """As the old primary is after a failover."""
+    store, url = JobStore(on_postgres), make_url(on_postgres._address)
+    change = f"SET default_transaction_read_only = off; ALTER DATABASE {url.database} "
+    psycopg = pytest.importorskip("psycopg")
+    with psycopg.connect(on_postgres._address, autocommit=True) as operator:
+        operator.execute(change + "SET default_transaction_read_only = on")
+        on_postgres.close()  # for connections from now on
+        with pytest.raises(StoreUnavailable, match="takes no changes now"):
+            store.submit(ask())
+        operator.execute(change + "RESET default_transaction_read_only")
+    store.submit(ask())
+
+
+def test_who_stands_still_in_a_transaction_holds_up_nobody_for_long(on_postgres):
+    """A node that has lost its power while it submitted a job: its connection is open, and says nothing."""
+    code = "import sys, time; from actors.jobs.database import Database; database = Database(sys.argv[1])\n"
+    code += (
+        "with database.write() as session:\n database.serialize(session); print('locked', flush=True); time.sleep(99)"
+    )
+    command = [sys.executable, "-c", code, on_postgres._address]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as still:
+        still.stdout.readline()
+        still.send_signal(signal.SIGSTOP)
+        try:
+            give_up = time.monotonic() + 25
+            while True:
+                try:
+                    JobStore(on_postgres).submit(ask())
+                except StoreUnavailable:  # which is said in time, too
+                    assert time.monotonic() < give_up
+                else:
+                    break
+        finally:
+            still.kill()
+
+
+def test_an_address_s_own_limits_win(on_postgres):
+    own = Database(f"{on_postgres._address}&options=-c%20lock_timeout%3D3s")
+    for database, limit in ((on_postgres, "15s"), (own, "3s")):
+        with database.read() as session:
+            assert session.scalar(text("SHOW lock_timeout")) == limit
+            assert session.scalar(text("SHOW idle_in_transaction_session_timeout")) == "10s"
+    own.close()
+
+
+def test_a_database_whose_connections_are_all_taken_is_away(on_postgres, monkeypatch):
+    monkeypatch.setattr(on_postgres._engine.pool, "_timeout", 0.2)
+    with contextlib.ExitStack() as taken:
+        for _ in range(20):
+            taken.enter_context(on_postgres.read())
+        with pytest.raises(StoreUnavailable, match="in use"):
+            JobStore(on_postgres).list()

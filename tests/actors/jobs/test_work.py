@@ -214,3 +214,25 @@ def test_deadlines(store, database, work):
 def test_a_job_that_is_past_its_deadline_is_not_begun(store, work):
     ask(store, deadline=time.time() - 1)
     assert work.claim("w") is None
+
+
+def test_who_follows_a_job_that_came_back_passes_nobody(store, work):
+    """Bob's first job is claimed and given back while Ann's wait: his next ones come after hers, one for one."""
+    ask(store, "bob", "b0")
+    back = work.claim("w")
+    for i in range(13):
+        ask(store, "ann", f"a{i}")
+    for _ in range(10):
+        work.claim("w")
+    work.release(back)
+    for i in range(1, 4):
+        ask(store, "bob", f"b{i}")
+    assert claimed(work) == ["b0", "a10", "b1", "a11", "b2", "a12", "b3"]
+
+
+def test_a_job_is_made_by_the_model_that_it_was_accepted_for(store, work):
+    for model in ("wan", "other", "wan"):
+        store.submit(Job(owner="ann", request={"model": model}))
+    made = [work.claim("w", model="wan") for _ in range(3)]
+    assert [job and job.request["model"] for job in made] == ["wan", "wan", None]
+    assert work.claim("w", model="other").request["model"] == "other"

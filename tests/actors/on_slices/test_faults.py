@@ -1,5 +1,6 @@
 """Real kills under real work: each request ends with the video that it would have had; spans say what ran again."""
 
+import asyncio
 import json
 import os
 import pickle
@@ -13,8 +14,9 @@ from dataclasses import replace
 
 import pytest
 
+from actors.pipeline.driver import PipelineDriver
 from actors.slices.snapshots import Snapshots
-from tests.actors.on_slices.conftest import REQUEST
+from tests.actors.on_slices.conftest import REQUEST, SHORT
 from tests.actors.on_slices.running import kill, title
 from tests.cluster.conftest import drain, wait_for
 from tests.conftest import PHOTO, ROOT
@@ -105,7 +107,15 @@ def test_a_drained_slice_hands_its_work_over(running):
     running.cluster.add_host(found.name, 0)
 
 
-def test_a_pool_grows_under_load_and_shrinks_after(running):
+def test_a_pool_grows_under_load_and_shrinks_after(running, spec):
+    """Also for a driver that follows one of the same process: an error makes the service's worker take a new one."""
+
+    async def connect():
+        return PipelineDriver(spec)
+
+    before = asyncio.run_coroutine_threadsafe(connect(), running.loop).result(60)
+    running.start("before", SHORT, before).video()
+    before.close()
     made = [running.start(f"many{i}", LONG) for i in range(16)]
     wait_for(lambda: len(running.slices("high")) == 2, 90, "a second slice")
     wait_for(

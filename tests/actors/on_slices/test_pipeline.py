@@ -3,15 +3,21 @@
 import asyncio
 import dataclasses
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from actors.errors import PipelineFull, RequestFailed
+from actors.errors import PipelineError, PipelineFull, RequestFailed
+from actors.observe.status_actor import StatusActor
+from actors.pipeline.acquire import _owned, _owner
+from actors.pipeline.client import PipelineClient
+from actors.pipeline.deployment import wait_until_up
 from actors.pipeline.driver import PipelineDriver
 from actors.slices.snapshots import Snapshots, name_of
+from cluster.emulation import ray_nodes
 from tests.actors.on_slices.conftest import POISON, SHORT
-from tests.actors.on_slices.running import SECONDS
+from tests.actors.on_slices.running import SECONDS, kill, title
 from tests.cluster.conftest import wait_for
 from wan_tpu import load_pipeline
 from wan_tpu.data import DenoiseState
@@ -168,3 +174,51 @@ def test_a_full_pipeline_refuses(running, spec):
     with pytest.raises(asyncio.CancelledError):
         fourth.video()
     small.close()
+
+
+def test_storage_that_takes_no_snapshots_costs_no_request(running, undisturbed, settings):
+    """Neither while a pool denoises nor where it hands over to the next."""
+    made = running.start("uninsured", SHORT)
+    made.wait_for("denoise_high", 1)
+    folder = Path(settings.snapshots)
+    aside = folder.rename(folder.with_name("aside"))
+    folder.write_text("no folder")
+    try:
+        assert made.video() == undisturbed
+    finally:
+        folder.unlink()
+        aside.rename(folder)
+    Snapshots(settings.snapshots).delete("uninsured")
+
+
+def test_a_status_actor_that_was_restarted_is_told_of_every_replica(running, spec):
+    client = PipelineClient(spec)
+    asyncio.run(client.ready())
+    [process] = [process for process in running.processes() if "_StatusActor" in title(process)]
+    kill(process)
+    process.wait(10)
+
+    def ready():
+        try:
+            asyncio.run(client.ready())
+        except PipelineError:
+            return False
+        return True
+
+    wait_for(ready, 20, "the pipeline")
+
+
+def test_a_replica_that_was_refused_long_ago_stops_no_batch(running, spec):
+    status = StatusActor.connect(spec.settings.name)
+    status.replica("low/old", "low", "", "refused", "the checkpoint was damaged then", ())
+    wait_until_up(spec, print)
+    status.gone("low/old")
+
+
+def test_a_batch_s_pipeline_stays_its_own_when_the_node_of_its_mark_is_lost(running):
+    with _owned("batch"):
+        [process] = [process for process in running.processes() if "_Owner" in title(process)]
+        assert process in ray_nodes.processes(running.cluster.temp / "head")  # not on a host, which may be taken away
+        kill(process)
+        assert "Ray job" in (_owner("batch") or "")
+    assert _owner("batch") is None

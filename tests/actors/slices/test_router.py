@@ -2,22 +2,27 @@
 
 import asyncio
 import dataclasses
+import random
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from ray import serve
 
-from actors.pipeline.deployment import deploy, shut_down
+from actors.pipeline.deployment import deploy, shut_down, wait_until_up
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.spec import PipelineSpec
 from actors.slices.settings import PipelineSettings
 from cluster.connect import connect, leave
+from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.gang.placement import off_hosts
+from cluster.gang.protocol import Timeouts
 from cluster.layout import Layout
 from scripts.simulation import measure
-from scripts.simulation.simulated import MODEL, SIMULATED_WORKER, Planned
+from scripts.simulation.simulated import MODEL, Planned
+from tests.cluster.conftest import wait_for
 from tests.conftest import PHOTO, STAGES
 from wan_tpu import GenerationRequest
 
@@ -39,23 +44,26 @@ REQUEST = GenerationRequest(prompt="A cat", image=PHOTO, height=64, width=64, fr
 def running(tmp_path_factory):
     folder = tmp_path_factory.mktemp("routing")
     plan = Planned(0.0, 0.0, STEP_S, 0.0, text=(1, 8, 4), mp4_bytes=1000).save(folder / "plan.json")
-    settings = PipelineSettings(str(plan), str(folder / "snapshots"), chips="simulated", worker=SIMULATED_WORKER)
+    worker = "tests.actors.slices.sick_worker:SickWorker"
+    settings = PipelineSettings(
+        str(plan), str(folder / "snapshots"), chips="simulated", worker=worker, timeouts=Timeouts(hung_s=4)
+    )
     spec = PipelineSpec(LAYOUT, settings, MODEL, lasting=True)
     with EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder) as cluster:
         connect(cluster.address)
         try:
             deploy(spec)
-            yield spec
+            yield spec, cluster
             shut_down(settings.name)
         finally:
             leave()
 
 
-def slices_of(spec, *requests):
+def slices_of(running, *requests):
     """Make videos at once; return the slice that has denoised each."""
 
     async def made():
-        pipeline = PipelineDriver(spec)
+        pipeline = PipelineDriver(running[0])
         load, _ = await measure.run(pipeline, {str(i): request for i, request in enumerate(requests)})
         pipeline.close()
         return load
@@ -96,3 +104,22 @@ def test_many_at_once_are_spread_evenly(running):
     calls = [sleepers.remote() for _ in range(3 * SLICES)]
     assert set(Counter(call.result() for call in calls).values()) == {3}
     serve.delete("sleepers")
+
+
+@pytest.mark.parametrize("how", ["sick", "hung"])
+def test_a_slice_that_fails_everybody_or_hangs_is_replaced_and_costs_no_request(running, how):
+    """One that fails does it in milliseconds: it always has the fewest calls, and would be given every request.
+
+    One that hangs answers heartbeats for ever, as hosts do that wait for each other in a collective.
+    """
+    spec, cluster = running
+    slices_of(running, *[REQUEST] * SLICES)  # how long a step takes is known
+    ill = random.choice([p for p in ray_nodes.processes(cluster.temp) if "HostActor" in p.name()])
+    mark = Path(spec.settings.checkpoint).with_name(f"{how}-{ill.pid}")
+    mark.touch()
+    try:
+        slices_of(running, *[dataclasses.replace(REQUEST, seed=seed) for seed in range(3 * SLICES)])  # all are made
+        wait_for(lambda: not ill.is_running(), 20, "the end of its host")
+    finally:
+        mark.unlink()
+    wait_until_up(spec, print)
