@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.observe.timeline import Span
+from actors.observe.span import Span
 from wan_tpu.request import GenerationRequest
 
 OnEvent = Callable[[Span], object]

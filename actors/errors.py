@@ -4,7 +4,7 @@ from wan_tpu.errors import WanTpuError
 
 
 class PipelineError(WanTpuError):
-    """Base of what this room raises on purpose."""
+    """Base of what this package raises on purpose."""
 
 
 class RequestFailed(PipelineError):
@@ -37,10 +37,6 @@ class PipelineNotFound(PipelineError):
 
 class PipelineStartFailed(PipelineError):
     """A pool can't be started; the message says which and why."""
-
-
-class PipelineFull(PipelineError):
-    """There is no room for one more request; try again later."""
 
 
 class StageLost(PipelineError):

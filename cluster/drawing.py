@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 from cluster.inventory import SliceFound
-from cluster.layout import Layout, Pool
 
 
-def draw(slices: Sequence[SliceFound], layout: Layout | None = None) -> str:
-    """Return the slices with their hosts and holders and, with a layout, its pools and what runs for them."""
+def draw(slices: Sequence[SliceFound]) -> str:
+    """Return the slices with their hosts and holders."""
     if not slices:
         return "no TPU hosts"
     blocks = ["slices", *map(_slice, slices)]
@@ -15,8 +14,6 @@ def draw(slices: Sequence[SliceFound], layout: Layout | None = None) -> str:
     broken = sum(bool(s.missing) for s in slices)
     summary = f"{len(slices)} slices: {len(slices) - taken - broken} free, {taken} taken"
     blocks.append(f"  {summary}, {broken} with hosts missing" if broken else f"  {summary}")
-    if layout is not None:
-        blocks += ["pools", *(_pool(pool, slices) for pool in layout.pools)]
     return "\n".join(blocks)
 
 
@@ -40,9 +37,3 @@ def _slice(found: SliceFound) -> str:
             f"{state if first else '':<12} {bracket} {text}"
         )
     return "\n".join(lines)
-
-
-def _pool(pool: Pool, slices: Sequence[SliceFound]) -> str:
-    held = [f"{s.holder} on {s.name}" for s in slices if s.holder and s.holder.split("/")[0] == pool.name]
-    running, wanted = ", ".join(held) or "nothing runs", str(pool.replicas)
-    return f"  {pool.name:<12} {pool.slice!s:<18} {len(held)} of {wanted:<8} {running}  ({', '.join(pool.stages)})"

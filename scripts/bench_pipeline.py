@@ -29,10 +29,9 @@ from simulation.simulated import MODEL, SIMULATED_WORKER, Planned, simulated_vid
 from actors.observe.status_actor import StatusActor
 from actors.observe.timeline import NOTES
 from actors.observe.timeline_picture import draw
-from actors.pipeline.deployment import deploy, shut_down
 from actors.pipeline.driver import PipelineDriver
-from actors.pipeline.spec import PipelineSpec
-from actors.slices.settings import PipelineSettings
+from actors.pipeline.pools import deploy, shut_down
+from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, Settings, emulated_slices
 from cluster.layout import Layout, Mesh, Pool, Replicas

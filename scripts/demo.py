@@ -16,14 +16,14 @@ from actors.batch.manifest import Manifest, read_manifest
 from actors.batch.run import BatchReport, open_batch
 from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
+from actors.observe.span import Span
 from actors.observe.status_actor import Seen, StatusActor
-from actors.observe.timeline import Span, figures_of
+from actors.observe.timeline import figures_of
 from actors.observe.timeline_picture import save
-from actors.pipeline.deployment import deploy
 from actors.pipeline.driver import PipelineDriver
-from actors.pipeline.spec import PipelineSpec
+from actors.pipeline.pools import deploy
 from actors.pipeline.status import under_way
-from actors.slices.settings import PipelineSettings
+from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.storage.opening import open_storage
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices

@@ -1,4 +1,4 @@
-"""The rooms import one way, and the package called kernels doesn't confuse transformers."""
+"""The folders import one way, and the package called kernels doesn't confuse transformers."""
 
 import ast
 import subprocess
@@ -10,22 +10,24 @@ import pytest
 from actors.cli import COMMANDS
 from tests.conftest import ROOT
 
-# Which rooms each room may import. A room is a folder below one of the four packages, with all that is in it, or a file
-# that lies there alone. Those of wan_tpu, cluster and kernels are only kept from importing in a circle.
+# Which parts of actors each part may import. A part is a folder right below a package, with all that is in it, or a
+# file that lies there alone. Those of wan_tpu, cluster and kernels are only kept from importing in a circle.
 PACKAGES = {"cluster": set(), "kernels": set(), "wan_tpu": {"kernels"}, "actors": {"wan_tpu", "cluster"}}
 ACTORS: dict[str, set[str]] = {
     "errors": set(),
     "interrupts": set(),
     "storage": {"errors"},
-    "observe": {"errors", "storage"},
+    "pipeline_spec": set(),
+    "observe": {"errors", "storage", "pipeline_spec"},
     "engine": {"observe"},
-    "slices": {"errors", "storage", "observe"},
-    "pipeline": {"errors", "engine", "storage", "observe", "slices"},
-    "batch": {"errors", "engine", "storage", "observe", "interrupts"},
+    "slices": {"errors", "storage", "observe", "pipeline_spec"},
+    "pipeline": {"errors", "engine", "storage", "observe", "slices", "pipeline_spec"},
+    "batch": {"errors", "engine", "storage", "observe", "interrupts", "pipeline_spec"},
     "jobs": {"errors", "storage"},
-    "api": {"errors", "engine", "storage", "observe", "slices", "pipeline", "jobs"},
+    "api": {"errors", "engine", "storage", "observe", "slices", "pipeline", "jobs", "pipeline_spec"},
     "commands": {
         "errors", "engine", "interrupts", "storage", "observe", "slices", "pipeline", "batch", "jobs", "api",
+        "pipeline_spec",
     },
     "cli": {"errors", "interrupts", "commands"},
 }  # fmt: skip
@@ -72,7 +74,7 @@ def import_graph() -> dict[str, set[str]]:
 GRAPH = import_graph()
 
 
-def room_of(module: str) -> str:
+def part_of(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
@@ -105,14 +107,14 @@ def test_packages_import_one_way(package):
         assert not found & FORBIDDEN.get(package, set()), file
 
 
-def test_rooms_of_actors_import_one_way():
-    rooms = {room_of(name).removeprefix("actors.") for name in GRAPH if name.startswith("actors.")}
-    assert rooms == set(ACTORS)
+def test_parts_of_actors_import_one_way():
+    parts = {part_of(name).removeprefix("actors.") for name in GRAPH if name.startswith("actors.")}
+    assert parts == set(ACTORS)
     for name, others in GRAPH.items():
         if name.startswith("actors."):
-            room = room_of(name).removeprefix("actors.")
-            found = {room_of(other).removeprefix("actors.") for other in others if other.startswith("actors.")}
-            assert found <= ACTORS[room] | {room}, f"{name} imports {sorted(found - ACTORS[room] - {room})}"
+            part = part_of(name).removeprefix("actors.")
+            found = {part_of(other).removeprefix("actors.") for other in others if other.startswith("actors.")}
+            assert found <= ACTORS[part] | {part}, f"{name} imports {sorted(found - ACTORS[part] - {part})}"
 
 
 def test_no_files_import_in_a_circle():
@@ -121,12 +123,12 @@ def test_no_files_import_in_a_circle():
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_folders_import_in_a_circle(package):
-    rooms: dict[str, set[str]] = {}
+    parts: dict[str, set[str]] = {}
     for name, others in GRAPH.items():
         if name.startswith(f"{package}."):
-            mine = {room_of(other) for other in others if other.startswith(f"{package}.")}
-            rooms.setdefault(room_of(name), set()).update(mine - {room_of(name)})
-    assert circle(rooms) == []
+            mine = {part_of(other) for other in others if other.startswith(f"{package}.")}
+            parts.setdefault(part_of(name), set()).update(mine - {part_of(name)})
+    assert circle(parts) == []
 
 
 def test_a_circle_is_found():
@@ -144,8 +146,8 @@ def test_ray_s_private_classes_are_used_in_few_files_only():
     """They may change with any version of Ray, which pyproject.toml therefore pins."""
     users = {
         str(file.relative_to(ROOT))
-        for room in ("actors", "cluster")
-        for file in (ROOT / room).rglob("*.py")
+        for package in ("actors", "cluster")
+        for file in (ROOT / package).rglob("*.py")
         if any(name.startswith("ray._private") for name in names(file))
     }
     assert users == {f"cluster/{name}.py" for name in ("authentication", "connect", "draining", "emulation/ray_nodes")}

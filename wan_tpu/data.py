@@ -6,6 +6,7 @@ Shapes use one legend: B batch, T latent frames, H W latent height and width, L 
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -103,7 +104,8 @@ def load_value(kind: type[Value], path: Path) -> tuple[Value, dict[str, Any]]:
 
 def dump_value(value: Conditioning | DenoiseState, notes: dict[str, Any] | None = None) -> bytes:
     """Return the content of the file that `save_value` would write."""
-    tensors, metadata = _flat(value, notes)
+    tensors = {name: np.ascontiguousarray(array) for name, array in flatten(value).items()}
+    metadata = {"type": type(value).__name__, "notes": json.dumps(notes or {})}
     return safetensors.numpy.save(tensors, metadata=metadata)
 
 
@@ -117,15 +119,25 @@ def parse_value(kind: type[Value], content: bytes, source: str) -> tuple[Value, 
         raise InvalidInput(f"{source} is damaged ({error}); run the stage that writes it again") from None
 
 
-def _flat(value: Conditioning | DenoiseState, notes: dict[str, Any] | None) -> tuple[dict[str, Array], dict[str, str]]:
-    tensors: dict[str, Array] = {}
+def flatten(value: Any) -> dict[str, Array]:
+    """Return a stage's value as arrays by field, the terms of a solver's history as "history.0", ...; not copied."""
+    arrays: dict[str, Array] = {}
     for field in dataclasses.fields(value):
         content = getattr(value, field.name)
         if isinstance(content, tuple):
-            tensors |= {f"{field.name}.{i}": np.ascontiguousarray(term) for i, term in enumerate(content)}
+            arrays |= {f"{field.name}.{i}": np.asarray(term) for i, term in enumerate(content)}
         elif content is not None:
-            tensors[field.name] = np.ascontiguousarray(content)
-    return tensors, {"type": type(value).__name__, "notes": json.dumps(notes or {})}
+            arrays[field.name] = np.asarray(content)
+    return arrays
+
+
+def rebuild(kind: type[Any], arrays: Mapping[str, Array]) -> Any:
+    """Return the value that `flatten` took apart; raises `KeyError`, `TypeError` where arrays are missing or wrong."""
+    fields: dict[str, Any] = {name: array for name, array in arrays.items() if "." not in name}
+    if kind is DenoiseState:
+        fields["history"] = tuple(arrays[f"history.{i}"] for i in range(len(arrays) - len(fields)))
+        fields["step"] = int(arrays["step"].item())
+    return kind(**fields)
 
 
 def _rebuilt(
@@ -134,12 +146,7 @@ def _rebuilt(
     found = metadata.get("type", "something else")
     if found != kind.__name__:
         raise InvalidInput(f"{source} holds {found}, not {kind.__name__}; give the file of the stage before")
-    fields: dict[str, object] = {name: array for name, array in tensors.items() if "." not in name}
-    if kind is DenoiseState:
-        terms = sorted(name for name in tensors if name.startswith("history."))
-        fields["history"] = tuple(tensors[name] for name in terms)
-        fields["step"] = int(tensors["step"].item())
-    return kind(**fields), json.loads(metadata["notes"])  # type: ignore[arg-type]
+    return rebuild(kind, tensors), json.loads(metadata["notes"])
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "shift": (0.01, 100),
     "seed": (0, 2**63 - 1),
 }
+_SIZE = re.compile(r"([1-9][0-9]{0,4})([*x])([1-9][0-9]{0,4})", re.ASCII)
 FRAME_STRIDE = 4  # pixel frames a latent frame: the VAEs of every supported family compress time by four
 
 
@@ -101,11 +103,6 @@ class GenerationRequest:
             # The one normalisation: decoded here, so that a damaged file fails before any model is loaded.
             object.__setattr__(self, "image", load_image(self.image))
 
-    @property
-    def task(self) -> str:
-        """ "i2v" with an image, "t2v" without."""
-        return "t2v" if self.image is None else "i2v"
-
     def resolve(self, defaults: Defaults) -> "ResolvedRequest":
         """Fill every open field from `defaults`."""
         filled = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
@@ -139,14 +136,18 @@ class ResolvedRequest(GenerationRequest):
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Read "HEIGHT*WIDTH" (also with an x) into (height, width) in pixels.
+    """Read "HEIGHT*WIDTH", as Wan writes it, or "WIDTHxHEIGHT", as OpenAI's API does, into (height, width) in pixels.
 
-    Raises `InvalidRequest` when it is not two integers; their values are checked by `GenerationRequest`.
+    Raises `InvalidRequest` when it is neither; the values are checked by `GenerationRequest`.
     """
-    parts = text.lower().replace("x", "*").split("*")
-    if len(parts) != 2 or not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
-        raise InvalidRequest(f"size {text!r} is not HEIGHT*WIDTH; for example {' '.join(NAMED_SIZES)}")
-    return int(parts[0]), int(parts[1])
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise InvalidRequest(
+            f"size {text[:40]!r} is neither HEIGHT*WIDTH nor WIDTHxHEIGHT; for example 720*1280, which is 1280x720",
+            "size",
+        )
+    sides = int(found[1]), int(found[3])
+    return sides if found[2] == "*" else sides[::-1]
 
 
 def nearest_multiple(value: int, multiple: int) -> int:

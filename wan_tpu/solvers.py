@@ -10,6 +10,7 @@ UniPCMultistepScheduler, Euler's those of FlowMatchEulerDiscreteScheduler.
 """
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -32,6 +33,10 @@ class SolverTable:
     sigmas: np.ndarray
     matrices: np.ndarray
 
+    def __post_init__(self) -> None:
+        for array in (self.timesteps, self.sigmas, self.matrices):
+            array.flags.writeable = False  # it is shared by all who ask for it
+
     @property
     def steps(self) -> int:
         """How many steps there are."""
@@ -49,6 +54,7 @@ class SolverTable:
         return int((self.timesteps >= boundary_ratio * TRAIN_TIMESTEPS).sum())
 
 
+@functools.lru_cache(maxsize=64)
 def solver_table(solver: str, steps: int, shift: float) -> SolverTable:
     """Return the table of `solver` ("unipc" or "euler") for `steps` steps and timestep shift `shift`."""
     if solver == "unipc":

@@ -44,6 +44,14 @@ class RequestPlan:
     experts: tuple[Expert, ...]
     shapes: dict[str, str]
 
+    def expert_at(self, step: int) -> Expert:
+        """Return the expert that runs the step after `step` are done; raises `InvalidRequest` after the last one."""
+        for expert in self.experts:
+            if expert.start <= step < expert.stop:
+                return expert
+        steps = self.request.steps
+        raise InvalidRequest(f"all {steps} steps of the request are done; collect its latents and decode them")
+
     def without_image(self) -> "RequestPlan":
         """Return it without the image's pixels, 2.8 MB at 720p: experts and the decoder need none."""
         return dataclasses.replace(self, request=dataclasses.replace(self.request, image=None))
@@ -56,12 +64,16 @@ class ModelSpec(abc.ABC):
     tasks       which of "t2v" (text to video) and "i2v" (image and text to video) it does
     components  stage -> names of the components that it runs, in the order in which a request passes the stages
     defaults    its published sampling settings
+    heads       attention heads of a transformer
+    boundary_ratio  the first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert
     """
 
     name: str
     tasks: tuple[str, ...]
     components: dict[str, tuple[str, ...]]
     defaults: Defaults
+    heads: int
+    boundary_ratio: float | None
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -95,31 +107,31 @@ class ModelSpec(abc.ABC):
         """Return [1, C, T, H, W] of a request's latents."""
 
     @abc.abstractmethod
+    def tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Return L, the transformer's sequence length for latents of a shape."""
+
+    @abc.abstractmethod
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return which stage runs which steps, in order; those with no step are left out."""
 
-    def check(self, request: ResolvedRequest) -> None:
-        """Raise `InvalidRequest` when this model can't make what a (resolved) request asks for."""
-        if request.task not in self.tasks:
+    def check(self, request: ResolvedRequest, *, image: bool) -> None:
+        """Raise `InvalidRequest` when this model can't make what a (resolved) request asks for; image: as `plan`."""
+        if ("i2v" if image else "t2v") not in self.tasks:
             does = f"this checkpoint ({self.name}) does {' and '.join(self.tasks)} only"
-            if request.image is None:
+            if not image:
                 raise InvalidRequest(f"image is missing, and {does}; give one", "image")
             raise InvalidRequest(f"image was given, but {does}; leave it out, or use an I2V checkpoint", "image")
         self.check_size(request)
 
-    def plan(self, request: GenerationRequest) -> RequestPlan:
-        """Return what a request takes of this model; raises `InvalidRequest` when the model can't make it."""
-        resolved = request.resolve(self.defaults)
-        self.check(resolved)
-        shapes = self.shapes(resolved, image=resolved.image is not None)
-        return RequestPlan(resolved, self.prompts(resolved), self.experts(resolved), shapes)
+    def plan(self, request: GenerationRequest, *, image: bool | None = None) -> RequestPlan:
+        """Return what a request takes of this model; raises `InvalidRequest` when the model can't make it.
 
-    def expert_at(self, request: ResolvedRequest, step: int) -> Expert:
-        """Return the expert that runs the step after `step` are done; raises `InvalidRequest` after the last one."""
-        for expert in self.experts(request):
-            if expert.start <= step < expert.stop:
-                return expert
-        raise InvalidRequest(f"all {request.steps} steps of the request are done; collect its latents and decode them")
+        image  whether there is one, where the request doesn't hold it (yet)
+        """
+        image = request.image is not None if image is None else image
+        resolved = request.resolve(self.defaults)
+        self.check(resolved, image=image)
+        return RequestPlan(resolved, self.prompts(resolved), self.experts(resolved), self.shapes(resolved, image=image))
 
     def guided(self, request: ResolvedRequest) -> bool:
         """Whether any expert uses guidance, so that the negative prompt is needed."""

@@ -12,14 +12,14 @@ from ray import serve
 from ray.serve import context
 from ray.serve.config import HTTPOptions, ProxyLocation
 
-from actors.api.deployments import DRAIN_S, HEAD, QUIET, ingress_application, names, worker_application
 from actors.api.outbound.webhook import read_secret
+from actors.api.processes import DRAIN_S, HEAD, QUIET, ingress_application, names, worker_application
 from actors.api.settings import ServiceSettings
 from actors.errors import PipelineError, PipelineExists
 from actors.jobs.keys import list_keys
 from actors.jobs.store import open_database
-from actors.pipeline.deployment import POLL_S, Tell, about, deploy, running, shut_down
-from actors.pipeline.spec import PipelineSpec
+from actors.pipeline.pools import POLL_S, Tell, deploy, find_spec, running, shut_down
+from actors.pipeline_spec import PipelineSpec
 from actors.storage.opening import open_storage
 from cluster.connect import is_loopback
 from wan_tpu.errors import InvalidInput
@@ -73,7 +73,7 @@ def deploy_service(
     ours = not running(name)
     if ours:
         deploy(spec, tell=tell)
-    elif (found := about(name)) is None or not found.same_as(spec):
+    elif (found := find_spec(name)) is None or not found.same_as(spec):
         raise PipelineExists(
             f"another pipeline {name!r} runs on this cluster, with another layout, model or settings; take it down "
             "(wan-tpu serve --down), or choose another --name"

@@ -1,6 +1,5 @@
 """What is let into the queue: requests that this model can make, of a size that the slices have memory for."""
 
-import dataclasses
 from collections.abc import Sequence
 
 from wan_tpu.errors import InvalidRequest
@@ -25,16 +24,19 @@ def frame(size: Size) -> int:
     return size[0] * size[1]
 
 
-def admit(request: GenerationRequest, spec: ModelSpec, largest: Sequence[Size]) -> ResolvedRequest:
-    """Return a request with nothing left open, without its image; raises `InvalidRequest`.
+def admit(
+    request: GenerationRequest, spec: ModelSpec, largest: Sequence[Size], *, image: bool = False
+) -> ResolvedRequest:
+    """Return a request with nothing left open; raises `InvalidRequest`.
 
     largest  sizes that fit the slices' memory, as an operator has said; empty where anything fits
+    image    whether there is one, which isn't looked at before all else is fine
     """
-    resolved = spec.plan(request).request
+    resolved = spec.plan(request, image=image).request
     asked = (resolved.height, resolved.width, resolved.frames)
     if largest and not fits(asked, largest):
         raise _too_large(asked, largest)
-    return dataclasses.replace(resolved, image=None)
+    return resolved
 
 
 def _too_large(asked: Size, largest: Sequence[Size]) -> InvalidRequest:

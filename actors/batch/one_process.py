@@ -9,7 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from actors.engine import GeneratedVideo, OnEvent
-from actors.observe.timeline import Chips, Span
+from actors.observe.span import Span
+from actors.pipeline_spec import Chips
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import Pipeline
 from wan_tpu.request import GenerationRequest

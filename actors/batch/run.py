@@ -14,7 +14,7 @@ from actors import interrupts
 from actors.batch.manifest import Entry, Manifest, shortened
 from actors.batch.results import RESULTS, Result, make_plan, publish, record_name
 from actors.engine import Engine, GeneratedVideo, OnEvent
-from actors.observe.timeline import Span
+from actors.observe.span import Span
 from actors.storage.base import Storage, StorageError
 from wan_tpu.errors import InvalidInput, InvalidRequest, WanTpuError
 from wan_tpu.progress import Bar, Progress, Silent

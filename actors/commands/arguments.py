@@ -5,8 +5,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from actors.pipeline.spec import PipelineSpec
-from actors.slices.settings import PipelineSettings
+from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.storage.opening import absolute
 from cluster.connect import connect, is_loopback
 from cluster.emulation.cluster import EmulatedCluster, default_folder
@@ -18,6 +17,11 @@ from wan_tpu.request import GenerationRequest
 from wan_tpu.spec import ModelSpec
 
 SIZE = "HEIGHT*WIDTH*FRAMES"
+
+
+def absolute_model(model_id: str) -> str:
+    """Return a checkpoint's folder as an absolute path; a hub id as it is."""
+    return absolute(model_id) if os.path.isdir(model_id) or model_id.startswith(("./", "../")) else model_id
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser, address: str = 'of the cluster\'s GCS, "host:port"') -> None:
@@ -35,10 +39,14 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, about: str = "") -> 
     group = parser.add_argument_group("pipeline", about or None)
     group.add_argument("--layout", help=f"layout file, or a shipped one: {', '.join(shipped())}")
     group.add_argument("--layout_text", metavar="YAML", help="the layout itself, in place of a file")
-    group.add_argument("--model_id", help="diffusers directory, the same path on every host, or hub id")
+    group.add_argument(
+        "--model_id", type=absolute_model, help="diffusers directory, the same path on every host, or hub id"
+    )
     group.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
-    group.add_argument("--executables", help="folder of compiled programs, the same path on every host")
-    group.add_argument("--snapshots", help="folder or gs:// that every host reaches, for unfinished requests")
+    group.add_argument("--executables", type=absolute, help="folder of programs, the same path on every host")
+    group.add_argument(
+        "--snapshots", type=absolute, help="folder or gs:// that every host reaches, for unfinished requests"
+    )
     group.add_argument("--snapshot_every", type=int, default=5, help="steps between two; default %(default)s")
     group.add_argument(
         "--warm_up",
@@ -52,8 +60,11 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, about: str = "") -> 
 def add_batch_arguments(parser: argparse.ArgumentParser, in_flight: int = 2, *, required: bool = True) -> None:
     """Add what to make, and where it goes."""
     group = parser.add_argument_group("batch")
-    group.add_argument("--manifest", required=required, help="one JSON line a request: a path or gs:// (docs/batch.md)")
-    group.add_argument("--output", required=required, help="folder or gs://bucket/prefix of videos and results")
+    for name, about in (
+        ("manifest", "one JSON line a request: a path or gs:// (docs/batch.md)"),
+        ("output", "folder or gs://bucket/prefix of videos and results"),
+    ):
+        group.add_argument(f"--{name}", type=absolute, required=required, help=about)
     group.add_argument("--in_flight", type=int, default=in_flight, help="requests at a time; default %(default)s")
     group.add_argument("--remake_changed", action="store_true", help="make again whose line or model has changed since")
     group.add_argument("--timeline", action="store_true", help="write timeline.png and its trace to the output")
@@ -124,14 +135,14 @@ def check_layout(layout: Layout, model: ModelSpec) -> None:
         raise LayoutError(f"{error}; shipped layouts for {model.name}: {', '.join(fitting)}") from None
 
 
-def wanted_from(
+def pipeline_from(
     args: argparse.Namespace, address: str, *, lasting: bool = True, snapshots: str | None = None
 ) -> PipelineSpec:
     """Return the pipeline that the arguments describe; raises `InvalidInput`, `LayoutError`.
 
     snapshots  where states are kept unless told; without it a folder of this machine, if the cluster is there too
     """
-    return pipeline_spec(*described(args, address, snapshots), lasting=lasting)
+    return pipeline_spec(*settings_from(args, address, snapshots), lasting=lasting)
 
 
 def pipeline_spec(layout: Layout, settings: PipelineSettings, *, lasting: bool = True) -> PipelineSpec:
@@ -141,8 +152,10 @@ def pipeline_spec(layout: Layout, settings: PipelineSettings, *, lasting: bool =
     return PipelineSpec(layout, settings, model, lasting)
 
 
-def described(args: argparse.Namespace, address: str, snapshots: str | None = None) -> tuple[Layout, PipelineSettings]:
-    """Return layout and settings of a pipeline without a look at its checkpoint; the rest as `wanted_from`."""
+def settings_from(
+    args: argparse.Namespace, address: str, snapshots: str | None = None
+) -> tuple[Layout, PipelineSettings]:
+    """Return layout and settings of a pipeline without a look at its checkpoint; the rest as `pipeline_from`."""
     layout = layout_from(args)
     if layout is None or args.model_id is None:
         given = next((f"--{name} alone" for name in ("layout", "model_id") if getattr(args, name)), "neither")
@@ -151,28 +164,23 @@ def described(args: argparse.Namespace, address: str, snapshots: str | None = No
     if snapshots is None:
         if not is_loopback(address):
             raise InvalidInput("--snapshots is missing; give a folder or gs://bucket/prefix that every host reaches")
-        snapshots = str(args.folder / "snapshots")
+        snapshots = absolute(str(args.folder / "snapshots"))
     if args.snapshot_every < 1:
         raise InvalidInput(f"--snapshot_every is {args.snapshot_every}; allowed are 1 and more")
     sizes = [size_from(size, "warm_up") for size in args.warm_up]
     # At least what a batch or a service sends at a time.
     in_flight = [2 * layout.slices, *(getattr(args, name, None) or 0 for name in ("in_flight", "concurrency"))]
     settings = PipelineSettings(
-        checkpoint=absolute_model(args.model_id),
-        snapshots=absolute(snapshots),
+        checkpoint=args.model_id,
+        snapshots=snapshots,
         dtype=args.dtype,
-        executables=args.executables and absolute(args.executables),
+        executables=args.executables,
         snapshot_every=args.snapshot_every,
         warm_up=tuple(GenerationRequest(prompt="", height=h, width=w, frames=frames) for h, w, frames in sizes),
         in_flight=max(PipelineSettings.in_flight, *in_flight),
         name=args.name,
     )
     return layout, settings
-
-
-def absolute_model(model_id: str) -> str:
-    """Return a checkpoint's folder as an absolute path; a hub id as it is."""
-    return absolute(model_id) if os.path.isdir(model_id) or model_id.startswith(("./", "../")) else model_id
 
 
 def size_from(text: str, option: str) -> tuple[int, int, int]:

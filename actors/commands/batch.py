@@ -18,7 +18,7 @@ def batch(argv: Sequence[str]) -> None:
     from actors.batch.manifest import read_manifest
     from actors.batch.one_process import OneProcessEngine
     from actors.batch.run import open_batch, say
-    from actors.observe.timeline import Span
+    from actors.observe.span import Span
     from actors.observe.timeline_picture import save
     from actors.storage.opening import open_storage
     from wan_tpu.media.video import check_ffmpeg

@@ -5,10 +5,10 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from actors.commands.arguments import add_cluster_arguments, add_drive_arguments, join, wanted_from
+from actors.commands.arguments import add_cluster_arguments, add_drive_arguments, join, pipeline_from
 from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
-from actors.storage.opening import absolute, open_storage
+from actors.storage.opening import open_storage
 from wan_tpu.commands.parser import Parser
 
 if TYPE_CHECKING:
@@ -35,21 +35,21 @@ def drive(argv: Sequence[str]) -> None:
 def _drive(args: argparse.Namespace, live: LiveConsole) -> "BatchReport":
     from actors.batch.manifest import read_manifest
     from actors.batch.run import open_batch
+    from actors.observe.span import Span
     from actors.observe.status_actor import StatusActor
-    from actors.observe.timeline import Span
     from actors.observe.timeline_picture import save
-    from actors.pipeline.acquire import acquire_pipeline, usable
+    from actors.pipeline.acquire import acquire_pipeline, reusable
     from actors.pipeline.driver import PipelineDriver
     from actors.pipeline.status import under_way
 
     output = open_storage(args.output)
     live.tell("joining the cluster")
     address = join(args)
-    described = args.layout is not None or args.layout_text is not None or args.model_id is not None
-    snapshots = f"{absolute(args.output).rstrip('/')}/{SNAPSHOTS}"
-    wanted = wanted_from(args, address, lasting=args.keep, snapshots=snapshots) if described else None
-    spec = usable(args.name, wanted) or wanted
-    assert spec is not None  # else `usable` raises
+    told = args.layout is not None or args.layout_text is not None or args.model_id is not None
+    snapshots = f"{args.output.rstrip('/')}/{SNAPSHOTS}"
+    wanted = pipeline_from(args, address, lasting=args.keep, snapshots=snapshots) if told else None
+    spec = reusable(args.name, wanted) or wanted
+    assert spec is not None  # else `reusable` raises
     spans: list[Span] = []
     manifest = read_manifest(args.manifest, spec.model.plan)
     opening = open_batch(

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from actors.commands.arguments import add_cluster_arguments, add_pipeline_arguments, join, wanted_from
+from actors.commands.arguments import add_cluster_arguments, add_pipeline_arguments, join, pipeline_from
 from actors.errors import PipelineNotFound
 from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
@@ -28,22 +28,22 @@ def pipeline(argv: Sequence[str]) -> None:
 
 
 def _up(args: argparse.Namespace) -> None:
-    from actors.pipeline.deployment import deploy
+    from actors.pipeline.pools import deploy
 
     with LiveConsole() as live:
         live.tell("joining the cluster")
-        wanted = wanted_from(args, join(args))
+        wanted = pipeline_from(args, join(args))
         deploy(wanted, tell=live.tell)
     print(f"pipeline {args.name} is up: {', '.join(pool.name for pool in wanted.layout.pools)}")
 
 
 def _down(args: argparse.Namespace) -> None:
-    from actors.pipeline.deployment import about, running, shut_down
+    from actors.pipeline.pools import find_spec, running, shut_down
 
     with LiveConsole() as live:
         live.tell("joining the cluster")
         join(args)
-        if about(args.name) is None and not running(args.name):
+        if find_spec(args.name) is None and not running(args.name):
             raise PipelineNotFound(f"no pipeline {args.name!r} runs on this cluster")
         live.tell(f"taking the pipeline {args.name} down")
         shut_down(args.name, drain_s=args.drain_s)

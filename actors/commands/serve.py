@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.commands.arguments import described, gcs_address, join, pipeline_spec
+from actors.commands.arguments import gcs_address, join, pipeline_spec, settings_from
 from actors.commands.serve_arguments import NONE, serve_parser, service_settings
 from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
@@ -51,7 +51,7 @@ def _up(args: argparse.Namespace) -> None:
     with LiveConsole() as live:
         live.tell("joining the cluster")
         args.host = args.host or "127.0.0.1"
-        layout, settings = described(args, gcs_address(args))
+        layout, settings = settings_from(args, gcs_address(args))
         service = service_settings(args, layout, settings)  # what is wrong here is said before a checkpoint is read
         spec = pipeline_spec(layout, settings)
         join(args)
@@ -78,12 +78,9 @@ def _write_config(args: argparse.Namespace, parser: Parser) -> None:
         if getattr(args, name) is None:
             raise InvalidInput(f"--{name} is missing; a config is for a cluster that this command doesn't see")
     # Without a look at the checkpoint, which may be on the cluster's machines only.
-    layout, settings = described(args, args.address or "cluster:6379")
+    layout, settings = settings_from(args, args.address or "cluster:6379")
     service = service_settings(args, layout, settings)
-    given: dict[str, object] = {}
-    for name, value in vars(args).items():
-        if name not in _HERE and value is not None and value != parser.get_default(name):
-            given[name] = value if isinstance(value, int | list) else str(value)
+    given = {name: value for name, value in parser.given(args).items() if name not in _HERE}
     hooks = given.setdefault("webhook_secret", NONE) != NONE  # a file made on each machine would be another secret
     given |= {
         "layout_text": args.layout_text or Path(layout.source).read_text(),

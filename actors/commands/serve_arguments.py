@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.commands.arguments import SIZE, add_cluster_arguments, add_pipeline_arguments, size_from
-from actors.slices.settings import PipelineSettings
+from actors.pipeline_spec import PipelineSettings
 from actors.storage.opening import absolute
 from cluster.layout import Layout
 from wan_tpu.commands.parser import Parser
@@ -30,8 +30,11 @@ def serve_parser(description: str | None = None) -> Parser:
         "--host", help="address to listen on; default 127.0.0.1, and 0.0.0.0 in a config for another cluster"
     )
     group.add_argument("--port", type=int, default=8000, help="default %(default)s")
-    group.add_argument("--database", help="file of jobs and API keys, or postgresql://...; default: in --folder")
-    group.add_argument("--results", help="folder or gs:// of images and videos; default: in --folder")
+    for name, about in (
+        ("database", "file of jobs and API keys, or postgresql://...; default: in --folder"),
+        ("results", "folder or gs:// of images and videos; default: in --folder"),
+    ):
+        group.add_argument(f"--{name}", type=absolute, help=about)
     group.add_argument("--model_name", help="as clients give it; default: the last part of --model_id")
     group.add_argument(
         "--largest",
@@ -45,7 +48,9 @@ def serve_parser(description: str | None = None) -> Parser:
     group.add_argument("--ingresses", type=int, default=1, help="processes that answer HTTP; default %(default)s")
     group.add_argument("--keep_days", type=float, default=7, help="videos are removed after; default %(default)s")
     group.add_argument(
-        "--webhook_secret", help=f"file of what webhooks are signed with, or {NONE}; default: a file in --folder"
+        "--webhook_secret",
+        type=lambda text: text if text == NONE else absolute(text),
+        help=f"file of what webhooks are signed with, or {NONE}; default: a file in --folder",
     )
     group.add_argument(
         "--name_of_host", action="append", default=[], help="a name that a service without keys answers to"
@@ -56,7 +61,7 @@ def serve_parser(description: str | None = None) -> Parser:
 
 def database_address(given: str | None, folder: Path) -> str:
     """Return where the jobs and API keys are: as given, or a file in the folder of the cluster's state."""
-    return absolute(given or str(folder / _FOLDER / "jobs.sqlite"))
+    return given or absolute(str(folder / _FOLDER / "jobs.sqlite"))
 
 
 def service_settings(args: argparse.Namespace, layout: Layout, settings: PipelineSettings) -> "ServiceSettings":
@@ -68,14 +73,14 @@ def service_settings(args: argparse.Namespace, layout: Layout, settings: Pipelin
     _check(args)
     made = ServiceSettings(
         database=database_address(args.database, args.folder),
-        storage=absolute(args.results or str(folder / "results")),
+        storage=args.results or str(folder / "results"),
         model=args.model_name or Path(settings.checkpoint).name,
         names=(*LOCAL_NAMES, *args.name_of_host),
         largest=tuple(size_from(size, "largest") for size in args.largest),
         queue_limit=args.queue_limit,
         concurrency=args.concurrency or max(2, 2 * layout.slices),
         chips={stage: pool.slice.chips for pool in layout.pools for stage in pool.stages},
-        webhook_secret_file=None if secret == NONE else absolute(secret),
+        webhook_secret_file=None if secret == NONE else secret,
         origins=tuple(args.origin),
     )
     return dataclasses.replace(made, jobs=dataclasses.replace(made.jobs, ended_s=args.keep_days * 86400))

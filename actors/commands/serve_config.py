@@ -8,14 +8,15 @@ import ray
 import yaml
 
 from actors.api.deploy import prepare
-from actors.api.deployments import QUIET, ingress_application, names, worker_application
+from actors.api.processes import QUIET, ingress_application, names, worker_application
 from actors.api.settings import ServiceSettings
-from actors.commands.arguments import wanted_from
+from actors.commands.arguments import pipeline_from
 from actors.commands.serve_arguments import serve_parser, service_settings
 from actors.observe.status_actor import StatusActor
-from actors.pipeline.deployment import application, pool_application
-from actors.pipeline.spec import PipelineSpec
+from actors.pipeline.pools import application, pool_application
+from actors.pipeline_spec import PipelineSpec
 from cluster.layout import Layout
+from wan_tpu.commands.parser import words
 
 
 def config(arguments: Mapping[str, Any], name: str, layout: Layout) -> str:
@@ -47,7 +48,7 @@ def config(arguments: Mapping[str, Any], name: str, layout: Layout) -> str:
 
 def pool(args: dict[str, Any]) -> Any:
     """Build a pool's application on the cluster."""
-    _, spec = _here(args)
+    _, spec = _service(args)
     if StatusActor.find(spec.settings.name) is None:
         with contextlib.suppress(ValueError):  # made by another pool's builder at the same moment
             StatusActor.create(spec.settings.name, spec)
@@ -57,28 +58,24 @@ def pool(args: dict[str, Any]) -> Any:
 
 def worker(args: dict[str, Any]) -> Any:
     """Build the worker's application on the cluster."""
-    settings, spec = _here(args)
+    settings, spec = _service(args)
     prepare(settings, args["arguments"]["host"])
     return worker_application(settings, spec)
 
 
 def ingress(args: dict[str, Any]) -> Any:
     """Build the ingress's application on the cluster."""
-    settings, spec = _here(args)
+    settings, spec = _service(args)
     prepare(settings, args["arguments"]["host"])
     return ingress_application(settings, spec, replicas=int(args["arguments"].get("ingresses", 1)))
 
 
-def understood(arguments: Mapping[str, Any], address: str) -> tuple[ServiceSettings, PipelineSpec]:
+def service_from(arguments: Mapping[str, Any], address: str) -> tuple[ServiceSettings, PipelineSpec]:
     """Return what a config's arguments ask for, on the cluster at an address; raises `InvalidInput`."""
-    words: list[str] = []
-    for name, value in arguments.items():
-        for one in value if isinstance(value, list) else [value]:
-            words += [f"--{name}", str(one)]
-    args = serve_parser().parse_args(words)
-    spec = wanted_from(args, address)
+    args = serve_parser().parse_args(words(arguments))
+    spec = pipeline_from(args, address)
     return service_settings(args, spec.layout, spec.settings), spec
 
 
-def _here(args: dict[str, Any]) -> tuple[ServiceSettings, PipelineSpec]:
-    return understood(args["arguments"], ray.get_runtime_context().gcs_address)
+def _service(args: dict[str, Any]) -> tuple[ServiceSettings, PipelineSpec]:
+    return service_from(args["arguments"], ray.get_runtime_context().gcs_address)

@@ -1,13 +1,14 @@
 """`wan-tpu status`: what the pipeline of a cluster is doing."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from actors.commands.arguments import add_cluster_arguments, join
+from actors.commands.arguments import add_cluster_arguments, emulated, gcs_address
 from wan_tpu.commands.parser import Parser
 
 if TYPE_CHECKING:
@@ -26,10 +27,14 @@ def status(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
 
     from actors.pipeline.status import status_of, text
+    from cluster.connect import connect
     from cluster.drawing import draw
     from cluster.inventory import slices_found
 
-    address = join(args)
+    address = gcs_address(args)
+    running = None if args.address or "RAY_ADDRESS" in os.environ else emulated(args.folder)
+    jobs = f", jobs at http://{running.dashboard}" if running and running.dashboard else ""
+    connect(address)
     while True:
         slices = slices_found()
         found = status_of(args.name, slices)
@@ -37,7 +42,7 @@ def status(argv: Sequence[str]) -> None:
             shown = json.dumps({"slices": [_slice(one) for one in slices], "pipeline": found and asdict(found)})
         else:
             pipeline = text(found) if found else f"no pipeline {args.name!r} runs here; {UP}"
-            shown = f"cluster at {address}\n{draw(slices)}\n{pipeline}"
+            shown = f"cluster at {address}{jobs}\n{draw(slices)}\n{pipeline}"
         if args.watch and not args.json and sys.stdout.isatty():
             print("\x1b[H\x1b[J", end="")
         print(shown, flush=True)

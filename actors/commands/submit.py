@@ -1,5 +1,6 @@
 """`wan-tpu submit`: a batch as a job of the cluster. It goes on when this command, or this machine, goes away."""
 
+import argparse
 import asyncio
 import contextlib
 import logging
@@ -14,7 +15,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from actors.commands.arguments import (
-    absolute_model,
     add_cluster_arguments,
     add_drive_arguments,
     check_layout,
@@ -22,17 +22,17 @@ from actors.commands.arguments import (
     layout_from,
 )
 from actors.errors import PipelineError
-from actors.storage.opening import absolute
 from cluster.connect import is_loopback, stay_on_loopback
 from cluster.errors import ClusterNotFound
 from cluster.layout import shipped
-from wan_tpu.commands.parser import Parser
+from wan_tpu.commands.parser import Parser, words
 from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.families import open_spec
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 POLL_S = 0.5
-_PATHS = ("manifest", "output", "snapshots", "executables")
+# What isn't the driver's: which cluster it is, what this command does with the job, and the layout, which is looked at.
+_OWN = ("address", "folder", "detach", "attach", "stop", "layout", "layout_text")
 
 
 class JobFailed(PipelineError):
@@ -54,7 +54,7 @@ def submit(argv: Sequence[str]) -> int:
         return _stop(client, args.stop)
     if args.attach is not None:
         return _follow(client, args.attach)
-    job = _submit(client, args)
+    job = _submit(client, args, parser.given(args))
     if args.detach:
         print(job)
         return 0
@@ -62,39 +62,31 @@ def submit(argv: Sequence[str]) -> int:
     return _follow(client, job)
 
 
-def _submit(client: Any, args: Any) -> str:
+def _submit(client: Any, args: argparse.Namespace, given: dict[str, Any]) -> str:
     for name in ("manifest", "output"):
         if getattr(args, name) is None:
             raise InvalidInput(f"--{name} is missing; see wan-tpu submit --help")
     job = f"wan-tpu-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    command = _command(args, here=is_loopback(urlsplit(client.get_address()).netloc))
+    given = {name: value for name, value in given.items() if name not in _OWN} | _layout(args)
+    python = sys.executable if is_loopback(urlsplit(client.get_address()).netloc) else "python"
+    command = ["exec", python, "-m", "actors.cli", "drive", *words(given)]
     client.submit_job(
         entrypoint=shlex.join(command), submission_id=job, metadata={"manifest": args.manifest, "output": args.output}
     )
     return job
 
 
-def _command(args: Any, *, here: bool) -> list[str]:
-    """Return what the job runs; `here` when the cluster is on this machine."""
-    command = ["exec", sys.executable if here else "python", "-m", "actors.cli", "drive"]
-    given = {name: getattr(args, name) for name in ("name", "in_flight")}
-    given |= {name: absolute(value) for name in _PATHS if (value := getattr(args, name))}
-    if args.model_id is not None:  # else the pipeline runs already, as it was brought up
-        given |= {name: getattr(args, name) for name in ("dtype", "snapshot_every")}
-        given["model_id"] = absolute_model(args.model_id)
+def _layout(args: argparse.Namespace) -> dict[str, str]:
+    """Return the layout as the cluster can read it: by name, or the text of a file, which it may not have."""
     layout = layout_from(args)
-    if layout is not None and args.model_id is not None:
+    if layout is None:
+        return {}
+    if args.model_id is not None:
         with contextlib.suppress(CheckpointError):  # it may be there on the cluster only
             check_layout(layout, open_spec(args.model_id))
-    if layout is not None and args.layout in shipped():
-        given["layout"] = args.layout
-    elif layout is not None:  # a file of this machine, which the cluster may not have
-        given["layout_text"] = args.layout_text or Path(layout.source).read_text()
-    for name, value in given.items():
-        command += [] if value is None else [f"--{name}", str(value)]
-    for size in args.warm_up:
-        command += ["--warm_up", size]
-    return command + [f"--{name}" for name in ("remake_changed", "timeline", "keep") if getattr(args, name)]
+    if args.layout in shipped():
+        return {"layout": args.layout}
+    return {"layout_text": args.layout_text or Path(layout.source).read_text()}
 
 
 def _client(address: str) -> Any:

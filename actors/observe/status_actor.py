@@ -13,6 +13,7 @@ from typing import Any, Literal
 import ray
 
 from actors.errors import PipelineNotFound
+from actors.pipeline_spec import PipelineSpec
 from cluster.gang.placement import off_hosts
 
 NAMESPACE = "wan-tpu"
@@ -76,11 +77,8 @@ class StatusActor:
         self._pipeline, self._actor = pipeline, actor
 
     @classmethod
-    def create(cls, pipeline: str, spec: Any) -> "StatusActor":
-        """Start the status actor of a pipeline, in place of one that a crash has left.
-
-        spec  what others are to know of the pipeline: `actors.pipeline.spec.PipelineSpec`
-        """
+    def create(cls, pipeline: str, spec: PipelineSpec) -> "StatusActor":
+        """Start the status actor of a pipeline, in place of one that a crash has left."""
         stale = cls.find(pipeline)
         if stale is not None:
             stale.close()
@@ -137,7 +135,7 @@ class StatusActor:
         """Return all of it."""
         return ray.get(self._actor.seen.remote(), timeout=30)
 
-    def spec(self) -> Any:
+    def spec(self) -> PipelineSpec:
         """Return what the actor was started with."""
         return ray.get(self._actor.spec.remote(), timeout=30)
 
@@ -150,11 +148,11 @@ class StatusActor:
 
 
 class _StatusActor:
-    def __init__(self, spec: Any) -> None:
+    def __init__(self, spec: PipelineSpec) -> None:
         self._spec = spec  # Ray gives it again to an actor that it restarts
         self._seen = Seen()
 
-    def spec(self) -> Any:
+    def spec(self) -> PipelineSpec:
         return self._spec
 
     def replica(self, name: str, seen: ReplicaSeen) -> None:

@@ -8,42 +8,15 @@ import json
 import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-What = Literal["compute", "fetch", "load", "compile"]
-Chips = Literal["real", "emulated", "simulated"]
+from actors.observe.span import Span
+from actors.pipeline_spec import Chips
 
 NOTES = {
     "emulated": "emulated: CPU devices stand in for chips; the seconds are this machine's",
     "simulated": "simulated: stages wait for planned durations instead of computing",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """One thing that a slice did, told when it has ended.
-
-    what     "compute": the chips work on the request; "fetch": its inputs or results travel, beside other work;
-             "load": weights are read; "compile": programs are made
-    start_s, end_s   seconds of `time.time()`, so that hosts' spans can be laid side by side (as exact as their clocks)
-    step     counts from 1, where the span is one denoising step
-    chips    "emulated" or "simulated" unless it ran on real ones: every figure and picture says so
-    """
-
-    slice: str
-    request: str
-    stage: str
-    what: What
-    start_s: float
-    end_s: float
-    step: int | None = None
-    pool: str = ""
-    chips: Chips = "real"
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True)

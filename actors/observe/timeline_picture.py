@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from actors.observe.span import Span
 from actors.observe.timeline import (
     NOTES,
-    Span,
     TimelineFigures,
     bounds,
     chrome_trace,

@@ -8,8 +8,8 @@ import ray
 
 from actors.errors import PipelineNotFound
 from actors.observe.status_actor import NAMESPACE
-from actors.pipeline.deployment import Tell, about, deploy, shut_down, wait_until_up
-from actors.pipeline.spec import PipelineSpec
+from actors.pipeline.pools import Tell, deploy, find_spec, shut_down, wait_until_up
+from actors.pipeline_spec import PipelineSpec
 from cluster.gang.placement import off_hosts
 
 # How long a pipeline that a batch took down may take over what it has: the batch has ended, nobody waits for it.
@@ -26,7 +26,7 @@ def acquire_pipeline(name: str, wanted: PipelineSpec | None, tell: Tell = lambda
 
     Raises `PipelineNotFound`, or as `deploy` does.
     """
-    found = usable(name, wanted)
+    found = reusable(name, wanted)
     if found is not None and found.lasting:
         tell(f"pipeline {name} runs")
         wait_until_up(found, tell)
@@ -50,9 +50,9 @@ def acquire_pipeline(name: str, wanted: PipelineSpec | None, tell: Tell = lambda
                 shut_down(name, drain_s=DRAIN_S)
 
 
-def usable(name: str, wanted: PipelineSpec | None) -> PipelineSpec | None:
+def reusable(name: str, wanted: PipelineSpec | None) -> PipelineSpec | None:
     """Return what would be used of what runs, None when one would be brought up; raises `PipelineNotFound`."""
-    found = about(name)
+    found = find_spec(name)
     if found is None:
         if wanted is None:
             raise _none(name)

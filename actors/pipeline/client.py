@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from actors.engine import GeneratedVideo, OnEvent
 from actors.errors import PipelineError, RequestFailed
 from actors.observe.status_actor import StatusActor
-from actors.pipeline.deployment import living
 from actors.pipeline.driver import PipelineDriver
-from actors.pipeline.spec import PipelineSpec
+from actors.pipeline.pools import live_replicas
+from actors.pipeline_spec import PipelineSpec
 from wan_tpu.request import GenerationRequest
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class PipelineClient:
 
 def _check(spec: PipelineSpec) -> None:
     name = spec.settings.name
-    alive = _explained(living, name, spec.layout)
+    alive = _explained(live_replicas, name, spec.layout)
     seen = _explained(lambda: StatusActor.connect(name).seen()).replicas
     able = {one.pool for replica, one in seen.items() if replica in alive and one.activity in ("idle", "busy")}
     if missing := [pool.name for pool in spec.layout.pools if pool.name not in able]:

@@ -3,14 +3,14 @@
 from typing import Any
 
 from actors.observe.status_actor import StatusActor
-from actors.pipeline.deployment import MOST_ONGOING, handle
-from actors.pipeline.spec import PipelineSpec
+from actors.pipeline.pools import MOST_ONGOING, handle
+from actors.pipeline_spec import PipelineSpec
 from actors.slices.scheduler import MOST_PAUSED, PriorityQueue
 from actors.slices.snapshots import Snapshots
 
 
 class PipelineConnection:
-    """One driver's. The pools must run (`deployment.deploy`)."""
+    """One driver's. The pools must run (`pools.deploy`)."""
 
     def __init__(self, spec: PipelineSpec) -> None:
         settings, pools = spec.settings, spec.layout.pools

@@ -5,11 +5,11 @@ import contextlib
 import logging
 
 from actors.engine import GeneratedVideo, OnEvent
-from actors.errors import PipelineFull, RequestFailed
+from actors.errors import RequestFailed
 from actors.observe.status_actor import Outcome
 from actors.pipeline.connection import PipelineConnection
 from actors.pipeline.request_run import RequestRun
-from actors.pipeline.spec import PipelineSpec
+from actors.pipeline_spec import PipelineSpec
 from actors.slices.references import RefStore
 from actors.slices.scheduler import PriorityQueue
 from actors.storage.local import StorageError
@@ -23,7 +23,7 @@ class PipelineDriver:
     """The engine of batches and of the online service: a running pipeline, ready to make videos."""
 
     def __init__(self, spec: PipelineSpec) -> None:
-        """The pools must run (`deployment.deploy`)."""
+        """The pools must run (`pools.deploy`)."""
         self.spec = spec
         self._connection = PipelineConnection(spec)
         self._ref_store = RefStore()
@@ -39,16 +39,11 @@ class PipelineDriver:
         on_event  given a `Span` whenever a slice has done something for it
         priority  the higher goes first; at the experts' slices it runs between two steps of a lower one
 
-        Raises `RequestFailed` when it can't be made, `PipelineFull` when too many wait.
+        It waits while as many are in as are let in at a time. Raises `RequestFailed` when it can't be made.
         """
-        settings = self.spec.settings
         if id in self._inside:
             raise RequestFailed(
                 f"a request {id} is under way already; wait for it, or give this one another id", "invalid"
-            )
-        if len(self._inside) >= settings.in_flight + settings.waiting:
-            raise PipelineFull(
-                f"{len(self._inside)} requests are in the pipeline and before it, all it takes; try again later"
             )
         try:
             plan = self.spec.model.plan(request)

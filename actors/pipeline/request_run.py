@@ -7,12 +7,12 @@ from typing import Any
 
 from actors.engine import GeneratedVideo, OnEvent
 from actors.errors import InputLost, RequestFailed, StageFailed, StageLost, StageMoved
-from actors.observe.timeline import Span
+from actors.observe.span import Span
 from actors.pipeline.connection import PipelineConnection
 from actors.pipeline.losses import losses_explained
-from actors.slices.messages import Prepared, RefHandle, StageResult
+from actors.slices.messages import Prepared, SliceRequest, StageResult
 from actors.slices.payloads import EncodedVideo, unpack
-from actors.slices.references import RequestScope
+from actors.slices.references import RefHandle, RequestScope
 from actors.slices.snapshots import name_of
 from actors.storage.local import StorageError
 from wan_tpu.spec import DECODER, ENCODER, RequestPlan
@@ -36,8 +36,10 @@ class RequestRun:
     ) -> None:
         """scope: where its payloads wait between two stages."""
         self._connection, self._key, self._plan, self._scope = connection, key, plan, scope
-        self._light = plan.without_image()  # what stages after the encoder are sent
-        self._on_event, self._priority = on_event, priority
+        settings = connection.settings
+        snapshots = name_of(key, plan.request, f"{settings.checkpoint} {settings.dtype}")
+        self._sent = SliceRequest(key, plan.without_image(), scope, snapshots, priority)
+        self._on_event = on_event
         self._attempts = 0  # since something was done that hadn't been done before
         self._done: set[tuple[str, int | None]] = set()
         self._texts: dict[str, RefHandle] = {}
@@ -57,20 +59,17 @@ class RequestRun:
 
     async def _go_through(self) -> bytes:
         self._state = None
-        settings, request = self._connection.settings, self._plan.request
-        name = name_of(self._key, request, f"{settings.checkpoint} {settings.dtype}")
         try:
-            snapshot = await asyncio.to_thread(self._connection.snapshots.newest, name)
+            snapshot = await asyncio.to_thread(self._connection.snapshots.newest, self._sent.snapshots)
         except StorageError as error:
             raise RequestFailed(f"there is no telling how far it was: {error}", "lost") from None
         step = snapshot or 0
-        while step < request.steps:
-            stage = next(expert.stage for expert in self._plan.experts if step < expert.stop)
-            step = await self._denoise(stage, name, snapshot)
+        while step < self._plan.request.steps:
+            step = await self._denoise(self._plan.expert_at(step).stage, snapshot)
             snapshot = None
         return await self._decode()
 
-    async def _denoise(self, stage: str, name: str, snapshot: int | None) -> int:
+    async def _denoise(self, stage: str, snapshot: int | None) -> int:
         """Run the experts of one pool; return how many steps are done."""
         inputs = await self._inputs()
         state, self._state = self._state, None
@@ -83,17 +82,9 @@ class RequestRun:
                 self._drop_inputs()
 
         self._connection.status.request(self._key, stage, steps=self._plan.request.steps)
-        async with self._connection.queue(stage).entered(self._priority):
-            events = self._connection.stream(stage, self._plan.shapes[stage]).denoise.remote(
-                self._key,
-                self._light,
-                inputs,
-                state=state,
-                name=name,
-                snapshot=snapshot,
-                priority=self._priority,
-                scope=self._scope,
-            )
+        async with self._connection.queue(stage).entered(self._sent.priority):
+            pool = self._connection.stream(stage, self._plan.shapes[stage])
+            events = pool.denoise.remote(self._sent, inputs, state, snapshot)
             made = await self._follow(stage, events, prepared)
         assert made.step is not None
         self._state = made.handle
@@ -103,7 +94,7 @@ class RequestRun:
         state, self._state = self._state, None
         assert state is not None
         pool = self._connection.stream(DECODER, self._plan.shapes[DECODER])
-        events = pool.decode.remote(self._key, self._light, state, self._scope)
+        events = pool.decode.remote(self._sent, state)
         video = await self._follow(DECODER, events, lambda: self._scope.drop(state))
         with losses_explained():
             [ref] = await self._scope.get(video.handle)
@@ -124,13 +115,12 @@ class RequestRun:
         return [*[*texts, None][:2], self._image]
 
     async def _encode_text(self, prompt: str) -> None:
-        events = self._connection.stream(ENCODER).encode_text.remote(self._key, prompt, self._scope)
+        events = self._connection.stream(ENCODER).encode_text.remote(self._sent, prompt)
         self._texts[prompt] = (await self._follow(ENCODER, events)).handle
 
     async def _encode_image(self) -> None:
-        shape = self._plan.shapes[ENCODER]
-        pool = self._connection.stream(ENCODER, shape)
-        events = pool.encode_image.remote(self._key, self._plan.request, shape, self._scope)
+        pool = self._connection.stream(ENCODER, self._plan.shapes[ENCODER])
+        events = pool.encode_image.remote(self._sent, self._plan.request)
         self._image = (await self._follow(ENCODER, events)).handle
 
     def _drop_inputs(self) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from actors.observe.status_actor import ReplicaSeen, RequestSeen, Seen, StatusActor
-from actors.pipeline.deployment import about, living
-from actors.pipeline.spec import PipelineSpec
+from actors.pipeline.pools import find_spec, live_replicas
+from actors.pipeline_spec import PipelineSpec
 from cluster.inventory import SliceFound
 from cluster.layout import Pool, Replicas
 
@@ -55,15 +55,15 @@ class PipelineStatus:
 
 def status_of(pipeline: str, slices: Sequence[SliceFound]) -> PipelineStatus | None:
     """Return the status of a pipeline that is on this cluster, None when there is none of that name."""
-    spec, actor = about(pipeline), StatusActor.find(pipeline)
+    spec, actor = find_spec(pipeline), StatusActor.find(pipeline)
     if spec is None or actor is None:
         return None
-    return pipeline_status(spec, actor.seen(), slices, living(pipeline, spec.layout))
+    return pipeline_status(spec, actor.seen(), slices, live_replicas(pipeline, spec.layout))
 
 
-def pipeline_status(spec: PipelineSpec, seen: Seen, slices: Sequence[SliceFound], living: Set[str]) -> PipelineStatus:
-    """Put a pipeline's status together; living: names of the replicas that are there (`deployment.living`)."""
-    seen.replicas = {name: replica for name, replica in seen.replicas.items() if name in living}
+def pipeline_status(spec: PipelineSpec, seen: Seen, slices: Sequence[SliceFound], live: Set[str]) -> PipelineStatus:
+    """Put a pipeline's status together; live: names of the replicas that are there (`pools.live_replicas`)."""
+    seen.replicas = {name: replica for name, replica in seen.replicas.items() if name in live}
     settings = spec.settings
     inside = {key: request for key, request in seen.requests.items() if request.stage != "waiting"}
     emulated = any(found.emulated for found in slices)

@@ -18,15 +18,15 @@ from typing import Any
 from ray import serve
 
 from actors.errors import RequestFailed, StageFailed, StageLost, StageMoved
+from actors.observe.span import Span, What
 from actors.observe.status_actor import Activity, StatusActor
-from actors.observe.timeline import Span, What
+from actors.pipeline_spec import PipelineSettings
 from actors.slices.async_slice import AsyncSlice
 from actors.slices.autoscaling import LOAD, SliceTime
 from actors.slices.drain import Drain
-from actors.slices.messages import Event, Prepared, RefHandle, StageResult, WorkerProgress
-from actors.slices.references import RequestScope
+from actors.slices.messages import Event, Prepared, SliceRequest, StageResult, WorkerProgress
+from actors.slices.references import RefHandle
 from actors.slices.scheduler import Admission, StepScheduler
-from actors.slices.settings import PipelineSettings
 from actors.slices.snapshots import Snapshots, Snapshotter
 from cluster.draining import draining_for
 from cluster.errors import CallFailed, DeviceFailed, SliceLost
@@ -34,7 +34,7 @@ from cluster.gang.slice import Slice
 from cluster.layout import Pool
 from wan_tpu.errors import InvalidInput
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.spec import DECODER, ENCODER, RequestPlan
+from wan_tpu.spec import DECODER, ENCODER
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class SliceLeader:
 
     def __init__(self, pool: Pool, settings: PipelineSettings) -> None:
         """Take a slice, start its workers, and let them read the weights of the pool's stages."""
+        self._leaving = contextlib.ExitStack()  # what is let go of with this leader
         self._settings, self._stages, self._pool = settings, pool.stages, pool.name
         self._name = f"{self._pool}/{serve.get_replica_context().replica_id.unique_id}"
         self._status = StatusActor.connect(settings.name)
@@ -60,72 +61,72 @@ class SliceLeader:
         self._drain = Drain(self._name)
         self._time = SliceTime()
         self._scheduler = StepScheduler()
-        start = time.time()
+        self._where, start = "", time.time()
         self._report("starting", f"takes a {pool.slice} and starts its hosts")
-        try:
-            snapshots = Snapshots(settings.snapshots)
-            snapshots.clean()
-            worker = (settings.checkpoint, pool.stages, pool.mesh, settings.dtype, settings.executables)
-            self._hosts = Slice(pool.slice, settings.worker, *worker, name=self._name, timeouts=settings.timeouts)
-            self._slice = AsyncSlice(self._hosts, self._lost)
-            self._snapshotter = Snapshotter(self._slice, snapshots)
-            self._hosts.call("load", on_progress=lambda progress: self._report("loading", _shown(progress)))
-            for request in settings.warm_up:
-                self._hosts.call(
-                    "warm_up", request, on_progress=lambda progress: self._report("compiling", _shown(progress))
-                )
-        except Exception as error:
-            cause = error.__cause__ if isinstance(error, CallFailed) else error
-            refused = isinstance(cause, InvalidInput)  # what would be refused again
-            self._report("refused" if refused else "failed", str(cause if refused else error))
-            with contextlib.suppress(AttributeError):  # there is none yet
-                self._hosts.close()
-            del self._status  # what it was told stays there, for whoever waits for this pool
-            raise
+        with contextlib.ExitStack() as starting:  # what is let go of when it can't be started
+            try:
+                snapshots = Snapshots(settings.snapshots)
+                snapshots.clean()
+                worker = (settings.checkpoint, pool.stages, pool.mesh, settings.dtype, settings.executables)
+                self._hosts = Slice(pool.slice, settings.worker, *worker, name=self._name, timeouts=settings.timeouts)
+                starting.callback(self._hosts.close)
+                self._where = self._hosts.describe()
+                self._load()
+            except Exception as error:
+                cause = error.__cause__ if isinstance(error, CallFailed) else error
+                refused = isinstance(cause, InvalidInput)  # what would be refused again
+                self._report("refused" if refused else "failed", str(cause if refused else error))
+                raise  # the report stays, for whoever waits for this pool
+            starting.callback(self._status.gone, self._name)
+            self._leaving = starting.pop_all()
+        self._slice = AsyncSlice(self._hosts, self._lost)
+        self._snapshotter = Snapshotter(self._slice, snapshots)
         self._report("idle")
-        log.info("%s leads %s, ready after %.1f s", self._name, self._hosts.describe(), time.time() - start)
+        log.info("%s leads %s, ready after %.1f s", self._name, self._where, time.time() - start)
+
+    def _load(self) -> None:
+        """Have the workers read their weights, and compile what is asked for ahead of the first request."""
+        self._hosts.call("load", on_progress=lambda progress: self._report("loading", _shown(progress)))
+        for request in self._settings.warm_up:
+            self._hosts.call(
+                "warm_up", request, on_progress=lambda progress: self._report("compiling", _shown(progress))
+            )
 
     # ---- the stages
 
-    async def encode_text(self, key: str, prompt: str, scope: RequestScope) -> AsyncIterator[Event]:
+    async def encode_text(self, request: SliceRequest, prompt: str) -> AsyncIterator[Event]:
         """Encode a prompt: one `TextEmbedding`."""
-        async for event in self._compute(key, ENCODER, "one prompt", scope, "encode_text", prompt):
+        async for event in self._compute(request, ENCODER, "one prompt", "encode_text", prompt):
             yield event
 
-    async def encode_image(
-        self, key: str, request: ResolvedRequest, shape: str, scope: RequestScope
-    ) -> AsyncIterator[Event]:
-        """Encode a request's image: one `ImageCondition`."""
+    async def encode_image(self, request: SliceRequest, given: ResolvedRequest) -> AsyncIterator[Event]:
+        """Encode the image of a request, given as it was made: one `ImageCondition`."""
+        shape = request.plan.shapes[ENCODER]
         await self._hold(shape)
         start = time.time()
-        async with self._held(key) as held:
-            nbytes = (await self._slice.side("prepare_encode", held, request)).value
-            yield self._span(key, ENCODER, "fetch", start)
+        async with self._held(request.key) as held:
+            nbytes = (await self._slice.side("prepare_encode", held, given)).value
+            yield self._span(request.key, ENCODER, "fetch", start)
             yield Prepared(time.time() - start, nbytes)
-            async for event in self._compute(key, ENCODER, shape, scope, "encode_image", held):
+            async for event in self._compute(request, ENCODER, shape, "encode_image", held):
                 yield event
 
     async def denoise(
         self,
-        key: str,
-        plan: RequestPlan,
+        request: SliceRequest,
         inputs: list[RefHandle | None],
-        *,
         state: RefHandle | None,
-        name: str,
         snapshot: int | None,
-        priority: int,
-        scope: RequestScope,
     ) -> AsyncIterator[Event]:
         """Run all steps of this pool's experts: one `DenoiseState`.
 
         inputs    prompt, negative prompt or None, image or None
         state     where the pool before has left off
-        name      of the request's snapshots; snapshot  the step of the one to go on from
-        priority  a request of a higher one runs between two steps of this one
+        snapshot  the step of the one to go on from, in place of a state
 
         Raises `StageMoved` when the slice is taken away before the last step could be done, a snapshot taken.
         """
+        key, plan, scope = request.key, request.plan, request.scope
         experts = tuple(expert for expert in plan.experts if expert.stage in self._stages)
         done, last = snapshot or experts[0].start, experts[-1].stop
         await self._hold(plan.shapes[experts[0].stage])
@@ -133,18 +134,18 @@ class SliceLeader:
             start = time.time()
             refs = await scope.get(*inputs, state)
             if snapshot is not None:
-                refs[-1] = await self._snapshotter.load(name, snapshot)
-            nbytes = (await self._slice.side("prepare_denoise", held, plan.request, *refs)).value
+                refs[-1] = await self._snapshotter.load(request.snapshots, snapshot)
+            nbytes = (await self._slice.side("prepare_denoise", held, plan, *refs)).value
             del refs  # or the store would keep them until the last step
             yield self._span(key, experts[0].stage, "fetch", start)
             yield Prepared(time.time() - start, nbytes)
             self._drain.check()
-            async with self._scheduler.entered(priority) as admission:
+            async with self._scheduler.entered(request.priority) as admission:
                 with self._working(key, experts[0].stage):
                     checked_s, expert = time.monotonic(), None
                     while done < last:
                         if self._scheduler.must_pause(admission):
-                            await self._pause(admission, held, name, key, scope)
+                            await self._pause(admission, held, request)
                         async with self._scheduler.device:
                             start, before_s = time.time(), 0.0
                             if expert is None or done >= expert.stop:
@@ -156,9 +157,9 @@ class SliceLeader:
                         for span in spans:
                             yield span
                         if self._drain.too_late_for((last - done) * span.seconds):
-                            raise await self._moved(held, name, key)
+                            raise await self._moved(held, request)
                         if done % self._settings.snapshot_every == 0 and done < plan.request.steps:
-                            self._snapshotter.start(held, name)
+                            self._snapshotter.start(held, request.snapshots)
                         if time.monotonic() > checked_s + DRIVER_S:  # Serve ends no stream whose reader was killed
                             await scope.check()
                             checked_s = time.monotonic()
@@ -166,19 +167,22 @@ class SliceLeader:
             done, ref = await self._slice.side("collect", held)
             if done < plan.request.steps:
                 # The next pool starts from this; if that is lost before its first snapshot, nothing is done twice.
-                await self._snapshotter.save(name, done, ref)
+                await self._snapshotter.save(request.snapshots, done, ref)
             yield self._span(key, experts[-1].stage, "fetch", start)
             yield StageResult(await scope.put(ref), done)
 
-    async def decode(self, key: str, plan: RequestPlan, state: RefHandle, scope: RequestScope) -> AsyncIterator[Event]:
+    async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncIterator[Event]:
         """Decode final latents: one `EncodedVideo`."""
+        plan = request.plan
         await self._hold(plan.shapes[DECODER])
         start = time.time()
-        async with self._held(key) as held:
-            nbytes = (await self._slice.side("prepare_decode", held, plan.request, *await scope.get(state))).value
-            yield self._span(key, DECODER, "fetch", start)
+        async with self._held(request.key) as held:
+            [ref] = await request.scope.get(state)
+            nbytes = (await self._slice.side("prepare_decode", held, plan.request, ref)).value
+            del ref
+            yield self._span(request.key, DECODER, "fetch", start)
             yield Prepared(time.time() - start, nbytes)
-            async for event in self._compute(key, DECODER, plan.shapes[DECODER], scope, "decode", held):
+            async for event in self._compute(request, DECODER, plan.shapes[DECODER], "decode", held):
                 yield event
 
     async def held(self) -> list[str]:
@@ -211,31 +215,29 @@ class SliceLeader:
             self._end()
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):
-            self._hosts.close()
-            self._status.gone(self._name)
+        self._leaving.close()
 
     # ----
 
-    async def _pause(self, admission: Admission, held: str, name: str, key: str, scope: RequestScope) -> None:
+    async def _pause(self, admission: Admission, held: str, request: SliceRequest) -> None:
         """Let a more urgent request run, and return when this one may go on; a drain moves it at once."""
         granted = self._scheduler.pause(admission)
-        self._snapshotter.start(held, name, skip=False)  # it may not run again for long
+        self._snapshotter.start(held, request.snapshots, skip=False)  # it may not run again for long
         while not granted.done():
             await asyncio.wait([granted], timeout=DRIVER_S)
             if not granted.done():
-                await scope.check()
+                await request.scope.check()
         try:
             granted.result()
         except StageMoved:
-            raise await self._moved(held, name, key) from None
+            raise await self._moved(held, request) from None
 
-    async def _moved(self, held: str, name: str, key: str) -> StageMoved:
+    async def _moved(self, held: str, request: SliceRequest) -> StageMoved:
         """Return what is raised, once the state is saved."""
         await self._snapshotter.settle(held)
-        step = await self._snapshotter.take(held, name)
+        step = await self._snapshotter.take(held, request.snapshots)
         where = "from its last snapshot" if step is None else f"after step {step}"
-        return StageMoved(f"the slice is being drained; {key} goes on elsewhere {where}")
+        return StageMoved(f"the slice is being drained; {request.key} goes on elsewhere {where}")
 
     async def _hold(self, shape: str) -> None:
         self._drain.check()
@@ -258,18 +260,18 @@ class SliceLeader:
                 await self._slice.side("drop", held)
 
     async def _compute(
-        self, key: str, stage: str, shape: str, scope: RequestScope, method: str, *args: Any
+        self, request: SliceRequest, stage: str, shape: str, method: str, *args: Any
     ) -> AsyncIterator[Event]:
         """Keep the devices for one call of the workers; others' steps go on after it."""
         async with self._scheduler.device:
             self._drain.check()
-            with self._working(key, stage):
+            with self._working(request.key, stage):
                 start = time.time()
                 (compile_s, warnings), ref = await self._slice.call(method, *args, like=shape)
-                spans = self._computed(key, stage, start, compile_s)
+                spans = self._computed(request.key, stage, start, compile_s)
         for span in spans:
             yield span
-        yield StageResult(await scope.put(ref), warnings=tuple(warnings))
+        yield StageResult(await request.scope.put(ref), warnings=tuple(warnings))
 
     def _computed(self, key: str, stage: str, start_s: float, compile_s: float, step: int | None = None) -> list[Span]:
         """Return what the slice has done since then: compiled, which comes first or nearly so, and computed."""
@@ -319,8 +321,7 @@ class SliceLeader:
         """Tell the status what this leader does."""
         if self._ended or (self._drain.begun and activity != "draining"):
             return
-        where = self._hosts.describe() if hasattr(self, "_hosts") else ""
-        self._reported = (where, activity, detail, tuple(self._work))
+        self._reported = (self._where, activity, detail, tuple(self._work))
         self._status.replica(self._name, self._pool, *self._reported)
 
     def _lost(self, lost: SliceLost) -> StageLost:

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from actors.observe.timeline import Span
+from actors.observe.span import Span
+from actors.slices.references import RefHandle, RequestScope
+from wan_tpu.spec import RequestPlan
 
 Report = Callable[[Any], object]
 
@@ -38,13 +40,21 @@ class ReportedProgress:
 
 
 @dataclass(frozen=True)
-class RefHandle:
-    """Stands for a payload that waits for its next stage, in streams that must not carry references.
+class SliceRequest:
+    """A request, as its driver sends it to the slices that it passes.
 
-    key  never given twice, so that a store which was restarted, and has lost all, finds nothing under it
+    key        the caller's name for it
+    plan       the image left out: only `encode_image` is given it
+    scope      where its payloads wait between two stages
+    snapshots  the name of its snapshots (`actors.slices.snapshots.name_of`)
+    priority   one of a higher one runs between two steps of this one
     """
 
     key: str
+    plan: RequestPlan
+    scope: RequestScope
+    snapshots: str
+    priority: int = 0
 
 
 @dataclass(frozen=True)

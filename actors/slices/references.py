@@ -11,15 +11,25 @@ The actor belongs to the driver whose requests they are, and ends with it: what 
 import itertools
 import secrets
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from actors.errors import InputLost, StageLost
-from actors.slices.messages import RefHandle
 from cluster.gang.placement import off_hosts
 
 ENDED = 10_000  # requests that are remembered to have ended, so that a stage that was cancelled leaves nothing
+
+
+@dataclass(frozen=True)
+class RefHandle:
+    """Stands for a payload that waits for its next stage, in streams that must not carry references.
+
+    key  never given twice, so that a store which was restarted, and has lost all, finds nothing under it
+    """
+
+    key: str
 
 
 class RefStore:

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from PIL import Image
 
 from actors.slices.messages import Report, ReportedProgress, WorkerProgress
 from actors.slices.payloads import Payload, TextEmbedding, mp4, pack, unpack
@@ -30,14 +29,14 @@ from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import open_runtime
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.processes import same_everywhere
-from wan_tpu.spec import ENCODER, Expert
+from wan_tpu.spec import ENCODER, Expert, RequestPlan
 
 
 @dataclasses.dataclass
 class _Denoising:
     """A request on an expert: inputs on the devices, and the run once it has begun."""
 
-    request: ResolvedRequest
+    plan: RequestPlan
     inputs: dict[str, stages.ExpertInputs]  # by stage: an expert without guidance takes the prompt alone
     state: DenoiseState
     run: stages.ExpertRun | None = None
@@ -108,9 +107,7 @@ class StageWorker:
 
         With an image, if the model takes one; it needn't be given.
         """
-        if request.image is None and "t2v" not in self._spec.tasks:
-            request = dataclasses.replace(request, image=Image.new("RGB", (16, 16)))
-        plan = self._spec.plan(request)
+        plan = self._spec.plan(request, image=request.image is not None or "t2v" not in self._spec.tasks)
         found = [
             item
             for stage in self._stages
@@ -151,11 +148,11 @@ class StageWorker:
         """
         before, work = self._runtime.compile_s, self._get(key, _Denoising)
         state = _state(work)
-        expert = self._spec.expert_at(work.request, state.step)
+        expert = work.plan.expert_at(state.step)
         self._check_stage(expert.stage)
         work.state, work.run = state, None  # the other expert's keys go first
-        with self._fits(work.request):
-            work.run = stages.ExpertRun(self._runtime, work.request, expert, work.inputs[expert.stage], state)
+        with self._fits(work.plan.request):
+            work.run = stages.ExpertRun(self._runtime, work.plan.request, expert, work.inputs[expert.stage], state)
         return self._runtime.compile_s - before, expert
 
     def step(self, key: str) -> tuple[float, int]:
@@ -164,7 +161,7 @@ class StageWorker:
         run = work.run
         if run is None or run.state.step >= run.expert.stop:
             raise InvalidRequest(f"request {key} has no step to run here; call begin, or collect what is done")
-        with self._fits(work.request):
+        with self._fits(work.plan.request):
             event = run.step()
         if event.step == run.expert.stop:
             work.state, work.run = run.state, None  # its keys make room
@@ -200,7 +197,7 @@ class StageWorker:
     def prepare_denoise(
         self,
         key: str,
-        request: ResolvedRequest,
+        plan: RequestPlan,
         prompt: Payload,
         negative: Payload | None = None,
         image: Payload | None = None,
@@ -211,6 +208,7 @@ class StageWorker:
         prompt, negative  `TextEmbedding`; image  `ImageCondition`
         state             `DenoiseState` to go on from; the one before the first step when left out
         """
+        request = plan.request
         text, other = _unpacked(TextEmbedding, prompt), _unpacked(TextEmbedding, negative)
         condition = _unpacked(ImageCondition, image) or ImageCondition()
         if text is None:
@@ -220,14 +218,14 @@ class StageWorker:
         )
         start = _unpacked(DenoiseState, state) or stages.initial_state(self._runtime.model, request)
         placed = stages.device_state(self._runtime, request, start)
-        mine = [e for e in self._spec.experts(request) if e.stage in self._stages]
+        mine = [e for e in plan.experts if e.stage in self._stages]
         if not mine:
             raise InvalidRequest(f"request {key} has no step on {', '.join(self._stages)}; leave this pool out")
         inputs: dict[str, stages.ExpertInputs] = {}
         for expert in mine:
             twin = next((inputs[e.stage] for e in mine if e.stage in inputs and e.guided == expert.guided), None)
             inputs[expert.stage] = twin or stages.expert_inputs(self._runtime, expert, conditioning)
-        self._work[key] = _Denoising(request, inputs, placed)
+        self._work[key] = _Denoising(plan, inputs, placed)
         return sum(given.nbytes for given in (prompt, negative, image, state) if given is not None)
 
     def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload) -> int:
@@ -257,8 +255,8 @@ class StageWorker:
 
         def result() -> DenoiseState:
             given = next(iter(work.inputs.values())).image_latents
-            done = stages.finished(self._runtime.model, work.request, state, given)
-            return dataclasses.replace(done, history=()) if done.step == work.request.steps else done
+            done = stages.finished(self._runtime.model, work.plan.request, state, given)
+            return dataclasses.replace(done, history=()) if done.step == work.plan.request.steps else done
 
         return self._output(state.step, result)
 

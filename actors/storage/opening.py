@@ -26,8 +26,12 @@ def open_storage(location: str | Path) -> Storage:
 
 
 def absolute(location: str) -> str:
-    """Return a path that means the same in every working folder; an address as it is."""
-    return location if "://" in location else str(Path(location).expanduser().absolute())
+    """Return a path that means the same in every working folder; an address, or nothing, as it is."""
+    return (
+        location
+        if not location or "://" in location or location.startswith("gs:")
+        else str(Path(location).expanduser().absolute())
+    )
 
 
 def split_location(location: str) -> tuple[str, str]:

@@ -23,7 +23,7 @@ class Placement:
 
 
 def reserve(spec: SliceSpec, name: str, timeout_s: float) -> Placement:
-    """Return a free slice of that kind, reserved under a name that `wan-tpu cluster status` shows.
+    """Return a free slice of that kind, reserved under a name that `wan-tpu status` shows.
 
     Raises `SliceStartTimeout`, which says what there is of that kind and which host is missing.
     """

@@ -49,7 +49,7 @@ class Slice:
         """Reserve a free slice, start its hosts, join them, and build `worker_class(*args)` on each.
 
         worker_class  or "module:name", which is imported on the hosts alone and keeps the leader small
-        name  who holds the slice, "pool/replica", shown by `wan-tpu cluster status`
+        name  who holds the slice, "pool/replica", shown by `wan-tpu status`
 
         Raises `SliceStartTimeout` naming phase and missing host, `SliceLost` when a host dies meanwhile, `CallFailed`
         when the worker can't be built. Nothing is left behind then.

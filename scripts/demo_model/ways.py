@@ -9,10 +9,9 @@ from pathlib import Path
 import imageio.v3 as iio
 import numpy as np
 
-from actors.pipeline.deployment import deploy
 from actors.pipeline.driver import PipelineDriver
-from actors.pipeline.spec import PipelineSpec
-from actors.slices.settings import PipelineSettings
+from actors.pipeline.pools import deploy
+from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.layout import Layout

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from actors.observe.timeline import Span
+from actors.observe.span import Span
 from actors.pipeline.driver import PipelineDriver
 from cluster.layout import Layout
 from wan_tpu.request import GenerationRequest

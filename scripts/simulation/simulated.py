@@ -25,7 +25,7 @@ from wan_tpu.families.wan.presets import PRESETS
 from wan_tpu.families.wan.spec import WanSpec
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.solvers import solver_table
-from wan_tpu.spec import DECODER, ENCODER, Expert
+from wan_tpu.spec import DECODER, ENCODER, Expert, RequestPlan
 
 SIMULATED_WORKER = f"{__name__}:SimulatedWorker"
 
@@ -92,6 +92,7 @@ class _Held:
     request: ResolvedRequest
     arrays: list[np.ndarray]
     step: int = 0
+    plan: RequestPlan | None = None  # of one that is to be denoised
 
 
 class SimulatedWorker:
@@ -132,7 +133,8 @@ class SimulatedWorker:
     def begin(self, key: str) -> tuple[float, Expert]:
         """Return (0, which steps are to run)."""
         held = self._held[key]
-        expert = MODEL.expert_at(held.request, held.step)
+        assert held.plan is not None
+        expert = held.plan.expert_at(held.step)
         if expert.stage not in self._stages:
             raise InvalidRequest(f"{expert.stage} is not hosted here ({', '.join(self._stages)})")
         return 0.0, expert
@@ -163,14 +165,15 @@ class SimulatedWorker:
     def prepare_denoise(
         self,
         key: str,
-        request: ResolvedRequest,
+        plan: RequestPlan,
         prompt: Payload,
         negative: Payload | None = None,
         image: Payload | None = None,
         state: Payload | None = None,
     ) -> int:
         """Copy a request's inputs; return the bytes of all payloads."""
-        held = _Held(request, [])
+        request = plan.request
+        held = _Held(request, [], plan=plan)
         for text, given in ((request.prompt, prompt), (request.negative_prompt, negative)):
             held.arrays += _checked(given, TextEmbedding, _mark(text))
         held.arrays += _checked(image, ImageCondition, request.seed)

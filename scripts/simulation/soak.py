@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from actors.pipeline.driver import PipelineDriver
-from actors.pipeline.spec import PipelineSpec
-from actors.slices.settings import PipelineSettings
+from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.layout import Layout
 from wan_tpu.request import GenerationRequest
 

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from actors.pipeline.deployment import deploy, shut_down
 from actors.pipeline.driver import PipelineDriver
+from actors.pipeline.pools import deploy, shut_down
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.emulation.ray_nodes import processes

@@ -13,8 +13,8 @@ import ray
 
 from actors.errors import InputLost
 from actors.observe.status_actor import StatusActor
-from actors.pipeline.deployment import deploy, shut_down
 from actors.pipeline.driver import PipelineDriver
+from actors.pipeline.pools import deploy, shut_down
 from actors.slices.references import RefStore
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from actors.observe.timeline import Span, chrome_trace, computing, figures_of, labels, tracks
+from actors.observe.span import Span
+from actors.observe.timeline import chrome_trace, computing, figures_of, labels, tracks
 from actors.observe.timeline_picture import draw
 
 START = 1_790_000_000.0

@@ -1,4 +1,4 @@
-"""Emulated clusters and `wan-tpu cluster`, as a person uses it: each command a process of its own."""
+"""Emulated clusters, `wan-tpu cluster` and `wan-tpu status`, as a person uses it: each command a process of its own."""
 
 import json
 import os
@@ -18,7 +18,6 @@ from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, EmulatedSlice, Settings
 from cluster.errors import ClusterNotFound, ClusterStartFailed
 from cluster.inventory import HostFound, SliceFound
-from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
 from tests.cluster.conftest import wait_for
 from tests.conftest import ROOT
@@ -32,7 +31,7 @@ pools:
 
 def run(*argv):
     done = subprocess.run(
-        [sys.executable, "-m", "actors.cli", "cluster", *argv], capture_output=True, text=True, cwd=ROOT, timeout=90
+        [sys.executable, "-m", "actors.cli", *argv], capture_output=True, text=True, cwd=ROOT, timeout=90
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -41,7 +40,7 @@ def test_up_status_down(tmp_path):
     layout = tmp_path / "mine.yaml"
     layout.write_text(ONE_POOL)
     folder = tmp_path / "state"
-    code, out, err = run("up", "--emulate", str(layout), "--folder", str(folder))
+    code, out, err = run("cluster", "up", "--emulate", str(layout), "--folder", str(folder))
     try:
         assert code == 0, err
         state = json.loads((folder / "cluster.json").read_text())
@@ -55,7 +54,7 @@ def test_up_status_down(tmp_path):
         for node in ("head", "v6e-1-0-0"):
             assert (Path(state["temp"]) / node / "ray_current_cluster").read_text() == state["address"]
 
-        code, out, err = run("up", "--emulate", str(layout), "--folder", str(folder))
+        code, out, err = run("cluster", "up", "--emulate", str(layout), "--folder", str(folder))
         assert (code, out) == (1, "")
         assert f"an emulated cluster runs in {folder} already" in err
 
@@ -63,16 +62,17 @@ def test_up_status_down(tmp_path):
         assert code == 0, err
         assert "v6e-1-0      emulated v6e-1     free         [ host 0  node " in out
         assert "2 CPU devices" in out
-        assert "  all          v6e-1              0 of 1" in out
+        assert f"jobs at http://{state['dashboard']}" in out
+        assert "no pipeline 'wan-tpu' runs here" in out
 
         # What a crash leaves: no head, the other processes linger.
         next(process for process in found if process.name() == "gcs_server").kill()
     finally:
-        code, out, err = run("down", "--folder", str(folder))
+        code, out, err = run("cluster", "down", "--folder", str(folder))
     assert (code, out) == (0, "stopped\n")
     assert not [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert not Path(state["temp"]).exists()
-    assert run("down", "--folder", str(folder))[0] == 2
+    assert run("cluster", "down", "--folder", str(folder))[0] == 2
 
 
 OWNER = """
@@ -101,15 +101,18 @@ def test_a_cluster_ends_with_its_owner(tmp_path):
     ("argv", "message"),
     [
         (["status"], "no emulated cluster in .*; start one: wan-tpu cluster up"),
-        (["down"], "no emulated cluster in .*; start one: wan-tpu cluster up"),
-        (["up", "--emulate", "four-pools"], "four-pools.yaml: it is for real TPUs; add emulate"),
-        (["up", "--emulate", "nothing.yaml"], "there is no layout file nothing.yaml; shipped ones, by name: "),
+        (["cluster", "down"], "no emulated cluster in .*; start one: wan-tpu cluster up"),
+        (["cluster", "up", "--emulate", "four-pools"], "four-pools.yaml: it is for real TPUs; add emulate"),
+        (
+            ["cluster", "up", "--emulate", "nothing.yaml"],
+            "no layout file nothing.yaml; shipped ones, by name: ",
+        ),
         (["status", "--address", "127.0.0.1:9"], "no Ray cluster answers at '127.0.0.1:9'"),
     ],
 )
 def test_errors_are_one_line(argv, message, tmp_path, capsys):
     start = time.monotonic()
-    assert cli.main(["cluster", *argv, "--folder", str(tmp_path)]) == 2
+    assert cli.main([*argv, "--folder", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert re.search(message, err)
@@ -170,17 +173,15 @@ def test_a_node_with_a_process_that_hangs_or_dies_is_started_once_more(sent, clu
     assert internal_kv.internal_kv_get_gcs_client() is joined
 
 
-def test_a_drawing_shows_holders_missing_hosts_and_pools():
+def test_a_drawing_shows_holders_and_missing_hosts():
     spec = SliceSpec("v5p-16")
     slices = [
         SliceFound("big", "v5p-16", spec, (HostFound(1, "b" * 56, "10.0.0.2", None),), None),
         SliceFound("one", "v6e-1", SliceSpec("v6e-1"), (HostFound(0, "c" * 56, "10.0.0.3", None),), "all/0"),
     ]
-    layout = Layout.parse(ONE_POOL, "mine.yaml")
-    drawn = draw(slices, layout)
+    drawn = draw(slices)
     assert "unusable     ┌ host 0  missing" in drawn
     assert "└ host 1  node bbbbbbbb at 10.0.0.2\n" in drawn
     assert "2 slices: 0 free, 1 taken, 1 with hosts missing" in drawn
-    assert "1 of 1        all/0 on one" in drawn
     assert "emulated" not in drawn
     assert draw([]) == "no TPU hosts"

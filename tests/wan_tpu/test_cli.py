@@ -21,7 +21,7 @@ from wan_tpu.commands import staged
 from wan_tpu.commands.generate import generate
 from wan_tpu.data import load_value
 
-SETTINGS = ["--size", "32*48", "--frames", "5", "--num_steps", "4", "--guidance_scale", "2", "--dtype", "float32"]
+SETTINGS = ["--size", "32*48", "--frames", "5", "--steps", "4", "--guidance_scale", "2", "--dtype", "float32"]
 SETTINGS += ["--fps", "8", "--seed", "3", "--dp", "1"]
 REQUEST = ["--prompt", "A cat", "--negative_prompt", "ugly", "--image", str(PHOTO), *SETTINGS]
 
@@ -87,7 +87,7 @@ def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
         assert_cut(json.loads((folder / name).read_text()))
 
     # Settings travel with the latents they made; a bfloat16 stage 2 takes float32 embeddings.
-    overridden = ["--num_steps", "2", "--guidance_scale", "1", "--seed", "4", "--dtype", "bfloat16", "--overwrite"]
+    overridden = ["--steps", "2", "--guidance_scale", "1", "--seed", "4", "--dtype", "bfloat16", "--overwrite"]
     assert cli.run(staged.denoise, [*where, *overridden]) == 0
     run = staged.Run.from_json(load_value(DenoiseState, folder / staged.LATENTS)[1], folder)
     assert (run.request.steps, run.request.guidance_scale_2, run.request.seed, run.dtype) == (2, 1, 4, "bfloat16")
@@ -116,7 +116,7 @@ def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
         (["--size", "big"], "HEIGHT*WIDTH"),
         (["--size", ""], "HEIGHT*WIDTH"),
         (["--size", "²*32"], "HEIGHT*WIDTH"),
-        (["--num_steps", "1.5"], "see wan-tpu generate --help"),
+        (["--steps", "1.5"], "see wan-tpu generate --help"),
         (["--shift", "1e-30"], "nearest 0.01"),
         (["--prompt", "caf\udce9"], "no valid Unicode"),
         (["--image", "https://example.org/cat.png"], "download it"),
@@ -126,7 +126,7 @@ def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
         (["--output", "x" * 300], "choose a folder"),
         (["--profile", "--profile_output_path", __file__], "is a file; give a folder"),
         (["--frames", "6"], "4n + 1"),
-        (["--num_steps", "-1"], "allowed are 1 to 1000"),
+        (["--steps", "-1"], "allowed are 1 to 1000"),
         (["--guidance_scale", "nan"], "finite number"),
         (["--image", "none.png"], "is not a file"),
         (["--model_id", "no/model/here"], "hub id"),
@@ -244,7 +244,15 @@ def test_constant_video_fails_the_run(checkpoint, tmp_path, capsys):
     ["decoder: 1", *(pytest.param(f"{name}: 1", marks=pytest.mark.long) for name in ("encoder", "denoise_high"))],
 )
 def test_ctrl_c_leaves_nothing_half_written(stage, checkpoint, tmp_path):
-    command = [sys.executable, "scripts/generate.py", "--model_id", str(checkpoint("wan2.2-i2v-a14b")), *REQUEST]
+    command = [
+        sys.executable,
+        "-m",
+        "actors.cli",
+        "generate",
+        "--model_id",
+        str(checkpoint("wan2.2-i2v-a14b")),
+        *REQUEST,
+    ]
     process = subprocess.Popen(
         [*command, "--output", str(tmp_path / "video.mp4")], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )

@@ -16,7 +16,7 @@ from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.solvers import solver_table
-from wan_tpu.spec import Expert
+from wan_tpu.spec import ENCODER, Expert
 from wan_tpu.stages import image_program, keys_program, step_numbers, step_program, text_program, vae_programs
 
 # name -> program, its arguments as shapes with shardings, how often it runs for one video
@@ -45,7 +45,7 @@ def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[
     found: StagePrograms = {}
     if "encoder" in stages:
         found["text_encoder"] = _text_encoder(runtime, request)
-        components = runtime.model.spec.components["encoder"]
+        components = runtime.model.spec.components[ENCODER]
         if "image_encoder" in components:
             found["image_encoder"] = _image_encoder(runtime)
         if "vae_encoder" in components:
@@ -78,7 +78,7 @@ def _keys(runtime: Runtime, mine: list[Expert]) -> tuple[Program, tuple[Any, ...
     branches = 2 if any(expert.guided for expert in mine) else 1
     text = _array(runtime, (branches, TEXT_TOKENS, config["text_dim"]), dtype)
     image = None
-    if model.spec.takes_image_features:
+    if "image_encoder" in model.spec.components[ENCODER]:
         assert model.config.image_encoder is not None
         clip = model.config.image_encoder
         patches = (clip["image_size"] // clip["patch_size"]) ** 2 + 1

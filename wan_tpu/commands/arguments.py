@@ -44,7 +44,9 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prompt", default="")
     group.add_argument("--negative_prompt")
     group.add_argument("--image", help="first frame, for image-to-video models")
-    group.add_argument("--size", help=f"HEIGHT*WIDTH in pixels, multiples of 16; usual: {' '.join(NAMED_SIZES)}")
+    group.add_argument(
+        "--size", help=f"HEIGHT*WIDTH or WIDTHxHEIGHT in pixels, multiples of 16; usual: {' '.join(NAMED_SIZES)}"
+    )
     group.add_argument("--frames", type=int, help="4n + 1")
     group.add_argument("--fps", type=float)
     group.add_argument(
@@ -56,7 +58,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_arguments(group: argparse._ActionsContainer) -> None:
     """What the experts can be told anew."""
-    group.add_argument("--num_steps", type=int)
+    group.add_argument("--steps", type=int)
     group.add_argument("--guidance_scale", type=float, help="of the high-noise (or only) expert; 1 turns it off")
     group.add_argument("--guidance_scale_2", type=float, help="of the low-noise expert; default --guidance_scale")
     group.add_argument("--seed", type=int)
@@ -79,7 +81,7 @@ def request_from(args: argparse.Namespace) -> GenerationRequest:
         width=width,
         frames=args.frames,
         fps=args.fps,
-        steps=args.num_steps,
+        steps=args.steps,
         guidance_scale=args.guidance_scale,
         guidance_scale_2=args.guidance_scale_2,
         shift=args.shift,

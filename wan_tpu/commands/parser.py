@@ -1,6 +1,7 @@
-"""The parser of all commands; it imports nothing, so that `--help` is there at once."""
+"""The parser of all commands; it imports nothing of them, so that `--help` is there at once."""
 
 import argparse
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from wan_tpu.errors import InvalidInput
@@ -16,3 +17,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise `InvalidInput`."""
         raise InvalidInput(f"{message}; see {self.prog} --help")
+
+    def given(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Return the arguments that aren't their defaults, by name."""
+        return {name: value for name, value in vars(args).items() if value != self.get_default(name)}
+
+
+def words(given: Mapping[str, Any]) -> list[str]:
+    """Return the command line of such arguments: True is a flag, a list an option that is given several times."""
+    options = [(name, one) for name, value in given.items() for one in (value if isinstance(value, list) else [value])]
+    return [word for name, value in options for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]

@@ -57,7 +57,7 @@ class Run:
 
 def encode(argv: Sequence[str]) -> None:
     """Encoder stage: write the embeddings and all settings, the resolved shift included, into a folder."""
-    parser = Parser(prog="stage1_encoder", description=encode.__doc__)
+    parser = Parser(prog="wan-tpu stage1", description=encode.__doc__)
     arguments.add_model_arguments(parser)
     arguments.add_request_arguments(parser)
     parser.add_argument("--output_dir", type=Path, default=Path("stages"), help="default %(default)s")
@@ -85,7 +85,7 @@ def encode(argv: Sequence[str]) -> None:
 
 def denoise(argv: Sequence[str]) -> None:
     """Expert stages: read the embeddings, write the latents; may stop at the boundary and go on from there."""
-    parser = Parser(prog="stage2_transformer", description=denoise.__doc__)
+    parser = Parser(prog="wan-tpu stage2", description=denoise.__doc__)
     _add_input(parser)
     arguments.add_sampling_arguments(parser)
     arguments.add_profile_arguments(parser)
@@ -128,7 +128,7 @@ def denoise(argv: Sequence[str]) -> None:
 
 def decode(argv: Sequence[str]) -> None:
     """Decoder stage: read the latents, write video, contact sheet and record."""
-    parser = Parser(prog="stage3_vae_decoder", description=decode.__doc__)
+    parser = Parser(prog="wan-tpu stage3", description=decode.__doc__)
     _add_input(parser)
     parser.add_argument("--output_video", type=Path, help="default video.mp4 in the input folder")
     parser.add_argument("--fps", type=float, help="default: as in stage 1")
@@ -166,7 +166,7 @@ def _read_stage1(folder: Path) -> tuple[Conditioning, Run]:
     try:
         run = Run.from_json(json.loads(path.read_text()), path)
     except OSError:
-        raise InvalidInput(f"{path} is missing; run stage 1 (stage1_encoder.py) into {folder} first") from None
+        raise InvalidInput(f"{path} is missing; run wan-tpu stage1 into {folder} first") from None
     except ValueError as error:
         raise InvalidInput(f"{path} is damaged ({error}); run stage 1 again") from None
     conditioning, notes = load_value(Conditioning, folder / EMBEDDINGS)
@@ -189,7 +189,7 @@ def _read_state(folder: Path, run_id: str | None) -> tuple[DenoiseState, Run]:
 
 def _with_overrides(run: Run, args: argparse.Namespace) -> Run:
     given = {
-        "steps": args.num_steps,
+        "steps": args.steps,
         "guidance_scale": args.guidance_scale,
         "guidance_scale_2": args.guidance_scale_2 if args.guidance_scale_2 is not None else args.guidance_scale,
         "seed": args.seed,

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from wan_tpu.errors import OutputError
+from wan_tpu.media.sheet import contact_sheet, evenly
 
 CONTACT_SHEET_FRAMES = 12
 
@@ -131,8 +132,7 @@ class ContactSheet:
     """Collect evenly spaced frames of a stream and draw them as one PNG."""
 
     def __init__(self, total_frames: int) -> None:
-        count = min(CONTACT_SHEET_FRAMES, total_frames)
-        self._wanted = set(np.linspace(0, total_frames - 1, count).round().astype(int).tolist())
+        self._wanted = set(evenly(total_frames, CONTACT_SHEET_FRAMES))
         self._seen = 0
         self._frames: list[np.ndarray] = []
 
@@ -144,18 +144,9 @@ class ContactSheet:
             self._seen += 1
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the sheet, at most 4 frames wide and 1,600 pixels; raises `OutputError` as `check_output`."""
+        """Write the sheet, 4 frames wide; raises `OutputError` as `check_output`."""
         path = check_output(path, overwrite=overwrite)
-        height, width, _ = self._frames[0].shape
-        scale = min(1.0, 400 / width)
-        cell = (round(width * scale), round(height * scale))
-        columns = min(4, len(self._frames))
-        rows = -(-len(self._frames) // columns)
-        gap = 4
-        sheet = Image.new("RGB", (columns * (cell[0] + gap) + gap, rows * (cell[1] + gap) + gap), "white")
-        for i, frame in enumerate(self._frames):
-            corner = (gap + i % columns * (cell[0] + gap), gap + i // columns * (cell[1] + gap))
-            sheet.paste(Image.fromarray(frame).resize(cell, Image.Resampling.LANCZOS), corner)
+        sheet = contact_sheet([Image.fromarray(frame) for frame in self._frames])
         partial = path.with_name(f".{path.name}.partial.png")
         try:
             sheet.save(partial)

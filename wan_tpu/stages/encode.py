@@ -16,6 +16,7 @@ from wan_tpu.runtime.health import check_finite
 from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import Program, fetch, place
 from wan_tpu.runtime.runtime import Runtime
+from wan_tpu.spec import ENCODER
 from wan_tpu.stages.vae import healthy, vae_programs
 
 Warn = Callable[[str], object]
@@ -88,7 +89,7 @@ def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInpu
         if id(chunk) not in placed:
             placed[id(chunk)] = place(chunk.astype(dtype), runtime.mesh)
     clip = None
-    if model.spec.takes_image_features:
+    if "image_encoder" in model.spec.components[ENCODER]:
         clip = place(model.clip_pixels(request.image).astype(dtype), runtime.mesh)  # type: ignore[arg-type]
     return ImageInputs(tuple(placed[id(chunk)] for chunk in chunks), clip)
 

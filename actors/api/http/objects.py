@@ -9,18 +9,16 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
 from actors.api.sizes import Size
 from actors.jobs.tables import Job
 from actors.jobs.values import Status
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.request import FRAME_STRIDE, LIMITS, SIZE_MULTIPLE, GenerationRequest, nearest_multiple
+from wan_tpu.request import FRAME_STRIDE, LIMITS, SIZE_MULTIPLE, GenerationRequest, nearest_multiple, parse_size
 from wan_tpu.spec import ModelSpec
 
 Variant = Literal["video", "thumbnail", "spritesheet"]
-_SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
 _SECONDS = re.compile(r"[0-9]{1,4}(\.[0-9]{1,6})?", re.ASCII)
 _MAX_PROMPT = 32_000  # characters, as OpenAI's
 # Fields of `wan_tpu.request` by their names here.
@@ -235,15 +233,13 @@ def error_body(status: int, message: str, *, code: str | None = None, param: str
     return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
 
-def generation_request(
-    asked: CreateVideo, *, fps: float, seed: int, image: Image.Image | None = None
-) -> GenerationRequest:
+def generation_request(asked: CreateVideo, *, fps: float, seed: int) -> GenerationRequest:
     """Return what the pipeline takes; raises `InvalidRequest`.
 
     fps   of the model, where the request names none
     seed  where the request names none
     """
-    width, height = parse_size(asked.size) if asked.size is not None else (None, None)
+    height, width = _size(asked.size) if asked.size is not None else (None, None)
     frames = asked.num_frames
     if asked.seconds is not None:
         if frames is not None:
@@ -251,7 +247,6 @@ def generation_request(
         frames = frames_for(asked.seconds, asked.fps or fps)
     return GenerationRequest(
         **{name: getattr(asked, name) for name in _SETTINGS},
-        image=image,
         width=width,
         height=height,
         frames=frames,
@@ -261,18 +256,15 @@ def generation_request(
     )
 
 
-def parse_size(text: str) -> tuple[int, int]:
-    """Read "WIDTHxHEIGHT" into (width, height) in pixels; raises `InvalidRequest` with the nearest size that works."""
-    found = _SIZE.fullmatch(text)
-    if found is None:
-        raise InvalidRequest(f"size {text[:40]!r} is not WIDTHxHEIGHT; for example 1280x720", "size")
-    width, height = (int(part) for part in found.groups())
+def _size(text: str) -> tuple[int, int]:
+    """Return (height, width) in pixels; raises `InvalidRequest` with the nearest size that works."""
+    height, width = parse_size(text)
     near = [nearest_multiple(side, SIZE_MULTIPLE) for side in (width, height)]
     if near != [width, height]:
         raise InvalidRequest(
             f"size {text} isn't in multiples of {SIZE_MULTIPLE} pixels; the nearest one is {near[0]}x{near[1]}", "size"
         )
-    return width, height
+    return height, width
 
 
 def frames_for(seconds: str, fps: float) -> int:

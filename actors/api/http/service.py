@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from PIL import Image
 from prometheus_client import generate_latest
 
 from actors.api.estimates import Estimator
@@ -30,7 +29,6 @@ from actors.observe.logs import log_event
 from actors.storage.base import Missing
 from actors.storage.opening import open_storage
 from wan_tpu.errors import InvalidRequest, WanTpuError
-from wan_tpu.request import SIZE_MULTIPLE
 from wan_tpu.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -59,11 +57,9 @@ class Service:
         fields = asked.fields
         self._check_model(fields.model)
         self._check_webhook(fields.webhook_url)
-        # Whether there is an image decides what can be made; it is fetched and decoded only once all else is fine.
-        placeholder = Image.new("RGB", (SIZE_MULTIPLE, SIZE_MULTIPLE)) if asked.has_image else None
         seed = secrets.randbelow(2**31)
-        request = generation_request(fields, fps=self.spec.defaults.fps, seed=seed, image=placeholder)
-        resolved = admit(request, self.spec, self.settings.largest)
+        request = generation_request(fields, fps=self.spec.defaults.fps, seed=seed)
+        resolved = admit(request, self.spec, self.settings.largest, image=asked.has_image)
         image = await read_image(asked, self.images, self.settings.fetch)
         name = None if image is None else f"input-{secrets.token_hex(16)}.png"
         image_size = None if image is None else f"{image.width}x{image.height}"

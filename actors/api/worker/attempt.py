@@ -19,7 +19,7 @@ from actors.errors import PipelineError, RequestFailed
 from actors.jobs.errors import LeaseLost, StoreUnavailable
 from actors.jobs.tables import Job
 from actors.observe.logs import log_event
-from actors.observe.timeline import Span
+from actors.observe.span import Span
 from actors.storage.base import Storage, StorageError
 from wan_tpu.errors import InvalidInput
 from wan_tpu.request import GenerationRequest
@@ -185,10 +185,6 @@ class Attempt:
                 meters.stage_s.labels(stage).observe(used)
         else:
             meters.failures.labels(job.error_code or "").inc()
-            try:
-                await asyncio.to_thread(self._tools.snapshots.delete, job.id)
-            except StorageError as error:
-                log_event(log, "snapshots stay", logging.WARNING, job=job.id, reason=str(error))
         if self._tools.traces is not None:
             self._tools.traces.export(job, self._tracker.times, self._start_s, time.time())
         spent = {stage: round(used_s, 3) for stage, used_s in job.stage_seconds.items()}

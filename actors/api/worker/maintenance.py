@@ -21,7 +21,7 @@ _QUEUE_S = 2.0  # between two looks for deadlines that passed, and for workers t
 _SWEEP_S = 30.0
 _WEBHOOKS_S = 1.0
 _CALLERS = 8  # of webhooks at a time: a server that never answers holds up one
-_ORPHANS_S = 3600.0
+_ORPHANS_S = 600.0
 
 
 async def maintenance(name: str, tools: Tools) -> None:
@@ -67,7 +67,7 @@ async def maintenance(name: str, tools: Tools) -> None:
 
 
 def remove_orphans(store: JobStore, snapshots: Snapshots) -> int:
-    """Remove snapshots of jobs that were deleted, or ended while no worker had them; return of how many jobs.
+    """Remove snapshots of jobs that ended otherwise than by their video, or were deleted; return of how many jobs.
 
     Those of batches, which have other ids, stay.
     """

@@ -7,10 +7,9 @@ import imageio_ffmpeg
 from PIL import Image
 
 from wan_tpu.errors import WanTpuError
+from wan_tpu.media.sheet import WIDEST, contact_sheet
 
 SHEET_FRAMES = 12
-_WIDEST = 400  # pixels of a picture in the sheet
-_COLUMNS = 4
 _TIMEOUT_S = 300.0
 
 
@@ -21,16 +20,12 @@ class BrokenVideo(WanTpuError):
 def previews(mp4: bytes, *, height: int, width: int, frames: int) -> dict[str, bytes]:
     """Return the thumbnail (WebP) and the sheet (JPEG) of a video by variant; raises `BrokenVideo`."""
     pictures = _pictures(mp4, height=height, width=width, frames=frames)
-    cell_width, cell_height = pictures[0].size
-    columns = min(_COLUMNS, len(pictures))
-    sheet = Image.new("RGB", (columns * cell_width, -(-len(pictures) // columns) * cell_height))
-    for i, picture in enumerate(pictures):
-        sheet.paste(picture, (i % columns * cell_width, i // columns * cell_height))
+    sheet = contact_sheet(pictures, gap=0)
     return {"thumbnail": _saved(pictures[0], "WEBP", quality=80), "spritesheet": _saved(sheet, "JPEG", quality=85)}
 
 
 def _pictures(mp4: bytes, *, height: int, width: int, frames: int) -> list[Image.Image]:
-    wide = min(_WIDEST, width)
+    wide = min(WIDEST, width)
     tall = max(2, round(height * wide / width))
     every = -(-frames // SHEET_FRAMES)
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-threads", "1", "-i", "-"]

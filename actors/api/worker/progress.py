@@ -1,58 +1,15 @@
 """How far a job is and what it has cost, from the spans of its slices. Percent are weighted by measured seconds."""
 
-import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
+from actors.api.estimates import Seconds
 from actors.jobs.tables import Job
 from actors.jobs.values import Progress
-from actors.observe.timeline import Span
+from actors.observe.span import Span
 from wan_tpu.spec import DECODER, ENCODER
 
 _NEW = 0.3  # weight of the latest measurement against those before
 _NEVER_COMPLETE = 99.9
-
-
-@dataclasses.dataclass
-class Seconds:
-    """What a size of video takes, measured: the encoder for one job, one denoising step, the decoder.
-
-    wait  how many times longer than the sum of these a job takes, since others are on the slices too
-    """
-
-    encode: float
-    step: float
-    decode: float
-    wait: float = 1.0
-
-
-# Of Wan 2.2 A14B at 720p on v6e-8 (docs/performance.md, docs/benchmarks.md), until the first job has been measured.
-_FIRST = Seconds(encode=0.4, step=2.81, decode=0.35)
-
-
-class Pace:
-    """Seconds by size of video; those of an unknown size are guessed from one that is known, by pixels."""
-
-    def __init__(self, ended: Iterable[Job] = ()) -> None:
-        """ended: jobs that completed before this process began, the latest first."""
-        self._known: dict[int, Seconds] = {}
-        for job in reversed(list(ended)):
-            used, steps = job.stage_seconds, max(1, job.request["steps"])
-            denoising = sum(seconds for stage, seconds in used.items() if stage not in (ENCODER, DECODER))
-            found = Seconds(used.get(ENCODER, 0.0), denoising / steps, used.get(DECODER, 0.0))
-            if denoising and job.started_at and job.ended_at:
-                if job.attempts == 1:  # of others, the time in which nothing ran would count too
-                    found.wait = max(1.0, (job.ended_at - job.started_at) / sum(used.values()))
-                self._known[volume(job.request)] = found
-
-    def of(self, request: Mapping[str, Any]) -> Seconds:
-        """Return what this size takes: which its caller updates."""
-        size = volume(request)
-        if size not in self._known:
-            near = min(self._known, key=lambda known: abs(known - size), default=None)
-            scale, base = (size / near, self._known[near]) if near is not None else (1.0, _FIRST)
-            self._known[size] = Seconds(base.encode * scale, base.step * scale, base.decode * scale, base.wait)
-        return self._known[size]
 
 
 class Tracker:
@@ -90,7 +47,7 @@ class Tracker:
         pace = self._pace
         encoded = self._stage != ENCODER or self._step > 0
         done = pace.encode * encoded + pace.step * self._step + pace.decode * self._decoded
-        whole = pace.encode + pace.step * self._steps + pace.decode
+        whole = pace.alone_s(self._steps)
         self._percent = max(self._percent, min(_NEVER_COMPLETE, 100 * done / max(whole, 1e-9)))
         return Progress(
             stage=self._stage,
@@ -112,8 +69,3 @@ class Tracker:
     def stage_seconds(self) -> dict[str, float]:
         """What this attempt has computed, by stage."""
         return {stage: computed for stage, (_, _, computed) in self.times.items() if computed}
-
-
-def volume(request: Mapping[str, Any]) -> int:
-    """Return the pixels of a video."""
-    return int(request["height"]) * int(request["width"]) * int(request["frames"])

@@ -4,10 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
+from actors.api.estimates import Pace
 from actors.api.metrics import Meters
 from actors.api.outbound.webhook import Webhooks, read_secret
 from actors.api.settings import ServiceSettings
-from actors.api.worker.progress import Pace
 from actors.api.worker.traces import Traces
 from actors.engine import Engine
 from actors.jobs.deliveries import Deliveries

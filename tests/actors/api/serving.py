@@ -14,10 +14,10 @@ import uvicorn
 from actors.api.http.app import make_app
 from actors.api.http.service import Service
 from actors.api.settings import ServiceSettings
+from actors.api.worker.job_worker import JobWorker
 from actors.api.worker.tools import Tools
-from actors.api.worker.worker import Worker
 from actors.engine import GeneratedVideo
-from actors.observe.timeline import Span
+from actors.observe.span import Span
 from actors.slices.snapshots import Snapshots
 from wan_tpu.families.wan.presets import PRESETS
 from wan_tpu.families.wan.spec import WanSpec
@@ -132,7 +132,7 @@ def span(job, stage, step=None, seconds=0.25):
 def working(settings: ServiceSettings, engine, *, name="worker-1", traces=None):
     """Run a worker, as a process of a service does."""
     tools = Tools(settings, engine, Snapshots(f"{settings.storage}-snapshots"), traces=traces)
-    with running(Worker(name, tools).run()):
+    with running(JobWorker(name, tools).run()):
         yield tools
     tools.database.close()
 

@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from actors.api.worker.progress import Pace, Tracker
+from actors.api.estimates import Pace
+from actors.api.worker.progress import Tracker
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
-from actors.observe.timeline import Span
+from actors.observe.span import Span
 
 REQUEST = {"height": 64, "width": 64, "frames": 9, "steps": 10}
 CHIPS = {"encoder": 4, "denoise_high": 8, "decoder": 4}
@@ -69,7 +70,7 @@ def test_waiting_for_others_on_the_slices_counts_but_not_what_a_lost_job_stood_s
         assert pace.wait == pytest.approx(wait)
 
 
-def test_an_unknown_size_is_guessed_by_its_pixels(job):
+def test_an_unknown_size_is_guessed_by_its_tokens(job):
     found = Pace([ended(job, 25.0)]).of(REQUEST | {"height": 128})
     assert (found.encode, found.step, found.decode) == (2.0, 4.0, 8.0)
     assert Pace().of(REQUEST).step > 0  # of published figures, until the first job has ended

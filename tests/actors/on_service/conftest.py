@@ -17,8 +17,7 @@ from actors.jobs.database import Database
 from actors.jobs.store import JobStore
 from actors.jobs.values import JobSettings
 from actors.observe.console import LiveConsole
-from actors.pipeline.spec import PipelineSpec
-from actors.slices.settings import PipelineSettings
+from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
 from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices

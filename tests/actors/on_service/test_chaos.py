@@ -16,7 +16,7 @@ import pytest
 from ray import serve
 
 from actors.api.deploy import deploy_service
-from actors.api.deployments import names
+from actors.api.processes import names
 from actors.api.settings import ServiceSettings
 from actors.jobs.values import JobSettings
 from cluster.gang.protocol import Timeouts

@@ -17,8 +17,8 @@ import psutil
 import ray
 
 from actors.engine import GeneratedVideo
+from actors.observe.span import Span
 from actors.observe.status_actor import StatusActor
-from actors.observe.timeline import Span
 from actors.pipeline.driver import PipelineDriver
 from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster

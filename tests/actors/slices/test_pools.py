@@ -5,10 +5,9 @@ import dataclasses
 
 import pytest
 
-from actors.pipeline.deployment import deploy, shut_down
 from actors.pipeline.driver import PipelineDriver
-from actors.pipeline.spec import PipelineSpec
-from actors.slices.settings import PipelineSettings
+from actors.pipeline.pools import deploy, shut_down
+from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.layout import Layout

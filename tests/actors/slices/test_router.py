@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from ray import serve
 
-from actors.pipeline.deployment import deploy, shut_down, wait_until_up
 from actors.pipeline.driver import PipelineDriver
-from actors.pipeline.spec import PipelineSpec
-from actors.slices.settings import PipelineSettings
+from actors.pipeline.pools import deploy, shut_down, wait_until_up
+from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
 from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from actors.observe.timeline import Span
+from actors.observe.span import Span
 from actors.slices.worker import StageWorker
 from cluster.layout import Layout
 from scripts.simulation.measure import Load, pool_figures, videos_per_hour
@@ -54,7 +54,7 @@ def test_another_request_s_payload_is_noticed(host):
     mine, other = MODEL.plan(request(prompt="a", seed=3)), MODEL.plan(request(prompt="b", seed=4))
     texts = [host.encode_text(prompt).payload for prompt in other.prompts]
     with pytest.raises(InvalidInput, match="TextEmbedding marked"):
-        host.prepare_denoise("k", mine.without_image().request, *texts)
+        host.prepare_denoise("k", mine.without_image(), *texts)
     prepare(host, other)
     with pytest.raises(InvalidInput, match="DenoiseState marked 4"):
         prepare(host, mine, state=host.snapshot("k").payload)
@@ -111,4 +111,4 @@ pools:
 def prepare(host, plan, state=None):
     texts = [host.encode_text(prompt).payload for prompt in plan.prompts]
     host.prepare_encode("k", plan.request)
-    host.prepare_denoise("k", plan.without_image().request, *texts, host.encode_image("k").payload, state)
+    host.prepare_denoise("k", plan.without_image(), *texts, host.encode_image("k").payload, state)

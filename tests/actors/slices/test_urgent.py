@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from actors.pipeline.deployment import deploy, handle, shut_down
 from actors.pipeline.driver import PipelineDriver
+from actors.pipeline.pools import deploy, handle, shut_down
 from actors.slices.snapshots import Snapshots
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, EmulatedSlice, emulated_slices

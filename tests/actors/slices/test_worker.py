@@ -105,7 +105,7 @@ def test_a_pool_does_its_own_stages_only(checkpoint):
     with pytest.raises(InvalidRequest, match="request a is not ready for this; call prepare_denoise first"):
         host.begin("a")
     with pytest.raises(InvalidRequest, match="without its prompt's embeddings"):
-        host.prepare_denoise("a", plan.request, None)
+        host.prepare_denoise("a", plan, None)
 
 
 def test_a_poisoned_request_fails_alone(checkpoint):
@@ -114,10 +114,10 @@ def test_a_poisoned_request_fails_alone(checkpoint):
     host.warm_up(asked)
     rng = np.random.default_rng(0)
     texts = [pack(TextEmbedding(rng.standard_normal((1, 512, 32)).astype(np.float32))) for _ in range(2)]
-    request = host._spec.plan(asked).request
+    plan = host._spec.plan(asked)
 
     def begin(key, state=None):
-        host.prepare_denoise(key, request, *texts, None, state)
+        host.prepare_denoise(key, plan, *texts, None, state)
         host.begin(key)
 
     def latents(key):
@@ -144,11 +144,11 @@ def test_a_poisoned_request_fails_alone(checkpoint):
 def test_what_one_request_compiles_is_not_told_of_the_next(checkpoint):
     host = StageWorker(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
     asked = GenerationRequest(prompt="a cat", height=32, width=32, frames=1, steps=2, guidance_scale=1.0)
-    request = host._spec.plan(asked).request
+    plan = host._spec.plan(asked)
     text = pack(TextEmbedding(np.zeros((1, 512, 32), np.float32)))
     told = []
     for key in ("cancelled", "after it"):
-        host.prepare_denoise(key, request, text)
+        host.prepare_denoise(key, plan, text)
         start = time.perf_counter()
         compile_s = host.begin(key)[0], host.step(key)[0]
         told.append(compile_s)
@@ -180,8 +180,8 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
     prompt, negative = (pack(TextEmbedding(rng.standard_normal((1, 512, 32)).astype(np.float32))) for _ in range(2))
     image = pack(ImageCondition(None, np.zeros((1, 20, 2, 4, 6), np.float32)))
     with pytest.raises(InvalidRequest, match="guidance needs the negative prompt's embeddings"):
-        host.prepare_denoise("a", plan.without_image().request, prompt, None, image)
-    host.prepare_denoise("a", plan.without_image().request, prompt, negative, image)
+        host.prepare_denoise("a", plan.without_image(), prompt, None, image)
+    host.prepare_denoise("a", plan.without_image(), prompt, negative, image)
     inputs = host._work["a"].inputs
     assert {stage: (given.text.shape[0], given.text.dtype) for stage, given in inputs.items()} == {
         "denoise_high": (2, "bfloat16"),
@@ -192,11 +192,11 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
     assert (first.value, len(unpack(first.payload).history)) == (0, 3)
     wrong = pack(DenoiseState(np.zeros((1, 16, 2, 4, 4), np.float32), (), 1))
     with pytest.raises(InvalidRequest, match=r"this request needs .* and 3"):
-        host.prepare_denoise("b", plan.without_image().request, prompt, negative, image, wrong)
+        host.prepare_denoise("b", plan.without_image(), prompt, negative, image, wrong)
     host.drop("a")
     host.drop("a")
     assert host.keys() == []
     low = StageWorker(str(checkpoint(KIND)), ("denoise_low",), (1, 1, 1), "bfloat16")
-    one_step = low._spec.plan(GenerationRequest(prompt="a cat", **(size | {"steps": 1}))).without_image().request
+    one_step = low._spec.plan(GenerationRequest(prompt="a cat", **(size | {"steps": 1}))).without_image()
     with pytest.raises(InvalidRequest, match="request a has no step on denoise_low; leave this pool out"):
         low.prepare_denoise("a", one_step, prompt, negative, image)

@@ -76,14 +76,14 @@ host.load()
 assert [(r.done, r.total) for r in reports] == [(i, 5) for i in range(5)], reports
 assert [r.item for r in reports] == host._components
 plan = host._spec.plan(asked)
-request, later = plan.request, plan.without_image().request
+later = plan.without_image()
 assert [expert.stage for expert in plan.experts] == ["denoise_high", "denoise_low"]
 host.warm_up(asked)
 compiled = {name: len(program._compiled) for name, program in runtime.programs.items()}
 
 # ---- the whole request
 texts = [handed(f"text{i}", host.encode_text(prompt).payload) for i, prompt in enumerate(plan.prompts)]
-host.prepare_encode("a", request)
+host.prepare_encode("a", plan.request)
 condition = handed("image", host.encode_image("a").payload)
 host.prepare_denoise("a", later, *texts, condition)
 snapshots = {}
@@ -94,7 +94,7 @@ begin_and_step("a", snapshots)
 beside.join()
 state = handed("state", host.collect("a").payload)
 assert (state.step, len(state.arrays)) == (4, 1)
-host.prepare_decode("a", later, state)
+host.prepare_decode("a", later.request, state)
 video = handed("video", host.decode("a").payload)
 assert bytes(unpack(video).mp4[4:8]) == b"ftyp"
 assert host.keys() == ["b"]
@@ -133,9 +133,9 @@ for step in (1, 2, 3):
 with pytest.raises(InvalidRequest, match="no step to run here; call begin"):
     host.step("b")
 with pytest.raises(InvalidRequest, match="step 4, latents"):
-    host.prepare_decode("d", dataclasses.replace(later, steps=5), state)
+    host.prepare_decode("d", dataclasses.replace(later.request, steps=5), state)
 with pytest.raises(InvalidRequest, match="a TextEmbedding was given where a DenoiseState belongs"):
-    host.prepare_decode("d", later, texts[0])
+    host.prepare_decode("d", later.request, texts[0])
 poison = unpack(handed("poison", snapshots[1].payload))
 latents = poison.latents.copy()
 latents[0, 0, 0, 0, 0] = np.nan

@@ -76,7 +76,7 @@ class WanSpec(ModelSpec):
         return self.config.transformer.get("image_dim") is not None and self.config.image_encoder is not None
 
     @property
-    def heads(self) -> int:
+    def heads(self) -> int:  # type: ignore[override]
         """Attention heads of a transformer."""
         return int(self.config.transformer["num_attention_heads"])
 
@@ -97,7 +97,7 @@ class WanSpec(ModelSpec):
         return found
 
     @property
-    def boundary_ratio(self) -> float | None:
+    def boundary_ratio(self) -> float | None:  # type: ignore[override]
         """The high-noise expert runs steps with t >= boundary_ratio x 1000; None with one expert."""
         return self.config.boundary_ratio
 

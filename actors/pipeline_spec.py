@@ -1,10 +1,14 @@
-"""How a pipeline is run: plain values that its driver, its leaders and its workers are given."""
+"""A pipeline as it is, or is to be, brought up: plain values that everybody who runs or uses it is given."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from actors.observe.timeline import Chips
 from cluster.gang.protocol import Timeouts
+from cluster.layout import Layout
 from wan_tpu.request import GenerationRequest
+from wan_tpu.spec import ModelSpec
+
+Chips = Literal["real", "emulated", "simulated"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +18,7 @@ class PipelineSettings:
     checkpoint      diffusers directory, the same path on every host, or hub id
     snapshots       folder or gs:// where states of unfinished requests are kept; every host must reach it
     snapshot_every  steps between two snapshots; what a lost slice has done since is done again
-    in_flight       requests in the pipeline at a time; `waiting` more are held back, and one beyond that is refused
+    in_flight       requests of a driver in the pipeline at a time; others wait
     urgent          requests beyond `in_flight` that are let in when they are more urgent than one that is in
     attempts        how often a stage is tried before its request fails, when slices or objects are lost
     scale_wait_s    how long requests may wait for a pool before autoscaling adds a replica, by the measured stage time
@@ -32,7 +36,6 @@ class PipelineSettings:
     executables: str | None = None
     snapshot_every: int = 5
     in_flight: int = 16
-    waiting: int = 1024
     urgent: int = 2
     attempts: int = 5
     scale_wait_s: float = 60
@@ -44,3 +47,23 @@ class PipelineSettings:
     timeouts: Timeouts = field(default_factory=Timeouts)
     worker: str = "actors.slices.worker:StageWorker"
     name: str = "wan-tpu"
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """What runs where.
+
+    lasting  whether it stays when the driver that brought it up ends
+    """
+
+    layout: Layout
+    settings: PipelineSettings
+    model: ModelSpec
+    lasting: bool
+
+    def __post_init__(self) -> None:
+        self.layout.check_stages(self.model.stages)  # raises LayoutError
+
+    def same_as(self, other: "PipelineSpec") -> bool:
+        """Whether the other would make the same videos on the same slices."""
+        return (self.layout.pools, self.settings) == (other.layout.pools, other.settings)

@@ -14,10 +14,9 @@ from ray.serve.schema import ApplicationStatus, ServeStatus
 
 from actors.errors import PipelineExists, PipelineStartFailed
 from actors.observe.status_actor import ReplicaSeen, Seen, StatusActor
-from actors.pipeline.spec import PipelineSpec
+from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.slices.leader import SliceLeader
 from actors.slices.scheduler import MOST_PAUSED
-from actors.slices.settings import PipelineSettings
 from cluster.gang.placement import off_hosts
 from cluster.layout import Layout, Pool
 from wan_tpu.spec import ENCODER
@@ -108,7 +107,7 @@ def handle(pipeline: str, pool: str) -> Any:
     return DeploymentHandle(shared.deployment_name, shared.app_name)
 
 
-def about(pipeline: str) -> PipelineSpec | None:
+def find_spec(pipeline: str) -> PipelineSpec | None:
     """Return what is known of a pipeline that is on this cluster, None when there is none of that name."""
     status = StatusActor.find(pipeline) if running(pipeline) else None
     return None if status is None else status.spec()
@@ -124,7 +123,7 @@ def running(pipeline: str) -> list[str]:
     )
 
 
-def living(pipeline: str, layout: Layout) -> set[str]:
+def live_replicas(pipeline: str, layout: Layout) -> set[str]:
     """Return the names, as the status has them, of replicas whose process lives."""
     pools = {f"SERVE_REPLICA::{application(pipeline, pool.name)}#{pool.name}#": pool.name for pool in layout.pools}
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]

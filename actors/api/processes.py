@@ -15,14 +15,14 @@ from ray import serve
 from actors.api.http.app import make_app
 from actors.api.http.service import Service
 from actors.api.settings import ServiceSettings
+from actors.api.worker.job_worker import JobWorker
 from actors.api.worker.tools import Tools
 from actors.api.worker.traces import Traces
-from actors.api.worker.worker import Worker
 from actors.jobs.heartbeats import process_name
 from actors.observe.logs import log_as_json, log_event
 from actors.pipeline.client import PipelineClient
-from actors.pipeline.deployment import NO_HTTP
-from actors.pipeline.spec import PipelineSpec
+from actors.pipeline.pools import NO_HTTP
+from actors.pipeline_spec import PipelineSpec
 from actors.slices.snapshots import Snapshots
 from cluster.gang.placement import off_hosts
 from wan_tpu.spec import ModelSpec
@@ -68,7 +68,7 @@ class ServiceWorker:
         tools = await asyncio.to_thread(
             Tools, settings, self._pipeline, snapshots, traces=self._traces, previews=previews
         )
-        self._work = asyncio.create_task(Worker(self._name, tools).run())
+        self._work = asyncio.create_task(JobWorker(self._name, tools).run())
         log_event(log, "worker", worker=self._name)
 
     async def check_health(self) -> None:

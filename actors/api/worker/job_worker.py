@@ -19,7 +19,7 @@ _LOOK_S = 0.5  # for a job, when none waited
 _AGAIN_S = 2.0  # when database or pipeline didn't answer
 
 
-class Worker:
+class JobWorker:
     """One per process. What it does when the database or the storage can't be reached: try again."""
 
     def __init__(self, name: str, tools: Tools) -> None:
