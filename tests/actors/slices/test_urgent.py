@@ -203,7 +203,7 @@ def test_a_drain_moves_what_is_paused_at_once(running):
         making.start("overtakes", 2, 300, priority=1)
         await making.until(lambda: making.steps("overtakes"), "urgent steps")
         [left] = [s for s in slices_found() if s.holder is not None and s.holder.startswith("experts/")]
-        await asyncio.to_thread(drain, cluster, left.hosts[0].node_id, 90)
+        await asyncio.to_thread(drain, cluster, left.hosts[0].node_id, 900)
 
         async def moved():
             return await making.held() == {"overtakes"}
