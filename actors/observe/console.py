@@ -23,7 +23,7 @@ Look = Callable[[], str]
 class LiveConsole:
     """A context manager in which `look`, or what was told last, is shown on stderr with the seconds since it began.
 
-    Also a `Progress`: its bar counts requests, with what is left of the time. Warnings of this room are lines.
+    Also a `Progress`: its bar counts requests, with what is left of the time. Warnings of this package are lines.
     """
 
     def __init__(self, look: Look | None = None) -> None:

@@ -142,9 +142,8 @@ def test_nothing_is_lost_and_nothing_done_twice(online):
         jobs[made["id"]] = fields
         time.sleep(max(0.0, start + (i + 1) / A_SECOND - time.monotonic()))
     killer.end()
-    print(
-        f"{len(jobs)} sent in {time.monotonic() - start:.0f} s; killed {dict(killer.killed)}; again {dict(client.again)}"
-    )
+    took = time.monotonic() - start
+    print(f"{len(jobs)} sent in {took:.0f} s; killed {dict(killer.killed)}; again {dict(client.again)}")
 
     def left():
         counts = online.counts()
