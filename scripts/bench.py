@@ -26,7 +26,6 @@ from wan_tpu.tiny import make_checkpoint
 
 EXPERT = {"num_attention_heads": 4, "attention_head_dim": 128, "ffn_dim": 2048, "num_layers": 8, "text_dim": 256}
 HEIGHT, WIDTH, FRAMES = 320, 320, 17  # 5 x 20 x 20 = 2,000 tokens
-GUIDANCE = 3.5
 PROGRAMS = {"step": "denoise step", "encode": "vae_encoder", "decode": "decoder "}
 
 
@@ -69,14 +68,14 @@ def _cases(pipe: Pipeline, checkpoint: Path) -> dict[str, tuple[Callable[[], np.
     request = pipe.resolve(
         GenerationRequest(prompt="A cat", image=image, height=HEIGHT, width=WIDTH, frames=FRAMES, steps=10)
     )
-    table, expert = pipe.table(request), pipe.experts(request)[0]
+    expert = pipe.experts(request)[0]
     conditioning = pipe.encode(request)
     state = pipe.initial_state(request)
     loaded = runtime.component("denoise_high")
     program = stages.step_program(runtime, loaded.module)
     given = stages.step_conditioning(runtime, loaded, stages.expert_inputs(runtime, expert, conditioning))
     start = place((state.latents, state.history), runtime.mesh)
-    numbers = place(stages.step_numbers(table, 0, GUIDANCE), runtime.mesh)
+    numbers = place(stages.step_numbers(pipe.schedule(request), 0), runtime.mesh)
 
     transformer = diffusers.WanTransformer3DModel.from_pretrained(checkpoint / "transformer").eval()
     vae = diffusers.AutoencoderKLWan.from_pretrained(checkpoint / "vae").eval()
@@ -99,7 +98,7 @@ def _cases(pipe: Pipeline, checkpoint: Path) -> dict[str, tuple[Callable[[], np.
         conditional, unconditional = (
             transformer(hidden, timestep.expand(1), text, return_dict=False)[0] for text in texts
         )
-        velocity = unconditional + GUIDANCE * (conditional - unconditional)
+        velocity = unconditional + request.guidance_scale * (conditional - unconditional)
         return scheduler.step(velocity, timestep, latents, return_dict=False)[0].numpy()
 
     def encode_here() -> np.ndarray:

@@ -25,8 +25,7 @@ from described import described, run
 
 from cluster.slice_spec import SliceSpec
 from wan_tpu.errors import OutputError
-from wan_tpu.families import preset_spec
-from wan_tpu.families.wan.presets import PRESETS
+from wan_tpu.families import preset_spec, published
 from wan_tpu.request import GenerationRequest, parse_size
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def _progress():  # type: ignore[no-untyped-def]
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=PRESETS, default="wan2.2-i2v-a14b")
+    parser.add_argument("--model", choices=published(), default="wan2.2-i2v-a14b")
     parser.add_argument("--slice", action="append", help="such as v6e-8; may be given several times")
     parser.add_argument("--size", help="HEIGHT*WIDTH; default the model's")
     parser.add_argument("--frames", type=int)

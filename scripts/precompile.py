@@ -22,14 +22,13 @@ from described import described, run
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families import preset_spec
-from wan_tpu.families.wan.presets import PRESETS
+from wan_tpu.families import published
 from wan_tpu.request import GenerationRequest, parse_size
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from wan_tpu.families.wan.model import WanModel
+    from wan_tpu.families.model import Model
 
 
 def main() -> int:
@@ -39,12 +38,11 @@ def main() -> int:
     import jax
 
     from wan_tpu.aot.precompile import precompile
-    from wan_tpu.families.model import open_model
-    from wan_tpu.families.wan.model import WanModel
+    from wan_tpu.families.model import open_model, preset_model
     from wan_tpu.runtime.mesh import make_mesh
 
     try:
-        model = open_model(Checkpoint(args.model_id)) if args.model_id else WanModel(preset_spec(args.model))
+        model = open_model(Checkpoint(args.model_id)) if args.model_id else preset_model(args.model)
         height, width = parse_size(args.size) if args.size else (None, None)
         given = GenerationRequest(height=height, width=width, frames=args.frames, guidance_scale=args.guidance_scale)
         request = given.resolve(model.spec.defaults)
@@ -70,7 +68,7 @@ class _Part:
     stages: tuple[str, ...]
 
 
-def _parts(args: argparse.Namespace, model: "WanModel") -> list[_Part]:
+def _parts(args: argparse.Namespace, model: "Model") -> list[_Part]:
     if args.layout:
         pools = Layout.load(args.layout).pools
         return [_Part(f"pool {pool.name}: ", pool.slice, pool.mesh, pool.stages) for pool in pools]
@@ -86,7 +84,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model_id", help="diffusers directory or hub id; only its configurations are read")
-    which.add_argument("--model", choices=PRESETS, help="a published configuration, without its files")
+    which.add_argument("--model", choices=published(), help="a published configuration, without its files")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--slice", help="such as v6e-8; this machine's own devices when left out")
     where.add_argument("--layout", help="file or shipped name: every pool's stages, for its slice and mesh")

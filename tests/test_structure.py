@@ -9,6 +9,7 @@ import pytest
 
 from actors.cli import COMMANDS
 from tests.conftest import ROOT
+from wan_tpu.families import FAMILIES
 
 # Which parts of actors each part may import. A part is a folder right below a package, with all that is in it, or a
 # file that lies there alone. Those of wan_tpu, cluster and kernels are only kept from importing in a circle.
@@ -133,6 +134,20 @@ def test_no_folders_import_in_a_circle(package):
 
 def test_a_circle_is_found():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def test_nothing_outside_its_folder_names_a_family():
+    """Neither its modules, nor its classes, nor its models: all is found by what families register."""
+    for family in FAMILIES.values():
+        named = {family.transformer, family.example, *family.presets}
+        for package in PACKAGES:
+            for file in (ROOT / package).rglob("*.py"):
+                if (ROOT / "wan_tpu" / "families" / family.name) in file.parents:
+                    continue
+                used = {name for name in names(file) if name.startswith(f"wan_tpu.families.{family.name}")}
+                assert not used, f"{file} imports {used}"
+                found = {name for name in named if name in file.read_text()}
+                assert not found, f"{file} names {found}"
 
 
 def test_folders_hold_a_handful_of_modules():

@@ -103,5 +103,5 @@ def _hub_id(source: str) -> str:
     except HFValidationError:
         valid = False
     if not valid:
-        raise CheckpointError(f"{source} is neither a directory nor a hub id like Wan-AI/Wan2.2-I2V-A14B-Diffusers")
+        raise CheckpointError(f"{source} is neither a directory nor a hub id (OWNER/NAME)")
     return source

@@ -18,7 +18,7 @@ from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.components import DTYPES
 from wan_tpu.runtime.mesh import MeshLike, make_mesh
 from wan_tpu.runtime.runtime import Runtime
-from wan_tpu.solvers import SolverTable, solver_table
+from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.spec import Expert
 
 
@@ -33,7 +33,7 @@ def load_pipeline(
 ) -> "Pipeline":
     """Open a checkpoint; its weights are read when a stage first needs them.
 
-    path_or_id    diffusers directory, or hub id such as Wan-AI/Wan2.2-I2V-A14B-Diffusers
+    path_or_id    diffusers directory, or hub id, OWNER/NAME
     dtype         "bfloat16" or "float32", of weights and activations; latents are float32 in both
     mesh          (dp, sp, tp), {"dp": ..., "sp": ..., "tp": ...} or a jax Mesh with these axes; what is None or left
                   out takes the default of `mesh.fill_shape`
@@ -110,9 +110,9 @@ class Pipeline:
         """Decoder stage: yield float32 [T, H, W, 3] in [0, 1], chunk by chunk, and check the whole at the end."""
         return stages.decode(self.runtime, latents, self._progress)
 
-    def table(self, request: ResolvedRequest) -> SolverTable:
-        """Return the solver's coefficients for a resolved request."""
-        return solver_table(request.solver, request.steps, request.shift)
+    def schedule(self, request: ResolvedRequest) -> Schedule:
+        """Return the numbers of a resolved request's steps."""
+        return self.runtime.model.spec.schedule(request)
 
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return which expert runs which steps of a resolved request."""

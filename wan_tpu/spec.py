@@ -10,23 +10,23 @@ from dataclasses import dataclass
 
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.request import NAMED_SIZES, Defaults, GenerationRequest, ResolvedRequest, parse_size
+from wan_tpu.schedules.schedule import Schedule
 
 ENCODER, DECODER = "encoder", "decoder"  # the first and the last stage of every model; between them it denoises
 
 
 @dataclass(frozen=True)
 class Expert:
-    """A stretch of steps and the stage that runs it; `stop` is the first step after it."""
+    """A stretch of steps and the stage that runs it.
+
+    stop    the first step after it
+    guided  whether it runs two branches: the prompt's and the negative prompt's
+    """
 
     stage: str
     start: int
     stop: int
-    guidance: float
-
-    @property
-    def guided(self) -> bool:
-        """Whether it runs two branches: the prompt's and the negative prompt's."""
-        return self.guidance > 1
+    guided: bool
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,10 @@ class ModelSpec(abc.ABC):
     @abc.abstractmethod
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Return L, the transformer's sequence length for latents of a shape."""
+
+    @abc.abstractmethod
+    def schedule(self, request: ResolvedRequest) -> Schedule:
+        """Return the numbers of every step of a resolved request."""
 
     @abc.abstractmethod
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:

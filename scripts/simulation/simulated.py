@@ -24,7 +24,6 @@ from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families.wan.presets import PRESETS
 from wan_tpu.families.wan.spec import WanSpec
 from wan_tpu.request import GenerationRequest, ResolvedRequest
-from wan_tpu.solvers import solver_table
 from wan_tpu.spec import DECODER, ENCODER, Expert, RequestPlan
 
 SIMULATED_WORKER = f"{__name__}:SimulatedWorker"
@@ -179,7 +178,7 @@ class SimulatedWorker:
         held.arrays += _checked(image, ImageCondition, request.seed)
         if state is None:
             noise = np.full(MODEL.latent_shape(request), request.seed, np.float32)
-            terms = solver_table(request.solver, request.steps, request.shift).history_terms
+            terms = MODEL.schedule(request).history_terms
             held.arrays += [noise, *(np.zeros_like(noise) for _ in range(terms))]
         else:
             held.arrays += _checked(state, DenoiseState, request.seed)
@@ -217,7 +216,7 @@ class SimulatedWorker:
         return _Lasting(seconds / self._planned.speed)
 
     def _state(self, held: _Held, *, history: bool) -> Output:
-        terms = solver_table(held.request.solver, held.request.steps, held.request.shift).history_terms
+        terms = MODEL.schedule(held.request).history_terms
         arrays = held.arrays[-1 - terms :]
         return Output(held.step, pack(DenoiseState(arrays[0], tuple(arrays[1:]) if history else (), held.step)))
 

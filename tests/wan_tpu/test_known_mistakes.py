@@ -111,26 +111,32 @@ def test_the_bfloat16_step_solves_nothing_and_combines_in_float32(pipeline):
     runtime = pipe.runtime
     request = pipe.resolve(GenerationRequest(**REQUEST))
     conditioning = pipe.encode(request)
-    table = pipe.table(request)
+    schedule = pipe.schedule(request)
     loaded = runtime.component("denoise_low")
     given = step_conditioning(runtime, loaded, expert_inputs(runtime, pipe.experts(request)[0], conditioning))
     rng = np.random.default_rng(0)
     shape = runtime.model.spec.latent_shape(request)
     latents, *history = (rng.standard_normal(shape).astype(np.float32) for _ in range(4))
     program = step_program(runtime, loaded.module)
-    args = (loaded.params, *place((latents, tuple(history), step_numbers(table, 1, 2.0)), runtime.mesh), given)
+    args = (loaded.params, *place((latents, tuple(history), step_numbers(schedule, 1)), runtime.mesh), given)
     text = program.compile(*args).as_text()
     assert not re.search(r"triangular|cholesky|lu_|getrf|trsm", text)
     got, _, finite = program(*args)
     keys, image_latents = given
     velocity = np.asarray(
         jax.jit(functools.partial(runtime.model.velocity, loaded.module), static_argnums=1)(
-            loaded.params, runtime.mesh, latents, table.timesteps[1], np.float32(2.0), keys, image_latents
+            loaded.params,
+            runtime.mesh,
+            latents,
+            schedule.timesteps[1],
+            np.float32(schedule.guidance[1]),
+            keys,
+            image_latents,
         ),
         np.float64,
     )
-    terms = [latents, latents - table.sigmas[1] * velocity, *history]
-    expected = sum(c * term for c, term in zip(table.matrices[1][0], terms, strict=True))
+    terms = [latents, latents - schedule.sigmas[1] * velocity, *history]
+    expected = sum(c * term for c, term in zip(schedule.matrices[1][0], terms, strict=True))
     assert bool(finite)
     assert got.dtype == np.float32
     # float32 gives 1e-7; a combination in bfloat16 would be off by 4e-3. The velocity itself is recomputed in another

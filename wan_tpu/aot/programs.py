@@ -9,13 +9,11 @@ from jax.sharding import Mesh
 
 from wan_tpu.aot.executables import Executables
 from wan_tpu.families.model import Model
-from wan_tpu.families.wan.presets import TEXT_TOKENS
-from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
+from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.components import DTYPES, Loaded, abstract_component
 from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import Runtime
-from wan_tpu.solvers import solver_table
 from wan_tpu.spec import ENCODER, Expert
 from wan_tpu.stages import image_program, keys_program, step_numbers, step_program, text_program, vae_programs
 
@@ -59,72 +57,49 @@ def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[
 
 def _text_encoder(runtime: Runtime, request: ResolvedRequest) -> tuple[Program, tuple[Any, ...], int]:
     loaded = runtime.component("text_encoder")
-    tokens = _array(runtime, (1, TEXT_TOKENS), jnp.int32)
+    tokens = _array(runtime, (1, runtime.model.text_shape[0]), jnp.int32)
     count = len(runtime.model.spec.prompts(request))
     return text_program(runtime, loaded.module), (loaded.params, tokens, tokens), count
 
 
 def _image_encoder(runtime: Runtime) -> tuple[Program, tuple[Any, ...], int]:
     loaded = runtime.component("image_encoder")
-    assert runtime.model.config.image_encoder is not None
-    size = runtime.model.config.image_encoder["image_size"]
-    pixels = _array(runtime, (1, 3, size, size), DTYPES[runtime.dtype])
+    pixels = _array(runtime, (1, *runtime.model.image_pixels_shape), DTYPES[runtime.dtype])
     return image_program(runtime, loaded.module), (loaded.params, pixels), 1
 
 
 def _keys(runtime: Runtime, mine: list[Expert]) -> tuple[Program, tuple[Any, ...], int]:
-    model, loaded = runtime.model, runtime.component(mine[0].stage)
-    config, dtype = model.config.transformer, DTYPES[runtime.dtype]
+    model, loaded, dtype = runtime.model, runtime.component(mine[0].stage), DTYPES[runtime.dtype]
     branches = 2 if any(expert.guided for expert in mine) else 1
-    text = _array(runtime, (branches, TEXT_TOKENS, config["text_dim"]), dtype)
-    image = None
+    text, image = _array(runtime, (branches, *model.text_shape), dtype), None
     if "image_encoder" in model.spec.components[ENCODER]:
-        assert model.config.image_encoder is not None
-        clip = model.config.image_encoder
-        patches = (clip["image_size"] // clip["patch_size"]) ** 2 + 1
-        image = _array(runtime, (1, patches, config["image_dim"]), dtype)
+        image = _array(runtime, (1, *model.image_features_shape), dtype)
     return keys_program(runtime, loaded.module), (loaded.params, text, image), len(mine)
 
 
 def _denoise(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) -> tuple[Program, tuple[Any, ...], int]:
-    model, table, loaded = runtime.model, _table(request), runtime.component(mine[0].stage)
+    model, loaded = runtime.model, runtime.component(mine[0].stage)
+    schedule = model.spec.schedule(request)
     shape = model.spec.latent_shape(request)
     latents = _array(runtime, shape, jnp.float32)
-    numbers = {name: _array(runtime, value.shape, jnp.float32) for name, value in step_numbers(table, 0, 1.0).items()}
+    numbers = {name: _array(runtime, value.shape, jnp.float32) for name, value in step_numbers(schedule, 0).items()}
     program, arguments, _ = _keys(runtime, mine)
     keys = model.key_shapes(runtime.mesh, jax.eval_shape(program.function, *arguments))
-    given = (keys, _image_latents(runtime, shape))
-    arguments = (loaded.params, latents, (latents,) * table.history_terms, numbers, given)
+    image = model.image_latents_shape(shape)
+    given = (keys, None if image is None else _array(runtime, image, jnp.float32))
+    arguments = (loaded.params, latents, (latents,) * schedule.history_terms, numbers, given)
     return step_program(runtime, loaded.module), arguments, sum(expert.stop - expert.start for expert in mine)
-
-
-def _image_latents(runtime: Runtime, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | None:
-    config = runtime.model.config
-    if config.expand_timesteps:
-        return _array(runtime, (*shape[:2], 1, *shape[3:]), jnp.float32)
-    extra = config.transformer["in_channels"] - shape[1]
-    return _array(runtime, (1, extra, *shape[2:]), jnp.float32) if extra else None
 
 
 def _vae(runtime: Runtime, request: ResolvedRequest, name: str) -> StagePrograms:
     """Return the programs of a VAE half: of the first chunk, and of all later ones."""
     loaded, dtype = runtime.component(name), DTYPES[runtime.dtype]
     half, first, later = vae_programs(runtime, name, loaded.module)
-    _, channels, frames, height, width = runtime.model.spec.latent_shape(request)
-    shape, later_frames = (1, channels, 1, height, width), 1
-    if name == "vae_encoder":
-        shape, later_frames = (1, 3, 1, request.height, request.width), FRAME_STRIDE
-        frames = 1 if runtime.model.config.expand_timesteps else frames
-    x = _array(runtime, shape, dtype)
+    x, *others = (_array(runtime, shape, dtype) for shape in runtime.model.vae_chunks(name, request))
     found: StagePrograms = {f"{name} first": (first, (loaded.params, x), 1)}
-    if frames > 1:
-        x_later = _array(runtime, (*shape[:2], later_frames, *shape[3:]), dtype)
-        found[f"{name} later"] = (later, (loaded.params, x_later, half.cache(loaded.params, x)), frames - 1)
+    if others:
+        found[f"{name} later"] = (later, (loaded.params, others[0], half.cache(loaded.params, x)), len(others))
     return found
-
-
-def _table(request: ResolvedRequest) -> Any:
-    return solver_table(request.solver, request.steps, request.shift)
 
 
 def _array(runtime: Runtime, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wan_tpu.errors import OutputError
+from wan_tpu.families import FAMILIES
 from wan_tpu.media.video import check_ffmpeg, check_output
 from wan_tpu.progress import Console
 from wan_tpu.request import NAMED_SIZES, SOLVERS, GenerationRequest, parse_size
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, where and how."""
     group = parser.add_argument_group("model and devices")
-    group.add_argument(
-        "--model_id", required=True, help="diffusers directory, or hub id (Wan-AI/Wan2.2-I2V-A14B-Diffusers)"
-    )
+    examples = ", ".join(family.example for family in FAMILIES.values())
+    group.add_argument("--model_id", required=True, help=f"diffusers directory, or hub id ({examples})")
     add_device_arguments(group)
 
 

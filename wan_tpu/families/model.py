@@ -1,12 +1,180 @@
-"""A family's model: its components and the functions of its stages, in JAX."""
+"""What the stages need of a family's model: its components, and the functions of its stages in JAX.
+
+Shapes: B batch (guidance branches), T latent frames, H W latent height and width, L tokens, C channels.
+"""
+
+import abc
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import Mesh
+from PIL import Image
 
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families import spec_of
-from wan_tpu.families.wan.model import WanModel
+from wan_tpu.families import family_of, preset_spec, published, spec_of
+from wan_tpu.families.shared.causal_vae import CausalChunks
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.runtime.bridge import Params
+from wan_tpu.runtime.components import Component
+from wan_tpu.spec import ModelSpec
 
-Model = WanModel  # the union of the families' model classes
+
+class Flops(Protocol):
+    """Floating-point operations (a multiply-add is two) of each stage of one model, all devices."""
+
+    def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
+        """Encoding so many prompts, and the request's image if it has one."""
+
+    def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
+        """One denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
+
+    def decoder(self, latent_shape: tuple[int, ...]) -> int:
+        """Decoding latents [1, C, T, H, W]."""
+
+
+class Model(abc.ABC):
+    """One model of a family.
+
+    Functions that take `module` and `params` are traced by `jax.jit`; all others run on the host. What a step is given
+    besides the latents, "keys", is a dict of arrays that only the family looks into.
+
+    spec        what is known of it without JAX
+    config      all that its programs are made from, for the key of compiled ones
+    checkpoint  for the tokenizer and the image processor; a preset compiles without
+    """
+
+    spec: ModelSpec
+    config: Any
+    checkpoint: Checkpoint | None
+
+    @property
+    @abc.abstractmethod
+    def components(self) -> dict[str, Component]:
+        """Every component by the name of the work it does."""
+
+    @property
+    @abc.abstractmethod
+    def flops(self) -> Flops:
+        """The floating-point operations of each stage."""
+
+    # ---- shapes, for programs that are compiled before there is a request
+
+    @property
+    @abc.abstractmethod
+    def text_shape(self) -> tuple[int, int]:
+        """(L, C) of a prompt's embeddings."""
+
+    @property
+    @abc.abstractmethod
+    def image_pixels_shape(self) -> tuple[int, int, int]:
+        """(3, height, width) of what the image encoder takes; asked for where the model has one."""
+
+    @property
+    @abc.abstractmethod
+    def image_features_shape(self) -> tuple[int, int]:
+        """(L, C) of what the image encoder gives; asked for where the model has one."""
+
+    @abc.abstractmethod
+    def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of a request's image condition by that of its latents; None where the model takes none."""
+
+    @abc.abstractmethod
+    def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
+        """Return the shapes [1, C, T, H, W] of what "vae_encoder" or "decoder" is given, chunk after chunk."""
+
+    # ---- encoder stage
+
+    @abc.abstractmethod
+    def tokenize(self, prompts: list[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """Return token ids and mask, both int32 [B, L], and a warning for each prompt that was cut."""
+
+    @abc.abstractmethod
+    def encode_text(self, module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        """ids, mask [B, L] -> embeddings [B, L, C]."""
+
+    @abc.abstractmethod
+    def clip_pixels(self, image: Image.Image) -> np.ndarray:
+        """Return the image as the image encoder takes it, float32 [1, 3, height, width]."""
+
+    @abc.abstractmethod
+    def encode_image(self, module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
+        """pixels [1, 3, height, width] -> features [1, L, C]."""
+
+    @abc.abstractmethod
+    def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
+        """Return the chunks of pixels that the VAE encodes for a request's image, float32 in [-1, 1]."""
+
+    @abc.abstractmethod
+    def image_latents(self, moments: np.ndarray) -> np.ndarray:
+        """Turn the VAE encoder's output [1, 2C, T, H, W] into the image condition of `Conditioning`, float32."""
+
+    @abc.abstractmethod
+    def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
+        """Pixels -> moments [1, 2C, T, H, W], chunk by chunk."""
+
+    # ---- experts
+
+    @abc.abstractmethod
+    def text_keys(
+        self, module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array, image: jax.Array | None
+    ) -> dict[str, jax.Array]:
+        """Return what an expert makes of the prompts once a request: the keys of all its steps.
+
+        text   [B, L, C]: the prompt's embeddings alone, or the prompt's and the negative prompt's
+        image  [1, L, C] features of the image
+        """
+
+    @abc.abstractmethod
+    def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes and shardings of what `text_keys` makes, to compile a step without it."""
+
+    @abc.abstractmethod
+    def velocity(
+        self,
+        module: torch.nn.Module,
+        params: Params,
+        mesh: Mesh,
+        latents: jax.Array,
+        timestep: jax.Array,
+        guidance: jax.Array,
+        keys: dict[str, jax.Array],
+        image_latents: jax.Array | None,
+    ) -> jax.Array:
+        """Return what the transformer predicts, guided, float32 [1, C, T, H, W].
+
+        latents  float32 [1, C, T, H, W]; timestep, guidance  float32 scalars
+        keys     from `text_keys`; image_latents as in `Conditioning`
+        """
+
+    @abc.abstractmethod
+    def finish(self, latents: np.ndarray, image_latents: np.ndarray | None) -> np.ndarray:
+        """Return the latents to decode, after the last step."""
+
+    # ---- decoder stage
+
+    @abc.abstractmethod
+    def vae_latents(self, latents: np.ndarray) -> np.ndarray:
+        """Return final latents as the VAE takes them, float32 [1, C, T, H, W]."""
+
+    @abc.abstractmethod
+    def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
+        """Latents -> pixels [1, 3, T, H, W] around [-1, 1], chunk by chunk."""
+
+    @abc.abstractmethod
+    def pixels(self, decoded: np.ndarray) -> np.ndarray:
+        """Return what the decoder gave, [1, 3, T, H, W], as float32 [T, H, W, 3] in [0, 1]."""
 
 
 def open_model(checkpoint: Checkpoint) -> Model:
     """Return the model of a checkpoint; raises `CheckpointError` when no family knows it."""
-    return WanModel(spec_of(checkpoint), checkpoint)
+    family = family_of(checkpoint)
+    return family.part(family.model)(spec_of(checkpoint), checkpoint)
+
+
+def preset_model(name: str) -> Model:
+    """Return a published model, without its checkpoint: its programs can be compiled."""
+    family = published()[name]
+    return family.part(family.model)(preset_spec(name), None)

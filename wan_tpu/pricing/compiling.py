@@ -20,7 +20,6 @@ from typing import Any
 from wan_tpu.aot import key
 from wan_tpu.aot.topology import DescribedSlice, Hardware
 from wan_tpu.errors import DoesNotFit
-from wan_tpu.families import preset_spec
 from wan_tpu.request import GenerationRequest
 
 # v7x hands collectives to its SparseCores unless told otherwise. JAX 0.10 can't read such a program's schedule
@@ -130,14 +129,13 @@ def _read(result: Path, hlo: Path) -> tuple[Compiled, str] | None:
 
 def _compile(job: Job, result: Path) -> None:
     """Compile a job and write `result`.json and .hlo.gz: the child's side of `compile_job`."""
-    spec = preset_spec(job.model)
     from wan_tpu.aot.programs import AbstractRuntime, stage_programs  # torch and diffusers take seconds
-    from wan_tpu.families.wan.model import WanModel
+    from wan_tpu.families.model import preset_model
     from wan_tpu.runtime.mesh import make_mesh
 
-    model = WanModel(spec)
-    mesh = make_mesh(job.mesh, heads=spec.heads, devices=job.slice.devices())
-    request = GenerationRequest(**job.settings).resolve(spec.defaults)
+    model = preset_model(job.model)
+    mesh = make_mesh(job.mesh, heads=model.spec.heads, devices=job.slice.devices())
+    request = GenerationRequest(**job.settings).resolve(model.spec.defaults)
     program, args, _ = stage_programs(AbstractRuntime(model, mesh, job.dtype), request)[job.program]
     weights = sum(_shard_bytes(leaf) for leaf in args[0].values())
     start, start_cpu = time.perf_counter(), time.process_time()

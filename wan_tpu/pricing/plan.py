@@ -10,8 +10,7 @@ from jax.sharding import Mesh
 from wan_tpu.aot.programs import AbstractRuntime, stage_programs
 from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.errors import InvalidRequest, MeshError
-from wan_tpu.families import preset_spec
-from wan_tpu.families.wan.model import WanModel
+from wan_tpu.families.model import preset_model
 from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.compiling import Compiled, Job, compile_job, is_known
 from wan_tpu.pricing.cost import Cost, Times
@@ -121,7 +120,7 @@ class Planner:
         report: told what is being done; count: a kernel's bundles
         """
         self._name = model
-        self._model = WanModel(preset_spec(model))
+        self._model = preset_model(model)
         self._model.spec.check_size(request)
         self._request = request
         self._slice = described

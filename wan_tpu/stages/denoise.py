@@ -20,7 +20,7 @@ from wan_tpu.runtime.health import check_finite
 from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import Program, fetch, place
 from wan_tpu.runtime.runtime import Runtime
-from wan_tpu.solvers import SolverTable, solver_table
+from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.spec import Expert
 
 
@@ -70,7 +70,7 @@ def initial_state(model: Model, request: ResolvedRequest, noise: np.ndarray | No
     noise  [1, C, T, H, W]; raises `InvalidRequest` for any other shape
     """
     shape = model.spec.latent_shape(request)
-    history = tuple(np.zeros(shape, np.float32) for _ in range(_table(request).history_terms))
+    history = tuple(np.zeros(shape, np.float32) for _ in range(model.spec.schedule(request).history_terms))
     if noise is None:
         generator = torch.Generator("cpu").manual_seed(request.seed)
         noise = torch.randn(shape, generator=generator, dtype=torch.float32).numpy()
@@ -86,11 +86,12 @@ def initial_state(model: Model, request: ResolvedRequest, noise: np.ndarray | No
 
 def device_state(runtime: Runtime[Model], request: ResolvedRequest, state: DenoiseState) -> DenoiseState:
     """Put a state on the devices; raises `InvalidRequest` when it is not one of this request."""
-    table, expected = _table(request), runtime.model.spec.latent_shape(request)
-    if tuple(state.latents.shape) != expected or len(state.history) != table.history_terms:
+    spec = runtime.model.spec
+    terms, expected = spec.schedule(request).history_terms, spec.latent_shape(request)
+    if tuple(state.latents.shape) != expected or len(state.history) != terms:
         raise InvalidRequest(
             f"the state has latents {tuple(state.latents.shape)} and {len(state.history)} history terms; "
-            f"this request needs {expected} and {table.history_terms}: start from its own initial state"
+            f"this request needs {expected} and {terms}: start from its own initial state"
         )
     # Copied: device_put may alias host memory on CPU, and the caller's state must stay as it is.
     latents, history = place((np.array(state.latents), tuple(map(np.array, state.history))), runtime.mesh)
@@ -147,7 +148,7 @@ class ExpertRun:
         self.expert = expert
         self.state = state
         self._runtime = runtime
-        self._table = _table(request)
+        self._schedule = runtime.model.spec.schedule(request)
         self._loaded = runtime.component(expert.stage)
         self._program = step_program(runtime, self._loaded.module)
         self._given = step_conditioning(runtime, self._loaded, inputs)
@@ -157,15 +158,17 @@ class ExpertRun:
 
         After an error `state` is what it was before.
         """
-        start, stage, i, table = time.perf_counter(), self.expert.stage, self.state.step, self._table
+        start, stage, i, schedule = time.perf_counter(), self.expert.stage, self.state.step, self._schedule
         assert self.expert.start <= i < self.expert.stop, f"step {i} is not {self.expert}'s"
-        numbers = place(step_numbers(table, i, self.expert.guidance), self._runtime.mesh)
+        numbers = place(step_numbers(schedule, i), self._runtime.mesh)
         given = self.state.latents, self.state.history, numbers, self._given
         latents, history, finite = self._program(self._loaded.params, *given)
-        timestep = float(table.timesteps[i])
-        check_finite(bool(fetch(finite, "denoise step")), f"{stage}, step {i + 1} of {table.steps} (t = {timestep:g})")
+        timestep = float(schedule.timesteps[i])
+        check_finite(
+            bool(fetch(finite, "denoise step")), f"{stage}, step {i + 1} of {schedule.steps} (t = {timestep:g})"
+        )
         self.state = DenoiseState(latents, history, i + 1)
-        return StepEvent(stage, i + 1, table.steps, timestep, time.perf_counter() - start, self.state)
+        return StepEvent(stage, i + 1, schedule.steps, timestep, time.perf_counter() - start, self.state)
 
 
 def denoise(
@@ -203,14 +206,17 @@ def denoise(
     return finished(runtime.model, request, state, conditioning.image_latents)
 
 
-def step_numbers(table: SolverTable, i: int, guidance: float) -> dict[str, np.ndarray]:
+def step_numbers(schedule: Schedule, i: int) -> dict[str, Any]:
     """Return what step i needs to know, as float32 arrays, so that no step recompiles."""
-    return {
-        "timestep": np.float32(table.timesteps[i]),
-        "sigma": np.float32(table.sigmas[i]),
-        "matrix": table.matrices[i].astype(np.float32),
-        "guidance": np.float32(guidance),
+    numbers: dict[str, Any] = {
+        "timestep": np.float32(schedule.timesteps[i]),
+        "sigma": np.float32(schedule.sigmas[i]),
+        "matrix": schedule.matrices[i].astype(np.float32),
+        "guidance": np.float32(schedule.guidance[i]),
     }
+    if schedule.alphas is not None:  # a flow's programs have none
+        numbers["alpha"] = np.float32(schedule.alphas[i])
+    return numbers
 
 
 def step_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:
@@ -225,7 +231,7 @@ def step_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:
         velocity = runtime.model.velocity(
             module, params, runtime.mesh, latents, numbers["timestep"], numbers["guidance"], *conditioning
         )
-        clean = latents - numbers["sigma"] * velocity
+        clean = numbers.get("alpha", 1) * latents - numbers["sigma"] * velocity
         terms = (latents, clean, *history)
         following, *kept = (sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"])
         # Whole everywhere: every process can read the result, and the next step takes it as it lies.
@@ -251,7 +257,3 @@ def keys_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:
         return runtime.model.text_keys(module, params, runtime.mesh, text, image)
 
     return runtime.program("text keys", keys)
-
-
-def _table(request: ResolvedRequest) -> SolverTable:
-    return solver_table(request.solver, request.steps, request.shift)

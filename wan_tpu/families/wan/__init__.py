@@ -1,1 +1,17 @@
-"""The Wan family: Wan 2.1 and 2.2."""
+"""Wan 2.1 and 2.2."""
+
+from wan_tpu.families.family import Family
+from wan_tpu.families.wan.presets import PRESETS
+from wan_tpu.families.wan.spec import WanSpec
+
+FAMILY = Family(
+    name="wan",
+    title="Wan 2.1 and 2.2",
+    example="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    transformer="WanTransformer3DModel",
+    presets=PRESETS,
+    spec=WanSpec,
+    open=WanSpec.open,
+    model="wan_tpu.families.wan.model:WanModel",
+    small="wan_tpu.families.wan.small:make_checkpoint",
+)

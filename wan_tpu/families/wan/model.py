@@ -7,6 +7,8 @@ Shapes: B batch (guidance branches), T latent frames, H W latent height and widt
 """
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +22,11 @@ from PIL import Image
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
+from wan_tpu.families.model import Model
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.wan import components, transformer, vae
 from wan_tpu.families.wan.flops import WanFlops
-from wan_tpu.families.wan.presets import TEXT_TOKENS
+from wan_tpu.families.wan.presets import TEXT_TOKENS, WanConfig
 from wan_tpu.families.wan.spec import WanSpec
 from wan_tpu.families.wan.tokens import unpatchify as unpatchify_tokens
 from wan_tpu.families.wan.transformer import TextKeys
@@ -32,13 +35,11 @@ from wan_tpu.runtime.bridge import Params, call
 from wan_tpu.runtime.components import Component
 
 
-class WanModel:
-    """One Wan model: its components and the pure functions of its stages.
+class WanModel(Model):
+    """One Wan model."""
 
-    Functions that take `module` and `params` are traced by `jax.jit`; all others run on the host.
-    """
-
-    family = "wan"
+    spec: WanSpec
+    config: WanConfig
 
     def __init__(self, spec: WanSpec, checkpoint: Checkpoint | None = None) -> None:
         """checkpoint: for the tokenizer and the image processor; a preset compiles without."""
@@ -64,6 +65,42 @@ class WanModel:
             found[stage] = components.transformer(config, folder)
         return found
 
+    # ---- shapes
+
+    @property
+    def text_shape(self) -> tuple[int, int]:
+        """(L, C) of a prompt's embeddings."""
+        return TEXT_TOKENS, self.config.transformer["text_dim"]
+
+    @property
+    def image_pixels_shape(self) -> tuple[int, int, int]:
+        """(3, height, width) of what CLIP takes."""
+        assert self.config.image_encoder is not None
+        size = self.config.image_encoder["image_size"]
+        return 3, size, size
+
+    @property
+    def image_features_shape(self) -> tuple[int, int]:
+        """(L, C) of CLIP's features: a token for each patch, and one for the whole."""
+        assert self.config.image_encoder is not None
+        clip = self.config.image_encoder
+        return (clip["image_size"] // clip["patch_size"]) ** 2 + 1, self.config.transformer["image_dim"]
+
+    def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of mask and latents of an image, or of its latents alone (TI2V 5B)."""
+        if self.config.expand_timesteps:
+            return (*latent_shape[:2], 1, *latent_shape[3:])
+        extra = self.config.transformer["in_channels"] - latent_shape[1]
+        return (1, extra, *latent_shape[2:]) if extra else None
+
+    def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
+        """Return the shapes of what a VAE half is given: a frame, then four pixel frames or one latent frame each."""
+        _, channels, frames, height, width = self.spec.latent_shape(request)
+        if component == "decoder":
+            return [(1, channels, 1, height, width)] * frames
+        later = [] if self.config.expand_timesteps else [(1, 3, FRAME_STRIDE, request.height, request.width)]
+        return [(1, 3, 1, request.height, request.width), *later * (frames - 1)]
+
     # ---- encoder stage
 
     def tokenize(self, prompts: list[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
@@ -88,8 +125,7 @@ class WanModel:
                 )
         return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32), warnings
 
-    @staticmethod
-    def encode_text(module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
+    def encode_text(self, module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
         """ids, mask [B, L] -> embeddings [B, L, C], zero where the mask is."""
 
         def method(module: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -104,8 +140,7 @@ class WanModel:
         processor = transformers.CLIPImageProcessor.from_pretrained(folder)
         return np.asarray(processor(images=image, return_tensors="np")["pixel_values"], np.float32)
 
-    @staticmethod
-    def encode_image(module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
+    def encode_image(self, module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
         """pixels [1, 3, 224, 224] -> features [1, L, C] of CLIP's last layer but one (`adapt` dropped the last)."""
 
         def method(module: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
@@ -156,9 +191,8 @@ class WanModel:
 
     # ---- experts
 
-    @staticmethod
     def text_keys(
-        module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array, image: jax.Array | None
+        self, module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array, image: jax.Array | None
     ) -> TextKeys:
         """Return the cross-attention keys and values of every layer: once a request and expert, not every step.
 
@@ -167,8 +201,7 @@ class WanModel:
         """
         return transformer.text_keys(module, params, mesh, text, image)
 
-    @staticmethod
-    def key_shapes(mesh: Mesh, keys: TextKeys) -> dict[str, jax.ShapeDtypeStruct]:
+    def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes and shardings of what `text_keys` makes, to compile a step without it."""
         branches = keys["key"].shape[1]
         return {
@@ -238,8 +271,7 @@ class WanModel:
             later_frames=1,
         )
 
-    @staticmethod
-    def pixels(decoded: np.ndarray) -> np.ndarray:
+    def pixels(self, decoded: np.ndarray) -> np.ndarray:
         """Return what the decoder gave, [1, 3, T, H, W], as float32 [T, H, W, 3] in [0, 1]."""
         unit = np.clip(decoded[0].astype(np.float32), -1, 1) / 2 + 0.5
         return unit.transpose(1, 2, 3, 0)

@@ -13,8 +13,11 @@ from wan_tpu.families.wan import presets
 from wan_tpu.families.wan.config import read_config
 from wan_tpu.families.wan.presets import WanConfig
 from wan_tpu.request import FRAME_STRIDE, Defaults, ResolvedRequest, nearest_multiple
-from wan_tpu.solvers import solver_table
+from wan_tpu.schedules import flow
+from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule
 from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
+
+SOLVERS = {"unipc": flow.unipc, "euler": flow.euler}
 
 
 @dataclass(frozen=True)
@@ -128,8 +131,20 @@ class WanSpec(ModelSpec):
 
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return who denoises which steps of a resolved request, experts with no step left out."""
-        table = solver_table(request.solver, request.steps, request.shift)
-        boundary = table.high_noise_steps(self.boundary_ratio)
-        ends, scales = (0, boundary, table.steps), (request.guidance_scale, request.guidance_scale_2)
-        found = [Expert(stage, ends[i], ends[i + 1], scales[i]) for i, stage in enumerate(self.denoise_stages)]
+        boundary = self._high_noise_steps(request)
+        ends, scales = (0, boundary, request.steps), (request.guidance_scale, request.guidance_scale_2)
+        found = [Expert(stage, ends[i], ends[i + 1], scales[i] > 1) for i, stage in enumerate(self.denoise_stages)]
         return tuple(expert for expert in found if expert.start < expert.stop)
+
+    def schedule(self, request: ResolvedRequest) -> Schedule:
+        """Return the numbers of every step; each expert has a guidance of its own."""
+        high = self._high_noise_steps(request)
+        scales = [request.guidance_scale] * high + [request.guidance_scale_2] * (request.steps - high)
+        return SOLVERS[request.solver](request.steps, request.shift).guided(scales)
+
+    def _high_noise_steps(self, request: ResolvedRequest) -> int:
+        """How many steps come before the boundary; all with one expert."""
+        if self.boundary_ratio is None:
+            return request.steps
+        timesteps = SOLVERS[request.solver](request.steps, request.shift).timesteps
+        return int((timesteps >= self.boundary_ratio * TRAIN_TIMESTEPS).sum())

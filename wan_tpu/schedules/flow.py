@@ -1,74 +1,27 @@
-"""Flow-matching solvers as tables of coefficients, computed on the host in float64.
+"""Schedulers of flow-matching models: UniPC and Euler.
 
-With a flow model the velocity v gives the clean estimate x0 = x - sigma v. Every solver step here is one small
-matrix: from the vector of arrays (x, x0, *history) to (next x, *next history). The device only forms linear
-combinations; there is no linear solve, no logarithm and no branch in the compiled step.
+With a flow model the velocity v gives the clean estimate x0 = x - sigma v.
 
 Sources: UniPC, Zhao et al. 2023 (arXiv 2302.04867), B(h) = expm1(h), order 2; its conventions for flow models
 (sigma grid, the first sigma, float32 rounding, lower order at the end) are those of diffusers'
 UniPCMultistepScheduler, Euler's those of FlowMatchEulerDiscreteScheduler.
 """
 
-import dataclasses
 import functools
 import math
 
 import numpy as np
 
-from wan_tpu.errors import InvalidRequest
-
-TRAIN_TIMESTEPS = 1000
-
-
-@dataclasses.dataclass(frozen=True)
-class SolverTable:
-    """All coefficients of one run, S steps and K history terms.
-
-    timesteps  float32 [S], what the transformer is told
-    sigmas     float64 [S], noise level of each step
-    matrices   float64 [S, K+1, K+2]: (next x, *next history) = matrix @ (x, x0, *history)
-    """
-
-    timesteps: np.ndarray
-    sigmas: np.ndarray
-    matrices: np.ndarray
-
-    def __post_init__(self) -> None:
-        for array in (self.timesteps, self.sigmas, self.matrices):
-            array.flags.writeable = False  # it is shared by all who ask for it
-
-    @property
-    def steps(self) -> int:
-        """How many steps there are."""
-        return len(self.timesteps)
-
-    @property
-    def history_terms(self) -> int:
-        """How many arrays one step hands to the next beside the latents."""
-        return self.matrices.shape[1] - 1
-
-    def high_noise_steps(self, boundary_ratio: float | None) -> int:
-        """How many steps come before the boundary: those with t >= boundary_ratio x 1000; all without one."""
-        if boundary_ratio is None:
-            return self.steps
-        return int((self.timesteps >= boundary_ratio * TRAIN_TIMESTEPS).sum())
-
-
-@functools.lru_cache(maxsize=64)
-def solver_table(solver: str, steps: int, shift: float) -> SolverTable:
-    """Return the table of `solver` ("unipc" or "euler") for `steps` steps and timestep shift `shift`."""
-    if solver == "unipc":
-        return _unipc(steps, shift)
-    if solver == "euler":
-        return _euler(steps, shift)
-    raise InvalidRequest(f"solver {solver!r} is unknown; choose one of unipc, euler")
+from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule, schedule
 
 
 def _shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
-def _euler(steps: int, shift: float) -> SolverTable:
+@functools.lru_cache(maxsize=64)
+def euler(steps: int, shift: float) -> Schedule:
+    """Return the schedule of Euler's method for a timestep shift."""
     # diffusers shifts the training grid, spaces the steps between its ends, and shifts once more.
     last = _shifted(np.array(1 / TRAIN_TIMESTEPS, np.float32), shift)
     grid = np.linspace(TRAIN_TIMESTEPS, float(last) * TRAIN_TIMESTEPS, steps) / TRAIN_TIMESTEPS
@@ -76,10 +29,12 @@ def _euler(steps: int, shift: float) -> SolverTable:
     following = np.append(sigmas[1:], np.float32(0)).astype(np.float64)
     ratio = following / sigmas
     matrices = np.stack([ratio, 1 - ratio], axis=-1)[:, None, :]
-    return SolverTable(sigmas * np.float32(TRAIN_TIMESTEPS), sigmas.astype(np.float64), matrices)
+    return schedule(sigmas * np.float32(TRAIN_TIMESTEPS), sigmas.astype(np.float64), matrices)
 
 
-def _unipc(steps: int, shift: float) -> SolverTable:
+@functools.lru_cache(maxsize=64)
+def unipc(steps: int, shift: float) -> Schedule:
+    """Return the schedule of UniPC for a timestep shift."""
     sigmas = _shifted(np.linspace(1, 1 / TRAIN_TIMESTEPS, steps + 1)[:-1], shift)
     if abs(sigmas[0] - 1) < 1e-6:
         sigmas[0] -= 1e-6  # log(1 - sigma) must stay finite
@@ -88,7 +43,7 @@ def _unipc(steps: int, shift: float) -> SolverTable:
     # values, not the exact ones, are what a checkpoint's published results were made with.
     sigmas = np.append(sigmas, 0).astype(np.float32).astype(np.float64)
     matrices = np.stack([_unipc_step(sigmas, i) for i in range(steps)])
-    return SolverTable(timesteps, sigmas[:-1], matrices)
+    return schedule(timesteps, sigmas[:-1], matrices)
 
 
 def _unipc_step(sigmas: np.ndarray, i: int) -> np.ndarray:

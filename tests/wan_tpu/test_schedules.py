@@ -1,0 +1,127 @@
+"""Schedules against diffusers' schedulers, which step through the same random predictions."""
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.schedules import flow
+from wan_tpu.schedules.diffusion import NoiseSchedule, ddim, dpm
+
+TOLERANCE = 1e-5  # relative; diffusers computes in float32, which gives 2e-6
+SHAPE = (1, 4, 1, 2, 2)
+NOISE = {  # of the published CogVideoX 2B, 5B and 1.5, and what else diffusers' schedulers take
+    "2b": {"snr_shift": 3.0, "zero_snr": True, "spacing": "trailing"},
+    "5b": {"snr_shift": 1.0, "zero_snr": True, "spacing": "trailing"},
+    "noise at the end": {"snr_shift": 3.0, "spacing": "linspace", "final_one": False},
+    "leading": {"snr_shift": 1.0},
+}
+
+
+def follow(schedule, predictions, rng, noises=None):
+    """The states after each step of a schedule, from its numbers alone."""
+    x = rng.standard_normal(SHAPE)
+    yield x
+    history = [np.zeros(SHAPE)] * schedule.history_terms
+    for i, prediction in enumerate(predictions):
+        fresh = [] if noises is None else noises[i][-schedule.noise_terms :]
+        alpha = 1 if schedule.alphas is None else schedule.alphas[i]
+        terms = [x, alpha * x - schedule.sigmas[i] * prediction, *history, *fresh]
+        x, *history = (sum(c * term for c, term in zip(row, terms, strict=True)) for row in schedule.matrices[i])
+        yield x
+
+
+def assert_same(found, expected, where):
+    assert np.abs(found - expected.numpy()).max() <= TOLERANCE * max(1.0, np.abs(found).max()), where
+
+
+def flow_scheduler(name, shift):
+    if name == "euler":
+        return diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
+    return diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 8.0, 12.0])
+@pytest.mark.parametrize("name", ["unipc", "euler"])
+def test_every_step_of_a_flow_equals_diffusers(name, shift):
+    for steps in range(1, 51):
+        reference, schedule = flow_scheduler(name, shift), getattr(flow, name)(steps, shift)
+        reference.set_timesteps(steps)
+        reference.set_begin_index(0)
+        np.testing.assert_allclose(schedule.timesteps, reference.timesteps.numpy(), rtol=1e-6)
+        rng = np.random.default_rng(steps)
+        velocities = rng.standard_normal((steps, *SHAPE))
+        first, *states = follow(schedule, velocities, rng)
+        expected = torch.tensor(first, dtype=torch.float32)
+        for i, timestep in enumerate(reference.timesteps):
+            velocity = torch.tensor(velocities[i], dtype=torch.float32)
+            expected = reference.step(velocity, timestep, expected).prev_sample
+            assert_same(states[i], expected, (steps, i))
+
+
+def diffusion_scheduler(kind, settings):
+    return kind(
+        prediction_type="v_prediction",
+        snr_shift_scale=settings.get("snr_shift", 3.0),
+        rescale_betas_zero_snr=settings.get("zero_snr", False),
+        timestep_spacing=settings.get("spacing", "leading"),
+        set_alpha_to_one=settings.get("final_one", True),
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+    )
+
+
+@pytest.mark.parametrize("settings", NOISE.values(), ids=NOISE)
+def test_every_step_of_ddim_equals_diffusers(settings):
+    for steps in (*range(1, 51), 64, 100, 999, 1000):
+        reference = diffusion_scheduler(diffusers.CogVideoXDDIMScheduler, settings)
+        schedule = ddim(NoiseSchedule(**settings), steps)
+        reference.set_timesteps(steps)
+        assert schedule.timesteps.tolist() == reference.timesteps.tolist()
+        rng = np.random.default_rng(steps)
+        predictions = rng.standard_normal((steps, *SHAPE))
+        first, *states = follow(schedule, predictions, rng)
+        expected = torch.tensor(first)
+        for i, timestep in enumerate(reference.timesteps):
+            expected = reference.step(torch.tensor(predictions[i]), timestep, expected).prev_sample
+            assert_same(states[i], expected, (steps, i))
+
+
+@pytest.mark.parametrize("settings", NOISE.values(), ids=NOISE)
+def test_every_step_of_dpm_equals_diffusers_with_the_noise_that_it_draws(settings):
+    for steps in (*range(1, 51), 64, 100, 999, 1000):
+        reference = diffusion_scheduler(diffusers.CogVideoXDPMScheduler, settings)
+        schedule = dpm(NoiseSchedule(**settings), steps)
+        reference.set_timesteps(steps)
+        assert schedule.timesteps.tolist() == reference.timesteps.tolist()
+        generator = torch.Generator("cpu").manual_seed(steps)
+        noises = [[torch.randn(SHAPE, generator=generator).numpy() for _ in range(n)] for n in schedule.draws]
+        rng = np.random.default_rng(steps)
+        predictions = rng.standard_normal((steps, *SHAPE)).astype(np.float32)
+        first, *states = follow(schedule, predictions, rng, noises)
+        expected, clean = torch.tensor(first, dtype=torch.float32), None
+        generator.manual_seed(steps)
+        for i, timestep in enumerate(reference.timesteps):
+            back = reference.timesteps[i - 1] if i else None
+            expected, clean = reference.step(
+                torch.tensor(predictions[i]), clean, timestep, back, expected, generator=generator
+            )
+            assert_same(states[i], expected, (steps, i))
+
+
+def test_more_steps_than_there_are_timesteps_are_refused():
+    with pytest.raises(InvalidRequest, match="steps is 1001; the model knows 1000 timesteps"):
+        ddim(NoiseSchedule(), 1001)
+
+
+def test_schedules_are_float64_small_and_shared():
+    schedule = flow.unipc(40, 5.0)
+    assert schedule.matrices.dtype == schedule.sigmas.dtype == np.float64
+    assert (schedule.history_terms, schedule.noise_terms) == (3, 0)
+    assert flow.euler(40, 5.0).history_terms == 0
+    assert (dpm(NoiseSchedule(), 50).history_terms, dpm(NoiseSchedule(), 50).noise_terms) == (1, 1)
+    assert flow.unipc(40, 5.0) is schedule
+    with pytest.raises(ValueError, match="read-only"):
+        schedule.sigmas[0] = 0

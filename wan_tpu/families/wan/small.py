@@ -1,0 +1,106 @@
+"""Small checkpoints in the shape of every Wan model, from diffusers' and transformers' own classes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+
+from wan_tpu.families.shared.tokenizer import train_tokenizer
+from wan_tpu.families.wan.presets import PRESETS, VAE_21, VAE_22, WanConfig
+
+_HEADS, _HEAD_WIDTH = 2, 24
+_TEXT_WIDTH = 32
+_IMAGE_WIDTH = 40
+
+_TRANSFORMER: dict[str, Any] = {
+    "num_attention_heads": _HEADS,
+    "attention_head_dim": _HEAD_WIDTH,
+    "text_dim": _TEXT_WIDTH,
+    "freq_dim": 32,
+    "ffn_dim": 96,
+    "num_layers": 2,
+}
+_VAE: dict[str, Any] = {"base_dim": 8, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+_TEXT_ENCODER: dict[str, Any] = {"d_model": _TEXT_WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+_IMAGE_ENCODER: dict[str, Any] = {
+    "hidden_size": _IMAGE_WIDTH,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+    "projection_dim": 16,
+}
+
+
+def make_checkpoint(
+    folder: Path,
+    kind: str,
+    *,
+    transformer: dict[str, Any] | None = None,
+    vae: dict[str, Any] | None = None,
+    shift: float | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a small checkpoint in the shape of the published model `kind`, one of `PRESETS`.
+
+    transformer, vae, shift  override the small configuration
+    """
+    preset = PRESETS[kind]
+    torch.manual_seed(seed)
+    experts = ["transformer", "transformer_2"] if preset.two_experts else ["transformer"]
+    clip = preset.image_encoder is not None
+    settings = preset.transformer | _TRANSFORMER
+    if clip:
+        settings |= {"image_dim": _IMAGE_WIDTH, "added_kv_proj_dim": _HEADS * _HEAD_WIDTH}
+    settings |= transformer or {}
+    residual = preset.vae is VAE_22
+    for name in experts:
+        diffusers.WanTransformer3DModel.from_config(settings).save_pretrained(folder / name)
+    small_vae = (VAE_22 | {"base_dim": 8, "decoder_base_dim": 8, "num_res_blocks": 1}) if residual else VAE_21 | _VAE
+    diffusers.AutoencoderKLWan.from_config(small_vae | (vae or {})).save_pretrained(folder / "vae")
+    tokenizer = train_tokenizer()
+    tokenizer.save_pretrained(folder / "tokenizer")
+    text = _TEXT_ENCODER | {"vocab_size": len(tokenizer), "d_model": settings["text_dim"]}
+    config = transformers.UMT5Config(**(preset.text_encoder | text))
+    transformers.UMT5EncoderModel(config).save_pretrained(folder / "text_encoder")
+    if clip:
+        _save_image_encoder(folder)
+    diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=preset.shift if shift is None else shift
+    ).save_pretrained(folder / "scheduler")
+    _write_index(folder, preset, clip=clip)
+    return folder
+
+
+def _save_image_encoder(folder: Path) -> None:
+    config = transformers.CLIPVisionConfig(hidden_act="gelu", **_IMAGE_ENCODER)
+    transformers.CLIPVisionModel(config).save_pretrained(folder / "image_encoder")
+    size = {"height": _IMAGE_ENCODER["image_size"], "width": _IMAGE_ENCODER["image_size"]}
+    transformers.CLIPImageProcessor(size={"shortest_edge": size["height"]}, crop_size=size).save_pretrained(
+        folder / "image_processor"
+    )
+
+
+def _write_index(folder: Path, preset: WanConfig, *, clip: bool) -> None:
+    """Write model_index.json as diffusers' save_pretrained does."""
+    image_to_video = preset.transformer["in_channels"] == 36
+    index: dict[str, Any] = {
+        "_class_name": "WanImageToVideoPipeline" if image_to_video else "WanPipeline",
+        "_diffusers_version": diffusers.__version__,
+        "boundary_ratio": preset.boundary_ratio,
+        "expand_timesteps": preset.expand_timesteps,
+        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
+        "transformer": ["diffusers", "WanTransformer3DModel"],
+        "transformer_2": ["diffusers", "WanTransformer3DModel"] if preset.two_experts else [None, None],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+    }
+    if image_to_video:
+        index["image_encoder"] = ["transformers", "CLIPVisionModel"] if clip else [None, None]
+        index["image_processor"] = ["transformers", "CLIPImageProcessor"] if clip else [None, None]
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""Schedules: what a scheduler does in every step, as a table of numbers."""

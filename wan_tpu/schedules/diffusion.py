@@ -1,0 +1,103 @@
+"""Schedulers of models that predict v, with a diffusion's noise schedule: DDIM, and DPM-Solver++ (2M, SDE).
+
+With v = alpha noise - sigma clean and alpha^2 + sigma^2 = 1, clean = alpha x - sigma v. Sources: DDIM, Song et al. 2020
+(arXiv 2010.02502); DPM-Solver++, Lu et al. 2022 (arXiv 2211.01095); zero terminal SNR, Lin et al. 2023 (arXiv
+2305.08891). Conventions (spacing, the shift of the SNR, the last step, what noise is drawn) are those of diffusers'
+CogVideoXDDIMScheduler and CogVideoXDPMScheduler.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule, schedule
+
+SPACINGS = ("trailing", "leading", "linspace")
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """How much noise a model was trained with at each of its 1,000 timesteps; betas grow linearly in their roots.
+
+    snr_shift   the signal-to-noise ratio is divided by it
+    zero_snr    whether the last timestep is pure noise
+    final_one   whether a video is clean after its last step, not only as clean as at timestep 0
+    spacing     how steps are spread over the timesteps, one of `SPACINGS`
+    """
+
+    beta_start: float = 0.00085
+    beta_end: float = 0.012
+    snr_shift: float = 3.0
+    zero_snr: bool = False
+    final_one: bool = True
+    spacing: str = "leading"
+
+    def alphas_squared(self) -> np.ndarray:
+        """Return the share of the signal's variance at each timestep, float64 [1000]."""
+        betas = np.linspace(self.beta_start**0.5, self.beta_end**0.5, TRAIN_TIMESTEPS) ** 2
+        found = np.cumprod(1 - betas)
+        found = found / (self.snr_shift + (1 - self.snr_shift) * found)
+        if self.zero_snr:
+            first, last = np.sqrt(found[0]), np.sqrt(found[-1])
+            found = ((np.sqrt(found) - last) * (first / (first - last))) ** 2
+        return found
+
+    def timesteps(self, steps: int) -> np.ndarray:
+        """Return the timesteps of so many steps, int64 [S], falling; raises `InvalidRequest` for too many."""
+        if steps > TRAIN_TIMESTEPS:
+            raise InvalidRequest(f"steps is {steps}; the model knows {TRAIN_TIMESTEPS} timesteps", "steps")
+        if self.spacing == "linspace":
+            return np.linspace(0, TRAIN_TIMESTEPS - 1, steps).round()[::-1].astype(np.int64)
+        if self.spacing == "leading":
+            return np.arange(steps)[::-1] * (TRAIN_TIMESTEPS // steps)
+        spaced = np.round(np.arange(TRAIN_TIMESTEPS, 0, -TRAIN_TIMESTEPS / steps)).astype(np.int64)
+        return spaced - 1
+
+    def levels(self, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (timesteps, share of the signal at each, share after it); diffusers' steps all have one length."""
+        timesteps, share = self.timesteps(steps), self.alphas_squared()
+        following = timesteps - TRAIN_TIMESTEPS // steps
+        final = 1.0 if self.final_one else share[0]
+        return timesteps, share[timesteps], np.where(following >= 0, share[following], final)
+
+
+@functools.lru_cache(maxsize=64)
+def ddim(noise: NoiseSchedule, steps: int) -> Schedule:
+    """Return the schedule of DDIM without added noise."""
+    timesteps, here, there = noise.levels(steps)
+    kept = np.sqrt((1 - there) / (1 - here))
+    matrices = np.stack([kept, np.sqrt(there) - np.sqrt(here) * kept], axis=-1)[:, None, :]
+    return schedule(timesteps, np.sqrt(1 - here), matrices, alphas=np.sqrt(here))
+
+
+@functools.lru_cache(maxsize=64)
+def dpm(noise: NoiseSchedule, steps: int) -> Schedule:
+    """Return the schedule of DPM-Solver++ of second order with noise: over (x, clean, clean of the step before, noise).
+
+    The first step is of first order, as is one that ends at timestep 0 or below. diffusers draws noise for the first
+    order, too, where it then takes a step of second order: of two arrays the second is used.
+    """
+    timesteps, here, there = noise.levels(steps)
+    with np.errstate(divide="ignore", invalid="ignore"):  # no signal at the first step, no noise after the last one
+        before, after = (0.5 * np.log(share / (1 - share)) for share in (here, there))
+        h = after - before
+        ratio = np.diff(before) / h[1:]  # of the step before to this one
+        kept = np.sqrt((1 - there) / (1 - here)) * np.exp(-h)
+        fresh = np.sqrt(1 - there) * np.sqrt(1 - np.exp(-2 * h))
+    gained = -np.expm1(-2 * h) * np.sqrt(there)
+    second = np.append(False, timesteps[1:] - TRAIN_TIMESTEPS // steps >= 0)
+    with np.errstate(divide="ignore"):
+        back = np.where(second, np.append(0.0, 1 / (2 * ratio)), 0.0)
+    nothing, one = np.zeros(steps), np.ones(steps)
+    matrices = np.stack(
+        [
+            np.stack([kept, gained * (1 + back), -gained * back, fresh], axis=-1),
+            np.stack([nothing, one, nothing, nothing], axis=-1),
+        ],
+        axis=1,
+    )
+    return schedule(
+        timesteps, np.sqrt(1 - here), matrices, alphas=np.sqrt(here), draws=[2 if twice else 1 for twice in second]
+    )

@@ -1,0 +1,77 @@
+"""A schedule: all numbers of a run's steps, worked out on the host in float64.
+
+Every model's prediction gives an estimate of the clean latents, clean = alpha x - sigma prediction, and every step of a
+scheduler is one small matrix: from the vector of arrays (x, clean, *history, *noise) to (next x, *next history). The
+device only forms linear combinations; there is no linear solve, no logarithm and no branch in the compiled step.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+TRAIN_TIMESTEPS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The numbers of one run: S steps, K history terms, N arrays of fresh noise a step.
+
+    timesteps       float32 [S], what the transformer is told
+    alphas, sigmas  float64 [S]: clean = alpha x - sigma prediction. None for a flow model, whose alphas are all one
+    matrices        float64 [S, K+1, K+2+N]: (next x, *next history) = matrix @ (x, clean, *history, *noise)
+    guidance        float64 [S], the scale of classifier-free guidance
+    draws           of each step: how many arrays of noise are drawn from the request's generator, of which the last N
+                    are used
+    """
+
+    timesteps: np.ndarray
+    alphas: np.ndarray | None
+    sigmas: np.ndarray
+    matrices: np.ndarray
+    guidance: np.ndarray
+    draws: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        arrays = (self.timesteps, self.alphas, self.sigmas, self.matrices, self.guidance)
+        for array in (one for one in arrays if one is not None):
+            array.flags.writeable = False  # it is shared by all who ask for it
+
+    @property
+    def steps(self) -> int:
+        """How many steps there are."""
+        return len(self.timesteps)
+
+    @property
+    def history_terms(self) -> int:
+        """How many arrays one step hands to the next beside the latents."""
+        return self.matrices.shape[1] - 1
+
+    @property
+    def noise_terms(self) -> int:
+        """How many arrays of fresh noise a step is given."""
+        return self.matrices.shape[2] - 2 - self.history_terms
+
+    def guided(self, guidance: Sequence[float] | np.ndarray) -> "Schedule":
+        """Return it with the scale of each step."""
+        return dataclasses.replace(self, guidance=np.array(guidance, np.float64))
+
+
+def schedule(
+    timesteps: np.ndarray,
+    sigmas: np.ndarray,
+    matrices: np.ndarray,
+    *,
+    alphas: np.ndarray | None = None,
+    draws: Sequence[int] | None = None,
+) -> Schedule:
+    """Return a schedule without guidance; of a flow, without noise, where alphas and draws are left out."""
+    steps = len(timesteps)
+    return Schedule(
+        timesteps=timesteps.astype(np.float32),
+        alphas=alphas,
+        sigmas=sigmas,
+        matrices=matrices,
+        guidance=np.ones(steps),
+        draws=(0,) * steps if draws is None else tuple(draws),
+    )
