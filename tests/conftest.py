@@ -49,7 +49,10 @@ class Scheduling(LoadFileScheduling):
     """Runs the tests that start clusters in two of pytest-xdist's processes, and the others file by file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.split("/")[1] if starts_clusters(nodeid) else super()._split_scope(nodeid)
+        if not starts_clusters(nodeid):
+            return super()._split_scope(nodeid)
+        of_slices = nodeid.startswith(("tests/actors/slices/", "tests/actors/on_slices/"))
+        return "clusters: slices" if of_slices else "clusters: all others"  # about as long
 
 
 @pytest.hookimpl(optionalhook=True)

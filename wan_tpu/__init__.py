@@ -1,4 +1,4 @@
-"""Video generation on TPUs: Wan 2.1 and 2.2 as JAX programs.
+"""Video generation on TPUs: diffusion models as JAX programs.
 
 from wan_tpu import GenerationRequest, load_pipeline
 """

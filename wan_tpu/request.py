@@ -12,7 +12,6 @@ from PIL import Image
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.image import load_image
 
-SOLVERS = ("unipc", "euler")
 NAMED_SIZES = ("720*1280", "1280*720", "480*832", "832*480")
 SIZE_MULTIPLE = 16  # pixels: the VAE's 8 x the transformer's patch of 2 (TI2V 5B: 32, checked by the model)
 # What is taken of each field that is a number, both ends included.
@@ -28,7 +27,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1),
 }
 _SIZE = re.compile(r"([1-9][0-9]{0,4})([*x])([1-9][0-9]{0,4})", re.ASCII)
-FRAME_STRIDE = 4  # pixel frames a latent frame: the VAEs of every supported family compress time by four
+FRAME_STRIDE = 4  # pixel frames a latent frame: the VAEs of every family compress time by four
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +42,7 @@ class Defaults:
     guidance_scale: float
     guidance_scale_2: float
     shift: float
+    solver: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,14 +53,14 @@ class GenerationRequest:
     negative_prompt   what to steer away from; "" when left open; unused without guidance
     image             first frame: a path or a PIL image, resized to (height, width); RGB after construction
     height, width     pixels, multiples of 16 (of 32 for Wan 2.2 TI2V 5B)
-    frames            4n + 1
+    frames            4n + 1, or what else the model takes
     fps               frames per second of the written video
     steps             denoising steps over both experts
     guidance_scale    classifier-free guidance of the high-noise expert, or of the only one; none when 1.0
     guidance_scale_2  the same for the low-noise expert; `guidance_scale` when left open but that is given
     shift             timestep shift of the flow schedule
     seed              of the initial noise: `torch.Generator("cpu").manual_seed(seed)`, as diffusers draws it
-    solver            "unipc" or "euler"
+    solver            one of the model's (`wan_tpu.spec.ModelSpec.solvers`)
 
     Raises `InvalidRequest` naming the field, what is allowed and the nearest value that works.
     """
@@ -77,7 +77,7 @@ class GenerationRequest:
     guidance_scale_2: float | None = None
     shift: float | None = None
     seed: int = 0
-    solver: str = "unipc"
+    solver: str | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -92,13 +92,12 @@ class GenerationRequest:
                 raise InvalidRequest(f"{name} {value!r} is no valid Unicode; is the terminal set to UTF-8?", name)
         for name in ("height", "width"):
             _check_size(name, getattr(self, name))
-        _check_frames(self.frames)
-        for name in ("steps", "seed"):
+        for name in ("frames", "steps", "seed"):
             _check_integer(name, getattr(self, name))
         for name in ("fps", "shift", "guidance_scale", "guidance_scale_2"):
             _check_number(name, getattr(self, name))
-        if self.solver not in SOLVERS:
-            raise InvalidRequest(f"solver {self.solver!r} is unknown; choose one of {', '.join(SOLVERS)}", "solver")
+        if not isinstance(self.solver, str | None):
+            raise InvalidRequest(f"solver is a {type(self.solver).__name__}; give a name", "solver")
         if self.image is not None:
             # The one normalisation: decoded here, so that a damaged file fails before any model is loaded.
             object.__setattr__(self, "image", load_image(self.image))
@@ -133,6 +132,7 @@ class ResolvedRequest(GenerationRequest):
     guidance_scale: float
     guidance_scale_2: float
     shift: float
+    solver: str
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -191,10 +191,3 @@ def _check_size(name: str, value: object) -> None:
     if isinstance(value, int) and value % SIZE_MULTIPLE:
         nearest = nearest_multiple(value, SIZE_MULTIPLE)
         raise InvalidRequest(f"{name} is {value}; it must be a multiple of {SIZE_MULTIPLE}, nearest {nearest}", name)
-
-
-def _check_frames(value: object) -> None:
-    _check_integer("frames", value)
-    if isinstance(value, int) and value % FRAME_STRIDE != 1:
-        nearest = max(1, round((value - 1) / FRAME_STRIDE) * FRAME_STRIDE + 1)
-        raise InvalidRequest(f"frames is {value}; it must be 4n + 1, nearest {nearest}", "frames")

@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.request import NAMED_SIZES, Defaults, GenerationRequest, ResolvedRequest, parse_size
+from wan_tpu.request import FRAME_STRIDE, NAMED_SIZES, Defaults, GenerationRequest, ResolvedRequest, parse_size
 from wan_tpu.schedules.schedule import Schedule
 
 ENCODER, DECODER = "encoder", "decoder"  # the first and the last stage of every model; between them it denoises
@@ -64,6 +64,8 @@ class ModelSpec(abc.ABC):
     tasks       which of "t2v" (text to video) and "i2v" (image and text to video) it does
     components  stage -> names of the components that it runs, in the order in which a request passes the stages
     defaults    its published sampling settings
+    solvers     names of its schedulers, the published one first
+    frame_step  how many frames a video may be longer than another: it has a multiple of them, and one
     heads       attention heads of a transformer
     boundary_ratio  the first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert
     """
@@ -72,6 +74,8 @@ class ModelSpec(abc.ABC):
     tasks: tuple[str, ...]
     components: dict[str, tuple[str, ...]]
     defaults: Defaults
+    solvers: tuple[str, ...]
+    frame_step: int = FRAME_STRIDE
     heads: int
     boundary_ratio: float | None
 
@@ -125,7 +129,20 @@ class ModelSpec(abc.ABC):
             if not image:
                 raise InvalidRequest(f"image is missing, and {does}; give one", "image")
             raise InvalidRequest(f"image was given, but {does}; leave it out, or use an I2V checkpoint", "image")
+        if request.solver not in self.solvers:
+            raise InvalidRequest(
+                f"solver {request.solver!r} is unknown; choose one of {', '.join(self.solvers)}", "solver"
+            )
+        if (request.frames - 1) % self.frame_step:
+            nearest = self.nearest_frames(request.frames)
+            raise InvalidRequest(
+                f"frames is {request.frames}; it must be {self.frame_step}n + 1, nearest {nearest}", "frames"
+            )
         self.check_size(request)
+
+    def nearest_frames(self, frames: float) -> int:
+        """Return the number of frames that the model makes which is nearest to a number."""
+        return max(1, round((frames - 1) / self.frame_step) * self.frame_step + 1)
 
     def plan(self, request: GenerationRequest, *, image: bool | None = None) -> RequestPlan:
         """Return what a request takes of this model; raises `InvalidRequest` when the model can't make it.

@@ -35,13 +35,13 @@ def admit(
     resolved = spec.plan(request, image=image).request
     asked = (resolved.height, resolved.width, resolved.frames)
     if largest and not fits(asked, largest):
-        raise _too_large(asked, largest)
+        raise _too_large(asked, largest, spec.frame_step)
     return resolved
 
 
-def _too_large(asked: Size, largest: Sequence[Size]) -> InvalidRequest:
+def _too_large(asked: Size, largest: Sequence[Size], step: int) -> InvalidRequest:
     height, width, frames = asked
-    found = _nearest(asked, largest)
+    found = _nearest(asked, largest, step)
     remedy = "no size does" if found is None else "the nearest that does is {1}x{0} with {2} frames".format(*found)
     return InvalidRequest(
         f"{width}x{height} with {frames} frames is larger than what the operator of this service has said to fit the "
@@ -50,10 +50,10 @@ def _too_large(asked: Size, largest: Sequence[Size]) -> InvalidRequest:
     )
 
 
-def _nearest(asked: Size, largest: Sequence[Size]) -> Size | None:
-    """Return the largest size of the asked shape that fits; with fewer frames where that is what is too much."""
+def _nearest(asked: Size, largest: Sequence[Size], step: int) -> Size | None:
+    """Return the largest size of the asked shape that fits; with fewer frames, by so many, where these are too much."""
     height, width, frames = asked
-    fewer = [(height, width, count) for count in range(1, frames, FRAME_STRIDE)]
+    fewer = [(height, width, count) for count in range(1, frames, step)]
     smaller = [(_scaled(height, share), _scaled(width, share), frames) for share in range(1, 1000)]
     for sizes in (fewer, smaller):
         if fitting := [size for size in sizes if fits(size, largest)]:

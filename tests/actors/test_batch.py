@@ -108,9 +108,9 @@ def test_another_model_is_a_change(batch):
 
 def test_bad_lines_do_not_stop_the_rest(batch, storage):
     told = []
-    report = batch(CAT, {"id": "bad", "frames": 6}, "no json", DOG, tell=told.append)
+    report = batch(CAT, {"id": "bad", "steps": 0}, "no json", DOG, tell=told.append)
     assert (report.exit_code, report.made) == (1, 2)
-    assert told[0] == "bad: line 2 frames is 6; it must be 4n + 1, nearest 5"
+    assert told[0] == "bad: line 2 steps is 0; allowed are 1 to 1000, nearest 1"
     assert told[1].startswith("no id: line 3 is no JSON")
     assert [(line["line"], line["status"]) for line in lines_of(storage)] == [
         (1, "done"),
@@ -121,7 +121,7 @@ def test_bad_lines_do_not_stop_the_rest(batch, storage):
 
 
 def test_nothing_but_bad_lines(batch):
-    assert batch("no json", {"frames": 6}).exit_code == 2
+    assert batch("no json", {"steps": 0}).exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_the_digest_is_of_what_decides_the_video(tmp_path):
         return read_manifest(manifest(tmp_path, line | changes)).entries[0].digest
 
     same = digest()
-    assert digest(solver="unipc", seed=0) == same  # what is the default anyway
+    assert digest(seed=0) == same  # what is the default anyway
     assert digest(output="other.mp4") == same
     assert digest(seed=1) != same
     Image.new("RGB", (64, 64), "red").save(tmp_path / "cat.png")
@@ -73,7 +73,7 @@ def test_the_digest_is_of_what_decides_the_video(tmp_path):
         ('{"negativ_prompt": ""}', "did you mean 'negative_prompt'?"),
         ('{"size": "720*1280"}', "give height and width"),
         ('{"colour": 4}', "known are id, output, prompt"),
-        ('{"frames": 6}', r"frames is 6; it must be 4n \+ 1, nearest 5"),
+        ('{"steps": 0}', r"steps is 0; allowed are 1 to 1000, nearest 1"),
         ('{"fps": NaN}', "fps is nan; give a finite number"),
         ('{"prompt": 3}', "prompt is a int; give a string"),
         ('{"image": "none.png"}', r"image '.*/none.png' is not a file"),
@@ -108,7 +108,7 @@ def test_bad_lines_are_told_and_do_not_stop_the_rest(tmp_path, emulator, line, r
 
 
 def test_a_bad_line_does_not_take_an_id(tmp_path):
-    read = read_manifest(manifest(tmp_path, {"id": "cat", "frames": 2}, {"id": "cat", "frames": 5}))
+    read = read_manifest(manifest(tmp_path, {"id": "cat", "steps": 0}, {"id": "cat", "frames": 5}))
     assert [entry.line for entry in read.entries] == [2]
     assert [(bad.line, bad.id) for bad in read.bad] == [(1, "cat")]
 

@@ -14,7 +14,7 @@ PIXEL_TOLERANCE = 2e-3  # half a level of 8 bits; float32 rounding gives about 2
 LATENT_TOLERANCE = 1e-4  # relative to the largest latent; float32 rounding gives about 5e-7
 
 # Every architecture. The 14B's small T2V differs from that of 1.3B in its name, 480p's I2V from 720p's in its shift;
-# Euler's table is held for every shift and number of steps in test_solvers.py.
+# Euler's table is held for every shift and number of steps in test_schedules.py.
 CASES = [
     ("wan2.1-t2v-1.3b", "t2v", "unipc"),
     ("wan2.1-i2v-14b-720p", "i2v", "unipc"),

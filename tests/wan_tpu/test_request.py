@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, load_pipeline
+from wan_tpu.families import preset_spec
 from wan_tpu.media.image import load_image
 from wan_tpu.request import parse_size
 
@@ -19,7 +20,6 @@ from wan_tpu.request import parse_size
         ({"height": 719}, r"height is 719; it must be a multiple of 16, nearest 720"),
         ({"width": 8}, r"width is 8; allowed are 16 to 8192, nearest 16"),
         ({"height": 480.0}, r"height is 480.0; give an integer"),
-        ({"frames": 80}, r"frames is 80; it must be 4n \+ 1, nearest 81"),
         ({"frames": 0}, r"frames is 0; allowed are 1"),
         ({"steps": -3}, r"steps is -3; allowed are 1 to 1000, nearest 1"),
         ({"steps": True}, r"steps is True"),
@@ -29,7 +29,7 @@ from wan_tpu.request import parse_size
         ({"shift": 0}, r"shift is 0; allowed are 0\.01 to 100"),
         ({"fps": "16"}, r"fps is '16'"),
         ({"seed": -1}, r"seed is -1"),
-        ({"solver": "ddim"}, r"solver 'ddim' is unknown; choose one of unipc, euler"),
+        ({"solver": 1}, r"solver is a int; give a name"),
         ({"prompt": None}, r"prompt is a NoneType; give a string"),
         ({"image": 7}, r"image is a int; give a path"),
     ],
@@ -38,6 +38,19 @@ def test_bad_fields_are_refused_with_the_remedy(fields, message):
     with pytest.raises(InvalidRequest, match=message) as caught:
         GenerationRequest(**fields)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"frames": 80}, r"frames is 80; it must be 4n \+ 1, nearest 81"),
+        ({"solver": "ddim"}, r"solver 'ddim' is unknown; choose one of unipc, euler"),
+    ],
+)
+def test_what_a_model_does_not_make_is_refused_with_what_it_does(fields, message):
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        preset_spec("wan2.1-t2v-14b").plan(GenerationRequest(**fields))
+    assert caught.value.field in fields
 
 
 def test_empty_prompt_is_allowed():

@@ -13,7 +13,7 @@ from wan_tpu.errors import OutputError
 from wan_tpu.families import FAMILIES
 from wan_tpu.media.video import check_ffmpeg, check_output
 from wan_tpu.progress import Console
-from wan_tpu.request import NAMED_SIZES, SOLVERS, GenerationRequest, parse_size
+from wan_tpu.request import NAMED_SIZES, GenerationRequest, parse_size
 
 if TYPE_CHECKING:
     from wan_tpu.pipeline import Pipeline
@@ -47,12 +47,12 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--size", help=f"HEIGHT*WIDTH or WIDTHxHEIGHT in pixels, multiples of 16; usual: {' '.join(NAMED_SIZES)}"
     )
-    group.add_argument("--frames", type=int, help="4n + 1")
+    group.add_argument("--frames", type=int, help="4n + 1, or what else the model takes")
     group.add_argument("--fps", type=float)
     group.add_argument(
         "--shift", type=float, help="timestep shift; default the checkpoint's (usual: 5 at 720p, 3 at 480p)"
     )
-    group.add_argument("--solver", choices=SOLVERS, default="unipc")
+    group.add_argument("--solver", help="default the model's own; others are named where one is unknown")
     add_sampling_arguments(group)
 
 

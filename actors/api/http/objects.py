@@ -15,7 +15,7 @@ from actors.api.sizes import Size
 from actors.jobs.tables import Job
 from actors.jobs.values import Status
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.request import FRAME_STRIDE, LIMITS, SIZE_MULTIPLE, GenerationRequest, nearest_multiple, parse_size
+from wan_tpu.request import LIMITS, SIZE_MULTIPLE, GenerationRequest, nearest_multiple, parse_size
 from wan_tpu.spec import ModelSpec
 
 Variant = Literal["video", "thumbnail", "spritesheet"]
@@ -62,9 +62,9 @@ class CreateVideo(_Object):
     guidance_scale_2: float | None = _limited("guidance_scale_2", "of the low-noise expert")
     shift: float | None = _limited("shift", "timestep shift of the flow schedule")
     seed: int | None = _limited("seed", "of the noise; random when left out")
-    num_frames: int | None = _limited("frames", f"{FRAME_STRIDE}n + 1; instead of seconds")
+    num_frames: int | None = _limited("frames", "such as the model makes (its frame_step n + 1); instead of seconds")
     fps: float | None = _limited("fps")
-    solver: Literal["unipc", "euler"] | None = None
+    solver: str | None = Field(default=None, max_length=40, description="one of the model's solvers")
     webhook_url: str | None = Field(default=None, max_length=2000, description="called when the video has ended")
     priority: int = Field(default=0, ge=-100, le=100, description="higher is earlier")
     deadline: float | None = Field(default=None, gt=0, le=1e11, description="the video fails if it isn't done by then")
@@ -128,7 +128,8 @@ class Model(_Object):
     stages    that a video passes, in order
     defaults  of fields of a request that are left open
     sizes     that are usual; others are taken too, in multiples of `size_multiple`
-    limits    of fields that are numbers
+    limits    of fields that are numbers; frames are a multiple of `frame_step`, and one
+    solvers   its schedulers, the one that is used unless a request names another first
     largest   the largest sizes that the slices have memory for; anything if None
     """
 
@@ -142,7 +143,8 @@ class Model(_Object):
     sizes: list[str]
     limits: dict[str, Limits]
     size_multiple: int
-    frame_stride: int
+    frame_step: int
+    solvers: list[str]
     largest: list[dict[str, int | str]] | None
 
 
@@ -221,7 +223,8 @@ def model(name: str, created: int, spec: ModelSpec, largest: Sequence[Size]) -> 
         sizes=[f"{w}x{h}" for h, w in spec.usual_sizes],
         limits={PARAMS.get(name, name): Limits(minimum=low, maximum=high) for name, (low, high) in LIMITS.items()},
         size_multiple=spec.size_multiple,
-        frame_stride=FRAME_STRIDE,
+        frame_step=spec.frame_step,
+        solvers=list(spec.solvers),
         largest=[{"size": f"{w}x{h}", "num_frames": n} for h, w, n in largest] or None,
     )
 
@@ -233,18 +236,14 @@ def error_body(status: int, message: str, *, code: str | None = None, param: str
     return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
 
-def generation_request(asked: CreateVideo, *, fps: float, seed: int) -> GenerationRequest:
-    """Return what the pipeline takes; raises `InvalidRequest`.
-
-    fps   of the model, where the request names none
-    seed  where the request names none
-    """
+def generation_request(asked: CreateVideo, spec: ModelSpec, *, seed: int) -> GenerationRequest:
+    """Return what the pipeline of a model takes; raises `InvalidRequest`. seed: where the request names none."""
     height, width = _size(asked.size) if asked.size is not None else (None, None)
     frames = asked.num_frames
     if asked.seconds is not None:
         if frames is not None:
             raise InvalidRequest("seconds and num_frames were both given; give one of them", "seconds")
-        frames = frames_for(asked.seconds, asked.fps or fps)
+        frames = frames_for(asked.seconds, asked.fps or spec.defaults.fps, spec)
     return GenerationRequest(
         **{name: getattr(asked, name) for name in _SETTINGS},
         width=width,
@@ -252,7 +251,7 @@ def generation_request(asked: CreateVideo, *, fps: float, seed: int) -> Generati
         frames=frames,
         steps=asked.num_inference_steps,
         seed=seed if asked.seed is None else asked.seed,
-        solver=asked.solver or "unipc",
+        solver=asked.solver,
     )
 
 
@@ -267,12 +266,12 @@ def _size(text: str) -> tuple[int, int]:
     return height, width
 
 
-def frames_for(seconds: str, fps: float) -> int:
-    """Return the number of frames, 4n + 1, whose length is nearest to `seconds`; raises `InvalidRequest`."""
+def frames_for(seconds: str, fps: float, spec: ModelSpec) -> int:
+    """Return the number of frames that a model makes whose length is nearest to `seconds`; raises `InvalidRequest`."""
     value = float(seconds) if _SECONDS.fullmatch(seconds) else math.nan
     if not 0 < value <= 600:
         raise InvalidRequest(f"seconds is {seconds[:20]!r}; give a number of seconds such as '5'", "seconds")
-    return max(1, round((value * fps - 1) / FRAME_STRIDE) * FRAME_STRIDE + 1)
+    return spec.nearest_frames(value * fps)
 
 
 def seconds_text(seconds: float) -> str:

@@ -58,7 +58,7 @@ class Service:
         self._check_model(fields.model)
         self._check_webhook(fields.webhook_url)
         seed = secrets.randbelow(2**31)
-        request = generation_request(fields, fps=self.spec.defaults.fps, seed=seed)
+        request = generation_request(fields, self.spec, seed=seed)
         resolved = admit(request, self.spec, self.settings.largest, image=asked.has_image)
         image = await read_image(asked, self.images, self.settings.fetch)
         name = None if image is None else f"input-{secrets.token_hex(16)}.png"

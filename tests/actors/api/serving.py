@@ -25,7 +25,9 @@ from wan_tpu.media.video import VideoWriter
 from wan_tpu.request import Defaults
 
 MODEL = "small-wan"
-DEFAULTS = Defaults(height=64, width=96, frames=9, fps=16, steps=4, guidance_scale=3.5, guidance_scale_2=3.0, shift=5.0)
+DEFAULTS = Defaults(
+    height=64, width=96, frames=9, fps=16, steps=4, guidance_scale=3.5, guidance_scale_2=3.0, shift=5.0, solver="unipc"
+)
 
 
 class SmallSpec(WanSpec):

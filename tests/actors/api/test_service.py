@@ -187,7 +187,7 @@ def test_a_model_says_what_it_makes_and_within_which_limits(settings):
         assert http.get(f"/v1/models/{serving.MODEL}").json() == model
         assert http.get("/v1/models/another").status_code == 404
     assert (model["tasks"], model["stages"]) == (["t2v", "i2v"], ["encoder", "denoise", "decoder"])
-    assert (model["size_multiple"], model["frame_stride"]) == (32, 4)
+    assert (model["size_multiple"], model["frame_step"], model["solvers"]) == (32, 4, ["unipc", "euler"])
     assert model["largest"] == [{"size": "832x480", "num_frames": 81}]
     assert model["sizes"] == ["1280x704", "704x1280", "832x480", "480x832"]
     assert model["defaults"]["size"] == "1280x704" and model["defaults"]["num_frames"] == 121

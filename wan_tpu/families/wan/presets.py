@@ -148,4 +148,4 @@ def defaults(preset: str, task: str, shift: float) -> Defaults:
     """Return a model's published sampling settings; a custom model takes those of its nearest relative."""
     relative = "wan2.2-i2v-a14b" if task == "i2v" else "wan2.1-t2v-14b"
     published = dict(zip(_FIELDS, _SAMPLING.get(preset, _SAMPLING[relative]), strict=True))
-    return Defaults(**published, shift=shift)  # type: ignore[arg-type]
+    return Defaults(**published, shift=shift, solver="unipc")  # type: ignore[arg-type]

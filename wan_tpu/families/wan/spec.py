@@ -65,6 +65,11 @@ class WanSpec(ModelSpec):
         return dataclasses.replace(published, **dict(self.own))  # type: ignore[arg-type]
 
     @property
+    def solvers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """UniPC, as the published schedulers, and Euler."""
+        return tuple(SOLVERS)
+
+    @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
         """Stage -> components; a stage that denoises has the transformer of its own name."""
         encoder = ["text_encoder"]
