@@ -207,6 +207,7 @@ def test_peak_memory_of_loading_stays_below_1_3_times_the_component(large, dtype
     assert 0.9 < ratio < 1.3
 
 
+@pytest.mark.long
 def test_weights_are_freed_after_their_stage_unless_kept(checkpoint):
     # Of the size of test_cli.py: programs that were compiled once.
     request = GenerationRequest(image=PHOTO, height=32, width=48, frames=5, steps=1, guidance_scale=2.0)

@@ -9,13 +9,13 @@ from wan_tpu.errors import CheckpointError
 from wan_tpu.families.family import Family
 from wan_tpu.spec import ModelSpec
 
-_SHARED = "shared"  # what families share: the only folder that is none
+_FOLDERS = [
+    importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__) if found.ispkg
+]
+# By transformer class.
 FAMILIES: dict[str, Family] = {
-    family.transformer: family
-    for found in pkgutil.iter_modules(__path__)
-    if found.ispkg and found.name != _SHARED
-    for family in [importlib.import_module(f"{__name__}.{found.name}").FAMILY]
-}  # by transformer class
+    folder.FAMILY.transformer: folder.FAMILY for folder in _FOLDERS if hasattr(folder, "FAMILY")
+}
 
 
 def family_of(checkpoint: Checkpoint) -> Family:

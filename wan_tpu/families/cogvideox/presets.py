@@ -1,0 +1,109 @@
+"""The published CogVideoX models: configurations, to compile them without weights, and sampling settings.
+
+Sources: the config.json files of the THUDM/CogVideoX* repositories on the Hugging Face hub, google/t5-v1_1-xxl for the
+encoder; sampling settings from the models' cards and inference/cli_demo.py of github.com/THUDM/CogVideo.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from wan_tpu.request import Defaults
+from wan_tpu.schedules.diffusion import NoiseSchedule
+
+TEXT_TOKENS = 226  # of every prompt, padded, and none of them masked: a constant of the pipelines
+
+CUSTOM = "a custom CogVideoX"
+
+
+@dataclass(frozen=True)
+class CogVideoXConfig:
+    """What a checkpoint (or a preset) says about a CogVideoX model.
+
+    noise   how much noise it was trained with
+    solver  its scheduler: "ddim" or "dpm"
+    """
+
+    transformer: dict[str, Any]
+    vae: dict[str, Any]
+    text_encoder: dict[str, Any]
+    text_encoder_class: str
+    noise: NoiseSchedule
+    solver: str
+
+    @property
+    def frames_a_patch(self) -> int:
+        """Latent frames that one token covers."""
+        return self.transformer.get("patch_size_t") or 1
+
+
+# fmt: off
+TRANSFORMER_2B: dict[str, Any] = {
+    "num_attention_heads": 30, "attention_head_dim": 64, "in_channels": 16, "out_channels": 16, "flip_sin_to_cos": True,
+    "freq_shift": 0, "time_embed_dim": 512, "ofs_embed_dim": None, "text_embed_dim": 4096, "num_layers": 30,
+    "attention_bias": True, "sample_width": 90, "sample_height": 60, "sample_frames": 49, "patch_size": 2,
+    "patch_size_t": None, "temporal_compression_ratio": 4, "max_text_seq_length": TEXT_TOKENS,
+    "activation_fn": "gelu-approximate", "timestep_activation_fn": "silu", "norm_elementwise_affine": True,
+    "norm_eps": 1e-5, "spatial_interpolation_scale": 1.875, "temporal_interpolation_scale": 1.0,
+    "use_rotary_positional_embeddings": False, "use_learned_positional_embeddings": False, "patch_bias": True,
+}
+TRANSFORMER_5B = TRANSFORMER_2B | {
+    "num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True,
+}
+TRANSFORMER_5B_I2V = TRANSFORMER_5B | {"in_channels": 32, "use_learned_positional_embeddings": True}
+TRANSFORMER_15 = TRANSFORMER_5B | {
+    "patch_size_t": 2, "patch_bias": False, "sample_width": 300, "sample_height": 300, "sample_frames": 81,
+}
+TRANSFORMER_15_I2V = TRANSFORMER_15 | {"in_channels": 32, "ofs_embed_dim": 512}
+
+VAE_2B: dict[str, Any] = {
+    "in_channels": 3, "out_channels": 3, "block_out_channels": [128, 256, 256, 512], "latent_channels": 16,
+    "layers_per_block": 3, "act_fn": "silu", "norm_eps": 1e-6, "norm_num_groups": 32, "temporal_compression_ratio": 4,
+    "scaling_factor": 1.15258426, "use_quant_conv": False, "use_post_quant_conv": False, "invert_scale_latents": False,
+}
+VAE_5B = VAE_2B | {"scaling_factor": 0.7}
+VAE_15_I2V = VAE_5B | {"invert_scale_latents": True}
+T5_XXL: dict[str, Any] = {
+    "vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
+    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "feed_forward_proj": "gated-gelu",
+    "layer_norm_epsilon": 1e-6, "dropout_rate": 0.1,
+}
+# fmt: on
+
+
+def _preset(transformer: dict[str, Any], vae: dict[str, Any], snr_shift: float) -> CogVideoXConfig:
+    noise = NoiseSchedule(snr_shift=snr_shift, zero_snr=True, spacing="trailing")
+    return CogVideoXConfig(transformer, vae, T5_XXL, "T5EncoderModel", noise, "ddim")
+
+
+PRESETS: dict[str, CogVideoXConfig] = {
+    "cogvideox-2b": _preset(TRANSFORMER_2B, VAE_2B, 3.0),
+    "cogvideox-5b": _preset(TRANSFORMER_5B, VAE_5B, 1.0),
+    "cogvideox-5b-i2v": _preset(TRANSFORMER_5B_I2V, VAE_5B, 1.0),
+    "cogvideox1.5-5b": _preset(TRANSFORMER_15, VAE_5B, 1.0),
+    "cogvideox1.5-5b-i2v": _preset(TRANSFORMER_15_I2V, VAE_15_I2V, 1.0),
+}
+
+
+def recognise(config: CogVideoXConfig) -> str:
+    """Return the name of the published model that a configuration is, or `CUSTOM`."""
+    for name, preset in PRESETS.items():
+        if all(config.transformer.get(key, value) == value for key, value in preset.transformer.items()):
+            return name
+    return CUSTOM
+
+
+def defaults(config: CogVideoXConfig) -> Defaults:
+    """Return a model's published sampling settings: those of its generation, 1.0 or 1.5."""
+    newer = config.frames_a_patch > 1
+    height, width, frames, fps = (768, 1360, 81, 16) if newer else (480, 720, 49, 8)
+    return Defaults(
+        height=height,
+        width=width,
+        frames=frames,
+        fps=fps,
+        steps=50,
+        guidance_scale=6.0,
+        guidance_scale_2=6.0,
+        shift=1.0,
+        solver=config.solver,
+    )

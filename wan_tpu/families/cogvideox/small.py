@@ -1,0 +1,74 @@
+"""Small checkpoints in the shape of every CogVideoX model, from diffusers' and transformers' own classes."""
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+
+from wan_tpu.families.cogvideox.presets import PRESETS, TEXT_TOKENS
+from wan_tpu.families.shared.tokenizer import train_tokenizer
+
+_TEXT_WIDTH = 32
+_TRANSFORMER: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 32,
+    "time_embed_dim": 16,
+    "text_embed_dim": _TEXT_WIDTH,
+    "num_layers": 2,
+    "sample_width": 12,
+    "sample_height": 8,
+    "sample_frames": 9,
+}
+_VAE: dict[str, Any] = {"block_out_channels": [8, 16, 16, 16], "layers_per_block": 1, "norm_num_groups": 4}
+_TEXT_ENCODER: dict[str, Any] = {"d_model": _TEXT_WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+
+
+def make_checkpoint(
+    folder: Path,
+    kind: str,
+    *,
+    transformer: dict[str, Any] | None = None,
+    vae: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a small checkpoint in the shape of the published model `kind`, one of `PRESETS`.
+
+    transformer, vae  override the small configuration
+    """
+    preset = PRESETS[kind]
+    torch.manual_seed(seed)
+    settings = preset.transformer | _TRANSFORMER
+    if settings["ofs_embed_dim"] is not None:
+        settings["ofs_embed_dim"] = settings["time_embed_dim"]  # they are added
+    settings |= transformer or {}
+    tokenizer = train_tokenizer()
+    text = _TEXT_ENCODER | {"vocab_size": len(tokenizer), "d_model": settings["text_embed_dim"]}
+    image_to_video = settings["in_channels"] > preset.vae["latent_channels"]
+    made = diffusers.CogVideoXImageToVideoPipeline if image_to_video else diffusers.CogVideoXPipeline
+    tokenizer.model_max_length = TEXT_TOKENS
+    made(
+        tokenizer=tokenizer,
+        text_encoder=transformers.T5EncoderModel(transformers.T5Config(**(preset.text_encoder | text))),
+        vae=diffusers.AutoencoderKLCogVideoX.from_config(
+            preset.vae
+            | _VAE
+            | {
+                f"{side}_block_types": [f"CogVideoX{name}Block3D"] * 4
+                for side, name in (("down", "Down"), ("up", "Up"))
+            }
+            | (vae or {})
+        ),
+        transformer=diffusers.CogVideoXTransformer3DModel.from_config(settings),
+        scheduler=diffusers.CogVideoXDDIMScheduler(
+            beta_start=preset.noise.beta_start,
+            beta_end=preset.noise.beta_end,
+            beta_schedule="scaled_linear",
+            prediction_type="v_prediction",
+            snr_shift_scale=preset.noise.snr_shift,
+            rescale_betas_zero_snr=preset.noise.zero_snr,
+            timestep_spacing=preset.noise.spacing,
+        ),
+    ).save_pretrained(folder)
+    return folder

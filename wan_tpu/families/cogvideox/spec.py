@@ -1,0 +1,150 @@
+"""A CogVideoX model as its configuration describes it: stages, limits, defaults, shapes, the numbers of its steps."""
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.families.cogvideox import presets
+from wan_tpu.families.cogvideox.config import read_config
+from wan_tpu.families.cogvideox.presets import TEXT_TOKENS, CogVideoXConfig
+from wan_tpu.request import FRAME_STRIDE, Defaults, ResolvedRequest, nearest_multiple
+from wan_tpu.schedules import diffusion
+from wan_tpu.schedules.schedule import Schedule
+from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
+
+DENOISE = "denoise"
+_STRIDE = 8  # pixels to a pixel of the latents, in height and width
+_SOLVERS = {"ddim": diffusion.ddim, "dpm": diffusion.dpm}
+
+
+@dataclass(frozen=True)
+class CogVideoXSpec(ModelSpec):
+    """One CogVideoX model. Raises `CheckpointError` for a configuration that doesn't fit itself.
+
+    own  sampling settings that the checkpoint says itself, by name
+    """
+
+    config: CogVideoXConfig
+    own: tuple[tuple[str, float], ...] = ()
+
+    # The VAE decodes pairs of latent frames, and a single one only at the start: 8n + 1 pixel frames.
+    frame_step = 2 * FRAME_STRIDE
+    boundary_ratio = None
+
+    def __post_init__(self) -> None:
+        strides = 2 ** (len(self.config.vae["block_out_channels"]) - 1)
+        if strides != _STRIDE:
+            raise CheckpointError(f"the VAE compresses height and width by {strides}, supported is {_STRIDE}")
+        if self.config.transformer["in_channels"] not in (self.latent_channels, 2 * self.latent_channels):
+            raise CheckpointError(
+                f"the transformer takes {self.config.transformer['in_channels']} channels; with latents of "
+                f"{self.latent_channels} it takes as many, or twice as many with an image"
+            )
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint) -> "CogVideoXSpec":
+        """Read a checkpoint's configuration; raises `CheckpointError`."""
+        return cls(read_config(checkpoint), tuple(checkpoint.defaults().items()))
+
+    @functools.cached_property
+    def name(self) -> str:  # type: ignore[override]
+        """Name of the published model that this is, or `presets.CUSTOM`."""
+        return presets.recognise(self.config)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Videos of a text, or of an image and a text."""
+        return ("i2v",) if self.config.transformer["in_channels"] > self.latent_channels else ("t2v",)
+
+    @property
+    def defaults(self) -> Defaults:  # type: ignore[override]
+        """The checkpoint's own sampling settings, else the published ones."""
+        return dataclasses.replace(presets.defaults(self.config), **dict(self.own))  # type: ignore[arg-type]
+
+    @property
+    def solvers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The checkpoint's own scheduler first."""
+        return tuple(sorted(_SOLVERS, key=lambda name: name != self.config.solver))
+
+    @property
+    def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
+        """Stage -> components."""
+        encoder = ("text_encoder", "vae_encoder") if "i2v" in self.tasks else ("text_encoder",)
+        return {ENCODER: encoder, DENOISE: (DENOISE,), DECODER: (DECODER,)}
+
+    @property
+    def heads(self) -> int:  # type: ignore[override]
+        """Attention heads of the transformer."""
+        return int(self.config.transformer["num_attention_heads"])
+
+    @property
+    def latent_channels(self) -> int:
+        """C of the latents."""
+        return int(self.config.vae["latent_channels"])
+
+    @property
+    def patch(self) -> tuple[int, int, int]:
+        """Latent frames, rows and columns of a token."""
+        size = int(self.config.transformer["patch_size"])
+        return self.config.frames_a_patch, size, size
+
+    @property
+    def size_multiple(self) -> int:
+        """What heights and widths are multiples of, pixels."""
+        return _STRIDE * self.patch[1]
+
+    def check_size(self, request: ResolvedRequest) -> None:
+        """Raise `InvalidRequest` where positions aren't known, or the model has no such setting."""
+        config, multiple = self.config.transformer, self.size_multiple
+        for name in ("height", "width"):
+            value, trained = getattr(request, name), _STRIDE * int(config[f"sample_{name}"])
+            nearest = nearest_multiple(value, multiple)
+            if value % multiple:
+                raise InvalidRequest(
+                    f"{name} is {value}; {self.name} needs a multiple of {multiple}, nearest {nearest}", name
+                )
+            if config["use_learned_positional_embeddings"] and value != trained:
+                raise InvalidRequest(f"{name} is {value}; {self.name} makes {trained} alone", name)
+            if self.config.frames_a_patch > 1 and value > trained:
+                raise InvalidRequest(f"{name} is {value}; {self.name} knows positions of at most {trained}", name)
+        if config["use_learned_positional_embeddings"] and request.frames != config["sample_frames"]:
+            raise InvalidRequest(
+                f"frames is {request.frames}; {self.name} makes {config['sample_frames']} alone", "frames"
+            )
+        if request.shift != 1.0:
+            raise InvalidRequest(f"shift is {request.shift:g}; {self.name} has none: leave it out", "shift")
+
+    def padding(self, request: ResolvedRequest) -> int:
+        """Return the latent frames that are denoised before those of the video, to fill its first token."""
+        return -self._decoded_frames(request) % self.config.frames_a_patch
+
+    def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
+        """Return [1, C, T, H, W] of the latents that are denoised, `padding` included."""
+        frames = self._decoded_frames(request) + self.padding(request)
+        return 1, self.latent_channels, frames, request.height // _STRIDE, request.width // _STRIDE
+
+    def tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Return L, the transformer's sequence length for latents of a shape: text and video."""
+        return TEXT_TOKENS + math.prod(n // p for n, p in zip(latent_shape[2:], self.patch, strict=True))
+
+    def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
+        """Return the one expert."""
+        return (Expert(DENOISE, 0, request.steps, self.guided(request)),)
+
+    def schedule(self, request: ResolvedRequest) -> Schedule:
+        """Return the numbers of every step. With DPM guidance depends on the timestep, as the published demo has it.
+
+        diffusers' formula (`use_dynamic_cfg`) holds a timestep of a thousand against the number of steps.
+        """
+        schedule = _SOLVERS[request.solver](self.config.noise, request.steps)
+        scale, steps = request.guidance_scale, request.steps
+        if request.solver == "ddim":
+            return schedule.guided([scale] * steps)
+        ways = [(steps - timestep) / steps for timestep in schedule.timesteps.astype(int).tolist()]
+        return schedule.guided([1 + scale * ((1 - math.cos(math.pi * way**5.0)) / 2) for way in ways])
+
+    def _decoded_frames(self, request: ResolvedRequest) -> int:
+        return (request.frames - 1) // FRAME_STRIDE + 1
