@@ -21,7 +21,7 @@ from actors.slices.worker import StageWorker
 from tests.actors.slices.image_request import image_request
 from wan_tpu import InvalidRequest, MeshError, OutputError, UnhealthyResult
 from wan_tpu.data import DenoiseState
-from wan_tpu.families.wan.transformer import half_split
+from wan_tpu.families.shared.tokens import half_split
 from wan_tpu.pipeline import Pipeline
 from wan_tpu.progress import Silent
 from wan_tpu.runtime.components import load_component

@@ -11,6 +11,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from jax.sharding import Mesh
 
 from wan_tpu.errors import CheckpointError
+from wan_tpu.families.shared.tokens import half_split
 from wan_tpu.families.wan import transformer as expert
 from wan_tpu.families.wan import vae
 from wan_tpu.families.wan.presets import WanConfig
@@ -37,7 +38,7 @@ WHOLE_RULES = (Rule(r".*", _WHOLE),)  # CLIP (0.6 G parameters) and the VAE (0.1
 
 def transformer(config: WanConfig, folder: str) -> Component:
     """Return an expert, from the checkpoint's `folder`."""
-    half_split = functools.partial(expert.half_split, config.transformer["num_attention_heads"])
+    paired = functools.partial(half_split, config.transformer["num_attention_heads"])
     return Component(
         folder=folder,
         build=lambda: WanTransformer3DModel.from_config(config.transformer),
@@ -45,7 +46,7 @@ def transformer(config: WanConfig, folder: str) -> Component:
         scanned=("blocks",),
         rules=expert.RULES,
         float32=tuple(WanTransformer3DModel._keep_in_fp32_modules),
-        changes=((r"blocks\.\*\.attn1\.(to|norm)_[qk]\.(weight|bias)", half_split),),
+        changes=((r"blocks\.\*\.attn1\.(to|norm)_[qk]\.(weight|bias)", paired),),
     )
 
 

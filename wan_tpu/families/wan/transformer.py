@@ -13,19 +13,18 @@ one device, N heads, D head width, C = N*D channels, M modulations (1, or 2 when
 timestep of their own).
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.families.wan.tokens import padded, patches, rope_tables
+from wan_tpu.families.shared.layers import each, scan_layers
+from wan_tpu.families.shared.tokens import padded, patches
+from wan_tpu.families.wan.tokens import rope_tables
 from wan_tpu.ops.attention import attention, exchanged_attention, head_groups, query_scale
-from wan_tpu.ops.collectives import gather_rows
 from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.runtime.bridge import Params, call, to_jax
 from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
@@ -34,15 +33,7 @@ from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight
 # embeddings and output (0.6 % of a 14B model), is whole on every device.
 _MATRICES = r"(attn[12]\.(to_q|to_k|to_v|to_out\.0|add_k_proj|add_v_proj)|ffn\.net\.(0\.proj|2))\.weight"
 RULES = (Rule(rf"blocks\..*\.{_MATRICES}", (SHARDS, None)), Rule(rf"(?!blocks\..*\.{_MATRICES}).*", ()))
-_SPLIT = P(None, SHARDS, None)  # of such a matrix, stacked over the layers
 TextKeys = dict[str, jax.Array]  # "key", "value" [depth, B, 512, C], and "image_key", "image_value" with 257 tokens
-_Carry = tuple[jax.Array, Params]  # [B of this device, t, C], and the next layer's weights `_AHEAD`
-
-
-def half_split(heads: int, values: np.ndarray) -> np.ndarray:
-    """Reorder the outputs of a query or key projection, [N*D, ...]: pairs (2i, 2i+1) become (i, i + D/2)."""
-    per_head = values.reshape(heads, -1, 2, *values.shape[1:])
-    return np.ascontiguousarray(per_head.swapaxes(1, 2)).reshape(values.shape)
 
 
 # ---- once a request
@@ -183,37 +174,26 @@ class _Step:
         ops, outer = self._ops, given.outer
         first_rows = self._first - jax.lax.axis_index(self._layout.token_axes) * len(given.tokens)
 
-        def gathered(names: Iterable[str], layer: jax.Array | int) -> Params:
-            one = {name: jax.lax.dynamic_index_in_dim(given.blocks[name], layer, keepdims=False) for name in names}
-            return {
-                name: gather_rows(value, SHARDS, self._platform) if self._blocks[name] == _SPLIT else value
-                for name, value in one.items()
-            }
-
-        depth = len(given.keys["key"])
-        later = [name for name in given.blocks if name not in _AHEAD]
-
-        def layer(carry: _Carry, index: jax.Array) -> tuple[_Carry, None]:
-            hidden, ahead = carry
-            weights = ahead | gathered(later, index)
-            ahead = gathered(_AHEAD, (index + 1) % depth)
+        def layer(hidden: jax.Array, weights: Params, index: jax.Array) -> jax.Array:
             table = weights["scale_shift_table"] + given.modulation  # [M, 6, C]
-            hidden = _each(
+            return each(
                 lambda one: self._block(one[0], one[1], weights, table, given.tables, first_rows),
                 (hidden, self._layer_keys(given.keys, index)),
             )
-            return (hidden, ahead), None
 
         embedded = ops.linear(given.tokens, outer["patch_embedding.weight"], outer["patch_embedding.bias"])
         start = jnp.broadcast_to(embedded, (self._local_branches, *embedded.shape))
-        (hidden, _), _ = jax.lax.scan(layer, (start, gathered(_AHEAD, 0)), jnp.arange(depth))
+        depth = len(given.keys["key"])
+        hidden = scan_layers(
+            layer, start, given.blocks, self._blocks, depth=depth, ahead=_AHEAD, platform=self._platform
+        )
         shift, scale = given.head
 
         def head(hidden: jax.Array) -> jax.Array:
             normed = ops.layer_norm(hidden, 1 + scale, shift, eps=self._eps, first_rows=first_rows)
             return ops.linear(normed, outer["proj_out.weight"], outer["proj_out.bias"]).astype(jnp.float32)
 
-        return _each(head, hidden)
+        return each(head, hidden)
 
     def _layer_keys(self, keys: TextKeys, layer: jax.Array) -> TextKeys:
         """Keys and values of one layer, each [B of this device, L, C]."""
@@ -275,13 +255,6 @@ class _Step:
 # Used before or right after self-attention, which takes most of a layer: gathered during that of the layer before.
 _AHEAD = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 _MADE_ONCE = ("attn2.to_k", "attn2.to_v", "attn2.norm_k", "attn2.add_", "attn2.norm_added_k")  # by `text_keys`
-
-
-def _each(function: Any, branches: Any) -> jax.Array:
-    """Run branch after branch: activations take the room of one."""
-    if jax.tree.leaves(branches)[0].shape[0] == 1:
-        return function(jax.tree.map(lambda x: x[0], branches))[None]
-    return jax.lax.map(function, branches)
 
 
 def _embed_time(module: Any, times: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

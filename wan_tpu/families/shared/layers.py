@@ -1,0 +1,57 @@
+"""Layers of a transformer inside a `jax.shard_map`: each one's weights gathered while earlier ones are in use."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from wan_tpu.ops.collectives import gather_rows
+from wan_tpu.runtime.bridge import Params
+from wan_tpu.runtime.mesh import SHARDS
+
+SPLIT = P(None, SHARDS, None)  # of a large matrix, stacked over the layers: its outputs over the devices of a branch
+
+
+def scan_layers(
+    layer: Callable[[jax.Array, Params, jax.Array], jax.Array],
+    hidden: jax.Array,
+    stacked: Params,
+    specs: Mapping[str, P],
+    *,
+    depth: int,
+    ahead: Sequence[str],
+    kept: Sequence[str] = (),
+    platform: str,
+) -> jax.Array:
+    """Run (hidden, weights of a layer, its index) -> hidden for every layer.
+
+    stacked  this device's part of the weights, [depth, ...]; specs say how they are split
+    ahead    names of those that are gathered a layer early: needed before or right after what takes longest
+    kept     names of those that stay as they are split
+    """
+
+    def gathered(names: Iterable[str], index: jax.Array | int) -> Params:
+        one = {name: jax.lax.dynamic_index_in_dim(stacked[name], index, keepdims=False) for name in names}
+        return {
+            name: gather_rows(value, SHARDS, platform) if specs[name] == SPLIT and name not in kept else value
+            for name, value in one.items()
+        }
+
+    later = [name for name in stacked if name not in ahead]
+
+    def step(carry: tuple[jax.Array, Params], index: jax.Array) -> tuple[tuple[jax.Array, Params], None]:
+        hidden, early = carry
+        weights = early | gathered(later, index)
+        early = gathered(ahead, (index + 1) % depth)
+        return (layer(hidden, weights, index), early), None
+
+    return jax.lax.scan(step, (hidden, gathered(ahead, 0)), jnp.arange(depth))[0][0]
+
+
+def each(function: Callable[[Any], jax.Array], branches: Any) -> jax.Array:
+    """Run branch after branch: activations take the room of one."""
+    if jax.tree.leaves(branches)[0].shape[0] == 1:
+        return function(jax.tree.map(lambda x: x[0], branches))[None]
+    return jax.lax.map(function, branches)
