@@ -1,0 +1,44 @@
+"""What CogVideoX's transformer predicts. Run by test_cogvideox_transformer.py in a process with virtual CPU devices.
+
+Arguments: a checkpoint's folder, the npz of inputs, where to write what is predicted on several meshes.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families.cogvideox import components, transformer
+from wan_tpu.families.cogvideox.spec import CogVideoXSpec
+from wan_tpu.runtime.components import load_component
+from wan_tpu.runtime.mesh import make_mesh
+
+TIMESTEP = 499
+
+
+def predicted(folder, mesh, latents, text):
+    """Return the prediction of each branch, [B, C, T, H, W]."""
+    spec = CogVideoXSpec.open(Checkpoint(folder))
+    loaded = load_component(Checkpoint(folder), components.transformer(spec.config), "float32", mesh)
+
+    @jax.jit
+    def run(params, latents, text):
+        tokens = transformer.embed_text(loaded.module, params, mesh, text)["text"]
+        return transformer.predict(loaded.module, params, mesh, latents, jnp.float32([TIMESTEP]), tokens)
+
+    shape = (1, spec.latent_channels, *latents.shape[2:])
+    return np.concatenate(
+        [transformer.unpatchify(branch, shape, spec.patch) for branch in run(loaded.params, latents, text)]
+    )
+
+
+if __name__ == "__main__":
+    folder, given, out = map(Path, sys.argv[1:])
+    inputs, found = np.load(given), {}
+    for shape in ("1x1x1", "2x2x2", "1x4x2"):
+        mesh = make_mesh(tuple(map(int, shape.split("x"))), heads=2)
+        found[shape] = predicted(folder, mesh, inputs["latents"], inputs["text"])
+    np.savez(out, **found)

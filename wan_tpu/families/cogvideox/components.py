@@ -1,0 +1,40 @@
+"""The torch modules of a CogVideoX model: how each is built, adapted, scanned and sharded."""
+
+import functools
+from typing import Any
+
+import torch
+from diffusers import CogVideoXTransformer3DModel
+from jax.sharding import Mesh
+
+from wan_tpu.families.cogvideox import transformer as expert
+from wan_tpu.families.cogvideox.presets import CogVideoXConfig
+from wan_tpu.families.shared.tokens import half_split
+from wan_tpu.runtime.components import Component
+
+
+def transformer(config: CogVideoXConfig) -> Component:
+    """Return the transformer."""
+    heads = config.transformer["num_attention_heads"]
+    rotary = config.transformer["use_rotary_positional_embeddings"]
+    projections = r"transformer_blocks\.\*\.attn1\.to_[qk]\.(weight|bias)"
+    norms = r"transformer_blocks\.\*\.attn1\.norm_[qk]\.(weight|bias)"  # of each head
+    return Component(
+        folder="transformer",
+        build=lambda: CogVideoXTransformer3DModel.from_config(config.transformer),
+        adapt=_adapt,
+        scanned=("transformer_blocks",),
+        rules=expert.RULES,
+        changes=(
+            ((projections, functools.partial(half_split, heads)), (norms, functools.partial(half_split, 1)))
+            if rotary
+            else ()
+        ),
+    )
+
+
+def _adapt(module: torch.nn.Module, mesh: Mesh) -> None:
+    """Drop the table of sines, which is worked out for each size."""
+    config: Any = module.config
+    if not config.use_learned_positional_embeddings and not config.use_rotary_positional_embeddings:
+        del module.get_submodule("patch_embed").pos_embedding
