@@ -20,11 +20,8 @@ from tests.quality.clips import make_clips
 
 EXAMPLES = ROOT / "examples"
 CHECKPOINT = EXAMPLES / "small-wan2.2-i2v"
-REQUESTS = 30
-LOWERED = {  # what two of the mistakes lower above all; all of them, with a hundred requests, are in docs/quality.md
-    "mask channels zeroed": {"score", "first_frame_db", "likeness_db"},
-    "the high-noise expert throughout": {"first_frame_db", "likeness_db"},
-}
+REQUESTS = 20
+MISTAKE = "mask channels zeroed"  # one of those that docs/quality.md tries, all with a hundred requests
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +56,9 @@ def test_requests_pass_the_gate(made):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", LOWERED)
-def test_a_mistake_is_noticed_by_the_gate(name, made, optimised, tmp_path):
-    wrong = optimised.submit(make_clips, CHECKPOINT, REQUESTS, name, tmp_path).result()
-    assert LOWERED[name] <= set(fallen(made, wrong))
+def test_a_mistake_is_noticed_by_the_gate(made, optimised, tmp_path):
+    wrong = optimised.submit(make_clips, CHECKPOINT, REQUESTS, MISTAKE, tmp_path).result()
+    assert {"score", "first_frame_db", "likeness_db"} <= set(fallen(made, wrong))
     assert not fallen(made, made)
 
 
