@@ -110,6 +110,10 @@ class ModelSpec(abc.ABC):
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
         """Return [1, C, T, H, W] of a request's latents."""
 
+    def decoded_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
+        """Return [1, C, T, H, W] of the latents that are decoded, those that are denoised unless a family says so."""
+        return self.latent_shape(request)
+
     @abc.abstractmethod
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Return L, the transformer's sequence length for latents of a shape."""

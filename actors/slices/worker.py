@@ -138,7 +138,7 @@ class StageWorker:
         before, work = self._runtime.compile_s, self._take(key, _Encoding)
         bar = self._progress.bar(ENCODER, len(work.inputs.chunks) + (work.inputs.clip is not None))
         with self._fits(work.request):
-            condition = stages.encode_image(self._runtime, work.inputs, bar)
+            condition = stages.encode_image(self._runtime, work.request, work.inputs, bar)
         return self._output((self._runtime.compile_s - before, []), lambda: condition)
 
     def begin(self, key: str) -> tuple[float, Expert]:
@@ -231,7 +231,7 @@ class StageWorker:
     def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload) -> int:
         """Put final latents, from the last expert's `collect`, on the devices; return their bytes."""
         given = _unpacked(DenoiseState, state)
-        shape = self._spec.latent_shape(request)
+        shape = self._spec.decoded_shape(request)
         if given is None or given.step != request.steps or given.latents.shape != shape:
             found = "nothing" if given is None else f"step {given.step}, latents {given.latents.shape}"
             raise InvalidRequest(

@@ -96,7 +96,7 @@ def test_the_image_is_encoded_by_itself(pipeline):
     given = GenerationRequest(prompt="a cat", image=PHOTO, height=32, width=48, frames=5, steps=2)
     request = pipe.resolve(given)
     inputs = stages.image_inputs(pipe.runtime, request)
-    got = stages.encode_image(pipe.runtime, inputs, Silent().bar("encoder", 1))
+    got = stages.encode_image(pipe.runtime, request, inputs, Silent().bar("encoder", 1))
     assert np.array_equal(got.image_latents, pipe.encode(request).image_latents)
     assert got.image is None
     assert stages.image_inputs(pipe.runtime, dataclasses.replace(request, image=None)) is None

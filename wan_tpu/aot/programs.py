@@ -83,6 +83,8 @@ def _denoise(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) -> 
     shape = model.spec.latent_shape(request)
     latents = _array(runtime, shape, jnp.float32)
     numbers = {name: _array(runtime, value.shape, jnp.float32) for name, value in step_numbers(schedule, 0).items()}
+    if schedule.noise_terms:
+        numbers["noise"] = latents
     program, arguments, _ = _keys(runtime, mine)
     keys = model.key_shapes(runtime.mesh, jax.eval_shape(program.function, *arguments))
     image = model.image_latents_shape(shape)

@@ -4,7 +4,7 @@ Shapes: B batch (guidance branches), T latent frames, H W latent height and widt
 """
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -68,14 +68,14 @@ class Model(abc.ABC):
         """(L, C) of a prompt's embeddings."""
 
     @property
-    @abc.abstractmethod
     def image_pixels_shape(self) -> tuple[int, int, int]:
         """(3, height, width) of what the image encoder takes; asked for where the model has one."""
+        raise NotImplementedError
 
     @property
-    @abc.abstractmethod
     def image_features_shape(self) -> tuple[int, int]:
         """(L, C) of what the image encoder gives; asked for where the model has one."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -84,6 +84,10 @@ class Model(abc.ABC):
     @abc.abstractmethod
     def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
         """Return the shapes [1, C, T, H, W] of what "vae_encoder" or "decoder" is given, chunk after chunk."""
+
+    def decoder_chunks(self, frames: int) -> list[int]:
+        """Return how many latent frames of a video the decoder takes at a time; one unless a family says otherwise."""
+        return [1] * frames
 
     # ---- encoder stage
 
@@ -95,20 +99,20 @@ class Model(abc.ABC):
     def encode_text(self, module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
         """ids, mask [B, L] -> embeddings [B, L, C]."""
 
-    @abc.abstractmethod
     def clip_pixels(self, image: Image.Image) -> np.ndarray:
-        """Return the image as the image encoder takes it, float32 [1, 3, height, width]."""
+        """Return the image as the image encoder takes it, float32 [1, 3, height, width], where the model has one."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def encode_image(self, module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
-        """pixels [1, 3, height, width] -> features [1, L, C]."""
+        """pixels [1, 3, height, width] -> features [1, L, C], where the model has an image encoder."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
         """Return the chunks of pixels that the VAE encodes for a request's image, float32 in [-1, 1]."""
 
     @abc.abstractmethod
-    def image_latents(self, moments: np.ndarray) -> np.ndarray:
+    def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
         """Turn the VAE encoder's output [1, 2C, T, H, W] into the image condition of `Conditioning`, float32."""
 
     @abc.abstractmethod
@@ -116,6 +120,15 @@ class Model(abc.ABC):
         """Pixels -> moments [1, 2C, T, H, W], chunk by chunk."""
 
     # ---- experts
+
+    def initial_noise(self, request: ResolvedRequest) -> np.ndarray:
+        """Return what diffusers draws for a request's seed, float32 [1, C, T, H, W]."""
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        return torch.randn(self.spec.latent_shape(request), generator=generator, dtype=torch.float32).numpy()
+
+    def step_noise(self, request: ResolvedRequest) -> Callable[[int], np.ndarray]:
+        """Return what draws a step's fresh noise, float32 [1, C, T, H, W]; asked for where its schedule wants some."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def text_keys(
@@ -150,7 +163,7 @@ class Model(abc.ABC):
         """
 
     @abc.abstractmethod
-    def finish(self, latents: np.ndarray, image_latents: np.ndarray | None) -> np.ndarray:
+    def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
         """Return the latents to decode, after the last step."""
 
     # ---- decoder stage
@@ -163,9 +176,10 @@ class Model(abc.ABC):
     def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
         """Latents -> pixels [1, 3, T, H, W] around [-1, 1], chunk by chunk."""
 
-    @abc.abstractmethod
     def pixels(self, decoded: np.ndarray) -> np.ndarray:
         """Return what the decoder gave, [1, 3, T, H, W], as float32 [T, H, W, 3] in [0, 1]."""
+        unit = np.clip(decoded[0].astype(np.float32), -1, 1) / 2 + 0.5
+        return unit.transpose(1, 2, 3, 0)
 
 
 def open_model(checkpoint: Checkpoint) -> Model:

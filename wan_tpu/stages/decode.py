@@ -24,9 +24,10 @@ def decode(runtime: Runtime[Model], latents: np.ndarray, progress: Progress) -> 
 
 
 def decoder_inputs(runtime: Runtime[Model], latents: np.ndarray) -> list[jax.Array]:
-    """Put final latents [1, C, T, H, W] on the devices, as T frames [1, C, 1, H, W] scaled for the VAE."""
+    """Put final latents [1, C, T, H, W] on the devices, scaled for the VAE and cut as it takes them."""
     scaled = runtime.model.vae_latents(latents).astype(DTYPES[runtime.dtype])
-    return [place(scaled[:, :, i : i + 1], runtime.mesh) for i in range(scaled.shape[2])]
+    ends = np.cumsum(runtime.model.decoder_chunks(scaled.shape[2]))
+    return [place(chunk, runtime.mesh) for chunk in np.split(scaled, ends[:-1], axis=2)]
 
 
 def decode_chunks(runtime: Runtime[Model], frames: Sequence[jax.Array], progress: Progress) -> Iterator[jax.Array]:

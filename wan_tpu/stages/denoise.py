@@ -72,9 +72,7 @@ def initial_state(model: Model, request: ResolvedRequest, noise: np.ndarray | No
     shape = model.spec.latent_shape(request)
     history = tuple(np.zeros(shape, np.float32) for _ in range(model.spec.schedule(request).history_terms))
     if noise is None:
-        generator = torch.Generator("cpu").manual_seed(request.seed)
-        noise = torch.randn(shape, generator=generator, dtype=torch.float32).numpy()
-        return DenoiseState(noise, history)
+        return DenoiseState(model.initial_noise(request), history)
     try:
         given = np.array(noise).astype(np.float32, casting="same_kind")
     except (RuntimeError, TypeError, ValueError) as error:
@@ -111,7 +109,7 @@ def finished(
     if state.step < request.steps:
         return state
     given = None if image_latents is None else np.asarray(image_latents)
-    return DenoiseState(model.finish(state.latents, given), state.history, state.step)
+    return DenoiseState(model.finish(state.latents, given, request), state.history, state.step)
 
 
 # ---- steps
@@ -149,6 +147,7 @@ class ExpertRun:
         self.state = state
         self._runtime = runtime
         self._schedule = runtime.model.spec.schedule(request)
+        self._noise = runtime.model.step_noise(request) if self._schedule.noise_terms else None
         self._loaded = runtime.component(expert.stage)
         self._program = step_program(runtime, self._loaded.module)
         self._given = step_conditioning(runtime, self._loaded, inputs)
@@ -160,7 +159,10 @@ class ExpertRun:
         """
         start, stage, i, schedule = time.perf_counter(), self.expert.stage, self.state.step, self._schedule
         assert self.expert.start <= i < self.expert.stop, f"step {i} is not {self.expert}'s"
-        numbers = place(step_numbers(schedule, i), self._runtime.mesh)
+        numbers = step_numbers(schedule, i)
+        if self._noise is not None:
+            numbers["noise"] = self._noise(i)
+        numbers = place(numbers, self._runtime.mesh)
         given = self.state.latents, self.state.history, numbers, self._given
         latents, history, finite = self._program(self._loaded.params, *given)
         timestep = float(schedule.timesteps[i])
@@ -232,7 +234,7 @@ def step_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:
             module, params, runtime.mesh, latents, numbers["timestep"], numbers["guidance"], *conditioning
         )
         clean = numbers.get("alpha", 1) * latents - numbers["sigma"] * velocity
-        terms = (latents, clean, *history)
+        terms = (latents, clean, *history, *([numbers["noise"]] if "noise" in numbers else []))
         following, *kept = (sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"])
         # Whole everywhere: every process can read the result, and the next step takes it as it lies.
         results = following, tuple(kept), jnp.isfinite(following).all()

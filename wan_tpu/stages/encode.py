@@ -46,7 +46,7 @@ def encode(runtime: Runtime[Model], request: ResolvedRequest, progress: Progress
             embeddings.append(encode_prompt(runtime, text, warn))
             bar.step()
         runtime.done_with("text_encoder")
-        image = ImageCondition() if inputs is None else encode_image(runtime, inputs, bar)
+        image = ImageCondition() if inputs is None else encode_image(runtime, request, inputs, bar)
     finally:
         bar.close()
     negative = embeddings[1] if len(embeddings) > 1 else None
@@ -94,7 +94,7 @@ def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInpu
     return ImageInputs(tuple(placed[id(chunk)] for chunk in chunks), clip)
 
 
-def encode_image(runtime: Runtime[Model], inputs: ImageInputs, bar: Bar) -> ImageCondition:
+def encode_image(runtime: Runtime[Model], request: ResolvedRequest, inputs: ImageInputs, bar: Bar) -> ImageCondition:
     """Return what the experts are given of an image; `bar` steps once for CLIP and once for each chunk of the VAE."""
     features = None
     if inputs.clip is not None:
@@ -104,7 +104,7 @@ def encode_image(runtime: Runtime[Model], inputs: ImageInputs, bar: Bar) -> Imag
     for moment in vae_encode(runtime, inputs.chunks):
         moments.append(moment)
         bar.step()
-    return ImageCondition(features, runtime.model.image_latents(np.concatenate(moments, axis=2)))
+    return ImageCondition(features, runtime.model.image_latents(np.concatenate(moments, axis=2), request))
 
 
 def _clip_features(runtime: Runtime[Model], pixels: jax.Array) -> np.ndarray:

@@ -4,13 +4,18 @@ import functools
 from typing import Any
 
 import torch
-from diffusers import CogVideoXTransformer3DModel
+from diffusers import AutoencoderKLCogVideoX, CogVideoXTransformer3DModel
 from jax.sharding import Mesh
 
 from wan_tpu.families.cogvideox import transformer as expert
+from wan_tpu.families.cogvideox import vae
 from wan_tpu.families.cogvideox.presets import CogVideoXConfig
+from wan_tpu.families.shared.convolutions import lay_out
 from wan_tpu.families.shared.tokens import half_split
 from wan_tpu.runtime.components import Component
+from wan_tpu.runtime.mesh import Rule
+
+_WHOLE = (Rule(r".*", ()),)  # the VAE, 0.2 G parameters: a copy on every device
 
 
 def transformer(config: CogVideoXConfig) -> Component:
@@ -38,3 +43,20 @@ def _adapt(module: torch.nn.Module, mesh: Mesh) -> None:
     config: Any = module.config
     if not config.use_learned_positional_embeddings and not config.use_rotary_positional_embeddings:
         del module.get_submodule("patch_embed").pos_embedding
+
+
+def vae_half(config: CogVideoXConfig, dropped: str) -> Component:
+    """Return the VAE without the half named in `dropped`."""
+
+    def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
+        delattr(module, dropped)
+        lay_out(module, vae.CHANGES)
+
+    return Component(
+        folder="vae",
+        build=lambda: AutoencoderKLCogVideoX.from_config(config.vae),
+        adapt=adapt,
+        scanned=(),
+        rules=_WHOLE,
+        changes=vae.CHANGES,
+    )

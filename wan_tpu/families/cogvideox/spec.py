@@ -126,6 +126,11 @@ class CogVideoXSpec(ModelSpec):
         frames = self._decoded_frames(request) + self.padding(request)
         return 1, self.latent_channels, frames, request.height // _STRIDE, request.width // _STRIDE
 
+    def decoded_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
+        """Return [1, C, T, H, W] of the latents that are decoded."""
+        _, channels, _, height, width = self.latent_shape(request)
+        return 1, channels, self._decoded_frames(request), height, width
+
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Return L, the transformer's sequence length for latents of a shape: text and video."""
         return TEXT_TOKENS + math.prod(n // p for n, p in zip(latent_shape[2:], self.patch, strict=True))

@@ -50,13 +50,34 @@ class History:
         self._seen.append(kept)
         return past
 
+    @classmethod
+    def final(cls, entry: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        """Give what a first chunk left in the cache its final shape: zeros in front, as before the first frame."""
+        missing = shape.shape[0] - entry.shape[0]
+        return jnp.pad(entry, ((missing, 0), (0, 0), (0, 0), (0, 0)))
+
     @property
     def entries(self) -> Cache:
         """What the next chunk needs."""
         return tuple(self._seen)
 
 
-Run = Callable[[Any, Cut, jax.Array, History], jax.Array]
+class RepeatedStart(History):
+    """A history of convolutions that see the first frame twice more before it, where others see zeros."""
+
+    def past(self, x: jax.Array) -> jax.Array:
+        """Return the two frames or more before x [T, X, Y, C], and remember x for the next chunk."""
+        past = x[:1].repeat(2, axis=0) if self._entries is None else self._entries[len(self._seen)]
+        self._seen.append(x if x.shape[0] > 1 else jnp.concatenate([past[-1:], x]))
+        return past
+
+    @classmethod
+    def final(cls, entry: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        """Keep as many frames as a later chunk does: the first may have more."""
+        return entry[-shape.shape[0] :]
+
+
+Run = Callable[[Any, Cut, jax.Array, Any], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -66,7 +87,8 @@ class CausalChunks:
     run           run(module, cut, x, history) applies the half to one chunk [T, X, Y, C]
     before, after  done to the whole input and output, [1, C, T, H, W]
     scale         pixels of the input (after `before`) to a pixel of the latents, in height and width
-    later_frames  frames of every chunk after the first, which has one
+    later_frames  frames of every chunk after the first
+    history       what convolutions see before the first frame
     """
 
     module: torch.nn.Module
@@ -76,15 +98,16 @@ class CausalChunks:
     after: Callable[[jax.Array], jax.Array]
     scale: int
     later_frames: int
+    history: type[History] = History
 
     def first(self, params: Params, x: jax.Array) -> tuple[jax.Array, Cache]:
-        """Run the first chunk, x [1, C, 1, H, W]; return its output and the cache for the next."""
+        """Run the first chunk, x [1, C, T, H, W]; return its output and the cache for the next."""
 
         def local(cut: Cut, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
             out, entries = self._apply(cut, params, x, None)
             later = jax.ShapeDtypeStruct((self.later_frames, *x.shape[1:]), x.dtype)
             final = jax.eval_shape(lambda later: self._apply(cut, params, later, entries)[1], later)
-            return out, tuple(map(_to_final, entries, final))
+            return out, tuple(map(self.history.final, entries, final))
 
         return self._on_strips(local, params, x, ())
 
@@ -129,13 +152,7 @@ class CausalChunks:
 
     def _apply(self, cut: Cut, params: Params, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         def method(module: torch.nn.Module) -> tuple[Any, ...]:
-            history = History(cache)
+            history = self.history(cache)
             return to_torch((self.run(module, cut, x, history), history.entries))
 
         return call(self.module, params, method)
-
-
-def _to_final(entry: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """Put zeros in front of what a first chunk left in the cache."""
-    missing = shape.shape[0] - entry.shape[0]
-    return jnp.pad(entry, ((missing, 0), (0, 0), (0, 0), (0, 0)))

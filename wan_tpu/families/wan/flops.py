@@ -6,6 +6,7 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from wan_tpu.families.shared.flop_count import count
+from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.wan import components
 from wan_tpu.families.wan.presets import TEXT_TOKENS, WanConfig
 from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
@@ -20,7 +21,7 @@ class WanFlops:
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
         """Encoding `prompts` prompts and the image; CLIP, at most 0.1 % of it, is left out."""
         ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
-        build = components.text_encoder(self._config).build
+        build = text_encoder(self._config.text_encoder_class, self._config.text_encoder).build
         total = prompts * count(build, lambda module: module.encoder(inputs_embeds=module.shared(ids)))
         if request.image is None:
             return total

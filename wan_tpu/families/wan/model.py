@@ -21,9 +21,10 @@ from jax.sharding import Mesh
 from PIL import Image
 
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.errors import CheckpointError
 from wan_tpu.families.model import Model
 from wan_tpu.families.shared.causal_vae import CausalChunks
+from wan_tpu.families.shared.t5 import text_encoder
+from wan_tpu.families.shared.tokenizing import tokenized
 from wan_tpu.families.wan import components, transformer, vae
 from wan_tpu.families.wan.flops import WanFlops
 from wan_tpu.families.wan.presets import TEXT_TOKENS, WanConfig
@@ -55,7 +56,7 @@ class WanModel(Model):
         """Every component by the name of the work it does; "vae" in the checkpoint serves two."""
         config = self.config
         found = {
-            "text_encoder": components.text_encoder(config),
+            "text_encoder": text_encoder(config.text_encoder_class, config.text_encoder),
             "vae_encoder": components.vae_half(config, "decoder", "post_quant_conv"),
             "decoder": components.vae_half(config, "encoder", "quant_conv"),
         }
@@ -106,24 +107,8 @@ class WanModel(Model):
     def tokenize(self, prompts: list[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
         """Return token ids and mask, both int32 [B, 512], and a warning for each prompt that was cut."""
         assert self.checkpoint is not None
-        folder = self.checkpoint.path("tokenizer")
         cleaned = [prompt_clean(prompt) for prompt in prompts]
-        settings = {"padding": "max_length", "max_length": TEXT_TOKENS, "truncation": True, "return_tensors": "np"}
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder.resolve()))
-            tokens = tokenizer(cleaned, **settings)
-        except Exception as error:  # tokenizers raises bare Exception for damaged files
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            raise CheckpointError(f"{folder} holds no working tokenizer ({reason}); fetch it again") from error
-        warnings = []
-        for prompt, ids in zip(cleaned, tokens["input_ids"], strict=True):
-            length = len(tokenizer(prompt, verbose=False)["input_ids"])
-            if length > TEXT_TOKENS:
-                end = tokenizer.decode(ids[-9:-1], skip_special_tokens=True)
-                warnings.append(
-                    f"the prompt is {length} tokens long, the model reads {TEXT_TOKENS}: cut after «… {end.strip()}»"
-                )
-        return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32), warnings
+        return tokenized(self.checkpoint.path("tokenizer"), cleaned, TEXT_TOKENS)
 
     def encode_text(self, module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
         """ids, mask [B, L] -> embeddings [B, L, C], zero where the mask is."""
@@ -165,7 +150,7 @@ class WanModel(Model):
         blank = np.zeros((1, 3, FRAME_STRIDE, *first.shape[3:]), np.float32)
         return [first, *[blank] * ((request.frames - 1) // FRAME_STRIDE)]
 
-    def image_latents(self, moments: np.ndarray) -> np.ndarray:
+    def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
         """Turn the VAE encoder's output [1, 2C, T, H, W] into the image condition of `Conditioning`, float32."""
         mean, std = self._latent_statistics()
         latents = (moments[:, : self.spec.latent_channels].astype(np.float32) - mean) * (1 / std)
@@ -245,7 +230,7 @@ class WanModel(Model):
             guided = unconditional + guidance * (conditional - unconditional)
         return unpatchify_tokens(guided, latents.shape, self.spec.patch, self.spec.latent_channels)
 
-    def finish(self, latents: np.ndarray, image_latents: np.ndarray | None) -> np.ndarray:
+    def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
         """Return the latents to decode: TI2V 5B puts the given first frame back in place."""
         if image_latents is None or not self.config.expand_timesteps:
             return latents
@@ -270,11 +255,6 @@ class WanModel(Model):
             scale=1,
             later_frames=1,
         )
-
-    def pixels(self, decoded: np.ndarray) -> np.ndarray:
-        """Return what the decoder gave, [1, 3, T, H, W], as float32 [T, H, W, 3] in [0, 1]."""
-        unit = np.clip(decoded[0].astype(np.float32), -1, 1) / 2 + 0.5
-        return unit.transpose(1, 2, 3, 0)
 
     @functools.cached_property
     def flops(self) -> WanFlops:

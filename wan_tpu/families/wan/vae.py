@@ -19,7 +19,15 @@ from diffusers.models.autoencoders import autoencoder_kl_wan as wan
 
 from kernels.causal_conv import inside
 from wan_tpu.families.shared.causal_vae import History
-from wan_tpu.ops.dispatch import ops_for
+from wan_tpu.families.shared.convolutions import (
+    convolve,
+    doubled,
+    downsampling_taps,
+    halved,
+    pointwise,
+    taps_first,
+    upsampling_taps,
+)
 from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import to_jax
 
@@ -29,34 +37,6 @@ QUERIES = 180
 
 
 # ---- weights: laid out once, as they are read
-
-
-def taps_first(weight: np.ndarray) -> np.ndarray:
-    """[O, C, (t,) y, x] -> [t, x, y, C, O], as the convolutions want it."""
-    weight = weight if weight.ndim == 5 else weight[:, :, None]
-    return weight.transpose(2, 4, 3, 1, 0)
-
-
-def upsampling_taps(weight: np.ndarray) -> np.ndarray:
-    """Fold "twice the size, nearest, then a convolution [O, C, 3, 3]" into [1, 3, 3, C, 4 O] at the original size.
-
-    The four pixels that come of one are channel groups: upper left, lower left, upper right, lower right.
-    """
-    outputs, inputs = weight.shape[:2]
-    folded = np.zeros((1, 3, 3, inputs, 2, 2, outputs), np.float32)
-    for x, y, dx, dy in np.ndindex(3, 3, 2, 2):
-        # Tap x of the pixel dx to the right looks at column dx + x - 1 of the doubled picture.
-        folded[0, (dx + x - 1) // 2 + 1, (dy + y - 1) // 2 + 1, :, dx, dy] += weight[:, :, y, x].T
-    return folded.reshape(1, 3, 3, inputs, 4 * outputs)
-
-
-def downsampling_taps(weight: np.ndarray) -> np.ndarray:
-    """Fold "a convolution [O, C, 3, 3] of every second pixel" into [1, 2, 2, 4 C, O] on squares of four pixels."""
-    outputs, inputs = weight.shape[:2]
-    folded = np.zeros((1, 2, 2, 2, 2, inputs, outputs), np.float32)
-    for x, y in np.ndindex(3, 3):
-        folded[0, x // 2, y // 2, x % 2, y % 2] = weight[:, :, y, x].T
-    return folded.reshape(1, 2, 2, 4 * inputs, outputs)
 
 
 # The first pattern that matches a weight's whole name decides.
@@ -77,13 +57,13 @@ def encoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
     for block in half.down_blocks:
         x = _DOWN[type(block)](block, cut, x, history)
     x = _conv(half.conv_out, cut, _middle(half.mid_block, cut, x, history), history, norm=half.norm_out)
-    return _pointwise(module.quant_conv, x)
+    return pointwise(module.quant_conv, x)
 
 
 def decoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
     """Return the pixels [1 or 4, X, Y, 3] of latents [1, X, Y, C]."""
     half = module.decoder
-    x = inside(_pointwise(module.post_quant_conv, x), *cut.inside(x))
+    x = inside(pointwise(module.post_quant_conv, x), *cut.inside(x))
     x = _middle(half.mid_block, cut, _conv(half.conv_in, cut, x, history), history)
     for block in half.up_blocks:
         x = _up_block(block, cut, x, history)
@@ -120,7 +100,7 @@ def _up_block(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array
 
 
 def _residual_block(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
-    shortcut = x if isinstance(block.conv_shortcut, torch.nn.Identity) else _pointwise(block.conv_shortcut, x)
+    shortcut = x if isinstance(block.conv_shortcut, torch.nn.Identity) else pointwise(block.conv_shortcut, x)
     hidden = _conv(block.conv1, cut, x, history, norm=block.norm1, norm_after=block.norm2)
     return _conv(block.conv2, cut, hidden, history, residual=shortcut)
 
@@ -137,40 +117,18 @@ def _conv(
 ) -> jax.Array:
     """WanCausalConv3d of 3x3x3 taps, with RMS norm and SiLU before and after it, plus a residual."""
     past = history.past(x)
-    weight = _array(conv.weight)
-    return _convolve(
+    weight = to_jax(conv.weight)
+    return convolve(
         cut,
         x,
         weight if past is not None else weight[-1:],  # zeros before the first frame need no taps
-        _array(conv.bias),
+        to_jax(conv.bias),
         past=past,
         norm=None if norm is None else _gamma(norm),
         norm_after=None if norm_after is None else _gamma(norm_after),
         residual=residual,
         before=(1, 1),
     )
-
-
-def _convolve(
-    cut: Cut, x: jax.Array, weight: jax.Array, bias: jax.Array, *, past: jax.Array | None = None, **given: Any
-) -> jax.Array:
-    taps = weight.shape[0]
-    count = 0 if past is None else taps - given.get("stride", 1)
-    if past is not None and past.shape[0] < count:
-        past = jnp.pad(past, ((count - past.shape[0], 0), (0, 0), (0, 0), (0, 0)))
-    if weight.shape[1] > 1:
-        frames = [x] if not count else [past[-count:], x]  # type: ignore[index]
-        first, last = (jnp.concatenate([part[:, side] for part in frames]) for side in (np.s_[:1], np.s_[-1:]))
-        given["edges"] = cut.edges(first, last)
-    columns, rows = cut.inside(x)
-    convolve = ops_for(cut.mesh.devices.flat[0].platform).causal_conv
-    return convolve(x, weight, bias, past=past, columns=columns, rows=rows, **given)
-
-
-def _pointwise(conv: Any, x: jax.Array) -> jax.Array:
-    """A convolution of one tap, [T, X, Y, C] -> [T, X, Y, O]."""
-    product = jnp.einsum("txyc,co->txyo", x, _array(conv.weight)[0, 0, 0], preferred_element_type=jnp.float32)
-    return (product + _array(conv.bias)).astype(x.dtype)
 
 
 # ---- twice and half the size
@@ -182,28 +140,19 @@ def _upsample(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array
         past = history.past(jnp.zeros_like(x) if history.first else x)
         if past is not None:
             conv = block.time_conv
-            both = _convolve(cut, x, _array(conv.weight), _array(conv.bias), past=past)
+            both = convolve(cut, x, to_jax(conv.weight), to_jax(conv.bias), past=past)
             x = jnp.stack(jnp.split(both, 2, axis=-1), axis=1).reshape(-1, *x.shape[1:])
-    _, conv = block.resample
-    four = _convolve(cut, x, _array(conv.weight), jnp.tile(_array(conv.bias), 4), before=(1, 1))
-    frames, columns, rows, channels = four.shape
-    squares = four.reshape(frames, columns, rows, 2, channels // 2).transpose(0, 1, 3, 2, 4)
-    return squares.reshape(frames, 2 * columns, 2 * rows, channels // 4)
+    return doubled(block.resample[1], cut, x)
 
 
 def _downsample(block: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
     """WanResample: half the columns and rows, and in "downsample3d" of the frames but the very first."""
-    frames, columns, rows, channels = x.shape
-    squares = x.reshape(frames, columns // 2, 2, rows // 2, 2 * channels).transpose(0, 1, 3, 2, 4)
-    _, conv = block.resample
-    x = _convolve(
-        cut, squares.reshape(frames, columns // 2, rows // 2, 4 * channels), _array(conv.weight), _array(conv.bias)
-    )
+    x = halved(block.resample[1], cut, x)
     if block.mode == "downsample3d":
         past = history.past(x)
         if past is not None:
             conv = block.time_conv
-            x = _convolve(cut, x, _array(conv.weight), _array(conv.bias), past=past, stride=2)
+            x = convolve(cut, x, to_jax(conv.weight), to_jax(conv.bias), past=past, stride=2)
     return x
 
 
@@ -235,9 +184,9 @@ def _attention_block(block: Any, cut: Cut, x: jax.Array, history: History) -> ja
     wide = x.astype(jnp.float32)
     norm = jnp.sqrt(jnp.maximum((wide * wide).sum(-1, keepdims=True), 1e-24))
     normed = (wide / norm * math.sqrt(x.shape[-1]) * _gamma(block.norm)).astype(x.dtype)
-    query, key, value = jnp.split(_pointwise(block.to_qkv, normed), 3, axis=-1)
+    query, key, value = jnp.split(pointwise(block.to_qkv, normed), 3, axis=-1)
     mixed = jax.vmap(_attend)(query, cut.gather(key), cut.gather(value))
-    return inside(x + _pointwise(block.proj, mixed), *cut.inside(x))
+    return inside(x + pointwise(block.proj, mixed), *cut.inside(x))
 
 
 def _attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -259,11 +208,7 @@ def _attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 def _gamma(norm: Any) -> jax.Array:
     """Return the factors of a WanRMS_norm, [C]."""
-    return _array(norm.gamma).reshape(-1)
-
-
-def _array(parameter: torch.Tensor) -> jax.Array:
-    return to_jax(parameter)
+    return to_jax(norm.gamma).reshape(-1)
 
 
 _DOWN: dict[type, Callable[[Any, Cut, jax.Array, History], jax.Array]] = {

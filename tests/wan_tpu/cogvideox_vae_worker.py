@@ -1,0 +1,57 @@
+"""Halves of CogVideoX's VAE on several meshes. Run by test_cogvideox_vae.py in a process with virtual CPU devices.
+
+Arguments: a checkpoint's folder, the npz of inputs, where to write what comes out on several meshes.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families.cogvideox import components, vae
+from wan_tpu.families.cogvideox.spec import CogVideoXSpec
+from wan_tpu.families.shared.causal_vae import CausalChunks, RepeatedStart
+from wan_tpu.runtime.components import load_component
+from wan_tpu.runtime.mesh import make_mesh
+
+
+def halves(folder, mesh):
+    """Return the encoder and the decoder as functions of chunks [1, C, T, H, W]."""
+    config = CogVideoXSpec.open(Checkpoint(folder)).config
+
+    def half(dropped, run, scale, later_frames):
+        loaded = load_component(Checkpoint(folder), components.vae_half(config, dropped), "float32", mesh)
+        made = CausalChunks(
+            loaded.module, mesh, run, lambda x: x, lambda x: x, scale, later_frames, history=RepeatedStart
+        )
+        first, later = jax.jit(made.first), jax.jit(made.next)
+
+        def run_all(chunks):
+            out, cache = first(loaded.params, chunks[0])
+            outputs = [out]
+            for chunk in chunks[1:]:
+                out, cache = later(loaded.params, chunk, cache)
+                outputs.append(out)
+            return np.concatenate([np.asarray(out) for out in outputs], axis=2)
+
+        return run_all
+
+    return half("decoder", vae.encoder, 8, 8), half("encoder", vae.decoder, 1, vae.LATER_FRAMES)
+
+
+def cut(x, frames):
+    """Cut x [1, C, T, H, W] into chunks of so many frames."""
+    return np.split(x, np.cumsum(frames)[:-1], axis=2)
+
+
+if __name__ == "__main__":
+    folder, given, out = map(Path, sys.argv[1:])
+    inputs, found = np.load(given), {}
+    for shape in ("1x1x1", "1x1x2", "2x2x2"):
+        encode, decode = halves(folder, make_mesh(tuple(map(int, shape.split("x"))), heads=2))
+        latents = inputs["latents"]
+        found[f"decoded {shape}"] = decode(cut(latents, vae.chunks(latents.shape[2])))
+        found[f"encoded {shape}"] = encode([inputs["pixels"]])
+    np.savez(out, **found)

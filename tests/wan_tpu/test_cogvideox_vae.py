@@ -1,0 +1,69 @@
+"""CogVideoX's VAE, chunk by chunk and cut over devices, against diffusers' module."""
+
+import subprocess
+import sys
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import ROOT, with_devices
+from tests.wan_tpu.cogvideox_vae_worker import cut, halves
+from wan_tpu.families.cogvideox import vae
+from wan_tpu.families.cogvideox.small import make_checkpoint
+from wan_tpu.runtime.mesh import make_mesh
+
+HEIGHT, WIDTH = 4, 6  # of the latents
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("cogvideox") / "checkpoint", "cogvideox-2b")
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    return diffusers.AutoencoderKLCogVideoX.from_pretrained(folder / "vae").eval()
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    return halves(folder, make_mesh((1, 1, 1), heads=2))
+
+
+def random(*shape):
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("frames", [1, 4, 7])
+def test_latents_are_decoded_as_diffusers_does(frames, theirs, ours):
+    latents = random(1, 16, frames, HEIGHT, WIDTH)
+    with torch.no_grad():
+        expected = theirs.decode(torch.tensor(latents)).sample.numpy()
+    found = ours[1](cut(latents, vae.chunks(frames)))
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("frames", [1, 9])
+def test_pixels_are_encoded_as_diffusers_does(frames, theirs, ours):
+    pixels = random(1, 3, frames, 8 * HEIGHT, 8 * WIDTH)
+    with torch.no_grad():
+        expected = theirs.encode(torch.tensor(pixels)).latent_dist.parameters.numpy()
+    found = ours[0]([pixels])
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [8, 5, 3], ids=["whole", "padded", "mostly padding"])
+def test_several_devices_give_what_one_does(width, folder, tmp_path):
+    given, out = tmp_path / "given.npz", tmp_path / "found.npz"
+    np.savez(given, latents=random(1, 16, 5, HEIGHT, width), pixels=random(1, 3, 1, 8 * HEIGHT, 8 * width))
+    command = [sys.executable, "-m", "tests.wan_tpu.cogvideox_vae_worker", folder, given, out]
+    subprocess.run(command, env=with_devices(8), cwd=ROOT, check=True)
+    found = np.load(out)
+    for name in found.files:
+        one = found[f"{name.split()[0]} 1x1x1"]
+        assert np.abs(found[name] - one).max() <= 1e-4 * np.abs(one).max(), name

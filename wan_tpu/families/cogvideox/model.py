@@ -1,0 +1,221 @@
+"""The CogVideoX family: CogVideoX 2B and 5B, CogVideoX 1.5, of a text or of an image and a text.
+
+Everything particular to these models is here and in the files beside it. The reference for every formula is diffusers
+0.42, pipelines/cogvideo.
+
+Shapes: B batch (guidance branches), T latent frames, H W latent height and width, L tokens, C channels.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from diffusers.video_processor import VideoProcessor
+from jax.sharding import Mesh
+from PIL import Image
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families.cogvideox import components, transformer, vae
+from wan_tpu.families.cogvideox.flops import CogVideoXFlops
+from wan_tpu.families.cogvideox.presets import TEXT_TOKENS, CogVideoXConfig
+from wan_tpu.families.cogvideox.spec import DENOISE, CogVideoXSpec
+from wan_tpu.families.model import Model
+from wan_tpu.families.shared.causal_vae import CausalChunks, RepeatedStart
+from wan_tpu.families.shared.t5 import text_encoder
+from wan_tpu.families.shared.tokenizing import tokenized
+from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
+from wan_tpu.runtime.bridge import Params, call
+from wan_tpu.runtime.components import Component
+
+
+class CogVideoXModel(Model):
+    """One CogVideoX model."""
+
+    spec: CogVideoXSpec
+    config: CogVideoXConfig
+
+    def __init__(self, spec: CogVideoXSpec, checkpoint: Checkpoint | None = None) -> None:
+        """checkpoint: for the tokenizer; a preset compiles without."""
+        self.spec = spec
+        self.config = spec.config
+        self.checkpoint = checkpoint
+
+    @functools.cached_property
+    def components(self) -> dict[str, Component]:
+        """Every component by the name of the work it does; "vae" in the checkpoint serves two."""
+        found = {
+            "text_encoder": text_encoder(self.config.text_encoder_class, self.config.text_encoder),
+            DENOISE: components.transformer(self.config),
+            "decoder": components.vae_half(self.config, "encoder"),
+        }
+        if "i2v" in self.spec.tasks:
+            found["vae_encoder"] = components.vae_half(self.config, "decoder")
+        return found
+
+    @functools.cached_property
+    def flops(self) -> CogVideoXFlops:
+        """The floating-point operations of each stage."""
+        return CogVideoXFlops(self.config)
+
+    # ---- shapes
+
+    @property
+    def text_shape(self) -> tuple[int, int]:
+        """(L, C) of a prompt's embeddings."""
+        return TEXT_TOKENS, self.config.transformer["text_embed_dim"]
+
+    def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of an image's latents; the frames behind it are zeros."""
+        return (*latent_shape[:2], 1, *latent_shape[3:]) if "i2v" in self.spec.tasks else None
+
+    def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
+        """Return the shapes of what a VAE half is given: the image, or pairs of latent frames."""
+        if component == "vae_encoder":
+            return [(1, 3, 1, request.height, request.width)]
+        _, channels, frames, height, width = self.spec.decoded_shape(request)
+        return [(1, channels, count, height, width) for count in vae.chunks(frames)]
+
+    def decoder_chunks(self, frames: int) -> list[int]:
+        """Return how many latent frames the decoder takes at a time."""
+        return vae.chunks(frames)
+
+    # ---- encoder stage
+
+    def tokenize(self, prompts: list[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """Return token ids and mask, both int32 [B, 226], and a warning for each prompt that was cut."""
+        assert self.checkpoint is not None
+        return tokenized(self.checkpoint.path("tokenizer"), prompts, TEXT_TOKENS)
+
+    def encode_text(self, module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        """ids [B, L] -> embeddings [B, L, C]; T5 reads the padding as it reads words."""
+
+        def method(module: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+            return module(ids).last_hidden_state
+
+        return call(module, params, method, ids)
+
+    def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
+        """Return the pixels that the VAE encodes: the image, float32 [1, 3, 1, H, W] in [-1, 1]."""
+        assert isinstance(request.image, Image.Image)
+        processor = VideoProcessor(vae_scale_factor=8)
+        pixels = processor.preprocess(request.image, height=request.height, width=request.width)
+        return [pixels[:, :, None].numpy().astype(np.float32)]
+
+    def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
+        """Draw the image's latents from the VAE encoder's output [1, 2C, 1, H, W], float32 [1, C, 1, H, W]."""
+        mean, log_variance = np.split(moments.astype(np.float32), 2, axis=1)
+        sample = self._draws(request)[0]
+        latents = mean + np.exp(0.5 * np.clip(log_variance, -30, 20)) * sample
+        scale = self.config.vae["scaling_factor"]
+        return latents / scale if self.config.vae.get("invert_scale_latents") else latents * scale
+
+    def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
+        """Pixels [1, 3, T, H, W] -> moments [1, 2C, T, H, W], chunk by chunk."""
+        return _chunks(module, mesh, vae.encoder, scale=8, later_frames=2 * FRAME_STRIDE)
+
+    # ---- the transformer
+
+    def initial_noise(self, request: ResolvedRequest) -> np.ndarray:
+        """Return what diffusers draws for a request's seed, frames before channels; float32 [1, C, T, H, W]."""
+        return self._draws(request)[1]
+
+    def step_noise(self, request: ResolvedRequest) -> Callable[[int], np.ndarray]:
+        """Return what draws a step's fresh noise, float32 [1, C, T, H, W], as diffusers does from the same generator.
+
+        Steps are asked for in order; for one that comes earlier than the last all are drawn again.
+        """
+        shape, draws = self.spec.latent_shape(request), self.spec.schedule(request).draws
+        drawn, generator = 0, self._generator(request)
+
+        def noise(step: int) -> np.ndarray:
+            nonlocal drawn, generator
+            needed = sum(draws[: step + 1])
+            if needed <= drawn:
+                drawn, generator = 0, self._generator(request)
+            for _ in range(needed - drawn):
+                latest = _video_noise(shape, generator)
+            drawn = needed
+            return latest
+
+        return noise
+
+    def text_keys(
+        self, module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array, image: jax.Array | None
+    ) -> dict[str, jax.Array]:
+        """Return the text as tokens: text [B, 226, I]."""
+        return transformer.embed_text(module, params, mesh, text)
+
+    def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes and shardings of what `text_keys` makes, to compile a step without it."""
+        return {
+            name: jax.ShapeDtypeStruct(
+                value.shape, value.dtype, sharding=transformer.text_sharding(mesh, value.shape[0])
+            )
+            for name, value in keys.items()
+        }
+
+    def velocity(
+        self,
+        module: torch.nn.Module,
+        params: Params,
+        mesh: Mesh,
+        latents: jax.Array,
+        timestep: jax.Array,
+        guidance: jax.Array,
+        keys: dict[str, jax.Array],
+        image_latents: jax.Array | None,
+    ) -> jax.Array:
+        """Return the guided prediction of v, float32 [1, C, T, H, W]."""
+        given = latents
+        if image_latents is not None:
+            behind = latents.shape[2] - image_latents.shape[2]
+            image = jnp.pad(image_latents, ((0, 0), (0, 0), (0, behind), (0, 0), (0, 0)))
+            given = jnp.concatenate([latents, image], axis=1)
+        text = keys["text"]
+        tokens = transformer.predict(module, params, mesh, given.astype(text.dtype), timestep[None], text)
+        guided = tokens[0]
+        if len(tokens) > 1:
+            conditional, unconditional = tokens
+            guided = unconditional + guidance * (conditional - unconditional)
+        return transformer.unpatchify(guided, latents.shape, self.spec.patch)
+
+    def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
+        """Return the latents to decode: without the frames that fill the first token."""
+        return latents[:, :, self.spec.padding(request) :]
+
+    # ---- decoder stage
+
+    def vae_latents(self, latents: np.ndarray) -> np.ndarray:
+        """Undo the scaling; float32 [1, C, T, H, W]."""
+        return 1 / self.config.vae["scaling_factor"] * latents
+
+    def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
+        """Latents [1, C, T, H, W] -> pixels [1, 3, 4T or 4T-3, H, W] around [-1, 1], chunk by chunk."""
+        return _chunks(module, mesh, vae.decoder, scale=1, later_frames=vae.LATER_FRAMES)
+
+    def _draws(self, request: ResolvedRequest) -> tuple[np.ndarray, np.ndarray, torch.Generator]:
+        """Return the noise of an image's latents and that of the video, and the generator that has drawn both so."""
+        generator, shape = torch.Generator("cpu").manual_seed(request.seed), self.spec.latent_shape(request)
+        image = torch.zeros(*shape[:2], 1, *shape[3:])
+        if "i2v" in self.spec.tasks:
+            image = torch.randn(image.shape, generator=generator)
+        return image.numpy(), _video_noise(shape, generator), generator
+
+    def _generator(self, request: ResolvedRequest) -> torch.Generator:
+        """Return the generator as it is when the first step begins."""
+        return self._draws(request)[2]
+
+
+def _video_noise(shape: tuple[int, ...], generator: torch.Generator) -> np.ndarray:
+    """Draw [1, C, T, H, W], frames before channels."""
+    batch, channels, frames, height, width = shape
+    drawn = torch.randn((batch, frames, channels, height, width), generator=generator)
+    return drawn.numpy().transpose(0, 2, 1, 3, 4)
+
+
+def _chunks(module: torch.nn.Module, mesh: Mesh, run: Any, *, scale: int, later_frames: int) -> CausalChunks:
+    return CausalChunks(module, mesh, run, lambda x: x, lambda x: x, scale, later_frames, history=RepeatedStart)

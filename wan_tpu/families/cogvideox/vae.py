@@ -1,0 +1,160 @@
+"""CogVideoX's VAE on strips of a picture: what diffusers' AutoencoderKLCogVideoX computes.
+
+Its group norms take their statistics over a chunk of frames and the whole picture, so the chunks are part of the
+function: a decoder's first has three latent frames (two where their number is even), all others two. On several devices
+the sums are taken over all strips. The module gives the structure, the parameters' names and their values.
+
+Shapes: T frames, X columns and Y rows of a device's strip, C channels, O channels out, G groups.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.causal_conv import inside
+from wan_tpu.families.shared.causal_vae import RepeatedStart
+from wan_tpu.families.shared.convolutions import (
+    convolve,
+    doubled,
+    downsampling_taps,
+    halved,
+    pointwise,
+    taps_first,
+    upsampling_taps,
+)
+from wan_tpu.ops.halo import Cut
+from wan_tpu.runtime.bridge import to_jax
+
+LATER_FRAMES = 2  # latent frames of a decoder's chunks but the first
+
+# The first pattern that matches a weight's whole name decides.
+CHANGES: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = (
+    (r"decoder\..*upsamplers\.0\.conv\.weight", upsampling_taps),
+    (r"encoder\..*downsamplers\.0\.conv\.weight", downsampling_taps),
+    (r".*conv[^.]*(\.conv)?\.weight", taps_first),
+)
+
+
+def chunks(frames: int) -> list[int]:
+    """Return how many latent frames of a video each of the decoder's chunks has."""
+    first = min(frames, LATER_FRAMES + frames % LATER_FRAMES)
+    return [first] + [LATER_FRAMES] * ((frames - first) // LATER_FRAMES)
+
+
+def encoder(module: Any, cut: Cut, x: jax.Array, history: RepeatedStart) -> jax.Array:
+    """Return the moments [T/4, X, Y, 2C] of a chunk of pixels [T, X, Y, 3]."""
+    half = module.encoder
+    x = _conv(half.conv_in, cut, x, history)
+    for block in half.down_blocks:
+        for resnet in block.resnets:
+            x = _residual_block(resnet, cut, x, history)
+        if block.downsamplers is not None:
+            x = _downsample(block.downsamplers[0], cut, x)
+    for resnet in half.mid_block.resnets:
+        x = _residual_block(resnet, cut, x, history)
+    return _conv(half.conv_out, cut, jax.nn.silu(_norm(half.norm_out, cut, x)), history)
+
+
+def decoder(module: Any, cut: Cut, latents: jax.Array, history: RepeatedStart) -> jax.Array:
+    """Return the pixels [4T or 4T-3, X, Y, 3] of latents [T, X, Y, C]; norms look at the latents, too."""
+    half = module.decoder
+    x = _conv(half.conv_in, cut, latents, history)
+    for resnet in half.mid_block.resnets:
+        x = _residual_block(resnet, cut, x, history, latents)
+    for block in half.up_blocks:
+        for resnet in block.resnets:
+            x = _residual_block(resnet, cut, x, history, latents)
+        if block.upsamplers is not None:
+            x = _upsample(block.upsamplers[0], cut, x)
+    return _conv(half.conv_out, cut, jax.nn.silu(_spatial_norm(half.norm_out, cut, x, latents)), history)
+
+
+def _residual_block(
+    block: Any, cut: Cut, x: jax.Array, history: RepeatedStart, latents: jax.Array | None = None
+) -> jax.Array:
+    def normed(norm: Any, x: jax.Array) -> jax.Array:
+        return jax.nn.silu(_norm(norm, cut, x) if latents is None else _spatial_norm(norm, cut, x, latents))
+
+    hidden = _conv(block.conv1, cut, normed(block.norm1, x), history)
+    shortcut = x if block.in_channels == block.out_channels else pointwise(block.conv_shortcut, x)
+    return _conv(block.conv2, cut, normed(block.norm2, hidden), history, residual=shortcut)
+
+
+def _conv(conv: Any, cut: Cut, x: jax.Array, history: RepeatedStart, *, residual: jax.Array | None = None) -> jax.Array:
+    """CogVideoXCausalConv3d of 3x3x3 taps, plus a residual; what x has beyond the picture doesn't count."""
+    x = inside(x, *cut.inside(x))
+    weight, bias = to_jax(conv.conv.weight), to_jax(conv.conv.bias)
+    return convolve(cut, x, weight, bias, past=history.past(x), residual=residual, before=(1, 1))
+
+
+# ---- norms over a chunk and the whole picture
+
+
+def _norm(norm: Any, cut: Cut, x: jax.Array) -> jax.Array:
+    """GroupNorm, [T, X, Y, C] -> the same."""
+    normed = _normalised(cut, x, norm.num_groups, norm.eps)
+    return (normed * to_jax(norm.weight) + to_jax(norm.bias)).astype(x.dtype)
+
+
+def _spatial_norm(norm: Any, cut: Cut, x: jax.Array, latents: jax.Array) -> jax.Array:
+    """CogVideoXSpatialNorm3D: scale and shift of every pixel come of the latents where it lies.
+
+    Its convolutions have one tap, so they are done before the latents are enlarged, not after.
+    """
+    inner = norm.norm_layer
+    normed = _normalised(cut, x, inner.num_groups, inner.eps) * to_jax(inner.weight) + to_jax(inner.bias)
+    scale, shift = (_enlarged(pointwise(conv.conv, latents), x) for conv in (norm.conv_y, norm.conv_b))
+    return (normed.astype(x.dtype) * scale + shift).astype(x.dtype)
+
+
+def _normalised(cut: Cut, x: jax.Array, groups: int, eps: float) -> jax.Array:
+    """Return x with mean 0 and variance 1 in each group of channels, float32, over all frames and all devices."""
+    here = cut.inside(x)
+    scale = x.shape[2] // cut.held_rows
+    count = x.shape[0] * cut.width * cut.height * scale**2 * x.shape[3] // groups
+
+    def mean(values: jax.Array) -> jax.Array:
+        """Of the picture's own pixels, [C]: the same for all channels of a group."""
+        sums = inside(values, *here).sum((0, 1, 2))
+        if cut.mesh.size > 1:
+            sums = jax.lax.psum(sums, cut.mesh.axis_names)
+        return (sums.reshape(groups, -1).sum(1) / count).repeat(len(sums) // groups)
+
+    wide = x.astype(jnp.float32)
+    centred = wide - mean(wide)
+    return centred * jax.lax.rsqrt(mean(centred * centred) + eps)
+
+
+def _enlarged(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Return x [T, X, Y, C] in the size of another array, each value repeated; an odd first frame stays single."""
+    scale = like.shape[2] // x.shape[2]
+    wide = x.repeat(scale, axis=1).repeat(scale, axis=2)
+    frames = like.shape[0]
+    if frames == 1 or frames % 2 == 0:
+        return wide.repeat(frames // x.shape[0], axis=0)
+    return jnp.concatenate([wide[:1], wide[1:].repeat((frames - 1) // (x.shape[0] - 1), axis=0)])
+
+
+# ---- twice and half the size
+
+
+def _upsample(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
+    """CogVideoXUpsample3D: twice the columns and rows, and in some blocks the frames but an odd first one."""
+    x = doubled(block.conv, cut, x)
+    if not block.compress_time or x.shape[0] == 1:
+        return x
+    if x.shape[0] % 2:
+        return jnp.concatenate([x[:1], x[1:].repeat(2, axis=0)])
+    return x.repeat(2, axis=0)
+
+
+def _downsample(block: Any, cut: Cut, x: jax.Array) -> jax.Array:
+    """CogVideoXDownsample3D: half the columns and rows, and in some blocks the mean of each two frames."""
+    if block.compress_time and x.shape[0] > 1:
+        odd = x.shape[0] % 2
+        pairs = x[odd:].reshape(-1, 2, *x.shape[1:]).astype(jnp.float32).mean(1).astype(x.dtype)
+        x = jnp.concatenate([x[:odd], pairs])
+    return halved(block.conv, cut, x)

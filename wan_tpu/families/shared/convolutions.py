@@ -1,0 +1,108 @@
+"""Convolutions of a VAE on strips of a picture, their weights laid out as the kernel reads them.
+
+Resampling is folded into convolutions at the lower resolution.
+Shapes: T frames, X columns and Y rows of a device's strip, C channels, O channels out.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from wan_tpu.ops.dispatch import ops_for
+from wan_tpu.ops.halo import Cut
+from wan_tpu.runtime.bridge import to_jax
+
+# ---- weights: laid out once, as they are read
+
+
+def taps_first(weight: np.ndarray) -> np.ndarray:
+    """[O, C, (t,) y, x] -> [t, x, y, C, O], as the convolutions want it."""
+    weight = weight if weight.ndim == 5 else weight[:, :, None]
+    return weight.transpose(2, 4, 3, 1, 0)
+
+
+def upsampling_taps(weight: np.ndarray) -> np.ndarray:
+    """Fold "twice the size, nearest, then a convolution [O, C, 3, 3]" into [1, 3, 3, C, 4 O] at the original size.
+
+    The four pixels that come of one are channel groups: upper left, lower left, upper right, lower right.
+    """
+    outputs, inputs = weight.shape[:2]
+    folded = np.zeros((1, 3, 3, inputs, 2, 2, outputs), np.float32)
+    for x, y, dx, dy in np.ndindex(3, 3, 2, 2):
+        # Tap x of the pixel dx to the right looks at column dx + x - 1 of the doubled picture.
+        folded[0, (dx + x - 1) // 2 + 1, (dy + y - 1) // 2 + 1, :, dx, dy] += weight[:, :, y, x].T
+    return folded.reshape(1, 3, 3, inputs, 4 * outputs)
+
+
+def downsampling_taps(weight: np.ndarray) -> np.ndarray:
+    """Fold "a convolution [O, C, 3, 3] of every second pixel" into [1, 2, 2, 4 C, O] on squares of four pixels."""
+    outputs, inputs = weight.shape[:2]
+    folded = np.zeros((1, 2, 2, 2, 2, inputs, outputs), np.float32)
+    for x, y in np.ndindex(3, 3):
+        folded[0, x // 2, y // 2, x % 2, y % 2] = weight[:, :, y, x].T
+    return folded.reshape(1, 2, 2, 4 * inputs, outputs)
+
+
+Changes = tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...]
+
+
+def lay_out(module: torch.nn.Module, changes: Changes) -> None:
+    """Give a module's parameters the shapes that their values will have: the first pattern that matches decides."""
+    for name, parameter in list(module.named_parameters()):
+        change = next((change for pattern, change in changes if re.fullmatch(pattern, name)), None)
+        if change is not None:
+            shape = change(np.broadcast_to(np.float32(0), tuple(parameter.shape))).shape
+            parent, _, leaf = name.rpartition(".")
+            module.get_submodule(parent).register_parameter(
+                leaf, torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+            )
+
+
+# ---- on a strip
+
+
+def convolve(
+    cut: Cut, x: jax.Array, weight: jax.Array, bias: jax.Array, *, past: jax.Array | None = None, **given: Any
+) -> jax.Array:
+    """Convolve a strip x [T, X, Y, C] with taps [t, x, y, C, O] that are laid out as here; zeros beyond the picture.
+
+    past  frames before x, zeros where there are too few; given: as `kernels.causal_conv.causal_conv` takes it
+    """
+    taps = weight.shape[0]
+    count = 0 if past is None else taps - given.get("stride", 1)
+    if past is not None and past.shape[0] < count:
+        past = jnp.pad(past, ((count - past.shape[0], 0), (0, 0), (0, 0), (0, 0)))
+    if weight.shape[1] > 1:
+        frames = [x] if not count else [past[-count:], x]  # type: ignore[index]
+        first, last = (jnp.concatenate([part[:, side] for part in frames]) for side in (np.s_[:1], np.s_[-1:]))
+        given["edges"] = cut.edges(first, last)
+    columns, rows = cut.inside(x)
+    kernel = ops_for(cut.mesh.devices.flat[0].platform).causal_conv
+    return kernel(x, weight, bias, past=past, columns=columns, rows=rows, **given)
+
+
+def pointwise(conv: Any, x: jax.Array) -> jax.Array:
+    """A convolution of one tap, [T, X, Y, C] -> [T, X, Y, O]."""
+    product = jnp.einsum("txyc,co->txyo", x, to_jax(conv.weight)[0, 0, 0], preferred_element_type=jnp.float32)
+    return (product + to_jax(conv.bias)).astype(x.dtype)
+
+
+def doubled(conv: Any, cut: Cut, x: jax.Array) -> jax.Array:
+    """Twice the columns and rows, nearest, then a 3x3 convolution whose weight `upsampling_taps` has folded."""
+    four = convolve(cut, x, to_jax(conv.weight), jnp.tile(to_jax(conv.bias), 4), before=(1, 1))
+    frames, columns, rows, channels = four.shape
+    squares = four.reshape(frames, columns, rows, 2, channels // 2).transpose(0, 1, 3, 2, 4)
+    return squares.reshape(frames, 2 * columns, 2 * rows, channels // 4)
+
+
+def halved(conv: Any, cut: Cut, x: jax.Array) -> jax.Array:
+    """A 3x3 convolution of every second column and row, whose weight `downsampling_taps` has folded."""
+    frames, columns, rows, channels = x.shape
+    squares = x.reshape(frames, columns // 2, 2, rows // 2, 2 * channels).transpose(0, 1, 3, 2, 4)
+    squares = squares.reshape(frames, columns // 2, rows // 2, 4 * channels)
+    return convolve(cut, squares, to_jax(conv.weight), to_jax(conv.bias))

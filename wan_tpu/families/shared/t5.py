@@ -1,0 +1,65 @@
+"""T5 and UMT5 encoders: how they are built and sharded, and the piece that is replaced for XLA."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import torch
+import transformers
+from jax.sharding import Mesh
+
+from wan_tpu.errors import CheckpointError
+from wan_tpu.runtime.bridge import to_jax, to_torch
+from wan_tpu.runtime.components import Component
+from wan_tpu.runtime.mesh import Rule
+
+# Sharding. One letter a dimension: L scanned layers (always whole), O outputs, I inputs of a projection.
+_WHOLE = ()
+_COLUMNS = ("tp", None)  # [O, I]: heads, or hidden units, split over 'tp'
+_ROWS = (None, "tp")  # [O, I]: the split inputs of the projection that follows; its bias [O] is whole
+
+RULES = (
+    Rule(r"shared\.weight", _COLUMNS),  # [vocabulary, C]
+    Rule(r"encoder\.block\..*\.SelfAttention\.(q|k|v)\.weight", _COLUMNS),
+    Rule(r"encoder\.block\..*\.SelfAttention\.o\.weight", _ROWS),
+    Rule(r"encoder\.block\..*\.relative_attention_bias\.weight", (None, "tp")),  # [buckets, N]
+    Rule(r"encoder\.block\..*\.DenseReluDense\.(wi|wi_0|wi_1)\.weight", _COLUMNS),
+    Rule(r"encoder\.block\..*\.DenseReluDense\.wo\.weight", _ROWS),
+    Rule(r"encoder\..*layer_norm\.weight", _WHOLE),  # [C]
+)
+
+
+def text_encoder(kind: str, config: dict[str, Any]) -> Component:
+    """Return UMT5 (or T5, whose blocks differ and are not scanned); raises `CheckpointError` for any other class."""
+    if kind not in ("UMT5EncoderModel", "T5EncoderModel"):
+        raise CheckpointError(f"text encoder {kind} is not supported; UMT5EncoderModel and T5EncoderModel are")
+    return Component(
+        folder="text_encoder",
+        build=lambda: from_transformers(getattr(transformers, kind), config),
+        adapt=_adapt,
+        scanned=("encoder.block",) if kind == "UMT5EncoderModel" else (),
+        rules=RULES,
+    )
+
+
+def from_transformers(kind: Any, config: dict[str, Any]) -> torch.nn.Module:
+    """Build a module of transformers from its configuration."""
+    settings = {key: value for key, value in config.items() if not re.match(r"_|architectures|(torch_)?dtype", key)}
+    return kind._from_config(kind.config_class(**settings), attn_implementation="eager")
+
+
+def _adapt(module: torch.nn.Module, mesh: Mesh) -> None:
+    """Replace the table look-ups of relative positions, 262,144 a layer for 512 tokens."""
+    for name, child in module.named_modules():
+        if name.endswith("relative_attention_bias"):
+            child.forward = functools.partial(_look_up, child)
+
+
+def _look_up(table: torch.nn.Embedding, index: torch.Tensor) -> torch.Tensor:
+    """nn.Embedding.forward for a table of few rows: index [...] -> [..., N], as a product with one-hot rows.
+
+    A TPU gathers a row at a time; the product is exact, since each sum has one term that isn't zero.
+    """
+    rows = to_jax(table.weight)
+    return to_torch(jax.nn.one_hot(to_jax(index), rows.shape[0], dtype=rows.dtype) @ rows)

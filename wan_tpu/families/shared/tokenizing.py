@@ -1,0 +1,29 @@
+"""Prompts as token ids of one length."""
+
+from pathlib import Path
+
+import numpy as np
+import transformers
+
+from wan_tpu.errors import CheckpointError
+
+
+def tokenized(folder: Path, prompts: list[str], length: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Return token ids and mask, both int32 [B, length], and a warning for each prompt that was cut.
+
+    folder  of the tokenizer; raises `CheckpointError` where there is none that works
+    """
+    settings = {"padding": "max_length", "max_length": length, "truncation": True, "return_tensors": "np"}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder.resolve()))
+        tokens = tokenizer(prompts, **settings)
+    except Exception as error:  # tokenizers raises bare Exception for damaged files
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise CheckpointError(f"{folder} holds no working tokenizer ({reason}); fetch it again") from error
+    warnings = []
+    for prompt, ids in zip(prompts, tokens["input_ids"], strict=True):
+        whole = len(tokenizer(prompt, verbose=False)["input_ids"])
+        if whole > length:
+            end = tokenizer.decode(ids[-9:-1], skip_special_tokens=True)
+            warnings.append(f"the prompt is {whole} tokens long, the model reads {length}: cut after «… {end.strip()}»")
+    return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32), warnings
