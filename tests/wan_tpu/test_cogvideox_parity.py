@@ -6,17 +6,9 @@ import pytest
 import torch
 
 from tests.conftest import PHOTO
-from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families.cogvideox.model import CogVideoXModel
 from wan_tpu.families.cogvideox.presets import PRESETS
-from wan_tpu.families.cogvideox.small import make_checkpoint
-from wan_tpu.families.cogvideox.spec import CogVideoXSpec
 from wan_tpu.media.image import load_image
-from wan_tpu.pipeline import Pipeline
-from wan_tpu.progress import Silent
 from wan_tpu.request import GenerationRequest
-from wan_tpu.runtime.mesh import make_mesh
-from wan_tpu.runtime.runtime import Runtime
 
 LATENT_TOLERANCE, PIXEL_TOLERANCE = 1e-4, 2e-3  # relative to the largest; half a level of 8 bits
 SIZE = {"height": 64, "width": 96, "frames": 9, "steps": 4}
@@ -25,22 +17,21 @@ NAMED = [("cogvideox1.5-5b", "ddim"), ("cogvideox1.5-5b-i2v", "dpm"), ("cogvideo
 OTHERS = [(kind, solver) for kind in PRESETS for solver in SCHEDULERS if (kind, solver) not in NAMED]
 
 
+def asked(kind, solver):
+    return GenerationRequest(
+        prompt="A cat in the rain", negative_prompt="blurred", seed=5, solver=solver, guidance_scale=6.0,
+        image=PHOTO if kind.endswith("i2v") else None, **SIZE,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("kind", "solver"), [*NAMED, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS)]
 )
-def test_same_latents_and_pixels_as_diffusers(kind, solver, tmp_path):
-    folder = make_checkpoint(tmp_path / "checkpoint", kind)
-    checkpoint = Checkpoint(folder)
-    model = CogVideoXModel(CogVideoXSpec.open(checkpoint), checkpoint)
-    pipe = Pipeline(Runtime(model, make_mesh((1, 1, 1), heads=model.spec.heads), "float32", keep_weights=True), Silent())
-    request = GenerationRequest(
-        prompt="A cat in the rain", negative_prompt="blurred", seed=5, solver=solver, guidance_scale=6.0,
-        image=PHOTO if "i2v" in model.spec.tasks else None, **SIZE,
-    )  # fmt: skip
-    latents = []
-    video = pipe.generate(request, on_step=lambda event: latents.append(event.latents))
+def test_same_latents_and_pixels_as_diffusers(kind, solver, checkpoint, pipeline):
+    request, latents = asked(kind, solver), []
+    video = pipeline(kind).generate(request, on_step=lambda event: latents.append(event.latents))
 
-    theirs = diffusers.DiffusionPipeline.from_pretrained(folder)
+    theirs = diffusers.DiffusionPipeline.from_pretrained(checkpoint(kind))
     theirs.scheduler = SCHEDULERS[solver].from_config(theirs.scheduler.config)
     seen = []
 
@@ -59,3 +50,25 @@ def test_same_latents_and_pixels_as_diffusers(kind, solver, tmp_path):
         assert np.abs(ours - reference).max() <= LATENT_TOLERANCE * np.abs(reference).max()
     assert video.pixels.shape == expected.shape and video.pixels.std() > 0.05
     assert np.abs(video.pixels - expected).max() <= PIXEL_TOLERANCE
+
+
+def test_a_run_that_goes_on_from_a_state_draws_the_noise_that_comes_next(pipeline):
+    pipe = pipeline("cogvideox1.5-5b-i2v")
+    request = pipe.resolve(asked("cogvideox1.5-5b-i2v", "dpm"))
+    conditioning, start = pipe.encode(request), pipe.initial_state(request)
+    whole = pipe.denoise(request, conditioning, start)
+    resumed = pipe.denoise(request, conditioning, pipe.denoise(request, conditioning, start, stop=2))
+    assert np.array_equal(whole.latents, resumed.latents)
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", "word " * 10_000, "猫が見ている 🐈"], ids=["nothing", "very long", "another script"]
+)
+def test_any_prompt_is_read_as_diffusers_reads_it(prompt, checkpoint, pipeline):
+    pipe, told = pipeline("cogvideox-2b"), []
+    embeddings = pipe.encode(pipe.resolve(GenerationRequest(prompt=prompt, **SIZE)), told.append).prompt
+    theirs = diffusers.CogVideoXPipeline.from_pretrained(checkpoint("cogvideox-2b"))
+    with torch.no_grad():
+        expected = theirs._get_t5_prompt_embeds(prompt).numpy()
+    assert np.abs(embeddings - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert any("the model reads 226" in text for text in told) == (len(prompt) > 1000)

@@ -50,7 +50,9 @@ def denoise_recorded(
                 if profiler is not None:
                     profiler.stop()
         branches = 2 if expert.guided else 1
-        record.flops = (end - start) * pipe.runtime.model.flops.step(state.latents.shape, branches=branches)
+        record.flops = (end - start) * pipe.runtime.model.flops.step(
+            pipe.runtime.model.spec.latent_shape(request), branches=branches
+        )
     return state
 
 

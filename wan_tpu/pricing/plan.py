@@ -202,7 +202,7 @@ class Planner:
             steps = sum(program.calls for program in denoise if program.name == STEP)
             yield StagePlan("denoise", tuple(denoise), flops.step(shape, branches=branches) * steps)
         if decoder:
-            yield StagePlan("decoder", tuple(decoder), flops.decoder(shape))
+            yield StagePlan("decoder", tuple(decoder), flops.decoder(self._model.spec.decoded_shape(self._request)))
 
 
 def share_of_peak(stage: StagePlan, plan: Plan) -> float:

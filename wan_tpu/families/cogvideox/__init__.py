@@ -1,1 +1,17 @@
-"""CogVideoX and CogVideoX 1.5. Not registered yet: its stages are to come."""
+"""CogVideoX and CogVideoX 1.5."""
+
+from wan_tpu.families.cogvideox.presets import PRESETS
+from wan_tpu.families.cogvideox.spec import CogVideoXSpec
+from wan_tpu.families.family import Family
+
+FAMILY = Family(
+    name="cogvideox",
+    title="CogVideoX and CogVideoX 1.5",
+    example="THUDM/CogVideoX1.5-5B",
+    transformer="CogVideoXTransformer3DModel",
+    presets=PRESETS,
+    spec=CogVideoXSpec,
+    open=CogVideoXSpec.open,
+    model="wan_tpu.families.cogvideox.model:CogVideoXModel",
+    small="wan_tpu.families.cogvideox.small:make_checkpoint",
+)

@@ -88,7 +88,9 @@ class CogVideoXModel(Model):
     def tokenize(self, prompts: list[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
         """Return token ids and mask, both int32 [B, 226], and a warning for each prompt that was cut."""
         assert self.checkpoint is not None
-        return tokenized(self.checkpoint.path("tokenizer"), prompts, TEXT_TOKENS)
+        return tokenized(
+            self.checkpoint.path("tokenizer"), prompts, TEXT_TOKENS, self.config.text_encoder["vocab_size"]
+        )
 
     def encode_text(self, module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
         """ids [B, L] -> embeddings [B, L, C]; T5 reads the padding as it reads words."""

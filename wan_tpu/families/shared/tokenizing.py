@@ -8,14 +8,19 @@ import transformers
 from wan_tpu.errors import CheckpointError
 
 
-def tokenized(folder: Path, prompts: list[str], length: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def tokenized(
+    folder: Path, prompts: list[str], length: int, vocabulary: int
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return token ids and mask, both int32 [B, length], and a warning for each prompt that was cut.
 
-    folder  of the tokenizer; raises `CheckpointError` where there is none that works
+    folder      of the tokenizer; raises `CheckpointError` where there is none that works
+    vocabulary  tokens that the text encoder knows: transformers makes a tokenizer of no words where its file is missing
     """
     settings = {"padding": "max_length", "max_length": length, "truncation": True, "return_tensors": "np"}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder.resolve()))
+        if 2 * len(tokenizer) < vocabulary:
+            raise ValueError(f"{len(tokenizer)} tokens, of the {vocabulary} that the text encoder knows")
         tokens = tokenizer(prompts, **settings)
     except Exception as error:  # tokenizers raises bare Exception for damaged files
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)

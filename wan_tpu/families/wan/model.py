@@ -108,7 +108,9 @@ class WanModel(Model):
         """Return token ids and mask, both int32 [B, 512], and a warning for each prompt that was cut."""
         assert self.checkpoint is not None
         cleaned = [prompt_clean(prompt) for prompt in prompts]
-        return tokenized(self.checkpoint.path("tokenizer"), cleaned, TEXT_TOKENS)
+        return tokenized(
+            self.checkpoint.path("tokenizer"), cleaned, TEXT_TOKENS, self.config.text_encoder["vocab_size"]
+        )
 
     def encode_text(self, module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
         """ids, mask [B, L] -> embeddings [B, L, C], zero where the mask is."""
