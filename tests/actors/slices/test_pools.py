@@ -97,7 +97,7 @@ def test_a_video_says_when_its_prompt_was_cut(spec):
 
 
 def test_a_request_is_told_that_it_waited_for_the_compiler(spec):
-    asked = dataclasses.replace(KINDS[spec.settings.name], height=96, steps=2)  # a size that nobody has asked for yet
+    asked = dataclasses.replace(KINDS[spec.settings.name], width=96, steps=2)  # a size that nobody has asked for yet
     _, [first] = run(spec, asked)
     _, [again] = run(spec, asked)
     compiled = [span for span in first if span.what == "compile"]

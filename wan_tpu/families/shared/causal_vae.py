@@ -68,13 +68,9 @@ class RepeatedStart(History):
     def past(self, x: jax.Array) -> jax.Array:
         """Return the two frames or more before x [T, X, Y, C], and remember x for the next chunk."""
         past = x[:1].repeat(2, axis=0) if self._entries is None else self._entries[len(self._seen)]
-        self._seen.append(x if x.shape[0] > 1 else jnp.concatenate([past[-1:], x]))
+        kept = jnp.concatenate([past[-1:], x]) if x.shape[0] == 1 else x[x.shape[0] % 2 :]  # pairs, as the kernel reads
+        self._seen.append(kept)
         return past
-
-    @classmethod
-    def final(cls, entry: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        """Keep as many frames as a later chunk does: the first may have more."""
-        return entry[-shape.shape[0] :]
 
 
 Run = Callable[[Any, Cut, jax.Array, Any], jax.Array]
