@@ -1,5 +1,6 @@
 """Where Ray Serve's one proxy listens, on an emulated cluster: it starts anew elsewhere when nothing runs on it."""
 
+import contextlib
 import socket
 
 import pytest
@@ -28,7 +29,9 @@ class Other:
 @pytest.fixture(scope="module", autouse=True)
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("address")
-    with EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder / "cluster") as made:
+    with contextlib.chdir(folder):  # in which its processes work
+        made = EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder / "cluster")
+    with made:
         connect(made.address)
         try:
             yield made

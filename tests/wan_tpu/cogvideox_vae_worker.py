@@ -49,7 +49,7 @@ def cut(x, frames):
 if __name__ == "__main__":
     folder, given, out = map(Path, sys.argv[1:])
     inputs, found = np.load(given), {}
-    for shape in ("1x1x1", "1x1x2", "2x2x2"):
+    for shape in ("1x1x1", "2x2x2"):
         encode, decode = halves(folder, make_mesh(tuple(map(int, shape.split("x"))), heads=2))
         latents = inputs["latents"]
         found[f"decoded {shape}"] = decode(cut(latents, vae.chunks(latents.shape[2])))

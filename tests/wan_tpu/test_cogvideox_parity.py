@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from tests.conftest import PHOTO
+from wan_tpu import cli
+from wan_tpu.commands import staged
+from wan_tpu.commands.generate import generate
 from wan_tpu.families.cogvideox.presets import PRESETS
 from wan_tpu.media.image import load_image
 from wan_tpu.request import GenerationRequest
@@ -72,3 +75,30 @@ def test_any_prompt_is_read_as_diffusers_reads_it(prompt, checkpoint, pipeline):
         expected = theirs._get_t5_prompt_embeds(prompt).numpy()
     assert np.abs(embeddings - expected).max() <= 1e-5 * np.abs(expected).max()
     assert any("the model reads 226" in text for text in told) == (len(prompt) > 1000)
+
+
+def test_bfloat16_stays_within_its_bound(pipeline):
+    """The bound of tests/wan_tpu/test_parity.py, of steps that turn latents and v by angles which sum to pi/2."""
+    guidance, blocks = 6.0, 2
+    bound = (2 * guidance - 1) * np.sqrt(3 * blocks + 6) * 2**-8 * np.pi / 2
+    latents = {}
+    for dtype in ("float32", "bfloat16"):
+        pipe = pipeline("cogvideox1.5-5b", dtype)
+        pipe.generate(
+            asked("cogvideox1.5-5b", "ddim"), on_step=lambda e, dtype=dtype: latents.update({dtype: e.latents})
+        )
+    error = latents["bfloat16"] - latents["float32"]
+    assert np.sqrt((error**2).mean()) <= bound * np.sqrt((latents["float32"] ** 2).mean())
+
+
+@pytest.mark.long
+def test_files_between_the_stages_change_nothing(checkpoint, tmp_path):
+    made, folder = tmp_path / "made.mp4", tmp_path / "stages"
+    model = ["--model_id", str(checkpoint("cogvideox1.5-5b-i2v"))]
+    request = ["--prompt", "A cat", "--image", str(PHOTO), "--size", "96x64", "--frames", "9", "--steps", "4"]
+    request += ["--solver", "dpm", "--dtype", "float32", "--dp", "1", "--seed", "3"]
+    assert cli.run(generate, [*model, *request, "--output", str(made)]) == 0
+    assert cli.run(staged.encode, [*model, *request, "--output_dir", str(folder)]) == 0
+    assert cli.run(staged.denoise, ["--input_dir", str(folder)]) == 0
+    assert cli.run(staged.decode, ["--input_dir", str(folder)]) == 0
+    assert (folder / "video.mp4").read_bytes() == made.read_bytes()

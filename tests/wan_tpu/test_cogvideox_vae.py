@@ -57,8 +57,8 @@ def test_pixels_are_encoded_as_diffusers_does(frames, theirs, ours):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("width", [8, 5, 3], ids=["whole", "padded", "mostly padding"])
-def test_several_devices_give_what_one_does(width, folder, tmp_path):
+def test_several_devices_give_what_one_does(folder, tmp_path):
+    width = 5  # a column on five of eight devices, nothing but padding on three
     given, out = tmp_path / "given.npz", tmp_path / "found.npz"
     np.savez(given, latents=random(1, 16, 5, HEIGHT, width), pixels=random(1, 3, 1, 8 * HEIGHT, 8 * width))
     command = [sys.executable, "-m", "tests.wan_tpu.cogvideox_vae_worker", folder, given, out]
