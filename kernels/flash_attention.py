@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.blocks import BlockSizes, plan_blocks
+from kernels.blocks import LANES, BlockSizes, plan_blocks
 from kernels.flash_kernel import Tile, flash_tiles
 from kernels.low_precision import quantize, smooth
 
@@ -59,7 +59,7 @@ def flash_attention(
 
     Without `heads`: q [N, Lq, D]; k, v [N, Lk, D] -> [N, Lq, D], N any batch of heads. With `heads` N, token-major:
     q [Lq, N * D]; k, v [Lk, N * D] -> [Lq, N * D], optionally under one leading batch axis; on TPU no transpose is
-    made if D is a multiple of 128. bfloat16 or float32; sums are always float32, and float32 input is computed in
+    made if D is a multiple of 128, or divides it and N * D is one. bfloat16 or float32; sums are always float32, and float32 input is computed in
     float32 throughout.
 
     scale: of the logits; None is D ** -0.5. With scale = log(2) the kernel need not multiply: fold the rest into q
@@ -78,11 +78,15 @@ def flash_attention(
     _check(q, k, v, heads, kv_len, softmax, qk)
     count, shape = heads or 1, q.shape
     q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
-    split = count > 1 and (shape[-1] // count) % 128 != 0  # a head's columns must be whole lanes
+    width = shape[-1] // count
+    shared = LANES // width if LANES % width == 0 and shape[-1] % LANES == 0 else 1
+    split = count > 1 and width * shared % LANES != 0  # columns of a tile must be whole lanes
     if split:
         q, k, v = (_heads_to_batch(x, count) for x in (q, k, v))
-    scale = (shape[-1] // count) ** -0.5 if scale is None else scale
-    call = _Call(1 if split else count, scale * math.log2(math.e), kv_len or k.shape[1], qk, block_sizes, interpret)
+    scale = width**-0.5 if scale is None else scale
+    call = _Call(
+        1 if split else count, shared, scale * math.log2(math.e), kv_len or k.shape[1], qk, block_sizes, interpret
+    )
     out = call.run(q, k, v, softmax)
     return (_batch_to_heads(out, count) if split else out).reshape(shape)
 
@@ -112,6 +116,7 @@ class _Call:
     """The static arguments of one call; arrays are q [B, Lq, N * D], k and v [B, Lk, N * D]."""
 
     heads: int
+    shared: int  # of them, in the lanes of one tile
     multiplier: float  # of q.k, to powers of two
     kv_len: int
     qk: LowPrecision | None
@@ -134,7 +139,7 @@ class _Call:
         k, v = (_at_least(x, blocks.block_kv) for x in (k, v))
 
         def way(name: str, blocks: BlockSizes = blocks) -> list[jax.Array]:
-            tile = Tile(blocks, name, self.kv_len, self.multiplier)
+            tile = Tile(blocks, name, self.kv_len, self.multiplier, self.shared)
             return flash_tiles(terms, k, v, scales, tile, self.heads, self.interpret)
 
         def online() -> jax.Array:

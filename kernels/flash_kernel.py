@@ -8,7 +8,11 @@ A grid step is unrolled into units of `chunk` keys x `columns` queries. The comp
 program order; so the logits of the unit `ahead` positions later are written before the softmax of the present one:
 their matmul then runs while this unit's exponentials do.
 
-Letters: B batch, N heads, Lq Lk tokens, D head width, bq bkv rows of a block.
+Heads narrower than the 128 lanes of a tile share one: Q once for each of them, with zeros in the others' lanes, so that
+K Q^T is that head's alone, and of V^T each head has rows of its own. Nothing is moved, and a matrix unit that is 256
+deep takes no longer for it. (A NaN in K comes out of all heads of its tile: 0 * NaN is NaN.)
+
+Letters: B batch, N heads, Lq Lk tokens, D head width, bq bkv rows of a block, S heads that share a tile's lanes.
 """
 
 import dataclasses
@@ -44,6 +48,7 @@ class Tile:
     softmax: str  # "bounded", "optimistic" or "online"
     kv_len: int
     multiplier: float  # of q.k, to powers of two
+    shared: int = 1  # heads in a tile's lanes
 
     @property
     def kv_steps(self) -> int:
@@ -69,15 +74,16 @@ def flash_tiles(
 
     q: one or two terms whose sum Q is, [B, Lq, N * D] each; k, v [B, Lk, N * D]; Lq and Lk at least one block; scales
     [B * N, query blocks * key blocks] float32, which multiply a block's logits (in place of the multiplier), or None.
-    Returns the output [B, Lq, N * D]; with softmax "optimistic" also a check [B * N, 1, Lq] float32, zero where a
-    row's sum and output are finite and NaN where they are not.
+    Returns the output [B, Lq, N * D]; with softmax "optimistic" also a check [B * N / S, 1, Lq] float32, zero where the
+    sums and outputs of a row are finite and NaN where they are not.
     """
     batch, q_len, width = q[0].shape
-    d, blocks = width // heads, tile.blocks
-    grid = (batch, heads, -(-q_len // blocks.block_q), tile.kv_steps)
-    rows = pl.BlockSpec((None, blocks.block_q, d), lambda b, h, i, j: (b, i, h))
-    keys = pl.BlockSpec((None, blocks.block_kv, d), lambda b, h, i, j: (b, j, h))
-    flags = pl.BlockSpec((None, 1, blocks.block_q), lambda b, h, i, j: (b * heads + h, 0, i))
+    tiles, blocks = heads // tile.shared, tile.blocks
+    d, lanes = width // heads, width // tiles
+    grid = (batch, tiles, -(-q_len // blocks.block_q), tile.kv_steps)
+    rows = pl.BlockSpec((None, blocks.block_q, lanes), lambda b, h, i, j: (b, i, h))
+    keys = pl.BlockSpec((None, blocks.block_kv, lanes), lambda b, h, i, j: (b, j, h))
+    flags = pl.BlockSpec((None, 1, blocks.block_q), lambda b, h, i, j: (b * tiles + h, 0, i))
     table = [] if scales is None else [pl.BlockSpec(memory_space=pltpu.SMEM)]
     outputs = 2 if tile.softmax == "optimistic" else 1
     dtype = q[0].dtype
@@ -88,34 +94,33 @@ def flash_tiles(
         out_specs=[rows, flags][:outputs],
         out_shape=[
             jax.ShapeDtypeStruct((batch, q_len, width), v.dtype),
-            jax.ShapeDtypeStruct((batch * heads, 1, q_len), jnp.float32),
+            jax.ShapeDtypeStruct((batch * tiles, 1, q_len), jnp.float32),
         ][:outputs],
         scratch_shapes=[
-            pltpu.VMEM((d + SUBLANES, blocks.block_q), jnp.float32),
-            pltpu.VMEM((SUBLANES, blocks.block_q), jnp.float32),
+            pltpu.VMEM((tile.shared, d + SUBLANES, blocks.block_q), jnp.float32),
+            pltpu.VMEM((tile.shared, SUBLANES, blocks.block_q), jnp.float32),
+            *([pltpu.VMEM((tile.shared, len(q), blocks.block_q, lanes), dtype)] if tile.shared > 1 else []),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=blocks.vmem_limit,
         ),
-        cost_estimate=_cost(q, k, v, tile, grid),
+        cost_estimate=_cost(q, k, v, tile, heads),
         interpret=interpret,
         name=f"flash_attention_{tile.softmax}" + ("" if dtype == jnp.bfloat16 else f"_{dtype.name}"),
     )(*q, k, v, *([] if scales is None else [scales]))
 
 
-def _cost(
-    q: Sequence[jax.Array], k: jax.Array, v: jax.Array, tile: Tile, grid: tuple[int, int, int, int]
-) -> pl.CostEstimate:
+def _cost(q: Sequence[jax.Array], k: jax.Array, v: jax.Array, tile: Tile, heads: int) -> pl.CostEstimate:
     """What XLA's scheduler should think of the call: K and V are read once a block of queries."""
     batch, q_len, width = q[0].shape
-    scores = batch * grid[1] * q_len * tile.kv_len
+    scores = batch * heads * q_len * tile.kv_len
     return pl.CostEstimate(
-        flops=4 * scores * (width // grid[1]),
+        flops=4 * scores * (width // heads),
         transcendentals=scores,
         bytes_accessed=sum(term.nbytes for term in q)
         + batch * q_len * width * v.dtype.itemsize
-        + grid[2] * (k.nbytes + v.nbytes),
+        + -(-q_len // tile.blocks.block_q) * (k.nbytes + v.nbytes),
     )
 
 
@@ -123,15 +128,27 @@ def _kernel(*refs: Ref, tile: Tile, terms: int, scaled: bool) -> None:
     """One grid step (b, h, i, j)."""
     q_refs, (k_ref, v_ref), refs = refs[:terms], refs[terms : terms + 2], refs[terms + 2 :]
     scale_ref = refs[0] if scaled else None
-    o_ref, *check_ref, acc_ref, shift_ref = refs[scaled:]
+    outputs = 2 if tile.softmax == "optimistic" else 1
+    (o_ref, *check_ref), (acc_ref, shift_ref, *apart) = refs[scaled:][:outputs], refs[scaled:][outputs:]
     step, last = pl.program_id(3), tile.kv_steps - 1
-    factor: float | jax.Array = tile.multiplier
-    if scale_ref is not None:
-        head = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
-        factor = scale_ref[head, pl.program_id(2) * tile.kv_steps + step]
-    block = _Block(q_refs, k_ref, v_ref, acc_ref, shift_ref, factor, tile)
+    first = (pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)) * tile.shared
+    d = o_ref.shape[1] // tile.shared
 
-    pl.when(step == 0)(block.start)
+    def head(index: int) -> _Head:
+        factor: float | jax.Array = tile.multiplier
+        if scale_ref is not None:
+            factor = scale_ref[first + index, pl.program_id(2) * tile.kv_steps + step]
+        own = [apart[0].at[index, term] for term in range(terms)] if apart else q_refs
+        return _Head(own, acc_ref.at[index], shift_ref.at[index], factor, slice(index * d, (index + 1) * d))
+
+    block = _Block([head(index) for index in range(tile.shared)], k_ref, v_ref, tile)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        if apart:
+            block.separate(q_refs)
+        block.start()
+
     if tile.last_keys == tile.blocks.block_kv:
         block.add_all()
     elif tile.kv_steps == 1:
@@ -142,40 +159,67 @@ def _kernel(*refs: Ref, tile: Tile, terms: int, scaled: bool) -> None:
 
     @pl.when(step == last)
     def _() -> None:
-        d = o_ref.shape[1]
-        total = jnp.sum(acc_ref[d:, :], axis=0, keepdims=True)
-        o_ref[...] = (acc_ref[:d, :] / total).T.astype(o_ref.dtype)
+        found = [head.result() for head in block.heads]
+        o_ref[...] = jnp.concatenate(found, axis=0).T.astype(o_ref.dtype)
         for ref in check_ref:  # 0 * x is NaN exactly where x is not finite
-            ref[...] = jnp.sum(acc_ref[...] * 0.0, axis=0, keepdims=True)
+            ref[...] = sum(jnp.sum(head.acc_ref[...] * 0.0, axis=0, keepdims=True) for head in block.heads)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """One head of a block of queries: q_refs, terms of [bq, S * D], zero in the lanes of others.
+
+    acc_ref [D + 8, bq] float32 holds O^T and below it the sum of the weights, as 8 rows yet to be added up; shift_ref
+    [8, bq] float32 what is subtracted from the logits, 8 times the same row; lanes are this head's of a tile.
+    """
+
+    q_refs: Sequence[Ref]
+    acc_ref: Ref
+    shift_ref: Ref
+    factor: float | jax.Array
+    lanes: slice
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.lanes.stop - self.lanes.start
+
+    def result(self) -> jax.Array:
+        """O^T [D, bq], after the last key."""
+        total = jnp.sum(self.acc_ref[self.width :, :], axis=0, keepdims=True)
+        return self.acc_ref[: self.width, :] / total
 
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A block of queries and one of keys: q_refs, terms of [bq, D]; k_ref, v_ref [bkv, D].
+    """A block of queries, by heads, and one of keys: k_ref, v_ref [bkv, S * D]."""
 
-    acc_ref [D + 8, bq] float32 holds O^T and below it the sum of the weights, as 8 rows yet to be added up; shift_ref
-    [8, bq] float32 what is subtracted from the logits, 8 times the same row.
-    """
-
-    q_refs: Sequence[Ref]
+    heads: Sequence[_Head]
     k_ref: Ref
     v_ref: Ref
-    acc_ref: Ref
-    shift_ref: Ref
-    factor: float | jax.Array
     tile: Tile
+
+    def separate(self, q_refs: Sequence[Ref]) -> None:
+        """Write each head's queries, with zeros in the lanes of the others."""
+        for term, ref in enumerate(q_refs):
+            q = ref[...]
+            lane = lax.broadcasted_iota(jnp.int32, q.shape, 1)
+            for head in self.heads:
+                own = (lane >= head.lanes.start) & (lane < head.lanes.stop)
+                head.q_refs[term][...] = jnp.where(own, q, jnp.zeros_like(q))
 
     def start(self) -> None:
         """Before the first key."""
-        self.acc_ref[...] = jnp.zeros_like(self.acc_ref)
-        if self.tile.softmax == "online":
-            self.shift_ref[...] = jnp.full_like(self.shift_ref, jnp.finfo(jnp.float32).min)
-        elif self.tile.softmax == "optimistic":
-            count = min(FIRST_KEYS, self._schedule.chunk)
-            real = None if self.tile.kv_len >= count else self.tile.kv_len
-            for columns in self._columns():
-                largest = jnp.max(self._logits(0, columns, real, count), axis=0, keepdims=True)
-                self.shift_ref[:, columns] = jnp.broadcast_to(largest + HEADROOM, (SUBLANES, largest.shape[1]))
+        for head in self.heads:
+            head.acc_ref[...] = jnp.zeros_like(head.acc_ref)
+            if self.tile.softmax == "online":
+                head.shift_ref[...] = jnp.full_like(head.shift_ref, jnp.finfo(jnp.float32).min)
+            elif self.tile.softmax == "optimistic":
+                count = min(FIRST_KEYS, self._schedule.chunk)
+                real = None if self.tile.kv_len >= count else self.tile.kv_len
+                for columns in self._columns():
+                    largest = jnp.max(self._logits(head, 0, columns, real, count), axis=0, keepdims=True)
+                    head.shift_ref[:, columns] = jnp.broadcast_to(largest + HEADROOM, (SUBLANES, largest.shape[1]))
 
     def add_all(self) -> None:
         """Add a block of nothing but real keys."""
@@ -195,50 +239,54 @@ class _Block:
 
     def _add(self, starts: Iterable[Index], real: int | None = None) -> None:
         """Add the chunks of keys that begin at `starts`; with `real`, keys from there on do not count."""
-        units = [(start, columns) for start in starts for columns in self._columns()]
-        values = {id(start): self._values(start, real) for start, _ in units}
-        logits = [self._logits(start, columns, real) for start, columns in units[: self._schedule.ahead]]
-        for position, (start, columns) in enumerate(units):
-            later = position + self._schedule.ahead
-            if later < len(units):
-                logits.append(self._logits(units[later][0], units[later][1], real))
-            self._add_unit(logits.pop(0), values[id(start)], columns)
+        chunks = [(start, self._values(start, real)) for start in starts]
+        units = [
+            (head, start, values[index], columns)
+            for start, values in chunks
+            for index, head in enumerate(self.heads)
+            for columns in self._columns()
+        ]
+        logits: list[jax.Array] = []
+        for position, (head, _, values, columns) in enumerate(units):
+            for of, start, _, those in units[position + len(logits) : position + self._schedule.ahead + 1]:
+                logits.append(self._logits(of, start, those, real))
+            self._add_unit(head, logits.pop(0), values, columns)
 
-    def _add_unit(self, s: jax.Array, v: jax.Array, columns: Any) -> None:
-        """Add S^T [chunk, columns] with V^T [D or D + 8, chunk] to sum and output."""
+    def _add_unit(self, head: _Head, s: jax.Array, v: jax.Array, columns: Any) -> None:
+        """Add S^T [chunk, columns] with V^T [D or D + 8, chunk] to a head's sum and output."""
         if self.tile.softmax == "online":
-            before = self.shift_ref[:, columns]
+            before = head.shift_ref[:, columns]
             shift = jnp.maximum(before, jnp.max(s, axis=0, keepdims=True))
-            self.shift_ref[:, columns] = shift
-            self.acc_ref[:, columns] *= jnp.exp2(before - shift)[:1]
+            head.shift_ref[:, columns] = shift
+            head.acc_ref[:, columns] *= jnp.exp2(before - shift)[:1]
             p = jnp.exp2(s - shift[:1])
         elif self.tile.softmax == "optimistic":
-            p = jnp.exp2(s - self.shift_ref[:1, columns])
+            p = jnp.exp2(s - head.shift_ref[:1, columns])
         else:
             p = jnp.exp2(s)
         if not self._schedule.mxu_sums:
-            d = self.v_ref.shape[1]
-            self.acc_ref[d:, columns] += jnp.sum(p.reshape(-1, SUBLANES, p.shape[1]), axis=0)
-        self.acc_ref[: v.shape[0], columns] += _dot(v, p.astype(v.dtype), contract=(1, 0))
+            head.acc_ref[head.width :, columns] += jnp.sum(p.reshape(-1, SUBLANES, p.shape[1]), axis=0)
+        head.acc_ref[: v.shape[0], columns] += _dot(v, p.astype(v.dtype), contract=(1, 0))
 
-    def _logits(self, start: Index, columns: Any, real: int | None, count: int | None = None) -> jax.Array:
+    def _logits(self, head: _Head, start: Index, columns: Any, real: int | None, count: int | None = None) -> jax.Array:
         """S^T [count or chunk, columns] float32 in powers of two; -inf for keys from `real` on."""
-        k, q = self.k_ref[pl.ds(start, count or self._schedule.chunk), :], [ref[columns, :] for ref in self.q_refs]
+        k, q = self.k_ref[pl.ds(start, count or self._schedule.chunk), :], [ref[columns, :] for ref in head.q_refs]
         # Two terms are one product over 2 D: the MXU is 256 deep since v6e, so at D = 128 the second is nearly free.
         s = _dot(jnp.concatenate([k] * len(q), axis=1), jnp.concatenate(q, axis=1), contract=(1, 1))
-        if not (isinstance(self.factor, float) and math.isclose(self.factor, 1.0, rel_tol=1e-6)):
-            s = s * self.factor
+        if not (isinstance(head.factor, float) and math.isclose(head.factor, 1.0, rel_tol=1e-6)):
+            s = s * head.factor
         return s if real is None else jnp.where(_is_key(s.shape, start, real), s, -jnp.inf)
 
-    def _values(self, start: Index, real: int | None) -> jax.Array:
-        """V^T [D, chunk]; with sums on the MXU [D + 8, chunk]: a row of ones, and zeros to fill the register."""
+    def _values(self, start: Index, real: int | None) -> list[jax.Array]:
+        """V^T [D, chunk] of each head; with sums on the MXU [D + 8, chunk]: a row of ones, zeros to fill the register."""
         v = self.v_ref[pl.ds(start, self._schedule.chunk), :]
         if real is not None:  # what lies beyond an array's end may be NaN, and 0 * NaN is NaN
             v = jnp.where(_is_key(v.shape, start, real), v, jnp.zeros_like(v))
+        own = [v.T[head.lanes] for head in self.heads]
         if not self._schedule.mxu_sums:
-            return v.T
+            return own
         first = lax.broadcasted_iota(jnp.int32, (SUBLANES, v.shape[0]), 0) == 0
-        return jnp.concatenate([v.T, first.astype(jnp.float32).astype(v.dtype)], axis=0)
+        return [jnp.concatenate([x, first.astype(jnp.float32).astype(x.dtype)], axis=0) for x in own]
 
     @property
     def _schedule(self) -> Any:

@@ -18,11 +18,17 @@ STEPS = 2  # blocks of queries and of keys: enough for every region of a kernel
 
 
 def ours(
-    block_q: int, block_kv: int, schedule: dict[str, Any], softmax: str, vmem_limit: int | None, qk: str | None = None
+    block_q: int,
+    block_kv: int,
+    schedule: dict[str, Any],
+    softmax: str,
+    vmem_limit: int | None,
+    qk: str | None = None,
+    shared: int = 1,
 ) -> Case:
-    """Return flash_tiles at one block size and schedule (a dict of Schedule's fields)."""
+    """Return flash_tiles at one block size and schedule (a dict of Schedule's fields); shared: heads in 128 lanes."""
     unrolled = Schedule(**schedule)
-    tile = Tile(BlockSizes(block_q, block_kv, unrolled, unrolled, vmem_limit), softmax, STEPS * block_kv, 1.0)
+    tile = Tile(BlockSizes(block_q, block_kv, unrolled, unrolled, vmem_limit), softmax, STEPS * block_kv, 1.0, shared)
     terms = 2 if qk == "float8_e4m3fn" else 1  # as flash_attention gives them
     shapes = (
         [jax.ShapeDtypeStruct((1, STEPS * block_q, D), jnp.dtype(qk or "bfloat16"))] * terms,
@@ -30,9 +36,9 @@ def ours(
         jax.ShapeDtypeStruct((1, STEPS * block_kv, D), jnp.bfloat16),
     )
     if qk is None:
-        return lambda q, k, v: flash_tiles(q, k, v, None, tile, 1, False), shapes
-    scales = jax.ShapeDtypeStruct((1, STEPS * STEPS), jnp.float32)
-    return lambda q, k, v, scales: flash_tiles(q, k, v, scales, tile, 1, False), (*shapes, scales)
+        return lambda q, k, v: flash_tiles(q, k, v, None, tile, shared, False), shapes
+    scales = jax.ShapeDtypeStruct((shared, STEPS * STEPS), jnp.float32)
+    return lambda q, k, v, scales: flash_tiles(q, k, v, scales, tile, shared, False), (*shapes, scales)
 
 
 def splash(block_q: int, block_kv: int, chunk: int) -> Case:

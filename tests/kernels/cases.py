@@ -56,18 +56,18 @@ def rounded(case: Case, dtype) -> Case:
     return Case(*(np.asarray(jnp.asarray(x, dtype), np.float32) for x in case))
 
 
-def exact(case: Case, scale: float = D**-0.5) -> np.ndarray:
+def exact(case: Case) -> np.ndarray:
     """Attention in float64, [Lq, D]."""
     q, k, v = (x.astype(np.float64) for x in case)
-    logits = q @ k.T * scale
+    logits = q @ k.T * q.shape[1] ** -0.5
     weights = np.exp(logits - logits.max(1, keepdims=True))
     return weights @ v / weights.sum(1, keepdims=True)
 
 
-def error_bound(case: Case, dtype, scale: float = D**-0.5) -> float:
+def error_bound(case: Case, dtype) -> float:
     """Largest error of an element that roundings alone explain.
 
-    u is half a unit in the last place of dtype, e of float32, A = scale max|q| max|k| bounds every logit's terms.
+    u is half a unit in the last place of dtype, e of float32, A = D^-1/2 max|q| max|k| bounds every logit's terms.
     - A logit is a float32 sum of D products, then multiplied and shifted: off by at most (D + 4) e A, and by the same
       in the shift; the weight by the factor exp of that, 1 + x say.
     - A weight is rounded to dtype (u); the sum of weights, and each output, are float32 sums of Lk terms (Lk e each).
@@ -76,5 +76,6 @@ def error_bound(case: Case, dtype, scale: float = D**-0.5) -> float:
     """
     u, e = float(jnp.finfo(dtype).eps) / 2, 2.0**-24
     norms = (np.linalg.norm(x.astype(np.float64), axis=1).max() for x in (case.q, case.k))
-    x = np.expm1(2 * (D + 4) * e * scale * np.prod(list(norms)))
+    width = case.q.shape[1]
+    x = np.expm1(2 * (width + 4) * e * width**-0.5 * np.prod(list(norms)))
     return float(np.abs(case.v).max() * (2 * x + 3 * u + 2 * len(case.k) * e))

@@ -130,6 +130,37 @@ def test_layouts_agree(heads, width):
     np.testing.assert_array_equal(got[1], one)
 
 
+@pytest.mark.parametrize(
+    ("width", "softmax", "qk"),
+    [(64, "auto", None), (64, "bounded", None), (64, "online", None), (32, "auto", None), (64, "bounded", "int8")],
+)
+def test_narrow_heads_share_a_tile(width, softmax, qk):
+    """Each head is exact by itself, beside heads that force what it doesn't need."""
+    names = ("late key", "normal", "sink", "huge norms")
+    cases = [Case(*(x[:, :width] for x in adversarial(name, 300, 700))) for name in names]
+    if qk:
+        cases = [Case(*(x[:, :width] for x in normal(300, 700))) for _ in names]
+    together = Case(*(np.concatenate(arrays, axis=1) for arrays in zip(*cases, strict=True)))
+    got = run(together, heads=4, softmax=softmax, qk=qk)
+    for index, case in enumerate(cases):
+        here = got[:, index * width : (index + 1) * width]
+        if qk is None:
+            assert_exact(case, here)
+        else:
+            alone = run(case, softmax=softmax, qk=qk)
+            np.testing.assert_allclose(here, alone, rtol=2**-7, atol=2**-9)  # roundings to bfloat16
+
+
+def test_narrow_heads_in_simulated_tpu_memory():
+    """As below: memory starts as NaN, so nothing of a tile is used before it is written."""
+    q, k, v = adversarial("normal", 256, 512)
+    params = pltpu.InterpretParams(uninitialized_memory="nan", dma_execution_mode="on_wait")
+    args = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+    got = np.asarray(flash_attention(*args, heads=2, block_sizes=SMALL, interpret=params), np.float32)
+    for lanes in (slice(64), slice(64, 128)):
+        assert_exact(Case(q[:, lanes], k[:, lanes], v[:, lanes]), got[:, lanes])
+
+
 def test_vmap_is_exact_too():
     """What is chosen at run time becomes a select: here "bounded" for one element and "optimistic" for the other."""
     q, k, v = normal(130, 300)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels import head_norm_rope as head_norms
 from kernels import layer_norm as layer_norms
 from kernels import linear as linears
 from kernels import rms_norm_rope as rms_norms
+from kernels.head_norm_rope import head_norm_rope, head_norm_rope_reference
 from kernels.layer_norm import layer_norm, layer_norm_reference
 from kernels.linear import linear, linear_reference
 from kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
@@ -24,8 +26,9 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(linears, "INPUTS", 256)
     monkeypatch.setattr(layer_norms, "ROWS", 32)
     monkeypatch.setattr(layer_norms, "ROWS_AT_ONCE", 16)
-    monkeypatch.setattr(rms_norms, "ROWS", 32)
-    monkeypatch.setattr(rms_norms, "ROWS_AT_ONCE", 16)
+    for norms in (rms_norms, head_norms):
+        monkeypatch.setattr(norms, "ROWS", 32)
+        monkeypatch.setattr(norms, "ROWS_AT_ONCE", 16)
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -88,21 +91,53 @@ def test_layer_norm_is_torchs(rows, dtype):
 def test_rms_norm_rope_rotates_pairs_half_a_head_apart(rows, dtype):
     heads, width = 4, 128
     x, weight = normal(0, rows, heads * width, dtype=dtype), normal(1, heads * width)
-    angles = np.random.default_rng(2).uniform(-3, 3, (rows, width // 2))
-    tables = tuple(
-        jnp.asarray(np.concatenate(both, axis=1), jnp.float32)
-        for both in ((np.cos(angles), np.cos(angles)), (-np.sin(angles), np.sin(angles)))
-    )
+    angles, tables = rotations(rows, width)
     wide = np.asarray(x, np.float64)
     normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(weight, np.float64)
-    pairs = normed.reshape(rows, heads, 2, width // 2)
-    turned = (pairs[:, :, 0] + 1j * pairs[:, :, 1]) * np.exp(1j * angles)[:, None]
-    rotated = np.stack([turned.real, turned.imag], axis=2).reshape(rows, heads * width)
+    rotated = turned(normed, heads, angles)
     for function in (rms_norm_rope_reference, lambda *args, **more: rms_norm_rope(*args, **more, interpret=True)):
         close(function(x, weight, None, eps=1e-6), normed, DTYPES[dtype])
         close(function(x, weight, tables, eps=1e-6), rotated, DTYPES[dtype])
         grouped = function(x, weight, tables, eps=1e-6, groups=2)
         close(grouped.transpose(1, 0, 2).reshape(rows, -1), rotated, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "width"), [(12, 64), (4, 128), (16, 32), (6, 64), (10, 16)])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_head_norm_rope_is_torchs_norm_of_each_head(heads, width, kind, dtype):
+    """6 heads of 64 in two groups are one and a half registers each, 10 of 16 fill none."""
+    rows = 50
+    x, weight, bias = normal(0, rows, heads * width, dtype=dtype) + 3, normal(1, width), normal(2, width)
+    x = x * jnp.linspace(1e-3, 30, heads * width, dtype=dtype)
+    angles, tables = rotations(rows, width)
+    each, *vectors = (torch.from_numpy(np.array(a, np.float64)) for a in (x, weight, bias))
+    each = each.reshape(rows, heads, width)
+    if kind == "layer":
+        normed = torch.nn.functional.layer_norm(each, (width,), *vectors, eps=1e-6)
+    else:
+        normed, bias = torch.nn.functional.rms_norm(each, (width,), vectors[0], eps=1e-6), None
+    normed = normed.reshape(rows, -1).numpy()
+    # A head whose mean is hundreds of its deviations loses as many roundings of float32 in that mean.
+    tolerance = DTYPES[dtype] * (20 if kind == "layer" and dtype == "float32" else 1)
+    for function in (head_norm_rope_reference, lambda *args, **more: head_norm_rope(*args, **more, interpret=True)):
+        close(function(x, weight, bias, None, eps=1e-6), normed, tolerance)
+        grouped = function(x, weight, bias, tables, eps=1e-6, groups=2)
+        close(grouped.transpose(1, 0, 2).reshape(rows, -1), turned(normed, heads, angles), tolerance)
+
+
+def rotations(rows, width):
+    """Angles [rows, D/2], and the tables that kernels take."""
+    angles = np.random.default_rng(2).uniform(-3, 3, (rows, width // 2))
+    cos, sin = np.cos(angles), np.sin(angles)
+    return angles, tuple(jnp.asarray(np.concatenate(both, axis=1), jnp.float32) for both in ((cos, cos), (-sin, sin)))
+
+
+def turned(normed, heads, angles):
+    """Each pair (i, i + D/2) as a complex number, turned."""
+    pairs = normed.reshape(len(normed), heads, 2, -1)
+    values = (pairs[:, :, 0] + 1j * pairs[:, :, 1]) * np.exp(1j * angles)[:, None]
+    return np.stack([values.real, values.imag], axis=2).reshape(normed.shape)
 
 
 def test_simulated_tpu_memory():
@@ -118,4 +153,7 @@ def test_simulated_tpu_memory():
     tables = normal(3, 50, 128), normal(4, 50, 128)
     got = rms_norm_rope(x, bias, tables, eps=1e-6, groups=2, interpret=simulated)
     close(got, rms_norm_rope_reference(x, bias, tables, eps=1e-6, groups=2), 2e-6)
+    narrow = normal(5, 64), normal(6, 64), (tables[0][:, :64], tables[1][:, :64])
+    got = head_norm_rope(x, *narrow, eps=1e-6, groups=2, interpret=simulated)
+    close(got, head_norm_rope_reference(x, *narrow, eps=1e-6, groups=2), 2e-6)
     assert not simulator.races.races_found

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 
 from kernels.causal_conv import causal_conv, causal_conv_reference
+from kernels.head_norm_rope import head_norm_rope, head_norm_rope_reference
 from kernels.layer_norm import layer_norm, layer_norm_reference
 from kernels.linear import linear, linear_reference
 from kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
@@ -21,11 +22,18 @@ class Ops(NamedTuple):
     linear: Callable[..., jax.Array]
     layer_norm: Callable[..., jax.Array]
     rms_norm_rope: Callable[..., jax.Array]
+    head_norm_rope: Callable[..., jax.Array]
     causal_conv: Callable[..., jax.Array]
 
 
 def ops_for(platform: str) -> Ops:
     """Return the operations for "tpu", "gpu" or "cpu"."""
     if platform == "tpu":
-        return Ops(linear, layer_norm, rms_norm_rope, causal_conv)
-    return Ops(linear_reference, layer_norm_reference, rms_norm_rope_reference, causal_conv_reference)
+        return Ops(linear, layer_norm, rms_norm_rope, head_norm_rope, causal_conv)
+    return Ops(
+        linear_reference,
+        layer_norm_reference,
+        rms_norm_rope_reference,
+        head_norm_rope_reference,
+        causal_conv_reference,
+    )

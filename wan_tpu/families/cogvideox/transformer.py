@@ -223,11 +223,12 @@ class _Step:
 
         rows = normed("norm1", attention_table)
         q, k = (
-            _head_norm_rope(
+            ops.head_norm_rope(
                 linear(f"attn1.to_{name}", rows),
                 w[f"attn1.norm_{name}.weight"].astype(jnp.float32) * scale,
                 w[f"attn1.norm_{name}.bias"].astype(jnp.float32) * scale,
                 tables,
+                eps=_HEAD_EPS,
                 groups=self._groups,
             )
             for name, scale in (("q", self._query_scale), ("k", 1))
@@ -245,23 +246,6 @@ def _folded(weight: jax.Array, bias: jax.Array, scale: jax.Array, shift: jax.Arr
     """Return scales and shifts [M, C] of a norm whose own weight and bias [C] come before the modulation's."""
     weight, bias = weight.astype(jnp.float32), bias.astype(jnp.float32)
     return weight * (1 + scale), bias * (1 + scale) + shift
-
-
-def _head_norm_rope(
-    x: jax.Array, weight: jax.Array, bias: jax.Array, tables: tuple[jax.Array, jax.Array] | None, *, groups: int
-) -> jax.Array:
-    """Normalise every head by itself, and turn it by its place: [t, N*D] -> the same, or [G, t, N*D/G].
-
-    weight, bias  float32 [D]; tables  cosines and sines [t, D] for pairs (i, i + D/2)
-    """
-    heads = x.astype(jnp.float32).reshape(x.shape[0], -1, len(weight))
-    centred = heads - heads.mean(-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + _HEAD_EPS) * weight + bias
-    if tables is not None:
-        cos, sin = (table[:, None] for table in tables)
-        normed = normed * cos + jnp.roll(normed, len(weight) // 2, axis=-1) * sin
-    found = normed.reshape(x.shape).astype(x.dtype)
-    return found if groups == 1 else found.reshape(x.shape[0], groups, -1).transpose(1, 0, 2)
 
 
 def _embed_time(module: Any, timestep: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

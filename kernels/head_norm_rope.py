@@ -1,0 +1,148 @@
+"""Normalisation of queries or keys head by head, then rotary embedding, in one pass over HBM.
+
+Heads narrower than the 128 lanes of a register share one: their means are a product with a matrix of ones in blocks,
+which the idle matrix unit gives back spread over each head's lanes, and a rotation is two rolls and a choice. Pairs are
+(i, i + D/2) of each head, as in rms_norm_rope.py.
+
+Shapes: L rows (tokens), N heads, D head width, G column groups, S heads in the lanes of one register.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.blocks import LANES
+from kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
+
+ROWS = 512  # of a tile, as in layer_norm.py
+ROWS_AT_ONCE, COLUMNS_AT_ONCE = 128, 4  # of the loop inside: registers' worth of lanes, tried at 3,072 channels
+
+Tables = tuple[jax.Array, jax.Array]
+
+
+def head_norm_rope(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    tables: Tables | None,
+    *,
+    eps: float,
+    groups: int = 1,
+    interpret: bool = False,
+) -> jax.Array:
+    """Return each head of x normalised, rotated, computed in float32, in the dtype of x.
+
+    x             [L, N*D]
+    weight, bias  [D], the same for every head: LayerNorm, (x - mean) / sqrt(variance + eps) * weight + bias; without a
+                  bias RMSNorm, x / sqrt(mean square + eps) * weight
+    tables        cosines and sines [L, D] of each row's angles: [cos, cos] and [-sin, sin]; None: no rotation
+    groups        more than 1: return [groups, L, N*D/groups]
+    """
+    (rows, channels), head = x.shape, len(weight)
+    block, per_group = even_block(rows, ROWS, sublanes(x.dtype)), channels // groups
+    shared = LANES // head if LANES % head == 0 and per_group % LANES == 0 else 1
+    vectors = [weight] if bias is None else [weight, bias]
+    whole = pl.BlockSpec((1, shared * head), lambda i: (0, 0))
+    specs = [pl.BlockSpec((block, channels), lambda i: (i, 0)), *(whole for _ in vectors)]
+    arrays = [x, *(jnp.tile(vector[None].astype(jnp.float32), (1, shared)) for vector in vectors)]
+    if tables is not None:
+        specs += [pl.BlockSpec((block, head), lambda i: (i, 0))] * 2
+        arrays += tables
+    if groups == 1:
+        out_spec, out_shape = pl.BlockSpec((block, channels), lambda i: (i, 0)), x.shape
+    else:
+        out_spec, out_shape = pl.BlockSpec((groups, block, per_group), lambda i: (0, i, 0)), (groups, rows, per_group)
+    return pl.pallas_call(
+        functools.partial(_kernel, eps=eps, head=head, groups=groups, centred=bias is not None),
+        out_shape=jax.ShapeDtypeStruct(out_shape, x.dtype),
+        grid=(pl.cdiv(rows, block),),
+        in_specs=specs,
+        out_specs=out_spec,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",), vmem_limit_bytes=vmem_bytes(interpret=interpret)
+        ),
+        cost_estimate=pass_over(x),
+        name="head_norm" if tables is None else "head_norm_rope",
+        interpret=interpret,
+    )(*arrays)
+
+
+def head_norm_rope_reference(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, tables: Tables | None, *, eps: float, groups: int = 1
+) -> jax.Array:
+    """Return the same as `head_norm_rope`, in plain jnp."""
+    heads = x.astype(jnp.float32).reshape(x.shape[0], -1, len(weight))
+    if bias is not None:
+        heads = heads - heads.mean(-1, keepdims=True)
+    normed = heads * jax.lax.rsqrt((heads * heads).mean(-1, keepdims=True) + eps) * weight.astype(jnp.float32)
+    if bias is not None:
+        normed = normed + bias.astype(jnp.float32)
+    if tables is not None:
+        cos, sin = (table[:, None] for table in tables)
+        normed = normed * cos + jnp.roll(normed, len(weight) // 2, axis=-1) * sin
+    found = normed.reshape(x.shape).astype(x.dtype)
+    return found if groups == 1 else found.reshape(x.shape[0], groups, -1).transpose(1, 0, 2)
+
+
+def _kernel(x_ref, weight_ref, *refs, eps, head, groups, centred):  # type: ignore[no-untyped-def]
+    *refs, o_ref = refs
+    bias_ref, *tables = refs if centred else [None, *refs]
+    channels, width = x_ref.shape[1], weight_ref.shape[1]
+    shared, per_group = width // head, channels // groups
+
+    def rows(start: jax.Array, count: int) -> None:
+        here = pl.ds(start, count)
+        angles = [jnp.concatenate([table[here, :]] * shared, axis=1) for table in tables]
+        for first in range(0, channels, width * COLUMNS_AT_ONCE):
+            starts = range(first, min(first + width * COLUMNS_AT_ONCE, channels), width)
+            given = jnp.concatenate([x_ref[here, lane : lane + width] for lane in starts])  # one below another
+            x = given.astype(jnp.float32)
+            if centred:
+                x = x - _mean(given, head)
+            y = x * jax.lax.rsqrt(_mean(x * x, head, rounded=given.dtype == jnp.bfloat16) + eps) * weight_ref[...]
+            if centred:
+                y = y + bias_ref[...]
+            if tables:
+                cos, sin = (jnp.concatenate([table] * len(starts)) for table in angles)
+                y = y * cos + _other_half(y, head) * sin
+            y = y.astype(o_ref.dtype)
+            for index, lane in enumerate(starts):
+                found = y[index * count : (index + 1) * count]
+                if groups == 1:
+                    o_ref[here, lane : lane + width] = found
+                else:
+                    within = lane % per_group
+                    o_ref[lane // per_group, here, within : within + width] = found
+
+    by_rows(x_ref.shape[0], ROWS_AT_ONCE, sublanes(x_ref.dtype), rows)
+
+
+def _mean(x: jax.Array, head: int, *, rounded: bool = False) -> jax.Array:
+    """Return the mean of each head in all of its lanes, float32: x [rows, S*D] -> the same, or [rows, 1] of one head.
+
+    rounded: positive float32 values are taken as the sum of two bfloat16, 2^-17 off at most.
+    """
+    width = x.shape[1]
+    if width == head:
+        return x.astype(jnp.float32).mean(-1, keepdims=True)
+    if rounded:
+        most = x.astype(jnp.bfloat16)
+        x = jnp.concatenate([most, (x - most.astype(jnp.float32)).astype(jnp.bfloat16)], axis=1)
+    shape = x.shape[1], width
+    of_row, of_column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) % width // head for axis in (0, 1))
+    blocks = jnp.where(of_row == of_column, 1 / head, 0.0).astype(x.dtype)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, blocks, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _other_half(x: jax.Array, head: int) -> jax.Array:
+    """Swap the halves of each head: x [rows, S*D]."""
+    width, half = x.shape[1], head // 2
+    later = pltpu.roll(x, half, 1)
+    if width == head:
+        return later
+    lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.where(lane % head < half, pltpu.roll(x, width - half, 1), later)
