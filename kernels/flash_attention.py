@@ -59,8 +59,8 @@ def flash_attention(
 
     Without `heads`: q [N, Lq, D]; k, v [N, Lk, D] -> [N, Lq, D], N any batch of heads. With `heads` N, token-major:
     q [Lq, N * D]; k, v [Lk, N * D] -> [Lq, N * D], optionally under one leading batch axis; on TPU no transpose is
-    made if D is a multiple of 128, or divides it and N * D is one. bfloat16 or float32; sums are always float32, and float32 input is computed in
-    float32 throughout.
+    made if D is a multiple of 128, or divides it and N * D is one. bfloat16 or float32; sums are always float32, and
+    float32 input is computed in float32 throughout.
 
     scale: of the logits; None is D ** -0.5. With scale = log(2) the kernel need not multiply: fold the rest into q
         where q is still float32 (`folded_scale`).

@@ -278,7 +278,7 @@ class _Block:
         return s if real is None else jnp.where(_is_key(s.shape, start, real), s, -jnp.inf)
 
     def _values(self, start: Index, real: int | None) -> list[jax.Array]:
-        """V^T [D, chunk] of each head; with sums on the MXU [D + 8, chunk]: a row of ones, zeros to fill the register."""
+        """V^T [D, chunk] of each head; with sums on the MXU [D + 8, chunk]: ones, and zeros to fill the register."""
         v = self.v_ref[pl.ds(start, self._schedule.chunk), :]
         if real is not None:  # what lies beyond an array's end may be NaN, and 0 * NaN is NaN
             v = jnp.where(_is_key(v.shape, start, real), v, jnp.zeros_like(v))

@@ -90,6 +90,11 @@ class ModelSpec(abc.ABC):
         return self.stages[1:-1]
 
     @property
+    def unused(self) -> tuple[str, ...]:
+        """Settings of a request that mean nothing to this model."""
+        return ("guidance_scale_2",) if len(self.denoise_stages) == 1 else ()
+
+    @property
     def usual_sizes(self) -> list[tuple[int, int]]:
         """(height, width): the model's own, and the usual ones that it can make and that are no larger."""
         height, width = self.defaults.height, self.defaults.width
@@ -142,6 +147,12 @@ class ModelSpec(abc.ABC):
             raise InvalidRequest(
                 f"frames is {request.frames}; it must be {self.frame_step}n + 1, nearest {nearest}", "frames"
             )
+        for name in self.unused:
+            value, usual = getattr(request, name), getattr(self.defaults, name)
+            filled = name == "guidance_scale_2" and value == request.guidance_scale
+            if value != usual and not filled:
+                instead = "; guidance_scale is for all of its steps" if name == "guidance_scale_2" else ""
+                raise InvalidRequest(f"{name} is {value:g}; {self.name} has none: leave it out{instead}", name)
         self.check_size(request)
 
     def nearest_frames(self, frames: float) -> int:

@@ -128,7 +128,7 @@ class Model(_Object):
     stages    that a video passes, in order
     defaults  of fields of a request that are left open
     sizes     that are usual; others are taken too, in multiples of `size_multiple`
-    limits    of fields that are numbers; frames are a multiple of `frame_step`, and one
+    limits    of fields that are numbers and that the model has; frames are a multiple of `frame_step`, and one
     solvers   its schedulers, the one that is used unless a request names another first
     largest   the largest sizes that the slices have memory for; anything if None
     """
@@ -212,7 +212,8 @@ def video(job: Job, eta_s: float | None = None) -> Video:
 
 def model(name: str, created: int, spec: ModelSpec, largest: Sequence[Size]) -> Model:
     """Return a model as the API shows it."""
-    defaults = dataclasses.asdict(spec.defaults)
+    defaults = {name: value for name, value in dataclasses.asdict(spec.defaults).items() if name not in spec.unused}
+    limits = {name: value for name, value in LIMITS.items() if name not in spec.unused}
     height, width = defaults.pop("height"), defaults.pop("width")
     return Model(
         id=name,
@@ -221,7 +222,7 @@ def model(name: str, created: int, spec: ModelSpec, largest: Sequence[Size]) -> 
         stages=list(spec.stages),
         defaults={"size": f"{width}x{height}"} | {PARAMS.get(field, field): value for field, value in defaults.items()},
         sizes=[f"{w}x{h}" for h, w in spec.usual_sizes],
-        limits={PARAMS.get(name, name): Limits(minimum=low, maximum=high) for name, (low, high) in LIMITS.items()},
+        limits={PARAMS.get(name, name): Limits(minimum=low, maximum=high) for name, (low, high) in limits.items()},
         size_multiple=spec.size_multiple,
         frame_step=spec.frame_step,
         solvers=list(spec.solvers),

@@ -113,10 +113,14 @@ def test_an_image_is_dropped_and_cancelled(page, worker, engine):
 
 
 @pytest.mark.parametrize(
-    ("model", "parts", "image"),
-    [("wan2.2-i2v-a14b", 4, "(this model needs one)"), ("wan2.1-t2v-1.3b", 3, None)],
+    ("model", "parts", "image", "settings_of_it"),
+    [
+        ("wan2.2-i2v-a14b", 4, "(this model needs one)", ["Guidance, high noise", "Guidance, low noise", "Shift"]),
+        ("wan2.1-t2v-1.3b", 3, None, ["Guidance", "Shift"]),
+        ("cogvideox1.5-5b-i2v", 3, "(this model needs one)", ["Guidance"]),
+    ],
 )
-def test_the_page_is_made_for_the_model(browser, settings, model, parts, image):
+def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, settings_of_it):
     with served(settings, preset_spec(model)) as address:
         create(httpx.Client(base_url=address), input_reference=image and {"image_url": DATA_URL})
         page = browser.new_page()
@@ -125,6 +129,11 @@ def test_the_page_is_made_for_the_model(browser, settings, model, parts, image):
         sync_api.expect(field).to_contain_text(image) if image else sync_api.expect(field).to_be_hidden()
         sync_api.expect(page.locator("article .bar i")).to_have_count(parts)
         assert page.get_by_label("Steps", exact=True).get_attribute("max") == "1000"
+        assert page.get_by_label("Frames", exact=True).get_attribute("step") == str(preset_spec(model).frame_step)
+        page.get_by_text("More", exact=True).click()
+        for label in ("Guidance", "Guidance, high noise", "Guidance, low noise", "Shift"):
+            shown = page.get_by_label(label, exact=True)
+            sync_api.expect(shown).to_be_visible() if label in settings_of_it else sync_api.expect(shown).to_be_hidden()
         page.close()
 
 

@@ -70,6 +70,11 @@ class CogVideoXSpec(ModelSpec):
         return tuple(sorted(_SOLVERS, key=lambda name: name != self.config.solver))
 
     @property
+    def unused(self) -> tuple[str, ...]:
+        """Settings of a request that mean nothing to this model."""
+        return (*super().unused, "shift")
+
+    @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
         """Stage -> components."""
         encoder = ("text_encoder", "vae_encoder") if "i2v" in self.tasks else ("text_encoder",)
@@ -114,8 +119,6 @@ class CogVideoXSpec(ModelSpec):
             raise InvalidRequest(
                 f"frames is {request.frames}; {self.name} makes {config['sample_frames']} alone", "frames"
             )
-        if request.shift != 1.0:
-            raise InvalidRequest(f"shift is {request.shift:g}; {self.name} has none: leave it out", "shift")
 
     def padding(self, request: ResolvedRequest) -> int:
         """Return the latent frames that are denoised before those of the video, to fill its first token."""

@@ -1,0 +1,60 @@
+"""A service of another family's model on an emulated cluster: the same client, its own sizes, steps and refusals."""
+
+import json
+import shutil
+
+import openai
+import pytest
+
+from actors.api.settings import ServiceSettings
+from actors.pipeline_spec import PipelineSettings, PipelineSpec
+from cluster.layout import Layout
+from tests.actors.on_service.conftest import deployed
+from tests.actors.on_service.test_service import SECONDS, poll
+from tests.conftest import PHOTO
+from wan_tpu.commands.generate import generate
+from wan_tpu.cli import run
+from wan_tpu.families import open_spec
+
+pytestmark = pytest.mark.long
+
+LAYOUT = Layout.parse(
+    """
+emulate: {devices_per_host: 1}
+pools:
+  ends: {stages: [encoder, decoder], slice: v6e-1}
+  denoise: {stages: [denoise], slice: v6e-1}
+""",
+    "the service's layout",
+)
+FIELDS = {"num_frames": "9", "num_inference_steps": "3", "seed": "5", "solver": "dpm"}
+
+
+def test_cogvideox_through_openai_s_client(checkpoint, tmp_path):
+    model = shutil.copytree(checkpoint("cogvideox1.5-5b-i2v"), tmp_path / "small-cog")
+    files = PipelineSettings(str(model), str(tmp_path / "snapshots"), dtype="float32")
+    settings = ServiceSettings(
+        database=str(tmp_path / "jobs.sqlite"), storage=str(tmp_path / "results"), model="small-cog"
+    )
+    spec = PipelineSpec(LAYOUT, files, open_spec(model), lasting=True)
+    with deployed(settings, spec, tmp_path) as online, online.client(timeout=SECONDS) as client:
+        asked = {"prompt": "A cat looks.", "size": "96x64", "input_reference": PHOTO}
+        made = poll(client, client.videos.create(**asked, extra_body=FIELDS))
+        assert (made.status, made.size) == ("completed", "96x64"), made.error
+        assert set(made.stage_seconds) == {"encoder", "denoise", "decoder"}
+        video = client.videos.download_content(made.id).content
+        for given, allowed in (
+            ({"num_frames": "10"}, "9"),
+            ({"solver": "unipc"}, "ddim"),
+            ({"guidance_scale_2": "3"}, "guidance_scale"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=allowed):
+                client.videos.create(**asked, extra_body=FIELDS | given)
+        with pytest.raises(openai.BadRequestError, match="image"):
+            client.videos.create(prompt="Nobody.", size="96x64", extra_body=FIELDS)
+    alone = tmp_path / "alone.mp4"
+    command = ["--model_id", str(model), "--image", str(PHOTO), "--prompt", asked["prompt"], "--size", "64*96"]
+    command += ["--frames", "9", "--steps", "3", "--seed", "5", "--solver", "dpm", "--dtype", "float32"]
+    assert run(generate, [*command, "--dp", "1", "--sp", "1", "--tp", "1", "--output", str(alone)]) == 0
+    assert alone.read_bytes() == video
+    assert json.loads(alone.with_suffix(".json").read_text())["request"]["solver"] == "dpm"
