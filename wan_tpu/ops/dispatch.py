@@ -5,11 +5,17 @@ Shapes: L rows (tokens), I inputs, O outputs, C channels, G column groups.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from kernels.causal_conv import causal_conv, causal_conv_reference
+from kernels.group_norm import (
+    channel_moments,
+    channel_moments_reference,
+    norm_silu,
+    norm_silu_reference,
+)
 from kernels.head_norm_rope import head_norm_rope, head_norm_rope_reference
 from kernels.layer_norm import layer_norm, layer_norm_reference
 from kernels.linear import linear, linear_reference
@@ -24,16 +30,20 @@ class Ops(NamedTuple):
     rms_norm_rope: Callable[..., jax.Array]
     head_norm_rope: Callable[..., jax.Array]
     causal_conv: Callable[..., jax.Array]
+    channel_moments: Callable[..., Any]
+    norm_silu: Callable[..., jax.Array]
 
 
 def ops_for(platform: str) -> Ops:
     """Return the operations for "tpu", "gpu" or "cpu"."""
     if platform == "tpu":
-        return Ops(linear, layer_norm, rms_norm_rope, head_norm_rope, causal_conv)
+        return Ops(linear, layer_norm, rms_norm_rope, head_norm_rope, causal_conv, channel_moments, norm_silu)
     return Ops(
         linear_reference,
         layer_norm_reference,
         rms_norm_rope_reference,
         head_norm_rope_reference,
         causal_conv_reference,
+        channel_moments_reference,
+        norm_silu_reference,
     )

@@ -12,8 +12,8 @@ from cluster.layout import Layout
 from tests.actors.on_service.conftest import deployed
 from tests.actors.on_service.test_service import SECONDS, poll
 from tests.conftest import PHOTO
-from wan_tpu.commands.generate import generate
 from wan_tpu.cli import run
+from wan_tpu.commands.generate import generate
 from wan_tpu.families import open_spec
 
 pytestmark = pytest.mark.long

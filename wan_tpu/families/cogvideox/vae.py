@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.causal_conv import inside
+from kernels.group_norm import Moments, merged
 from wan_tpu.families.shared.causal_vae import RepeatedStart
 from wan_tpu.families.shared.convolutions import (
     convolve,
@@ -25,6 +25,7 @@ from wan_tpu.families.shared.convolutions import (
     taps_first,
     upsampling_taps,
 )
+from wan_tpu.ops.dispatch import ops_for
 from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import to_jax
 
@@ -55,7 +56,7 @@ def encoder(module: Any, cut: Cut, x: jax.Array, history: RepeatedStart) -> jax.
             x = _downsample(block.downsamplers[0], cut, x)
     for resnet in half.mid_block.resnets:
         x = _residual_block(resnet, cut, x, history)
-    return _conv(half.conv_out, cut, jax.nn.silu(_norm(half.norm_out, cut, x)), history)
+    return _conv(half.conv_out, cut, _normed(half.norm_out, cut, x), history)
 
 
 def decoder(module: Any, cut: Cut, latents: jax.Array, history: RepeatedStart) -> jax.Array:
@@ -69,23 +70,19 @@ def decoder(module: Any, cut: Cut, latents: jax.Array, history: RepeatedStart) -
             x = _residual_block(resnet, cut, x, history, latents)
         if block.upsamplers is not None:
             x = _upsample(block.upsamplers[0], cut, x)
-    return _conv(half.conv_out, cut, jax.nn.silu(_spatial_norm(half.norm_out, cut, x, latents)), history)
+    return _conv(half.conv_out, cut, _normed(half.norm_out, cut, x, latents), history)
 
 
 def _residual_block(
     block: Any, cut: Cut, x: jax.Array, history: RepeatedStart, latents: jax.Array | None = None
 ) -> jax.Array:
-    def normed(norm: Any, x: jax.Array) -> jax.Array:
-        return jax.nn.silu(_norm(norm, cut, x) if latents is None else _spatial_norm(norm, cut, x, latents))
-
-    hidden = _conv(block.conv1, cut, normed(block.norm1, x), history)
+    hidden = _conv(block.conv1, cut, _normed(block.norm1, cut, x, latents), history)
     shortcut = x if block.in_channels == block.out_channels else pointwise(block.conv_shortcut, x)
-    return _conv(block.conv2, cut, normed(block.norm2, hidden), history, residual=shortcut)
+    return _conv(block.conv2, cut, _normed(block.norm2, cut, hidden, latents), history, residual=shortcut)
 
 
 def _conv(conv: Any, cut: Cut, x: jax.Array, history: RepeatedStart, *, residual: jax.Array | None = None) -> jax.Array:
-    """CogVideoXCausalConv3d of 3x3x3 taps, plus a residual; what x has beyond the picture doesn't count."""
-    x = inside(x, *cut.inside(x))
+    """CogVideoXCausalConv3d of 3x3x3 taps, plus a residual; x is zero beyond the picture."""
     weight, bias = to_jax(conv.conv.weight), to_jax(conv.conv.bias)
     return convolve(cut, x, weight, bias, past=history.past(x), residual=residual, before=(1, 1))
 
@@ -93,49 +90,30 @@ def _conv(conv: Any, cut: Cut, x: jax.Array, history: RepeatedStart, *, residual
 # ---- norms over a chunk and the whole picture
 
 
-def _norm(norm: Any, cut: Cut, x: jax.Array) -> jax.Array:
-    """GroupNorm, [T, X, Y, C] -> the same."""
-    normed = _normalised(cut, x, norm.num_groups, norm.eps)
-    return (normed * to_jax(norm.weight) + to_jax(norm.bias)).astype(x.dtype)
+def _normed(norm: Any, cut: Cut, x: jax.Array, latents: jax.Array | None = None) -> jax.Array:
+    """Normalise x [T, X, Y, C] in groups of channels, then SiLU: GroupNorm, or CogVideoXSpatialNorm3D with latents.
 
-
-def _spatial_norm(norm: Any, cut: Cut, x: jax.Array, latents: jax.Array) -> jax.Array:
-    """CogVideoXSpatialNorm3D: scale and shift of every pixel come of the latents where it lies.
-
-    Its convolutions have one tap, so they are done before the latents are enlarged, not after.
+    In that scale and shift of every pixel come of the latents where it lies. Its convolutions have one tap, so they are
+    done before the latents are enlarged, not after.
     """
-    inner = norm.norm_layer
-    normed = _normalised(cut, x, inner.num_groups, inner.eps) * to_jax(inner.weight) + to_jax(inner.bias)
-    scale, shift = (_enlarged(pointwise(conv.conv, latents), x) for conv in (norm.conv_y, norm.conv_b))
-    return (normed.astype(x.dtype) * scale + shift).astype(x.dtype)
+    ops, (columns, rows) = ops_for(cut.mesh.devices.flat[0].platform), cut.inside(x)
+    inner = norm if latents is None else norm.norm_layer
+    mean, variance = _group_moments(cut, ops.channel_moments(x, columns=columns, rows=rows), inner.num_groups)
+    scale = jax.lax.rsqrt(variance + inner.eps) * to_jax(inner.weight)
+    around = None
+    if latents is not None:
+        around = jnp.concatenate([pointwise(conv.conv, latents) for conv in (norm.conv_y, norm.conv_b)], axis=-1)
+    return ops.norm_silu(x, scale, to_jax(inner.bias) - mean * scale, around, columns=columns, rows=rows)
 
 
-def _normalised(cut: Cut, x: jax.Array, groups: int, eps: float) -> jax.Array:
-    """Return x with mean 0 and variance 1 in each group of channels, float32, over all frames and all devices."""
-    here = cut.inside(x)
-    scale = x.shape[2] // cut.held_rows
-    count = x.shape[0] * cut.width * cut.height * scale**2 * x.shape[3] // groups
-
-    def mean(values: jax.Array) -> jax.Array:
-        """Of the picture's own pixels, [C]: the same for all channels of a group."""
-        sums = inside(values, *here).sum((0, 1, 2))
-        if cut.mesh.size > 1:
-            sums = jax.lax.psum(sums, cut.mesh.axis_names)
-        return (sums.reshape(groups, -1).sum(1) / count).repeat(len(sums) // groups)
-
-    wide = x.astype(jnp.float32)
-    centred = wide - mean(wide)
-    return centred * jax.lax.rsqrt(mean(centred * centred) + eps)
-
-
-def _enlarged(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Return x [T, X, Y, C] in the size of another array, each value repeated; an odd first frame stays single."""
-    scale = like.shape[2] // x.shape[2]
-    wide = x.repeat(scale, axis=1).repeat(scale, axis=2)
-    frames = like.shape[0]
-    if frames == 1 or frames % 2 == 0:
-        return wide.repeat(frames // x.shape[0], axis=0)
-    return jnp.concatenate([wide[:1], wide[1:].repeat((frames - 1) // (x.shape[0] - 1), axis=0)])
+def _group_moments(cut: Cut, moments: Moments, groups: int) -> tuple[jax.Array, jax.Array]:
+    """Return mean and variance of each channel's group, [C], over all devices, from each channel's own on this one."""
+    if cut.mesh.size > 1:
+        moments = merged(*jax.lax.all_gather(moments, cut.mesh.axis_names))
+    count, *of_channels = moments
+    mean, squares = (found.reshape(groups, -1).T for found in of_channels)
+    total, mean, squares = merged(jnp.broadcast_to(count, mean.shape), mean, squares)
+    return tuple(found.repeat(len(of_channels[0]) // groups) for found in (mean, squares / total))
 
 
 # ---- twice and half the size

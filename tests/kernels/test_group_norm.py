@@ -1,0 +1,109 @@
+"""Group norm's kernels in Pallas' interpreter, and their references, against torch in float64."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels import group_norm
+from kernels.group_norm import (
+    channel_moments,
+    channel_moments_reference,
+    latent_frame,
+    merged,
+    norm_silu,
+    norm_silu_reference,
+)
+
+MOMENTS = {"kernel": functools.partial(channel_moments, interpret=True), "jnp": channel_moments_reference}
+NORMS = {"kernel": functools.partial(norm_silu, interpret=True), "jnp": norm_silu_reference}
+DTYPES = {"float32": 2e-6, "bfloat16": 2**-7}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(group_norm, "TILE_VALUES", 2**13)
+    monkeypatch.setattr(group_norm, "VALUES_AT_ONCE", 2**11)
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def close(got, expected, tolerance):
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert got.shape == expected.shape
+    assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("function", MOMENTS)
+@pytest.mark.parametrize(("columns", "rows"), [(None, None), (5, 27), (0, 32)])
+def test_moments_are_those_of_the_picture(function, columns, rows):
+    """A mean that is hundreds of deviations costs nothing: no sum of squares is taken around zero."""
+    x = normal(0, 3, 8, 32, 64) + 300 * normal(1, 64)
+    count, mean, squares = MOMENTS[function](x, columns=columns, rows=rows)
+    inside = np.asarray(x, np.float64)[:, :columns, :rows].reshape(-1, 64)
+    assert count == len(inside)
+    if len(inside):
+        close(mean, inside.mean(0), 2e-6)
+        close(squares, ((inside - inside.mean(0)) ** 2).sum(0), 2e-5)
+    else:
+        assert not np.any(mean) and not np.any(squares)
+
+
+def test_parts_are_merged():
+    parts = [np.asarray(normal(i, 5 + i, 7), np.float64) * 3 + 20 * i for i in range(3)]
+    each = [(len(part), part.mean(0), ((part - part.mean(0)) ** 2).sum(0)) for part in parts]
+    counts, means, squares = (jnp.asarray(np.stack(found), jnp.float32) for found in zip(*each, strict=True))
+    total, mean, sums = merged(counts[:, None], means, squares)
+    whole = np.concatenate(parts)
+    assert total == len(whole)
+    close(mean, whole.mean(0), 1e-6)
+    close(sums, ((whole - whole.mean(0)) ** 2).sum(0), 1e-6)
+
+
+@pytest.mark.parametrize("function", NORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("frames", "latents", "factor"), [(4, 2, 2), (5, 3, 2), (9, 3, 1), (1, 1, 4), (2, 2, 8), (3, None, 1)]
+)
+def test_norm_is_torchs(function, dtype, frames, latents, factor):
+    x = normal(0, frames, 8, 32, 64, dtype=dtype)
+    scale, shift, around, wide = normal(1, 64), normal(2, 64), None, None
+    y = np.array(x, np.float64) * np.array(scale, np.float64) + np.array(shift, np.float64)
+    if latents is not None:
+        around = normal(3, latents, 8 // factor, 32 // factor, 128, dtype=dtype)
+        first = around[:1] if frames % 2 and frames > 1 else around[:0]
+        parts = [np.asarray(part, np.float64).transpose(3, 0, 1, 2)[None] for part in (first, around[len(first) :])]
+        sizes = [(len(first), 8, 32), (frames - len(first), 8, 32)]
+        grown = [
+            torch.nn.functional.interpolate(torch.from_numpy(part.copy()), size=size).numpy()
+            for part, size in zip(parts, sizes, strict=True)
+            if size[0]
+        ]
+        wide = np.concatenate(grown, axis=2)[0].transpose(1, 2, 3, 0)
+        y = y * wide[..., :64] + wide[..., 64:]
+    expected = torch.nn.functional.silu(torch.from_numpy(y)).numpy()
+    expected[:, 6:], expected[:, :, 30:] = 0, 0
+    close(NORMS[function](x, scale, shift, around, columns=6, rows=30), expected, DTYPES[dtype])
+
+
+def test_frames_of_a_latent_frame():
+    assert [latent_frame(9, 3)(frame) for frame in range(9)] == [0, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert [latent_frame(8, 2)(frame) for frame in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert latent_frame(1, 1)(0) == 0
+
+
+def test_simulated_tpu_memory():
+    """In Pallas' simulation of a TPU: memory starts as NaN, copies happen late, races are looked for."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # has no public name
+
+    simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
+    x, vectors, around = normal(0, 4, 8, 32, 64), (normal(1, 64), normal(2, 64)), normal(3, 2, 4, 16, 128)
+    close(norm_silu(x, *vectors, around, interpret=simulated), norm_silu_reference(x, *vectors, around), 2e-6)
+    for got, expected in zip(channel_moments(x, interpret=simulated), channel_moments_reference(x), strict=True):
+        close(got, expected, 2e-6)
+    assert not simulator.races.races_found
