@@ -89,7 +89,7 @@ def head_norm_rope_reference(
 
 def _kernel(x_ref, weight_ref, *refs, eps, head, groups, centred):  # type: ignore[no-untyped-def]
     *refs, o_ref = refs
-    bias_ref, *tables = refs if centred else [None, *refs]
+    bias_ref, tables = (refs[0], refs[1:]) if centred else (None, refs)
     channels, width = x_ref.shape[1], weight_ref.shape[1]
     shared, per_group = width // head, channels // groups
 

@@ -113,7 +113,8 @@ def _group_moments(cut: Cut, moments: Moments, groups: int) -> tuple[jax.Array, 
     count, *of_channels = moments
     mean, squares = (found.reshape(groups, -1).T for found in of_channels)
     total, mean, squares = merged(jnp.broadcast_to(count, mean.shape), mean, squares)
-    return tuple(found.repeat(len(of_channels[0]) // groups) for found in (mean, squares / total))
+    size = len(of_channels[0]) // groups
+    return mean.repeat(size), (squares / total).repeat(size)
 
 
 # ---- twice and half the size
