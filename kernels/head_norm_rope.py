@@ -89,7 +89,7 @@ def head_norm_rope_reference(
 
 def _kernel(x_ref, weight_ref, *refs, eps, head, groups, centred):  # type: ignore[no-untyped-def]
     *refs, o_ref = refs
-    bias_ref, tables = (refs[0], refs[1:]) if centred else (None, refs)
+    tables = refs[1:] if centred else refs
     channels, width = x_ref.shape[1], weight_ref.shape[1]
     shared, per_group = width // head, channels // groups
 
@@ -104,7 +104,7 @@ def _kernel(x_ref, weight_ref, *refs, eps, head, groups, centred):  # type: igno
                 x = x - _mean(given, head)
             y = x * jax.lax.rsqrt(_mean(x * x, head, rounded=given.dtype == jnp.bfloat16) + eps) * weight_ref[...]
             if centred:
-                y = y + bias_ref[...]
+                y = y + refs[0][...]
             if tables:
                 cos, sin = (jnp.concatenate([table] * len(starts)) for table in angles)
                 y = y * cos + _other_half(y, head) * sin

@@ -42,7 +42,7 @@ class Model(abc.ABC):
     besides the latents, "keys", is a dict of arrays that only the family looks into.
 
     spec        what is known of it without JAX
-    config      all that its programs are made from, for the key of compiled ones
+    config      a dataclass of all that its programs are made from, for the key of compiled ones
     checkpoint  for the tokenizer and the image processor; a preset compiles without
     """
 

@@ -35,7 +35,6 @@ RULES = (
 )
 # Used before or right after attention, which takes most of a layer: gathered during that of the layer before.
 _AHEAD = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
-_MODULATIONS = ("norm1.linear.weight", "norm2.linear.weight")
 _HEAD_EPS = 1e-6  # of the norms of queries and keys: a constant of diffusers' block
 _OFFSET = 2.0  # "ofs", which 1.5's image-to-video model is told: a constant of the pipeline
 
@@ -166,18 +165,19 @@ class _Step:
             found = jnp.where(jnp.arange(len(rows))[:, None] < of_text, rows, video)
             return found if given.positions is None else found + given.positions.astype(found.dtype)
 
+        modulations = [self._modulations(f"{name}.linear", given) for name in ("norm1", "norm2")]
+
         def layer(hidden: jax.Array, weights: Params, index: jax.Array) -> jax.Array:
-            first, second = (self._modulation(f"norm{i}", weights, given.embedding) for i in (1, 2))
+            first, second = (jax.lax.dynamic_index_in_dim(table, index, keepdims=False) for table in modulations)
             return each(lambda x: self._block(x, weights, first, second, given.tables, of_text), hidden)
 
         hidden = scan_layers(
             layer,
             each(embed, jnp.broadcast_to(given.text, (self._local_branches, *given.text.shape[1:]))),
-            given.blocks,
+            {name: value for name, value in given.blocks.items() if ".linear." not in name},
             self._blocks,
             depth=len(given.blocks["norm1.norm.weight"]),
             ahead=_AHEAD,
-            kept=_MODULATIONS,
             platform=self._platform,
         )
         shift, scale = given.head
@@ -190,14 +190,18 @@ class _Step:
 
         return each(head, hidden)
 
-    def _modulation(self, name: str, w: Params, embedding: jax.Array) -> jax.Array:
-        """Return shift, scale and gate of the text's tokens and the video's, float32 [2, 3, C]; of a split matrix."""
-        weight = w[f"{name}.linear.weight"]
-        product = jnp.einsum("oe,e->o", weight, embedding.astype(weight.dtype), preferred_element_type=jnp.float32)
-        if self._blocks[f"{name}.linear.weight"] == SPLIT:
-            product = jax.lax.all_gather(product, SHARDS, tiled=True)
-        made = product + w[f"{name}.linear.bias"].astype(jnp.float32)
-        return made.reshape(2, 3, -1)[::-1]
+    def _modulations(self, name: str, given: Inputs) -> jax.Array:
+        """Return every layer's shift, scale and gate of the text's tokens and the video's, float32 [layers, 2, 3, C].
+
+        All at once, before the layers: a product with split matrices, and its results are gathered, not the matrices.
+        """
+        weight, bias = given.blocks[f"{name}.weight"], given.blocks[f"{name}.bias"]
+        embedding = given.embedding.astype(weight.dtype)
+        product = jnp.einsum("loe,e->lo", weight, embedding, preferred_element_type=jnp.float32)
+        if self._blocks[f"{name}.weight"] == SPLIT:
+            product = jax.lax.all_gather(product, SHARDS, axis=1, tiled=True)
+        made = product + bias.astype(jnp.float32)
+        return made.reshape(len(made), 2, 3, -1)[:, ::-1]
 
     def _block(
         self,
@@ -210,7 +214,7 @@ class _Step:
     ) -> jax.Array:
         """One layer on this device's tokens of one branch; the formula is diffusers' CogVideoXBlock.
 
-        x [t, C]; two tables from `_modulation`; tables as in `Inputs`; of_text: how many rows are the text's
+        x [t, C]; two tables [2, 3, C] from `_modulations`; tables as in `Inputs`; of_text: how many rows are the text's
         """
         ops = self._ops
 

@@ -22,20 +22,18 @@ def scan_layers(
     *,
     depth: int,
     ahead: Sequence[str],
-    kept: Sequence[str] = (),
     platform: str,
 ) -> jax.Array:
     """Run (hidden, weights of a layer, its index) -> hidden for every layer.
 
     stacked  this device's part of the weights, [depth, ...]; specs say how they are split
     ahead    names of those that are gathered a layer early: needed before or right after what takes longest
-    kept     names of those that stay as they are split
     """
 
     def gathered(names: Iterable[str], index: jax.Array | int) -> Params:
         one = {name: jax.lax.dynamic_index_in_dim(stacked[name], index, keepdims=False) for name in names}
         return {
-            name: gather_rows(value, SHARDS, platform) if specs[name] == SPLIT and name not in kept else value
+            name: gather_rows(value, SHARDS, platform) if specs[name] == SPLIT else value
             for name, value in one.items()
         }
 
