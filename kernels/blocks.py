@@ -10,6 +10,8 @@ from jax.experimental.pallas import tpu as pltpu
 MIB = 2**20
 LANES = 128
 FALLBACK = 2048, 1024
+# Rows of queries that take as long as a row of tiles' start and end: 2,117 bundles of 30 x 13,121 for 3,328 on v6e.
+BLOCK_ROWS = 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +112,7 @@ def plan_blocks(
     if fallback:
         largest_q, largest_kv = min(FALLBACK[0], row.block_q), min(FALLBACK[1], row.block_kv)
         row = dataclasses.replace(row, block_q=largest_q, block_kv=largest_kv, fixed=row.online)
-    block_q, q_steps = _even(q_len, row.block_q, 2 * LANES)
+    block_q, q_steps = _least(q_len, row.block_q, 2 * LANES)
     if kv_len <= row.online.chunk:  # one chunk in all
         chunk = _ceil(kv_len, LANES)
         fixed, online = (dataclasses.replace(s, chunk=chunk) for s in (row.fixed, row.online))
@@ -119,6 +121,16 @@ def plan_blocks(
         fixed, online = row.fixed, row.online
         block_kv, kv_steps = _even(kv_len, row.block_kv, math.lcm(fixed.chunk, online.chunk))
     return Plan(BlockSizes(block_q, block_kv, fixed, online, row.vmem_limit), q_steps, kv_steps)
+
+
+def _least(length: int, largest: int, unit: int) -> tuple[int, int]:
+    """Divide length into equal blocks that take the least time: of at most `largest`, and not much less, as _even's.
+
+    What overhangs is computed as well, and every block has a start and an end (BLOCK_ROWS).
+    """
+    fewest = -(-length // max(largest, unit))
+    plans = [_even(length, -(-length // steps), unit) for steps in range(fewest, fewest * 4 // 3 + 1)]
+    return min(plans, key=lambda plan: plan[1] * (plan[0] + BLOCK_ROWS))
 
 
 def _even(length: int, largest: int, unit: int) -> tuple[int, int]:

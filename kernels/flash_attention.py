@@ -18,12 +18,16 @@ shift only has to be near the maximum.
 "online": the classical running maximum. Exact for every finite input.
 
 A NaN in the input fails the bound and makes the check NaN: "online" then runs once, and the NaN comes out.
+
+A repeat is the body of a loop that runs no time or once, whose result takes the place of the first one: what a
+conditional gives in either case XLA would copy.
 """
 
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +39,7 @@ from kernels.low_precision import quantize, smooth
 
 Softmax = Literal["auto", "bounded", "optimistic", "online"]
 LowPrecision = Literal["int8", "float8_e4m3fn"]
+T = TypeVar("T")
 
 BOUND = 64.0  # powers of two, see the module's docstring
 LARGEST_VALUE = 2.0**31
@@ -84,11 +89,42 @@ def flash_attention(
     if split:
         q, k, v = (_heads_to_batch(x, count) for x in (q, k, v))
     scale = width**-0.5 if scale is None else scale
-    call = _Call(
-        1 if split else count, shared, scale * math.log2(math.e), kv_len or k.shape[1], qk, block_sizes, interpret
-    )
+    multiplier, kv_len = scale * math.log2(math.e), kv_len or k.shape[1]
+    call = _Call(1 if split else count, width, shared, multiplier, kv_len, qk, block_sizes, interpret)
     out = call.run(q, k, v, softmax)
     return (_batch_to_heads(out, count) if split else out).reshape(shape)
+
+
+def flash_attention_unchecked(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    heads: int,
+    first_heads: tuple[int, int, int] = (0, 0, 0),
+    width: int,
+    scale: float,
+    kv_len: int,
+    softmax: Literal["optimistic", "online"] = "optimistic",
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute softmax(scale Q K^T) V in one way, and say whether it is right: that of a false one isn't.
+
+    q [Lq, at least N * D]; k, v [Lk, at least N * D] -> [Lq, N * D], and a boolean scalar. Each may hold more heads, of
+    width D: of those the ones from its number in `first_heads` on are used, in place where registers are whole.
+    What is false is to be asked for again with "online", which is always right.
+    """
+    shared = LANES // width if LANES % width == 0 and (heads * width) % LANES == 0 else 1
+    if (width * shared) % LANES or any(first % shared for first in first_heads):
+        q, k, v = (
+            x[:, first * width : (first + heads) * width] for x, first in zip((q, k, v), first_heads, strict=True)
+        )
+        given = {"heads": heads, "scale": scale, "kv_len": kv_len, "interpret": interpret}
+        return flash_attention(q, k, v, **given), jnp.asarray(True)
+    call = _Call(heads, width, shared, scale * math.log2(math.e), kv_len, None, None, interpret)
+    first_q, first_k, first_v = (first // shared for first in first_heads)
+    out, check = call.once(q[None], k[None], v[None], softmax, (first_q, first_k, first_v))
+    return out[0], jnp.asarray(True) if check is None else jnp.all(jnp.isfinite(check))
 
 
 def flash_attention_reference(
@@ -116,12 +152,28 @@ class _Call:
     """The static arguments of one call; arrays are q [B, Lq, N * D], k and v [B, Lk, N * D]."""
 
     heads: int
-    shared: int  # of them, in the lanes of one tile
+    width: int  # D
+    shared: int  # heads in the lanes of one tile
     multiplier: float  # of q.k, to powers of two
     kv_len: int
     qk: LowPrecision | None
     block_sizes: BlockSizes | None
     interpret: Any
+
+    def once(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: str, first: tuple[int, int, int]
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return what one way gives, with its check if it has one; first: tiles of Q, K and V."""
+        plan = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=q.dtype)
+        blocks, rows = plan().blocks, q.shape[1]
+        if self.kv_len <= blocks.online.chunk:
+            softmax = "online"
+        elif softmax == "online":
+            blocks = plan(fallback=True).blocks
+        tile = Tile(blocks, softmax, self.kv_len, self.multiplier, self.width, self.shared)
+        k, v = (_at_least(x, blocks.block_kv) for x in (k, v))
+        out, *check = flash_tiles([_at_least(q, blocks.block_q)], k, v, None, tile, self.heads, self.interpret, first)
+        return out[:, :rows], check[0] if check else None
 
     def run(self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: Softmax) -> jax.Array:
         given = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=self.qk or q.dtype)
@@ -139,7 +191,7 @@ class _Call:
         k, v = (_at_least(x, blocks.block_kv) for x in (k, v))
 
         def way(name: str, blocks: BlockSizes = blocks) -> list[jax.Array]:
-            tile = Tile(blocks, name, self.kv_len, self.multiplier, self.shared)
+            tile = Tile(blocks, name, self.kv_len, self.multiplier, self.width, self.shared)
             return flash_tiles(terms, k, v, scales, tile, self.heads, self.interpret)
 
         def online() -> jax.Array:
@@ -147,7 +199,7 @@ class _Call:
 
         def optimistic() -> jax.Array:
             out, check = way("optimistic")
-            return lax.cond(jnp.all(jnp.isfinite(check)), lambda: out, online)
+            return repeated_if(~jnp.all(jnp.isfinite(check)), out, online)
 
         # With one chunk in all, "online" sees the row's maximum at once: it is the cheapest as well.
         if softmax == "online" or self.kv_len <= blocks.online.chunk:
@@ -175,6 +227,11 @@ class _Call:
         [k], k_scale = quantize(k, self.heads, blocks.block_kv, dtype)
         scales = self.multiplier * q_scale[..., :, None] * k_scale[..., None, :]  # [B, N, query blocks, key blocks]
         return q_terms, k, scales.reshape(q.shape[0] * self.heads, -1)
+
+
+def repeated_if(wrong: jax.Array, found: T, again: Callable[[], T]) -> T:
+    """Return `found`, or where it is wrong (a boolean scalar) what `again` gives in its place."""
+    return lax.while_loop(lambda state: state[0], lambda _: (jnp.asarray(False), again()), (wrong, found))[1]
 
 
 def _largest_norm(x: jax.Array, heads: int) -> jax.Array:

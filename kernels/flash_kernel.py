@@ -48,6 +48,7 @@ class Tile:
     softmax: str  # "bounded", "optimistic" or "online"
     kv_len: int
     multiplier: float  # of q.k, to powers of two
+    width: int  # D
     shared: int = 1  # heads in a tile's lanes
 
     @property
@@ -69,20 +70,23 @@ def flash_tiles(
     tile: Tile,
     heads: int,
     interpret: Any,
+    first: tuple[int, int, int] = (0, 0, 0),
 ) -> list[jax.Array]:
     """Run the kernel over all tiles.
 
     q: one or two terms whose sum Q is, [B, Lq, N * D] each; k, v [B, Lk, N * D]; Lq and Lk at least one block; scales
     [B * N, query blocks * key blocks] float32, which multiply a block's logits (in place of the multiplier), or None.
+    Each may hold more heads: of those of Q, K and V, the ones of its tiles from `first` on are used.
     Returns the output [B, Lq, N * D]; with softmax "optimistic" also a check [B * N / S, 1, Lq] float32, zero where the
     sums and outputs of a row are finite and NaN where they are not.
     """
-    batch, q_len, width = q[0].shape
-    tiles, blocks = heads // tile.shared, tile.blocks
-    d, lanes = width // heads, width // tiles
+    (batch, q_len, _), tiles, blocks = q[0].shape, heads // tile.shared, tile.blocks
+    d, lanes, width = tile.width, tile.width * tile.shared, tile.width * heads
     grid = (batch, tiles, -(-q_len // blocks.block_q), tile.kv_steps)
+    queries = pl.BlockSpec((None, blocks.block_q, lanes), lambda b, h, i, j: (b, i, first[0] + h))
     rows = pl.BlockSpec((None, blocks.block_q, lanes), lambda b, h, i, j: (b, i, h))
-    keys = pl.BlockSpec((None, blocks.block_kv, lanes), lambda b, h, i, j: (b, j, h))
+    keys = pl.BlockSpec((None, blocks.block_kv, lanes), lambda b, h, i, j: (b, j, first[1] + h))
+    values = pl.BlockSpec((None, blocks.block_kv, lanes), lambda b, h, i, j: (b, j, first[2] + h))
     flags = pl.BlockSpec((None, 1, blocks.block_q), lambda b, h, i, j: (b * tiles + h, 0, i))
     table = [] if scales is None else [pl.BlockSpec(memory_space=pltpu.SMEM)]
     outputs = 2 if tile.softmax == "optimistic" else 1
@@ -90,7 +94,7 @@ def flash_tiles(
     return pl.pallas_call(
         functools.partial(_kernel, tile=tile, terms=len(q), scaled=scales is not None),
         grid=grid,
-        in_specs=[*[rows for _ in q], keys, keys, *table],
+        in_specs=[*[queries for _ in q], keys, values, *table],
         out_specs=[rows, flags][:outputs],
         out_shape=[
             jax.ShapeDtypeStruct((batch, q_len, width), v.dtype),
@@ -105,22 +109,21 @@ def flash_tiles(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=blocks.vmem_limit,
         ),
-        cost_estimate=_cost(q, k, v, tile, heads),
+        cost_estimate=_cost(q, k, tile, heads),
         interpret=interpret,
         name=f"flash_attention_{tile.softmax}" + ("" if dtype == jnp.bfloat16 else f"_{dtype.name}"),
     )(*q, k, v, *([] if scales is None else [scales]))
 
 
-def _cost(q: Sequence[jax.Array], k: jax.Array, v: jax.Array, tile: Tile, heads: int) -> pl.CostEstimate:
+def _cost(q: Sequence[jax.Array], k: jax.Array, tile: Tile, heads: int) -> pl.CostEstimate:
     """What XLA's scheduler should think of the call: K and V are read once a block of queries."""
-    batch, q_len, width = q[0].shape
+    (batch, q_len, _), width = q[0].shape, heads * tile.width
     scores = batch * heads * q_len * tile.kv_len
     return pl.CostEstimate(
         flops=4 * scores * (width // heads),
         transcendentals=scores,
-        bytes_accessed=sum(term.nbytes for term in q)
-        + batch * q_len * width * v.dtype.itemsize
-        + -(-q_len // tile.blocks.block_q) * (k.nbytes + v.nbytes),
+        bytes_accessed=sum(batch * q_len * width * term.dtype.itemsize for term in (*q, q[0]))
+        + -(-q_len // tile.blocks.block_q) * 2 * batch * k.shape[1] * width * k.dtype.itemsize,
     )
 
 

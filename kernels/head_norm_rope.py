@@ -4,7 +4,7 @@ Heads narrower than the 128 lanes of a register share one: their means are a pro
 which the idle matrix unit gives back spread over each head's lanes, and a rotation is two rolls and a choice. Pairs are
 (i, i + D/2) of each head, as in rms_norm_rope.py.
 
-Shapes: L rows (tokens), N heads, D head width, G column groups, S heads in the lanes of one register.
+Shapes: L rows (tokens), N heads, D head width, S heads in the lanes of one register.
 """
 
 import functools
@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.blocks import LANES
+from kernels.columns import Columns, Cut
 from kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
 ROWS = 512  # of a tile, as in layer_norm.py
@@ -31,19 +32,21 @@ def head_norm_rope(
     *,
     eps: float,
     groups: int = 1,
+    parts: tuple[int, ...] = (),
     interpret: bool = False,
-) -> jax.Array:
+) -> Cut:
     """Return each head of x normalised, rotated, computed in float32, in the dtype of x.
 
     x             [L, N*D]
     weight, bias  [D], the same for every head: LayerNorm, (x - mean) / sqrt(variance + eps) * weight + bias; without a
                   bias RMSNorm, x / sqrt(mean square + eps) * weight
     tables        cosines and sines [L, D] of each row's angles: [cos, cos] and [-sin, sin]; None: no rotation
-    groups        more than 1: return [groups, L, N*D/groups]
+    groups, parts  of the result's columns, see kernels/columns.py
     """
     (rows, channels), head = x.shape, len(weight)
-    block, per_group = even_block(rows, ROWS, sublanes(x.dtype)), channels // groups
-    shared = LANES // head if LANES % head == 0 and per_group % LANES == 0 else 1
+    block, columns = even_block(rows, ROWS, sublanes(x.dtype)), Columns(channels, groups, parts)
+    whole_registers = LANES % head == 0 and all(width % LANES == 0 for width in columns.widths)
+    shared = LANES // head if whole_registers else 1
     vectors = [weight] if bias is None else [weight, bias]
     whole = pl.BlockSpec((1, shared * head), lambda i: (0, 0))
     specs = [pl.BlockSpec((block, channels), lambda i: (i, 0)), *(whole for _ in vectors)]
@@ -51,16 +54,14 @@ def head_norm_rope(
     if tables is not None:
         specs += [pl.BlockSpec((block, head), lambda i: (i, 0))] * 2
         arrays += tables
-    if groups == 1:
-        out_spec, out_shape = pl.BlockSpec((block, channels), lambda i: (i, 0)), x.shape
-    else:
-        out_spec, out_shape = pl.BlockSpec((groups, block, per_group), lambda i: (0, i, 0)), (groups, rows, per_group)
-    return pl.pallas_call(
-        functools.partial(_kernel, eps=eps, head=head, groups=groups, centred=bias is not None),
-        out_shape=jax.ShapeDtypeStruct(out_shape, x.dtype),
+    found = pl.pallas_call(
+        functools.partial(
+            _kernel, eps=eps, head=head, columns=columns, centred=bias is not None, rotated=tables is not None
+        ),
+        out_shape=columns.shapes(rows, x.dtype),
         grid=(pl.cdiv(rows, block),),
         in_specs=specs,
-        out_specs=out_spec,
+        out_specs=columns.specs(block),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=vmem_bytes(interpret=interpret)
         ),
@@ -68,11 +69,19 @@ def head_norm_rope(
         name="head_norm" if tables is None else "head_norm_rope",
         interpret=interpret,
     )(*arrays)
+    return columns.given(found)
 
 
 def head_norm_rope_reference(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None, tables: Tables | None, *, eps: float, groups: int = 1
-) -> jax.Array:
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    tables: Tables | None,
+    *,
+    eps: float,
+    groups: int = 1,
+    parts: tuple[int, ...] = (),
+) -> Cut:
     """Return the same as `head_norm_rope`, in plain jnp."""
     heads = x.astype(jnp.float32).reshape(x.shape[0], -1, len(weight))
     if bias is not None:
@@ -83,15 +92,14 @@ def head_norm_rope_reference(
     if tables is not None:
         cos, sin = (table[:, None] for table in tables)
         normed = normed * cos + jnp.roll(normed, len(weight) // 2, axis=-1) * sin
-    found = normed.reshape(x.shape).astype(x.dtype)
-    return found if groups == 1 else found.reshape(x.shape[0], groups, -1).transpose(1, 0, 2)
+    return Columns(x.shape[1], groups, parts).cut(normed.reshape(x.shape).astype(x.dtype))
 
 
-def _kernel(x_ref, weight_ref, *refs, eps, head, groups, centred):  # type: ignore[no-untyped-def]
-    *refs, o_ref = refs
-    tables = refs[1:] if centred else refs
+def _kernel(x_ref, weight_ref, *refs, eps, head, columns, centred, rotated):  # type: ignore[no-untyped-def]
+    (bias_ref, *others) = refs if centred else (None, *refs)
+    tables, results = (others[:2], others[2:]) if rotated else ((), others)
     channels, width = x_ref.shape[1], weight_ref.shape[1]
-    shared, per_group = width // head, channels // groups
+    shared = width // head
 
     def rows(start: jax.Array, count: int) -> None:
         here = pl.ds(start, count)
@@ -104,18 +112,13 @@ def _kernel(x_ref, weight_ref, *refs, eps, head, groups, centred):  # type: igno
                 x = x - _mean(given, head)
             y = x * jax.lax.rsqrt(_mean(x * x, head, rounded=given.dtype == jnp.bfloat16) + eps) * weight_ref[...]
             if centred:
-                y = y + refs[0][...]
+                y = y + bias_ref[...]
             if tables:
                 cos, sin = (jnp.concatenate([table] * len(starts)) for table in angles)
                 y = y * cos + _other_half(y, head) * sin
-            y = y.astype(o_ref.dtype)
+            y = y.astype(x_ref.dtype)
             for index, lane in enumerate(starts):
-                found = y[index * count : (index + 1) * count]
-                if groups == 1:
-                    o_ref[here, lane : lane + width] = found
-                else:
-                    within = lane % per_group
-                    o_ref[lane // per_group, here, within : within + width] = found
+                columns.store(results, here, lane, y[index * count : (index + 1) * count])
 
     by_rows(x_ref.shape[0], ROWS_AT_ONCE, sublanes(x_ref.dtype), rows)
 

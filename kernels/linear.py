@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
 
 
 def linear(
-    x: jax.Array,
+    x: jax.Array | tuple[jax.Array, ...],
     weight: jax.Array,
     bias: jax.Array,
     *,
@@ -42,7 +42,7 @@ def linear(
 ) -> jax.Array:
     """Return activation(x weight^T + bias), or with a residual: residual + gate * that; in the dtype of x.
 
-    x           [L, I], or [G, L, I/G] with the columns in groups
+    x           [L, I], or laid out as kernels/columns.py has it: an array for each part of every group's columns
     weight      [O, I]; bias [O]; what follows the products is computed in float32
     activation  None or "gelu_tanh"
     residual    [L, O]; gate (with it only) [1 or 2, O], ones when left out: of two, the first is for rows before
@@ -50,9 +50,10 @@ def linear(
     groups      more than 1: return [groups, L, O/groups] instead of [L, O]
     """
     inputs, outputs = weight.shape[1], weight.shape[0]
-    in_groups, rows = (1, x.shape[0]) if x.ndim == 2 else x.shape[:2]
+    parts = x if isinstance(x, tuple) else (x,)
+    joined, (rows, _), dtype = parts[0].ndim == 3, parts[0].shape[-2:], parts[0].dtype
     block_rows, block_outputs, block_inputs = _tile(
-        rows, outputs // groups, inputs, x.dtype.itemsize, vmem_bytes(interpret=interpret), joined=in_groups > 1
+        rows, outputs // groups, inputs, dtype.itemsize, vmem_bytes(interpret=interpret), joined=joined
     )
     steps = inputs // block_inputs
     per_group = pl.cdiv(outputs // groups, block_outputs)
@@ -62,12 +63,12 @@ def linear(
         return (i, j) if groups == 1 else (j // per_group, i, j % per_group)
 
     columns = pl.BlockSpec((1, block_outputs), lambda i, j, k: (0, j))
-    if x.ndim == 2:
-        x_spec = pl.BlockSpec((block_rows, block_inputs), lambda i, j, k: (i, k))
+    if joined:
+        x_specs = [pl.BlockSpec((len(x), block_rows, x.shape[2]), lambda i, j, k: (0, i, 0)) for x in parts]
     else:
-        x_spec = pl.BlockSpec((in_groups, block_rows, inputs // in_groups), lambda i, j, k: (0, i, 0))
-    specs = [x_spec, pl.BlockSpec((block_outputs, block_inputs), lambda i, j, k: (j, k)), columns]
-    arrays = [x, weight, bias[None].astype(jnp.float32)]
+        x_specs = [pl.BlockSpec((block_rows, block_inputs), lambda i, j, k: (i, k))]
+    specs = [*x_specs, pl.BlockSpec((block_outputs, block_inputs), lambda i, j, k: (j, k)), columns]
+    arrays = [*parts, weight, bias[None].astype(jnp.float32)]
     if residual is not None:
         assert groups == 1
         gate = jnp.ones((1, outputs)) if gate is None else gate
@@ -78,8 +79,8 @@ def linear(
         ]
         arrays += [residual, gate.astype(jnp.float32), jnp.asarray(first_rows, jnp.int32).reshape(1)]
     scratch = []
-    if in_groups > 1:
-        scratch.append(pltpu.VMEM((block_rows, inputs), x.dtype))
+    if joined:
+        scratch.append(pltpu.VMEM((block_rows, inputs), dtype))
     if steps > 1:
         scratch.append(pltpu.VMEM((block_rows, block_outputs), jnp.float32))
     out_block = (block_rows, block_outputs) if groups == 1 else (None, block_rows, block_outputs)
@@ -88,12 +89,12 @@ def linear(
         functools.partial(
             _kernel,
             steps=steps,
-            in_groups=in_groups,
+            parts=len(parts) if joined else 0,
             activation=activation,
             fused_residual=residual is not None,
-            precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+            precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
         ),
-        out_shape=jax.ShapeDtypeStruct(out_shape, x.dtype),
+        out_shape=jax.ShapeDtypeStruct(out_shape, dtype),
         grid=grid,
         in_specs=specs,
         out_specs=pl.BlockSpec(out_block, outwards),
@@ -105,7 +106,7 @@ def linear(
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * outputs * inputs,
             transcendentals=0 if activation is None else rows * outputs,
-            bytes_accessed=x.dtype.itemsize * (rows * (inputs + outputs) + inputs * outputs),
+            bytes_accessed=dtype.itemsize * (rows * (inputs + outputs) + inputs * outputs),
         ),
         name="linear" + ("" if activation is None else f"_{activation}") + ("" if residual is None else "_residual"),
         interpret=interpret,
@@ -113,7 +114,7 @@ def linear(
 
 
 def linear_reference(
-    x: jax.Array,
+    x: jax.Array | tuple[jax.Array, ...],
     weight: jax.Array,
     bias: jax.Array,
     *,
@@ -124,8 +125,8 @@ def linear_reference(
     groups: int = 1,
 ) -> jax.Array:
     """Return the same as `linear`, in plain jnp."""
-    if x.ndim == 3:
-        x = x.transpose(1, 0, 2).reshape(x.shape[1], -1)
+    x = jnp.concatenate(x, axis=-1) if isinstance(x, tuple) else x
+    x = x if x.ndim == 2 else x.transpose(1, 0, 2).reshape(x.shape[1], -1)
     product = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     y = ACTIVATIONS[activation](product + bias.astype(jnp.float32))
     if residual is not None:
@@ -135,19 +136,24 @@ def linear_reference(
     return y if groups == 1 else y.reshape(y.shape[0], groups, -1).transpose(1, 0, 2)
 
 
-def _kernel(x_ref, w_ref, b_ref, *refs, steps, in_groups, activation, fused_residual, precision):  # type: ignore[no-untyped-def]
-    given, refs = (refs[:3], refs[3:]) if fused_residual else ((), refs)
-    o_ref, *scratch = refs
-    if in_groups > 1:
+def _kernel(*refs, steps, parts, activation, fused_residual, precision):  # type: ignore[no-untyped-def]
+    x_refs, (w_ref, b_ref, *others) = refs[: parts or 1], refs[parts or 1 :]
+    given, others = (others[:3], others[3:]) if fused_residual else ([], others)
+    o_ref, *scratch = others
+    if parts:
         joined = scratch.pop(0)
-        width = joined.shape[1] // in_groups
 
         @pl.when(pl.program_id(1) == 0)
         def _() -> None:
-            for group in range(in_groups):
-                joined[:, group * width : (group + 1) * width] = x_ref[group]
+            start = 0
+            for group in range(x_refs[0].shape[0]):
+                for part in x_refs:
+                    joined[:, start : start + part.shape[2]] = part[group]
+                    start += part.shape[2]
 
         x_ref = joined
+    else:
+        (x_ref,) = x_refs
 
     step = pl.program_id(2)
     first_row = pl.program_id(0) * o_ref.shape[-2]

@@ -3,7 +3,7 @@
 Pairs are (i, i + D/2) of each head, so that a rotation is a roll by half a head and not a shuffle of neighbouring
 lanes; weights of models that pair (2i, 2i + 1) are permuted once, when they are loaded.
 
-Shapes: L rows (tokens), N heads, D head width, G column groups.
+Shapes: L rows (tokens), N heads, D head width.
 """
 
 import functools
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.columns import Columns, Cut
 from kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
 ROWS, ROWS_AT_ONCE = 512, 64  # of a tile and of the loop inside, as in layer_norm.py
@@ -25,31 +26,28 @@ def rms_norm_rope(
     *,
     eps: float,
     groups: int = 1,
+    parts: tuple[int, ...] = (),
     interpret: bool = False,
-) -> jax.Array:
+) -> Cut:
     """Return x / sqrt(mean square + eps) * weight, rotated, computed in float32, in the dtype of x.
 
     x       [L, N*D]; weight [N*D]: the mean is over all heads
     tables  cosines and sines [L, D] of each row's angles: [cos, cos] and [-sin, sin]; None: no rotation
-    groups  more than 1: return [groups, L, N*D/groups]
+    groups, parts  of the result's columns, see kernels/columns.py
     """
     rows, channels = x.shape
-    block, width = even_block(rows, ROWS, sublanes(x.dtype)), channels // groups
+    block, columns = even_block(rows, ROWS, sublanes(x.dtype)), Columns(channels, groups, parts)
     specs = [pl.BlockSpec((block, channels), lambda i: (i, 0)), pl.BlockSpec((1, channels), lambda i: (0, 0))]
     arrays = [x, weight[None].astype(jnp.float32)]
     if tables is not None:
         specs += [pl.BlockSpec((block, tables[0].shape[1]), lambda i: (i, 0))] * 2
         arrays += tables
-    if groups == 1:
-        out_spec, out_shape = pl.BlockSpec((block, channels), lambda i: (i, 0)), x.shape
-    else:
-        out_spec, out_shape = pl.BlockSpec((groups, block, width), lambda i: (0, i, 0)), (groups, rows, width)
-    return pl.pallas_call(
-        functools.partial(_kernel, eps=eps, groups=groups),
-        out_shape=jax.ShapeDtypeStruct(out_shape, x.dtype),
+    found = pl.pallas_call(
+        functools.partial(_kernel, eps=eps, columns=columns, rotated=tables is not None),
+        out_shape=columns.shapes(rows, x.dtype),
         grid=(pl.cdiv(rows, block),),
         in_specs=specs,
-        out_specs=out_spec,
+        out_specs=columns.specs(block),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=vmem_bytes(interpret=interpret)
         ),
@@ -57,6 +55,7 @@ def rms_norm_rope(
         name="rms_norm" if tables is None else "rms_norm_rope",
         interpret=interpret,
     )(*arrays)
+    return columns.given(found)
 
 
 def rms_norm_rope_reference(
@@ -66,7 +65,8 @@ def rms_norm_rope_reference(
     *,
     eps: float,
     groups: int = 1,
-) -> jax.Array:
+    parts: tuple[int, ...] = (),
+) -> Cut:
     """Return the same as `rms_norm_rope`, in plain jnp."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps) * weight.astype(jnp.float32)
@@ -74,32 +74,27 @@ def rms_norm_rope_reference(
         cos, sin = (table[:, None] for table in tables)
         heads = normed.reshape(x.shape[0], -1, cos.shape[-1])
         normed = (heads * cos + jnp.roll(heads, cos.shape[-1] // 2, axis=-1) * sin).reshape(x.shape)
-    normed = normed.astype(x.dtype)
-    return normed if groups == 1 else normed.reshape(x.shape[0], groups, -1).transpose(1, 0, 2)
+    return Columns(x.shape[1], groups, parts).cut(normed.astype(x.dtype))
 
 
-def _kernel(x_ref, weight_ref, *refs, eps, groups):  # type: ignore[no-untyped-def]
-    *tables, o_ref = refs
-    channels = x_ref.shape[1]
-    per_group = channels // groups
+def _kernel(x_ref, weight_ref, *refs, eps, columns, rotated):  # type: ignore[no-untyped-def]
+    tables, results = (refs[:2], refs[2:]) if rotated else ((), refs)
+    channels, dtype = x_ref.shape[1], x_ref.dtype
 
     def rows(start: jax.Array, count: int) -> None:
         here = pl.ds(start, count)
         wide = x_ref[here, :].astype(jnp.float32)
         inverse = jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)
         if not tables:
-            o_ref[here, :] = (wide * inverse * weight_ref[...]).astype(o_ref.dtype)
+            (o_ref,) = results
+            o_ref[here, :] = (wide * inverse * weight_ref[...]).astype(dtype)
             return
         cos, sin = (table[here, :] for table in tables)
         head = cos.shape[1]
         for lane in range(0, channels, head):
             lanes = slice(lane, lane + head)
             normed = x_ref[here, lanes].astype(jnp.float32) * inverse * weight_ref[:, lanes]
-            rotated = (normed * cos + pltpu.roll(normed, head // 2, 1) * sin).astype(o_ref.dtype)
-            if groups == 1:
-                o_ref[here, lanes] = rotated
-            else:
-                within = lane % per_group
-                o_ref[lane // per_group, here, within : within + head] = rotated
+            turned = (normed * cos + pltpu.roll(normed, head // 2, 1) * sin).astype(dtype)
+            columns.store(results, here, lane, turned)
 
     by_rows(x_ref.shape[0], ROWS_AT_ONCE, sublanes(x_ref.dtype), rows)

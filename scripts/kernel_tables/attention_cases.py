@@ -28,7 +28,14 @@ def ours(
 ) -> Case:
     """Return flash_tiles at one block size and schedule (a dict of Schedule's fields); shared: heads in 128 lanes."""
     unrolled = Schedule(**schedule)
-    tile = Tile(BlockSizes(block_q, block_kv, unrolled, unrolled, vmem_limit), softmax, STEPS * block_kv, 1.0, shared)
+    tile = Tile(
+        BlockSizes(block_q, block_kv, unrolled, unrolled, vmem_limit),
+        softmax,
+        STEPS * block_kv,
+        1.0,
+        D // shared,
+        shared,
+    )
     terms = 2 if qk == "float8_e4m3fn" else 1  # as flash_attention gives them
     shapes = (
         [jax.ShapeDtypeStruct((1, STEPS * block_q, D), jnp.dtype(qk or "bfloat16"))] * terms,

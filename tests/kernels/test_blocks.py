@@ -1,5 +1,7 @@
 """The block table and the rule that fits it to lengths."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
@@ -18,9 +20,12 @@ def test_blocks_cover_both_lengths_without_an_empty_one(chip, dtype, q_len, kv_l
     assert plan.steps == plan.q_steps * plan.kv_steps
 
 
-def test_long_sequences_get_the_table_as_it_is():
+def test_long_sequences_get_the_table_s_row_and_queries_in_blocks_that_fit():
     row = TABLE["v6e", "bfloat16"]
-    assert plan_blocks(75_776, 75_600, chip="v6e").blocks == row
+    assert plan_blocks(23 * 3328, 75_600, chip="v6e").blocks == row
+    plan = plan_blocks(75_776, 75_600, chip="v6e")  # 23 blocks of 3,328 would overhang by 768 rows
+    assert plan.blocks == dataclasses.replace(row, block_q=2816)
+    assert plan.q_steps * 2816 - 75_776 == 256
 
 
 def test_text_is_one_chunk():
@@ -38,10 +43,10 @@ def test_a_fallback_is_smaller_and_covers_as_much(chip, dtype):
 
 
 def test_overhang_is_small():
-    """At a video's length blocks are computed for at most 2 % more queries than there are."""
+    """At a video's length blocks are computed for at most 1 % more queries than there are."""
     for chip, dtype in TABLE:
         plan = plan_blocks(75_776, 75_600, dtype=dtype, chip=chip)
-        assert plan.q_steps * plan.blocks.block_q <= 1.02 * 75_776
+        assert plan.q_steps * plan.blocks.block_q <= 1.01 * 75_776
 
 
 def test_chunks_must_divide_blocks():

@@ -81,7 +81,7 @@ def test_the_repeat_at_planned_blocks():
 
 
 def raw(case: Case, softmax: str) -> list[jax.Array]:
-    tile = Tile(SMALL, softmax, len(case.k), D**-0.5 * np.log2(np.e))
+    tile = Tile(SMALL, softmax, len(case.k), D**-0.5 * np.log2(np.e), D)
     q, k, v = (jnp.asarray(x, jnp.bfloat16)[None] for x in case)
     return flash_tiles([q], k, v, None, tile, 1, True)
 

@@ -68,10 +68,13 @@ def test_linear_takes_and_gives_columns_in_groups():
     x, weight, bias = normal(0, 50, 512), normal(1, 768, 512), normal(2, 768)
     expected = linear_reference(x, weight, bias)
     grouped = x.reshape(50, 2, 256).transpose(1, 0, 2)
+    parts = grouped[..., :128], grouped[..., 128:]
     for function in (linear_reference, lambda *args, **more: linear(*args, **more, interpret=True)):
         close(function(grouped, weight, bias), expected, 2e-6)
         close(function(x, weight, bias, groups=3).transpose(1, 0, 2).reshape(50, 768), expected, 2e-6)
-        close(function(grouped, weight, bias, residual=expected), 2 * expected, 2e-6)
+        for given in (grouped, parts):
+            close(function(given, weight, bias, residual=expected), 2 * expected, 2e-6)
+        close(function((x,), weight, bias), expected, 2e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,6 +103,8 @@ def test_rms_norm_rope_rotates_pairs_half_a_head_apart(rows, dtype):
         close(function(x, weight, tables, eps=1e-6), rotated, DTYPES[dtype])
         grouped = function(x, weight, tables, eps=1e-6, groups=2)
         close(grouped.transpose(1, 0, 2).reshape(rows, -1), rotated, DTYPES[dtype])
+        first, second = function(x, weight, tables, eps=1e-6, groups=1, parts=(384, 128))
+        close(np.concatenate([first, second], axis=1), rotated, DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,6 +129,9 @@ def test_head_norm_rope_is_torchs_norm_of_each_head(heads, width, kind, dtype):
         close(function(x, weight, bias, None, eps=1e-6), normed, tolerance)
         grouped = function(x, weight, bias, tables, eps=1e-6, groups=2)
         close(grouped.transpose(1, 0, 2).reshape(rows, -1), turned(normed, heads, angles), tolerance)
+        parts = (2 * width, (heads // 2 - 2) * width) if heads > 4 else (width, width)
+        both = function(x, weight, bias, tables, eps=1e-6, groups=2, parts=parts)
+        close(np.concatenate(both, axis=2), grouped, tolerance)
 
 
 def rotations(rows, width):

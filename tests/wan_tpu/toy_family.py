@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,12 @@ class ToyConfig:
 class ToySpec(ModelSpec):
     name = "toy-large"
     tasks = ("t2v",)
-    components = {"encoder": ("text_encoder",), "rough": ("rough",), "fine": ("fine",), "decoder": ("decoder",)}
+    components: ClassVar = {
+        "encoder": ("text_encoder",),
+        "rough": ("rough",),
+        "fine": ("fine",),
+        "decoder": ("decoder",),
+    }
     defaults = Defaults(
         height=64, width=96, frames=9, fps=8, steps=4, guidance_scale=1, guidance_scale_2=1, shift=2, solver="euler"
     )

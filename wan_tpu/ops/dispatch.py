@@ -27,8 +27,8 @@ class Ops(NamedTuple):
 
     linear: Callable[..., jax.Array]
     layer_norm: Callable[..., jax.Array]
-    rms_norm_rope: Callable[..., jax.Array]
-    head_norm_rope: Callable[..., jax.Array]
+    rms_norm_rope: Callable[..., Any]
+    head_norm_rope: Callable[..., Any]
     causal_conv: Callable[..., jax.Array]
     channel_moments: Callable[..., Any]
     norm_silu: Callable[..., jax.Array]

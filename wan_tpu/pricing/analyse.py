@@ -33,7 +33,8 @@ def analyse(
 
     kernel_cycles  cycles of one Pallas call, None when unknown
     prefer         parts of kernel names: of a conditional, the branch that holds the first of these names is taken;
-                   where none does the branch without any kernel, else the costliest
+                   where none does the branch without any kernel, else the costliest; a loop that runs no time or once
+                   runs where it holds one of them
     """
     walk = _Walk(parse(text), hardware, interconnect, kernel_cycles, tuple(prefer))
     walk.run(walk.module.entry, 1.0)
@@ -93,10 +94,15 @@ class _Walk:
         return (cycles or 0.0) / self.hardware.clock_hz
 
     def trips(self, loop: Instruction, computation: Computation) -> int:
-        """Return how often a loop runs: XLA's own note, or the constant its counter is compared with."""
+        """Return how often a loop runs: XLA's own note, or the constant its counter is compared with.
+
+        One without, which holds kernels, repeats what went wrong: it runs where these are the kernels preferred.
+        """
         known = traffic.known_trip_count(loop)
         if known is None:
             known = traffic.counted_trips(loop, computation, self.module)
+        if known is None and (kernels := traffic.kernel_names(self.module, loop.called("body")[0])):
+            return int(any(name in kernel for name in self.prefer for kernel in kernels))
         if known is None:
             self.unpriced.append(f"loop {loop.name} of unknown length")
         return 1 if known is None else known

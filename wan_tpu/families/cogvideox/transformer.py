@@ -23,7 +23,7 @@ from wan_tpu.families.cogvideox.positions import rope_angles, sums_of_sines
 from wan_tpu.families.cogvideox.presets import TEXT_TOKENS
 from wan_tpu.families.shared.layers import SPLIT, each, scan_layers
 from wan_tpu.families.shared.tokens import on_grid, padded, patches
-from wan_tpu.ops.attention import exchanged_attention, head_groups, query_scale
+from wan_tpu.ops.attention import exchanged_attention, head_groups, key_parts, query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.runtime.bridge import Params, call, to_jax
 from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
@@ -35,6 +35,7 @@ RULES = (
 )
 # Used before or right after attention, which takes most of a layer: gathered during that of the layer before.
 _AHEAD = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+_BESIDE = ("ff.net.0.proj.weight", "ff.net.2.weight")  # gathered while attention is computed
 _HEAD_EPS = 1e-6  # of the norms of queries and keys: a constant of diffusers' block
 _OFFSET = 2.0  # "ofs", which 1.5's image-to-video model is told: a constant of the pipeline
 
@@ -122,6 +123,7 @@ class _Step:
         self._heads, self._eps = config.num_attention_heads, config.norm_eps
         self._platform = mesh.devices.flat[0].platform
         self._groups = head_groups(mesh, self._heads)
+        self._key_parts = key_parts(mesh, self._heads, config.attention_head_dim)
         self._query_scale = query_scale(config.attention_head_dim)
         self._ops: Ops = ops_for(self._platform)
 
@@ -218,29 +220,30 @@ class _Step:
         """
         ops = self._ops
 
-        def linear(name: str, x: jax.Array, **more: Any) -> jax.Array:
+        def linear(name: str, x: jax.Array | tuple[jax.Array, ...], **more: Any) -> jax.Array:
             return ops.linear(x, w[f"{name}.weight"], w[f"{name}.bias"], **more)
 
         def normed(name: str, table: jax.Array) -> jax.Array:
             folded = _folded(w[f"{name}.norm.weight"], w[f"{name}.norm.bias"], table[:, 1], table[:, 0])
             return ops.layer_norm(x, *folded, eps=self._eps, first_rows=of_text)
 
-        rows = normed("norm1", attention_table)
-        q, k = (
-            ops.head_norm_rope(
-                linear(f"attn1.to_{name}", rows),
-                w[f"attn1.norm_{name}.weight"].astype(jnp.float32) * scale,
-                w[f"attn1.norm_{name}.bias"].astype(jnp.float32) * scale,
-                tables,
-                eps=_HEAD_EPS,
-                groups=self._groups,
-            )
-            for name, scale in (("q", self._query_scale), ("k", 1))
+        def turned(name: str, rows: jax.Array, scale: float, **more: Any) -> Any:
+            vectors = (w[f"attn1.norm_{name}.{part}"].astype(jnp.float32) * scale for part in ("weight", "bias"))
+            rest = {"eps": _HEAD_EPS, "groups": self._groups} | more
+            return ops.head_norm_rope(linear(f"attn1.to_{name}", rows), *vectors, tables, **rest)
+
+        mixed, gathered = exchanged_attention(
+            normed("norm1", attention_table),
+            query=lambda rows: turned("q", rows, self._query_scale),
+            key=lambda rows: turned("k", rows, 1, parts=self._key_parts),
+            value=lambda rows: linear("attn1.to_v", rows, groups=self._groups),
+            heads=self._heads,
+            kv_len=self._tokens,
+            token_axes=self._layout.token_axes,
+            platform=self._platform,
+            beside=[{name: w[name]} for name in _BESIDE],
         )
-        v = linear("attn1.to_v", rows, groups=self._groups)
-        mixed = exchanged_attention(
-            q, k, v, heads=self._heads, kv_len=self._tokens, token_axes=self._layout.token_axes, platform=self._platform
-        )
+        w = w | gathered
         x = linear("attn1.to_out.0", mixed, residual=x, gate=attention_table[:, 2], first_rows=of_text)
         inner = linear("ff.net.0.proj", normed("norm2", feed_forward_table), activation="gelu_tanh")
         return linear("ff.net.2", inner, residual=x, gate=feed_forward_table[:, 2], first_rows=of_text)

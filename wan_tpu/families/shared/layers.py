@@ -33,8 +33,7 @@ def scan_layers(
     def gathered(names: Iterable[str], index: jax.Array | int) -> Params:
         one = {name: jax.lax.dynamic_index_in_dim(stacked[name], index, keepdims=False) for name in names}
         return {
-            name: gather_rows(value, SHARDS, platform) if specs[name] == SPLIT else value
-            for name, value in one.items()
+            name: gather_rows(value, SHARDS, platform) if specs[name] == SPLIT else value for name, value in one.items()
         }
 
     later = [name for name in stacked if name not in ahead]

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from wan_tpu.families.shared.layers import each, scan_layers
 from wan_tpu.families.shared.tokens import padded, patches
 from wan_tpu.families.wan.tokens import rope_tables
-from wan_tpu.ops.attention import attention, exchanged_attention, head_groups, query_scale
+from wan_tpu.ops.attention import attention, exchanged_attention, head_groups, key_parts, query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.runtime.bridge import Params, call, to_jax
 from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
@@ -145,6 +145,7 @@ class _Step:
         self._mesh, self._layout, self._tokens, self._first = mesh, layout, tokens, first_tokens
         self._heads, self._eps, self._platform = config.num_attention_heads, config.eps, platform
         self._groups = head_groups(mesh, self._heads)
+        self._key_parts = key_parts(mesh, self._heads, config.attention_head_dim)
         self._query_scale = query_scale(config.attention_head_dim)
         self._ops: Ops = ops_for(platform)
 
@@ -216,24 +217,26 @@ class _Step:
         ops, eps = self._ops, self._eps
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (table[:, i] for i in range(6))
 
-        def linear(name: str, x: jax.Array, **more: Any) -> jax.Array:
+        def linear(name: str, x: jax.Array | tuple[jax.Array, ...], **more: Any) -> jax.Array:
             return ops.linear(x, w[f"{name}.weight"], w[f"{name}.bias"], **more)
 
-        normed = ops.layer_norm(x, 1 + scale, shift, eps=eps, first_rows=first_rows)
-        q, k = (
-            ops.rms_norm_rope(
-                linear(f"attn1.to_{name}", normed),
-                w[f"attn1.norm_{name}.weight"].astype(jnp.float32) * scale,
-                tables,
-                eps=eps,
-                groups=self._groups,
-            )
-            for name, scale in (("q", self._query_scale), ("k", 1))
+        def turned(name: str, rows: jax.Array, factor: float, **more: Any) -> Any:
+            weight = w[f"attn1.norm_{name}.weight"].astype(jnp.float32) * factor
+            rest = {"eps": eps, "groups": self._groups} | more
+            return ops.rms_norm_rope(linear(f"attn1.to_{name}", rows), weight, tables, **rest)
+
+        mixed, gathered = exchanged_attention(
+            ops.layer_norm(x, 1 + scale, shift, eps=eps, first_rows=first_rows),
+            query=lambda rows: turned("q", rows, self._query_scale),
+            key=lambda rows: turned("k", rows, 1, parts=self._key_parts),
+            value=lambda rows: linear("attn1.to_v", rows, groups=self._groups),
+            heads=self._heads,
+            kv_len=self._tokens,
+            token_axes=self._layout.token_axes,
+            platform=self._platform,
+            beside=[{name: w[name]} for name in _BESIDE],
         )
-        v = linear("attn1.to_v", normed, groups=self._groups)
-        mixed = exchanged_attention(
-            q, k, v, heads=self._heads, kv_len=self._tokens, token_axes=self._layout.token_axes, platform=self._platform
-        )
+        w = w | gathered
         x = linear("attn1.to_out.0", mixed, residual=x, gate=gate, first_rows=first_rows)
 
         normed = x
@@ -241,11 +244,11 @@ class _Step:
             normed = ops.layer_norm(x, w["norm2.weight"][None], w["norm2.bias"][None], eps=eps)
         weight = w["attn2.norm_q.weight"].astype(jnp.float32) * self._query_scale
         q = ops.rms_norm_rope(linear("attn2.to_q", normed), weight, None, eps=eps)
-        mixed = attention(q, keys["key"], keys["value"], heads=self._heads, platform=self._platform)
+        told = attention(q, keys["key"], keys["value"], heads=self._heads, platform=self._platform)
         if "image_key" in keys:
             image = keys["image_key"], keys["image_value"]
-            mixed = mixed + attention(q, *image, heads=self._heads, platform=self._platform)
-        x = linear("attn2.to_out.0", mixed, residual=x)
+            told = told + attention(q, *image, heads=self._heads, platform=self._platform)
+        x = linear("attn2.to_out.0", told, residual=x)
 
         normed = ops.layer_norm(x, 1 + ffn_scale, ffn_shift, eps=eps, first_rows=first_rows)
         inner = linear("ffn.net.0.proj", normed, activation="gelu_tanh")
@@ -254,6 +257,7 @@ class _Step:
 
 # Used before or right after self-attention, which takes most of a layer: gathered during that of the layer before.
 _AHEAD = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+_BESIDE = ("ffn.net.0.proj.weight", "ffn.net.2.weight")  # gathered while self-attention is computed
 _MADE_ONCE = ("attn2.to_k", "attn2.to_v", "attn2.norm_k", "attn2.add_", "attn2.norm_added_k")  # by `text_keys`
 
 
