@@ -31,7 +31,7 @@ def decoder_inputs(runtime: Runtime[Model], latents: np.ndarray) -> list[jax.Arr
 
 
 def decode_chunks(runtime: Runtime[Model], frames: Sequence[jax.Array], progress: Progress) -> Iterator[jax.Array]:
-    """Yield the pixels of each latent frame, [1, 3, 1 or 4, H, W] around [-1, 1], whole on every device.
+    """Yield the pixels of each chunk of latent frames, [1, 3, T, H, W] around [-1, 1], whole on every device.
 
     Raises `UnhealthyResult` for NaN and Inf, and after the last chunk for a video of one single colour: on every
     process, whether or not it looks at the pixels.
@@ -41,7 +41,7 @@ def decode_chunks(runtime: Runtime[Model], frames: Sequence[jax.Array], progress
     try:
         for i, (chunk, extremes) in enumerate(_one_ahead(_run(runtime, frames))):
             limits = fetch(extremes, "decoder")
-            check_finite(healthy(limits), f"decoder, latent frame {i + 1} of {len(frames)}")
+            check_finite(healthy(limits), f"decoder, chunk {i + 1} of {len(frames)}")
             colours.add(runtime.model.pixels(limits))
             bar.step()
             yield chunk

@@ -150,7 +150,7 @@ begin_and_step("e")
 host.drop("e")
 broken = pack(DenoiseState(np.full_like(unpack(state).latents, np.inf), (), 4))
 host.prepare_decode("d", later.request, broken)
-with pytest.raises(UnhealthyResult, match="decoder, latent frame 1 of 3"):
+with pytest.raises(UnhealthyResult, match="decoder, chunk 1 of 3"):
     host.decode("d")
 host.prepare_decode("d", later.request, state)
 kept, tempfile.tempdir = tempfile.tempdir, "/proc/nothing" if rank == 0 else None  # one host's disk is gone
