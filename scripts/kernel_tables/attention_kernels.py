@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kernels.blocks import BlockSizes, Schedule, plan_blocks
+from kernels.blocks import LANES, BlockSizes, Schedule, plan_blocks
 from wan_tpu.pricing.bundles import CompileError, count_bundles
 
 CASES = str(Path(__file__).with_name("attention_cases.py"))
@@ -34,13 +34,14 @@ def table(chip: str) -> Iterator[Row]:
     """Yield the rows of a chip, each when it has been compiled."""
     for softmax in ("bounded", "optimistic", "online"):
         yield ours(chip, softmax, None)
+    yield ours(chip, "optimistic", None, width=64)
     yield ours(chip, "bounded", LOW_PRECISION[chip])
     for peer in ("splash", "tokamax"):
         yield _count(chip, peer, PEER_TILE["block_q"], PEER_TILE["block_kv"], PEER_TILE)
 
 
-def ours(chip: str, softmax: str, qk: str | None, blocks: BlockSizes | None = None) -> Row:
-    """Count one of our kernels, at the block table's sizes unless others are given."""
+def ours(chip: str, softmax: str, qk: str | None, blocks: BlockSizes | None = None, *, width: int = LANES) -> Row:
+    """Count one of our kernels, at the block table's sizes unless others are given; width: of a head."""
     blocks = blocks or plan_blocks(VIDEO_TOKENS, VIDEO_TOKENS, dtype=qk or "bfloat16", chip=chip).blocks
     schedule: Schedule = blocks.online if softmax == "online" else blocks.fixed
     options = {
@@ -50,8 +51,10 @@ def ours(chip: str, softmax: str, qk: str | None, blocks: BlockSizes | None = No
         "softmax": softmax,
         "vmem_limit": blocks.vmem_limit,
         "qk": qk,
+        "shared": LANES // width,
     }
-    return _count(chip, "ours", blocks.block_q, blocks.block_kv, options, f"{softmax}{f', {qk}' if qk else ''}")
+    variant = f"{softmax}{f', {qk}' if qk else ''}{f', heads of {width}' if width < LANES else ''}"
+    return _count(chip, "ours", blocks.block_q, blocks.block_kv, options, variant)
 
 
 def _count(chip: str, function: str, block_q: int, block_kv: int, options: dict[str, Any], variant: str = "") -> Row:
@@ -60,7 +63,7 @@ def _count(chip: str, function: str, block_q: int, block_kv: int, options: dict[
         [kernel, *_] = count_bundles(f"{CASES}:{function}", options, chip)
     except CompileError as error:
         return Row(chip, name, tile, None, None, None, None, _why(" ".join(str(error).split())))
-    scores = block_q * block_kv / 1e6
+    scores = options.get("shared", 1) * block_q * block_kv / 1e6
     return Row(
         chip,
         name,

@@ -17,16 +17,22 @@ needs_libtpu = pytest.mark.skipif(
 NORMS = str(Path(__file__).with_name("bundle_cases.py"))
 # Bundles a million scores on v6e, with the libtpu of every supported pair: 0.0.42.1 makes 1,520.8 of the first.
 # A schedule cannot beat 1,455 in bfloat16: the MXU's issue slots.
-TARGETS = {("bounded", None): 1521, ("optimistic", None): 1545, ("online", None): 2100, ("bounded", "int8"): 1400}
+TARGETS = {
+    ("bounded", None, 128): 1521,
+    ("optimistic", None, 128): 1545,
+    ("online", None, 128): 2100,
+    ("bounded", "int8", 128): 1400,
+    ("optimistic", None, 64): 1460,  # of heads that share a register
+}
 
 
 @needs_libtpu
 @pytest.mark.long
-@pytest.mark.parametrize(("softmax", "qk"), TARGETS)
-def test_v6e_meets_its_targets(softmax, qk):
-    row = ours("v6e", softmax, qk)
+@pytest.mark.parametrize(("softmax", "qk", "width"), TARGETS)
+def test_v6e_meets_its_targets(softmax, qk, width):
+    row = ours("v6e", softmax, qk, width=width)
     assert row.per_million is not None, row.note
-    assert 1000 < row.per_million <= TARGETS[softmax, qk]
+    assert 1000 < row.per_million <= TARGETS[softmax, qk, width]
 
 
 @needs_libtpu

@@ -1,5 +1,7 @@
 """CogVideoX models against diffusers' own pipelines: latents after each step, and pixels."""
 
+import json
+
 import diffusers
 import numpy as np
 import pytest
@@ -7,11 +9,15 @@ import torch
 
 from tests.conftest import PHOTO
 from wan_tpu import cli
+from wan_tpu.aot.precompile import precompile
+from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.commands import staged
 from wan_tpu.commands.generate import generate
 from wan_tpu.families.cogvideox.presets import PRESETS
+from wan_tpu.families.model import open_model
 from wan_tpu.media.image import load_image
 from wan_tpu.request import GenerationRequest
+from wan_tpu.runtime.mesh import make_mesh
 
 LATENT_TOLERANCE, PIXEL_TOLERANCE = 1e-4, 2e-3  # relative to the largest; half a level of 8 bits
 SIZE = {"height": 64, "width": 96, "frames": 9, "steps": 4}
@@ -92,7 +98,7 @@ def test_bfloat16_stays_within_its_bound(pipeline):
 
 
 @pytest.mark.long
-def test_files_between_the_stages_change_nothing(checkpoint, tmp_path):
+def test_neither_files_between_the_stages_nor_stored_programs_change_anything(checkpoint, tmp_path):
     made, folder = tmp_path / "made.mp4", tmp_path / "stages"
     model = ["--model_id", str(checkpoint("cogvideox1.5-5b-i2v"))]
     request = ["--prompt", "A cat", "--image", str(PHOTO), "--size", "96x64", "--frames", "9", "--steps", "4"]
@@ -102,3 +108,12 @@ def test_files_between_the_stages_change_nothing(checkpoint, tmp_path):
     assert cli.run(staged.denoise, ["--input_dir", str(folder)]) == 0
     assert cli.run(staged.decode, ["--input_dir", str(folder)]) == 0
     assert (folder / "video.mp4").read_bytes() == made.read_bytes()
+
+    opened, programs = open_model(Checkpoint(model[1])), str(tmp_path / "programs")
+    resolved = GenerationRequest(**SIZE, solver="dpm").resolve(opened.spec.defaults)
+    mesh = make_mesh((1, None, None), heads=opened.spec.heads)
+    assert len(list(precompile(opened, resolved, mesh, "float32", tmp_path / "programs"))) == 5
+    again = tmp_path / "again.mp4"
+    assert cli.run(generate, [*model, *request, "--executables", programs, "--output", str(again)]) == 0
+    assert [stage["compile_s"] for stage in json.loads(again.with_suffix(".json").read_text())["stages"]] == [0] * 3
+    assert again.read_bytes() == made.read_bytes()
