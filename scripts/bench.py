@@ -82,7 +82,7 @@ def _cases(pipe: Pipeline, checkpoint: Path) -> dict[str, tuple[Callable[[], np.
     scheduler = diffusers.UniPCMultistepScheduler.from_pretrained(checkpoint / "scheduler")
     latents = torch.from_numpy(state.latents)
     hidden = torch.cat([latents, torch.from_numpy(conditioning.image_latents)], dim=1)
-    texts = [torch.tensor(text) for text in (conditioning.prompt, conditioning.negative)]
+    texts = [torch.tensor(text) for text in (conditioning.prompt["text"], (conditioning.negative or {})["text"])]
     inputs = stages.image_inputs(runtime, request)
     assert inputs is not None
     pixels = torch.from_numpy(np.concatenate(model.video_condition(request), axis=2))

@@ -20,15 +20,20 @@ from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.media.image import to_uint8
 
 Array = np.ndarray
+Arrays = Mapping[str, Array]
 Value = TypeVar("Value", "Conditioning", "DenoiseState")
 
 
 @dataclasses.dataclass(frozen=True)
 class Conditioning:
-    """What the encoder stage hands to the experts."""
+    """What the encoder stage hands to the experts.
 
-    prompt: Array  # [1, L=512, C] text embeddings, zero after the prompt's last token
-    negative: Array | None = None  # [1, L=512, C]; None without guidance
+    prompt, negative  what the model's text encoders make of each, by name, [1, ...]; most make "text" [1, L, C].
+                      negative is None without guidance
+    """
+
+    prompt: Arrays
+    negative: Arrays | None = None
     image: Array | None = None  # [1, L=257, C] CLIP features (Wan 2.1 I2V)
     image_latents: Array | None = None  # [1, 4+C, T, H, W] mask and latents, or [1, C, 1, H, W] (TI2V 5B)
 
@@ -120,12 +125,14 @@ def parse_value(kind: type[Value], content: bytes, source: str) -> tuple[Value, 
 
 
 def flatten(value: Any) -> dict[str, Array]:
-    """Return a stage's value as arrays by field, the terms of a solver's history as "history.0", ...; not copied."""
+    """Return a stage's value as arrays by field, those of a field that has several as "history.0", ...; not copied."""
     arrays: dict[str, Array] = {}
     for field in dataclasses.fields(value):
         content = getattr(value, field.name)
         if isinstance(content, tuple):
-            arrays |= {f"{field.name}.{i}": np.asarray(term) for i, term in enumerate(content)}
+            content = {str(i): term for i, term in enumerate(content)}
+        if isinstance(content, Mapping):
+            arrays |= {f"{field.name}.{name}": np.asarray(array) for name, array in content.items()}
         elif content is not None:
             arrays[field.name] = np.asarray(content)
     return arrays
@@ -133,9 +140,16 @@ def flatten(value: Any) -> dict[str, Array]:
 
 def rebuild(kind: type[Any], arrays: Mapping[str, Array]) -> Any:
     """Return the value that `flatten` took apart; raises `KeyError`, `TypeError` where arrays are missing or wrong."""
-    fields: dict[str, Any] = {name: array for name, array in arrays.items() if "." not in name}
+    fields: dict[str, Any] = {}
+    for name, array in arrays.items():
+        field, _, part = name.partition(".")
+        if part:
+            fields.setdefault(field, {})[part] = array
+        else:
+            fields[field] = array
     if kind is DenoiseState:
-        fields["history"] = tuple(arrays[f"history.{i}"] for i in range(len(arrays) - len(fields)))
+        terms = fields.get("history", {})
+        fields["history"] = tuple(terms[str(i)] for i in range(len(terms)))
         fields["step"] = int(arrays["step"].item())
     return kind(**fields)
 

@@ -12,16 +12,16 @@ from typing import get_args
 import ml_dtypes
 import numpy as np
 
-from wan_tpu.data import DenoiseState, ImageCondition, flatten, rebuild
+from wan_tpu.data import Arrays, DenoiseState, ImageCondition, flatten, rebuild
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)
 class TextEmbedding:
-    """One prompt's embeddings, [1, L=512, C]; a request under guidance has two."""
+    """What the text encoders make of one prompt, by name, [1, ...]; a request under guidance has two."""
 
-    values: np.ndarray
+    values: Arrays
 
 
 @dataclass(frozen=True)

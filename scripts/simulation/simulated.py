@@ -118,7 +118,7 @@ class SimulatedWorker:
     def encode_text(self, prompt: str) -> Output:
         """Wait for one prompt's seconds: ((0, no warnings), `TextEmbedding`)."""
         with self._lasting(self._planned.text_s):
-            values = np.full(self._planned.text, _mark(prompt), BFLOAT16)
+            values = {"text": np.full(self._planned.text, _mark(prompt), BFLOAT16)}
         return Output((0.0, []), pack(TextEmbedding(values)))
 
     def encode_image(self, key: str) -> Output:

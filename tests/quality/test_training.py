@@ -121,7 +121,8 @@ def test_the_export_is_a_checkpoint_with_its_own_statistics(run, tmp_path):
     pipeline.check_components()
     assert pipeline.runtime.model.spec.tasks == ("i2v",)
     sentence = caption(draw_scene(0, 0, held_out=True))
-    ids, mask, warnings = pipeline.runtime.model.tokenize([sentence])
+    tokens, warnings = pipeline.runtime.model.tokenize(sentence)
+    ids, mask = tokens["text_encoder"]
     theirs = diffusers.WanImageToVideoPipeline.from_pretrained(tmp_path / "checkpoint").tokenizer(sentence).input_ids
     assert ids[0, : mask.sum()].tolist() == theirs
     assert 2 not in theirs  # no unknown word

@@ -75,7 +75,7 @@ def test_a_run_that_goes_on_from_a_state_draws_the_noise_that_comes_next(pipelin
 )
 def test_any_prompt_is_read_as_diffusers_reads_it(prompt, checkpoint, pipeline):
     pipe, told = pipeline("cogvideox-2b"), []
-    embeddings = pipe.encode(pipe.resolve(GenerationRequest(prompt=prompt, **SIZE)), told.append).prompt
+    embeddings = pipe.encode(pipe.resolve(GenerationRequest(prompt=prompt, **SIZE)), told.append).prompt["text"]
     theirs = diffusers.CogVideoXPipeline.from_pretrained(checkpoint("cogvideox-2b"))
     with torch.no_grad():
         expected = theirs._get_t5_prompt_embeds(prompt).numpy()

@@ -18,10 +18,12 @@ RNG = np.random.default_rng(0)
 
 def test_bfloat16_round_trips_without_loss(tmp_path):
     every_pattern = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(1, 256, 256)
-    save_value(Conditioning(prompt=every_pattern, image=RNG.standard_normal((1, 3, 4))), tmp_path / "c.safetensors")
+    save_value(
+        Conditioning(prompt={"text": every_pattern}, image=RNG.standard_normal((1, 3, 4))), tmp_path / "c.safetensors"
+    )
     got, _ = load_value(Conditioning, tmp_path / "c.safetensors")
-    assert got.prompt.dtype == ml_dtypes.bfloat16
-    assert np.array_equal(got.prompt.view(np.uint16), every_pattern.view(np.uint16))
+    assert got.prompt["text"].dtype == ml_dtypes.bfloat16
+    assert np.array_equal(got.prompt["text"].view(np.uint16), every_pattern.view(np.uint16))
     assert got.negative is None
     assert got.image.dtype == np.float64
 

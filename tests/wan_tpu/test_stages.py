@@ -31,7 +31,7 @@ def denoise_inputs(pipe, solver):
     request, rng = pipe.resolve(given), np.random.default_rng(0)
     text = rng.standard_normal((2, 1, TEXT_TOKENS, 32)).astype(np.float32)
     image = rng.standard_normal((1, 20, 2, 4, 6)).astype(np.float32)
-    return dataclasses.replace(request, image=None), Conditioning(text[0], text[1], None, image)
+    return dataclasses.replace(request, image=None), Conditioning({"text": text[0]}, {"text": text[1]}, None, image)
 
 
 @pytest.mark.parametrize("solver", ["unipc", "euler"])
@@ -84,8 +84,8 @@ def test_a_prompt_has_the_same_bits_alone_and_with_others(pipeline):
     )
     alone = GenerationRequest(prompt="ugly", guidance_scale=1.0, image=PHOTO, height=32, width=48, frames=5, steps=2)
     first, second = (pipe.encode(pipe.resolve(request)) for request in (both, alone))
-    assert np.array_equal(first.negative, second.prompt)
-    assert not np.array_equal(first.prompt, second.prompt)
+    assert np.array_equal(first.negative["text"], second.prompt["text"])
+    assert not np.array_equal(first.prompt["text"], second.prompt["text"])
     assert second.negative is None
     assert pipe.runtime.model.spec.prompts(pipe.resolve(both)) == ("a cat", "ugly")
 

@@ -139,11 +139,21 @@ class ToyModel(Model):
         _, channels, frames, *size = self.spec.latent_shape(request)
         return [(1, channels, 1, *size)] * frames
 
-    def tokenize(self, prompts):
-        return tokenized(self.checkpoint.path("tokenizer"), prompts, TOKENS, self.config.text_encoder["vocab_size"])
+    token_shapes: ClassVar = {"text_encoder": ((1, TOKENS),)}
+    prompt_shapes: ClassVar = {"moved": ((WIDTH,), False), "length": ((), True)}
 
-    def encode_text(self, module, params, ids, mask):
+    def tokenize(self, prompt):
+        folder, vocabulary = self.checkpoint.path("tokenizer"), self.config.text_encoder["vocab_size"]
+        ids, _, warnings = tokenized(folder, prompt, TOKENS, vocabulary)
+        return {"text_encoder": (ids,)}, warnings
+
+    def encode_text(self, component, module, params, ids):
         return call(module, params, lambda module, ids: module(ids).last_hidden_state, ids)
+
+    def prompt_arrays(self, tokens, encoded):
+        """Under names of its own, one of them integers."""
+        count = np.array([(tokens["text_encoder"][0] != 0).sum()], np.int32)
+        return {"moved": encoded["text_encoder"].mean(1), "length": count}
 
     def video_condition(self, request):
         raise NotImplementedError
@@ -155,8 +165,8 @@ class ToyModel(Model):
         raise NotImplementedError
 
     def text_keys(self, module, params, mesh, text, image):
-        mean = text.mean(1)
-        return {"moved": jax.lax.with_sharding_constraint(mean, replicated(mesh))}
+        assert text["length"].dtype == jnp.int32
+        return {"moved": jax.lax.with_sharding_constraint(text["moved"], replicated(mesh))}
 
     def key_shapes(self, mesh, keys):
         return {

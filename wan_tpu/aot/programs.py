@@ -42,7 +42,8 @@ def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[
     stages = runtime.model.spec.stages if stages is None else stages
     found: StagePrograms = {}
     if "encoder" in stages:
-        found["text_encoder"] = _text_encoder(runtime, request)
+        for name, shapes in runtime.model.token_shapes.items():
+            found[name] = _text_encoder(runtime, name, shapes, request)
         components = runtime.model.spec.components[ENCODER]
         if "image_encoder" in components:
             found["image_encoder"] = _image_encoder(runtime)
@@ -55,11 +56,13 @@ def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[
     return found | (_vae(runtime, request, "decoder") if "decoder" in stages else {})
 
 
-def _text_encoder(runtime: Runtime, request: ResolvedRequest) -> tuple[Program, tuple[Any, ...], int]:
-    loaded = runtime.component("text_encoder")
-    tokens = _array(runtime, (1, runtime.model.text_shape[0]), jnp.int32)
+def _text_encoder(
+    runtime: Runtime, name: str, shapes: Sequence[tuple[int, ...]], request: ResolvedRequest
+) -> tuple[Program, tuple[Any, ...], int]:
+    loaded = runtime.component(name)
+    tokens = [_array(runtime, shape, jnp.int32) for shape in shapes]
     count = len(runtime.model.spec.prompts(request))
-    return text_program(runtime, loaded.module), (loaded.params, tokens, tokens), count
+    return text_program(runtime, name, loaded.module), (loaded.params, *tokens), count
 
 
 def _image_encoder(runtime: Runtime) -> tuple[Program, tuple[Any, ...], int]:
@@ -71,7 +74,11 @@ def _image_encoder(runtime: Runtime) -> tuple[Program, tuple[Any, ...], int]:
 def _keys(runtime: Runtime, mine: list[Expert]) -> tuple[Program, tuple[Any, ...], int]:
     model, loaded, dtype = runtime.model, runtime.component(mine[0].stage), DTYPES[runtime.dtype]
     branches = 2 if any(expert.guided for expert in mine) else 1
-    text, image = _array(runtime, (branches, *model.text_shape), dtype), None
+    text = {
+        name: _array(runtime, (branches, *shape), jnp.int32 if integers else dtype)
+        for name, (shape, integers) in model.prompt_shapes.items()
+    }
+    image = None
     if "image_encoder" in model.spec.components[ENCODER]:
         image = _array(runtime, (1, *model.image_features_shape), dtype)
     return keys_program(runtime, loaded.module), (loaded.params, text, image), len(mine)

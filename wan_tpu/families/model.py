@@ -68,6 +68,16 @@ class Model(abc.ABC):
         """(L, C) of a prompt's embeddings."""
 
     @property
+    def token_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Shapes of what each text encoder is given, int32, by component: ids and mask of one unless a family says."""
+        return {"text_encoder": ((1, self.text_shape[0]),) * 2}
+
+    @property
+    def prompt_shapes(self) -> dict[str, tuple[tuple[int, ...], bool]]:
+        """Of what `prompt_arrays` gives, the shapes without the first axis, and whether they are integers, by name."""
+        return {"text": (self.text_shape, False)}
+
+    @property
     def image_pixels_shape(self) -> tuple[int, int, int]:
         """(3, height, width) of what the image encoder takes; asked for where the model has one."""
         raise NotImplementedError
@@ -92,12 +102,21 @@ class Model(abc.ABC):
     # ---- encoder stage
 
     @abc.abstractmethod
-    def tokenize(self, prompts: list[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """Return token ids and mask, both int32 [B, L], and a warning for each prompt that was cut."""
+    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
+        """Return what each text encoder is given, int32 [1, L], by component; and a warning if the prompt was cut.
+
+        An encoder that has nothing to read for this prompt is left out.
+        """
 
     @abc.abstractmethod
-    def encode_text(self, module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        """ids, mask [B, L] -> embeddings [B, L, C]."""
+    def encode_text(self, component: str, module: torch.nn.Module, params: Params, *tokens: jax.Array) -> jax.Array:
+        """Run one text encoder on its tokens [B, L] (ids and mask) -> embeddings [B, L, C]."""
+
+    def prompt_arrays(
+        self, tokens: Mapping[str, tuple[np.ndarray, ...]], encoded: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Return what experts are given of a prompt, by name, [1, ...]; both arguments by component."""
+        return {"text": encoded["text_encoder"]}
 
     def clip_pixels(self, image: Image.Image) -> np.ndarray:
         """Return the image as the image encoder takes it, float32 [1, 3, height, width], where the model has one."""
@@ -132,11 +151,16 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def text_keys(
-        self, module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array, image: jax.Array | None
+        self,
+        module: torch.nn.Module,
+        params: Params,
+        mesh: Mesh,
+        text: Mapping[str, jax.Array],
+        image: jax.Array | None,
     ) -> dict[str, jax.Array]:
         """Return what an expert makes of the prompts once a request: the keys of all its steps.
 
-        text   [B, L, C]: the prompt's embeddings alone, or the prompt's and the negative prompt's
+        text   as `prompt_arrays` names it, [B, ...]: the prompt's alone, or the prompt's and the negative prompt's
         image  [1, L, C] features of the image
         """
 

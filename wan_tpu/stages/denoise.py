@@ -1,7 +1,7 @@
 """The expert stages: a request on an expert, a step at a time; its state stays on the devices between steps."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,11 +52,11 @@ OnStep = Callable[[StepEvent], object]
 class ExpertInputs:
     """What an expert needs of a request beside its state, on the devices.
 
-    text   [B, L, C] embeddings of the prompt and, under guidance, the negative prompt
+    text   what the prompt and, under guidance, the negative prompt have by that name, [B, ...]
     image, image_latents  as in `Conditioning`
     """
 
-    text: jax.Array
+    text: Mapping[str, jax.Array]
     image: jax.Array | None
     image_latents: jax.Array | None
 
@@ -117,14 +117,20 @@ def finished(
 
 def expert_inputs(runtime: Runtime[Model], expert: Expert, conditioning: Conditioning) -> ExpertInputs:
     """Put on the devices what an expert needs of a request; raises `InvalidRequest` when something is missing."""
-    text = conditioning.prompt
+    prompts = [conditioning.prompt]
     if expert.guided:
         if conditioning.negative is None:
             raise InvalidRequest("guidance needs the negative prompt's embeddings; run the encoder stage again with it")
-        text = np.concatenate([text, conditioning.negative])
-    image, dtype = conditioning.image, DTYPES[runtime.dtype]  # the encoder may have run in another
+        prompts.append(conditioning.negative)
+    dtype = DTYPES[runtime.dtype]  # the encoder may have run in another
+
+    def cast(array: np.ndarray) -> np.ndarray:
+        return array.copy() if np.issubdtype(array.dtype, np.integer) else array.astype(dtype)
+
+    text = {name: cast(np.concatenate([one[name] for one in prompts])) for name in conditioning.prompt}
+    image = None if conditioning.image is None else cast(conditioning.image)
     latents = None if conditioning.image_latents is None else np.array(conditioning.image_latents)
-    given = text.astype(dtype), None if image is None else image.astype(dtype), latents
+    given = text, image, latents
     return ExpertInputs(*place(given, runtime.mesh))
 
 
@@ -253,7 +259,7 @@ def step_conditioning(runtime: Runtime[Model], expert: Loaded, inputs: ExpertInp
 
 
 def keys_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:
-    """Return the jitted (params, text [B, L, C], image) -> keys; run once for each expert of a request."""
+    """Return the jitted (params, text, image) -> keys, as `ExpertInputs` has them; run once an expert of a request."""
 
     def keys(params, text, image):  # type: ignore[no-untyped-def]
         return runtime.model.text_keys(module, params, runtime.mesh, text, image)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import torch
 
-from wan_tpu.data import Conditioning, ImageCondition
+from wan_tpu.data import Arrays, Conditioning, ImageCondition
 from wan_tpu.families.model import Model
 from wan_tpu.progress import Bar, Progress
 from wan_tpu.request import ResolvedRequest
@@ -45,7 +45,8 @@ def encode(runtime: Runtime[Model], request: ResolvedRequest, progress: Progress
         for text in texts:
             embeddings.append(encode_prompt(runtime, text, warn))
             bar.step()
-        runtime.done_with("text_encoder")
+        for name in runtime.model.token_shapes:
+            runtime.done_with(name)
         image = ImageCondition() if inputs is None else encode_image(runtime, request, inputs, bar)
     finally:
         bar.close()
@@ -53,29 +54,32 @@ def encode(runtime: Runtime[Model], request: ResolvedRequest, progress: Progress
     return Conditioning(embeddings[0], negative, image.image, image.image_latents)
 
 
-def encode_prompt(runtime: Runtime[Model], prompt: str, warn: Warn) -> np.ndarray:
-    """Return a prompt's embeddings [1, L=512, C]; `warn` is told when it is cut.
+def encode_prompt(runtime: Runtime[Model], prompt: str, warn: Warn) -> Arrays:
+    """Return what the model's text encoders make of a prompt, by name (`Conditioning`); `warn` is told when it is cut.
 
     One prompt a call: its bits depend on nothing else, so they can be kept and used for another request. Two at once
     would read the weights once: 24 ms against 2 x 16 on a v6e chip (docs/benchmarks.md), of a minute's request.
     """
-    ids, mask, warnings = runtime.model.tokenize([prompt])
+    tokens, warnings = runtime.model.tokenize(prompt)
     for warning in warnings:
         warn(warning)
-    loaded = runtime.component("text_encoder")
-    run = text_program(runtime, loaded.module)
-    embeddings = fetch(run(loaded.params, *place((ids, mask), runtime.mesh)), "text_encoder")
-    check_finite(embeddings, "encoder, text encoder")
-    return embeddings
+    found = {}
+    for name, given in tokens.items():
+        loaded = runtime.component(name)
+        run = text_program(runtime, name, loaded.module)
+        found[name] = fetch(run(loaded.params, *place(given, runtime.mesh)), name)
+        check_finite(found[name], f"encoder, {name.replace('_', ' ')}")
+    return runtime.model.prompt_arrays(tokens, found)
 
 
-def text_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:
-    """Return the jitted text encoder: (params, ids, mask [B, L]) -> embeddings [B, L, C]."""
+def text_program(runtime: Runtime[Model], name: str, module: torch.nn.Module) -> Program:
+    """Return a jitted text encoder: (params, *tokens [1, L]) -> embeddings [1, L, C]."""
 
     def run(*args):  # type: ignore[no-untyped-def]
-        return jax.lax.with_sharding_constraint(runtime.model.encode_text(module, *args), replicated(runtime.mesh))
+        encoded = runtime.model.encode_text(name, module, *args)
+        return jax.lax.with_sharding_constraint(encoded, replicated(runtime.mesh))
 
-    return runtime.program("text_encoder", run)
+    return runtime.program(name, run)
 
 
 def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInputs | None:

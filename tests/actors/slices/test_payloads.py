@@ -30,7 +30,7 @@ def array(*shape, dtype=np.float32):
 
 
 VALUES = {
-    "text": TextEmbedding(array(1, 512, 256, dtype=ml_dtypes.bfloat16)),
+    "text": TextEmbedding({"text": array(1, 512, 256, dtype=ml_dtypes.bfloat16), "length": array(1)}),
     "image": ImageCondition(array(1, 257, 320, dtype=ml_dtypes.bfloat16), array(1, 20, 3, 60, 104)),
     "no features": ImageCondition(None, array(1, 20, 3, 60, 104)),
     "state": DenoiseState(array(1, 16, 3, 60, 104), tuple(array(1, 16, 3, 60, 104) for _ in range(3)), 7),
@@ -41,7 +41,8 @@ VALUES = {
 
 def arrays_of(value):
     found = vars(value).values()
-    return [x for content in found for x in (content if isinstance(content, tuple) else (content,)) if x is not None]
+    parts = (x.values() if isinstance(x, dict) else x if isinstance(x, tuple) else (x,) for x in found)
+    return [x for content in parts for x in content if x is not None]
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -62,9 +63,9 @@ def test_values_come_out_of_the_store_as_views_with_the_same_bits(name, store):
 
 
 def test_packing_copies_nothing():
-    values = VALUES["text"].values
-    assert np.shares_memory(pack(VALUES["text"]).arrays["values"], values)
-    assert np.shares_memory(unpack(pack(VALUES["text"])).values, values)
+    values = VALUES["text"].values["text"]
+    assert np.shares_memory(pack(VALUES["text"]).arrays["values.text"], values)
+    assert np.shares_memory(unpack(pack(VALUES["text"])).values["text"], values)
     assert bytes(unpack(pack(mp4(b"abc"))).mp4) == b"abc"
     assert isinstance(VALUES["video"], EncodedVideo)
 
@@ -91,9 +92,9 @@ def test_bfloat16_as_uint16_is_faster_than_by_itself(store):
         read(ray.get(reference))
         return put - start, time.perf_counter() - put
 
-    packed = pack(TextEmbedding(values))
+    packed = pack(TextEmbedding({"text": values}))
     for _ in range(2):  # the first round touches the store's pages
-        tagged = seconds(packed, lambda payload: unpack(payload).values)
+        tagged = seconds(packed, lambda payload: unpack(payload).values["text"])
         naive = seconds(values, lambda found: found)
     print(f"{MEGABYTES} MB: put {tagged[0] * 1e3:.1f}, get {tagged[1] * 1e3:.2f} ms; ", end="")
     print(f"bfloat16 itself: put {naive[0] * 1e3:.1f}, get {naive[1] * 1e3:.1f} ms")

@@ -55,6 +55,10 @@ def runs(checkpoint, tmp_path_factory):
     return {(hosts, rank): np.load(folders[hosts] / f"{rank}.npz") for hosts, rank in ((2, 0), (2, 1), (1, 0))}
 
 
+def embedding(values):
+    return pack(TextEmbedding({"text": values}))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["latents", "pixels", "mp4"])
 def test_two_hosts_make_the_video_of_one_bit_for_bit(runs, what):
@@ -113,7 +117,7 @@ def test_a_poisoned_request_fails_alone(checkpoint):
     asked = GenerationRequest(prompt="a cat", height=32, width=48, frames=5, steps=3, guidance_scale=3.0)
     host.warm_up(asked)
     rng = np.random.default_rng(0)
-    texts = [pack(TextEmbedding(rng.standard_normal((1, 512, 32)).astype(np.float32))) for _ in range(2)]
+    texts = [embedding(rng.standard_normal((1, 512, 32)).astype(np.float32)) for _ in range(2)]
     plan = host._spec.plan(asked)
 
     def begin(key, state=None):
@@ -145,7 +149,7 @@ def test_what_one_request_compiles_is_not_told_of_the_next(checkpoint):
     host = StageWorker(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
     asked = GenerationRequest(prompt="a cat", height=32, width=32, frames=1, steps=2, guidance_scale=1.0)
     plan = host._spec.plan(asked)
-    text = pack(TextEmbedding(np.zeros((1, 512, 32), np.float32)))
+    text = embedding(np.zeros((1, 512, 32), np.float32))
     told = []
     for key in ("cancelled", "after it"):
         host.prepare_denoise(key, plan, text)
@@ -177,13 +181,13 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
     size = {"image": PHOTO, "height": 32, "width": 48, "frames": 5, "steps": 4}
     plan = host._spec.plan(GenerationRequest(prompt="a cat", guidance_scale=3.0, guidance_scale_2=1.0, **size))
     rng = np.random.default_rng(0)
-    prompt, negative = (pack(TextEmbedding(rng.standard_normal((1, 512, 32)).astype(np.float32))) for _ in range(2))
+    prompt, negative = (embedding(rng.standard_normal((1, 512, 32)).astype(np.float32)) for _ in range(2))
     image = pack(ImageCondition(None, np.zeros((1, 20, 2, 4, 6), np.float32)))
     with pytest.raises(InvalidRequest, match="guidance needs the negative prompt's embeddings"):
         host.prepare_denoise("a", plan.without_image(), prompt, None, image)
     host.prepare_denoise("a", plan.without_image(), prompt, negative, image)
     inputs = host._work["a"].inputs
-    assert {stage: (given.text.shape[0], given.text.dtype) for stage, given in inputs.items()} == {
+    assert {stage: (given.text["text"].shape[0], given.text["text"].dtype) for stage, given in inputs.items()} == {
         "denoise_high": (2, "bfloat16"),
         "denoise_low": (1, "bfloat16"),
     }

@@ -68,6 +68,11 @@ class CogVideoXModel(Model):
         """(L, C) of a prompt's embeddings."""
         return TEXT_TOKENS, self.config.transformer["text_embed_dim"]
 
+    @property
+    def token_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Ids alone: T5 reads all of them."""
+        return {"text_encoder": ((1, TEXT_TOKENS),)}
+
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape of an image's latents; the frames behind it are zeros."""
         return (*latent_shape[:2], 1, *latent_shape[3:]) if "i2v" in self.spec.tasks else None
@@ -85,20 +90,20 @@ class CogVideoXModel(Model):
 
     # ---- encoder stage
 
-    def tokenize(self, prompts: list[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """Return token ids and mask, both int32 [B, 226], and a warning for each prompt that was cut."""
+    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
+        """Return token ids, int32 [1, 226], and a warning if the prompt was cut."""
         assert self.checkpoint is not None
-        return tokenized(
-            self.checkpoint.path("tokenizer"), prompts, TEXT_TOKENS, self.config.text_encoder["vocab_size"]
-        )
+        folder, vocabulary = self.checkpoint.path("tokenizer"), self.config.text_encoder["vocab_size"]
+        ids, _, warnings = tokenized(folder, prompt, TEXT_TOKENS, vocabulary)
+        return {"text_encoder": (ids,)}, warnings
 
-    def encode_text(self, module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
+    def encode_text(self, component: str, module: torch.nn.Module, params: Params, *tokens: jax.Array) -> jax.Array:
         """ids [B, L] -> embeddings [B, L, C]; T5 reads the padding as it reads words."""
 
         def method(module: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
             return module(ids).last_hidden_state
 
-        return call(module, params, method, ids)
+        return call(module, params, method, *tokens)
 
     def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
         """Return the pixels that the VAE encodes: the image, float32 [1, 3, 1, H, W] in [-1, 1]."""
@@ -146,10 +151,15 @@ class CogVideoXModel(Model):
         return noise
 
     def text_keys(
-        self, module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array, image: jax.Array | None
+        self,
+        module: torch.nn.Module,
+        params: Params,
+        mesh: Mesh,
+        text: Mapping[str, jax.Array],
+        image: jax.Array | None,
     ) -> dict[str, jax.Array]:
-        """Return the text as tokens: text [B, 226, I]."""
-        return transformer.embed_text(module, params, mesh, text)
+        """Return the text as tokens: "text" [B, 226, I] -> [B, 226, C]."""
+        return transformer.embed_text(module, params, mesh, text["text"])
 
     def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes and shardings of what `text_keys` makes, to compile a step without it."""

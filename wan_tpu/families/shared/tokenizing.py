@@ -1,4 +1,4 @@
-"""Prompts as token ids of one length."""
+"""A prompt as token ids of one length."""
 
 from pathlib import Path
 
@@ -8,10 +8,8 @@ import transformers
 from wan_tpu.errors import CheckpointError
 
 
-def tokenized(
-    folder: Path, prompts: list[str], length: int, vocabulary: int
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Return token ids and mask, both int32 [B, length], and a warning for each prompt that was cut.
+def tokenized(folder: Path, prompt: str, length: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Return token ids and mask, both int32 [1, length], and a warning if the prompt was cut.
 
     folder      of the tokenizer; raises `CheckpointError` where there is none that works
     vocabulary  tokens that the text encoder knows: transformers makes a tokenizer of no words where its file is missing
@@ -21,14 +19,13 @@ def tokenized(
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder.resolve()))
         if 2 * len(tokenizer) < vocabulary:
             raise ValueError(f"{len(tokenizer)} tokens, of the {vocabulary} that the text encoder knows")
-        tokens = tokenizer(prompts, **settings)
+        tokens = tokenizer([prompt], **settings)
     except Exception as error:  # tokenizers raises bare Exception for damaged files
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise CheckpointError(f"{folder} holds no working tokenizer ({reason}); fetch it again") from error
     warnings = []
-    for prompt, ids in zip(prompts, tokens["input_ids"], strict=True):
-        whole = len(tokenizer(prompt, verbose=False)["input_ids"])
-        if whole > length:
-            end = tokenizer.decode(ids[-9:-1], skip_special_tokens=True)
-            warnings.append(f"the prompt is {whole} tokens long, the model reads {length}: cut after «… {end.strip()}»")
+    whole = len(tokenizer(prompt, verbose=False)["input_ids"])
+    if whole > length:
+        end = tokenizer.decode(tokens["input_ids"][0, -9:-1], skip_special_tokens=True)
+        warnings.append(f"the prompt is {whole} tokens long, the model reads {length}: cut after «… {end.strip()}»")
     return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32), warnings

@@ -104,21 +104,20 @@ class WanModel(Model):
 
     # ---- encoder stage
 
-    def tokenize(self, prompts: list[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """Return token ids and mask, both int32 [B, 512], and a warning for each prompt that was cut."""
+    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
+        """Return token ids and mask, both int32 [1, 512], and a warning if the prompt was cut."""
         assert self.checkpoint is not None
-        cleaned = [prompt_clean(prompt) for prompt in prompts]
-        return tokenized(
-            self.checkpoint.path("tokenizer"), cleaned, TEXT_TOKENS, self.config.text_encoder["vocab_size"]
-        )
+        folder, vocabulary = self.checkpoint.path("tokenizer"), self.config.text_encoder["vocab_size"]
+        ids, mask, warnings = tokenized(folder, prompt_clean(prompt), TEXT_TOKENS, vocabulary)
+        return {"text_encoder": (ids, mask)}, warnings
 
-    def encode_text(self, module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:
+    def encode_text(self, component: str, module: torch.nn.Module, params: Params, *tokens: jax.Array) -> jax.Array:
         """ids, mask [B, L] -> embeddings [B, L, C], zero where the mask is."""
 
         def method(module: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             return module(ids, mask).last_hidden_state
 
-        return call(module, params, method, ids, mask) * mask[:, :, None]
+        return call(module, params, method, *tokens) * tokens[1][:, :, None]
 
     def clip_pixels(self, image: Image.Image) -> np.ndarray:
         """Return the image as CLIP takes it, float32 [1, 3, 224, 224] (sizes from the checkpoint)."""
@@ -179,14 +178,19 @@ class WanModel(Model):
     # ---- experts
 
     def text_keys(
-        self, module: torch.nn.Module, params: Params, mesh: Mesh, text: jax.Array, image: jax.Array | None
+        self,
+        module: torch.nn.Module,
+        params: Params,
+        mesh: Mesh,
+        text: Mapping[str, jax.Array],
+        image: jax.Array | None,
     ) -> TextKeys:
         """Return the cross-attention keys and values of every layer: once a request and expert, not every step.
 
-        text   [B, L, C]: the prompt's embeddings alone, or the prompt's and the negative prompt's
+        text   "text" [B, L, C]: the prompt's embeddings alone, or the prompt's and the negative prompt's
         image  [1, L, C] CLIP features
         """
-        return transformer.text_keys(module, params, mesh, text, image)
+        return transformer.text_keys(module, params, mesh, text["text"], image)
 
     def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes and shardings of what `text_keys` makes, to compile a step without it."""
