@@ -54,7 +54,7 @@ class Planned:
 
     text_s: float = 0.024
     image_s: float = 0.35
-    step_s: float = 2.81
+    step_s: float = 2.67
     decode_s: float = 0.35
     text: tuple[int, int, int] = (1, 512, 4096)
     mp4_bytes: int = 2_000_000
