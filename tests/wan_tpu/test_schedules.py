@@ -37,17 +37,20 @@ def assert_same(found, expected, where):
 
 
 def flow_scheduler(name, shift):
-    if name == "euler":
+    if name.startswith("euler"):
         return diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
     return diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 8.0, 12.0])
-@pytest.mark.parametrize("name", ["unipc", "euler"])
+@pytest.mark.parametrize("name", ["unipc", "euler", "euler_even"])
 def test_every_step_of_a_flow_equals_diffusers(name, shift):
     for steps in range(1, 51):
         reference, schedule = flow_scheduler(name, shift), getattr(flow, name)(steps, shift)
-        reference.set_timesteps(steps)
+        if name == "euler_even":
+            reference.set_timesteps(sigmas=np.linspace(1.0, 0.0, steps + 1)[:-1])
+        else:
+            reference.set_timesteps(steps)
         reference.set_begin_index(0)
         np.testing.assert_allclose(schedule.timesteps, reference.timesteps.numpy(), rtol=1e-6)
         rng = np.random.default_rng(steps)

@@ -24,7 +24,19 @@ def euler(steps: int, shift: float) -> Schedule:
     """Return the schedule of Euler's method for a timestep shift."""
     # diffusers shifts the training grid, spaces the steps between its ends, and shifts once more.
     last = _shifted(np.array(1 / TRAIN_TIMESTEPS, np.float32), shift)
-    grid = np.linspace(TRAIN_TIMESTEPS, float(last) * TRAIN_TIMESTEPS, steps) / TRAIN_TIMESTEPS
+    return _euler(np.linspace(TRAIN_TIMESTEPS, float(last) * TRAIN_TIMESTEPS, steps) / TRAIN_TIMESTEPS, shift)
+
+
+@functools.lru_cache(maxsize=64)
+def euler_even(steps: int, shift: float) -> Schedule:
+    """Return the schedule of Euler's method on steps of one size down to 0, shifted once.
+
+    So it is where a pipeline gives diffusers' scheduler sigmas of its own, linspace(1, 0, steps + 1) without the 0.
+    """
+    return _euler(np.linspace(1, 0, steps + 1)[:-1], shift)
+
+
+def _euler(grid: np.ndarray, shift: float) -> Schedule:
     sigmas = _shifted(grid, shift).astype(np.float32)
     following = np.append(sigmas[1:], np.float32(0)).astype(np.float64)
     ratio = following / sigmas
