@@ -94,15 +94,22 @@ np.testing.assert_allclose(got, attention(q, k, v, heads=40, platform="cpu", kv_
 
 # In rounds, with the kernels of a TPU in Pallas' interpreter: three of one head, or of one register of narrow heads;
 # a key far beyond the first makes one device's kernel overflow, and all repeat.
-mesh = make_mesh((1, 1, 4), heads=12, devices=jax.devices()[:4])
+four = jax.devices()[:4]
 kernels = functools.partial(attentions.flash_attention_unchecked, interpret=True)
 attentions.flash_attention_unchecked = kernels
-for heads, width, late in ((12, 128, 1), (12, 128, 1000), (24, 64, 1), (8, 128, 1000)):
+for shape, heads, width, late in (
+    ((1, 1, 4), 12, 128, 1),
+    ((1, 1, 4), 12, 128, 1000),
+    ((1, 1, 4), 24, 64, 1),
+    ((1, 1, 4), 8, 128, 1000),
+    ((1, 2, 2), 6, 128, 1000),  # keys and values of the other half of the tokens are gathered
+):
+    mesh = make_mesh(shape, heads=heads, devices=four)
     q, k, v = (rng.standard_normal((4 * 160, heads * width)).astype(np.float32) for _ in range(3))
     q *= np.float32(query_scale(width))
     k[-20, :width] = late * q[5, :width]
     expected = attention(q, k, v, heads=heads, platform="cpu", kv_len=len(k) - 9)
     for platform in ("cpu", "tpu"):
         got, parts = spread_attention(mesh, q, k, v, heads=heads, kv_len=len(k) - 9, platform=platform)
-        assert parts == (128, heads // 4 * width - 128)
+        assert parts == (128, heads // shape[2] * width - 128)
         np.testing.assert_allclose(got, expected, atol=1e-4)

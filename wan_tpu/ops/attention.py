@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from kernels.blocks import LANES
 from kernels.flash_attention import flash_attention, flash_attention_unchecked, repeated_if
 from wan_tpu.runtime.bridge import Params
+from wan_tpu.runtime.mesh import AXES
 
 # Query rows whose scores are formed at once on CPU: with 2,000 keys 256 rows of float32 scores are 2 MB, which
 # stays in the cache of one core. Measured: 55 ms against 125 ms in one piece (2x4 heads, 2,000 tokens, D=128).
@@ -140,8 +141,8 @@ def exchanged_attention(
         gathered |= weights
     if platform != "tpu":
         return tuple(found), gathered
-    # All devices of an exchange repeat it or none does.
-    wrong = jax.lax.psum((~jnp.stack(right).all()).astype(jnp.int32), "tp") > 0
+    # All devices repeat it or none does: there are exchanges in it.
+    wrong = jax.lax.psum((~jnp.stack(right).all()).astype(jnp.int32), AXES) > 0
 
     def again() -> tuple[jax.Array, ...]:
         return tuple(back(attend(number, "online")[0]) for number in range(len(sizes)))
