@@ -210,6 +210,35 @@ def test_the_preferred_branch_is_followed(inner, prefer, seconds):
     assert found.total.estimate == seconds
 
 
+@pytest.mark.parametrize(("prefer", "seconds"), [(("fast",), 0.0), (("slow",), 600_000.0), ((), 0.0)])
+def test_a_repeat_runs_where_its_kernel_is_preferred(prefer, seconds):
+    """A loop whose length nobody knows is no repeat, unless it holds a kernel: then it runs no time or once."""
+    kernel = f'custom_call_target="tpu_custom_call", backend_config={kernel_config()}'
+    text = f"""
+%again (s: (pred[], f32[16,384])) -> (pred[], f32[16,384]) {{
+  %s = (pred[], f32[16,384]{{1,0}}) parameter(0)
+  %wrong = pred[] get-tuple-element(%s), index=0
+  %x.1 = f32[16,384]{{1,0}} get-tuple-element(%s), index=1
+  %slow_kernel.4 = f32[16,384]{{1,0}} custom-call(%x.1), {kernel}
+  ROOT %next = (pred[], f32[16,384]{{1,0}}) tuple(%wrong, %slow_kernel.4)
+}}
+
+%is_wrong (s.1: (pred[], f32[16,384])) -> pred[] {{
+  %s.1 = (pred[], f32[16,384]{{1,0}}) parameter(0)
+  ROOT %wrong.1 = pred[] get-tuple-element(%s.1), index=0
+}}
+
+ENTRY %main (p: pred[], x: f32[16,384]) -> (pred[], f32[16,384]) {{
+  %p = pred[] parameter(0)
+  %x = f32[16,384]{{1,0}} parameter(1)
+  %state = (pred[], f32[16,384]{{1,0}}) tuple(%p, %x)
+  ROOT %repeat = (pred[], f32[16,384]{{1,0}}) while(%state), condition=%is_wrong, body=%again
+}}
+"""
+    found = cost(text, prefer=prefer, kernel_cycles=lambda call: BUNDLES[call.name] * call.steps)
+    assert (found.total.estimate, found.unpriced) == (seconds, ())
+
+
 def test_a_kernel_takes_at_least_as_long_as_its_bytes():
     [item] = cost(branches("%fast, %slow"), prefer=("fast",), kernel_cycles=lambda call: 1.0).items
     assert item.seconds.estimate == item.hbm_bytes == 2 * 16 * 384 * 4
