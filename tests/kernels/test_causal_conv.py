@@ -9,8 +9,8 @@ import torch
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels import conv_shape as shapes
-from kernels.causal_conv import causal_conv, causal_conv_reference
+from kernels.vae import conv_shape as shapes
+from kernels.vae.causal_conv import causal_conv, causal_conv_reference
 from scripts.kernel_tables.conv_cases import CASES
 from wan_tpu.pricing.bundles import count_bundles
 from wan_tpu.pricing.kernel_prices import step_bundles

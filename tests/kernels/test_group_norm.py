@@ -8,8 +8,8 @@ import pytest
 import torch
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels import group_norm
-from kernels.group_norm import (
+from kernels.vae import group_norm
+from kernels.vae.group_norm import (
     channel_moments,
     channel_moments_reference,
     latent_frame,

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kernels.causal_conv import causal_conv, causal_conv_reference
-from kernels.group_norm import (
+from kernels.head_norm_rope import head_norm_rope, head_norm_rope_reference
+from kernels.layer_norm import layer_norm, layer_norm_reference
+from kernels.linear import linear, linear_reference
+from kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
+from kernels.vae.causal_conv import causal_conv, causal_conv_reference
+from kernels.vae.group_norm import (
     channel_moments,
     channel_moments_reference,
     norm_silu,
     norm_silu_reference,
 )
-from kernels.head_norm_rope import head_norm_rope, head_norm_rope_reference
-from kernels.layer_norm import layer_norm, layer_norm_reference
-from kernels.linear import linear, linear_reference
-from kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
 
 
 class Ops(NamedTuple):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.group_norm import Moments, merged
+from kernels.vae.group_norm import Moments, merged
 from wan_tpu.families.shared.causal_vae import RepeatedStart
 from wan_tpu.families.shared.convolutions import (
     convolve,

@@ -71,7 +71,7 @@ def convolve(
 ) -> jax.Array:
     """Convolve a strip x [T, X, Y, C] with taps [t, x, y, C, O] that are laid out as here; zeros beyond the picture.
 
-    past  frames before x, zeros where there are too few; given: as `kernels.causal_conv.causal_conv` takes it
+    past  frames before x, zeros where there are too few; given: as `kernels.vae.causal_conv.causal_conv` takes it
     """
     taps = weight.shape[0]
     count = 0 if past is None else taps - given.get("stride", 1)

@@ -1,8 +1,8 @@
 """Wan's VAE on strips of a picture: what diffusers' AutoencoderKLWan computes, with kernels made for it.
 
 The module gives the structure, the parameters' names and their values; the arithmetic is here. Its three elementwise
-passes before and after every convolution are parts of the convolution (kernels/causal_conv.py), resampling is folded
-into convolutions at the lower resolution.
+passes before and after every convolution are parts of the convolution (kernels/vae/causal_conv.py), resampling is
+folded into convolutions at the lower resolution.
 
 Shapes: T frames, X columns and Y rows of a device's strip, C channels, O channels out, N tokens.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from diffusers.models.autoencoders import autoencoder_kl_wan as wan
 
-from kernels.causal_conv import inside
+from kernels.vae.causal_conv import inside
 from wan_tpu.families.shared.causal_vae import History
 from wan_tpu.families.shared.convolutions import (
     convolve,

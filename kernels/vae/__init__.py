@@ -1,0 +1,1 @@
+"""Kernels of video VAEs: convolutions, group norms."""
