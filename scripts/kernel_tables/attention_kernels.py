@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kernels.blocks import LANES, BlockSizes, Schedule, plan_blocks
+from kernels.blocks import DEFAULT, LANES, TABLE, BlockSizes, Schedule
 from wan_tpu.pricing.bundles import CompileError, count_bundles
 
 CASES = str(Path(__file__).with_name("attention_cases.py"))
-VIDEO_TOKENS = 75_776  # 81 frames of 720x1280 are 75,600; padded to whole tiles
 # The tile jax's and tokamax's kernels are best known at: the keys of a chunk as their users set them.
 PEER_TILE = {"block_q": 3328, "block_kv": 2816, "chunk": 256}
 # 8-bit logits: what each chip's MXU multiplies natively.
@@ -42,7 +41,7 @@ def table(chip: str) -> Iterator[Row]:
 
 def ours(chip: str, softmax: str, qk: str | None, blocks: BlockSizes | None = None, *, width: int = LANES) -> Row:
     """Count one of our kernels, at the block table's sizes unless others are given; width: of a head."""
-    blocks = blocks or plan_blocks(VIDEO_TOKENS, VIDEO_TOKENS, dtype=qk or "bfloat16", chip=chip).blocks
+    blocks = blocks or TABLE.get((chip, qk or "bfloat16"), DEFAULT)
     schedule: Schedule = blocks.online if softmax == "online" else blocks.fixed
     options = {
         "block_q": blocks.block_q,
