@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from kernels.columns import Columns
 from wan_tpu import GenerationRequest, MeshError, load_pipeline
 from wan_tpu.ops import attention as attentions
-from wan_tpu.ops.attention import attention, exchanged_attention, head_groups, key_parts, query_scale
+from wan_tpu.ops.attention import attention, query_scale
+from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
 from wan_tpu.runtime.mesh import SHARDS, make_mesh
 from wan_tpu.stages import encode_prompt
 
@@ -69,9 +70,7 @@ def spread_attention(mesh, q, k, v, *, heads, kv_len, platform="cpu"):
 
         mixed, gathered = exchanged_attention(
             rows,
-            query=cut(0),
-            key=cut(1, parts),
-            value=cut(2),
+            Projections(query=cut(0), key=cut(1, parts), value=cut(2)),
             heads=heads,
             kv_len=kv_len,
             token_axes=SHARDS,

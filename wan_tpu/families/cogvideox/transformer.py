@@ -23,8 +23,9 @@ from wan_tpu.families.cogvideox.positions import rope_angles, sums_of_sines
 from wan_tpu.families.cogvideox.presets import TEXT_TOKENS
 from wan_tpu.families.shared.layers import SPLIT, each, scan_layers
 from wan_tpu.families.shared.tokens import on_grid, padded, patches
-from wan_tpu.ops.attention import exchanged_attention, head_groups, key_parts, query_scale
+from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
+from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
 from wan_tpu.runtime.bridge import Params, call, to_jax
 from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
 
@@ -234,9 +235,11 @@ class _Step:
 
         mixed, gathered = exchanged_attention(
             normed("norm1", attention_table),
-            query=lambda rows: turned("q", rows, self._query_scale),
-            key=lambda rows: turned("k", rows, 1, parts=self._key_parts),
-            value=lambda rows: linear("attn1.to_v", rows, groups=self._groups),
+            Projections(
+                query=lambda rows: turned("q", rows, self._query_scale),
+                key=lambda rows: turned("k", rows, 1, parts=self._key_parts),
+                value=lambda rows: linear("attn1.to_v", rows, groups=self._groups),
+            ),
             heads=self._heads,
             kv_len=self._tokens,
             token_axes=self._layout.token_axes,

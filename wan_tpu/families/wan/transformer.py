@@ -24,8 +24,9 @@ from jax.sharding import PartitionSpec as P
 from wan_tpu.families.shared.layers import each, scan_layers
 from wan_tpu.families.shared.tokens import padded, patches
 from wan_tpu.families.wan.tokens import rope_tables
-from wan_tpu.ops.attention import attention, exchanged_attention, head_groups, key_parts, query_scale
+from wan_tpu.ops.attention import attention, query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
+from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
 from wan_tpu.runtime.bridge import Params, call, to_jax
 from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
 
@@ -227,9 +228,11 @@ class _Step:
 
         mixed, gathered = exchanged_attention(
             ops.layer_norm(x, 1 + scale, shift, eps=eps, first_rows=first_rows),
-            query=lambda rows: turned("q", rows, self._query_scale),
-            key=lambda rows: turned("k", rows, 1, parts=self._key_parts),
-            value=lambda rows: linear("attn1.to_v", rows, groups=self._groups),
+            Projections(
+                query=lambda rows: turned("q", rows, self._query_scale),
+                key=lambda rows: turned("k", rows, 1, parts=self._key_parts),
+                value=lambda rows: linear("attn1.to_v", rows, groups=self._groups),
+            ),
             heads=self._heads,
             kv_len=self._tokens,
             token_axes=self._layout.token_axes,

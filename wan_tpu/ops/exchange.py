@@ -1,0 +1,170 @@
+"""Self-attention over tokens that are spread over devices, with what is sent behind what is computed.
+
+To be called inside `jax.shard_map`. All-to-all over 'tp' turns "some tokens of all heads" into "more tokens of some
+heads"; what other axes hold of K and V is gathered (K and V are 1/G of the heads by then).
+
+Values are sent while queries are made, and queries while keys are. Then attention runs in three rounds. The first has
+as few heads as fill a register: the others' keys come while it is computed. In the second the first one's results are
+sent back, and in the third, of few heads again, the second one's. Left to itself the compiler would send all this one
+after the other, before and after attention: barriers say what has to be there when.
+
+Shapes: L tokens, N heads, D head width, t tokens of one device, G head groups.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from kernels.blocks import LANES
+from kernels.flash_attention import repeated_if
+from wan_tpu.ops.attention import attention_part
+from wan_tpu.runtime.bridge import Params
+from wan_tpu.runtime.mesh import AXES
+
+T = TypeVar("T")
+
+
+def head_groups(mesh: Mesh, heads: int) -> int:
+    """Return into how many groups heads are split over 'tp' in self-attention: all of 'tp' (see `make_mesh`)."""
+    return math.gcd(heads, mesh.shape["tp"])
+
+
+def key_parts(mesh: Mesh, heads: int, width: int) -> tuple[int, ...]:
+    """Return the columns of a device's keys that are sent at once, for heads of that width.
+
+    First as few as fill a register, since nothing hides how they come; all where nothing is sent.
+    """
+    columns, unit = heads // head_groups(mesh, heads) * width, max(LANES, width)
+    if mesh.shape["tp"] == 1 or columns < 2 * unit or columns % unit:
+        return (columns,)
+    return unit, columns - unit
+
+
+@dataclass(frozen=True)
+class Projections:
+    """What makes queries, keys and values of rows [t, C].
+
+    query, value  -> [G, t, N*D/G], queries times `query_scale`: heads in groups, one for each device on 'tp'
+                  ([t, N*D] where 'tp' has size 1)
+    key           -> the same in one part or two, as `key_parts` has it: of every group a part of its heads
+    """
+
+    query: Callable[[jax.Array], jax.Array]
+    key: Callable[[jax.Array], tuple[jax.Array, ...]]
+    value: Callable[[jax.Array], jax.Array]
+
+
+def exchanged_attention(
+    rows: jax.Array,
+    make: Projections,
+    *,
+    heads: int,
+    kv_len: int,
+    token_axes: tuple[str, ...],
+    platform: str,
+    beside: Sequence[Params] = (),
+) -> tuple[tuple[jax.Array, ...], Params]:
+    """Attend with what `make` makes of this device's rows [t, C].
+
+    token_axes  mesh axes the tokens lie on, slowest first, 'tp' last
+    kv_len      tokens that count, of all devices together; padding lies behind them
+    beside      weights of what follows, by rounds: whatever gathers them goes on while a round is computed
+    Returns this device's tokens, [G, t, columns] by rounds, of every group a part of its heads, and the weights.
+    """
+    given = _sent(rows, make, heads, kv_len, token_axes, platform)
+    found: list[jax.Array] = []
+    right, gathered = [], dict[str, jax.Array]()
+    for number in range(len(given.rounds)):
+        mixed, fine = given.attend(number, "optimistic")
+        weights = beside[number] if number < len(beside) else {}
+        mixed, fine, weights, later, found = _barrier((mixed, fine, weights, given.k[1:], found))
+        given = dataclasses.replace(given, k=[given.k[0], *later])
+        found.append(_back(mixed))
+        right.append(fine)
+        gathered |= weights
+    for weights in beside[len(given.rounds) :]:
+        gathered |= weights
+    if platform != "tpu":
+        return tuple(found), gathered
+    # All devices repeat it or none does: there are exchanges in it.
+    wrong = jax.lax.psum((~jnp.stack(right).all()).astype(jnp.int32), AXES) > 0
+
+    def again() -> tuple[jax.Array, ...]:
+        return tuple(_back(given.attend(number, "online")[0]) for number in range(len(given.rounds)))
+
+    return repeated_if(wrong, tuple(found), again), gathered
+
+
+@dataclass(frozen=True)
+class _Given:
+    """All tokens of a device's heads: q, v [L, N*D/G]; k the same in parts; rounds, the heads of each."""
+
+    q: jax.Array
+    k: list[jax.Array]
+    v: jax.Array
+    width: int
+    kv_len: int
+    platform: str
+
+    @property
+    def rounds(self) -> list[int]:
+        few, *rest = (part.shape[1] // self.width for part in self.k)
+        return [few, *(n for n in (rest[0] - few, few) if n)] if rest else [few]
+
+    def attend(self, number: int, softmax: Literal["optimistic", "online"]) -> tuple[jax.Array, jax.Array]:
+        """Return a round's result [L, columns], and whether it is right."""
+        first = sum(self.rounds[:number])
+        part, first_key = (self.k[1], first - self.rounds[0]) if number else (self.k[0], 0)
+        return attention_part(
+            self.q,
+            part,
+            self.v,
+            heads=self.rounds[number],
+            first_heads=(first, first_key, first),
+            width=self.width,
+            kv_len=self.kv_len,
+            platform=self.platform,
+            softmax=softmax,
+        )
+
+
+def _sent(
+    rows: jax.Array, make: Projections, heads: int, kv_len: int, token_axes: tuple[str, ...], platform: str
+) -> _Given:
+    """Make values, queries and keys of rows in this order, each sent while the next are made."""
+    *others, last = token_axes
+    assert last == "tp"
+
+    def sent(x: jax.Array, *, gathered: bool) -> jax.Array:
+        x = _exchange(x).reshape(-1, x.shape[2]) if x.ndim == 3 else x
+        return jax.lax.all_gather(x, tuple(others), axis=0, tiled=True) if gathered and others else x
+
+    own, rows = _barrier((make.value(rows), rows))
+    v = sent(own, gathered=True)
+    v, own, rows = _barrier((v, make.query(rows), rows))
+    q = sent(own, gathered=False)
+    q, parts = _barrier((q, make.key(rows)))
+    k = [sent(part, gathered=True) for part in parts]
+    return _Given(q, k, v, q.shape[1] * jax.lax.axis_size("tp") // heads, kv_len, platform)
+
+
+def _back(mixed: jax.Array) -> jax.Array:
+    """[L, columns] of this device's heads -> [G, t, columns] of its tokens."""
+    groups = jax.lax.axis_size("tp")
+    return mixed if groups == 1 else _exchange(mixed.reshape(groups, -1, mixed.shape[1]))
+
+
+def _exchange(x: jax.Array) -> jax.Array:
+    """[G, ...] for each destination -> [G, ...] from each source."""
+    return jax.lax.all_to_all(x, "tp", split_axis=0, concat_axis=0, tiled=True)
+
+
+def _barrier(values: T) -> T:
+    """Return values of which none is used before all are there."""
+    return jax.lax.optimization_barrier(values)
