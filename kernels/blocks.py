@@ -124,7 +124,7 @@ def plan_blocks(
 
 
 def _least(length: int, largest: int, unit: int) -> tuple[int, int]:
-    """Divide length into equal blocks that take the least time: of at most `largest`, and not much less, as _even's.
+    """As `_even`, but into the number of blocks that takes the least time, up to a third more than the fewest.
 
     What overhangs is computed as well, and every block has a start and an end (BLOCK_ROWS).
     """

@@ -147,6 +147,8 @@ def rebuild(kind: type[Any], arrays: Mapping[str, Array]) -> Any:
             fields.setdefault(field, {})[part] = array
         else:
             fields[field] = array
+    if kind is Conditioning and not isinstance(fields["prompt"], dict):
+        raise TypeError("its prompt is a single array, as an older version wrote it")
     if kind is DenoiseState:
         terms = fields.get("history", {})
         fields["history"] = tuple(terms[str(i)] for i in range(len(terms)))

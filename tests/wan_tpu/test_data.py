@@ -6,6 +6,7 @@ import imageio.v3 as iio
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 from PIL import Image
 
 from wan_tpu import Conditioning, DenoiseState, InvalidInput, OutputError, UnhealthyResult, Video
@@ -26,6 +27,14 @@ def test_bfloat16_round_trips_without_loss(tmp_path):
     assert np.array_equal(got.prompt["text"].view(np.uint16), every_pattern.view(np.uint16))
     assert got.negative is None
     assert got.image.dtype == np.float64
+
+
+def test_an_older_version_s_embeddings_are_refused(tmp_path):
+    path = tmp_path / "c.safetensors"
+    metadata = {"type": "Conditioning", "notes": "{}"}
+    safetensors.numpy.save_file({"prompt": np.zeros((1, 4, 8), np.float32)}, path, metadata=metadata)
+    with pytest.raises(InvalidInput, match=r"older version wrote it.*run the stage that writes it again"):
+        load_value(Conditioning, path)
 
 
 def test_state_round_trips_with_its_history(tmp_path):

@@ -3,7 +3,7 @@
 With v = alpha noise - sigma clean and alpha^2 + sigma^2 = 1, clean = alpha x - sigma v. Sources: DDIM, Song et al. 2020
 (arXiv 2010.02502); DPM-Solver++, Lu et al. 2022 (arXiv 2211.01095); zero terminal SNR, Lin et al. 2023 (arXiv
 2305.08891). Conventions (spacing, the shift of the SNR, the last step, what noise is drawn) are those of diffusers'
-CogVideoXDDIMScheduler and CogVideoXDPMScheduler.
+schedulers with a shift of the SNR, against which tests hold every step.
 """
 
 import functools
