@@ -26,7 +26,7 @@ class PipelineSettings:
                     over how long what it wants is averaged
     warm_up         requests whose programs every replica compiles before it takes the first; only sizes matter
     chips           what the slices are: every figure and picture says so unless they are real
-    worker          class that runs on the hosts, "module:name"
+    host_class      what runs on every host of a slice, "module:name"
     name            of the pipeline: its applications and actors carry it
     """
 
@@ -45,7 +45,7 @@ class PipelineSettings:
     warm_up: tuple[GenerationRequest, ...] = ()
     chips: Chips = "real"
     timeouts: Timeouts = field(default_factory=Timeouts)
-    worker: str = "actors.slices.worker:StageWorker"
+    host_class: str = "actors.slices.stage_host:StageHost"
     name: str = "wan-tpu"
 
 

@@ -24,7 +24,7 @@ import ray
 from simulation import measure, soak
 from simulation.memory import draw as draw_memory
 from simulation.memory import growth, store_mib
-from simulation.simulated import MODEL, SIMULATED_WORKER, Planned, simulated_video
+from simulation.simulated import MODEL, SIMULATED_HOST, Planned, simulated_video
 
 from actors.observe.status_actor import StatusActor
 from actors.observe.timeline import NOTES
@@ -66,7 +66,7 @@ def simulated(args: argparse.Namespace, folder: Path) -> None:
         str(plan),
         str(folder / "snapshots"),
         chips="simulated",
-        worker=SIMULATED_WORKER,
+        host_class=SIMULATED_HOST,
         in_flight=args.in_flight,
         snapshot_every=max(1, round(5 * args.speed)),  # as often in real time as at speed 1
     )

@@ -41,7 +41,7 @@ def with_devices(count: int) -> dict[str, str]:
 
 def starts_clusters(nodeid: str) -> bool:
     """Whether a test is among those that start Ray clusters and clock them: tests/cluster, and most of tests/actors."""
-    computing = ("tests/actors/api/", "tests/actors/jobs/", "tests/actors/slices/test_worker.py")
+    computing = ("tests/actors/api/", "tests/actors/jobs/", "tests/actors/slices/test_stage_host.py")
     return nodeid.startswith(("tests/cluster/", "tests/actors/")) and not nodeid.startswith(computing)
 
 
@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     And last what loads libtpu into this process: with it, JAX's profiler crashes on a machine without a TPU.
     """
-    heavy = ("tests/wan_tpu/", "tests/quality/", "tests/actors/slices/test_worker.py")
+    heavy = ("tests/wan_tpu/", "tests/quality/", "tests/actors/slices/test_stage_host.py")
     items.sort(
         key=lambda item: (
             not starts_clusters(item.nodeid),

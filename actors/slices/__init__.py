@@ -1,1 +1,1 @@
-"""The actor that leads a slice, and the worker on each of its hosts."""
+"""The actor that leads a slice, and what runs on each of its hosts."""

@@ -31,7 +31,7 @@ class AsyncSlice:
         self._fastest: dict[tuple[str, Hashable], float] = {}  # of a kind of call, s
 
     async def call(self, method: str, *args: Any, group: Group = "lockstep", like: Hashable | None = None) -> Returned:
-        """Run a method of the workers, as `Slice.call` does.
+        """Run a method of the hosts, as `Slice.call` does.
 
         like  what decides how long it takes, and whether something is compiled: one of several alike that takes
               `HUNG` times as long as the fastest has hung, which ends the slice

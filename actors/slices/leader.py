@@ -24,7 +24,7 @@ from actors.pipeline_spec import PipelineSettings
 from actors.slices.async_slice import AsyncSlice
 from actors.slices.autoscaling import LOAD, SliceTime
 from actors.slices.drain import Drain
-from actors.slices.messages import Event, Prepared, SliceRequest, StageResult, WorkerProgress
+from actors.slices.messages import Event, HostProgress, Prepared, SliceRequest, StageResult
 from actors.slices.references import RefHandle
 from actors.slices.scheduler import Admission, StepScheduler
 from actors.slices.snapshots import Snapshots, Snapshotter
@@ -48,14 +48,14 @@ class SliceLeader:
     """A replica of a pool. Serve restarts it when its slice is lost; its callers go on elsewhere."""
 
     def __init__(self, pool: Pool, settings: PipelineSettings) -> None:
-        """Take a slice, start its workers, and let them read the weights of the pool's stages."""
+        """Take a slice, start its hosts, and let them read the weights of the pool's stages."""
         self._leaving = contextlib.ExitStack()  # what is let go of with this leader
         self._settings, self._stages, self._pool = settings, pool.stages, pool.name
         self._name = f"{self._pool}/{serve.get_replica_context().replica_id.unique_id}"
         self._status = StatusActor.connect(settings.name)
         self._work: list[tuple[str, str]] = []  # stage and request, of what is computed or paused
         self._visits = itertools.count(1)
-        self._holding: set[str] = set()  # whose arrays the workers hold: also while a result leaves
+        self._holding: set[str] = set()  # whose arrays the hosts hold: also while a result leaves
         self._failing: dict[str, set[str]] = {}  # the requests that a stage has failed since it last succeeded
         self._ended = False
         self._drain = Drain(self._name)
@@ -67,8 +67,10 @@ class SliceLeader:
             try:
                 snapshots = Snapshots(settings.snapshots)
                 snapshots.clean()
-                worker = (settings.checkpoint, pool.stages, pool.mesh, settings.dtype, settings.executables)
-                self._hosts = Slice(pool.slice, settings.worker, *worker, name=self._name, timeouts=settings.timeouts)
+                given = (settings.checkpoint, pool.stages, pool.mesh, settings.dtype, settings.executables)
+                self._hosts = Slice(
+                    pool.slice, settings.host_class, *given, name=self._name, timeouts=settings.timeouts
+                )
                 starting.callback(self._hosts.close)
                 self._where = self._hosts.describe()
                 self._load()
@@ -85,7 +87,7 @@ class SliceLeader:
         log.info("%s leads %s, ready after %.1f s", self._name, self._where, time.time() - start)
 
     def _load(self) -> None:
-        """Have the workers read their weights, and compile what is asked for ahead of the first request."""
+        """Have the hosts read their weights, and compile what is asked for ahead of the first request."""
         self._hosts.call("load", on_progress=lambda progress: self._report("loading", _shown(progress)))
         for request in self._settings.warm_up:
             self._hosts.call(
@@ -186,7 +188,7 @@ class SliceLeader:
                 yield event
 
     async def held(self) -> list[str]:
-        """Return what the workers hold: a request's id, and which visit of it."""
+        """Return what the hosts hold: a request's id, and which visit of it."""
         return (await self._slice.side("keys")).value
 
     # ---- what Serve asks
@@ -245,7 +247,7 @@ class SliceLeader:
 
     @contextlib.asynccontextmanager
     async def _held(self, key: str) -> AsyncIterator[str]:
-        """Give the name under which the workers hold a request's arrays, and drop them, however it ends.
+        """Give the name under which the hosts hold a request's arrays, and drop them, however it ends.
 
         A name for this visit only: somebody who has lost sight of the request may have sent it here once more.
         """
@@ -262,7 +264,7 @@ class SliceLeader:
     async def _compute(
         self, request: SliceRequest, stage: str, shape: str, method: str, *args: Any
     ) -> AsyncIterator[Event]:
-        """Keep the devices for one call of the workers; others' steps go on after it."""
+        """Keep the devices for one call of the hosts; others' steps go on after it."""
         async with self._scheduler.device:
             self._drain.check()
             with self._working(request.key, stage):
@@ -351,5 +353,5 @@ class SliceLeader:
             asyncio.get_running_loop().call_later(LEAVE_S, os._exit, 1)
 
 
-def _shown(progress: WorkerProgress) -> str:
+def _shown(progress: HostProgress) -> str:
     return f"{progress.item} ({progress.done + 1} of {progress.total})"

@@ -1,4 +1,4 @@
-"""What crosses between a driver, the leader of a slice and its workers: small picklable values."""
+"""What crosses between a driver, the leader of a slice and its hosts: small picklable values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Report = Callable[[Any], object]
 
 
 @dataclass(frozen=True)
-class WorkerProgress:
+class HostProgress:
     """Reported while a method runs: `done` of `total` units; `item` is the stage, component or program at hand."""
 
     item: str
@@ -33,7 +33,7 @@ class ReportedProgress:
     def step(self) -> None:
         """Report one more unit."""
         self._done += 1
-        self._report(WorkerProgress(self._item, self._done, self._total))
+        self._report(HostProgress(self._item, self._done, self._total))
 
     def close(self) -> None:
         """Do nothing: the method that reports ends, too."""

@@ -1,1 +1,1 @@
-"""A slice as one worker on every host, called in lockstep."""
+"""A slice as one process on every host, called in lockstep."""

@@ -1,4 +1,4 @@
-"""The process of a slice on one TPU host: joins the others, builds the worker and runs its methods."""
+"""The process of a slice on one TPU host: joins the others, builds what it is told to, and runs its methods."""
 
 import os
 import pkgutil
@@ -17,7 +17,7 @@ class HostActor:
     def __init__(self, place: HostPlace) -> None:
         self._place = place
         self._runners = {group: GroupRunner() for group in GROUPS}
-        self._worker: Any = None
+        self._host: Any = None
         if place.devices is not None:
             _emulate(place.devices, place.hosts)
 
@@ -39,23 +39,23 @@ class HostActor:
         return self._runners["lockstep"].run(_join, self._place, coordinator, timeout_s)
 
     @ray.method(concurrency_group="lockstep")
-    def build(self, worker_class: type | str, *args: Any) -> tuple[Outcome, Any]:
-        """Make the worker."""
-        return self._runners["lockstep"].run(self._build, worker_class, *args)
+    def build(self, host_class: type | str, *args: Any) -> tuple[Outcome, Any]:
+        """Make the object whose methods are called."""
+        return self._runners["lockstep"].run(self._build, host_class, *args)
 
     @ray.method(concurrency_group="lockstep")
     def lockstep(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of the worker, in step with the other hosts."""
-        return self._runners["lockstep"].run(getattr(self._worker, method), *args, keep=self._place.rank == 0)
+        """Run a method of it, in step with the other hosts."""
+        return self._runners["lockstep"].run(getattr(self._host, method), *args, keep=self._place.rank == 0)
 
     @ray.method(concurrency_group="side")
     def side(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of the worker beside those in lockstep."""
-        return self._runners["side"].run(getattr(self._worker, method), *args, keep=self._place.rank == 0)
+        """Run a method of it beside those in lockstep."""
+        return self._runners["side"].run(getattr(self._host, method), *args, keep=self._place.rank == 0)
 
-    def _build(self, worker_class: type | str, *args: Any) -> None:
-        kind: Any = pkgutil.resolve_name(worker_class) if isinstance(worker_class, str) else worker_class
-        self._worker = kind(*args)
+    def _build(self, host_class: type | str, *args: Any) -> None:
+        kind: Any = pkgutil.resolve_name(host_class) if isinstance(host_class, str) else host_class
+        self._host = kind(*args)
 
 
 def _emulate(devices: int, hosts: int) -> None:

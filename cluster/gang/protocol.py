@@ -1,4 +1,4 @@
-"""What a leader and the hosts of its slice say to each other, and what a worker may use of it."""
+"""What a leader and the hosts of its slice say to each other, and what runs on a host may use of it."""
 
 import contextvars
 import pickle
@@ -21,7 +21,7 @@ class Timeouts:
     place_s      until a free slice with all its hosts is found
     start_s      until every host's process answers
     join_s       until jax.distributed has joined them
-    build_s      until every host has built its worker (reads weights, may compile)
+    build_s      until every host has built its object (reads weights, may compile)
     heartbeat_s  without an answer a host counts as hung; it answers while it computes
     grace_s      for the other hosts to raise too when one has; for a killed process to be gone
     hung_s       at least, of a call whose like has taken a small part of that, before the gang counts as hung: hosts
@@ -41,7 +41,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Output:
-    """What a worker's method returns to hand out something large.
+    """What a host's method returns to hand out something large.
 
     value    small; it goes to the leader
     payload  stays in the object store; the leader and whoever it is passed to have a reference only

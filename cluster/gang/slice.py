@@ -1,4 +1,4 @@
-"""A slice as its leader has it: one worker on every TPU host, all joined, called in lockstep.
+"""A slice as its leader has it: one process on every TPU host, all joined, called in lockstep.
 
 Lose one host, and the whole gang is destroyed: build a new one.
 """
@@ -40,19 +40,19 @@ class Slice:
     def __init__(
         self,
         spec: SliceSpec,
-        worker_class: type | str,
+        host_class: type | str,
         *args: Any,
         name: str = "slice",
         timeouts: Timeouts = Timeouts(),  # noqa: B008 (frozen)
         on_progress: OnProgress | None = None,
     ) -> None:
-        """Reserve a free slice, start its hosts, join them, and build `worker_class(*args)` on each.
+        """Reserve a free slice, start its hosts, join them, and build `host_class(*args)` on each.
 
-        worker_class  or "module:name", which is imported on the hosts alone and keeps the leader small
-        name  who holds the slice, "pool/replica", shown by `wan-tpu status`
+        host_class  or "module:name", which is imported on the hosts alone and keeps the leader small
+        name        who holds the slice, "pool/replica", shown by `wan-tpu status`
 
         Raises `SliceStartTimeout` naming phase and missing host, `SliceLost` when a host dies meanwhile, `CallFailed`
-        when the worker can't be built. Nothing is left behind then.
+        when one can't be built. Nothing is left behind then.
         """
         self.spec = spec
         self.name = name
@@ -67,7 +67,7 @@ class Slice:
             port = self._start_hosts(self._placement)
             if spec.hosts > 1:
                 self._run_phase("join", timeouts.join_s, "join", f"{self.hosts[0].ip}:{port}", timeouts.join_s)
-            self._run_phase("build", timeouts.build_s, "build", worker_class, *args, on_progress=on_progress)
+            self._run_phase("build", timeouts.build_s, "build", host_class, *args, on_progress=on_progress)
         except BaseException:
             self.close()
             raise
@@ -100,7 +100,7 @@ class Slice:
         timeout_s: float | None = None,
         on_progress: OnProgress | None = None,
     ) -> Returned:
-        """Run a method of the worker with the same arguments on every host, and block until all have ended.
+        """Run a method of `host_class` with the same arguments on every host, and block until all have ended.
 
         args   references to objects of the store are resolved on the hosts
         group  calls of one group come one after the other; "side" is for methods without collectives, which may run

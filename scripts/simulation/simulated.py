@@ -1,7 +1,7 @@
 """A host that computes nothing: it waits for the planned seconds of each stage and hands out payloads of real sizes.
 
 With it the orchestration can be measured alone: pools, replicas, pipeline, Serve and object store are those of
-production, `PipelineSettings.worker` names this class, `checkpoint` a `Planned` file, and the pipeline's model is
+production, `PipelineSettings.host_class` names this class, `checkpoint` a `Planned` file, and the pipeline's model is
 `MODEL`. It imports neither JAX nor torch.
 
 Values tell what has happened to them, so that a request that is given another's payload, or one out of order, fails:
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.slices.messages import Report, WorkerProgress
+from actors.slices.messages import HostProgress, Report
 from actors.slices.payloads import BFLOAT16, Payload, TextEmbedding, Value, mp4, pack, unpack
 from cluster.gang.protocol import Output, report
 from wan_tpu.data import DenoiseState, ImageCondition
@@ -26,7 +26,7 @@ from wan_tpu.families.wan.spec import WanSpec
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.spec import DECODER, ENCODER, Expert, RequestPlan
 
-SIMULATED_WORKER = f"{__name__}:SimulatedWorker"
+SIMULATED_HOST = f"{__name__}:SimulatedHost"
 
 
 class SimulatedSpec(WanSpec):
@@ -94,11 +94,11 @@ class _Held:
     plan: RequestPlan | None = None  # of one that is to be denoised
 
 
-class SimulatedWorker:
-    """Has the methods of `actors.slices.worker.StageWorker`; a test compares them."""
+class SimulatedHost:
+    """Has the methods of `actors.slices.stage_host.StageHost`; a test compares them."""
 
     def __init__(self, checkpoint: str, hosted: tuple[str, ...], *_: object, report: Report = report) -> None:
-        """checkpoint: the file of a plan; the other arguments of a worker change nothing here."""
+        """checkpoint: the file of a plan; the other arguments of a host change nothing here."""
         self._planned = Planned.load(Path(checkpoint))
         self._stages = hosted
         self._report = report
@@ -108,7 +108,7 @@ class SimulatedWorker:
 
     def load(self) -> dict[str, float]:
         """Return at once: there are no weights."""
-        self._report(WorkerProgress("load", 1, 1))
+        self._report(HostProgress("load", 1, 1))
         return {}
 
     def warm_up(self, request: GenerationRequest) -> dict[str, float]:

@@ -13,7 +13,7 @@ from wan_tpu.request import GenerationRequest
 
 from . import measure
 from .memory import Sample, sample, store_mib
-from .simulated import MODEL, SIMULATED_WORKER, Planned, simulated_video
+from .simulated import MODEL, SIMULATED_HOST, Planned, simulated_video
 
 SETTLE_S = 20.0  # until what is freed is seen as free: Ray tells it late on a busy machine
 
@@ -34,7 +34,7 @@ def soak_spec(folder: Path, step_s: float = 0.0, layout: Layout = LAYOUT) -> Pip
     """Return the pipeline of a soak, whose hosts hardly wait: payloads are small, but too large for Ray to inline."""
     plan = Planned(0.0, 0.0, step_s, 0.0, text=(1, 512, 256), mp4_bytes=200_000).save(folder / "plan.json")
     settings = PipelineSettings(
-        str(plan), str(folder / "snapshots"), chips="simulated", worker=SIMULATED_WORKER, snapshot_every=3
+        str(plan), str(folder / "snapshots"), chips="simulated", host_class=SIMULATED_HOST, snapshot_every=3
     )
     return PipelineSpec(layout, settings, MODEL, lasting=True)
 

@@ -15,7 +15,7 @@ from cluster.errors import DeviceFailed, SliceLost, SliceStartTimeout
 from cluster.gang.protocol import Timeouts
 from cluster.gang.slice import Slice
 from tests.cluster.conftest import CHIPS, ONE_HOST, TWO_HOSTS, wait_for
-from tests.cluster.workers import StopsOneHost, Worker
+from tests.cluster.host_classes import SmallHost, StopsOneHost
 
 QUICK = Timeouts(heartbeat_s=3, grace_s=1.5)
 
@@ -29,7 +29,7 @@ def lost_in(running, *call):
 
 
 def test_a_host_killed_in_a_call(cluster, all_free):
-    running = Slice(TWO_HOSTS, Worker, name="low/0", timeouts=QUICK)
+    running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
     error, seconds = lost_in(running, "kill_itself", 1)
     assert f"low/0: in kill_itself: host 1 of 2 (two, node {running.hosts[1].node_id[:8]}" in str(error)
     assert f"pid {running.pids[1]}) died" in str(error)
@@ -40,7 +40,7 @@ def test_a_host_killed_in_a_call(cluster, all_free):
 
 
 def test_a_hung_host_is_found_and_ended(cluster, all_free):
-    running = Slice(TWO_HOSTS, Worker, name="low/0", timeouts=QUICK)
+    running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
     threading.Timer(1, os.kill, (running.pids[0], signal.SIGSTOP)).start()
     error, seconds = lost_in(running, "slow", 100, 0.5)
     assert "host 0 of 2" in str(error)
@@ -59,19 +59,19 @@ def test_a_host_that_does_not_start_is_named(cluster, all_free):
 
 
 def test_an_idle_slice_with_a_stopped_host_can_be_checked_and_closed(cluster, all_free):
-    running = Slice(ONE_HOST, Worker, name="encoder/0", timeouts=QUICK)
+    running = Slice(ONE_HOST, SmallHost, name="encoder/0", timeouts=QUICK)
     os.kill(running.pids[0], signal.SIGSTOP)
     with pytest.raises(SliceLost, match=r"no answer from host 0 of 1 .* for 3 s"):
         running.check()
     all_free(*running.pids)
-    running = Slice(ONE_HOST, Worker, name="encoder/0", timeouts=QUICK)
+    running = Slice(ONE_HOST, SmallHost, name="encoder/0", timeouts=QUICK)
     os.kill(running.pids[0], signal.SIGSTOP)
     running.close()
     all_free(*running.pids)
 
 
 def test_an_exception_on_one_host_destroys_the_gang(cluster, all_free):
-    running = Slice(TWO_HOSTS, Worker, name="low/0", timeouts=QUICK)
+    running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
     error, _ = lost_in(running, "fail", (1,))
     assert "host 1 of 2" in str(error)
     assert "raised ValueError: poison on 1, other hosts did not" in str(error)
@@ -80,7 +80,7 @@ def test_an_exception_on_one_host_destroys_the_gang(cluster, all_free):
 
 
 def test_an_exception_on_one_host_while_the_other_waits_for_it(cluster, all_free):
-    running = Slice(TWO_HOSTS, Worker, name="low/0", timeouts=QUICK)
+    running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
     error, seconds = lost_in(running, "fail_then_hang", 0)
     assert "raised ValueError: left the others waiting while others went on" in str(error)
     assert "host 0 of 2" in str(error)
@@ -89,7 +89,7 @@ def test_an_exception_on_one_host_while_the_other_waits_for_it(cluster, all_free
 
 
 def test_a_call_that_nobody_waits_for_any_more(cluster, all_free):
-    running = Slice(ONE_HOST, Worker, name="encoder/0", timeouts=QUICK)
+    running = Slice(ONE_HOST, SmallHost, name="encoder/0", timeouts=QUICK)
 
     def stop(step):
         raise KeyboardInterrupt
@@ -102,7 +102,7 @@ def test_a_call_that_nobody_waits_for_any_more(cluster, all_free):
 
 
 def test_a_side_call_hears_why_the_slice_was_lost(cluster, all_free):
-    running = Slice(TWO_HOSTS, Worker, name="low/0", timeouts=QUICK)
+    running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
     heard = []
 
     def side():
@@ -121,7 +121,7 @@ def test_a_side_call_hears_why_the_slice_was_lost(cluster, all_free):
 
 
 def test_a_killed_node_is_named_and_its_replacement_used(cluster, all_free):
-    running = Slice(TWO_HOSTS, Worker, name="low/0", timeouts=QUICK)
+    running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
     dead = running.hosts[1].node_id
     threading.Timer(0.5, cluster.kill_host, ("two", 1)).start()
     error, seconds = lost_in(running, "slow", 100, 0.5)
@@ -130,9 +130,9 @@ def test_a_killed_node_is_named_and_its_replacement_used(cluster, all_free):
     assert seconds < 8
     wait_for(lambda: not alive(dead), 20, "Ray has noticed")
     with pytest.raises(SliceStartTimeout, match="no free v5p-16 after 1 s; of that kind: two: host 1 of 2 missing"):
-        Slice(TWO_HOSTS, Worker, name="low/0", timeouts=Timeouts(place_s=1))
+        Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=Timeouts(place_s=1))
     replacement = cluster.add_host("two", 1)
-    with Slice(TWO_HOSTS, Worker, name="low/0", timeouts=QUICK) as again:
+    with Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK) as again:
         assert again.hosts[1].node_id == replacement != dead
         assert again.call("psum", 1.0).value == (2, 4, 6.0)
     all_free(*running.pids, *again.pids)
@@ -147,9 +147,9 @@ import sys, time
 from cluster.connect import connect
 from cluster.gang.slice import Slice
 from tests.cluster.conftest import TWO_HOSTS
-from tests.cluster.workers import StopsOneHost, Worker
+from tests.cluster.host_classes import StopsOneHost, SmallHost
 connect(sys.argv[1])
-running = Slice(TWO_HOSTS, Worker, name="low/0")
+running = Slice(TWO_HOSTS, SmallHost, name="low/0")
 print(*running.pids, flush=True)
 running.call("slow", 100, 0.5)
 """
@@ -173,7 +173,7 @@ class Leader:
     """As a Serve replica, which is a detached actor."""
 
     def start(self) -> tuple[int, ...]:
-        self.slice = Slice(TWO_HOSTS, Worker, name="low/0")
+        self.slice = Slice(TWO_HOSTS, SmallHost, name="low/0")
         return os.getpid(), *self.slice.pids
 
 
@@ -187,7 +187,7 @@ def test_a_killed_leader_takes_its_slice_along(cluster, all_free):
 
 def test_an_error_of_a_device_ends_the_gang(cluster, all_free):
     """Every host of one raised: the lockstep is intact, but what the device has isn't known any more."""
-    running = Slice(ONE_HOST, Worker, name="encoder/0", timeouts=QUICK)
+    running = Slice(ONE_HOST, SmallHost, name="encoder/0", timeouts=QUICK)
     with pytest.raises(DeviceFailed, match=r"encoder/0: in fail_on_device: host 0 of 1 .*INTERNAL: CpuCallback error"):
         running.call("fail_on_device")
     with pytest.raises(SliceLost):

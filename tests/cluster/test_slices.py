@@ -13,12 +13,12 @@ from cluster.gang.slice import Slice
 from cluster.inventory import slices_found
 from cluster.slice_spec import SliceSpec
 from tests.cluster.conftest import ONE_HOST, TWO_HOSTS
-from tests.cluster.workers import Unbuildable, Worker
+from tests.cluster.host_classes import SmallHost, Unbuildable
 
 
 @pytest.fixture(scope="module")
 def two(cluster):
-    with Slice(TWO_HOSTS, Worker, "salve", name="low/0") as running:
+    with Slice(TWO_HOSTS, SmallHost, "salve", name="low/0") as running:
         yield running
 
 
@@ -32,9 +32,9 @@ def test_hosts_are_ranked_by_worker_id_and_joined(two):
     assert listening <= {"127.0.0.1", "::ffff:127.0.0.1"}
 
 
-def test_calls_are_in_lockstep_and_keep_the_worker(two):
+def test_calls_are_in_lockstep_and_keep_the_object(two):
     assert [two.call("count").value for _ in range(3)] == [1, 2, 3]
-    assert two.call("count", group="side").value == 4  # the same worker
+    assert two.call("count", group="side").value == 4  # the same object
 
 
 def test_progress_is_seen_while_a_call_runs(two):
@@ -62,7 +62,7 @@ def test_side_work_runs_beside_a_call(two):
 
 
 def test_a_payload_passes_by_reference_and_outlives_its_slice(cluster, two):
-    with Slice(ONE_HOST, Worker, name="encoder/0") as one:
+    with Slice(ONE_HOST, SmallHost, name="encoder/0") as one:
         value, payload = one.call("make", 1000)
         side = one.call("make", 10, group="side")
     assert value == {"made": 1000}
@@ -98,12 +98,12 @@ def test_it_says_that_it_is_emulated_and_who_holds_it(two):
 
 def test_a_busy_slice_is_not_shared(two):
     with pytest.raises(SliceStartTimeout, match=r"low/1: no free v5p-16 after 1 s; of that kind: two: taken by low/0"):
-        Slice(TWO_HOSTS, Worker, name="low/1", timeouts=Timeouts(place_s=1))
+        Slice(TWO_HOSTS, SmallHost, name="low/1", timeouts=Timeouts(place_s=1))
     with pytest.raises(SliceStartTimeout, match="the cluster has none of kind v6e-16, only v5p-16, v6e-1"):
-        Slice(SliceSpec("v6e-16"), Worker, name="high/0", timeouts=Timeouts(place_s=0.5))
+        Slice(SliceSpec("v6e-16"), SmallHost, name="high/0", timeouts=Timeouts(place_s=0.5))
 
 
-def test_a_worker_that_cannot_be_built_leaves_nothing(cluster):
+def test_a_host_that_cannot_be_built_leaves_nothing(cluster):
     with pytest.raises(CallFailed, match=r"build raised on every host: RuntimeError\('no weights here'\)"):
         Slice(ONE_HOST, Unbuildable, name="encoder/0")
     assert not {s.holder for s in slices_found() if s.pod_type == "v6e-1"} - {None}
@@ -123,7 +123,7 @@ class SlowToBuild:
 def test_twenty_starts_and_stops_leave_nothing(cluster):
     pids = []
     for _ in range(20):
-        with Slice(ONE_HOST, Worker, name="encoder/0") as running:
+        with Slice(ONE_HOST, SmallHost, name="encoder/0") as running:
             pids += running.pids
             running.call("count")
     assert len(set(pids)) == 20
@@ -134,7 +134,7 @@ def test_twenty_starts_and_stops_leave_nothing(cluster):
 
 
 def test_a_closed_slice_says_so(cluster):
-    running = Slice(ONE_HOST, Worker, name="encoder/0")
+    running = Slice(ONE_HOST, SmallHost, name="encoder/0")
     running.check()
     running.close()
     running.close()

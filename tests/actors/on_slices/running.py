@@ -197,7 +197,7 @@ def in_one_process(
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
     }
-    command = [sys.executable, "-m", "tests.actors.on_slices.reference_worker", str(checkpoint)]
+    command = [sys.executable, "-m", "tests.actors.on_slices.reference_video", str(checkpoint)]
     command += [str(folder / "request.pickle"), str(folder / "made.npz")]
     log = folder / "log"
     with log.open("w") as out:

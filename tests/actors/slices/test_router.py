@@ -43,9 +43,9 @@ REQUEST = GenerationRequest(prompt="A cat", image=PHOTO, height=64, width=64, fr
 def running(tmp_path_factory):
     folder = tmp_path_factory.mktemp("routing")
     plan = Planned(0.0, 0.0, STEP_S, 0.0, text=(1, 8, 4), mp4_bytes=1000).save(folder / "plan.json")
-    worker = "tests.actors.slices.sick_worker:SickWorker"
+    host_class = "tests.actors.slices.sick_host:SickHost"
     settings = PipelineSettings(
-        str(plan), str(folder / "snapshots"), chips="simulated", worker=worker, timeouts=Timeouts(hung_s=4)
+        str(plan), str(folder / "snapshots"), chips="simulated", host_class=host_class, timeouts=Timeouts(hung_s=4)
     )
     spec = PipelineSpec(LAYOUT, settings, MODEL, lasting=True)
     with EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder) as cluster:

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from actors.observe.span import Span
-from actors.slices.worker import StageWorker
+from actors.slices.stage_host import StageHost
 from cluster.layout import Layout
 from scripts.simulation.measure import Load, pool_figures, videos_per_hour
-from scripts.simulation.simulated import MODEL, Planned, SimulatedWorker, simulated_video
+from scripts.simulation.simulated import MODEL, Planned, SimulatedHost, simulated_video
 from tests.conftest import PHOTO, ROOT, STAGES
 from wan_tpu import GenerationRequest, InvalidInput
 
@@ -19,7 +19,7 @@ from wan_tpu import GenerationRequest, InvalidInput
 @pytest.fixture
 def host(tmp_path):
     plan = Planned(0.0, 0.0, 0.0, 0.0, text=(1, 8, 4), mp4_bytes=1000).save(tmp_path / "plan.json")
-    return SimulatedWorker(str(plan), STAGES)
+    return SimulatedHost(str(plan), STAGES)
 
 
 def request(**given):
@@ -31,7 +31,7 @@ def test_it_has_the_methods_of_the_real_host():
         found = inspect.getmembers(kind, inspect.isfunction)
         return {name: list(inspect.signature(m).parameters) for name, m in found if not name.startswith("_")}
 
-    assert methods(SimulatedWorker) == methods(StageWorker)
+    assert methods(SimulatedHost) == methods(StageHost)
 
 
 def test_a_request_runs_through_and_its_video_says_what_it_is(host):
@@ -62,7 +62,7 @@ def test_another_request_s_payload_is_noticed(host):
 
 def test_it_takes_the_planned_time(tmp_path):
     plan = Planned(step_s=2.0, speed=10).save(tmp_path / "plan.json")
-    host = SimulatedWorker(str(plan), STAGES)
+    host = SimulatedHost(str(plan), STAGES)
     prepare(host, MODEL.plan(request()))
     start = time.perf_counter()
     host.begin("k")

@@ -1,4 +1,4 @@
-"""Run by test_worker.py, once for each host of a slice: a whole request through `StageWorker`, piece by piece.
+"""Run by test_stage_host.py, once for each host of a slice: a whole request through `StageHost`, piece by piece.
 
 Arguments: rank, hosts, port, checkpoint, image, folder for results. Writes <rank>.npz, and a failure ends it.
 """
@@ -17,7 +17,7 @@ import pytest
 import safetensors
 
 from actors.slices.payloads import pack, unpack
-from actors.slices.worker import StageWorker
+from actors.slices.stage_host import StageHost
 from tests.actors.slices.image_request import image_request
 from wan_tpu import InvalidRequest, MeshError, OutputError, UnhealthyResult
 from wan_tpu.data import DenoiseState
@@ -67,11 +67,11 @@ def host_step(key):
 
 
 reports = []
-host = StageWorker(checkpoint, ALL, (2, 1, 2), "float32", report=reports.append)
+host = StageHost(checkpoint, ALL, (2, 1, 2), "float32", report=reports.append)
 runtime, pipe = host._runtime, Pipeline(host._runtime, Silent())
 if hosts > 1:
     with pytest.raises(MeshError, match="leaves 1 of 2 hosts without a device"):
-        StageWorker(checkpoint, ALL, (1, 1, 2), "float32")
+        StageHost(checkpoint, ALL, (1, 1, 2), "float32")
 host.load()
 assert [(r.done, r.total) for r in reports] == [(i, 5) for i in range(5)], reports
 assert [r.item for r in reports] == host._components

@@ -1,6 +1,6 @@
 """What a pipeline on slices is compared with: the same request in one process, with the CPU devices of its hosts.
 
-usage: reference_worker.py CHECKPOINT REQUEST.pickle OUTPUT.npz
+usage: reference_video.py CHECKPOINT REQUEST.pickle OUTPUT.npz
 """
 
 import pickle

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from cluster.gang.protocol import Output, report
 
 
-class Worker:
+class SmallHost:
     """Does on its host what the test asks for."""
 
     def __init__(self, greeting: str = "hello") -> None:
@@ -85,7 +85,7 @@ class Unbuildable:
 
 
 class StopsOneHost:
-    """Its host with that rank hangs for good while the worker is built, or only takes long."""
+    """Its host with that rank hangs for good while its object is built, or only takes long."""
 
     def __init__(self, rank: int, hung: bool) -> None:
         if jax.process_index() == rank:

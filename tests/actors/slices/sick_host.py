@@ -4,10 +4,10 @@ import os
 import time
 from pathlib import Path
 
-from scripts.simulation.simulated import SimulatedWorker
+from scripts.simulation.simulated import SimulatedHost
 
 
-class SickWorker(SimulatedWorker):
+class SickHost(SimulatedHost):
     def __init__(self, checkpoint, *args):
         super().__init__(checkpoint, *args)
         self._sick, self._hung = (Path(checkpoint).with_name(f"{how}-{os.getpid()}") for how in ("sick", "hung"))

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from actors.slices.messages import Report, ReportedProgress, WorkerProgress
+from actors.slices.messages import HostProgress, Report, ReportedProgress
 from actors.slices.payloads import Payload, TextEmbedding, mp4, pack, unpack
 from cluster.gang.protocol import Output, report
 from wan_tpu import stages
@@ -59,7 +59,7 @@ _Work = TypeVar("_Work", _Encoding, _Denoising, _Decoding)
 _PREPARED_BY = {_Encoding: "prepare_encode", _Denoising: "prepare_denoise", _Decoding: "prepare_decode"}
 
 
-class StageWorker:
+class StageHost:
     """One host of a slice that runs a pool's stages; on a slice of several, made after `jax.distributed` is joined."""
 
     def __init__(
@@ -75,7 +75,7 @@ class StageWorker:
 
         hosted  the pool's stages, of `ModelSpec.stages`
         mesh    (dp, sp, tp) over all devices of the slice; what is None takes its default
-        report  given a `WorkerProgress` now and then; by default it goes to the leader of the slice
+        report  given a `HostProgress` now and then; by default it goes to the leader of the slice
 
         Raises `InvalidInput` (or the errors of `open_runtime`) for what doesn't fit the checkpoint or devices.
         """
@@ -98,7 +98,7 @@ class StageWorker:
         """Read the weights of all stages, after a look at every file's headers; return seconds by component."""
         self._runtime.check(self._components)
         for i, name in enumerate(self._components):
-            self._report(WorkerProgress(name, i, len(self._components)))
+            self._report(HostProgress(name, i, len(self._components)))
             self._runtime.component(name)
         return dict(self._runtime.load_s)
 
@@ -117,7 +117,7 @@ class StageWorker:
         seconds: dict[str, float] = {}
         with self._fits(plan.request):
             for i, (name, (program, args, _)) in enumerate(found):
-                self._report(WorkerProgress(name, i, len(found)))
+                self._report(HostProgress(name, i, len(found)))
                 before = program.compile_s
                 program.compile(*args)
                 seconds[name] = seconds.get(name, 0.0) + program.compile_s - before

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from actors.slices.payloads import TextEmbedding, pack, unpack
-from actors.slices.worker import StageWorker
+from actors.slices.stage_host import StageHost
 from tests.actors.slices.image_request import image_request
 from tests.conftest import PHOTO, ROOT
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, UnhealthyResult
@@ -35,7 +35,7 @@ def runs(checkpoint, tmp_path_factory):
     workers = []
     try:
         for rank, hosts in ((0, 2), (1, 2), (0, 1)):
-            command = [sys.executable, "-m", "tests.actors.slices.worker_process", *map(str, (rank, hosts, port))]
+            command = [sys.executable, "-m", "tests.actors.slices.host_process", *map(str, (rank, hosts, port))]
             flags = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={4 // hosts}"}
             with (folders[hosts] / f"{rank}.log").open("w") as log:
                 command += [str(checkpoint(KIND)), str(PHOTO), str(folders[hosts])]
@@ -89,11 +89,11 @@ def test_two_hosts_make_the_video_of_one_device(runs, pipeline):
 )
 def test_stages_that_the_model_does_not_have_are_refused(kind, stages, message, checkpoint):
     with pytest.raises(InvalidInput, match=message):
-        StageWorker(str(checkpoint(kind)), stages, (1, 1, 1))
+        StageHost(str(checkpoint(kind)), stages, (1, 1, 1))
 
 
 def test_a_pool_does_its_own_stages_only(checkpoint):
-    host = StageWorker(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
+    host = StageHost(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
     host.load()
     assert list(host._runtime._components) == ["denoise"]
     plan = host._spec.plan(
@@ -113,7 +113,7 @@ def test_a_pool_does_its_own_stages_only(checkpoint):
 
 
 def test_a_poisoned_request_fails_alone(checkpoint):
-    host = StageWorker(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
+    host = StageHost(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
     asked = GenerationRequest(prompt="a cat", height=32, width=48, frames=5, steps=3, guidance_scale=3.0)
     host.warm_up(asked)
     rng = np.random.default_rng(0)
@@ -146,7 +146,7 @@ def test_a_poisoned_request_fails_alone(checkpoint):
 
 
 def test_what_one_request_compiles_is_not_told_of_the_next(checkpoint):
-    host = StageWorker(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
+    host = StageHost(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
     asked = GenerationRequest(prompt="a cat", height=32, width=32, frames=1, steps=2, guidance_scale=1.0)
     plan = host._spec.plan(asked)
     text = embedding(np.zeros((1, 512, 32), np.float32))
@@ -163,7 +163,7 @@ def test_what_one_request_compiles_is_not_told_of_the_next(checkpoint):
 
 def test_a_size_that_has_no_room_fails_alone_and_the_nearest_that_has_is_named(checkpoint):
     """The compiler's refusal of a program, raised where compiled programs are run."""
-    host = StageWorker(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
+    host = StageHost(str(checkpoint("wan2.1-t2v-1.3b")), ("denoise",), (1, 1, 1), "float32")
     small = GenerationRequest(prompt="a cat", height=32, width=32, frames=5, steps=2, guidance_scale=1.0)
     too_large = host._spec.plan(dataclasses.replace(small, height=8192, width=8192, frames=2001)).request
     for fitting, nearest in ((None, "no size is known to fit yet"), (small, "to fit is 32x32 with 5 frames")):
@@ -177,7 +177,7 @@ def test_a_size_that_has_no_room_fails_alone_and_the_nearest_that_has_is_named(c
 
 def test_experts_are_given_the_prompts_they_use(checkpoint):
     """Without weights: inputs need none."""
-    host = StageWorker(str(checkpoint(KIND)), ("denoise_high", "denoise_low"), (1, 1, 1), "bfloat16")
+    host = StageHost(str(checkpoint(KIND)), ("denoise_high", "denoise_low"), (1, 1, 1), "bfloat16")
     size = {"image": PHOTO, "height": 32, "width": 48, "frames": 5, "steps": 4}
     plan = host._spec.plan(GenerationRequest(prompt="a cat", guidance_scale=3.0, guidance_scale_2=1.0, **size))
     rng = np.random.default_rng(0)
@@ -200,7 +200,7 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
     host.drop("a")
     host.drop("a")
     assert host.keys() == []
-    low = StageWorker(str(checkpoint(KIND)), ("denoise_low",), (1, 1, 1), "bfloat16")
+    low = StageHost(str(checkpoint(KIND)), ("denoise_low",), (1, 1, 1), "bfloat16")
     one_step = low._spec.plan(GenerationRequest(prompt="a cat", **(size | {"steps": 1}))).without_image()
     with pytest.raises(InvalidRequest, match="request a has no step on denoise_low; leave this pool out"):
         low.prepare_denoise("a", one_step, prompt, negative, image)
