@@ -94,6 +94,10 @@ class ModelSpec(abc.ABC):
         """Settings of a request that mean nothing to this model."""
         return ("guidance_scale_2",) if len(self.denoise_stages) == 1 else ()
 
+    def defaults_for(self, request: GenerationRequest) -> Defaults:
+        """Return what fills a request's open fields; a family whose videos take their image's shape says so."""
+        return self.defaults
+
     @property
     def usual_sizes(self) -> list[tuple[int, int]]:
         """(height, width): the model's own, and the usual ones that it can make and that are no larger."""
@@ -165,7 +169,7 @@ class ModelSpec(abc.ABC):
         image  whether there is one, where the request doesn't hold it (yet)
         """
         image = request.image is not None if image is None else image
-        resolved = request.resolve(self.defaults)
+        resolved = request.resolve(self.defaults_for(request))
         self.check(resolved, image=image)
         return RequestPlan(resolved, self.prompts(resolved), self.experts(resolved), self.shapes(resolved, image=image))
 

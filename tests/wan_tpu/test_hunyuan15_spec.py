@@ -1,0 +1,125 @@
+"""What is known of HunyuanVideo-1.5 models from their configuration, against diffusers' own pipelines."""
+
+import json
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
+
+from tests.conftest import PHOTO
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.families.hunyuan15.presets import PRESETS
+from wan_tpu.families.hunyuan15.sizes import default_size
+from wan_tpu.families.hunyuan15.small import make_checkpoint
+from wan_tpu.families.hunyuan15.spec import HunyuanSpec
+from wan_tpu.media.image import load_image
+from wan_tpu.request import GenerationRequest
+
+KINDS = ["hunyuanvideo1.5-720p-t2v", "hunyuanvideo1.5-480p-i2v", "hunyuanvideo1.5-480p-i2v-step-distilled"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(kind, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("hunyuan15") / kind, kind)
+
+
+def test_size_latents_timesteps_and_guidance_are_those_of_diffusers(folder):
+    spec, theirs = HunyuanSpec.open(Checkpoint(folder)), diffusers.DiffusionPipeline.from_pretrained(folder)
+    image = load_image(PHOTO) if "i2v" in spec.tasks else None
+    request = spec.plan(GenerationRequest(prompt="a cat", image=image, frames=9, steps=3)).request
+    schedule, seen = spec.schedule(request), []
+
+    def look(module, args, given):
+        seen.append((float(given["timestep"][0]), tuple(given["hidden_states"].shape), given.get("timestep_r")))
+
+    theirs.transformer.register_forward_pre_hook(look, with_kwargs=True)
+    latents = theirs(
+        **({} if image is None else {"image": image}), prompt="a cat", num_frames=9, num_inference_steps=3,
+        generator=torch.Generator().manual_seed(0), output_type="latent",
+    ).frames  # fmt: skip
+    branches = 2 if spec.experts(request)[0].guided else 1
+    assert branches == (1 if spec.config.meanflow else 2)
+    assert theirs.guider.guidance_scale == schedule.guidance[0]
+    np.testing.assert_allclose([timestep for timestep, _, _ in seen[::branches]], schedule.timesteps, rtol=1e-6, atol=0)
+    assert len(seen) == 3 * branches
+    assert latents.shape == spec.latent_shape(request)
+    _, channels, *size = spec.latent_shape(request)
+    assert {shape for _, shape, _ in seen} == {(1, 2 * channels + 1, *size)}
+    if spec.config.meanflow:  # the next timestep, 0 after the last
+        following = [float(timestep[0]) for _, _, timestep in seen]
+        np.testing.assert_allclose(following, [*schedule.timesteps[1:], 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("target", [640, 960])
+@pytest.mark.parametrize(
+    "image", [(720, 1280), (1280, 720), (1, 1), (1000, 999), (999, 1000), (4, 1), (1, 4), (333, 777), (10, 1), (1, 10)]
+)
+def test_a_size_of_the_image_s_shape_is_that_of_diffusers(image, target):
+    processor = HunyuanVideo15ImageProcessor(do_resize=False)
+    assert default_size(target, *image) == processor.calculate_default_height_width(*image, target)
+
+
+def test_a_size_that_is_asked_for_is_kept():
+    spec, image = HunyuanSpec(PRESETS["hunyuanvideo1.5-480p-i2v"]), load_image(PHOTO)
+    asked = spec.plan(GenerationRequest(image=image, height=480, width=848)).request
+    assert (asked.height, asked.width) == (480, 848)
+    one = spec.plan(GenerationRequest(image=image, height=480)).request  # the other one is the model's
+    assert (one.height, one.width) == (480, 848)
+
+
+def test_a_checkpoint_is_read_as_the_model_that_it_was_made_of(kind, folder):
+    published, spec = HunyuanSpec(PRESETS[kind]), HunyuanSpec.open(Checkpoint(folder))
+    assert (published.name, published.tasks) == (kind, ("t2v",) if kind.endswith("t2v") else ("i2v",))
+    assert (spec.name, spec.tasks) == ("a custom HunyuanVideo-1.5", published.tasks)
+    for name in ("shift", "guidance_scale", "steps", "frames", "solver"):
+        assert getattr(spec.defaults, name) == getattr(published.defaults, name)
+    assert spec.stages == ("encoder", "denoise", "decoder")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("hunyuanvideo1.5-720p-t2v", 111_600), ("hunyuanvideo1.5-480p-i2v", 49_290)]
+)
+def test_full_size(kind, tokens):
+    spec = HunyuanSpec(PRESETS[kind])
+    request = spec.plan(GenerationRequest(), image=kind.endswith("i2v")).request
+    beside = 1985 if kind.endswith("i2v") else 1256
+    assert spec.tokens(spec.latent_shape(request)) == tokens + beside
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"frames": 120}, r"frames is 120; it must be 4n \+ 1, nearest 121"),
+        ({"solver": "unipc"}, "solver 'unipc' is unknown; choose one of euler"),
+        ({"guidance_scale_2": 3.0}, "guidance_scale_2 is 3; hunyuanvideo1.5-480p-t2v has none: leave it out"),
+    ],
+)
+def test_what_a_model_does_not_make_is_refused_with_what_it_does(asked, message):
+    with pytest.raises(InvalidRequest, match=message):
+        HunyuanSpec(PRESETS["hunyuanvideo1.5-480p-t2v"]).plan(GenerationRequest(**asked))
+
+
+@pytest.mark.parametrize(
+    ("file", "changed", "message"),
+    [
+        ("guider/guider_config.json", {"guidance_rescale": 0.7}, "guider guidance_rescale 0.7; supported is 0.0"),
+        ("scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "use_dynamic_shifting True; supported is"),
+        ("transformer/config.json", {"in_channels": 4}, "takes 4 channels; with latents of 4 it takes 9"),
+        ("vae/config.json", {"spatial_compression_ratio": 8}, "spatial_compression_ratio 8, supported is 16"),
+        ("model_index.json", {"guider": ["diffusers", "SkipLayerGuidance"]}, "guider SkipLayerGuidance; supported is"),
+    ],
+)
+def test_a_checkpoint_that_diffusers_would_run_otherwise_is_refused(file, changed, message, tmp_path):
+    folder = make_checkpoint(tmp_path / "checkpoint", "hunyuanvideo1.5-480p-t2v")
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(CheckpointError, match=message):
+        HunyuanSpec.open(Checkpoint(folder))

@@ -1,0 +1,113 @@
+"""The published HunyuanVideo-1.5 models: configurations, to compile them without weights, and sampling settings.
+
+Sources: scripts/convert_hunyuan_video1_5_to_diffusers.py of github.com/huggingface/diffusers, which made the
+HunyuanVideo-1.5-Diffusers-* repositories on the Hugging Face hub; Qwen/Qwen2.5-VL-7B-Instruct, google/byt5-small with
+the tokens of Glyph-SDXL-v2, and google/siglip-so400m-patch14-384 for the encoders; steps and frames a second from the
+README of github.com/Tencent-Hunyuan/HunyuanVideo-1.5.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from wan_tpu.families.hunyuan15.sizes import default_size
+from wan_tpu.request import Defaults
+
+# Constants of the pipelines: tokens of a prompt after those of the chat template's start, and of its quoted text.
+TEXT_TOKENS, TEMPLATE_TOKENS, GLYPH_TOKENS = 1000, 108, 256
+
+CUSTOM = "a custom HunyuanVideo-1.5"
+
+
+@dataclass(frozen=True)
+class HunyuanConfig:
+    """What a checkpoint (or a preset) says about a HunyuanVideo-1.5 model.
+
+    text_encoder   Qwen2.5-VL's language model; glyph_encoder  ByT5, for quoted text
+    image_encoder  SigLIP, None for a model of text alone
+    shift          of its flow schedule; guidance  the scale of its guider, 1 where it was distilled
+    """
+
+    transformer: dict[str, Any]
+    vae: dict[str, Any]
+    text_encoder: dict[str, Any]
+    glyph_encoder: dict[str, Any]
+    image_encoder: dict[str, Any] | None
+    shift: float
+    guidance: float
+
+    @property
+    def meanflow(self) -> bool:
+        """Whether the transformer is told the timestep after a step's own, too: the step-distilled model."""
+        return bool(self.transformer.get("use_meanflow", False))
+
+
+# fmt: off
+TRANSFORMER: dict[str, Any] = {
+    "in_channels": 65, "out_channels": 32, "num_attention_heads": 16, "attention_head_dim": 128, "num_layers": 54,
+    "num_refiner_layers": 2, "mlp_ratio": 4.0, "patch_size": 1, "patch_size_t": 1, "qk_norm": "rms_norm",
+    "text_embed_dim": 3584, "text_embed_2_dim": 1472, "image_embed_dim": 1152, "rope_theta": 256.0,
+    "rope_axes_dim": [16, 56, 56],
+}
+VAE: dict[str, Any] = {
+    "in_channels": 3, "out_channels": 3, "latent_channels": 32, "block_out_channels": [128, 256, 512, 1024, 1024],
+    "layers_per_block": 2, "spatial_compression_ratio": 16, "temporal_compression_ratio": 4,
+    "downsample_match_channel": True, "upsample_match_channel": True, "scaling_factor": 1.03682,
+}
+QWEN: dict[str, Any] = {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "hidden_act": "silu", "rope_scaling": {"type": "default", "mrope_section": [16, 24, 24]},
+}
+BYT5: dict[str, Any] = {
+    "vocab_size": 1510, "d_model": 1472, "d_kv": 64, "d_ff": 3584, "num_layers": 12, "num_heads": 6,
+    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "feed_forward_proj": "gated-gelu",
+    "layer_norm_epsilon": 1e-6, "dropout_rate": 0.1,
+}
+SIGLIP: dict[str, Any] = {
+    "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "image_size": 384, "patch_size": 14, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+}
+# fmt: on
+
+
+def _preset(task: str, target: int, shift: float, guidance: float = 6.0, *, meanflow: bool = False) -> HunyuanConfig:
+    """target: pixels of the side of a square that the model's videos have the area of."""
+    transformer = TRANSFORMER | {"target_size": target, "task_type": task, "use_meanflow": meanflow}
+    return HunyuanConfig(transformer, VAE, QWEN, BYT5, SIGLIP if task == "i2v" else None, shift, guidance)
+
+
+PRESETS: dict[str, HunyuanConfig] = {
+    "hunyuanvideo1.5-480p-t2v": _preset("t2v", 640, 5.0),
+    "hunyuanvideo1.5-480p-i2v": _preset("i2v", 640, 5.0),
+    "hunyuanvideo1.5-720p-t2v": _preset("t2v", 960, 9.0),
+    "hunyuanvideo1.5-720p-i2v": _preset("i2v", 960, 7.0),
+    "hunyuanvideo1.5-480p-t2v-distilled": _preset("t2v", 640, 5.0, 1.0),
+    "hunyuanvideo1.5-480p-i2v-distilled": _preset("i2v", 640, 5.0, 1.0),
+    "hunyuanvideo1.5-720p-i2v-distilled": _preset("i2v", 960, 7.0, 1.0),
+    "hunyuanvideo1.5-480p-i2v-step-distilled": _preset("i2v", 640, 7.0, 1.0, meanflow=True),
+}
+
+
+def recognise(config: HunyuanConfig) -> str:
+    """Return the name of the published model that a configuration is, or `CUSTOM`."""
+    for name, preset in PRESETS.items():
+        same = all(config.transformer.get(key) == value for key, value in preset.transformer.items())
+        if same and (config.shift, config.guidance) == (preset.shift, preset.guidance):
+            return name
+    return CUSTOM
+
+
+def defaults(config: HunyuanConfig) -> Defaults:
+    """Return a model's published sampling settings; its size is that of 16 : 9."""
+    height, width = default_size(config.transformer["target_size"], 9, 16)
+    return Defaults(
+        height=height,
+        width=width,
+        frames=121,
+        fps=24,
+        steps=12 if config.meanflow else 50,
+        guidance_scale=config.guidance,
+        guidance_scale_2=config.guidance,
+        shift=config.shift,
+        solver="euler",
+    )

@@ -1,0 +1,105 @@
+"""Small checkpoints in the shape of every HunyuanVideo-1.5 model, from diffusers' and transformers' own classes."""
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from tokenizers.pre_tokenizers import ByteLevel
+
+from wan_tpu.families.hunyuan15.presets import PRESETS
+
+_TEXT_WIDTH, _GLYPH_WIDTH, _IMAGE_WIDTH = 32, 24, 16
+_TRANSFORMER: dict[str, Any] = {
+    "in_channels": 9,
+    "out_channels": 4,
+    "num_attention_heads": 4,
+    "attention_head_dim": 16,
+    "num_layers": 2,
+    "text_embed_dim": _TEXT_WIDTH,
+    "text_embed_2_dim": _GLYPH_WIDTH,
+    "image_embed_dim": _IMAGE_WIDTH,
+    "rope_axes_dim": (4, 6, 6),
+    "target_size": 80,
+}
+_VAE: dict[str, Any] = {"latent_channels": 4, "block_out_channels": [8, 8, 16, 16, 16], "layers_per_block": 1}
+_QWEN: dict[str, Any] = {
+    "hidden_size": _TEXT_WIDTH,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rope_scaling": {"type": "default", "mrope_section": [2, 3, 3]},
+}
+_BYT5: dict[str, Any] = {"d_model": _GLYPH_WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 3}
+_SIGLIP: dict[str, Any] = {
+    "hidden_size": _IMAGE_WIDTH,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 42,
+}
+# As Qwen's own, without what no pipeline uses: tools, images.
+_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_checkpoint(
+    folder: Path,
+    kind: str,
+    *,
+    transformer: dict[str, Any] | None = None,
+    vae: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a small checkpoint in the shape of the published model `kind`, one of `PRESETS`.
+
+    transformer, vae  override the small configuration
+    """
+    preset = PRESETS[kind]
+    torch.manual_seed(seed)
+    tokenizer, glyph_tokenizer = _tokenizer(), transformers.ByT5Tokenizer()
+    qwen = preset.text_encoder | _QWEN | {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0}
+    byt5 = preset.glyph_encoder | _BYT5 | {"vocab_size": len(glyph_tokenizer)}
+    parts: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "text_encoder": transformers.Qwen2_5_VLTextModel(transformers.Qwen2_5_VLTextConfig(**qwen)),
+        "tokenizer_2": glyph_tokenizer,
+        "text_encoder_2": transformers.T5EncoderModel(transformers.T5Config(**byt5)),
+        "vae": diffusers.AutoencoderKLHunyuanVideo15.from_config(preset.vae | _VAE | (vae or {})),
+        "transformer": diffusers.HunyuanVideo15Transformer3DModel.from_config(
+            preset.transformer | _TRANSFORMER | (transformer or {})
+        ),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=preset.shift),
+        "guider": diffusers.ClassifierFreeGuidance(guidance_scale=preset.guidance),
+    }
+    made = diffusers.HunyuanVideo15Pipeline
+    if preset.image_encoder is not None:
+        made = diffusers.HunyuanVideo15ImageToVideoPipeline
+        siglip = preset.image_encoder | _SIGLIP
+        size = {"height": siglip["image_size"], "width": siglip["image_size"]}
+        parts |= {
+            "image_encoder": transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**siglip)),
+            "feature_extractor": transformers.SiglipImageProcessor(size=size),
+        }
+    made(**parts).save_pretrained(folder)
+    return folder
+
+
+def _tokenizer() -> transformers.PreTrainedTokenizerBase:
+    """Return a Qwen tokenizer of bytes: no merges."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {character: number for number, character in enumerate(sorted(ByteLevel.alphabet()))}
+    return transformers.Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=[],
+        additional_special_tokens=special[1:],
+        pad_token=special[0],
+        eos_token=special[2],
+        unk_token=special[0],
+        padding_side="right",
+        chat_template=_CHAT,
+    )

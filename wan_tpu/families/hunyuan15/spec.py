@@ -1,0 +1,128 @@
+"""A HunyuanVideo-1.5 model as its configuration describes it: stages, limits, defaults, shapes, its steps' numbers."""
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+
+from PIL import Image
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.families.hunyuan15 import presets
+from wan_tpu.families.hunyuan15.config import read_config
+from wan_tpu.families.hunyuan15.presets import HunyuanConfig
+from wan_tpu.families.hunyuan15.sizes import STRIDE, default_size
+from wan_tpu.request import FRAME_STRIDE, Defaults, GenerationRequest, ResolvedRequest, nearest_multiple
+from wan_tpu.schedules import flow
+from wan_tpu.schedules.schedule import Schedule
+from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
+
+DENOISE = "denoise"
+
+
+@dataclass(frozen=True)
+class HunyuanSpec(ModelSpec):
+    """One HunyuanVideo-1.5 model. Raises `CheckpointError` for a configuration that doesn't fit itself.
+
+    own  sampling settings that the checkpoint says itself, by name
+    """
+
+    config: HunyuanConfig
+    own: tuple[tuple[str, float], ...] = ()
+
+    boundary_ratio = None
+    solvers = ("euler",)
+    size_multiple = STRIDE
+
+    def __post_init__(self) -> None:
+        vae, transformer = self.config.vae, self.config.transformer
+        for key, supported in (("spatial_compression_ratio", STRIDE), ("temporal_compression_ratio", FRAME_STRIDE)):
+            if vae[key] != supported:
+                raise CheckpointError(f"the VAE has {key} {vae[key]}, supported is {supported}")
+        if transformer["in_channels"] != 2 * self.latent_channels + 1:
+            raise CheckpointError(
+                f"the transformer takes {transformer['in_channels']} channels; with latents of {self.latent_channels} "
+                f"it takes {2 * self.latent_channels + 1}: latents, an image's, and a mask"
+            )
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint) -> "HunyuanSpec":
+        """Read a checkpoint's configuration; raises `CheckpointError`."""
+        return cls(read_config(checkpoint), tuple(checkpoint.defaults().items()))
+
+    @functools.cached_property
+    def name(self) -> str:  # type: ignore[override]
+        """Name of the published model that this is, or `presets.CUSTOM`."""
+        return presets.recognise(self.config)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Videos of a text, or of an image and a text."""
+        return (str(self.config.transformer["task_type"]),)
+
+    @property
+    def defaults(self) -> Defaults:  # type: ignore[override]
+        """The checkpoint's own sampling settings, else the published ones; shift and guidance are the checkpoint's."""
+        return dataclasses.replace(presets.defaults(self.config), **dict(self.own))  # type: ignore[arg-type]
+
+    def defaults_for(self, request: GenerationRequest) -> Defaults:
+        """The model's, with the size of the image's shape where the request says none."""
+        usual = self.defaults
+        if request.height is None and request.width is None and isinstance(request.image, Image.Image):
+            target, image = int(self.config.transformer["target_size"]), request.image
+            height, width = default_size(target, image.height, image.width)
+            return dataclasses.replace(usual, height=height, width=width)
+        return usual
+
+    @property
+    def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
+        """Stage -> components."""
+        encoder = ("text_encoder", "glyph_encoder")
+        if "i2v" in self.tasks:
+            encoder = (*encoder, "image_encoder", "vae_encoder")
+        return {ENCODER: encoder, DENOISE: (DENOISE,), DECODER: (DECODER,)}
+
+    @property
+    def heads(self) -> int:  # type: ignore[override]
+        """Attention heads of the transformer."""
+        return int(self.config.transformer["num_attention_heads"])
+
+    @property
+    def latent_channels(self) -> int:
+        """C of the latents."""
+        return int(self.config.vae["latent_channels"])
+
+    @property
+    def context_tokens(self) -> int:
+        """The most tokens beside the video's: of the image, of quoted text, of the prompt."""
+        image = self.config.image_encoder
+        of_image = 0 if image is None else (image["image_size"] // image["patch_size"]) ** 2
+        return presets.TEXT_TOKENS + presets.GLYPH_TOKENS + int(of_image)
+
+    def check_size(self, request: ResolvedRequest) -> None:
+        """Raise `InvalidRequest` when this model can't make videos of a (resolved) request's size."""
+        for name in ("height", "width"):
+            value = getattr(request, name)
+            if value % STRIDE:
+                nearest = nearest_multiple(value, STRIDE)
+                raise InvalidRequest(
+                    f"{name} is {value}; {self.name} needs a multiple of {STRIDE}, nearest {nearest}", name
+                )
+
+    def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
+        """Return [1, C, T, H, W] of the latents of a resolved request."""
+        frames = (request.frames - 1) // FRAME_STRIDE + 1
+        return 1, self.latent_channels, frames, request.height // STRIDE, request.width // STRIDE
+
+    def tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Return L, the transformer's longest sequence for latents of a shape: video, and all that is beside it."""
+        return math.prod(latent_shape[2:]) + self.context_tokens
+
+    def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
+        """Return the one expert."""
+        return (Expert(DENOISE, 0, request.steps, self.guided(request)),)
+
+    def schedule(self, request: ResolvedRequest) -> Schedule:
+        """Return the numbers of every step: Euler's on even steps of the flow, shifted once."""
+        return flow.euler_even(request.steps, request.shift).guided([request.guidance_scale] * request.steps)
