@@ -39,6 +39,7 @@ def causal_conv(
     residual: jax.Array | None = None,
     before: tuple[int, int] = (0, 0),
     stride: int = 1,
+    replicate: bool = False,
     columns: jax.Array | int | None = None,
     rows: int | None = None,
     interpret: bool = False,
@@ -56,6 +57,7 @@ def causal_conv(
     residual    [T', X, Y, O], added to the result (before `norm_after`)
     before      columns and rows that a window has before its pixel; after it are kx - 1 - before, ky - 1 - before
     stride      of the windows in time
+    replicate   whether the first and the last of the Y rows go on beyond them, where there are zeros else
     columns, rows  of the picture; what lies beyond is returned as zero
     """
     shape = conv_shape(x, weight, past, before, stride, vmem_bytes(interpret=interpret), interpret=interpret)
@@ -105,6 +107,7 @@ def causal_conv(
             norm_after=norm_after is not None,
             residual=residual is not None,
             rows=shape.y if rows is None else rows,
+            replicate=replicate,
             precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         ),
         out_shape=jax.ShapeDtypeStruct((shape.out_frames, shape.x, shape.y, shape.o), x.dtype),
@@ -140,6 +143,7 @@ def causal_conv_reference(
     residual: jax.Array | None = None,
     before: tuple[int, int] = (0, 0),
     stride: int = 1,
+    replicate: bool = False,
     columns: jax.Array | int | None = None,
     rows: int | None = None,
 ) -> jax.Array:
@@ -164,6 +168,8 @@ def causal_conv_reference(
         y = jnp.einsum("txyc,co->txyo", stacked, kernel[0, 0], preferred_element_type=jnp.float32)
     else:
         pads = ((0, 0), (before[1], ky - 1 - before[1]))
+        if replicate:
+            stacked, pads = jnp.pad(stacked, ((0, 0), *pads, (0, 0)), mode="edge"), ((0, 0), (0, 0))
         y = jax.lax.conv_general_dilated(
             stacked,
             kernel,
@@ -197,7 +203,7 @@ def inside(x: jax.Array, columns: jax.Array | int | None, rows: int | None) -> j
     return x
 
 
-def _kernel(*given, shape, norm, norm_after, residual, rows, precision):  # type: ignore[no-untyped-def]
+def _kernel(*given, shape, norm, norm_after, residual, rows, replicate, precision):  # type: ignore[no-untyped-def]
     refs = iter(given)
     tiles = [list(itertools.islice(refs, 1 + 2 * shape.halo)) for _ in range(2 if shape.past else 1)]
     edge_refs = list(itertools.islice(refs, 2 * shape.halo))
@@ -209,7 +215,7 @@ def _kernel(*given, shape, norm, norm_after, residual, rows, precision):  # type
     step = shape.step(pl.program_id(0), pl.program_id(1))
     frame = 0
     for source in reversed(tiles):  # the past comes first
-        frame = _fill(source, edge_refs, seen_ref, frame, gamma, step, shape)
+        frame = _fill(source, edge_refs, seen_ref, frame, gamma, step, replicate, shape)
     first_column = step * shape.block + jax.lax.broadcasted_iota(jnp.int32, (shape.part, shape.y, 1), 0)
     kept_rows = jax.lax.broadcasted_iota(jnp.int32, (shape.part, shape.y, 1), 1) < rows
     parts = shape.block // shape.part
@@ -239,7 +245,7 @@ def _kernel(*given, shape, norm, norm_after, residual, rows, precision):  # type
     jax.lax.fori_loop(0, shape.out_frames // shape.group * parts, products, None)
 
 
-def _fill(source, edge_refs, seen_ref, frame, gamma, step, shape):  # type: ignore[no-untyped-def]
+def _fill(source, edge_refs, seen_ref, frame, gamma, step, replicate, shape):  # type: ignore[no-untyped-def]
     """Put a source's tile and the columns beside it into the scratch, from frame `frame` on; return the next frame."""
     row = jax.lax.broadcasted_iota(jnp.int32, (shape.y, 1), 0)
 
@@ -252,7 +258,7 @@ def _fill(source, edge_refs, seen_ref, frame, gamma, step, shape):  # type: igno
             seen = x
             if shift:
                 beyond = row == (0 if shift < 0 else shape.y - 1)
-                seen = jnp.where(beyond, 0.0, pltpu.roll(x, -shift % shape.y, 0))
+                seen = jnp.where(beyond, x if replicate else 0.0, pltpu.roll(x, -shift % shape.y, 0))
             seen_ref[frame, column, :, tap * shape.lanes : (tap + 1) * shape.lanes] = seen.astype(seen_ref.dtype)
 
     tile, *sides = source

@@ -23,11 +23,11 @@ DTYPES = {"float32": 3e-6, "bfloat16": 2**-6}
 class Call:
     """One call with numbers drawn for it, and torch's answer."""
 
-    def __init__(self, x, outputs, taps, *, past, before, stride=1, dtype="float32", pieces=""):
+    def __init__(self, x, outputs, taps, *, past, before, stride=1, replicate=False, dtype="float32", pieces=""):
         rng = np.random.default_rng(0)
         self.draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
         frames, _, rows, channels = x
-        self.x, self.stride, self.before = self.draw(*x), stride, before
+        self.x, self.stride, self.before, self.replicate = self.draw(*x), stride, before, replicate
         self.weight = (self.draw(*taps, channels, outputs) * (channels * np.prod(taps)) ** -0.5).astype(dtype)
         self.bias = self.draw(outputs)
         count = taps[0] - stride if past else 0
@@ -41,6 +41,7 @@ class Call:
 
     def run(self, function, **more):
         given = {"past": self.past, "before": self.before, "stride": self.stride, "edges": self.edges} | self.given
+        given["replicate"] = self.replicate
         return function(self.x, self.weight, self.bias, **given | more)
 
     def expected(self):
@@ -51,7 +52,11 @@ class Call:
             left, right = (torch.from_numpy(np.array(edge, np.float64)) for edge in self.edges)
             x = torch.cat([left] * self.before[0] + [x] + [right] * (kx - 1 - self.before[0]), dim=1)
         x = normalised(x, wide.get("norm"))
-        x = torch.nn.functional.pad(x, (0, 0, self.before[1], ky - 1 - self.before[1]))
+        above, below = self.before[1], ky - 1 - self.before[1]
+        if self.replicate:
+            x = torch.cat([x[:, :, :1]] * above + [x] + [x[:, :, -1:]] * below, dim=2)
+        else:
+            x = torch.nn.functional.pad(x, (0, 0, above, below))
         weight = torch.from_numpy(np.array(self.weight, np.float64)).permute(4, 3, 0, 1, 2)
         bias = torch.from_numpy(np.array(self.bias, np.float64))
         y = torch.nn.functional.conv3d(x.permute(3, 0, 1, 2)[None], weight, bias, stride=(self.stride, 1, 1))
@@ -73,6 +78,7 @@ def close(got, expected, tolerance):
 CALLS = {
     "two frames a product": (((4, 4, 16, 24), 20, (3, 3, 3)), {"past": 4, "pieces": "norm residual"}),
     "one frame": (((1, 6, 32, 128), 136, (3, 3, 3)), {"past": 2, "pieces": "norm norm_after"}),
+    "edges that go on": (((2, 4, 16, 24), 20, (3, 3, 3)), {"past": 2, "pieces": "norm residual", "replicate": True}),
     "the first frame": (((1, 3, 16, 8), 8, (1, 3, 3)), {"past": 0, "pieces": "norm residual"}),
     "in time": (((2, 3, 16, 8), 260, (3, 1, 1)), {"past": 2, "before": (0, 0)}),
     "every second frame": (((4, 3, 16, 8), 8, (3, 1, 1)), {"past": 4, "before": (0, 0), "stride": 2}),

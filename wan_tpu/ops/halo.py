@@ -65,12 +65,28 @@ class Cut:
         left = jax.lax.axis_index(self.mesh.axis_names) * x.shape[1]
         return jnp.clip(self.width * scale - left, 0, x.shape[1]), rows
 
-    def edges(self, first: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def edges(self, first: jax.Array, last: jax.Array, *, replicate: bool = False) -> tuple[jax.Array, jax.Array]:
         """Send each strip's first and last columns to its neighbours; return the column before it and the one after.
 
-        first, last  [T, 1, Y, C]; beyond the picture there are zeros
+        first, last  [T, 1, Y, C]
+        replicate    whether the picture's own first and last columns go on beyond it, where there are zeros else
         """
-        return self._from_device(last, 1), self._from_device(first, -1)
+        before, after = self._from_device(last, 1), self._from_device(first, -1)
+        if not replicate:
+            return before, after
+        index = 0 if self.mesh.size == 1 else jax.lax.axis_index(self.mesh.axis_names)
+        at_end = (index + 1) * self.held_columns >= self.width
+        return jnp.where(index == 0, first, before), jnp.where(at_end, last, after)
+
+    def extended(self, x: jax.Array) -> jax.Array:
+        """Return a strip [T, X, Y, C] with its picture's last column and row again where padding begins."""
+        columns, rows = self.inside(x)
+        if rows < x.shape[2]:
+            x = x.at[:, :, rows].set(x[:, :, rows - 1])
+        if isinstance(columns, int):
+            return x
+        last = jax.lax.dynamic_slice_in_dim(x, jnp.maximum(columns - 1, 0), 1, axis=1)
+        return jnp.where(jnp.arange(x.shape[1])[:, None, None] == columns, last, x)
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Return the whole picture [T, W, H, ...], without padding, on every device, from strips [T, X, Y, ...]."""

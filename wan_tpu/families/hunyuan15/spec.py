@@ -78,10 +78,10 @@ class HunyuanSpec(ModelSpec):
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
         """Stage -> components."""
-        encoder = ("text_encoder", "glyph_encoder")
+        encoder = ["text_encoder", "glyph_encoder"]
         if "i2v" in self.tasks:
-            encoder = (*encoder, "image_encoder", "vae_encoder")
-        return {ENCODER: encoder, DENOISE: (DENOISE,), DECODER: (DECODER,)}
+            encoder += ["image_encoder", "vae_encoder"]
+        return {ENCODER: tuple(encoder), DENOISE: (DENOISE,), DECODER: (DECODER,)}
 
     @property
     def heads(self) -> int:  # type: ignore[override]

@@ -71,7 +71,8 @@ def convolve(
 ) -> jax.Array:
     """Convolve a strip x [T, X, Y, C] with taps [t, x, y, C, O] that are laid out as here; zeros beyond the picture.
 
-    past  frames before x, zeros where there are too few; given: as `kernels.vae.causal_conv.causal_conv` takes it
+    past  frames before x, zeros where there are too few; given: as `kernels.vae.causal_conv.causal_conv` takes it.
+          With `replicate` both must be `Cut.extended`
     """
     taps = weight.shape[0]
     count = 0 if past is None else taps - given.get("stride", 1)
@@ -80,7 +81,7 @@ def convolve(
     if weight.shape[1] > 1:
         frames = [x] if not count else [past[-count:], x]  # type: ignore[index]
         first, last = (jnp.concatenate([part[:, side] for part in frames]) for side in (np.s_[:1], np.s_[-1:]))
-        given["edges"] = cut.edges(first, last)
+        given["edges"] = cut.edges(first, last, replicate=given.get("replicate", False))
     columns, rows = cut.inside(x)
     kernel = ops_for(cut.mesh.devices.flat[0].platform).causal_conv
     return kernel(x, weight, bias, past=past, columns=columns, rows=rows, **given)

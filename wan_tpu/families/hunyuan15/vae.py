@@ -1,0 +1,211 @@
+"""HunyuanVideo-1.5's VAE on strips of a picture: what diffusers' AutoencoderKLHunyuanVideo15 computes.
+
+Causal convolutions whose first frame, and whose picture's edges, go on beyond them; in the middle one attention of one
+head over all frames up to a pixel's own. So a video streams frame by frame, with the keys and values of all frames
+before. The module gives the structure, the parameters' names and their values.
+
+Shapes: T frames, X columns and Y rows of a device's strip, C channels; W H width and height of the whole picture.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.vae.causal_conv import inside
+from wan_tpu.families.shared.causal_vae import RepeatedStart
+from wan_tpu.families.shared.convolutions import convolve, pointwise, taps_first
+from wan_tpu.ops.halo import Cut
+from wan_tpu.runtime.bridge import to_jax
+
+# Rows of queries of the middle block whose scores are formed at once, of all keys of a video.
+QUERIES = 128
+
+# The first pattern that matches a weight's whole name decides.
+CHANGES: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = ((r".*\.weight", taps_first),)
+
+
+class Past(RepeatedStart):
+    """What later chunks need: the last frames of convolutions, and the middle's keys and values of the whole video.
+
+    The keys and values are whole pictures on every device: each chunk gathers its own frames alone.
+    """
+
+    frames = 1  # latent frames of the whole video
+
+    def attended(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the keys and values [frames, W, H, C] so far, those of these frames [T, W, H, C] the last; and where.
+
+        Where: how many frames came before these. What comes after is zero.
+        """
+        seen: list[jax.Array] = []
+        count = jnp.zeros((1, 1, 1, 1), jnp.int32) if self._entries is None else self._entries[len(self._seen)]
+        before = count[0, 0, 0, 0]
+        self._seen.append(count + key.shape[0])
+        for new in (key, value):
+            whole = jnp.zeros((self.frames, *new.shape[1:]), new.dtype)
+            if self._entries is not None:
+                whole = self._entries[len(self._seen)]
+            seen.append(jax.lax.dynamic_update_slice(whole, new, (before, 0, 0, 0)))
+            self._seen.append(seen[-1])
+        return seen[0], seen[1], before
+
+
+@functools.cache
+def past_of(frames: int) -> type[Past]:
+    """Return the history of a video of so many latent frames."""
+    return type("Past", (Past,), {"frames": frames})
+
+
+# ---- the two halves
+
+
+def encoder(module: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
+    """Return the moments [1, X, Y, 2C] of a chunk of pixels [1 or 4, X, Y, 3]."""
+    half = module.encoder
+    x = _conv(half.conv_in, cut, x, history)
+    for block in half.down_blocks:
+        for resnet in block.resnets:
+            x = _residual_block(resnet, cut, x, history)
+        for downsampler in block.downsamplers or ():
+            x = _downsample(downsampler, cut, x, history)
+    x = _middle(half.mid_block, cut, x, history)
+    return _conv(half.conv_out, cut, x, history, norm=half.norm_out, residual=_mean(x, half.group_size))
+
+
+def decoder(module: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
+    """Return the pixels [1 or 4, X, Y, 3] of latents [1, X, Y, C]."""
+    half = module.decoder
+    x = _conv(half.conv_in, cut, x, history, residual=x.repeat(half.repeat, axis=-1))
+    x = _middle(half.mid_block, cut, x, history)
+    for block in half.up_blocks:
+        for resnet in block.resnets:
+            x = _residual_block(resnet, cut, x, history)
+        for upsampler in block.upsamplers or ():
+            x = _upsample(upsampler, cut, x, history)
+    return _conv(half.conv_out, cut, x, history, norm=half.norm_out)
+
+
+def _middle(block: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
+    x = _residual_block(block.resnets[0], cut, x, history)
+    for attention, resnet in zip(block.attentions, block.resnets[1:], strict=True):
+        x = _residual_block(resnet, cut, _attention_block(attention, cut, x, history), history)
+    return x
+
+
+def _residual_block(block: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
+    shortcut = x if block.conv_shortcut is None else inside(pointwise(block.conv_shortcut, x), *cut.inside(x))
+    hidden = _conv(block.conv1, cut, x, history, norm=block.norm1, norm_after=block.norm2)
+    return _conv(block.conv2, cut, hidden, history, residual=shortcut)
+
+
+def _conv(
+    conv: Any,
+    cut: Cut,
+    x: jax.Array,
+    history: Past,
+    *,
+    norm: Any = None,
+    norm_after: Any = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """HunyuanVideo15CausalConv3d of 3x3x3 taps, with RMS norm and SiLU before and after it, plus a residual."""
+    x = cut.extended(x)
+    return convolve(
+        cut,
+        x,
+        to_jax(conv.conv.weight),
+        to_jax(conv.conv.bias),
+        past=history.past(x),
+        norm=None if norm is None else _gamma(norm),
+        norm_after=None if norm_after is None else _gamma(norm_after),
+        residual=residual,
+        before=(1, 1),
+        replicate=True,
+    )
+
+
+# ---- twice and half the size: channels become pixels, and pixels channels
+
+
+def _upsample(block: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
+    """HunyuanVideo15Upsample: twice the columns and rows, and in some blocks of the frames but the very first."""
+    out, repeats = _conv(block.conv, cut, x, history), block.repeats
+    if not block.add_temporal_upsample:
+        return _spread(out, 1) + _spread(x.repeat(repeats, axis=-1), 1)
+    if history.first:  # half of the channels of the one frame are dropped
+        first = _spread(out, 1)
+        return first[..., : first.shape[-1] // 2] + _spread(x, 1).repeat(repeats // 2, axis=-1)
+    return _spread(out, 2) + _spread(x, 2).repeat(repeats, axis=-1)
+
+
+def _downsample(block: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
+    """HunyuanVideo15Downsample: half the columns and rows, and in some blocks of the frames but the very first."""
+    out, group = _conv(block.conv, cut, x, history), block.group_size
+    if not block.add_temporal_downsample:
+        return _packed(out, 1) + _mean(_packed(x, 1), group)
+    if history.first:
+        return jnp.concatenate([_packed(out, 1)] * 2, axis=-1) + _mean(_packed(x, 1), group // 2)
+    return _packed(out, 2) + _mean(_packed(x, 2), group)
+
+
+def _spread(x: jax.Array, time: int) -> jax.Array:
+    """[T, X, Y, time 2 2 C] -> [time T, 2X, 2Y, C]: channels are frames, rows, columns, then channels."""
+    frames, columns, rows, _ = x.shape
+    blocks = x.reshape(frames, columns, rows, time, 2, 2, -1).transpose(0, 3, 1, 5, 2, 4, 6)
+    return blocks.reshape(frames * time, columns * 2, rows * 2, -1)
+
+
+def _packed(x: jax.Array, time: int) -> jax.Array:
+    """Undo `_spread`."""
+    frames, columns, rows, channels = x.shape
+    blocks = x.reshape(frames // time, time, columns // 2, 2, rows // 2, 2, channels).transpose(0, 2, 4, 1, 5, 3, 6)
+    return blocks.reshape(frames // time, columns // 2, rows // 2, -1)
+
+
+def _mean(x: jax.Array, group: int) -> jax.Array:
+    """Return the means of so many channels each, [T, X, Y, C / group]."""
+    groups = x.reshape(*x.shape[:3], -1, group)
+    return groups.astype(jnp.float32).mean(-1).astype(x.dtype)
+
+
+# ---- attention in the middle
+
+
+def _attention_block(block: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
+    """HunyuanVideo15AttnBlock: each pixel of x [T, X, Y, C] attends to all of its frame and of those before it."""
+    wide = x.astype(jnp.float32)
+    norm = jnp.sqrt(jnp.maximum((wide * wide).sum(-1, keepdims=True), 1e-24))
+    normed = (wide / norm * x.shape[-1] ** 0.5 * _gamma(block.norm)).astype(x.dtype)
+    key, value = (cut.gather(pointwise(conv, normed)) for conv in (block.to_k, block.to_v))
+    keys, values, before = history.attended(key, value)
+    query = pointwise(block.to_q, normed)
+    seen = (before + 1 + jnp.arange(x.shape[0])) * key.shape[1] * key.shape[2]
+    mixed = jax.vmap(_attend, in_axes=(0, None, None, 0))(query, keys, values, seen)
+    return inside(x + pointwise(block.proj_out, mixed), *cut.inside(x))
+
+
+def _attend(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
+    """Attention of one head with scale 1/sqrt(C), some columns of queries at a time.
+
+    query [X, Y, C] of one device and frame; key and value [T, W, H, C], of which the first `seen` pixels count
+    """
+    keys, values = key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1])
+    counts, scale = jnp.arange(len(keys)) < seen, query.shape[-1] ** -0.5
+
+    def column(queries: jax.Array) -> jax.Array:
+        scores = jnp.einsum("yc,nc->yn", queries, keys, preferred_element_type=jnp.float32) * scale
+        scores = jnp.where(counts, scores, -jnp.inf)
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        mixed = jnp.einsum("yn,nc->yc", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        return (mixed / weights.sum(-1, keepdims=True)).astype(queries.dtype)
+
+    return jax.lax.map(column, query, batch_size=max(1, QUERIES // query.shape[1]))
+
+
+def _gamma(norm: Any) -> jax.Array:
+    """Return the factors of a HunyuanVideo15RMS_norm, [C]."""
+    return to_jax(norm.gamma).reshape(-1)
