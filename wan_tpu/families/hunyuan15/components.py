@@ -1,16 +1,68 @@
 """The torch modules of a HunyuanVideo-1.5 model: how each is built, adapted, scanned and sharded."""
 
+import dataclasses
+
 import torch
+import transformers
 from diffusers import AutoencoderKLHunyuanVideo15
 from jax.sharding import Mesh
 
 from wan_tpu.families.hunyuan15 import vae
 from wan_tpu.families.hunyuan15.presets import HunyuanConfig
+from wan_tpu.families.shared import t5
 from wan_tpu.families.shared.convolutions import lay_out
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
 
-_WHOLE = (Rule(r".*", ()),)  # the VAE, 1.26 G parameters: a copy of a half on every device
+_WHOLE = (Rule(r".*", ()),)  # the VAE, 1.26 G parameters, and SigLIP, 0.4 G: a copy (of a half) on every device
+# Of Qwen, 7 G parameters. O outputs, I inputs of a projection.
+_COLUMNS, _ROWS = ("tp", None), (None, "tp")  # [O, I]
+_QWEN_RULES = (
+    Rule(r"embed_tokens\.weight", _ROWS),  # [vocabulary, C]
+    Rule(r"layers\..*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight", _COLUMNS),
+    Rule(r"layers\..*\.(q_proj|k_proj|v_proj)\.bias", ("tp",)),
+    Rule(r"layers\..*\.(o_proj|down_proj)\.weight", _ROWS),
+    Rule(r".*norm\.weight", ()),
+)
+_UNUSED_LAYERS = 2  # of Qwen, the last ones: the model reads hidden_states[-3]
+
+
+def text_encoder(config: HunyuanConfig) -> Component:
+    """Return Qwen2.5-VL's language model as far as it is read: without its last layers and its last norm."""
+
+    def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
+        module.layers = module.get_submodule("layers")[:-_UNUSED_LAYERS]  # type: ignore[index]
+        module.norm = torch.nn.Identity()
+
+    return Component(
+        folder="text_encoder",
+        build=lambda: t5.from_transformers(transformers.Qwen2_5_VLTextModel, config.text_encoder),
+        adapt=adapt,
+        scanned=("layers",),
+        rules=_QWEN_RULES,
+    )
+
+
+def glyph_encoder(config: HunyuanConfig) -> Component:
+    """Return ByT5."""
+    return dataclasses.replace(t5.text_encoder("T5EncoderModel", config.glyph_encoder), folder="text_encoder_2")
+
+
+def image_encoder(config: HunyuanConfig) -> Component:
+    """Return SigLIP without the head that makes one vector of a picture."""
+
+    def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
+        module.use_head = False
+        module.head = None
+
+    return Component(
+        folder="image_encoder",
+        build=lambda: t5.from_transformers(transformers.SiglipVisionModel, config.image_encoder or {}),
+        adapt=adapt,
+        scanned=("encoder.layers",),
+        rules=_WHOLE,
+        renames=((r"^vision_model\.", ""),),
+    )
 
 
 def vae_half(config: HunyuanConfig, dropped: str) -> Component:

@@ -1,0 +1,89 @@
+"""What HunyuanVideo-1.5 makes of prompts and images, against diffusers' pipelines."""
+
+import diffusers
+import jax
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import PHOTO
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError
+from wan_tpu.families.hunyuan15 import components, text
+from wan_tpu.families.hunyuan15.small import make_checkpoint
+from wan_tpu.families.hunyuan15.spec import HunyuanSpec
+from wan_tpu.media.image import load_image
+from wan_tpu.runtime.bridge import call
+from wan_tpu.runtime.components import load_component
+from wan_tpu.runtime.mesh import make_mesh
+
+PROMPTS = {
+    "nothing": "",
+    "words": "A cat looks into the camera.",
+    "quoted": 'A neon sign says "OPEN ALL NIGHT", below it “Café” and once more "OPEN ALL NIGHT".',
+    "another script": "一只猫看着镜头, на заднем плане «море».",
+    "too long": "word " * 2000 + 'and "a quote"' + ' "very long quote"' * 40,
+    "a long quote": 'A sign: "' + "long " * 100 + '"',
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("hunyuan15") / "checkpoint", "hunyuanvideo1.5-480p-i2v")
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    return diffusers.DiffusionPipeline.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """Returns a function that runs a component's function on arrays."""
+    checkpoint, mesh = Checkpoint(folder), make_mesh((1, 1, 1), heads=4)
+    config = HunyuanSpec.open(checkpoint).config
+    kinds = {"text": components.text_encoder, "glyphs": components.glyph_encoder, "image": components.image_encoder}
+    loaded = {name: load_component(checkpoint, kind(config), "float32", mesh) for name, kind in kinds.items()}
+
+    def run(name, function, *args):
+        run_it = jax.jit(lambda params, *args: function(loaded[name].module, params, *args))
+        return np.asarray(run_it(loaded[name].params, *args))
+
+    return run
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_are_embedded_as_diffusers_does(name, folder, theirs, run):
+    prompt = PROMPTS[name]
+    with torch.no_grad():
+        expected, mask, glyphs, glyph_mask = (one.numpy() for one in theirs.encode_prompt(prompt, device="cpu"))
+    ids, ours, warnings = text.prompt_tokens(folder / "tokenizer", prompt)
+    assert np.array_equal(ours[:, 108:], mask)
+    assert ("cut after" in "".join(warnings)) == (name == "too long")
+    found, read = run("text", text.encode_prompt, ids, ours), mask[0] > 0
+    assert found.shape == expected.shape
+    assert np.abs(found - expected)[:, read].max() <= 1e-4 * np.abs(expected[:, read]).max()
+    quoted = text.glyph_tokens(folder / "tokenizer_2", prompt, 384)
+    assert (quoted is None) == (not glyph_mask.any())
+    if quoted is not None:
+        ids, ours, warnings = quoted
+        assert np.array_equal(ours, glyph_mask)
+        assert bool(warnings) == (name == "a long quote")
+        found = run("glyphs", text.encode_glyphs, ids, ours)
+        read = glyph_mask[0] > 0
+        assert np.abs(found - glyphs)[:, read].max() <= 1e-4 * np.abs(glyphs[:, read]).max()
+
+
+def test_images_are_embedded_as_diffusers_does(folder, theirs, run):
+    image = load_image(PHOTO).resize((80, 64))
+    with torch.no_grad():
+        expected = theirs.encode_image(image, 1, torch.device("cpu"), torch.float32).numpy()
+    pixels = theirs.feature_extractor.preprocess(image, do_resize=True, do_convert_rgb=True, return_tensors="np")
+    features = lambda module, params, x: call(module, params, lambda m, x: m(x).last_hidden_state, x)  # noqa: E731
+    found = run("image", features, pixels["pixel_values"])
+    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+def test_a_tokenizer_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no working tokenizer"):
+        text.prompt_tokens(tmp_path, "a cat")
