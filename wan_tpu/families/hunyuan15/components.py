@@ -31,7 +31,7 @@ def text_encoder(config: HunyuanConfig) -> Component:
     """Return Qwen2.5-VL's language model as far as it is read: without its last layers and its last norm."""
 
     def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
-        module.layers = module.get_submodule("layers")[:-_UNUSED_LAYERS]  # type: ignore[index]
+        module.layers = module.get_submodule("layers")[:-_UNUSED_LAYERS]
         module.norm = torch.nn.Identity()
 
     return Component(
