@@ -68,7 +68,7 @@ def spread_attention(mesh, q, k, v, *, heads, kv_len, platform="cpu"):
         def cut(index, parts=()):
             return lambda rows: Columns(q.shape[1], groups, parts).cut(jnp.split(rows, 3, axis=1)[index])
 
-        mixed, gathered = exchanged_attention(
+        mixed, _, gathered = exchanged_attention(
             rows,
             Projections(query=cut(0), key=cut(1, parts), value=cut(2)),
             heads=heads,

@@ -1,5 +1,8 @@
 """HunyuanVideo-1.5's transformer, against diffusers' module."""
 
+import subprocess
+import sys
+
 import diffusers
 import jax
 import jax.numpy as jnp
@@ -7,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import ROOT, with_devices
+from tests.wan_tpu import hunyuan15_worker
 from wan_tpu.families.hunyuan15.context import Given, context, embed_time
 from wan_tpu.families.hunyuan15.presets import PRESETS
-from wan_tpu.families.hunyuan15.small import _TRANSFORMER
+from wan_tpu.families.hunyuan15.small import _TRANSFORMER, make_checkpoint
 from wan_tpu.runtime.bridge import call, to_torch
+from wan_tpu.runtime.mesh import make_mesh
 
 TEXT, GLYPHS, IMAGE = 20, 7, 9
 RNG = np.random.default_rng(0)
@@ -68,3 +74,55 @@ def test_the_context_is_that_of_diffusers_without_what_is_not_there(text, glyphs
         assert np.abs(found[branch, :number] - expected[:number]).max() <= 1e-5 * np.abs(expected).max()
         assert not np.asarray(found[branch, number:]).any()
         assert np.abs(time[0] - seen["time"][branch].numpy()).max() <= 1e-5
+
+
+KINDS = ["hunyuanvideo1.5-480p-i2v", "hunyuanvideo1.5-480p-i2v-step-distilled"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("hunyuan15") / request.param, request.param)
+
+
+def inputs():
+    """Latents, and two branches of other lengths."""
+    return drawn(1, 9, 3, 3, 5), {
+        "text": drawn(2, TEXT, 32),
+        "text_tokens": np.array([6, 20], np.int32),
+        "glyphs": drawn(2, GLYPHS, 24),
+        "glyph_tokens": np.array([7, 0], np.int32),
+        "image": drawn(1, IMAGE, 16),
+    }
+
+
+def test_each_branch_is_predicted_as_diffusers_does(folder):
+    latents, given = inputs()
+    model = diffusers.HunyuanVideo15Transformer3DModel.from_pretrained(folder / "transformer").eval()
+    found = hunyuan15_worker.predicted(folder, make_mesh((1, 1, 1), heads=4), latents, given)
+    for branch in range(2):
+        parts = {name: torch.from_numpy(given[name][branch : branch + 1]) for name in ("text", "glyphs")}
+        counts = {name: int(given[name][branch]) for name in ("text_tokens", "glyph_tokens")}
+        with torch.no_grad():
+            expected = model(
+                torch.from_numpy(latents),
+                torch.tensor([hunyuan15_worker.TIMESTEP]),
+                parts["text"],
+                (torch.arange(TEXT) < counts["text_tokens"])[None].float(),
+                torch.tensor([hunyuan15_worker.FOLLOWING]) if model.config.use_meanflow else None,
+                parts["glyphs"],
+                (torch.arange(GLYPHS) < counts["glyph_tokens"])[None].float(),
+                torch.from_numpy(given["image"]),
+            ).sample[0].numpy()  # fmt: skip
+        assert np.abs(found[branch] - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.long
+def test_eight_devices_predict_what_one_does(folder, tmp_path):
+    latents, given = inputs()
+    file, out = tmp_path / "given.npz", tmp_path / "found.npz"
+    np.savez(file, latents=latents, **given)
+    command = [sys.executable, "-m", "tests.wan_tpu.hunyuan15_worker", folder, file, out]
+    subprocess.run(command, env=with_devices(8), cwd=ROOT, check=True)
+    found = np.load(out)
+    for name in found.files:
+        assert np.abs(found[name] - found["1x1x1"]).max() <= 1e-4 * np.abs(found["1x1x1"]).max(), name

@@ -23,7 +23,7 @@ def query_scale(head_width: int) -> float:
 
 
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, heads: int, platform: str, kv_len: int | None = None
+    q: jax.Array, k: jax.Array, v: jax.Array, *, heads: int, platform: str, kv_len: int | jax.Array | None = None
 ) -> jax.Array:
     """Return full attention, sum_j 2^(q.k_j) v_j / sum_j 2^(q.k_j), on one device.
 
@@ -31,9 +31,12 @@ def attention(
     """
     scale = math.log(2)
     if platform == "tpu":
-        return flash_attention(q, k, v, heads=heads, kv_len=kv_len, scale=scale)
-    q, k, v = (x.reshape(x.shape[0], heads, -1) for x in (q, k[:kv_len], v[:kv_len]))
-    mixed = _gpu(q, k, v, scale) if platform == "gpu" else _blockwise(q, k, v, scale)
+        return flash_attention(q, k, v, heads=heads, kv_len=kv_len, scale=scale)  # type: ignore[arg-type]
+    some = kv_len if isinstance(kv_len, jax.Array) else None  # known when it runs: in every shape the same program
+    if some is None:
+        k, v = k[:kv_len], v[:kv_len]
+    q, k, v = (x.reshape(x.shape[0], heads, -1) for x in (q, k, v))
+    mixed = _gpu(q, k, v, scale) if platform == "gpu" and some is None else _blockwise(q, k, v, scale, some)
     return mixed.reshape(mixed.shape[0], -1)
 
 
@@ -45,7 +48,7 @@ def attention_part(
     heads: int,
     first_heads: tuple[int, int, int],
     width: int,
-    kv_len: int,
+    kv_len: int | jax.Array,
     platform: str,
     softmax: Literal["optimistic", "online"] = "optimistic",
 ) -> tuple[jax.Array, jax.Array]:
@@ -66,13 +69,15 @@ def _gpu(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="cudnn" if fused else "xla")
 
 
-def _blockwise(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+def _blockwise(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, kv_len: jax.Array | None = None) -> jax.Array:
     """Plain XLA, a block of query rows at a time; rows are padded to whole blocks, keys never are. [L, N, D]."""
     length, heads, width = q.shape
     keys, values = k.transpose(1, 2, 0), v.transpose(1, 0, 2)  # [N, D, Lk], [N, Lk, D]
 
     def rows(block: jax.Array) -> jax.Array:
         scores = jnp.einsum("nqd,ndk->nqk", block, keys, preferred_element_type=jnp.float32) * scale
+        if kv_len is not None:
+            scores = jnp.where(jnp.arange(len(k)) < kv_len, scores, -jnp.inf)
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
         total = weights.sum(-1, keepdims=True)
         mixed = jnp.einsum("nqk,nkd->nqd", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)

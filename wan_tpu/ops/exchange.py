@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.mesh import AXES
 
 T = TypeVar("T")
+_Back = tuple[jax.Array, jax.Array | None]
 
 
 def head_groups(mesh: Mesh, heads: int) -> int:
@@ -60,57 +61,88 @@ class Projections:
     value: Callable[[jax.Array], jax.Array]
 
 
+class Others(NamedTuple):
+    """Tokens that every device of a branch has, of which a device takes its own heads alone: [K, N*D/G] each.
+
+    after  how many tokens of those that are spread come before them; what lies behind in the spread ones is padding
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    after: int
+
+
+class Mixed(NamedTuple):
+    """What attention gives.
+
+    tokens   this device's, [G, t, columns] by rounds, of every group a part of its heads
+    others   the other tokens' of this device's heads, [K, N*D/G]; None where there are none
+    beside   the weights that were gathered
+    """
+
+    tokens: tuple[jax.Array, ...]
+    others: jax.Array | None
+    beside: Params
+
+
 def exchanged_attention(
     rows: jax.Array,
     make: Projections,
     *,
     heads: int,
-    kv_len: int,
+    kv_len: int | jax.Array,
     token_axes: tuple[str, ...],
     platform: str,
     beside: Sequence[Params] = (),
-) -> tuple[tuple[jax.Array, ...], Params]:
+    others: Others | None = None,
+) -> Mixed:
     """Attend with what `make` makes of this device's rows [t, C].
 
     token_axes  mesh axes the tokens lie on, slowest first, 'tp' last
-    kv_len      tokens that count, of all devices together; padding lies behind them
+    kv_len      tokens that count, of all devices together and the others; padding lies behind them
     beside      weights of what follows, by rounds: whatever gathers them goes on while a round is computed
-    Returns this device's tokens, [G, t, columns] by rounds, of every group a part of its heads, and the weights.
     """
-    given = _sent(rows, make, heads, kv_len, token_axes, platform)
-    found: list[jax.Array] = []
+    given = _sent(rows, make, heads, kv_len, token_axes, platform, others)
+    found: list[_Back] = []
     right, gathered = [], dict[str, jax.Array]()
     for number in range(len(given.rounds)):
         mixed, fine = given.attend(number, "optimistic")
         weights = beside[number] if number < len(beside) else {}
         mixed, fine, weights, later, found = _barrier((mixed, fine, weights, given.k[1:], found))
         given = dataclasses.replace(given, k=[given.k[0], *later])
-        found.append(_back(mixed))
+        found.append(given.back(mixed))
         right.append(fine)
         gathered |= weights
     for weights in beside[len(given.rounds) :]:
         gathered |= weights
     if platform != "tpu":
-        return tuple(found), gathered
+        return _joined(found, gathered)
     # All devices repeat it or none does: there are exchanges in it.
     wrong = jax.lax.psum((~jnp.stack(right).all()).astype(jnp.int32), AXES) > 0
 
-    def again() -> tuple[jax.Array, ...]:
-        return tuple(_back(given.attend(number, "online")[0]) for number in range(len(given.rounds)))
+    def again() -> tuple[_Back, ...]:
+        return tuple(given.back(given.attend(number, "online")[0]) for number in range(len(given.rounds)))
 
-    return repeated_if(wrong, tuple(found), again), gathered
+    return _joined(repeated_if(wrong, tuple(found), again), gathered)
+
+
+def _joined(found: Sequence[_Back], gathered: Params) -> Mixed:
+    rest = [other for _, other in found if other is not None]
+    return Mixed(tuple(own for own, _ in found), jnp.concatenate(rest, axis=1) if rest else None, gathered)
 
 
 @dataclass(frozen=True)
 class _Given:
-    """All tokens of a device's heads: q, v [L, N*D/G]; k the same in parts; rounds, the heads of each."""
+    """All tokens of a device's heads, `spread` of them and the others: q, v [L, N*D/G]; k in parts; rounds' heads."""
 
     q: jax.Array
     k: list[jax.Array]
     v: jax.Array
     width: int
-    kv_len: int
+    kv_len: int | jax.Array
     platform: str
+    spread: int
 
     @property
     def rounds(self) -> list[int]:
@@ -133,17 +165,29 @@ class _Given:
             softmax=softmax,
         )
 
+    def back(self, mixed: jax.Array) -> _Back:
+        """Send a round's result to where its tokens lie; return this device's, and the others', which stay."""
+        if self.spread == len(mixed):
+            return _back(mixed), None
+        return _back(mixed[: self.spread]), mixed[self.spread :]
+
 
 def _sent(
-    rows: jax.Array, make: Projections, heads: int, kv_len: int, token_axes: tuple[str, ...], platform: str
+    rows: jax.Array,
+    make: Projections,
+    heads: int,
+    kv_len: int | jax.Array,
+    token_axes: tuple[str, ...],
+    platform: str,
+    others: Others | None,
 ) -> _Given:
     """Make values, queries and keys of rows in this order, each sent while the next are made."""
-    *others, last = token_axes
+    *apart, last = token_axes
     assert last == "tp"
 
     def sent(x: jax.Array, *, gathered: bool) -> jax.Array:
         x = _exchange(x).reshape(-1, x.shape[2]) if x.ndim == 3 else x
-        return jax.lax.all_gather(x, tuple(others), axis=0, tiled=True) if gathered and others else x
+        return jax.lax.all_gather(x, tuple(apart), axis=0, tiled=True) if gathered and apart else x
 
     own, rows = _barrier((make.value(rows), rows))
     v = sent(own, gathered=True)
@@ -151,7 +195,15 @@ def _sent(
     q = sent(own, gathered=False)
     q, parts = _barrier((q, make.key(rows)))
     k = [sent(part, gathered=True) for part in parts]
-    return _Given(q, k, v, q.shape[1] * jax.lax.axis_size("tp") // heads, kv_len, platform)
+    width, spread = q.shape[1] * jax.lax.axis_size("tp") // heads, len(q)
+    if others is not None:
+        starts = [sum(part.shape[1] for part in k[:number]) for number in range(len(k))]
+        k = [
+            jnp.concatenate([part[: others.after], others.k[:, start : start + part.shape[1]]])
+            for part, start in zip(k, starts, strict=True)
+        ]
+        q, v = jnp.concatenate([q, others.q]), jnp.concatenate([v[: others.after], others.v])
+    return _Given(q, k, v, width, kv_len, platform, spread)
 
 
 def _back(mixed: jax.Array) -> jax.Array:

@@ -233,7 +233,7 @@ class _Step:
             rest = {"eps": _HEAD_EPS, "groups": self._groups} | more
             return ops.head_norm_rope(linear(f"attn1.to_{name}", rows), *vectors, tables, **rest)
 
-        mixed, gathered = exchanged_attention(
+        mixed, _, gathered = exchanged_attention(
             normed("norm1", attention_table),
             Projections(
                 query=lambda rows: turned("q", rows, self._query_scale),

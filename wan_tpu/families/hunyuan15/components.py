@@ -1,16 +1,19 @@
 """The torch modules of a HunyuanVideo-1.5 model: how each is built, adapted, scanned and sharded."""
 
 import dataclasses
+import functools
 
 import torch
 import transformers
-from diffusers import AutoencoderKLHunyuanVideo15
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 from jax.sharding import Mesh
 
+from wan_tpu.families.hunyuan15 import transformer as expert
 from wan_tpu.families.hunyuan15 import vae
 from wan_tpu.families.hunyuan15.presets import HunyuanConfig
 from wan_tpu.families.shared import t5
 from wan_tpu.families.shared.convolutions import lay_out
+from wan_tpu.families.shared.tokens import half_split
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
 
@@ -25,6 +28,21 @@ _QWEN_RULES = (
     Rule(r".*norm\.weight", ()),
 )
 _UNUSED_LAYERS = 2  # of Qwen, the last ones: the model reads hidden_states[-3]
+
+
+def transformer(config: HunyuanConfig) -> Component:
+    """Return the transformer; context and video meet in attention, so both have their channels in pairs for RoPE."""
+    heads = config.transformer["num_attention_heads"]
+    projections = r"transformer_blocks\.\*\.attn\.(to_[qk]|add_[qk]_proj)\.(weight|bias)"
+    norms = r"transformer_blocks\.\*\.attn\.norm_(added_)?[qk]\.weight"  # of each head
+    return Component(
+        folder="transformer",
+        build=lambda: HunyuanVideo15Transformer3DModel.from_config(config.transformer),
+        adapt=lambda module, mesh: None,
+        scanned=("transformer_blocks",),
+        rules=expert.RULES,
+        changes=((projections, functools.partial(half_split, heads)), (norms, functools.partial(half_split, 1))),
+    )
 
 
 def text_encoder(config: HunyuanConfig) -> Component:

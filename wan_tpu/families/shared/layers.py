@@ -1,7 +1,7 @@
 """Layers of a transformer inside a `jax.shard_map`: each one's weights gathered while earlier ones are in use."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +11,20 @@ from wan_tpu.ops.collectives import gather_rows
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.mesh import SHARDS
 
+T = TypeVar("T")  # one array, or several
 SPLIT = P(None, SHARDS, None)  # of a large matrix, stacked over the layers: its outputs over the devices of a branch
 
 
 def scan_layers(
-    layer: Callable[[jax.Array, Params, jax.Array], jax.Array],
-    hidden: jax.Array,
+    layer: Callable[[T, Params, jax.Array], T],
+    hidden: T,
     stacked: Params,
     specs: Mapping[str, P],
     *,
     depth: int,
     ahead: Sequence[str],
     platform: str,
-) -> jax.Array:
+) -> T:
     """Run (hidden, weights of a layer, its index) -> hidden for every layer.
 
     stacked  this device's part of the weights, [depth, ...]; specs say how they are split
@@ -38,7 +39,7 @@ def scan_layers(
 
     later = [name for name in stacked if name not in ahead]
 
-    def step(carry: tuple[jax.Array, Params], index: jax.Array) -> tuple[tuple[jax.Array, Params], None]:
+    def step(carry: tuple[T, Params], index: jax.Array) -> tuple[tuple[T, Params], None]:
         hidden, early = carry
         weights = early | gathered(later, index)
         early = gathered(ahead, (index + 1) % depth)

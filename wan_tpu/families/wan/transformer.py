@@ -226,7 +226,7 @@ class _Step:
             rest = {"eps": eps, "groups": self._groups} | more
             return ops.rms_norm_rope(linear(f"attn1.to_{name}", rows), weight, tables, **rest)
 
-        mixed, gathered = exchanged_attention(
+        mixed, _, gathered = exchanged_attention(
             ops.layer_norm(x, 1 + scale, shift, eps=eps, first_rows=first_rows),
             Projections(
                 query=lambda rows: turned("q", rows, self._query_scale),
