@@ -195,7 +195,7 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16"])  # each tensor is turned into it from the files' float32
 def test_peak_memory_of_loading_stays_below_1_3_times_the_component(large, dtype):
     """On CPU the component itself is in host memory too: what is left for the reader is 0.3 of it."""
     done = subprocess.run(

@@ -53,9 +53,11 @@ def test_size_latents_timesteps_and_guidance_are_those_of_diffusers(folder):
     assert latents.shape == spec.latent_shape(request)
     _, channels, *size = spec.latent_shape(request)
     assert {shape for _, shape, _ in seen} == {(1, 2 * channels + 1, *size)}
+    assert (schedule.following is not None) == spec.config.meanflow
     if spec.config.meanflow:  # the next timestep, 0 after the last
         following = [float(timestep[0]) for _, _, timestep in seen]
-        np.testing.assert_allclose(following, [*schedule.timesteps[1:], 0], rtol=1e-6)
+        np.testing.assert_allclose(following, schedule.following, rtol=1e-6)
+        assert schedule.following[-1] == 0
 
 
 @pytest.mark.parametrize("target", [640, 960])

@@ -117,6 +117,7 @@ def test_each_branch_is_predicted_as_diffusers_does(folder):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("folder", KINDS[:1], indirect=True)
 def test_eight_devices_predict_what_one_does(folder, tmp_path):
     latents, given = inputs()
     file, out = tmp_path / "given.npz", tmp_path / "found.npz"

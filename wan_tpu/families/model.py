@@ -182,7 +182,8 @@ class Model(abc.ABC):
     ) -> jax.Array:
         """Return what the transformer predicts, guided, float32 [1, C, T, H, W].
 
-        latents  float32 [1, C, T, H, W]; timestep, guidance  float32 scalars
+        latents  float32 [1, C, T, H, W]; timestep, guidance  float32 scalars, timestep [2] with the one after it where
+                 the schedule has that (`Schedule.following`)
         keys     from `text_keys`; image_latents as in `Conditioning`
         """
 

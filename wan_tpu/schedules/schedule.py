@@ -23,6 +23,7 @@ class Schedule:
     guidance        float64 [S], the scale of classifier-free guidance
     draws           of each step: how many arrays of noise are drawn from the request's generator, of which the last N
                     are used
+    following       float32 [S], the timestep after each step's, for a transformer that is told it too; else None
     """
 
     timesteps: np.ndarray
@@ -31,9 +32,10 @@ class Schedule:
     matrices: np.ndarray
     guidance: np.ndarray
     draws: tuple[int, ...]
+    following: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        arrays = (self.timesteps, self.alphas, self.sigmas, self.matrices, self.guidance)
+        arrays = (self.timesteps, self.alphas, self.sigmas, self.matrices, self.guidance, self.following)
         for array in (one for one in arrays if one is not None):
             array.flags.writeable = False  # it is shared by all who ask for it
 
@@ -51,6 +53,10 @@ class Schedule:
     def noise_terms(self) -> int:
         """How many arrays of fresh noise a step is given."""
         return self.matrices.shape[2] - 2 - self.history_terms
+
+    def foretold(self) -> "Schedule":
+        """Return it with the timestep that follows each step's, 0 after the last."""
+        return dataclasses.replace(self, following=np.append(self.timesteps[1:], np.float32(0)))
 
     def guided(self, guidance: Sequence[float] | np.ndarray) -> "Schedule":
         """Return it with the scale of each step."""

@@ -222,6 +222,8 @@ def step_numbers(schedule: Schedule, i: int) -> dict[str, Any]:
         "matrix": schedule.matrices[i].astype(np.float32),
         "guidance": np.float32(schedule.guidance[i]),
     }
+    if schedule.following is not None:
+        numbers["timestep"] = np.array([schedule.timesteps[i], schedule.following[i]], np.float32)
     if schedule.alphas is not None:  # a flow's programs have none
         numbers["alpha"] = np.float32(schedule.alphas[i])
     return numbers

@@ -125,4 +125,5 @@ class HunyuanSpec(ModelSpec):
 
     def schedule(self, request: ResolvedRequest) -> Schedule:
         """Return the numbers of every step: Euler's on even steps of the flow, shifted once."""
-        return flow.euler_even(request.steps, request.shift).guided([request.guidance_scale] * request.steps)
+        found = flow.euler_even(request.steps, request.shift).guided([request.guidance_scale] * request.steps)
+        return found.foretold() if self.config.meanflow else found
