@@ -19,7 +19,7 @@ FRAMES, ROWS = 3, 3  # latent frames and rows
 def run(runtime, component, chunks):
     """Return a VAE half's output for its chunks of input, [1, C, T, H, W]."""
     loaded = runtime.component(component)
-    _, first, later = vae_programs(runtime, component, loaded.module)
+    _, first, later = vae_programs(runtime, component, loaded.module, len(chunks))
     out, _, cache = first(loaded.params, place(chunks[0], runtime.mesh))
     outputs = [out]
     for chunk in chunks[1:]:

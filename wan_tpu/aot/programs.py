@@ -103,8 +103,8 @@ def _denoise(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) -> 
 def _vae(runtime: Runtime, request: ResolvedRequest, name: str) -> StagePrograms:
     """Return the programs of a VAE half: of the first chunk, and of all later ones."""
     loaded, dtype = runtime.component(name), DTYPES[runtime.dtype]
-    half, first, later = vae_programs(runtime, name, loaded.module)
     x, *others = (_array(runtime, shape, dtype) for shape in runtime.model.vae_chunks(name, request))
+    half, first, later = vae_programs(runtime, name, loaded.module, 1 + len(others))
     found: StagePrograms = {f"{name} first": (first, (loaded.params, x), 1)}
     if others:
         found[f"{name} later"] = (later, (loaded.params, others[0], half.cache(loaded.params, x)), len(others))

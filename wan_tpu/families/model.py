@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import torch
 from jax.sharding import Mesh
-from PIL import Image
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import family_of, preset_spec, published, spec_of
@@ -118,8 +117,8 @@ class Model(abc.ABC):
         """Return what experts are given of a prompt, by name, [1, ...]; both arguments by component."""
         return {"text": encoded["text_encoder"]}
 
-    def clip_pixels(self, image: Image.Image) -> np.ndarray:
-        """Return the image as the image encoder takes it, float32 [1, 3, height, width], where the model has one."""
+    def clip_pixels(self, request: ResolvedRequest) -> np.ndarray:
+        """Return the request's image as the image encoder, if there is one, takes it, float32 [1, 3, height, width]."""
         raise NotImplementedError
 
     def encode_image(self, module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:

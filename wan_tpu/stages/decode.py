@@ -53,7 +53,7 @@ def decode_chunks(runtime: Runtime[Model], frames: Sequence[jax.Array], progress
 
 def _run(runtime: Runtime[Model], frames: Sequence[jax.Array]) -> Iterator[tuple[jax.Array, jax.Array]]:
     loaded = runtime.component("decoder")
-    _, first, later = vae_programs(runtime, "decoder", loaded.module)
+    _, first, later = vae_programs(runtime, "decoder", loaded.module, len(frames))
     cache = None
     for frame in frames:
         if cache is None:

@@ -94,7 +94,7 @@ def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInpu
             placed[id(chunk)] = place(chunk.astype(dtype), runtime.mesh)
     clip = None
     if "image_encoder" in model.spec.components[ENCODER]:
-        clip = place(model.clip_pixels(request.image).astype(dtype), runtime.mesh)  # type: ignore[arg-type]
+        clip = place(model.clip_pixels(request).astype(dtype), runtime.mesh)
     return ImageInputs(tuple(placed[id(chunk)] for chunk in chunks), clip)
 
 
@@ -131,7 +131,7 @@ def image_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:
 def vae_encode(runtime: Runtime[Model], chunks: Sequence[jax.Array]) -> Iterator[np.ndarray]:
     """Yield the VAE's moments [1, 2C, 1, H, W] of chunks of pixels (`ImageInputs.chunks`)."""
     loaded = runtime.component("vae_encoder")
-    _, first, later = vae_programs(runtime, "vae_encoder", loaded.module)
+    _, first, later = vae_programs(runtime, "vae_encoder", loaded.module, len(chunks))
     cache = None
     for i, pixels in enumerate(chunks):
         if cache is None:

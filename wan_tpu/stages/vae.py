@@ -13,15 +13,16 @@ from wan_tpu.runtime.runtime import Runtime
 
 
 def vae_programs(
-    runtime: Runtime[Model], component: str, module: torch.nn.Module
+    runtime: Runtime[Model], component: str, module: torch.nn.Module, count: int
 ) -> tuple[CausalChunks, Program, Program]:
-    """Return a VAE half ("vae_encoder" or "decoder"), and its jitted `first` and `next`.
+    """Return a VAE half ("vae_encoder" or "decoder"), and its jitted `first` and `next`, for so many chunks.
 
     Both return (output, extremes, cache): what the half gives for a chunk; its smallest and largest value of each
     channel, float32 [1, C, 2, 1, 1], which say on every process whether it is healthy; and the cache for the next.
     """
     make = runtime.model.vae_decoder if component == "decoder" else runtime.model.vae_encoder
-    chunks = make(module, runtime.mesh)
+    chunks = make(module, runtime.mesh).of(count)
+    kind = component if chunks.history_of is None else f"{component} of {count}"  # a program of its own
     results = (chunks.out_format, replicated(runtime.mesh), chunks.cache_format)
 
     def first(*args):  # type: ignore[no-untyped-def]
@@ -32,8 +33,8 @@ def vae_programs(
 
     return (
         chunks,
-        runtime.program(f"{component} first", first, results),
-        runtime.program(f"{component} later", later, results),
+        runtime.program(f"{kind} first", first, results),
+        runtime.program(f"{kind} later", later, results),
     )
 
 

@@ -13,6 +13,7 @@ the cache stays on them between calls.
 Shapes: T frames, X columns and Y rows of a device's strip, W H width and height of the whole picture, C channels.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,7 @@ class CausalChunks:
     scale         pixels of the input (after `before`) to a pixel of the latents, in height and width
     later_frames  frames of every chunk after the first
     history       what convolutions see before the first frame
+    history_of    makes the history from the number of chunks, where it keeps something of every one
     """
 
     module: torch.nn.Module
@@ -95,6 +97,11 @@ class CausalChunks:
     scale: int
     later_frames: int
     history: type[History] = History
+    history_of: Callable[[int], type[History]] | None = None
+
+    def of(self, count: int) -> "CausalChunks":
+        """Return it for so many chunks."""
+        return self if self.history_of is None else dataclasses.replace(self, history=self.history_of(count))
 
     def first(self, params: Params, x: jax.Array) -> tuple[jax.Array, Cache]:
         """Run the first chunk, x [1, C, T, H, W]; return its output and the cache for the next."""

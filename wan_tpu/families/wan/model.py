@@ -119,12 +119,12 @@ class WanModel(Model):
 
         return call(module, params, method, *tokens) * tokens[1][:, :, None]
 
-    def clip_pixels(self, image: Image.Image) -> np.ndarray:
+    def clip_pixels(self, request: ResolvedRequest) -> np.ndarray:
         """Return the image as CLIP takes it, float32 [1, 3, 224, 224] (sizes from the checkpoint)."""
         assert self.checkpoint is not None
         folder = str(self.checkpoint.path("image_processor"))
         processor = transformers.CLIPImageProcessor.from_pretrained(folder)
-        return np.asarray(processor(images=image, return_tensors="np")["pixel_values"], np.float32)
+        return np.asarray(processor(images=request.image, return_tensors="np")["pixel_values"], np.float32)
 
     def encode_image(self, module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
         """pixels [1, 3, 224, 224] -> features [1, L, C] of CLIP's last layer but one (`adapt` dropped the last)."""

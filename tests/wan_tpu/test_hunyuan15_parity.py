@@ -1,0 +1,68 @@
+"""Whole runs of HunyuanVideo-1.5 against diffusers' own pipelines."""
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import PHOTO
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families.hunyuan15.model import HunyuanModel
+from wan_tpu.families.hunyuan15.small import make_checkpoint
+from wan_tpu.families.hunyuan15.spec import HunyuanSpec
+from wan_tpu.media.image import load_image
+from wan_tpu.pipeline import Pipeline
+from wan_tpu.progress import Silent
+from wan_tpu.request import GenerationRequest
+from wan_tpu.runtime.mesh import make_mesh
+from wan_tpu.runtime.runtime import Runtime
+
+LATENT_TOLERANCE, PIXEL_TOLERANCE = 1e-4, 2e-3  # relative to the largest; half a level of 8 bits
+KINDS = ["hunyuanvideo1.5-720p-t2v", "hunyuanvideo1.5-480p-i2v", "hunyuanvideo1.5-480p-i2v-step-distilled"]
+PROMPTS = {
+    "plain": ("A cat in the rain.", "blurred, distorted, of low quality, and much more that nobody wants to see"),
+    "quoted": ('A sign says "CAFÉ" and “open”.', 'watermark "stock"'),
+    "nothing": ("", ""),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("hunyuan15") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    checkpoint = Checkpoint(folder)
+    model = HunyuanModel(HunyuanSpec.open(checkpoint), checkpoint)
+    return Pipeline(Runtime(model, make_mesh((1, 1, 1), heads=4), "float32", keep_weights=True), Silent())
+
+
+@pytest.mark.parametrize("prompts", PROMPTS)
+def test_same_latents_and_pixels_as_diffusers(prompts, folder, pipe):
+    prompt, negative = PROMPTS[prompts]
+    image = load_image(PHOTO) if "i2v" in pipe.runtime.model.spec.tasks else None
+    request = GenerationRequest(
+        prompt=prompt, negative_prompt=negative, image=image, frames=9, steps=3, seed=5
+    )  # fmt: skip
+    latents = []
+    video = pipe.generate(request, on_step=lambda event: latents.append(event.latents))
+
+    theirs, seen = diffusers.DiffusionPipeline.from_pretrained(folder), []
+    step = theirs.scheduler.step
+
+    def watched(*args, **kwargs):
+        found = step(*args, **kwargs)
+        seen.append(found[0].numpy().copy())
+        return found
+
+    theirs.scheduler.step = watched
+    expected = theirs(
+        **({} if image is None else {"image": image}), prompt=prompt, negative_prompt=negative, num_frames=9,
+        num_inference_steps=3, generator=torch.Generator().manual_seed(5), output_type="np",
+    ).frames[0]  # fmt: skip
+    assert len(latents) == len(seen) == 3
+    for ours, reference in zip(latents, seen, strict=True):
+        assert np.abs(ours - reference).max() <= LATENT_TOLERANCE * np.abs(reference).max()
+    assert video.pixels.shape == expected.shape and video.pixels.std() > 0.02
+    assert np.abs(video.pixels - expected).max() <= PIXEL_TOLERANCE

@@ -1,0 +1,240 @@
+"""The HunyuanVideo-1.5 family: text to video and image to video, distilled or not.
+
+The reference for every formula is diffusers 0.42, pipelines/hunyuan_video1_5.
+
+Shapes: B batch (guidance branches), T latent frames, H W latent height and width, L tokens, C channels.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
+from jax.sharding import Mesh
+from PIL import Image
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families.hunyuan15 import components, text, transformer, vae
+from wan_tpu.families.hunyuan15.context import Given
+from wan_tpu.families.hunyuan15.presets import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS, HunyuanConfig
+from wan_tpu.families.hunyuan15.sizes import STRIDE
+from wan_tpu.families.hunyuan15.spec import DENOISE, HunyuanSpec
+from wan_tpu.families.model import Flops, Model
+from wan_tpu.families.shared.causal_vae import CausalChunks
+from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
+from wan_tpu.runtime.bridge import Params, call
+from wan_tpu.runtime.components import Component
+from wan_tpu.runtime.mesh import replicated
+
+
+class HunyuanModel(Model):
+    """One HunyuanVideo-1.5 model."""
+
+    spec: HunyuanSpec
+    config: HunyuanConfig
+
+    def __init__(self, spec: HunyuanSpec, checkpoint: Checkpoint | None = None) -> None:
+        """checkpoint: for the tokenizers and the image processor; a preset compiles without."""
+        self.spec = spec
+        self.config = spec.config
+        self.checkpoint = checkpoint
+        self._processor = HunyuanVideo15ImageProcessor(vae_scale_factor=STRIDE, do_resize=False)
+
+    @functools.cached_property
+    def components(self) -> dict[str, Component]:
+        """Every component by the name of the work it does; "vae" in the checkpoint serves two."""
+        config = self.config
+        found = {
+            "text_encoder": components.text_encoder(config),
+            "glyph_encoder": components.glyph_encoder(config),
+            DENOISE: components.transformer(config),
+            "decoder": components.vae_half(config, "encoder"),
+        }
+        if "i2v" in self.spec.tasks:
+            found["image_encoder"] = components.image_encoder(config)
+            found["vae_encoder"] = components.vae_half(config, "decoder")
+        return found
+
+    @property
+    def flops(self) -> Flops:
+        """Not counted yet."""
+        raise NotImplementedError
+
+    # ---- shapes
+
+    @property
+    def text_shape(self) -> tuple[int, int]:
+        """(L, C) of a prompt's embeddings."""
+        return TEXT_TOKENS, self.config.transformer["text_embed_dim"]
+
+    @property
+    def token_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Ids and mask: of the prompt in its chat, and of what it quotes."""
+        lengths = {"text_encoder": TEMPLATE_TOKENS + TEXT_TOKENS, "glyph_encoder": GLYPH_TOKENS}
+        return {name: ((1, length),) * 2 for name, length in lengths.items()}
+
+    @property
+    def prompt_shapes(self) -> dict[str, tuple[tuple[int, ...], bool]]:
+        """Embeddings of both encoders, and how many of their tokens are there."""
+        glyphs = GLYPH_TOKENS, self.config.transformer["text_embed_2_dim"]
+        return {
+            "text": (self.text_shape, False),
+            "text_tokens": ((), True),
+            "glyphs": (glyphs, False),
+            "glyph_tokens": ((), True),
+        }
+
+    @property
+    def image_pixels_shape(self) -> tuple[int, int, int]:
+        """(3, height, width) of what SigLIP takes."""
+        size = (self.config.image_encoder or {})["image_size"]
+        return 3, size, size
+
+    @property
+    def image_features_shape(self) -> tuple[int, int]:
+        """(L, C) of SigLIP's features: a token for each patch."""
+        siglip = self.config.image_encoder or {}
+        return (siglip["image_size"] // siglip["patch_size"]) ** 2, siglip["hidden_size"]
+
+    def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of an image's latents; the frames behind it are zeros."""
+        return (*latent_shape[:2], 1, *latent_shape[3:]) if "i2v" in self.spec.tasks else None
+
+    def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
+        """Return the shapes of what a VAE half is given: the image, or latents frame by frame."""
+        if component == "vae_encoder":
+            return [(1, 3, 1, request.height, request.width)]
+        _, channels, frames, height, width = self.spec.latent_shape(request)
+        return [(1, channels, 1, height, width)] * frames
+
+    # ---- encoder stage
+
+    def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
+        """Return ids and mask of the prompt and, where it quotes something, of that; and warnings if either was cut."""
+        assert self.checkpoint is not None
+        ids, mask, warnings = text.prompt_tokens(self.checkpoint.path("tokenizer"), prompt)
+        found: dict[str, tuple[np.ndarray, ...]] = {"text_encoder": (ids, mask)}
+        vocabulary = self.config.glyph_encoder["vocab_size"]
+        quoted = text.glyph_tokens(self.checkpoint.path("tokenizer_2"), prompt, vocabulary)
+        if quoted is not None:
+            found["glyph_encoder"] = quoted[:2]
+            warnings = warnings + quoted[2]
+        return found, warnings
+
+    def encode_text(self, component: str, module: torch.nn.Module, params: Params, *tokens: jax.Array) -> jax.Array:
+        """ids, mask [B, L] -> embeddings [B, L, C]; of the prompt without the instructions' start."""
+        encode = {"text_encoder": text.encode_prompt, "glyph_encoder": text.encode_glyphs}[component]
+        return encode(module, params, *tokens)
+
+    def prompt_arrays(
+        self, tokens: Mapping[str, tuple[np.ndarray, ...]], encoded: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Return both encoders' embeddings, and how many of their tokens are there; zeros of what isn't quoted."""
+        embeddings = encoded["text_encoder"]
+        shape, _ = self.prompt_shapes["glyphs"]
+        glyphs, count = np.zeros((1, *shape), embeddings.dtype), np.zeros(1, np.int32)
+        if "glyph_encoder" in encoded:
+            glyphs, count = encoded["glyph_encoder"], tokens["glyph_encoder"][1].sum(1, dtype=np.int32)
+        there = tokens["text_encoder"][1][:, TEMPLATE_TOKENS:].sum(1, dtype=np.int32)
+        return {"text": embeddings, "text_tokens": there, "glyphs": glyphs, "glyph_tokens": count}
+
+    def clip_pixels(self, request: ResolvedRequest) -> np.ndarray:
+        """Return the image, cut to the video's shape, as SigLIP takes it, float32 [1, 3, 384, 384]."""
+        assert self.checkpoint is not None
+        processor = transformers.SiglipImageProcessor.from_pretrained(str(self.checkpoint.path("feature_extractor")))
+        given = processor.preprocess(self.image_of(request), do_resize=True, do_convert_rgb=True, return_tensors="np")
+        return np.asarray(given["pixel_values"], np.float32)
+
+    def encode_image(self, module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
+        """pixels [1, 3, 384, 384] -> features [1, L, C]."""
+
+        def method(module: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
+            return module(pixels).last_hidden_state
+
+        return call(module, params, method, pixels)
+
+    def image_of(self, request: ResolvedRequest) -> Image.Image:
+        """Return the request's image at the video's size, what is beyond its shape cut off on both sides."""
+        assert isinstance(request.image, Image.Image)
+        return self._processor.resize(request.image, height=request.height, width=request.width, resize_mode="crop")
+
+    def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
+        """Return the pixels that the VAE encodes: the image, float32 [1, 3, 1, H, W] in [-1, 1]."""
+        pixels = self._processor.preprocess(self.image_of(request), height=request.height, width=request.width)
+        return [pixels[:, :, None].numpy().astype(np.float32)]
+
+    def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
+        """Return the most likely latents of the image, from the VAE encoder's output [1, 2C, 1, H, W]."""
+        mean, _ = np.split(moments.astype(np.float32), 2, axis=1)
+        return mean * np.float32(self.config.vae["scaling_factor"])
+
+    def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
+        """Pixels [1, 3, T, H, W] -> moments [1, 2C, T, H, W], chunk by chunk."""
+        return _chunks(module, mesh, vae.encoder, scale=STRIDE, later_frames=FRAME_STRIDE)
+
+    # ---- the transformer
+
+    def text_keys(
+        self,
+        module: torch.nn.Module,
+        params: Params,
+        mesh: Mesh,
+        text: Mapping[str, jax.Array],
+        image: jax.Array | None,
+    ) -> dict[str, jax.Array]:
+        """Return them as they are: what the transformer makes of them depends on the step."""
+        return {**text} if image is None else {**text, "image": image}
+
+    def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes and shardings of what `text_keys` makes, to compile a step without it."""
+        whole = replicated(mesh)
+        return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole) for name, value in keys.items()}
+
+    def velocity(
+        self,
+        module: torch.nn.Module,
+        params: Params,
+        mesh: Mesh,
+        latents: jax.Array,
+        timestep: jax.Array,
+        guidance: jax.Array,
+        keys: dict[str, jax.Array],
+        image_latents: jax.Array | None,
+    ) -> jax.Array:
+        """Return the guided velocity, float32 [1, C, T, H, W]."""
+        condition, mask = jnp.zeros_like(latents), jnp.zeros_like(latents[:, :1])
+        if image_latents is not None:
+            condition, mask = condition.at[:, :, :1].set(image_latents), mask.at[:, :, :1].set(1)
+        given = jnp.concatenate([latents, condition, mask], axis=1).astype(keys["text"].dtype)
+        times = jnp.atleast_1d(timestep)
+        around = Given(**{name: keys.get(name) for name in Given._fields})  # type: ignore[arg-type]
+        tokens = transformer.predict(module, params, mesh, given, times[:1], times[-1:], around)
+        guided = tokens[0]
+        if len(tokens) > 1:
+            conditional, unconditional = tokens
+            guided = unconditional + guidance * (conditional - unconditional)
+        return guided.T.reshape(latents.shape)
+
+    def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
+        """Return the latents as they are."""
+        return latents
+
+    # ---- decoder stage
+
+    def vae_latents(self, latents: np.ndarray) -> np.ndarray:
+        """Undo the scaling; float32 [1, C, T, H, W]."""
+        return latents / np.float32(self.config.vae["scaling_factor"])
+
+    def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
+        """Latents [1, C, T, H, W] -> pixels [1, 3, 4T or 1, H, W] around [-1, 1], chunk by chunk."""
+        return _chunks(module, mesh, vae.decoder, scale=1, later_frames=1)
+
+
+def _chunks(module: torch.nn.Module, mesh: Mesh, run: Any, *, scale: int, later_frames: int) -> CausalChunks:
+    same = lambda x: x  # noqa: E731
+    return CausalChunks(module, mesh, run, same, same, scale, later_frames, history_of=vae.past_of)
