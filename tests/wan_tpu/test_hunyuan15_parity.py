@@ -31,11 +31,15 @@ def folder(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("hunyuan15") / request.param, request.param)
 
 
-@pytest.fixture(scope="module")
-def pipe(folder):
+def opened(folder, dtype="float32"):
     checkpoint = Checkpoint(folder)
     model = HunyuanModel(HunyuanSpec.open(checkpoint), checkpoint)
-    return Pipeline(Runtime(model, make_mesh((1, 1, 1), heads=4), "float32", keep_weights=True), Silent())
+    return Pipeline(Runtime(model, make_mesh((1, 1, 1), heads=4), dtype, keep_weights=True), Silent())
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    return opened(folder)
 
 
 @pytest.mark.parametrize("prompts", PROMPTS)
@@ -66,3 +70,26 @@ def test_same_latents_and_pixels_as_diffusers(prompts, folder, pipe):
         assert np.abs(ours - reference).max() <= LATENT_TOLERANCE * np.abs(reference).max()
     assert video.pixels.shape == expected.shape and video.pixels.std() > 0.02
     assert np.abs(video.pixels - expected).max() <= PIXEL_TOLERANCE
+
+
+@pytest.mark.parametrize("folder", KINDS[1:], indirect=True)
+def test_a_run_goes_on_from_a_state_bit_for_bit(pipe):
+    request = pipe.resolve(GenerationRequest(prompt="A cat", image=load_image(PHOTO), frames=5, steps=4))
+    conditioning, start = pipe.encode(request), pipe.initial_state(request)
+    whole = pipe.denoise(request, conditioning, start)
+    resumed = pipe.denoise(request, conditioning, pipe.denoise(request, conditioning, start, stop=2))
+    assert np.array_equal(whole.latents, resumed.latents)
+
+
+@pytest.mark.parametrize("folder", KINDS[:1], indirect=True)
+def test_bfloat16_stays_within_its_bound(folder, pipe):
+    """The bound of tests/wan_tpu/test_parity.py, of a flow with two layers."""
+    guidance, blocks, latents = 6.0, 2, {}
+    bound = (2 * guidance - 1) * np.sqrt(3 * blocks + 6) * 2**-8
+    for dtype in ("float32", "bfloat16"):
+        one = pipe if dtype == "float32" else opened(folder, dtype)
+        request = one.resolve(GenerationRequest(prompt='A sign says "open".', frames=9, steps=4))
+        latents[dtype] = one.denoise(request, one.encode(request), one.initial_state(request)).latents
+    error = latents["bfloat16"] - latents["float32"]
+    assert np.sqrt((error**2).mean()) <= bound * np.sqrt((latents["float32"] ** 2).mean())
+    assert np.abs(error).max() > 0
