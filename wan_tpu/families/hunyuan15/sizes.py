@@ -28,7 +28,7 @@ def sizes(target: int) -> tuple[tuple[int, int], ...]:
 def default_size(target: int, height: float, width: float) -> tuple[int, int]:
     """Return the (height, width) for an image's: the size of the nearest shape that is no further from a square.
 
-    A shape beyond all sizes takes the last of them.
+    A shape beyond all sizes takes the longest of them.
     """
     shape = height / width
     known = [(round(h / w, 5) - shape, (h, w)) for h, w in sizes(target)]
