@@ -54,7 +54,7 @@ def flash_attention(
     *,
     heads: int | None = None,
     scale: float | None = None,
-    kv_len: int | None = None,
+    kv_len: int | jax.Array | None = None,
     softmax: Softmax = "auto",
     qk: LowPrecision | None = None,
     block_sizes: BlockSizes | None = None,
@@ -69,7 +69,8 @@ def flash_attention(
 
     scale: of the logits; None is D ** -0.5. With scale = log(2) the kernel need not multiply: fold the rest into q
         where q is still float32 (`folded_scale`).
-    kv_len: number of real keys, static; the rest of K and V is never looked at. None: all.
+    kv_len: number of real keys; the rest of K and V is never looked at. None: all. A number is compiled in; an int32
+        scalar is known only when the program runs, from 1 to the keys given, and not to be had with `qk`.
     softmax: "bounded" where its proof holds at run time, else "online"; "optimistic", repeated with "online" where it
         overflowed; "online"; "auto", the fastest: "optimistic", with 8-bit logits "bounded" before it (without, the
         proof's passes over Q, K and V cost what it saves). All are exact.
@@ -89,8 +90,7 @@ def flash_attention(
     if split:
         q, k, v = (_heads_to_batch(x, count) for x in (q, k, v))
     scale = width**-0.5 if scale is None else scale
-    multiplier, kv_len = scale * math.log2(math.e), kv_len or k.shape[1]
-    call = _Call(1 if split else count, width, shared, multiplier, kv_len, qk, block_sizes, interpret)
+    call = _Call(1 if split else count, width, shared, scale, *_keys(kv_len, k.shape[1]), qk, block_sizes, interpret)
     out = call.run(q, k, v, softmax)
     return (_batch_to_heads(out, count) if split else out).reshape(shape)
 
@@ -104,7 +104,7 @@ def flash_attention_unchecked(
     first_heads: tuple[int, int, int] = (0, 0, 0),
     width: int,
     scale: float,
-    kv_len: int,
+    kv_len: int | jax.Array,
     softmax: Literal["optimistic", "online"] = "optimistic",
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -119,9 +119,9 @@ def flash_attention_unchecked(
         q, k, v = (
             x[:, first * width : (first + heads) * width] for x, first in zip((q, k, v), first_heads, strict=True)
         )
-        given = {"heads": heads, "scale": scale, "kv_len": kv_len, "interpret": interpret}
-        return flash_attention(q, k, v, **given), jnp.asarray(True)
-    call = _Call(heads, width, shared, scale * math.log2(math.e), kv_len, None, None, interpret)
+        out = flash_attention(q, k, v, heads=heads, scale=scale, kv_len=kv_len, interpret=interpret)
+        return out, jnp.asarray(True)
+    call = _Call(heads, width, shared, scale, *_keys(kv_len, len(k)), None, None, interpret)
     first_q, first_k, first_v = (first // shared for first in first_heads)
     out, check = call.once(q[None], k[None], v[None], softmax, (first_q, first_k, first_v))
     return out[0], jnp.asarray(True) if check is None else jnp.all(jnp.isfinite(check))
@@ -154,11 +154,17 @@ class _Call:
     heads: int
     width: int  # D
     shared: int  # heads in the lanes of one tile
-    multiplier: float  # of q.k, to powers of two
-    kv_len: int
+    scale: float
+    kv_len: int  # the most there can be, if they are counted
+    count: jax.Array | None
     qk: LowPrecision | None
     block_sizes: BlockSizes | None
     interpret: Any
+
+    @property
+    def multiplier(self) -> float:
+        """Of q.k, to powers of two."""
+        return self.scale * math.log2(math.e)
 
     def once(
         self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: str, first: tuple[int, int, int]
@@ -170,9 +176,7 @@ class _Call:
             softmax = "online"
         elif softmax == "online":
             blocks = plan(fallback=True).blocks
-        tile = Tile(blocks, softmax, self.kv_len, self.multiplier, self.width, self.shared)
-        k, v = (_at_least(x, blocks.block_kv) for x in (k, v))
-        out, *check = flash_tiles([_at_least(q, blocks.block_q)], k, v, None, tile, self.heads, self.interpret, first)
+        out, *check = self._tiles([_at_least(q, blocks.block_q)], k, v, None, blocks, softmax, first)
         return out[:, :rows], check[0] if check else None
 
     def run(self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: Softmax) -> jax.Array:
@@ -188,11 +192,9 @@ class _Call:
         if self.qk:
             terms, k, scales = self._quantize(q, k, blocks, self.qk)
         terms = [_at_least(term, blocks.block_q) for term in terms]
-        k, v = (_at_least(x, blocks.block_kv) for x in (k, v))
 
         def way(name: str, blocks: BlockSizes = blocks) -> list[jax.Array]:
-            tile = Tile(blocks, name, self.kv_len, self.multiplier, self.width, self.shared)
-            return flash_tiles(terms, k, v, scales, tile, self.heads, self.interpret)
+            return self._tiles(terms, k, v, scales, blocks, name)
 
         def online() -> jax.Array:
             return way("online", spare)[0]
@@ -211,12 +213,32 @@ class _Call:
             out = lax.cond(bounded, lambda: way("bounded")[0], otherwise)
         return out[:, :rows]
 
+    def _tiles(
+        self,
+        terms: list[jax.Array],
+        k: jax.Array,
+        v: jax.Array,
+        scales: jax.Array | None,
+        blocks: BlockSizes,
+        softmax: str,
+        first: tuple[int, int, int] = (0, 0, 0),
+    ) -> list[jax.Array]:
+        counted = self.count is not None
+        tile = Tile(blocks, softmax, self.kv_len, self.multiplier, self.width, self.shared, counted)
+        k, v = (_at_least(x, blocks.block_kv) for x in (k, v))
+        return flash_tiles(terms, k, v, scales, tile, self.heads, self.interpret, first, self.count)
+
     def _bound_holds(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Whether all exponents and sums of every head stay in range without a shift; a boolean scalar."""
         slack = QUANTIZED_SLACK if self.qk else ROUNDING_SLACK
-        k, v = k[:, : self.kv_len], v[:, : self.kv_len]
+        k, v = self._real(k), self._real(v)
         largest = abs(self.multiplier) * slack * _largest_norm(q, self.heads) * _largest_norm(k, self.heads)
         return jnp.all(largest <= BOUND) & (jnp.max(jnp.abs(v)) <= LARGEST_VALUE)
+
+    def _real(self, x: jax.Array) -> jax.Array:
+        """Return keys or values [B, Lk, N * D] without those that don't count, or with zeros in their place."""
+        x = x[:, : self.kv_len]
+        return x if self.count is None else jnp.where((jnp.arange(self.kv_len) < self.count)[:, None], x, 0)
 
     def _quantize(
         self, q: jax.Array, k: jax.Array, blocks: BlockSizes, dtype: str
@@ -227,6 +249,13 @@ class _Call:
         [k], k_scale = quantize(k, self.heads, blocks.block_kv, dtype)
         scales = self.multiplier * q_scale[..., :, None] * k_scale[..., None, :]  # [B, N, query blocks, key blocks]
         return q_terms, k, scales.reshape(q.shape[0] * self.heads, -1)
+
+
+def _keys(kv_len: int | jax.Array | None, given: int) -> tuple[int, jax.Array | None]:
+    """Return the most keys that there can be, and their number [1] if only the program knows it."""
+    if isinstance(kv_len, jax.Array):
+        return given, kv_len.reshape(1).astype(jnp.int32)
+    return kv_len or given, None
 
 
 def repeated_if(wrong: jax.Array, found: T, again: Callable[[], T]) -> T:
@@ -265,7 +294,13 @@ def _batch_to_heads(x: jax.Array, heads: int) -> jax.Array:
 
 
 def _check(
-    q: jax.Array, k: jax.Array, v: jax.Array, heads: int | None, kv_len: int | None, softmax: str, qk: str | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    heads: int | None,
+    kv_len: int | jax.Array | None,
+    softmax: str,
+    qk: str | None,
 ) -> None:
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     dims = (3,) if heads is None else (2, 3)
@@ -274,7 +309,12 @@ def _check(
         raise ValueError(f"q, k, v must be {layout}, k and v of one shape, got {shapes}")
     if heads is not None and (heads < 1 or q.shape[-1] % heads):
         raise ValueError(f"heads must divide the last axis, got {heads} heads and {shapes}")
-    if kv_len is not None and not 1 <= kv_len <= k.shape[-2]:
+    if isinstance(kv_len, jax.Array):
+        if kv_len.size != 1 or not jnp.issubdtype(kv_len.dtype, jnp.integer):
+            raise ValueError(f"kv_len must be one whole number, got {kv_len.dtype} {kv_len.shape}")
+        if qk is not None:
+            raise ValueError(f"with qk={qk!r} kv_len must be a number that is known when the program is compiled")
+    elif kv_len is not None and not 1 <= kv_len <= k.shape[-2]:
         raise ValueError(f"kv_len must be from 1 to {k.shape[-2]}, the keys given, got {kv_len}")
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"q, k, v must all be bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}")

@@ -46,10 +46,11 @@ class Tile:
 
     blocks: BlockSizes
     softmax: str  # "bounded", "optimistic" or "online"
-    kv_len: int
+    kv_len: int  # real keys; the most there can be of a counted tile
     multiplier: float  # of q.k, to powers of two
     width: int  # D
     shared: int = 1  # heads in a tile's lanes
+    counted: bool = False  # whether the number of real keys is known only when the kernel runs
 
     @property
     def kv_steps(self) -> int:
@@ -71,40 +72,50 @@ def flash_tiles(
     heads: int,
     interpret: Any,
     first: tuple[int, int, int] = (0, 0, 0),
+    count: jax.Array | None = None,
 ) -> list[jax.Array]:
     """Run the kernel over all tiles.
 
     q: one or two terms whose sum Q is, [B, Lq, N * D] each; k, v [B, Lk, N * D]; Lq and Lk at least one block; scales
     [B * N, query blocks * key blocks] float32, which multiply a block's logits (in place of the multiplier), or None.
     Each may hold more heads: of those of Q, K and V, the ones of its tiles from `first` on are used.
+    count  of a counted tile, how many keys are real, int32 [1]; blocks behind them are neither fetched nor computed
     Returns the output [B, Lq, N * D]; with softmax "optimistic" also a check [B * N / S, 1, Lq] float32, zero where the
     sums and outputs of a row are finite and NaN where they are not.
     """
     (batch, q_len, _), tiles, blocks = q[0].shape, heads // tile.shared, tile.blocks
     d, lanes, width = tile.width, tile.width * tile.shared, tile.width * heads
     grid = (batch, tiles, -(-q_len // blocks.block_q), tile.kv_steps)
-    queries = pl.BlockSpec((None, blocks.block_q, lanes), lambda b, h, i, j: (b, i, first[0] + h))
-    rows = pl.BlockSpec((None, blocks.block_q, lanes), lambda b, h, i, j: (b, i, h))
-    keys = pl.BlockSpec((None, blocks.block_kv, lanes), lambda b, h, i, j: (b, j, first[1] + h))
-    values = pl.BlockSpec((None, blocks.block_kv, lanes), lambda b, h, i, j: (b, j, first[2] + h))
-    flags = pl.BlockSpec((None, 1, blocks.block_q), lambda b, h, i, j: (b * tiles + h, 0, i))
+
+    def real(j: jax.Array, counts: Sequence[Ref]) -> jax.Array:
+        """The block of keys at step j: beyond the last real one that one again, which is there."""
+        return jnp.minimum(j, lax.div(counts[0][0] - 1, blocks.block_kv)) if counts else j
+
+    queries = pl.BlockSpec((None, blocks.block_q, lanes), lambda b, h, i, j, *_: (b, i, first[0] + h))
+    rows = pl.BlockSpec((None, blocks.block_q, lanes), lambda b, h, i, j, *_: (b, i, h))
+    keys = pl.BlockSpec((None, blocks.block_kv, lanes), lambda b, h, i, j, *n: (b, real(j, n), first[1] + h))
+    values = pl.BlockSpec((None, blocks.block_kv, lanes), lambda b, h, i, j, *n: (b, real(j, n), first[2] + h))
+    flags = pl.BlockSpec((None, 1, blocks.block_q), lambda b, h, i, j, *_: (b * tiles + h, 0, i))
     table = [] if scales is None else [pl.BlockSpec(memory_space=pltpu.SMEM)]
     outputs = 2 if tile.softmax == "optimistic" else 1
     dtype = q[0].dtype
     return pl.pallas_call(
         functools.partial(_kernel, tile=tile, terms=len(q), scaled=scales is not None),
-        grid=grid,
-        in_specs=[*[queries for _ in q], keys, values, *table],
-        out_specs=[rows, flags][:outputs],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=int(tile.counted),
+            grid=grid,
+            in_specs=[*[queries for _ in q], keys, values, *table],
+            out_specs=[rows, flags][:outputs],
+            scratch_shapes=[
+                pltpu.VMEM((tile.shared, d + SUBLANES, blocks.block_q), jnp.float32),
+                pltpu.VMEM((tile.shared, SUBLANES, blocks.block_q), jnp.float32),
+                *([pltpu.VMEM((tile.shared, len(q), blocks.block_q, lanes), dtype)] if tile.shared > 1 else []),
+            ],
+        ),
         out_shape=[
             jax.ShapeDtypeStruct((batch, q_len, width), v.dtype),
             jax.ShapeDtypeStruct((batch * tiles, 1, q_len), jnp.float32),
         ][:outputs],
-        scratch_shapes=[
-            pltpu.VMEM((tile.shared, d + SUBLANES, blocks.block_q), jnp.float32),
-            pltpu.VMEM((tile.shared, SUBLANES, blocks.block_q), jnp.float32),
-            *([pltpu.VMEM((tile.shared, len(q), blocks.block_q, lanes), dtype)] if tile.shared > 1 else []),
-        ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=blocks.vmem_limit,
@@ -112,7 +123,7 @@ def flash_tiles(
         cost_estimate=_cost(q, k, tile, heads),
         interpret=interpret,
         name=f"flash_attention_{tile.softmax}" + ("" if dtype == jnp.bfloat16 else f"_{dtype.name}"),
-    )(*q, k, v, *([] if scales is None else [scales]))
+    )(*([] if count is None else [count]), *q, k, v, *([] if scales is None else [scales]))
 
 
 def _cost(q: Sequence[jax.Array], k: jax.Array, tile: Tile, heads: int) -> pl.CostEstimate:
@@ -129,6 +140,7 @@ def _cost(q: Sequence[jax.Array], k: jax.Array, tile: Tile, heads: int) -> pl.Co
 
 def _kernel(*refs: Ref, tile: Tile, terms: int, scaled: bool) -> None:
     """One grid step (b, h, i, j)."""
+    counts, refs = refs[: tile.counted], refs[tile.counted :]
     q_refs, (k_ref, v_ref), refs = refs[:terms], refs[terms : terms + 2], refs[terms + 2 :]
     scale_ref = refs[0] if scaled else None
     outputs = 2 if tile.softmax == "optimistic" else 1
@@ -144,7 +156,9 @@ def _kernel(*refs: Ref, tile: Tile, terms: int, scaled: bool) -> None:
         own = [apart[0].at[index, term] for term in range(terms)] if apart else q_refs
         return _Head(own, acc_ref.at[index], shift_ref.at[index], factor, slice(index * d, (index + 1) * d))
 
-    block = _Block([head(index) for index in range(tile.shared)], k_ref, v_ref, tile)
+    # The real keys from this block's first on: a number where only the last block can have other than real ones.
+    real: Index = counts[0][0] - step * tile.blocks.block_kv if counts else tile.last_keys
+    block = _Block([head(index) for index in range(tile.shared)], k_ref, v_ref, tile, real)
 
     @pl.when(step == 0)
     def _() -> None:
@@ -152,7 +166,10 @@ def _kernel(*refs: Ref, tile: Tile, terms: int, scaled: bool) -> None:
             block.separate(q_refs)
         block.start()
 
-    if tile.last_keys == tile.blocks.block_kv:
+    if counts:
+        pl.when(real >= tile.blocks.block_kv)(block.add_all)
+        pl.when((real > 0) & (real < tile.blocks.block_kv))(block.add_real)
+    elif tile.last_keys == tile.blocks.block_kv:
         block.add_all()
     elif tile.kv_steps == 1:
         block.add_real()
@@ -195,12 +212,13 @@ class _Head:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A block of queries, by heads, and one of keys: k_ref, v_ref [bkv, S * D]."""
+    """A block of queries, by heads, and one of keys: k_ref, v_ref [bkv, S * D], of which the first `real` are real."""
 
     heads: Sequence[_Head]
     k_ref: Ref
     v_ref: Ref
     tile: Tile
+    real: Index
 
     def separate(self, q_refs: Sequence[Ref]) -> None:
         """Write each head's queries, with zeros in the lanes of the others."""
@@ -219,7 +237,7 @@ class _Block:
                 head.shift_ref[...] = jnp.full_like(head.shift_ref, jnp.finfo(jnp.float32).min)
             elif self.tile.softmax == "optimistic":
                 count = min(FIRST_KEYS, self._schedule.chunk)
-                real = None if self.tile.kv_len >= count else self.tile.kv_len
+                real = None if self.tile.kv_len >= count and not self.tile.counted else self.real
                 for columns in self._columns():
                     largest = jnp.max(self._logits(head, 0, columns, real, count), axis=0, keepdims=True)
                     head.shift_ref[:, columns] = jnp.broadcast_to(largest + HEADROOM, (SUBLANES, largest.shape[1]))
@@ -230,8 +248,8 @@ class _Block:
 
     def add_real(self) -> None:
         """Add the last block, of which only some keys are real."""
-        chunk, real = self._schedule.chunk, self.tile.last_keys
-        if real <= chunk:
+        chunk, real = self._schedule.chunk, self.real
+        if isinstance(real, int) and real <= chunk:
             return self._add([0], real)
 
         # A loop, not unrolled: this block is one of many, and unrolled it would double the code to compile.
@@ -240,7 +258,7 @@ class _Block:
 
         return lax.fori_loop(0, pl.cdiv(real, chunk), body, None)
 
-    def _add(self, starts: Iterable[Index], real: int | None = None) -> None:
+    def _add(self, starts: Iterable[Index], real: Index | None = None) -> None:
         """Add the chunks of keys that begin at `starts`; with `real`, keys from there on do not count."""
         chunks = [(start, self._values(start, real)) for start in starts]
         units = [
@@ -271,7 +289,9 @@ class _Block:
             head.acc_ref[head.width :, columns] += jnp.sum(p.reshape(-1, SUBLANES, p.shape[1]), axis=0)
         head.acc_ref[: v.shape[0], columns] += _dot(v, p.astype(v.dtype), contract=(1, 0))
 
-    def _logits(self, head: _Head, start: Index, columns: Any, real: int | None, count: int | None = None) -> jax.Array:
+    def _logits(
+        self, head: _Head, start: Index, columns: Any, real: Index | None, count: int | None = None
+    ) -> jax.Array:
         """S^T [count or chunk, columns] float32 in powers of two; -inf for keys from `real` on."""
         k, q = self.k_ref[pl.ds(start, count or self._schedule.chunk), :], [ref[columns, :] for ref in head.q_refs]
         # Two terms are one product over 2 D: the MXU is 256 deep since v6e, so at D = 128 the second is nearly free.
@@ -280,7 +300,7 @@ class _Block:
             s = s * head.factor
         return s if real is None else jnp.where(_is_key(s.shape, start, real), s, -jnp.inf)
 
-    def _values(self, start: Index, real: int | None) -> list[jax.Array]:
+    def _values(self, start: Index, real: Index | None) -> list[jax.Array]:
         """V^T [D, chunk] of each head; with sums on the MXU [D + 8, chunk]: ones, and zeros to fill the register."""
         v = self.v_ref[pl.ds(start, self._schedule.chunk), :]
         if real is not None:  # what lies beyond an array's end may be NaN, and 0 * NaN is NaN
@@ -312,6 +332,6 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     ).astype(jnp.float32)
 
 
-def _is_key(shape: tuple[int, ...], start: Index, real: int) -> jax.Array:
+def _is_key(shape: tuple[int, ...], start: Index, real: Index) -> jax.Array:
     """Whether the rows of an array of keys, the first of them key `start`, are real."""
     return start + lax.broadcasted_iota(jnp.int32, shape, 0) < real

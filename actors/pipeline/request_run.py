@@ -7,6 +7,7 @@ from typing import Any
 
 from actors.engine import GeneratedVideo, OnEvent
 from actors.errors import InputLost, RequestFailed, StageFailed, StageLost, StageMoved
+from actors.observe.logs import log_event
 from actors.observe.span import Span
 from actors.pipeline.connection import PipelineConnection
 from actors.pipeline.losses import losses_explained
@@ -64,6 +65,8 @@ class RequestRun:
         except StorageError as error:
             raise RequestFailed(f"there is no telling how far it was: {error}", "lost") from None
         step = snapshot or 0
+        if step:
+            log_event(log, "goes on", job=self._key, step=step)
         while step < self._plan.request.steps:
             step = await self._denoise(self._plan.expert_at(step).stage, snapshot)
             snapshot = None

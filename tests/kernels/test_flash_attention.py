@@ -116,6 +116,25 @@ def test_keys_beyond_kv_len_are_never_looked_at(softmax):
     assert_exact(Case(q, k[:520], v[:520]), run(Case(q, k, v), softmax=softmax, kv_len=520))
 
 
+@functools.cache
+def counted_program(softmax):
+    """One program for any number of keys."""
+
+    def attend(q, k, v, count):
+        return flash_attention(q, k, v, kv_len=count, heads=1, softmax=softmax, block_sizes=SMALL, interpret=True)
+
+    return jax.jit(attend, compiler_options=FAST_COMPILE)
+
+
+@pytest.mark.parametrize("count", [1, 130, 256, 520, 700])
+@pytest.mark.parametrize("softmax", ["auto", "bounded", "online"])
+def test_a_number_of_keys_that_only_the_program_knows(softmax, count):
+    q, k, v = normal(300, 700)
+    k[count:], v[count:] = np.nan, np.nan
+    got = counted_program(softmax)(*(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)), count)
+    assert_exact(Case(q, k[:count], v[:count]), np.asarray(got, np.float32))
+
+
 @pytest.mark.parametrize(("heads", "width"), [(2, 128), (3, 64)])
 def test_layouts_agree(heads, width):
     rng = np.random.default_rng(1)
@@ -215,6 +234,8 @@ def test_simulated_tpu_memory(softmax):
         (((4, 8), (4, 8), (4, 8)), {"heads": 3}, "heads must divide"),
         (((1, 4, 8), (1, 4, 8), (1, 5, 8)), {}, "one shape"),
         (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"kv_len": 5}, "from 1 to 4"),
+        (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"kv_len": jnp.ones(2)}, "one whole number"),
+        (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"kv_len": jnp.int32(3), "qk": "int8"}, "known when the program"),
         (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"softmax": "fast"}, "'auto', 'bounded'"),
         (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"qk": "int4"}, "'int8'"),
     ],

@@ -31,7 +31,7 @@ def attention(
     """
     scale = math.log(2)
     if platform == "tpu":
-        return flash_attention(q, k, v, heads=heads, kv_len=kv_len, scale=scale)  # type: ignore[arg-type]
+        return flash_attention(q, k, v, heads=heads, kv_len=kv_len, scale=scale)
     some = kv_len if isinstance(kv_len, jax.Array) else None  # known when it runs: in every shape the same program
     if some is None:
         k, v = k[:kv_len], v[:kv_len]
@@ -58,8 +58,8 @@ def attention_part(
     from which on they count.
     """
     if platform == "tpu":
-        options = {"heads": heads, "first_heads": first_heads, "width": width, "scale": math.log(2), "kv_len": kv_len}
-        return flash_attention_unchecked(q, k, v, softmax=softmax, **options)  # type: ignore[arg-type]
+        given = {"heads": heads, "first_heads": first_heads, "width": width, "scale": math.log(2), "kv_len": kv_len}
+        return flash_attention_unchecked(q, k, v, softmax=softmax, **given)  # type: ignore[arg-type]
     mine = (x[:, n * width : (n + heads) * width] for x, n in zip((q, k, v), first_heads, strict=True))
     return attention(*mine, heads=heads, platform=platform, kv_len=kv_len), jnp.asarray(True)
 

@@ -1,5 +1,17 @@
-"""HunyuanVideo-1.5: makes videos as diffusers does, on one device and on several.
+"""HunyuanVideo-1.5."""
 
-It doesn't register itself (`FAMILY`) yet, so nothing finds it: on a TPU attention must take the number of keys from an
-array first, as the context's length changes from prompt to prompt.
-"""
+from wan_tpu.families.family import Family
+from wan_tpu.families.hunyuan15.presets import PRESETS
+from wan_tpu.families.hunyuan15.spec import HunyuanSpec
+
+FAMILY = Family(
+    name="hunyuan15",
+    title="HunyuanVideo-1.5",
+    example="hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v",
+    transformer="HunyuanVideo15Transformer3DModel",
+    presets=PRESETS,
+    spec=HunyuanSpec,
+    open=HunyuanSpec.open,
+    model="wan_tpu.families.hunyuan15.model:HunyuanModel",
+    small="wan_tpu.families.hunyuan15.small:make_checkpoint",
+)

@@ -21,6 +21,7 @@ from PIL import Image
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.hunyuan15 import components, text, transformer, vae
 from wan_tpu.families.hunyuan15.context import Given
+from wan_tpu.families.hunyuan15.flops import HunyuanFlops
 from wan_tpu.families.hunyuan15.presets import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS, HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import STRIDE
 from wan_tpu.families.hunyuan15.spec import DENOISE, HunyuanSpec
@@ -62,8 +63,8 @@ class HunyuanModel(Model):
 
     @property
     def flops(self) -> Flops:
-        """Not counted yet."""
-        raise NotImplementedError
+        """The floating-point operations of each stage."""
+        return HunyuanFlops(self.config, self.spec.context_tokens)
 
     # ---- shapes
 

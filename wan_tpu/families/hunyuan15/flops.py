@@ -1,0 +1,86 @@
+"""How much work the stages of a HunyuanVideo-1.5 model are, counted on diffusers' and transformers' own modules."""
+
+import math
+from typing import Any
+
+import torch
+import transformers
+from diffusers import AutoencoderKLHunyuanVideo15
+from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
+
+from wan_tpu.families.hunyuan15 import components
+from wan_tpu.families.hunyuan15.presets import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS, HunyuanConfig
+from wan_tpu.families.shared import t5
+from wan_tpu.families.shared.flop_count import count
+from wan_tpu.request import ResolvedRequest
+
+
+class HunyuanFlops:
+    """Floating-point operations (a multiply-add is two) of each stage of one model.
+
+    context_tokens  that the transformer sees beside the video's, those that only fill up included
+    """
+
+    def __init__(self, config: HunyuanConfig, context_tokens: int) -> None:
+        self._config, self._context_tokens = config, context_tokens
+
+    def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
+        """Encoding `prompts` prompts, what the request's own quotes, and the image."""
+        config = self._config
+        total = prompts * count(
+            lambda: t5.from_transformers(transformers.Qwen2_5_VLTextModel, config.text_encoder),
+            lambda module: _qwen(module, _ids(TEMPLATE_TOKENS + TEXT_TOKENS)),
+        )
+        if extract_glyph_texts(request.prompt) is not None:
+            build = components.glyph_encoder(config).build
+            total += count(build, lambda module: module.encoder(inputs_embeds=module.shared(_ids(GLYPH_TOKENS))))
+        if request.image is None or config.image_encoder is None:
+            return total
+        siglip = config.image_encoder | {"vision_use_head": False}
+        picture = torch.empty(1, 3, siglip["image_size"], siglip["image_size"], device="meta")
+        total += count(
+            lambda: t5.from_transformers(transformers.SiglipVisionModel, siglip), lambda module: module(picture)
+        )
+        pixels = torch.empty(1, 3, 1, request.height, request.width, device="meta")
+        return total + count(self._vae, lambda module: module.encode(pixels))
+
+    def step(self, latent_shape: tuple[int, ...], *, branches: int) -> int:
+        """One denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
+        return branches * count(
+            components.transformer(self._config).build, lambda module: self._run(module, latent_shape)
+        )
+
+    def decoder(self, latent_shape: tuple[int, ...]) -> int:
+        """Decoding latents [1, C, T, H, W]."""
+        latents = torch.empty(latent_shape, device="meta")
+        return count(self._vae, lambda module: module.decode(latents))
+
+    def _run(self, module: Any, latent_shape: tuple[int, ...]) -> None:
+        """The transformer's forward piece by piece: whole, it would look at values, and here are none."""
+        config = self._config.transformer
+        time = torch.empty(1, device="meta")
+        text = torch.empty(1, TEXT_TOKENS, config["text_embed_dim"], device="meta")
+        module.context_embedder(text, time, torch.ones(1, TEXT_TOKENS, dtype=torch.bool, device="meta"))
+        module.context_embedder_2(torch.empty(1, GLYPH_TOKENS, config["text_embed_2_dim"], device="meta"))
+        if images := self._context_tokens - TEXT_TOKENS - GLYPH_TOKENS:
+            module.image_embedder(torch.empty(1, images, config["image_embed_dim"], device="meta"))
+        embedding = module.time_embed(time, timestep_r=time if self._config.meanflow else None)
+        latents = torch.empty(1, config["in_channels"], *latent_shape[2:], device="meta")
+        video, turns = module.x_embedder(latents), module.rope(latents)
+        assert video.shape[1] == math.prod(latent_shape[2:])
+        context = torch.empty(1, self._context_tokens, video.shape[2], device="meta")
+        there = torch.ones(1, self._context_tokens, dtype=torch.bool, device="meta")
+        for block in module.transformer_blocks:
+            video, context = block(video, context, embedding, there, turns)
+        module.proj_out(module.norm_out(video, embedding))
+
+    def _vae(self) -> torch.nn.Module:
+        return AutoencoderKLHunyuanVideo15.from_config(self._config.vae)
+
+
+def _ids(length: int) -> torch.Tensor:
+    return torch.ones(1, length, dtype=torch.int32, device="meta")
+
+
+def _qwen(module: Any, ids: torch.Tensor) -> None:
+    module(inputs_embeds=module.embed_tokens(ids), use_cache=False)
