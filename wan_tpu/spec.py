@@ -8,6 +8,8 @@ import abc
 import dataclasses
 from dataclasses import dataclass
 
+from PIL import Image
+
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.request import FRAME_STRIDE, NAMED_SIZES, Defaults, GenerationRequest, ResolvedRequest, parse_size
 from wan_tpu.schedules.schedule import Schedule
@@ -94,8 +96,13 @@ class ModelSpec(abc.ABC):
         """Settings of a request that mean nothing to this model."""
         return ("guidance_scale_2",) if len(self.denoise_stages) == 1 else ()
 
-    def defaults_for(self, request: GenerationRequest) -> Defaults:
-        """Return what fills a request's open fields; a family whose videos take their image's shape says so."""
+    @property
+    def follows_image(self) -> bool:
+        """Whether a video has the shape of its image unless a request says another."""
+        return False
+
+    def defaults_for(self, picture: tuple[int, int] | None) -> Defaults:
+        """Return what fills a request's open fields; picture: (height, width) of the image that the video follows."""
         return self.defaults
 
     @property
@@ -163,13 +170,18 @@ class ModelSpec(abc.ABC):
         """Return the number of frames that the model makes which is nearest to a number."""
         return max(1, round((frames - 1) / self.frame_step) * self.frame_step + 1)
 
-    def plan(self, request: GenerationRequest, *, image: bool | None = None) -> RequestPlan:
+    def plan(
+        self, request: GenerationRequest, *, image: bool | None = None, picture: tuple[int, int] | None = None
+    ) -> RequestPlan:
         """Return what a request takes of this model; raises `InvalidRequest` when the model can't make it.
 
-        image  whether there is one, where the request doesn't hold it (yet)
+        image  whether there is one, where the request doesn't hold it (yet); picture  its (height, width), if known
         """
         image = request.image is not None if image is None else image
-        resolved = request.resolve(self.defaults_for(request))
+        if isinstance(request.image, Image.Image):
+            picture = request.image.height, request.image.width
+        open_size = request.height is None and request.width is None
+        resolved = request.resolve(self.defaults_for(picture if open_size else None))
         self.check(resolved, image=image)
         return RequestPlan(resolved, self.prompts(resolved), self.experts(resolved), self.shapes(resolved, image=image))
 

@@ -25,14 +25,19 @@ def frame(size: Size) -> int:
 
 
 def admit(
-    request: GenerationRequest, spec: ModelSpec, largest: Sequence[Size], *, image: bool = False
+    request: GenerationRequest,
+    spec: ModelSpec,
+    largest: Sequence[Size],
+    *,
+    image: bool = False,
+    picture: tuple[int, int] | None = None,
 ) -> ResolvedRequest:
     """Return a request with nothing left open; raises `InvalidRequest`.
 
     largest  sizes that fit the slices' memory, as an operator has said; empty where anything fits
-    image    whether there is one, which isn't looked at before all else is fine
+    image    whether there is one, which isn't looked at before all else is fine; picture  then its (height, width)
     """
-    resolved = spec.plan(request, image=image).request
+    resolved = spec.plan(request, image=image, picture=picture).request
     asked = (resolved.height, resolved.width, resolved.frames)
     if largest and not fits(asked, largest):
         raise _too_large(asked, largest, spec.frame_step)

@@ -61,6 +61,12 @@ def causal_conv(
     columns, rows  of the picture; what lies beyond is returned as zero
     """
     shape = conv_shape(x, weight, past, before, stride, vmem_bytes(interpret=interpret), interpret=interpret)
+    if norm_after is not None and shape.o_block < shape.o:
+        out = causal_conv(
+            x, weight, bias, past=past, edges=edges, norm=norm, residual=residual, before=before, stride=stride,
+            replicate=replicate, columns=columns, rows=rows, interpret=interpret,
+        )  # fmt: skip
+        return normalise(out, norm_after).astype(x.dtype)  # of zeros beyond the picture, zeros
     arrays, specs = [], []
 
     def give(array: jax.Array, block: tuple[int | None, ...], index: Any) -> None:
@@ -72,13 +78,13 @@ def causal_conv(
         size, last = shape.block, shape.x - 1
         rest = (shape.y, array.shape[3])
         frame = array.shape[0] // frames - 1
-        give(array, (frames, size, *rest), lambda j, i: (frame, shape.step(j, i), 0, 0))
+        give(array, (frames, size, *rest), lambda j, i, o: (frame, shape.step(j, i), 0, 0))
         for side in range(2 * edge):
             offset = size if side else -1
             give(
                 array,
                 (frames, 1, *rest),
-                lambda j, i, offset=offset: (frame, jnp.clip(shape.step(j, i) * size + offset, 0, last), 0, 0),
+                lambda j, i, o, offset=offset: (frame, jnp.clip(shape.step(j, i) * size + offset, 0, last), 0, 0),
             )
 
     tiles(x, shape.frames, shape.halo)
@@ -89,13 +95,15 @@ def causal_conv(
         nothing = jnp.zeros((shape.past + shape.frames, 1, shape.y, shape.c), x.dtype)
         for edge in edges:
             edge = nothing if edge is None else edge
-            give(edge, edge.shape, lambda j, i: (0, 0, 0, 0))
-    vectors = [bias, *(v for v in (norm, norm_after) if v is not None)]
-    matrix = conv_matrix(weight, shape)
-    for whole in (matrix, *(v.reshape(1, -1).astype(jnp.float32) for v in vectors)):
-        give(whole, whole.shape, lambda j, i: (0, 0))
+            give(edge, edge.shape, lambda j, i, o: (0, 0, 0, 0))
+    give(conv_matrix(weight, shape), (shape.inputs, shape.outputs), lambda j, i, o: (0, o))
+    give(_row(bias), (1, shape.o_block), lambda j, i, o: (0, o))
+    for vector in (norm, norm_after):
+        if vector is not None:
+            give(_row(vector), (1, len(vector)), lambda j, i, o: (0, 0))
+    result = (shape.out_frames, shape.block, shape.y, shape.o_block)
     if residual is not None:
-        tiles(residual, shape.out_frames, 0)
+        give(residual, result, lambda j, i, o: (0, shape.step(j, i), 0, o))
     specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
     arrays.append(jnp.asarray(shape.x if columns is None else columns, jnp.int32).reshape(1))
     seen = (shape.past + shape.frames, shape.block + shape.kx - 1, shape.y, shape.ky * shape.lanes)
@@ -111,14 +119,12 @@ def causal_conv(
             precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         ),
         out_shape=jax.ShapeDtypeStruct((shape.out_frames, shape.x, shape.y, shape.o), x.dtype),
-        grid=(shape.cores, shape.steps // shape.cores),
+        grid=(shape.cores, shape.steps // shape.cores, shape.o // shape.o_block),
         in_specs=specs,
-        out_specs=pl.BlockSpec(
-            (shape.out_frames, shape.block, shape.y, shape.o), lambda j, i: (0, shape.step(j, i), 0, 0)
-        ),
+        out_specs=pl.BlockSpec(result, lambda j, i, o: (0, shape.step(j, i), 0, o)),
         scratch_shapes=[pltpu.VMEM(seen, x.dtype)],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_bytes(interpret=interpret)
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem_bytes(interpret=interpret)
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * shape.out_frames * shape.x * shape.y * weight.size,
@@ -186,6 +192,10 @@ def causal_conv_reference(
     return inside(y, columns, rows).astype(x.dtype)
 
 
+def _row(vector: jax.Array) -> jax.Array:
+    return vector.reshape(1, -1).astype(jnp.float32)
+
+
 def normalise(x: jax.Array, gamma: jax.Array) -> jax.Array:
     """Return x over its root mean square over the last axis, times gamma [C], through SiLU; float32."""
     x = x.astype(jnp.float32)
@@ -213,9 +223,13 @@ def _kernel(*given, shape, norm, norm_after, residual, rows, replicate, precisio
     residual_ref = next(refs) if residual else None
     columns_ref, o_ref, seen_ref = refs
     step = shape.step(pl.program_id(0), pl.program_id(1))
-    frame = 0
-    for source in reversed(tiles):  # the past comes first
-        frame = _fill(source, edge_refs, seen_ref, frame, gamma, step, replicate, shape)
+
+    @pl.when(pl.program_id(2) == 0)
+    def _() -> None:
+        frame = 0
+        for source in reversed(tiles):  # the past comes first
+            frame = _fill(source, edge_refs, seen_ref, frame, gamma, step, replicate, shape)
+
     first_column = step * shape.block + jax.lax.broadcasted_iota(jnp.int32, (shape.part, shape.y, 1), 0)
     kept_rows = jax.lax.broadcasted_iota(jnp.int32, (shape.part, shape.y, 1), 1) < rows
     parts = shape.block // shape.part
@@ -234,7 +248,7 @@ def _kernel(*given, shape, norm, norm_after, residual, rows, replicate, precisio
         kept = kept_rows & (first_column + part < columns_ref[0])
         for i in range(shape.group):
             y = total[:, i * LANES : i * LANES + shape.o] if shape.group > 1 else total
-            y = (y + b_ref[...]).reshape(shape.part, shape.y, shape.o)
+            y = (y + b_ref[...]).reshape(shape.part, shape.y, -1)
             frame = group * shape.group + i
             if residual_ref is not None:
                 y = y + residual_ref[frame, pl.ds(part, shape.part)].astype(jnp.float32)

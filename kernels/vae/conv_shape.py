@@ -21,6 +21,7 @@ class ConvShape:
     """All sizes of one call.
 
     block   columns of a tile; group, part  frames and columns that one product makes
+    o_block outputs whose weights are in VMEM at once: all of them, unless they don't fit
     lanes   of one pixel's channels in the scratch, whole vector registers
     halo    whether columns beside the tile are needed
     """
@@ -39,6 +40,7 @@ class ConvShape:
     group: int
     block: int
     cores: int
+    o_block: int
 
     @property
     def lanes(self) -> int:
@@ -75,7 +77,7 @@ class ConvShape:
     @property
     def outputs(self) -> int:
         """Outputs of one product."""
-        return self.o if self.group == 1 else self.group * LANES
+        return self.o_block if self.group == 1 else self.group * LANES
 
     def step(self, core: Any, step: Any) -> Any:
         """Return the index of a tile."""
@@ -83,14 +85,17 @@ class ConvShape:
 
 
 def conv_matrix(weight: jax.Array, shape: ConvShape) -> jax.Array:
-    """Return the matrix of one product, [inputs, outputs]: zeros for unused lanes, and where frames don't meet."""
+    """Return the matrix of a pixel's products, [inputs, all outputs].
+
+    It has zeros for unused lanes, and where frames don't meet.
+    """
     unused = (0, shape.lanes - shape.c)
     padded = jnp.pad(weight.reshape(shape.kt, -1, shape.c, shape.o), ((0, 0), (0, 0), unused, (0, 0)))
     if shape.group > 1:
         padded = jnp.pad(padded, ((0, 0), (0, 0), (0, 0), (0, LANES - shape.o)))
         shifts = [((i, shape.group - 1 - i), (0, 0), (0, 0), (0, 0)) for i in range(shape.group)]
         padded = jnp.concatenate([jnp.pad(padded, shift) for shift in shifts], axis=-1)
-    return padded.reshape(shape.inputs, shape.outputs)
+    return padded.reshape(shape.inputs, -1)
 
 
 def conv_shape(
@@ -105,6 +110,9 @@ def conv_shape(
 ) -> ConvShape:
     """Return the sizes of a call, with the largest tile that fits in `vmem` bytes.
 
+    Where all weights don't fit beside one that keeps the matrix unit busy, they are fetched again for each tile, a part
+    of the outputs at a time.
+
     Raises `ValueError` for arrays that don't belong together, and for rows that don't fill tiles.
     """
     kt, kx, ky, c, o = weight.shape
@@ -116,12 +124,19 @@ def conv_shape(
     out_frames = (count + frames - kt) // stride + 1
     group = 2 if o <= LANES and mxu >= 2 * LANES and stride == 1 and out_frames % 2 == 0 else 1
     sizes = [n for n in range(1, columns + 1) if columns % n == 0 and (n == 1 or n * y <= PIXELS)]
-    for block in reversed(sizes):
+
+    def shape(block: int, o_block: int) -> ConvShape:
         parts = cores if columns // block % cores == 0 else 1
-        shape = ConvShape(frames, count, columns, y, c, o, kt, kx, ky, before, stride, group, block, parts)
-        if _vmem_use(shape, x.dtype.itemsize) <= vmem or block == 1:
-            return shape
-    raise AssertionError("a picture has at least one column")
+        return ConvShape(frames, count, columns, y, c, o, kt, kx, ky, before, stride, group, block, parts, o_block)
+
+    large = [block for block in sizes if block * y >= PIXELS_AT_ONCE // 2 or block == sizes[-1]]
+    some = [n for n in range(o - mxu, 0, -mxu) if o % n == 0] if o % mxu == 0 else []
+    wanted = [
+        *(shape(block, o) for block in reversed(large)),
+        *(shape(block, o_block) for block in reversed(large) for o_block in some),
+        *(shape(block, o) for block in reversed(sizes)),
+    ]
+    return next((one for one in wanted if _vmem_use(one, x.dtype.itemsize) <= vmem), shape(1, o))
 
 
 def _vmem_use(shape: ConvShape, itemsize: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.vae import causal_conv as causal_conv_module
 from kernels.vae import conv_shape as shapes
 from kernels.vae.causal_conv import causal_conv, causal_conv_reference
 from scripts.kernel_tables.conv_cases import CASES
@@ -111,6 +112,18 @@ def test_what_lies_beyond_the_picture_comes_out_as_zero(name):
 def test_no_tile_reads_what_another_has_not_written(monkeypatch):
     monkeypatch.setattr(shapes, "PIXELS", 32)
     call = Call((2, 4, 16, 8), 8, (3, 3, 3), past=2, before=(1, 1), pieces="norm residual")
+    simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
+    out = call.run(lambda *args, **more: causal_conv(*args, **more, interpret=simulated))
+    close(out, call.expected(), DTYPES["float32"])
+    assert not simulator.races.races_found
+
+
+def test_weights_that_do_not_fit_are_fetched_in_parts(monkeypatch):
+    monkeypatch.setattr(shapes, "PIXELS", 32)
+    monkeypatch.setattr(causal_conv_module, "vmem_bytes", lambda interpret: 9 * 2**20)  # the weights are 7 MiB
+    call = Call((1, 4, 16, 8), 512, (3, 3, 3), past=2, before=(1, 1), pieces="norm norm_after residual")
+    found = shapes.conv_shape(call.x, call.weight, call.past, (1, 1), 1, 9 * 2**20, interpret=True)
+    assert (found.o_block, found.steps) == (256, 2)
     simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
     out = call.run(lambda *args, **more: causal_conv(*args, **more, interpret=simulated))
     close(out, call.expected(), DTYPES["float32"])

@@ -4,6 +4,8 @@ import diffusers
 import pytest
 import torch
 from PIL import Image
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.families import preset_spec
@@ -40,3 +42,28 @@ def test_frames_counted_by_chunks_equal_all_frames(kind, checkpoint):
     pixels = torch.empty(1, 3, frames, 64, 96, device="meta")
     text = model.flops.encoder(GenerationRequest().resolve(model.spec.defaults), prompts=1)
     assert model.flops.encoder(request, prompts=1) - text == flops.count(vae, lambda module: module.encode(pixels))
+
+
+def test_the_pieces_of_hunyuan_s_transformer_are_its_forward(checkpoint):
+    """What is counted on meta tensors, piece by piece, against a run of the whole with values."""
+    model = load_pipeline(checkpoint("hunyuanvideo1.5-480p-i2v"), dtype="float32", mesh=(1, 1, 1)).runtime.model
+    shape, text, glyphs = (1, 4, 3, 4, 6), model.prompt_shapes["text"][0], model.prompt_shapes["glyphs"][0]
+    module = diffusers.HunyuanVideo15Transformer3DModel.from_config(model.config.transformer).eval()
+    # torch counts no operations of its fused attention on CPU.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        module(
+            torch.ones(1, 2 * 4 + 1, *shape[2:]), torch.tensor([5.0]), torch.ones(1, *text), torch.ones(1, text[0]),
+            None, torch.ones(1, *glyphs), torch.ones(1, glyphs[0]), torch.ones(1, *model.image_features_shape),
+        )  # fmt: skip
+    assert model.flops.step(shape, branches=2) == 2 * counter.get_total_flops() > 0
+
+
+def test_quotes_and_an_image_are_work_for_hunyuan_s_encoders(checkpoint):
+    model = load_pipeline(checkpoint("hunyuanvideo1.5-480p-i2v"), dtype="float32", mesh=(1, 1, 1)).runtime.model
+    image = Image.new("RGB", (8, 8))
+    requests = [GenerationRequest(), GenerationRequest(prompt='a sign says "open"'), GenerationRequest(image=image)]
+    plain, quoted, pictured = (
+        model.flops.encoder(request.resolve(model.spec.defaults), prompts=1) for request in requests
+    )
+    assert plain < quoted and plain < pictured
+    assert model.flops.encoder(requests[0].resolve(model.spec.defaults), prompts=2) == 2 * plain

@@ -134,7 +134,10 @@ def _joined(found: Sequence[_Back], gathered: Params) -> Mixed:
 
 @dataclass(frozen=True)
 class _Given:
-    """All tokens of a device's heads, `spread` of them and the others: q, v [L, N*D/G]; k in parts; rounds' heads."""
+    """All tokens of a device's heads: q, v [at least L, N*D/G]; k in parts; rounds' heads.
+
+    spread, others  how many queries are of tokens that are spread, and of others, which come after them
+    """
 
     q: jax.Array
     k: list[jax.Array]
@@ -143,6 +146,7 @@ class _Given:
     kv_len: int | jax.Array
     platform: str
     spread: int
+    others: int
 
     @property
     def rounds(self) -> list[int]:
@@ -167,9 +171,9 @@ class _Given:
 
     def back(self, mixed: jax.Array) -> _Back:
         """Send a round's result to where its tokens lie; return this device's, and the others', which stay."""
-        if self.spread == len(mixed):
+        if not self.others:
             return _back(mixed), None
-        return _back(mixed[: self.spread]), mixed[self.spread :]
+        return _back(mixed[: self.spread]), mixed[self.spread : self.spread + self.others]
 
 
 def _sent(
@@ -199,11 +203,18 @@ def _sent(
     if others is not None:
         starts = [sum(part.shape[1] for part in k[:number]) for number in range(len(k))]
         k = [
-            jnp.concatenate([part[: others.after], others.k[:, start : start + part.shape[1]]])
+            _followed(part, others.k[:, start : start + part.shape[1]], others.after)
             for part, start in zip(k, starts, strict=True)
         ]
-        q, v = jnp.concatenate([q, others.q]), jnp.concatenate([v[: others.after], others.v])
-    return _Given(q, k, v, width, kv_len, platform, spread)
+        q, v = _followed(q, others.q, spread), _followed(v, others.v, others.after)
+    return _Given(q, k, v, width, kv_len, platform, spread, 0 if others is None else len(others.q))
+
+
+def _followed(rows: jax.Array, others: jax.Array, after: int) -> jax.Array:
+    """Return rows with others after the first `after`: written over, since to concatenate XLA would copy both twice."""
+    length = -(-max(len(rows), after + len(others)) // LANES) * LANES
+    room = jnp.pad(rows, ((0, length - len(rows)), (0, 0)))
+    return jax.lax.dynamic_update_slice(room, others, (after, 0))
 
 
 def _back(mixed: jax.Array) -> jax.Array:

@@ -128,6 +128,7 @@ class Model(_Object):
     stages    that a video passes, in order
     defaults  of fields of a request that are left open
     sizes     that are usual; others are taken too, in multiples of `size_multiple`
+    follows_image  whether a video has its image's shape where no size is asked for
     limits    of fields that are numbers and that the model has; frames are a multiple of `frame_step`, and one
     solvers   its schedulers, the one that is used unless a request names another first
     largest   the largest sizes that the slices have memory for; anything if None
@@ -141,6 +142,7 @@ class Model(_Object):
     stages: list[str]
     defaults: dict[str, float | str]
     sizes: list[str]
+    follows_image: bool
     limits: dict[str, Limits]
     size_multiple: int
     frame_step: int
@@ -222,6 +224,7 @@ def model(name: str, created: int, spec: ModelSpec, largest: Sequence[Size]) -> 
         stages=list(spec.stages),
         defaults={"size": f"{width}x{height}"} | {PARAMS.get(field, field): value for field, value in defaults.items()},
         sizes=[f"{w}x{h}" for h, w in spec.usual_sizes],
+        follows_image=spec.follows_image,
         limits={PARAMS.get(name, name): Limits(minimum=low, maximum=high) for name, (low, high) in limits.items()},
         size_multiple=spec.size_multiple,
         frame_step=spec.frame_step,

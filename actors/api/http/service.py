@@ -59,8 +59,11 @@ class Service:
         self._check_webhook(fields.webhook_url)
         seed = secrets.randbelow(2**31)
         request = generation_request(fields, self.spec, seed=seed)
-        resolved = admit(request, self.spec, self.settings.largest, image=asked.has_image)
+        largest, follows = self.settings.largest, request.height is None and self.spec.follows_image
+        resolved = admit(request, self.spec, () if follows else largest, image=asked.has_image)
         image = await read_image(asked, self.images, self.settings.fetch)
+        if follows and image is not None:  # only now is there a size
+            resolved = admit(request, self.spec, largest, image=True, picture=(image.height, image.width))
         name = None if image is None else f"input-{secrets.token_hex(16)}.png"
         image_size = None if image is None else f"{image.width}x{image.height}"
         body: dict[str, Any] = resolved.to_json() | {"model": self.settings.model, "image": image_size}

@@ -118,6 +118,7 @@ def test_an_image_is_dropped_and_cancelled(page, worker, engine):
         ("wan2.2-i2v-a14b", 4, "(this model needs one)", ["Guidance, high noise", "Guidance, low noise", "Shift"]),
         ("wan2.1-t2v-1.3b", 3, None, ["Guidance", "Shift"]),
         ("cogvideox1.5-5b-i2v", 3, "(this model needs one)", ["Guidance"]),
+        ("hunyuanvideo1.5-480p-i2v", 3, "(this model needs one)", ["Guidance", "Shift"]),
     ],
 )
 def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, settings_of_it):
@@ -129,6 +130,8 @@ def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, 
         sync_api.expect(field).to_contain_text(image) if image else sync_api.expect(field).to_be_hidden()
         sync_api.expect(page.locator("article .bar i")).to_have_count(parts)
         assert page.get_by_label("Steps", exact=True).get_attribute("max") == "1000"
+        size, follows = page.get_by_label("Size", exact=True), preset_spec(model).follows_image
+        assert (size.input_value(), size.get_attribute("placeholder")) == ("", "as the image") or not follows
         assert page.get_by_label("Frames", exact=True).get_attribute("step") == str(preset_spec(model).frame_step)
         page.get_by_text("More", exact=True).click()
         for label in ("Guidance", "Guidance, high noise", "Guidance, low noise", "Shift"):

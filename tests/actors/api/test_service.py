@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import io
 import re
 import time
 
@@ -16,6 +17,12 @@ from tests.actors.api import serving
 from tests.actors.api.serving import create, done, served, wait_for
 from tests.conftest import PHOTO
 from wan_tpu.families import preset_spec
+
+
+def as_data_url(image):
+    png = io.BytesIO()
+    image.save(png, "PNG")
+    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
 
 
 def test_the_same_key_and_body_is_the_same_job(http):
@@ -178,6 +185,22 @@ def test_a_model_that_needs_an_image_says_so(settings):
         answer = create(http)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_reference")
         assert answer.json()["error"]["message"].startswith("input_reference: image is missing")
+
+
+def test_a_video_has_the_shape_of_its_image_where_the_model_says_so(settings):
+    with served(settings, preset_spec("hunyuanvideo1.5-480p-i2v")) as address, httpx.Client(base_url=address) as http:
+        [model] = http.get("/v1/models").json()["data"]
+        assert (model["follows_image"], model["defaults"]["size"]) == (True, "848x480")
+        for width, height, expected in ((300, 300, "640x640"), (90, 160, "480x848"), (4000, 400, "1280x320")):
+            image = {"image_url": as_data_url(Image.new("RGB", (width, height)))}
+            made = create(http, input_reference=image).json()
+            assert (made["size"], made["input_size"]) == (expected, f"{width}x{height}")
+        assert create(http, input_reference=image, size="640x352").json()["size"] == "640x352"
+    small = dataclasses.replace(settings, largest=((480, 832, 121),))
+    with served(small, preset_spec("hunyuanvideo1.5-480p-i2v")) as address, httpx.Client(base_url=address) as http:
+        image = {"image_url": as_data_url(Image.new("RGB", (300, 300)))}
+        refused = create(http, input_reference=image).json()["error"]["message"]
+        assert "640x640 with 121 frames is larger" in refused and "624x624 with 121 frames" in refused
 
 
 def test_a_model_says_what_it_makes_and_within_which_limits(settings):

@@ -5,15 +5,13 @@ import functools
 import math
 from dataclasses import dataclass
 
-from PIL import Image
-
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.hunyuan15 import presets
 from wan_tpu.families.hunyuan15.config import read_config
 from wan_tpu.families.hunyuan15.presets import HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import STRIDE, default_size
-from wan_tpu.request import FRAME_STRIDE, Defaults, GenerationRequest, ResolvedRequest, nearest_multiple
+from wan_tpu.request import FRAME_STRIDE, Defaults, ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
@@ -66,14 +64,17 @@ class HunyuanSpec(ModelSpec):
         """The checkpoint's own sampling settings, else the published ones; shift and guidance are the checkpoint's."""
         return dataclasses.replace(presets.defaults(self.config), **dict(self.own))  # type: ignore[arg-type]
 
-    def defaults_for(self, request: GenerationRequest) -> Defaults:
-        """The model's, with the size of the image's shape where the request says none."""
-        usual = self.defaults
-        if request.height is None and request.width is None and isinstance(request.image, Image.Image):
-            target, image = int(self.config.transformer["target_size"]), request.image
-            height, width = default_size(target, image.height, image.width)
-            return dataclasses.replace(usual, height=height, width=width)
-        return usual
+    @property
+    def follows_image(self) -> bool:
+        """Where there is one."""
+        return "i2v" in self.tasks
+
+    def defaults_for(self, picture: tuple[int, int] | None) -> Defaults:
+        """The model's, with the size that has the shape of the image."""
+        if picture is None:
+            return self.defaults
+        height, width = default_size(int(self.config.transformer["target_size"]), *picture)
+        return dataclasses.replace(self.defaults, height=height, width=width)
 
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
