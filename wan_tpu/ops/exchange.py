@@ -111,7 +111,7 @@ def exchanged_attention(
         weights = beside[number] if number < len(beside) else {}
         mixed, fine, weights, later, found = _barrier((mixed, fine, weights, given.k[1:], found))
         given = dataclasses.replace(given, k=[given.k[0], *later])
-        found.append(given.back(mixed))
+        found.append(_back(*mixed))
         right.append(fine)
         gathered |= weights
     for weights in beside[len(given.rounds) :]:
@@ -122,7 +122,7 @@ def exchanged_attention(
     wrong = jax.lax.psum((~jnp.stack(right).all()).astype(jnp.int32), AXES) > 0
 
     def again() -> tuple[_Back, ...]:
-        return tuple(given.back(given.attend(number, "online")[0]) for number in range(len(given.rounds)))
+        return tuple(_back(*given.attend(number, "online")[0]) for number in range(len(given.rounds)))
 
     return _joined(repeated_if(wrong, tuple(found), again), gathered)
 
@@ -134,46 +134,45 @@ def _joined(found: Sequence[_Back], gathered: Params) -> Mixed:
 
 @dataclass(frozen=True)
 class _Given:
-    """All tokens of a device's heads: q, v [at least L, N*D/G]; k in parts; rounds' heads.
-
-    spread, others  how many queries are of tokens that are spread, and of others, which come after them
-    """
+    """All tokens of a device's heads: q, v [L, N*D/G]; k in parts; others: queries [K, N*D/G]; rounds' heads."""
 
     q: jax.Array
     k: list[jax.Array]
     v: jax.Array
+    others: jax.Array | None
     width: int
     kv_len: int | jax.Array
     platform: str
-    spread: int
-    others: int
 
     @property
     def rounds(self) -> list[int]:
         few, *rest = (part.shape[1] // self.width for part in self.k)
         return [few, *(n for n in (rest[0] - few, few) if n)] if rest else [few]
 
-    def attend(self, number: int, softmax: Literal["optimistic", "online"]) -> tuple[jax.Array, jax.Array]:
-        """Return a round's result [L, columns], and whether it is right."""
+    def attend(self, number: int, softmax: Literal["optimistic", "online"]) -> tuple[_Back, jax.Array]:
+        """Return a round's result, [L, columns] and the others', and whether it is right."""
         first = sum(self.rounds[:number])
         part, first_key = (self.k[1], first - self.rounds[0]) if number else (self.k[0], 0)
-        return attention_part(
-            self.q,
-            part,
-            self.v,
-            heads=self.rounds[number],
-            first_heads=(first, first_key, first),
-            width=self.width,
-            kv_len=self.kv_len,
-            platform=self.platform,
-            softmax=softmax,
-        )
 
-    def back(self, mixed: jax.Array) -> _Back:
-        """Send a round's result to where its tokens lie; return this device's, and the others', which stay."""
-        if not self.others:
-            return _back(mixed), None
-        return _back(mixed[: self.spread]), mixed[self.spread : self.spread + self.others]
+        def attended(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return attention_part(
+                q,
+                part,
+                self.v,
+                heads=self.rounds[number],
+                first_heads=(first, first_key, first),
+                width=self.width,
+                kv_len=self.kv_len,
+                platform=self.platform,
+                softmax=softmax,
+            )
+
+        mixed, right = attended(self.q)
+        if self.others is None:
+            return (mixed, None), right
+        # By themselves: few, but to append them to the queries and to cut them off again moves all of these.
+        other, fine = attended(self.others)
+        return (mixed, other), right & fine
 
 
 def _sent(
@@ -199,28 +198,29 @@ def _sent(
     q = sent(own, gathered=False)
     q, parts = _barrier((q, make.key(rows)))
     k = [sent(part, gathered=True) for part in parts]
-    width, spread = q.shape[1] * jax.lax.axis_size("tp") // heads, len(q)
+    width = q.shape[1] * jax.lax.axis_size("tp") // heads
     if others is not None:
         starts = [sum(part.shape[1] for part in k[:number]) for number in range(len(k))]
         k = [
             _followed(part, others.k[:, start : start + part.shape[1]], others.after)
             for part, start in zip(k, starts, strict=True)
         ]
-        q, v = _followed(q, others.q, spread), _followed(v, others.v, others.after)
-    return _Given(q, k, v, width, kv_len, platform, spread, 0 if others is None else len(others.q))
+        v = _followed(v, others.v, others.after)
+    return _Given(q, k, v, None if others is None else others.q, width, kv_len, platform)
 
 
 def _followed(rows: jax.Array, others: jax.Array, after: int) -> jax.Array:
-    """Return rows with others after the first `after`: written over, since to concatenate XLA would copy both twice."""
-    length = -(-max(len(rows), after + len(others)) // LANES) * LANES
-    room = jnp.pad(rows, ((0, length - len(rows)), (0, 0)))
-    return jax.lax.dynamic_update_slice(room, others, (after, 0))
+    """Return rows with others after the first `after`, each written once: XLA's own way to join them takes longer."""
+    room = jax.lax.empty((max(len(rows), after + len(others)), rows.shape[1]), rows.dtype)
+    for part, start in ((rows, 0), (others, after)):
+        room = jax.lax.dynamic_update_slice(room, part, (start, 0))
+    return room
 
 
-def _back(mixed: jax.Array) -> jax.Array:
-    """[L, columns] of this device's heads -> [G, t, columns] of its tokens."""
+def _back(mixed: jax.Array, other: jax.Array | None) -> _Back:
+    """[L, columns] of this device's heads -> [G, t, columns] of its tokens; the others' stay."""
     groups = jax.lax.axis_size("tp")
-    return mixed if groups == 1 else _exchange(mixed.reshape(groups, -1, mixed.shape[1]))
+    return mixed if groups == 1 else _exchange(mixed.reshape(groups, -1, mixed.shape[1])), other
 
 
 def _exchange(x: jax.Array) -> jax.Array:
