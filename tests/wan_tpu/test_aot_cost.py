@@ -105,7 +105,10 @@ ENTRY %main (x: f32[128]) -> f32[128] {{
   %gathered = f32[256]{{0:T(128)}} all-gather-done(%gather)
   %reduced = f32[128]{{0:T(128)}} all-reduce(%x), replica_groups={{{{0,1}}}}, to_apply=%sum
   %fetch = (f32[128]{{0:T(128)S(1)}}, f32[128]{{0:T(128)}}, u32[]{{:S(2)}}) copy-start(%x)
-  ROOT %fetched = f32[128]{{0:T(128)S(1)}} copy-done(%fetch)
+  %fetched = f32[128]{{0:T(128)S(1)}} copy-done(%fetch)
+  %look = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore"
+  %look.update = ((f32[4096], s32[128]), f32[128]{{0:T(128)}}) call-update(%look, %table, %x)
+  ROOT %looked = f32[128]{{0:T(128)}} call-done(%look.update)
 }}
 """
 
@@ -118,6 +121,7 @@ def test_only_what_no_work_hides_is_exposed():
     assert found["gathered"].seconds.floor == 0  # the addition reads 512 bytes: exactly as long
     assert found["reduced"].seconds.estimate == 512
     assert found["fetched"].seconds.floor == 512
+    assert found["looked"].seconds.floor == 512  # what a SparseCore looks up, from the update on
     assert found["fetched"].category == "copies"
 
 

@@ -153,8 +153,11 @@ class _Run:
         kind = traffic.collective_kind(instruction, walk.module)
         if kind is not None:
             return self._collective(instruction, kind)
-        if opcode.endswith("-start"):
-            moved = sum(shape.bytes for user in self.computation.users[instruction.name] for shape in user.shapes)
+        if opcode.endswith(("-start", "-update")):
+            users = self.computation.users[instruction.name]
+            if any(user.opcode.endswith("-update") for user in users):  # of a SparseCore, which begins only there
+                return ZERO
+            moved = sum(shape.bytes for user in users for shape in user.shapes)
             self.copies.start(instruction.name, self.now, moved / walk.hardware.hbm_bytes_per_s)
             return ZERO
         if opcode.endswith("-done") or "async-done" in instruction.name:

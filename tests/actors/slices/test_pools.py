@@ -1,4 +1,4 @@
-"""Every family's kind of model on two pools, the ends of a request and its experts: the video of one process."""
+"""Every family's kinds of models with one expert on two pools, its own and that of the ends: the video of one process."""
 
 import asyncio
 import dataclasses
@@ -26,9 +26,11 @@ pools:
 KINDS = {
     "wan2.1-t2v-1.3b": GenerationRequest(prompt="A cat", height=64, width=64, frames=9, steps=6),
     "wan2.2-ti2v-5b": GenerationRequest(prompt="A dog runs", image=PHOTO, height=64, width=64, frames=9, steps=6),
-    "wan2.2-i2v-a14b": GenerationRequest(prompt="A cat", image=PHOTO, height=64, width=64, frames=9, steps=6),
     "cogvideox1.5-5b-i2v": GenerationRequest(
         prompt="A cat", image=PHOTO, height=64, width=64, frames=9, steps=6, solver="dpm"
+    ),
+    "hunyuanvideo1.5-480p-i2v": GenerationRequest(
+        prompt='A cat holds "hello"', image=PHOTO, height=64, width=64, frames=9, steps=6
     ),
 }
 

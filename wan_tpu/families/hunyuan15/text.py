@@ -14,7 +14,7 @@ from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5 as re
 
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.hunyuan15.presets import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS
-from wan_tpu.families.shared.tokenizing import tokenized
+from wan_tpu.families.shared.tokenizing import cut, tokenized
 from wan_tpu.runtime.bridge import Params, call
 
 _INSTRUCTIONS: str = (
@@ -42,14 +42,14 @@ def prompt_tokens(folder: Path, prompt: str) -> tuple[np.ndarray, np.ndarray, li
     warnings = []
     if whole > length:
         end = tokenizer.decode(tokens["input_ids"][0, -9:], skip_special_tokens=True)
-        warnings.append(f"the prompt is {whole - length} tokens too long: cut after «… {end.strip()}»")
+        warnings.append(cut("the prompt", whole - TEMPLATE_TOKENS, TEXT_TOKENS, end))
     return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32), warnings
 
 
 def glyph_tokens(folder: Path, prompt: str, vocabulary: int) -> tuple[np.ndarray, np.ndarray, list[str]] | None:
     """Return ids and mask of what a prompt quotes, int32 [1, 256], and a warning if it was cut; None without quotes."""
     quoted = reference.extract_glyph_texts(prompt)
-    return None if quoted is None else tokenized(folder, quoted, GLYPH_TOKENS, vocabulary)
+    return None if quoted is None else tokenized(folder, quoted, GLYPH_TOKENS, vocabulary, "quoted text")
 
 
 def encode_prompt(module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:

@@ -8,11 +8,14 @@ import transformers
 from wan_tpu.errors import CheckpointError
 
 
-def tokenized(folder: Path, prompt: str, length: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def tokenized(
+    folder: Path, prompt: str, length: int, vocabulary: int, name: str = "the prompt"
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return token ids and mask, both int32 [1, length], and a warning if the prompt was cut.
 
     folder      of the tokenizer; raises `CheckpointError` where there is none that works
     vocabulary  tokens that the text encoder knows: transformers makes a tokenizer of no words where its file is missing
+    name        of what is tokenized, for the warning
     """
     settings = {"padding": "max_length", "max_length": length, "truncation": True, "return_tensors": "np"}
     try:
@@ -27,5 +30,10 @@ def tokenized(folder: Path, prompt: str, length: int, vocabulary: int) -> tuple[
     whole = len(tokenizer(prompt, verbose=False)["input_ids"])
     if whole > length:
         end = tokenizer.decode(tokens["input_ids"][0, -9:-1], skip_special_tokens=True)
-        warnings.append(f"the prompt is {whole} tokens long, the model reads {length}: cut after «… {end.strip()}»")
+        warnings.append(cut(name, whole, length, end))
     return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32), warnings
+
+
+def cut(name: str, tokens: int, read: int, end: str) -> str:
+    """Return the warning that something was cut; end: the last words that are read."""
+    return f"{name} is {tokens} tokens long, the model reads {read}: cut after «… {end.strip()}»"
