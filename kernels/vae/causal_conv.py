@@ -224,12 +224,15 @@ def _kernel(*given, shape, norm, norm_after, residual, rows, replicate, precisio
     columns_ref, o_ref, seen_ref = refs
     step = shape.step(pl.program_id(0), pl.program_id(1))
 
-    @pl.when(pl.program_id(2) == 0)
-    def _() -> None:
+    def fill() -> None:
         frame = 0
         for source in reversed(tiles):  # the past comes first
             frame = _fill(source, edge_refs, seen_ref, frame, gamma, step, replicate, shape)
 
+    if shape.o_block == shape.o:
+        fill()
+    else:
+        pl.when(pl.program_id(2) == 0)(fill)
     first_column = step * shape.block + jax.lax.broadcasted_iota(jnp.int32, (shape.part, shape.y, 1), 0)
     kept_rows = jax.lax.broadcasted_iota(jnp.int32, (shape.part, shape.y, 1), 1) < rows
     parts = shape.block // shape.part

@@ -9,11 +9,12 @@ import pytest
 
 from tests.conftest import PHOTO, ROOT, with_devices
 from wan_tpu import MeshError
-from wan_tpu.families import preset_spec
-from wan_tpu.families.wan.model import WanModel
-from wan_tpu.families.wan.presets import PRESETS
+from wan_tpu.aot.programs import AbstractRuntime
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families.model import open_model, preset_model
 from wan_tpu.runtime.components import abstract_component
 from wan_tpu.runtime.mesh import Rule, fill_shape, make_mesh, token_layout, weight_spec
+from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.tiny import make_checkpoint
 
 
@@ -36,19 +37,41 @@ def test_sixteen_devices_give_the_latents_of_one(tmp_path):
         assert np.abs(latents[mesh] - expected).max() <= 1e-4 * np.abs(expected).max(), mesh
 
 
-@pytest.mark.parametrize("kind", PRESETS)
+# Billions of parameters of the transformer and of the text encoder, as published.
+BILLIONS = {
+    "wan2.1-t2v-1.3b": (1.4, 5.68),
+    "wan2.1-t2v-14b": (14.3, 5.68),
+    "wan2.1-i2v-14b-480p": (16.4, 5.68),
+    "wan2.2-i2v-a14b": (14.3, 5.68),
+    "wan2.2-ti2v-5b": (5.0, 5.68),
+    "cogvideox-2b": (1.69, 4.76),
+    "cogvideox1.5-5b-i2v": (5.57, 4.76),
+    "hunyuanvideo1.5-720p-i2v": (8.33, 6.6),  # of Qwen's 7.07 without the last two layers and the table of outputs
+}
+
+
+@pytest.mark.parametrize("kind", BILLIONS)
 def test_every_weight_of_the_published_models_matches_one_rule(kind):
     """abstract_component refuses a weight that matches none or several."""
-    model = WanModel(preset_spec(kind))
+    model = preset_model(kind)
     assert model.spec.name == kind
     mesh = make_mesh((1, 1, 1), heads=model.spec.heads)
     sizes = {}
     for name, component in model.components.items():
         params = abstract_component(component, "bfloat16", mesh).params
         sizes[name] = sum(p.size for p in jax.tree.leaves(params)) / 1e9
-    billions = {"1.3b": 1.4, "5b": 5.0, "14b": 14.3, "a14b": 14.3, "480p": 16.4, "720p": 16.4}[kind.split("-")[-1]]
-    assert sizes[model.spec.denoise_stages[0]] == pytest.approx(billions, rel=0.03)
-    assert sizes["text_encoder"] == pytest.approx(5.68, rel=0.01)
+    found = sizes[model.spec.denoise_stages[0]], sizes["text_encoder"]
+    assert found == pytest.approx(BILLIONS[kind], rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["wan2.1-i2v-14b-480p", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v"])
+def test_programs_compiled_ahead_are_of_the_weights_that_are_loaded(kind, checkpoint):
+    model, shapes = open_model(Checkpoint(checkpoint(kind))), []
+    mesh = make_mesh((1, 1, 1), heads=model.spec.heads)
+    for runtime in (AbstractRuntime(model, mesh, "bfloat16"), Runtime(model, mesh, "bfloat16", keep_weights=True)):
+        params = {name: runtime.component(name).params for name in model.components}
+        shapes.append(jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), params))
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize(

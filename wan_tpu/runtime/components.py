@@ -104,7 +104,8 @@ def abstract_component(component: Component, dtype: str, mesh: Mesh) -> Loaded:
     params: dict[str, Any] = {}
     for name, weight in _weights(module, _scan(module, component.scanned), component, dtype, mesh):
         if isinstance(weight, torch.Tensor):
-            weight = _Weight(name, None, tuple(weight.shape), weight.numpy().dtype, replicated(mesh))
+            kind = jax.dtypes.canonicalize_dtype(weight.numpy().dtype)  # as JAX keeps it: int32 of torch's int64
+            weight = _Weight(name, None, tuple(weight.shape), kind, replicated(mesh))
         params[name] = jax.ShapeDtypeStruct(weight.shape, weight.kind, sharding=weight.sharding)
     return Loaded(module, params)
 

@@ -17,7 +17,8 @@ from wan_tpu.families.shared.tokens import half_split
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
 
-_WHOLE = (Rule(r".*", ()),)  # the VAE, 1.26 G parameters, and SigLIP, 0.4 G: a copy (of a half) on every device
+# The VAE, 1.26 G parameters, SigLIP, 0.4 G, and ByT5, 0.2 G: a copy (of a half) on every device.
+_WHOLE = (Rule(r".*", ()),)
 # Of Qwen, 7 G parameters. O outputs, I inputs of a projection.
 _COLUMNS, _ROWS = ("tp", None), (None, "tp")  # [O, I]
 _QWEN_RULES = (
@@ -62,8 +63,9 @@ def text_encoder(config: HunyuanConfig) -> Component:
 
 
 def glyph_encoder(config: HunyuanConfig) -> Component:
-    """Return ByT5."""
-    return dataclasses.replace(t5.text_encoder("T5EncoderModel", config.glyph_encoder), folder="text_encoder_2")
+    """Return ByT5; its six heads divide over few meshes."""
+    encoder = t5.text_encoder("T5EncoderModel", config.glyph_encoder)
+    return dataclasses.replace(encoder, folder="text_encoder_2", rules=_WHOLE)
 
 
 def image_encoder(config: HunyuanConfig) -> Component:
