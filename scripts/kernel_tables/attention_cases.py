@@ -25,8 +25,12 @@ def ours(
     vmem_limit: int | None,
     qk: str | None = None,
     shared: int = 1,
+    counted: bool = False,
 ) -> Case:
-    """Return flash_tiles at one block size and schedule (a dict of Schedule's fields); shared: heads in 128 lanes."""
+    """Return flash_tiles at one block size and schedule (a dict of Schedule's fields).
+
+    shared: heads in 128 lanes; counted: whether the number of keys is known only when the kernel runs
+    """
     unrolled = Schedule(**schedule)
     tile = Tile(
         BlockSizes(block_q, block_kv, unrolled, unrolled, vmem_limit),
@@ -35,6 +39,7 @@ def ours(
         1.0,
         D // shared,
         shared,
+        counted,
     )
     terms = 2 if qk == "float8_e4m3fn" else 1  # as flash_attention gives them
     shapes = (
@@ -42,6 +47,9 @@ def ours(
         jax.ShapeDtypeStruct((1, STEPS * block_kv, D), jnp.dtype(qk or "bfloat16")),
         jax.ShapeDtypeStruct((1, STEPS * block_kv, D), jnp.bfloat16),
     )
+    if counted:
+        count = jax.ShapeDtypeStruct((1,), jnp.int32)
+        return lambda q, k, v, n: flash_tiles(q, k, v, None, tile, shared, False, count=n), (*shapes, count)
     if qk is None:
         return lambda q, k, v: flash_tiles(q, k, v, None, tile, shared, False), shapes
     scales = jax.ShapeDtypeStruct((shared, STEPS * STEPS), jnp.float32)

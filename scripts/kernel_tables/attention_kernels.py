@@ -34,13 +34,25 @@ def table(chip: str) -> Iterator[Row]:
     for softmax in ("bounded", "optimistic", "online"):
         yield ours(chip, softmax, None)
     yield ours(chip, "optimistic", None, width=64)
+    yield ours(chip, "optimistic", None, counted=True)
     yield ours(chip, "bounded", LOW_PRECISION[chip])
     for peer in ("splash", "tokamax"):
         yield _count(chip, peer, PEER_TILE["block_q"], PEER_TILE["block_kv"], PEER_TILE)
 
 
-def ours(chip: str, softmax: str, qk: str | None, blocks: BlockSizes | None = None, *, width: int = LANES) -> Row:
-    """Count one of our kernels, at the block table's sizes unless others are given; width: of a head."""
+def ours(
+    chip: str,
+    softmax: str,
+    qk: str | None,
+    blocks: BlockSizes | None = None,
+    *,
+    width: int = LANES,
+    counted: bool = False,
+) -> Row:
+    """Count one of our kernels, at the block table's sizes unless others are given.
+
+    width  of a head; counted  whether the number of keys is known only when the kernel runs
+    """
     blocks = blocks or TABLE.get((chip, qk or "bfloat16"), DEFAULT)
     schedule: Schedule = blocks.online if softmax == "online" else blocks.fixed
     options = {
@@ -51,8 +63,10 @@ def ours(chip: str, softmax: str, qk: str | None, blocks: BlockSizes | None = No
         "vmem_limit": blocks.vmem_limit,
         "qk": qk,
         "shared": LANES // width,
+        "counted": counted,
     }
-    variant = f"{softmax}{f', {qk}' if qk else ''}{f', heads of {width}' if width < LANES else ''}"
+    more = (qk, f"heads of {width}" if width < LANES else None, "any number of keys" if counted else None)
+    variant = ", ".join([softmax, *filter(None, more)])
     return _count(chip, "ours", blocks.block_q, blocks.block_kv, options, variant)
 
 
