@@ -47,15 +47,26 @@ class Checkpoint:
         """Return a component's configuration."""
         return self._json(f"{component}/{file}")
 
-    def defaults(self) -> dict[str, float]:
-        """Return the sampling settings in wan_tpu.json, which an unpublished model may have beside its index.
+    def own(self, *others: str) -> dict[str, Any]:
+        """Return wan_tpu.json, which one may put beside a model's index: "defaults", and others that its family has.
 
-        `{"defaults": {"height": 64, "width": 64, "frames": 17, ...}}`, by the names of `wan_tpu.request.Defaults`; {}
-        without the file. Raises `CheckpointError`.
+        {} without the file. Raises `CheckpointError`.
         """
-        if not (self.folder / OWN).is_file():
-            return {}
-        found = self._json(OWN).get("defaults", {})
+        found = self._json(OWN) if (self.folder / OWN).is_file() else {}
+        allowed = ("defaults", *others)
+        if unknown := sorted(set(found) - set(allowed)):
+            raise CheckpointError(
+                f"{self.folder / OWN} says {', '.join(unknown)}; this model has only {', '.join(allowed)}"
+            )
+        return found
+
+    def defaults(self, *others: str) -> dict[str, float]:
+        """Return the sampling settings in wan_tpu.json; others: as `own` takes them.
+
+        `{"defaults": {"height": 64, "width": 64, "frames": 17, ...}}`, by the names of `wan_tpu.request.Defaults`.
+        Raises `CheckpointError`.
+        """
+        found = self.own(*others).get("defaults", {})
         allowed = [field.name for field in dataclasses.fields(Defaults)]
         try:
             unknown = sorted(set(found) - set(allowed))

@@ -41,7 +41,7 @@ def causal_conv(
     stride: int = 1,
     replicate: bool = False,
     columns: jax.Array | int | None = None,
-    rows: int | None = None,
+    rows: jax.Array | int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Return the convolution, [T', X, Y, O] in the dtype of x, of frames that follow `past` ones.
@@ -105,7 +105,8 @@ def causal_conv(
     if residual is not None:
         give(residual, result, lambda j, i, o: (0, shape.step(j, i), 0, o))
     specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
-    arrays.append(jnp.asarray(shape.x if columns is None else columns, jnp.int32).reshape(1))
+    kept = (shape.x if columns is None else columns, shape.y if rows is None else rows)
+    arrays.append(jnp.stack([jnp.asarray(count, jnp.int32) for count in kept]))
     seen = (shape.past + shape.frames, shape.block + shape.kx - 1, shape.y, shape.ky * shape.lanes)
     return pl.pallas_call(
         functools.partial(
@@ -114,7 +115,6 @@ def causal_conv(
             norm=norm is not None,
             norm_after=norm_after is not None,
             residual=residual is not None,
-            rows=shape.y if rows is None else rows,
             replicate=replicate,
             precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         ),
@@ -151,7 +151,7 @@ def causal_conv_reference(
     stride: int = 1,
     replicate: bool = False,
     columns: jax.Array | int | None = None,
-    rows: int | None = None,
+    rows: jax.Array | int | None = None,
 ) -> jax.Array:
     """Return the same as `causal_conv`, in plain jnp; any Y.
 
@@ -204,16 +204,16 @@ def normalise(x: jax.Array, gamma: jax.Array) -> jax.Array:
     return scaled / (1 + jnp.exp(-scaled))
 
 
-def inside(x: jax.Array, columns: jax.Array | int | None, rows: int | None) -> jax.Array:
+def inside(x: jax.Array, columns: jax.Array | int | None, rows: jax.Array | int | None) -> jax.Array:
     """Return x [T, X, Y, C] with zeros beyond the picture's columns and rows."""
     if columns is not None:
         x = jnp.where(jnp.arange(x.shape[1])[:, None, None] < columns, x, 0)
-    if rows is not None and rows < x.shape[2]:
+    if rows is not None and not (isinstance(rows, int) and rows >= x.shape[2]):
         x = jnp.where(jnp.arange(x.shape[2])[:, None] < rows, x, 0)
     return x
 
 
-def _kernel(*given, shape, norm, norm_after, residual, rows, replicate, precision):  # type: ignore[no-untyped-def]
+def _kernel(*given, shape, norm, norm_after, residual, replicate, precision):  # type: ignore[no-untyped-def]
     refs = iter(given)
     tiles = [list(itertools.islice(refs, 1 + 2 * shape.halo)) for _ in range(2 if shape.past else 1)]
     edge_refs = list(itertools.islice(refs, 2 * shape.halo))
@@ -221,7 +221,7 @@ def _kernel(*given, shape, norm, norm_after, residual, rows, replicate, precisio
     gamma = next(refs)[0] if norm else None
     gamma_after = next(refs)[0] if norm_after else None
     residual_ref = next(refs) if residual else None
-    columns_ref, o_ref, seen_ref = refs
+    kept_ref, o_ref, seen_ref = refs
     step = shape.step(pl.program_id(0), pl.program_id(1))
 
     def fill() -> None:
@@ -234,7 +234,7 @@ def _kernel(*given, shape, norm, norm_after, residual, rows, replicate, precisio
     else:
         pl.when(pl.program_id(2) == 0)(fill)
     first_column = step * shape.block + jax.lax.broadcasted_iota(jnp.int32, (shape.part, shape.y, 1), 0)
-    kept_rows = jax.lax.broadcasted_iota(jnp.int32, (shape.part, shape.y, 1), 1) < rows
+    kept_rows = jax.lax.broadcasted_iota(jnp.int32, (shape.part, shape.y, 1), 1) < kept_ref[1]
     parts = shape.block // shape.part
 
     def products(index, _):  # type: ignore[no-untyped-def]
@@ -248,7 +248,7 @@ def _kernel(*given, shape, norm, norm_after, residual, rows, replicate, precisio
         ]
         joined = jnp.concatenate(inputs, axis=1) if len(inputs) > 1 else inputs[0]
         total = jnp.dot(joined, w_ref[...], precision=precision, preferred_element_type=jnp.float32)
-        kept = kept_rows & (first_column + part < columns_ref[0])
+        kept = kept_rows & (first_column + part < kept_ref[0])
         for i in range(shape.group):
             y = total[:, i * LANES : i * LANES + shape.o] if shape.group > 1 else total
             y = (y + b_ref[...]).reshape(shape.part, shape.y, -1)

@@ -1,5 +1,7 @@
 """HunyuanVideo-1.5's VAE, frame by frame and cut over devices, against diffusers' module."""
 
+import json
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +12,8 @@ import torch
 
 from tests.conftest import ROOT, with_devices
 from tests.wan_tpu.hunyuan15_vae_worker import cut, halves
+from wan_tpu.errors import CheckpointError
+from wan_tpu.families import open_spec
 from wan_tpu.families.hunyuan15.small import make_checkpoint
 from wan_tpu.runtime.mesh import make_mesh
 
@@ -64,14 +68,65 @@ def test_frames_that_come_later_change_nothing(theirs, ours):
     assert np.abs(first[:, :, -4:] - second[:, :, -4:]).max() > 1e-3
 
 
+TILE, TILED_HEIGHT, TILED_WIDTH = 64, 5, 9  # pixels; of the latents, in two rows of three tiles of 4 x 4 and less
+
+
+@pytest.fixture(scope="module")
+def tiled_folder(folder, tmp_path_factory):
+    copy = shutil.copytree(folder, tmp_path_factory.mktemp("hunyuan15") / "tiled")
+    (copy / "wan_tpu.json").write_text(json.dumps({"vae_tile": TILE}))
+    return copy
+
+
+def moments_and_pixels(module, latents, pixels):
+    """What diffusers' module decodes and encodes."""
+    with torch.no_grad():
+        decoded = module.decode(torch.tensor(latents)).sample.numpy()
+        return decoded, module.encode(torch.tensor(pixels)).latent_dist.parameters.numpy()
+
+
+@pytest.fixture
+def tiling(theirs):
+    theirs.enable_tiling(TILE, TILE, TILE // 16, TILE // 16)
+    yield theirs
+    theirs.disable_tiling()
+
+
+def test_tiles_are_those_of_diffusers(tiling, tiled_folder):
+    encode, decode = halves(tiled_folder, make_mesh((1, 1, 1), heads=4), 3)
+    latents = random(1, 4, 3, TILED_HEIGHT, TILED_WIDTH)
+    pixels = random(1, 3, 1, 16 * TILED_HEIGHT, 16 * TILED_WIDTH)
+    found = decode(cut(latents, 1)), encode(cut(pixels, 4))
+    for ours, expected in zip(found, moments_and_pixels(tiling, latents, pixels), strict=True):
+        assert ours.shape == expected.shape
+        assert np.abs(ours - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("said", "message"), [({"vae_tile": 100}, "multiple of 64"), ({"tile": 64}, "says tile")])
+def test_tiles_that_there_are_not_are_refused(said, message, tiled_folder, tmp_path):
+    copy = shutil.copytree(tiled_folder, tmp_path / "copy")
+    (copy / "wan_tpu.json").write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match=message):
+        open_spec(copy)
+
+
 @pytest.mark.long
-def test_several_devices_give_what_one_does(folder, tmp_path):
-    width = 5  # a column on five of eight devices, nothing but padding on three
+@pytest.mark.parametrize("tiled", [False, True], ids=["whole", "tiled"])
+def test_eight_devices_give_what_diffusers_does(tiled, theirs, folder, tiled_folder, tmp_path, request):
+    module = request.getfixturevalue("tiling") if tiled else theirs
+    width = TILED_WIDTH if tiled else 5  # a column on five of eight devices, nothing but padding on three
+    latents, pixels = random(1, 4, 3, HEIGHT, width), random(1, 3, 1, 16 * HEIGHT, 16 * width)
     given, out = tmp_path / "given.npz", tmp_path / "found.npz"
-    np.savez(given, latents=random(1, 4, 3, HEIGHT, width), pixels=random(1, 3, 1, 16 * HEIGHT, 16 * width))
-    command = [sys.executable, "-m", "tests.wan_tpu.hunyuan15_vae_worker", folder, given, out]
+    np.savez(given, latents=latents, pixels=pixels)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.wan_tpu.hunyuan15_vae_worker",
+        tiled_folder if tiled else folder,
+        given,
+        out,
+    ]
     subprocess.run(command, env=with_devices(8), cwd=ROOT, check=True)
     found = np.load(out)
-    for name in found.files:
-        one = found[f"{name.split()[0]} 1x1x1"]
-        assert np.abs(found[name] - one).max() <= 1e-4 * np.abs(one).max(), name
+    for name, expected in zip(("decoded", "encoded"), moments_and_pixels(module, latents, pixels), strict=True):
+        assert np.abs(found[name] - expected).max() <= 1e-4 * np.abs(expected).max(), name

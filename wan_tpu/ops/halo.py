@@ -56,7 +56,7 @@ class Cut:
         rows = (self.held_rows - self.height) * scale
         return jnp.pad(picture, ((0, 0), (0, columns), (0, rows), (0, 0)))
 
-    def inside(self, x: jax.Array) -> tuple[jax.Array | int, int]:
+    def inside(self, x: jax.Array) -> tuple[jax.Array | int, jax.Array | int]:
         """Return how many columns and rows of a strip [T, X, Y, C] are the picture's own."""
         scale = x.shape[2] // self.held_rows
         rows = self.height * scale
@@ -81,12 +81,17 @@ class Cut:
     def extended(self, x: jax.Array) -> jax.Array:
         """Return a strip [T, X, Y, C] with its picture's last column and row again where padding begins."""
         columns, rows = self.inside(x)
+        assert isinstance(rows, int)
         if rows < x.shape[2]:
             x = x.at[:, :, rows].set(x[:, :, rows - 1])
         if isinstance(columns, int):
             return x
         last = jax.lax.dynamic_slice_in_dim(x, jnp.maximum(columns - 1, 0), 1, axis=1)
         return jnp.where(jnp.arange(x.shape[1])[:, None, None] == columns, last, x)
+
+    def there(self, x: jax.Array) -> jax.Array:
+        """Return which pixels of a whole picture [T, W, H, ...] that was gathered are its own, [W, H]: all."""
+        return jnp.ones(x.shape[1:3], bool)
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Return the whole picture [T, W, H, ...], without padding, on every device, from strips [T, X, Y, ...]."""

@@ -1,4 +1,4 @@
-"""Every family's kinds of models with one expert on two pools, its own and that of the ends: the video of one process."""
+"""Every family's kinds of models with one expert on two pools, the ends' and its own: the video of one process."""
 
 import asyncio
 import dataclasses

@@ -7,7 +7,7 @@ from wan_tpu.families.hunyuan15.spec import HunyuanSpec
 FAMILY = Family(
     name="hunyuan15",
     title="HunyuanVideo-1.5",
-    example="hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v",
+    example="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
     transformer="HunyuanVideo15Transformer3DModel",
     presets=PRESETS,
     spec=HunyuanSpec,

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.checkpoint import OWN, Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.hunyuan15.presets import HunyuanConfig
+from wan_tpu.families.hunyuan15.sizes import OVERLAP, STRIDE
 
 _CLASSES = {
     "vae": "AutoencoderKLHunyuanVideo15",
@@ -63,4 +64,14 @@ def read_config(checkpoint: Checkpoint) -> HunyuanConfig:
         image_encoder=checkpoint.config("image_encoder") if takes_image else None,
         shift=float(scheduler.get("shift", 1.0)),
         guidance=float(guider.get("guidance_scale", 7.5)),
+        vae_tile=_vae_tile(checkpoint),
+    )
+
+
+def _vae_tile(checkpoint: Checkpoint) -> int | None:
+    found, unit = checkpoint.own("vae_tile").get("vae_tile"), STRIDE * OVERLAP
+    if found is None or (type(found) is int and found > 0 and found % unit == 0):
+        return found
+    raise CheckpointError(
+        f"{checkpoint.folder / OWN} has vae_tile {found!r}; it is a multiple of {unit} pixels, 256 as published"
     )

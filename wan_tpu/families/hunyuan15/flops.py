@@ -10,6 +10,7 @@ from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extra
 
 from wan_tpu.families.hunyuan15 import components
 from wan_tpu.families.hunyuan15.presets import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS, HunyuanConfig
+from wan_tpu.families.hunyuan15.sizes import STRIDE
 from wan_tpu.families.shared import t5
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.request import ResolvedRequest
@@ -75,7 +76,10 @@ class HunyuanFlops:
         module.proj_out(module.norm_out(video, embedding))
 
     def _vae(self) -> torch.nn.Module:
-        return AutoencoderKLHunyuanVideo15.from_config(self._config.vae)
+        module, tile = AutoencoderKLHunyuanVideo15.from_config(self._config.vae), self._config.vae_tile
+        if tile is not None:
+            module.enable_tiling(tile, tile, tile // STRIDE, tile // STRIDE)
+        return module
 
 
 def _ids(length: int) -> torch.Tensor:

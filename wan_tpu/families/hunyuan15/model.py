@@ -23,10 +23,11 @@ from wan_tpu.families.hunyuan15 import components, text, transformer, vae
 from wan_tpu.families.hunyuan15.context import Given
 from wan_tpu.families.hunyuan15.flops import HunyuanFlops
 from wan_tpu.families.hunyuan15.presets import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS, HunyuanConfig
-from wan_tpu.families.hunyuan15.sizes import STRIDE
+from wan_tpu.families.hunyuan15.sizes import OVERLAP, STRIDE
 from wan_tpu.families.hunyuan15.spec import DENOISE, HunyuanSpec
 from wan_tpu.families.model import Flops, Model
 from wan_tpu.families.shared.causal_vae import CausalChunks
+from wan_tpu.families.shared.tiles import TiledChunks
 from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
 from wan_tpu.runtime.components import Component
@@ -176,7 +177,7 @@ class HunyuanModel(Model):
 
     def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
         """Pixels [1, 3, T, H, W] -> moments [1, 2C, T, H, W], chunk by chunk."""
-        return _chunks(module, mesh, vae.encoder, scale=STRIDE, later_frames=FRAME_STRIDE)
+        return self._chunks(module, mesh, vae.encoder, scale=STRIDE, later_frames=FRAME_STRIDE)
 
     # ---- the transformer
 
@@ -233,9 +234,12 @@ class HunyuanModel(Model):
 
     def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
         """Latents [1, C, T, H, W] -> pixels [1, 3, 4T or 1, H, W] around [-1, 1], chunk by chunk."""
-        return _chunks(module, mesh, vae.decoder, scale=1, later_frames=1)
+        return self._chunks(module, mesh, vae.decoder, scale=1, later_frames=1)
 
-
-def _chunks(module: torch.nn.Module, mesh: Mesh, run: Any, *, scale: int, later_frames: int) -> CausalChunks:
-    same = lambda x: x  # noqa: E731
-    return CausalChunks(module, mesh, run, same, same, scale, later_frames, history_of=vae.past_of)
+    def _chunks(self, module: torch.nn.Module, mesh: Mesh, run: Any, *, scale: int, later_frames: int) -> CausalChunks:
+        same = lambda x: x  # noqa: E731
+        given = (module, mesh, run, same, same, scale, later_frames)
+        if self.config.vae_tile is None:
+            return CausalChunks(*given, history_of=vae.past_of)
+        tile = self.config.vae_tile // STRIDE
+        return TiledChunks(*given, history_of=vae.past_of, tile=tile, overlap=tile // OVERLAP)

@@ -25,6 +25,7 @@ class HunyuanConfig:
     text_encoder   Qwen2.5-VL's language model; glyph_encoder  ByT5, for quoted text
     image_encoder  SigLIP, None for a model of text alone
     shift          of its flow schedule; guidance  the scale of its guider, 1 where it was distilled
+    vae_tile       sides in pixels of the tiles that the VAE works on, as published recipes do; None: whole pictures
     """
 
     transformer: dict[str, Any]
@@ -34,6 +35,7 @@ class HunyuanConfig:
     image_encoder: dict[str, Any] | None
     shift: float
     guidance: float
+    vae_tile: int | None = None
 
     @property
     def meanflow(self) -> bool:

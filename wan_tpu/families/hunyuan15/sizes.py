@@ -7,6 +7,7 @@ diffusers, with both of which it agrees.
 import functools
 
 STRIDE = 16  # pixels to a pixel of the latents, which is a token
+OVERLAP = 4  # of the VAE's tiles: a quarter
 _LONGEST = 4.0  # times the other side
 
 

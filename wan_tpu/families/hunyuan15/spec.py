@@ -47,7 +47,7 @@ class HunyuanSpec(ModelSpec):
     @classmethod
     def open(cls, checkpoint: Checkpoint) -> "HunyuanSpec":
         """Read a checkpoint's configuration; raises `CheckpointError`."""
-        return cls(read_config(checkpoint), tuple(checkpoint.defaults().items()))
+        return cls(read_config(checkpoint), tuple(checkpoint.defaults("vae_tile").items()))
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]

@@ -182,19 +182,19 @@ def _attention_block(block: Any, cut: Cut, x: jax.Array, history: Past) -> jax.A
     normed = (wide / norm * x.shape[-1] ** 0.5 * _gamma(block.norm)).astype(x.dtype)
     key, value = (cut.gather(pointwise(conv, normed)) for conv in (block.to_k, block.to_v))
     keys, values, before = history.attended(key, value)
-    query = pointwise(block.to_q, normed)
-    seen = (before + 1 + jnp.arange(x.shape[0])) * key.shape[1] * key.shape[2]
-    mixed = jax.vmap(_attend, in_axes=(0, None, None, 0))(query, keys, values, seen)
+    query, there = pointwise(block.to_q, normed), cut.there(key)
+    frames = jnp.arange(len(keys)) <= before + jnp.arange(x.shape[0])[:, None]
+    mixed = jax.vmap(_attend, in_axes=(0, None, None, 0))(query, keys, values, frames[:, :, None, None] & there)
     return inside(x + pointwise(block.proj_out, mixed), *cut.inside(x))
 
 
 def _attend(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
     """Attention of one head with scale 1/sqrt(C), some columns of queries at a time.
 
-    query [X, Y, C] of one device and frame; key and value [T, W, H, C], of which the first `seen` pixels count
+    query [X, Y, C] of one device and frame; key and value [T, W, H, C], of which those count that are `seen` [T, W, H]
     """
-    keys, values = key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1])
-    counts, scale = jnp.arange(len(keys)) < seen, query.shape[-1] ** -0.5
+    keys, values, counts = key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1]), seen.reshape(-1)
+    scale = query.shape[-1] ** -0.5
 
     def column(queries: jax.Array) -> jax.Array:
         scores = jnp.einsum("yc,nc->yn", queries, keys, preferred_element_type=jnp.float32) * scale
