@@ -10,12 +10,9 @@ from jax.sharding import Mesh
 from wan_tpu.families.cogvideox import transformer as expert
 from wan_tpu.families.cogvideox import vae
 from wan_tpu.families.cogvideox.presets import CogVideoXConfig
-from wan_tpu.families.shared.convolutions import lay_out
+from wan_tpu.families.shared.convolutions import vae_component
 from wan_tpu.families.shared.tokens import half_split
 from wan_tpu.runtime.components import Component
-from wan_tpu.runtime.mesh import Rule
-
-_WHOLE = (Rule(r".*", ()),)  # the VAE, 0.2 G parameters: a copy on every device
 
 
 def transformer(config: CogVideoXConfig) -> Component:
@@ -47,16 +44,4 @@ def _adapt(module: torch.nn.Module, mesh: Mesh) -> None:
 
 def vae_half(config: CogVideoXConfig, dropped: str) -> Component:
     """Return the VAE without the half named in `dropped`."""
-
-    def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
-        delattr(module, dropped)
-        lay_out(module, vae.CHANGES)
-
-    return Component(
-        folder="vae",
-        build=lambda: AutoencoderKLCogVideoX.from_config(config.vae),
-        adapt=adapt,
-        scanned=(),
-        rules=_WHOLE,
-        changes=vae.CHANGES,
-    )
+    return vae_component(lambda: AutoencoderKLCogVideoX.from_config(config.vae), vae.CHANGES, (dropped,))

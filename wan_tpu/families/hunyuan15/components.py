@@ -12,12 +12,12 @@ from wan_tpu.families.hunyuan15 import transformer as expert
 from wan_tpu.families.hunyuan15 import vae
 from wan_tpu.families.hunyuan15.presets import HunyuanConfig
 from wan_tpu.families.shared import t5
-from wan_tpu.families.shared.convolutions import lay_out
+from wan_tpu.families.shared.convolutions import vae_component
 from wan_tpu.families.shared.tokens import half_split
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
 
-# The VAE, 1.26 G parameters, SigLIP, 0.4 G, and ByT5, 0.2 G: a copy (of a half) on every device.
+# SigLIP, 0.4 G parameters, and ByT5, 0.2 G: a copy on every device, as each half of the VAE (1.26 G).
 _WHOLE = (Rule(r".*", ()),)
 # Of Qwen, 7 G parameters. O outputs, I inputs of a projection.
 _COLUMNS, _ROWS = ("tp", None), (None, "tp")  # [O, I]
@@ -87,16 +87,4 @@ def image_encoder(config: HunyuanConfig) -> Component:
 
 def vae_half(config: HunyuanConfig, dropped: str) -> Component:
     """Return the VAE without the half named in `dropped`."""
-
-    def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
-        delattr(module, dropped)
-        lay_out(module, vae.CHANGES)
-
-    return Component(
-        folder="vae",
-        build=lambda: AutoencoderKLHunyuanVideo15.from_config(config.vae),
-        adapt=adapt,
-        scanned=(),
-        rules=_WHOLE,
-        changes=vae.CHANGES,
-    )
+    return vae_component(lambda: AutoencoderKLHunyuanVideo15.from_config(config.vae), vae.CHANGES, (dropped,))

@@ -5,17 +5,20 @@ Shapes: T frames, X columns and Y rows of a device's strip, C channels, O channe
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import Mesh
 
 from wan_tpu.ops.dispatch import ops_for
 from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import to_jax
+from wan_tpu.runtime.components import Component
+from wan_tpu.runtime.mesh import Rule
 
 # ---- weights: laid out once, as they are read
 
@@ -61,6 +64,17 @@ def lay_out(module: torch.nn.Module, changes: Changes) -> None:
             module.get_submodule(parent).register_parameter(
                 leaf, torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
             )
+
+
+def vae_component(build: Callable[[], torch.nn.Module], changes: Changes, dropped: Sequence[str]) -> Component:
+    """Return a VAE without the parts named in `dropped`, a copy on every device."""
+
+    def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
+        for part in dropped:
+            delattr(module, part)
+        lay_out(module, changes)
+
+    return Component("vae", build, adapt, scanned=(), rules=(Rule(r".*", ()),), changes=changes)
 
 
 # ---- on a strip

@@ -8,7 +8,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from jax.sharding import Mesh
 
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.shared.convolutions import lay_out
+from wan_tpu.families.shared.convolutions import vae_component
 from wan_tpu.families.shared.t5 import from_transformers
 from wan_tpu.families.shared.tokens import half_split
 from wan_tpu.families.wan import transformer as expert
@@ -17,7 +17,7 @@ from wan_tpu.families.wan.presets import WanConfig
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
 
-WHOLE_RULES = (Rule(r".*", ()),)  # CLIP (0.6 G parameters) and the VAE (0.13 to 0.7 G): a copy on every device
+WHOLE_RULES = (Rule(r".*", ()),)  # CLIP (0.6 G parameters): a copy on every device, as the VAE (0.13 to 0.7 G)
 
 
 def transformer(config: WanConfig, folder: str) -> Component:
@@ -36,20 +36,7 @@ def transformer(config: WanConfig, folder: str) -> Component:
 
 def vae_half(config: WanConfig, *dropped: str) -> Component:
     """Return the VAE without the parts named in `dropped`."""
-
-    def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
-        for part in dropped:
-            delattr(module, part)
-        lay_out(module, vae.CHANGES)
-
-    return Component(
-        folder="vae",
-        build=lambda: AutoencoderKLWan.from_config(config.vae),
-        adapt=adapt,
-        scanned=(),
-        rules=WHOLE_RULES,
-        changes=vae.CHANGES,
-    )
+    return vae_component(lambda: AutoencoderKLWan.from_config(config.vae), vae.CHANGES, dropped)
 
 
 def image_encoder(config: WanConfig) -> Component:
