@@ -72,6 +72,16 @@ def test_same_latents_and_pixels_as_diffusers(prompts, folder, pipe):
     assert np.abs(video.pixels - expected).max() <= PIXEL_TOLERANCE
 
 
+@pytest.mark.parametrize("folder", KINDS[:1], indirect=True)
+def test_a_prompt_of_another_length_compiles_nothing(pipe):
+    def made(prompt, negative):
+        pipe.generate(GenerationRequest(prompt=prompt, negative_prompt=negative, frames=9, steps=1))
+        return pipe.runtime.compile_s
+
+    before = made('a "sign"', "")
+    assert before == made("a cat in the rain, " * 9, 'a "logo"') == made("", "blurred") > 0
+
+
 @pytest.mark.parametrize("folder", KINDS[1:], indirect=True)
 def test_a_run_goes_on_from_a_state_bit_for_bit(pipe):
     request = pipe.resolve(GenerationRequest(prompt="A cat", image=load_image(PHOTO), frames=5, steps=4))

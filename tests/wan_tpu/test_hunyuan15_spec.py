@@ -18,7 +18,7 @@ from wan_tpu.families.hunyuan15.spec import HunyuanSpec
 from wan_tpu.media.image import load_image
 from wan_tpu.request import GenerationRequest
 
-KINDS = ["hunyuanvideo1.5-720p-t2v", "hunyuanvideo1.5-480p-i2v", "hunyuanvideo1.5-480p-i2v-step-distilled"]
+KINDS = list(PRESETS)
 
 
 @pytest.fixture(scope="module", params=KINDS)
