@@ -7,6 +7,7 @@ it is set already, is left as it is.
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 MODE, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
 
@@ -15,7 +16,7 @@ def use_token() -> None:
     """Let this process, and those that it starts, show the user's token, if there is one."""
     from ray._private.authentication.authentication_token_setup import AuthenticationTokenLoader, Config
 
-    if MODE not in os.environ and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+    if MODE not in os.environ and _has_token(AuthenticationTokenLoader.instance()):
         os.environ[MODE] = "token"
     Config.initialize("")  # Ray reads the environment once; this is how it does so again (2.60)
 
@@ -26,7 +27,7 @@ def make_token() -> None:
     from ray._private.authentication.authentication_token_setup import AuthenticationTokenLoader
 
     loader = AuthenticationTokenLoader.instance()
-    if os.environ.get(MODE, "token") == "token" and not loader.has_token(ignore_auth_mode=True):
+    if os.environ.get(MODE, "token") == "token" and not _has_token(loader):
         path = Path(os.environ.get(PATH) or Path.home() / ".ray" / "auth_token")
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}")
@@ -37,3 +38,9 @@ def make_token() -> None:
         part.unlink()
         loader.reset_cache()
     use_token()
+
+
+def _has_token(loader: Any) -> bool:
+    """Whether there is a token; Ray raises where RAY_AUTH_TOKEN_PATH names a file that isn't there (2.60)."""
+    path = os.environ.get(PATH)
+    return (not path or os.path.isfile(path)) and bool(loader.has_token(ignore_auth_mode=True))

@@ -41,6 +41,10 @@ class SliceLost(SliceError):
     """The slice is gone: a host died, hung, or left the lockstep; the message says which. Build a new one."""
 
 
+class ChipsBusy(SliceError):
+    """JAX on a TPU host doesn't get the host's chips: another process has them still, or they aren't there."""
+
+
 class DeviceFailed(SliceLost):
     """The slice is gone because a chip, its runtime or an exchange between chips failed in a call."""
 

@@ -107,11 +107,14 @@ class SliceSpec:
         """Return what Ray counts on the host with that worker id: {"TPU": chips}, and one slice on the first host."""
         return {"TPU": float(self.chips_per_host)} | ({self.head_resource: 1.0} if worker_id == 0 else {})
 
-    def host_selector(self, worker_id: int) -> dict[str, str]:
-        """Return the Ray labels that a node must have to be that host."""
-        selector = {POD_TYPE: self.pod_type, TOPOLOGY: self.topology}
-        # A slice of one host may come from a node pool that numbers no workers.
-        return selector | ({WORKER_ID: str(worker_id)} if self.hosts > 1 else {})
+    @property
+    def host_selector(self) -> dict[str, str]:
+        """The Ray labels that all hosts of such a slice have.
+
+        An autoscaler launches nodes for these only if it knows that they will have them: a worker group's own labels,
+        the same for all of its nodes. So slice name and worker id can't be among them.
+        """
+        return {POD_TYPE: self.pod_type, TOPOLOGY: self.topology}
 
     def host_labels(self, worker_id: int, slice_name: str) -> dict[str, str]:
         """Return all labels that Ray gives such a host of a slice of that name."""

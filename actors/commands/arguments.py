@@ -7,7 +7,7 @@ from pathlib import Path
 
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.storage.opening import absolute
-from cluster.connect import connect, is_loopback
+from cluster.connect import connect
 from cluster.emulation.cluster import EmulatedCluster, default_folder
 from cluster.errors import ClusterNotFound, LayoutError
 from cluster.layout import Layout, shipped
@@ -108,6 +108,18 @@ def emulated(folder: Path) -> EmulatedCluster:
     return found
 
 
+def is_here(args: argparse.Namespace, address: str) -> bool:
+    """Whether a cluster's address ("host:port", of its GCS or of what takes jobs) is that of the emulated one here.
+
+    A loopback address alone says nothing: it may be forwarded, or be that of a real cluster's head, seen from there.
+    """
+    try:
+        found = EmulatedCluster.attach(args.folder)
+    except ClusterNotFound:
+        return False
+    return address in (found.address, found.dashboard)
+
+
 def join(args: argparse.Namespace) -> str:
     """Join the cluster as a driver; return its address."""
     address = gcs_address(args)
@@ -162,7 +174,7 @@ def settings_from(
         raise InvalidInput(f"--layout and --model_id say what to bring up; both are needed, and {given} was given")
     snapshots = args.snapshots or snapshots
     if snapshots is None:
-        if not is_loopback(address):
+        if not is_here(args, address):
             raise InvalidInput("--snapshots is missing; give a folder or gs://bucket/prefix that every host reaches")
         snapshots = absolute(str(args.folder / "snapshots"))
     if args.snapshot_every < 1:

@@ -18,11 +18,12 @@ from actors.commands.arguments import (
     add_cluster_arguments,
     add_drive_arguments,
     check_layout,
+    is_here,
     jobs_address,
     layout_from,
 )
 from actors.errors import PipelineError
-from cluster.connect import is_loopback, stay_on_loopback
+from cluster.connect import stay_on_loopback
 from cluster.errors import ClusterNotFound
 from cluster.layout import shipped
 from wan_tpu.commands.parser import Parser, words
@@ -68,7 +69,8 @@ def _submit(client: Any, args: argparse.Namespace, given: dict[str, Any]) -> str
             raise InvalidInput(f"--{name} is missing; see wan-tpu submit --help")
     job = f"wan-tpu-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     given = {name: value for name, value in given.items() if name not in _OWN} | _layout(args)
-    python = sys.executable if is_loopback(urlsplit(client.get_address()).netloc) else "python"
+    # A cluster behind a port that is forwarded to here has no such path.
+    python = sys.executable if is_here(args, urlsplit(client.get_address()).netloc) else "python"
     command = ["exec", python, "-m", "actors.cli", "drive", *words(given)]
     client.submit_job(
         entrypoint=shlex.join(command), submission_id=job, metadata={"manifest": args.manifest, "output": args.output}

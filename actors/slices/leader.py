@@ -29,9 +29,10 @@ from actors.slices.references import RefHandle
 from actors.slices.scheduler import Admission, StepScheduler
 from actors.slices.snapshots import Snapshots, Snapshotter
 from cluster.draining import draining_for
-from cluster.errors import CallFailed, DeviceFailed, SliceLost
+from cluster.errors import CallFailed, ChipsBusy, DeviceFailed, SliceLost
 from cluster.gang.slice import Slice
 from cluster.layout import Pool
+from cluster.slice_spec import SliceSpec
 from wan_tpu.errors import InvalidInput
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.spec import DECODER, ENCODER
@@ -42,6 +43,7 @@ SHAPES = 64  # that a leader is remembered to hold programs of, for routing
 LEAVE_S = 0.5  # between the loss of a slice and the end of its leader: callers are told first
 SICK = 3  # different requests that fail in a row, none succeeding: the slice is replaced
 DRIVER_S = 5.0  # between two looks whether anybody still waits for a request
+BUSY_S = 10.0  # until a host whose chips another process had is asked again
 
 
 class SliceLeader:
@@ -68,9 +70,7 @@ class SliceLeader:
                 snapshots = Snapshots(settings.snapshots)
                 snapshots.clean()
                 given = (settings.checkpoint, pool.stages, pool.mesh, settings.dtype, settings.executables)
-                self._hosts = Slice(
-                    pool.slice, settings.host_class, *given, name=self._name, timeouts=settings.timeouts
-                )
+                self._hosts = self._take(pool.slice, *given)
                 starting.callback(self._hosts.close)
                 self._where = self._hosts.describe()
                 self._load()
@@ -85,6 +85,25 @@ class SliceLeader:
         self._snapshotter = Snapshotter(self._slice, snapshots)
         self._report("idle")
         log.info("%s leads %s, ready after %.1f s", self._name, self._where, time.time() - start)
+
+    def _take(self, kind: SliceSpec, *given: Any) -> Slice:
+        """Return a slice whose hosts have their chips; where another process still does, try again."""
+        settings = self._settings
+        while True:
+            try:
+                return Slice(
+                    kind,
+                    settings.host_class,
+                    *given,
+                    name=self._name,
+                    timeouts=settings.timeouts,
+                    tell=lambda text: self._report("starting", text),
+                )
+            except (CallFailed, SliceLost) as error:
+                if not isinstance(error.__cause__, ChipsBusy):
+                    raise
+                self._report("starting", f"{error.__cause__}; tried again in {BUSY_S:g} s")
+                time.sleep(BUSY_S)
 
     def _load(self) -> None:
         """Have the hosts read their weights, and compile what is asked for ahead of the first request."""

@@ -22,6 +22,7 @@ from actors.slices.messages import HostProgress, Report, ReportedProgress
 from actors.slices.payloads import Payload, TextEmbedding, mp4, pack, unpack
 from cluster.gang.protocol import Output, report
 from wan_tpu import stages
+from wan_tpu.aot.key import made_by
 from wan_tpu.aot.programs import stage_programs
 from wan_tpu.data import Conditioning, DenoiseState, ImageCondition
 from wan_tpu.errors import DoesNotFit, InvalidInput, InvalidRequest, OutputError
@@ -91,6 +92,10 @@ class StageHost:
         self._first = jax.process_index() == 0
         self._work: dict[str, _Encoding | _Denoising | _Decoding] = {}
         self._fitting: set[tuple[int, int, int]] = set()  # height, width, frames that have run or been compiled here
+
+    def software(self) -> dict[str, str]:
+        """Return what decides the numbers that this host computes: code, packages, flags."""
+        return made_by()
 
     # ---- in lockstep
 

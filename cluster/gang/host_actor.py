@@ -1,14 +1,19 @@
 """The process of a slice on one TPU host: joins the others, builds what it is told to, and runs its methods."""
 
+import contextlib
 import os
 import pkgutil
+import random
 import re
 import socket
 from typing import Any
 
 import ray
 
+from cluster.errors import ChipsBusy
 from cluster.gang.protocol import GROUPS, Group, GroupRunner, HostPlace, Outcome, Pulse
+
+COORDINATOR_PORTS = (21_000, 31_000)  # below those of outgoing connections on Linux, 32,768 and up
 
 
 class HostActor:
@@ -20,13 +25,14 @@ class HostActor:
         self._host: Any = None
         if place.devices is not None:
             _emulate(place.devices, place.hosts)
+        else:
+            # Without, JAX looks for other accelerators, too; with "tpu" alone nothing could be put on the CPU.
+            os.environ.setdefault("JAX_PLATFORMS", "tpu,cpu")
 
     @ray.method(concurrency_group="watch")
     def hello(self) -> tuple[Outcome, int]:
         """Return the process id and a free port, on which this host could coordinate the others."""
-        with socket.socket() as probe:
-            probe.bind((self._place.ip, 0))
-            return Outcome((os.getpid(), probe.getsockname()[1])), 0
+        return Outcome((os.getpid(), _free_port(self._place.ip))), 0
 
     @ray.method(concurrency_group="watch")
     def pulse(self, group: Group) -> Pulse:
@@ -53,9 +59,26 @@ class HostActor:
         """Run a method of it beside those in lockstep."""
         return self._runners["side"].run(getattr(self._host, method), *args, keep=self._place.rank == 0)
 
-    def _build(self, host_class: type | str, *args: Any) -> None:
+    def _build(self, host_class: type | str, *args: Any) -> dict[str, str]:
+        """Return what the host computes with, if its class says: hosts of a gang must be alike."""
+        if not self._place.emulated:
+            _check_chips(self._place)
         kind: Any = pkgutil.resolve_name(host_class) if isinstance(host_class, str) else host_class
         self._host = kind(*args)
+        software = getattr(self._host, "software", None)
+        return {} if software is None else software()
+
+
+def _free_port(ip: str) -> int:
+    """Return a port that nobody listens on, none of those that the system gives out by itself.
+
+    Such a one may be given to another process before JAX listens there, and JAX ends the process then.
+    """
+    for port in random.sample(range(*COORDINATOR_PORTS), 20):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((ip, port))
+            return port
+    raise OSError(f"of twenty ports from {COORDINATOR_PORTS[0]} to {COORDINATOR_PORTS[1]} none is free on {ip}")
 
 
 def _emulate(devices: int, hosts: int) -> None:
@@ -65,6 +88,18 @@ def _emulate(devices: int, hosts: int) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     others = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
     os.environ["XLA_FLAGS"] = f"{others} --xla_force_host_platform_device_count={devices}".strip()
+
+
+def _check_chips(place: HostPlace) -> None:
+    """Raise `ChipsBusy` unless JAX has all chips of this host: where they are taken it goes on on the CPU."""
+    import jax
+
+    found = jax.default_backend()
+    if found != "tpu" or jax.local_device_count() != place.chips:
+        raise ChipsBusy(
+            f"JAX on {place} has {jax.local_device_count()} devices of {found}, not {place.chips} of a TPU: another "
+            "process has the chips, or libtpu isn't installed"
+        )
 
 
 def _join(place: HostPlace, coordinator: str, timeout_s: float) -> None:

@@ -1,6 +1,8 @@
 """Reserve a whole slice, all of its hosts or none, and give it back."""
 
+import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,41 +11,48 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from cluster import inventory
 from cluster.chips import CHIPS
-from cluster.errors import SliceStartTimeout
+from cluster.errors import SliceError, SliceStartTimeout
 from cluster.gang.protocol import HostPlace
-from cluster.slice_spec import ACCELERATOR_TYPE, SLICE_NAME, SliceSpec
+from cluster.slice_spec import ACCELERATOR_TYPE, SLICE_NAME, WORKER_ID, SliceSpec
+
+TELL_S = 5.0  # between two words on what is waited for
+
+Tell = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A reserved slice: its placement group, whose bundle i is the host of rank i."""
+    """A reserved slice: its placement group, its hosts by rank, and the bundle of each."""
 
     group: PlacementGroup
     hosts: tuple[HostPlace, ...]
+    bundles: tuple[int, ...]
 
 
-def reserve(spec: SliceSpec, name: str, timeout_s: float) -> Placement:
+def reserve(spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell = lambda text: None) -> Placement:
     """Return a free slice of that kind, reserved under a name that `wan-tpu status` shows.
 
-    Raises `SliceStartTimeout`, which says what there is of that kind and which host is missing.
+    timeout_s  how long one may take to come free, or to be there at all: machines that are queued for take days. None:
+               without end
+    tell       is told what is waited for, again and again
+
+    Raises `SliceStartTimeout`, which says what there is of that kind and which host is missing; `SliceError` for hosts
+    that don't know their place in the slice.
     """
-    ranks = range(spec.hosts)
     # Of one host there is no slice to keep together, and it may have no slice name and no head resource.
-    resources = [spec.host_resources(rank) if spec.hosts > 1 else {"TPU": spec.chips} for rank in ranks]
+    resources = [spec.host_resources(i) if spec.hosts > 1 else {"TPU": spec.chips} for i in range(spec.hosts)]
     strategy = {"ray.io/node-id": "STRICT_SPREAD"} | ({SLICE_NAME: "STRICT_PACK"} if spec.hosts > 1 else {})
     group = placement_group(
         resources,
         topology_strategy=strategy,
-        # The worker id is part of it: without, bundle i would be on any host of the slice.
-        bundle_label_selector=[spec.host_selector(rank) for rank in ranks],
+        bundle_label_selector=[spec.host_selector] * spec.hosts,
         name=f"{name}{inventory.SEPARATOR}{uuid.uuid4().hex[:8]}",
     )
     try:
-        if not group.wait(timeout_s):
-            raise SliceStartTimeout(f"{name}: no free {spec} after {timeout_s:g} s; {_there_is(spec)}")
+        _wait(group, spec, name, timeout_s, tell)
         chosen = placement_group_table(group)["bundles_to_node_id"]
         nodes = {node["NodeID"]: node for node in ray.nodes()}
-        return Placement(group, tuple(_place(spec, rank, nodes[chosen[rank]]) for rank in ranks))
+        return _placement(spec, group, [nodes[chosen[bundle]] for bundle in range(spec.hosts)])
     except BaseException:
         remove_placement_group(group)
         raise
@@ -59,6 +68,30 @@ def off_hosts() -> dict[str, str]:
     return {ACCELERATOR_TYPE: f"!in({','.join(chip.ray_accelerator for chip in CHIPS.values())})"}
 
 
+def _wait(group: PlacementGroup, spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell) -> None:
+    start = time.monotonic()
+    while True:
+        waited = time.monotonic() - start
+        left_s = TELL_S if timeout_s is None else min(TELL_S, timeout_s - waited)
+        if group.wait(max(left_s, 0)):
+            return
+        if left_s < TELL_S:
+            raise SliceStartTimeout(f"{name}: no free {spec} after {timeout_s:g} s; {_there_is(spec)}")
+        tell(f"waits for a free {spec}, {waited + left_s:.0f} s so far; {_there_is(spec)}")
+
+
+def _placement(spec: SliceSpec, group: PlacementGroup, nodes: list[dict[str, Any]]) -> Placement:
+    """Return a placement by rank; nodes: of the bundles, each on any host of the slice."""
+    found = [int(node["Labels"].get(WORKER_ID, 0)) if spec.hosts > 1 else 0 for node in nodes]
+    if sorted(found) != list(range(spec.hosts)):
+        raise SliceError(
+            f"the {spec.hosts} hosts of {nodes[0]['Labels'].get(SLICE_NAME)} have the worker ids {sorted(found)}; each "
+            f"needs its own from 0 to {spec.hosts - 1}, as the label {WORKER_ID}"
+        )
+    bundles = tuple(sorted(range(spec.hosts), key=lambda bundle: found[bundle]))
+    return Placement(group, tuple(_place(spec, rank, nodes[b]) for rank, b in enumerate(bundles)), bundles)
+
+
 def _place(spec: SliceSpec, rank: int, node: dict[str, Any]) -> HostPlace:
     return HostPlace(
         rank=rank,
@@ -67,6 +100,7 @@ def _place(spec: SliceSpec, rank: int, node: dict[str, Any]) -> HostPlace:
         node_id=node["NodeID"],
         ip=node["NodeManagerAddress"],
         devices=inventory.devices_of(node),
+        chips=spec.devices // spec.hosts,
     )
 
 

@@ -18,7 +18,7 @@ GROUPS: tuple[Group, ...] = get_args(Group)
 class Timeouts:
     """How long each phase may take before it has failed, seconds.
 
-    place_s      until a free slice with all its hosts is found
+    place_s      until a free slice with all its hosts is found; None: without end
     start_s      until every host's process answers
     join_s       until jax.distributed has joined them
     build_s      until every host has built its object (reads weights, may compile)
@@ -29,7 +29,7 @@ class Timeouts:
     poll_s       between heartbeats, and so between two looks at the progress
     """
 
-    place_s: float = 60
+    place_s: float | None = None
     start_s: float = 60
     join_s: float = 120
     build_s: float = 1800
@@ -57,6 +57,7 @@ class HostPlace:
 
     rank     0 to hosts - 1: the TPU worker id
     devices  CPU devices that stand for this host's chips when it is emulated, None on a TPU
+    chips    devices that JAX counts on a TPU host
     """
 
     rank: int
@@ -65,6 +66,7 @@ class HostPlace:
     node_id: str
     ip: str
     devices: int | None = None
+    chips: int = 0
 
     @property
     def emulated(self) -> bool:

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.errors import CallFailed, DeviceFailed, SliceError, SliceLost, SliceStartTimeout
 from cluster.gang.host_actor import HostActor
-from cluster.gang.placement import Placement, reserve
+from cluster.gang.placement import Placement, Tell, reserve
 from cluster.gang.protocol import GROUPS, DeviceError, Group, HostPlace, Outcome, Timeouts
 from cluster.gang.watch import GangFailed, Member, OutOfTime, Watch, telling_line
 from cluster.slice_spec import SliceSpec
@@ -45,14 +45,18 @@ class Slice:
         name: str = "slice",
         timeouts: Timeouts = Timeouts(),  # noqa: B008 (frozen)
         on_progress: OnProgress | None = None,
+        tell: Tell = lambda text: None,
     ) -> None:
         """Reserve a free slice, start its hosts, join them, and build `host_class(*args)` on each.
 
-        host_class  or "module:name", which is imported on the hosts alone and keeps the leader small
+        host_class  or "module:name", which is imported on the hosts alone and keeps the leader small; with a method
+                    `software`, which says by name what it computes with, hosts that differ are refused
         name        who holds the slice, "pool/replica", shown by `wan-tpu status`
+        tell        is told what is waited for while there is no slice
 
         Raises `SliceStartTimeout` naming phase and missing host, `SliceLost` when a host dies meanwhile, `CallFailed`
-        when one can't be built. Nothing is left behind then.
+        when one can't be built (both with the cause `ChipsBusy` where JAX doesn't get the chips), `SliceError` for
+        hosts that aren't alike. Nothing is left behind then.
         """
         self.spec = spec
         self.name = name
@@ -63,11 +67,12 @@ class Slice:
         self._placement: Placement | None = None
         self._members: tuple[Member, ...] = ()
         try:
-            self._placement = reserve(spec, name, timeouts.place_s)
+            self._placement = reserve(spec, name, timeouts.place_s, tell)
             port = self._start_hosts(self._placement)
             if spec.hosts > 1:
                 self._run_phase("join", timeouts.join_s, "join", f"{self.hosts[0].ip}:{port}", timeouts.join_s)
-            self._run_phase("build", timeouts.build_s, "build", host_class, *args, on_progress=on_progress)
+            built = self._run_phase("build", timeouts.build_s, "build", host_class, *args, on_progress=on_progress)
+            self._check_alike([outcome.value for outcome in built])
         except BaseException:
             self.close()
             raise
@@ -149,12 +154,12 @@ class Slice:
 
     def _start_hosts(self, placement: Placement) -> int:
         """Start a process on each host; return a port that is free on the first."""
-        for place in placement.hosts:
+        for place, bundle in zip(placement.hosts, placement.bundles, strict=True):
             settings: dict[str, Any] = {
                 "num_cpus": 0,
                 "resources": {"TPU": self.spec.chips_per_host},
                 "concurrency_groups": dict.fromkeys((*GROUPS, "watch"), 1),
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(placement.group, place.rank),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(placement.group, bundle),
             }
             actor: Any = ray.remote(**settings)(HostActor).remote(place)
             self._members += (Member(place, actor),)
@@ -163,6 +168,16 @@ class Slice:
             dataclasses.replace(member, pid=pid) for member, (pid, _) in zip(self._members, hellos, strict=True)
         )
         return hellos[0][1]
+
+    def _check_alike(self, software: Sequence[dict[str, str]]) -> None:
+        """Raise `SliceError` where hosts compute with other things: each would have a part of another result."""
+        for rank, other in enumerate(software[1:], 1):
+            if different := sorted(name for name in software[0] if software[0][name] != other.get(name)):
+                name = different[0]
+                raise SliceError(
+                    f"{self.name}: its hosts aren't alike: {name} is {software[0][name]!r} on {self._members[0]}, and "
+                    f"{other.get(name)!r} on {self._members[rank]}; give them the same software and flags"
+                )
 
     def _run_phase(
         self,

@@ -14,6 +14,13 @@ from jax.sharding import PartitionSpec as P
 from cluster.gang.protocol import Output, report
 
 
+class OddHost:
+    """Computes with other flags on every host."""
+
+    def software(self) -> dict[str, str]:
+        return {"jax": "the same", "flags": f"of {jax.process_index()}"}
+
+
 class SmallHost:
     """Does on its host what the test asks for."""
 

@@ -11,11 +11,14 @@ import time
 import pytest
 import ray
 
-from cluster.errors import DeviceFailed, SliceLost, SliceStartTimeout
-from cluster.gang.protocol import Timeouts
+from cluster.errors import ChipsBusy, DeviceFailed, SliceError, SliceLost, SliceStartTimeout
+from cluster.gang import placement
+from cluster.gang.host_actor import HostActor
+from cluster.gang.protocol import HostPlace, Timeouts
 from cluster.gang.slice import Slice
+from cluster.inventory import slices_found
 from tests.cluster.conftest import CHIPS, ONE_HOST, TWO_HOSTS, wait_for
-from tests.cluster.host_classes import SmallHost, StopsOneHost
+from tests.cluster.host_classes import OddHost, SmallHost, StopsOneHost
 
 QUICK = Timeouts(heartbeat_s=3, grace_s=1.5)
 
@@ -47,6 +50,40 @@ def test_a_hung_host_is_found_and_ended(cluster, all_free):
     assert "is hung: no heartbeat for 3 s" in str(error)
     assert seconds < 8
     all_free(*running.pids)
+
+
+def test_a_slice_that_comes_late_is_waited_for(cluster, monkeypatch):
+    monkeypatch.setattr(placement, "TELL_S", 0.2)
+    told, made = [], []
+    with Slice(TWO_HOSTS, SmallHost, name="low/0") as first:
+
+        def take():
+            made.append(Slice(TWO_HOSTS, SmallHost, name="low/1", tell=told.append))
+
+        waiting = threading.Thread(target=take)
+        waiting.start()
+        wait_for(lambda: len(told) > 1, 20, "a word on what is waited for")
+        assert "waits for a free v5p-16" in told[-1] and "two: taken by low/0" in told[-1]
+        first.close()
+        waiting.join(60)
+    with made[0] as second:
+        assert second.call("count").value == 1
+
+
+def test_hosts_that_are_not_alike_are_refused(cluster):
+    with pytest.raises(
+        SliceError, match=r"low/0: its hosts aren't alike: flags is 'of 0' on host 0 .* 'of 1' on host 1"
+    ):
+        Slice(TWO_HOSTS, OddHost, name="low/0")
+    assert not {s.holder for s in slices_found()} - {None}
+
+
+def test_a_tpu_host_without_its_chips_computes_nothing():
+    """JAX in this process has the CPU alone, as it would where another process holds the chips."""
+    host = HostActor(HostPlace(0, 1, "one", "node", "127.0.0.1", chips=8))
+    outcome, _ = host.build(SmallHost)
+    assert isinstance(outcome.error, ChipsBusy)
+    assert "not 8 of a TPU: another process has the chips" in str(outcome.error)
 
 
 def test_a_host_that_does_not_start_is_named(cluster, all_free):

@@ -94,12 +94,8 @@ def test_hosts_ask_for_what_ray_and_gke_give_them():
     spec = SliceSpec("v6e-16")
     assert spec.host_resources(0) == {"TPU": 4, "TPU-v6e-16-head": 1}
     assert spec.host_resources(3) == {"TPU": 4}
-    assert spec.host_selector(3) == {
-        "ray.io/tpu-pod-type": "v6e-16",
-        "ray.io/tpu-topology": "4x4",
-        "ray.io/tpu-worker-id": "3",
-    }
-    assert spec.host_selector(3).items() <= spec.host_labels(3, "a").items()
+    assert spec.host_selector == {"ray.io/tpu-pod-type": "v6e-16", "ray.io/tpu-topology": "4x4"}
+    assert spec.host_selector.items() <= spec.host_labels(3, "a").items()
     assert SliceSpec("v5e-8").pod_type == "v5litepod-8"
     assert SliceSpec("v7x-4").pod_type == "v7x-8"  # Ray counts cores
     assert spec.gke_selector["cloud.google.com/gke-tpu-accelerator"] == "tpu-v6e-slice"
