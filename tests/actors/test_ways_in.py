@@ -1,17 +1,22 @@
 """submit, drive, status and pipeline as a person uses them: each a process of its own, on one emulated cluster."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import socket
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 
 import imageio.v3 as iio
 import psutil
 import pytest
+from ray.job_submission import JobSubmissionClient
 
 from actors.storage.opening import open_storage
 from cluster.emulation.cluster import EmulatedCluster, Settings, emulated_slices
@@ -27,6 +32,32 @@ pools:
 """
 REQUEST = {"prompt": "A cat looks.", "image": str(PHOTO), "height": 64, "width": 96, "frames": 17, "fps": 8}
 LIMIT_S = 400  # of a command: a quiet machine needs a tenth
+
+
+class Forwarding(socketserver.ThreadingTCPServer):
+    """A port of this machine behind which another address lies, as `kubectl port-forward` makes one."""
+
+    daemon_threads = True
+
+    def __init__(self, to):
+        super().__init__(("127.0.0.1", 0), Forward)
+        self.to = to.rsplit(":", 1)
+
+
+class Forward(socketserver.BaseRequestHandler):
+    def handle(self):
+        with socket.create_connection((self.server.to[0], int(self.server.to[1]))) as there:
+            back = threading.Thread(target=self.pass_on, args=(there, self.request), daemon=True)
+            back.start()
+            self.pass_on(self.request, there)
+            back.join()
+
+    @staticmethod
+    def pass_on(source, target):
+        with contextlib.suppress(OSError):
+            while piece := source.recv(65_536):
+                target.sendall(piece)
+            target.shutdown(socket.SHUT_WR)
 
 
 class Cluster:
@@ -222,6 +253,22 @@ def test_what_cannot_start_says_why_at_once_and_leaves_nothing(cluster, tmp_path
     assert code == 1
     assert re.search(r"error: pool all: .*vae", err), err
     cluster.check_nothing_is_held()
+
+
+def test_a_cluster_behind_a_forwarded_port_has_a_python_of_its_own(cluster, tmp_path):
+    manifest = tmp_path / "requests.jsonl"
+    manifest.write_text(json.dumps(REQUEST | {"id": "one", "steps": 2}))
+    given = ["--manifest", str(manifest), "--output", str(tmp_path / "videos")]
+    with Forwarding(cluster.running.dashboard) as forwarding:
+        threading.Thread(target=forwarding.serve_forever, daemon=True).start()
+        forwarded = f"http://127.0.0.1:{forwarding.server_address[1]}"
+        for address, python in (([], sys.executable), (["--address", forwarded], "python")):
+            code, job, err = cluster.run("submit", "--detach", *address, *given)
+            assert code == 0, err
+            started = JobSubmissionClient(forwarded).get_job_info(job.strip()).entrypoint
+            assert started.startswith(f"exec {python} -m actors.cli drive ")
+            assert cluster.run("submit", *address, "--stop", job.strip())[0] == 0
+        forwarding.shutdown()
 
 
 @pytest.mark.parametrize(
