@@ -4,6 +4,7 @@ import argparse
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from actors.commands.arguments import gcs_address, join, pipeline_spec, settings_from
 from actors.commands.serve_arguments import NONE, serve_parser, service_settings
@@ -13,6 +14,7 @@ from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
 
 # Where a config for another machine may not simply repeat what stands on this command line.
+ANYWHERE = "0.0.0.0"
 _HERE = ("address", "folder", "layout", "layout_text", "host", "port", "write_config", "detach", "down")
 
 
@@ -71,7 +73,11 @@ def _down(args: argparse.Namespace) -> None:
     print("stopped")
 
 
-def _write_config(args: argparse.Namespace, parser: Parser) -> None:
+def service_config(args: argparse.Namespace, given: dict[str, Any]) -> tuple[str, str]:
+    """Return Serve's config of a service on another cluster, and the name of its model; raises `InvalidInput`.
+
+    given  the arguments that aren't their defaults, by name; what only this machine has is left out
+    """
     from actors.commands.serve_config import config
 
     for name in ("snapshots", "database", "results"):
@@ -80,15 +86,21 @@ def _write_config(args: argparse.Namespace, parser: Parser) -> None:
     # Without a look at the checkpoint, which may be on the cluster's machines only.
     layout, settings = settings_from(args, args.address or "cluster:6379")
     service = service_settings(args, layout, settings)
-    given = {name: value for name, value in parser.given(args).items() if name not in _HERE}
-    hooks = given.setdefault("webhook_secret", NONE) != NONE  # a file made on each machine would be another secret
+    given = {name: value for name, value in given.items() if name not in _HERE}
+    given.setdefault("webhook_secret", NONE)  # a file made on each machine would be another secret
     given |= {
         "layout_text": args.layout_text or Path(layout.source).read_text(),
-        "host": args.host or "0.0.0.0",
+        "host": args.host or ANYWHERE,
         "port": args.port,
     }
-    args.write_config.write_text(config(given, settings.name, layout))
-    print(f"wrote {args.write_config}; {service.model} starts with: serve deploy {args.write_config}")
-    print(f"it listens on {given['host']}:{given['port']}; other addresses than loopback want a key: wan-tpu keys add")
-    if not hooks:
+    return config(given, settings.name, layout), service.model
+
+
+def _write_config(args: argparse.Namespace, parser: Parser) -> None:
+    text, model = service_config(args, parser.given(args))
+    args.write_config.write_text(text)
+    print(f"wrote {args.write_config}; {model} starts with: serve deploy {args.write_config}")
+    host = args.host or ANYWHERE
+    print(f"it listens on {host}:{args.port}; other addresses than loopback want a key: wan-tpu keys add")
+    if args.webhook_secret in (None, NONE):
         print("it calls no webhooks: --webhook_secret names a file that all machines have, with the same secret in it")

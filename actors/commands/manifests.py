@@ -1,0 +1,119 @@
+"""`wan-tpu manifests`: a layout as what `kubectl apply` takes, on GKE with KubeRay."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from actors.commands.arguments import check_layout, layout_from
+from actors.commands.serve import service_config
+from actors.commands.serve_arguments import serve_parser
+from cluster import kubernetes
+from cluster.kubernetes import Target
+from cluster.layout import Layout, shipped
+from wan_tpu.commands.parser import Parser, words
+from wan_tpu.errors import CheckpointError, InvalidInput
+from wan_tpu.families import open_spec
+
+# What is about Kubernetes, and not about the pipeline or the service.
+_HERE = (
+    "address", "folder", "service", "job", "output", "in_flight", "namespace", "image", "account", "secret", "capacity",
+    "queue", "idle_s",
+)  # fmt: skip
+_BUCKET = "gs://"
+
+
+def manifests(argv: Sequence[str]) -> int:
+    """Print what kubectl applies: a Ray cluster for a layout, with --service or --job one that does something."""
+    parser = serve_parser(manifests.__doc__)
+    parser.prog = "wan-tpu manifests"
+    _add_arguments(parser)
+    args = parser.parse_args(argv)
+    layout = _layout(args)
+    target = Target(
+        name=args.name,
+        namespace=args.namespace,
+        image=args.image,
+        ray_version=version("ray"),
+        account=args.account,
+        secret=args.secret,
+        capacity=args.capacity,
+        queue=args.queue,
+        idle_s=args.idle_s,
+    )
+    account, policy, monitor = kubernetes.supporting(target, http=args.service)
+    objects = {
+        f"written by: wan-tpu manifests {shlex.join(argv)}\nwho the pods are to Google Cloud": account,
+        "who reaches them: themselves, KubeRay's operator, clients of the service, what collects figures": policy,
+        "figures of Ray on each pod, for Prometheus": monitor,
+        **_main(args, parser, layout, target),
+    }
+    sys.stdout.write(kubernetes.as_yaml(objects))
+    return 0
+
+
+def _add_arguments(parser: Parser) -> None:
+    group = parser.add_argument_group("Kubernetes")
+    what = group.add_mutually_exclusive_group()
+    what.add_argument("--service", action="store_true", help="a RayService, with the arguments of wan-tpu serve")
+    what.add_argument("--job", metavar="MANIFEST", help="a RayJob that makes every video of a manifest in gs://")
+    group.add_argument("--output", help="gs:// of a job's videos")
+    group.add_argument("--in_flight", type=int, help="requests of a job at a time")
+    group.add_argument("--image", required=True, help="of all containers: this package, with Python and Ray as here")
+    group.add_argument("--namespace", default="default", help="default %(default)s")
+    group.add_argument("--account", help="Google service account that the pods act as, to reach buckets")
+    group.add_argument("--secret", help="Secret whose keys are environment variables of the pods, such as PGPASSWORD")
+    group.add_argument(
+        "--capacity", choices=("on-demand", "spot", "flex-start"), default="on-demand", help="default %(default)s"
+    )
+    group.add_argument("--queue", help="Kueue's local queue that it waits in")
+    group.add_argument(
+        "--idle_s", type=int, default=600, help="until a slice that nobody holds is given back; default %(default)s"
+    )
+
+
+def _layout(args: argparse.Namespace) -> Layout:
+    """Return the layout, checked against the model where its configuration can be read from here."""
+    layout = layout_from(args)
+    if layout is None:
+        raise InvalidInput(f"--layout is missing: a layout file, or a shipped one: {', '.join(shipped())}")
+    if args.model_id is not None:
+        try:
+            check_layout(layout, open_spec(args.model_id))
+        except CheckpointError as error:
+            print(f"not checked whether the layout fits the model: {error}", file=sys.stderr)
+    return layout
+
+
+def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Target) -> dict[str, kubernetes.Object]:
+    given = {name: value for name, value in parser.given(args).items() if name not in _HERE}
+    if args.service:
+        config, _ = service_config(args, given)
+        about = f"the service: http://{target.name}-serve-svc:8000 in the cluster, once all pools have their slices"
+        return {about: kubernetes.service(layout, target, config)}
+    if args.job is not None:
+        _check_bucket(args, "job", "output", "model_id")
+        arguments = {name: value for name, value in given.items() if name not in ("layout", "layout_text")}
+        text = args.layout_text or Path(layout.source).read_text()
+        arguments |= {"manifest": args.job, "output": args.output, "layout_text": text}
+        arguments |= {} if args.in_flight is None else {"in_flight": args.in_flight}
+        command = ["exec", "python", "-m", "actors.cli", "drive", *words(arguments)]
+        return {
+            "the batch, and a cluster that goes when it has ended": kubernetes.job(layout, target, shlex.join(command))
+        }
+    about = (
+        "the cluster: no slice at first; pools and batches bring what they need (wan-tpu submit, through\n"
+        f"kubectl port-forward svc/{target.name}-head-svc 8265)"
+    )
+    return {about: kubernetes.cluster(layout, target)}
+
+
+def _check_bucket(args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        if value is None:
+            raise InvalidInput(f"--{name} is missing; see wan-tpu manifests --help")
+        if name != "model_id" and not value.startswith(_BUCKET):
+            raise InvalidInput(f"--{name} {value} isn't in a bucket; a job's pods reach gs:// alone, not this machine")

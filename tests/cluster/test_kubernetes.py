@@ -1,0 +1,180 @@
+"""What Kubernetes is given: against KubeRay's own schemas, and through Ray's own autoscaler, from no TPU to all."""
+
+import gzip
+import json
+import math
+import threading
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from ray._raylet import GcsClient
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+from ray.autoscaler.v2.instance_manager.config import NodeTypeConfig
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
+from ray.autoscaler.v2.utils import ResourceRequestUtil
+from ray.core.generated.common_pb2 import LABEL_OPERATOR_NOT_IN
+
+from cluster import kubernetes
+from cluster.errors import LayoutError, SliceStartTimeout
+from cluster.gang.placement import off_hosts, reserve
+from cluster.kubernetes import CPU_GROUP, Target
+from cluster.layout import Layout, shipped
+from tests.cluster.conftest import wait_for
+
+TARGET = Target("wan", "videos", "registry/wan-tpu:1", "2.60.0", account="wan@p.iam.gserviceaccount.com", secret="db")
+REAL = [name for name in shipped() if not name.startswith("emulated")]
+KINDS = """
+pools:
+  one: {stages: [a], slice: v6e-1}
+  flat: {stages: [b], slice: "v6e:2x4", replicas: {min: 1, max: 3}}
+  same: {stages: [c], slice: v6e-8, replicas: 2}
+  hosts: {stages: [d], slice: v6e-16, replicas: 2}
+  cubes: {stages: [e], slice: v5p-32}
+  litepod: {stages: [f], slice: v5e-4}
+  new: {stages: [g], slice: v7x-8}
+"""
+
+
+def strict(schema):
+    """The schema with all refused that it doesn't name, as the API server does when it is told to be strict."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(value) for key, value in schema.items()}
+    named = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
+    if named and not schema.get("x-kubernetes-preserve-unknown-fields") and "additionalProperties" not in schema:
+        made["additionalProperties"] = False
+    return made
+
+
+def check(found):
+    kind = {"RayCluster": "rayclusters", "RayJob": "rayjobs", "RayService": "rayservices"}[found["kind"]]
+    file = Path(__file__).with_name("kuberay") / f"{kind}.json.gz"
+    jsonschema.validate(found, strict(json.loads(gzip.decompress(file.read_bytes()))))
+
+
+@pytest.mark.parametrize("capacity", ["on-demand", "spot", "flex-start"])
+@pytest.mark.parametrize("name", REAL)
+def test_kuberay_knows_every_field(name, capacity):
+    layout, target = Layout.load(name), Target("w", "n", "image", "2.60.0", capacity=capacity, queue="tpus")
+    for found in (
+        kubernetes.cluster(layout, target),
+        kubernetes.service(layout, target, "applications: []\n"),
+        kubernetes.job(layout, target, "wan-tpu drive"),
+    ):
+        check(found)
+        assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "tpus"
+
+
+@pytest.mark.parametrize(("path", "wrong"), [("numOfHost", 2), ("numOfHosts", "2"), ("labels", {"a": 1})])
+def test_a_field_that_is_wrong_is_noticed(path, wrong):
+    found = kubernetes.cluster(Layout.load(REAL[0]), TARGET)
+    found["spec"]["workerGroupSpecs"][1][path] = wrong
+    with pytest.raises(jsonschema.ValidationError):
+        check(found)
+
+
+def node_types(layout):
+    """What Ray's autoscaler makes of a cluster's groups, by its own code."""
+    found = _derive_autoscaling_config_from_ray_cr(kubernetes.cluster(layout, TARGET))
+    return {
+        name: NodeTypeConfig(
+            name, kind["min_workers"], kind["max_workers"], resources=kind["resources"], labels=kind["labels"]
+        )
+        for name, kind in found["available_node_types"].items()
+        if name != "headgroup"
+    }
+
+
+def launched(layout, **asked):
+    """What the autoscaler launches beside the one pod of leaders that there always is; and what it can't."""
+    request = SchedulingRequest(
+        disable_launch_config_check=True, node_type_configs=node_types(layout), max_num_nodes=100, **asked
+    )
+    reply = ResourceDemandScheduler().schedule(request)
+    infeasible = [*reply.infeasible_gang_resource_requests, *reply.infeasible_resource_requests]
+    return {one.instance_type: one.count for one in reply.to_launch}, infeasible
+
+
+def asked_for(cluster, kind):
+    """What Ray's GCS tells the autoscaler while a slice of a kind is waited for."""
+    found = []
+
+    def pending():
+        state = get_cluster_resource_state(GcsClient(cluster.address))
+        found[:] = state.pending_gang_resource_requests
+        return bool(found)
+
+    def wait():
+        with pytest.raises(SliceStartTimeout):
+            reserve(kind, "pool/0", 3)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    wait_for(pending, 10, "the request")
+    asked = list(found)
+    waiting.join()
+    wait_for(lambda: not pending(), 10, "its end")
+    return asked
+
+
+@pytest.mark.parametrize("pool", Layout.parse(KINDS, "kinds").pools, ids=lambda pool: pool.slice.name)
+def test_a_slice_that_is_waited_for_is_launched_whole(cluster, pool):
+    layout = Layout.parse(KINDS, "kinds")
+    kind = pool.slice
+    if kind.name == "v6e-1":
+        pytest.skip("the tests' cluster has some of these")
+    found, infeasible = launched(layout, gang_resource_requests=asked_for(cluster, kind))
+    assert (found, infeasible) == ({CPU_GROUP: 1, kind.pod_type: kind.hosts}, [])
+
+
+def test_groups_have_what_their_pools_may_have():
+    groups = {
+        one["groupName"]: one
+        for one in kubernetes.cluster(Layout.parse(KINDS, "kinds"), TARGET)["spec"]["workerGroupSpecs"]
+    }
+    flat = groups["v6e-8"]  # of two pools, by two names
+    assert (flat["minReplicas"], flat["maxReplicas"], flat["numOfHosts"]) == (0, 5, 1)
+    selector = flat["template"]["spec"]["nodeSelector"]
+    assert selector["cloud.google.com/gke-tpu-topology"] == "2x4"
+    assert selector["node.kubernetes.io/instance-type"] == "ct6e-standard-8t"
+    assert (groups["v6e-16"]["numOfHosts"], groups["v6e-16"]["maxReplicas"]) == (4, 2)
+    container = groups["v6e-16"]["template"]["spec"]["containers"][0]
+    assert container["resources"]["limits"] == {"google.com/tpu": "4"}
+    for name, kind in node_types(Layout.parse(KINDS, "kinds")).items():
+        assert name == CPU_GROUP or kind.resources["TPU"] in (1, 4, 8)
+
+
+def test_nothing_of_a_tpu_is_launched_for_leaders(cluster):
+    """Sixty of them, as `off_hosts` places them beside TPU hosts."""
+    [(label, operands)] = off_hosts().items()
+    elsewhere = [(label, LABEL_OPERATOR_NOT_IN, operands.removeprefix("!in(").removesuffix(")").split(","))]
+    request = ResourceRequestUtil.make({"CPU": 0.1}, label_selectors=[elsewhere])
+    by_count = ResourceRequestUtil.group_by_count([request] * 60)
+    found, infeasible = launched(Layout.parse(KINDS, "kinds"), resource_requests=by_count)
+    assert (found, infeasible) == ({CPU_GROUP: math.ceil(60 / 40)}, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{pools: {a: {stages: [x], slice: v7x-1}}}", "no machine for a v7x-1; for v7x it has tpu7x-standard-4t"),
+        ("{pools: {a: {stages: [x], slice: v6e-8}}, emulate: {devices_per_host: 1}}", "its slices are emulated"),
+    ],
+)
+def test_a_layout_that_gke_can_not_have_is_refused(text, message):
+    with pytest.raises(LayoutError, match=message):
+        kubernetes.cluster(Layout.parse(text, "mine.yaml"), TARGET)
+
+
+def test_the_text_is_yaml_and_always_the_same():
+    layout = Layout.load(REAL[0])
+    objects = {"one\nmore": kubernetes.cluster(layout, TARGET), "two": kubernetes.supporting(TARGET, http=True)[1]}
+    text = kubernetes.as_yaml(objects)
+    assert text == kubernetes.as_yaml(objects)
+    assert list(yaml.safe_load_all(text)) == list(objects.values())
+    assert text.startswith("# one\n# more\napiVersion: ray.io/v1\n") and "---\n# two\n" in text
