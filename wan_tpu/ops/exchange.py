@@ -27,6 +27,8 @@ from wan_tpu.ops.attention import attention_part
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.mesh import AXES
 
+TILE_ROWS = 16  # of bfloat16 in a TPU's registers
+
 T = TypeVar("T")
 _Back = tuple[jax.Array, jax.Array | None]
 
@@ -210,10 +212,15 @@ def _sent(
 
 
 def _followed(rows: jax.Array, others: jax.Array, after: int) -> jax.Array:
-    """Return rows with others after the first `after`, each written once: XLA's own way to join them takes longer."""
-    room = jax.lax.empty((max(len(rows), after + len(others)), rows.shape[1]), rows.dtype)
-    for part, start in ((rows, 0), (others, after)):
-        room = jax.lax.dynamic_update_slice(room, part, (start, 0))
+    """Return rows with others after the first `after`, each written once: XLA's own way to join them takes longer.
+
+    Whole tiles are written: amid one, libtpu 0.0.50.1 breaks off.
+    """
+    start = after - after % TILE_ROWS
+    others = jnp.concatenate([rows[start:after], others]) if start < after else others
+    room = jax.lax.empty((max(len(rows), start + len(others)), rows.shape[1]), rows.dtype)
+    for part, at in ((rows, 0), (others, start)):
+        room = jax.lax.dynamic_update_slice(room, part, (at, 0))
     return room
 
 
