@@ -8,6 +8,7 @@ from typing import Any
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.request import Defaults, GenerationRequest
@@ -109,7 +110,7 @@ class Checkpoint:
 
 def _hub_id(source: str) -> str:
     try:
-        huggingface_hub.utils.validate_repo_id(source)
+        validate_repo_id(source)
         valid = source.count("/") == 1 and not source.startswith((".", "/", "~"))
     except HFValidationError:
         valid = False

@@ -1,0 +1,101 @@
+"""`wan-tpu manifests`: what a person gets for a layout, and what is refused before anything is printed."""
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from actors.cli import main
+from tests.cluster.test_kubernetes import check
+from tests.conftest import ROOT
+
+IMAGE = ["--image", "registry/wan-tpu:1"]
+MODEL = ["--model_id", "examples/small-wan2.2-i2v"]
+
+
+def printed(capsys, *argv):
+    """The objects that the command prints, by kind."""
+    assert main(["manifests", *IMAGE, *argv]) == 0, capsys.readouterr().err
+    return {found["kind"]: found for found in yaml.safe_load_all(capsys.readouterr().out)}
+
+
+def test_a_cluster(capsys):
+    found = printed(capsys, "--layout", "a14b-multihost-v6e-16", *MODEL, "--name", "mine", "--namespace", "videos")
+    assert list(found) == ["ServiceAccount", "NetworkPolicy", "PodMonitor", "RayCluster"]
+    assert {one["metadata"]["namespace"] for one in found.values()} == {"videos"}
+    check(found["RayCluster"])
+
+
+def test_a_service_has_the_arguments_of_serve(capsys):
+    buckets = [
+        "--snapshots",
+        "gs://b/snapshots",
+        "--results",
+        "gs://b/results",
+        "--database",
+        "postgresql://wan@db/jobs",
+    ]
+    given = [
+        "--service",
+        "--layout",
+        "four-pools",
+        *MODEL,
+        *buckets,
+        "--secret",
+        "database",
+        "--largest",
+        "720*1280*81",
+    ]
+    found = printed(capsys, *given)
+    check(found["RayService"])
+    config = yaml.safe_load(found["RayService"]["spec"]["serveConfigV2"])
+    assert config["http_options"] == {"host": "0.0.0.0", "port": 8000}
+    arguments = config["applications"][0]["args"]["arguments"]
+    assert arguments["database"] == "postgresql://wan@db/jobs" and arguments["largest"] == ["720*1280*81"]
+    assert not {"image", "secret", "service"} & set(arguments)
+    assert {8000, 8265} == {
+        port["port"] for rule in found["NetworkPolicy"]["spec"]["ingress"] for port in rule.get("ports", ())
+    } - {8080}
+    container = found["RayService"]["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert container["envFrom"] == [{"secretRef": {"name": "database"}}]
+
+
+def test_a_job_drives_its_manifest(capsys):
+    job = ["--job", "gs://b/in.jsonl", "--output", "gs://b/out", "--in_flight", "8"]
+    found = printed(capsys, *job, "--layout", "four-pools", "--model_id", "Wan-AI/Wan2.2-I2V-A14B-Diffusers")
+    check(found["RayJob"])
+    words = shlex.split(found["RayJob"]["spec"]["entrypoint"])
+    assert words[:5] == ["exec", "python", "-m", "actors.cli", "drive"]
+    options = dict(zip(words[5::2], words[6::2], strict=True))
+    assert (options["--manifest"], options["--in_flight"]) == ("gs://b/in.jsonl", "8")
+    assert yaml.safe_load(options["--layout_text"])["pools"]["encoder"]["slice"] == "v6e-1"
+    assert "--layout" not in options
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--layout is missing: a layout file, or a shipped one: a14b-balanced-v6e"),
+        (["--layout", "emulated-demo"], "its slices are emulated"),
+        (["--layout", "one-expert-v6e", *MODEL], "shipped layouts for"),
+        (
+            ["--layout", "four-pools", "--job", "in.jsonl", "--output", "gs://b/out", *MODEL],
+            "in.jsonl isn't in a bucket",
+        ),
+        (["--layout", "four-pools", "--service", *MODEL], "--snapshots is missing"),
+        (["--layout", "four-pools", "--capacity", "cheap"], "choose from"),
+    ],
+)
+def test_what_can_not_be_is_refused(argv, message, capsys):
+    assert main(["manifests", *IMAGE, *argv]) == 2
+    out, err = capsys.readouterr()
+    assert message in err and not out
+
+
+def test_it_needs_neither_ray_s_processes_nor_jax():
+    code = "import sys; from actors.cli import main; main(sys.argv[1:]); assert 'jax' not in sys.modules"
+    command = [sys.executable, "-c", code, "manifests", *IMAGE, "--layout", "four-pools", *MODEL]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
