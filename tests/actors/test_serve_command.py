@@ -43,8 +43,17 @@ def test_a_public_address_needs_a_key(tmp_path):
 def test_what_can_t_be_is_said_before_anything_starts(given, said, tmp_path, capsys, checkpoint):
     model = str(checkpoint("wan2.2-i2v-a14b"))
     common = ["--layout", LAYOUT, "--model_id", model, "--address", "127.0.0.1:1", "--folder", str(tmp_path)]
+    common += ["--snapshots", str(tmp_path)]
     assert main(["serve", *common, *given]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_head_of_a_real_cluster_is_not_this_machine(tmp_path, capsys, checkpoint, monkeypatch):
+    """Its address is of the loopback there, and its disk is no place that hosts reach."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    given = ["--layout", LAYOUT, "--model_id", str(checkpoint("wan2.2-i2v-a14b")), "--folder", str(tmp_path)]
+    assert main(["serve", *given]) == 2
+    assert "--snapshots is missing" in capsys.readouterr().err
 
 
 def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
@@ -79,8 +88,9 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
         assert app["args"].get("pool") in (None, *(pool.name for pool in spec.layout.pools))
 
 
-def test_a_layout_hosts_the_stages_of_the_model(checkpoint, capsys):
+def test_a_layout_hosts_the_stages_of_the_model(checkpoint, capsys, tmp_path):
     given = ["--layout", LAYOUT, "--model_id", str(checkpoint("wan2.1-t2v-1.3b")), "--address", "127.0.0.1:1"]
+    given += ["--snapshots", str(tmp_path)]
     assert main(["serve", *given]) == 2
     said = capsys.readouterr().err
     assert "pool high: the model has no stage denoise_high; it has encoder, denoise, decoder" in said
