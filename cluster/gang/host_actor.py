@@ -6,14 +6,17 @@ import pkgutil
 import random
 import re
 import socket
+import sys
 from typing import Any
 
 import ray
 
 from cluster.errors import ChipsBusy
+from cluster.gang.devices import wait_for_chips
 from cluster.gang.protocol import GROUPS, Group, GroupRunner, HostPlace, Outcome, Pulse
 
 COORDINATOR_PORTS = (21_000, 31_000)  # below those of outgoing connections on Linux, 32,768 and up
+CHIPS_S = 60.0  # for who had them to be gone
 
 
 class HostActor:
@@ -42,7 +45,7 @@ class HostActor:
     @ray.method(concurrency_group="lockstep")
     def join(self, coordinator: str, timeout_s: float) -> tuple[Outcome, Any]:
         """Join the other hosts' JAX; the host with rank 0 listens on `coordinator` ("host:port")."""
-        return self._runners["lockstep"].run(_join, self._place, coordinator, timeout_s)
+        return self._runners["lockstep"].run(self._join, coordinator, timeout_s)
 
     @ray.method(concurrency_group="lockstep")
     def build(self, host_class: type | str, *args: Any) -> tuple[Outcome, Any]:
@@ -59,8 +62,18 @@ class HostActor:
         """Run a method of it beside those in lockstep."""
         return self._runners["side"].run(getattr(self._host, method), *args, keep=self._place.rank == 0)
 
+    def _join(self, coordinator: str, timeout_s: float) -> None:
+        self._wait_for_chips()
+        _join(self._place, coordinator, timeout_s)
+
+    def _wait_for_chips(self) -> None:
+        """Let the gang that had this host before go: its processes are killed, and may need a moment to be gone."""
+        if not self._place.emulated and "jax" not in sys.modules:
+            wait_for_chips(CHIPS_S)
+
     def _build(self, host_class: type | str, *args: Any) -> dict[str, str]:
         """Return what the host computes with, if its class says: hosts of a gang must be alike."""
+        self._wait_for_chips()
         if not self._place.emulated:
             _check_chips(self._place)
         kind: Any = pkgutil.resolve_name(host_class) if isinstance(host_class, str) else host_class

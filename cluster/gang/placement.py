@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from cluster import inventory
 from cluster.chips import CHIPS
 from cluster.errors import SliceError, SliceStartTimeout
 from cluster.gang.protocol import HostPlace
-from cluster.slice_spec import ACCELERATOR_TYPE, SLICE_NAME, WORKER_ID, SliceSpec
+from cluster.kubernetes import MACHINES
+from cluster.slice_spec import ACCELERATOR_TYPE, POD_TYPE, SLICE_NAME, WORKER_ID, SliceSpec
 
 TELL_S = 5.0  # between two words on what is waited for
 
@@ -104,11 +105,27 @@ def _place(spec: SliceSpec, rank: int, node: dict[str, Any]) -> HostPlace:
     )
 
 
+def other_machines(spec: SliceSpec, nodes: Sequence[dict[str, Any]]) -> str | None:
+    """Return what is wrong where a cluster has such slices, but of machines of another size; None where it isn't so."""
+    chips = {
+        node["Resources"].get("TPU", 0)
+        for node in nodes
+        if node["Alive"] and node["Labels"].get(POD_TYPE) == spec.pod_type
+    }
+    if not chips or spec.chips_per_host in chips:
+        return None
+    machine = MACHINES.get((spec.chip.name, spec.chips_per_host))
+    return (
+        f"of that kind there are machines of {max(chips):g} chips, and a {spec} here is of machines with "
+        f"{spec.chips_per_host}{f' (on GKE {machine})' if machine else ''}"
+    )
+
+
 def _there_is(spec: SliceSpec) -> str:
     found = inventory.slices_found()
     same = [str(s) for s in found if s.pod_type == spec.pod_type]
     if same:
-        return "of that kind: " + "; ".join(same)
+        return other_machines(spec, ray.nodes()) or "of that kind: " + "; ".join(same)
     others = sorted({s.pod_type for s in found})
     what = f"only {', '.join(others)}" if others else f"no TPU at all, {len(ray.nodes())} nodes"
     return f"the cluster has none of kind {spec.pod_type}, {what}"

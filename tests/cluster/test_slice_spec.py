@@ -7,6 +7,7 @@ import pytest
 
 from cluster.chips import CHIPS
 from cluster.errors import UnknownSlice
+from cluster.gang.placement import other_machines
 from cluster.slice_spec import TOPOLOGIES, SliceSpec, kinds
 
 
@@ -88,6 +89,17 @@ def test_ray_spells_it_the_same(name):
         assert tpu.TPUAcceleratorManager.is_valid_tpu_accelerator_topology(generation, spec.topology)
         assert tpu.get_chips_per_host(spec.topology, generation) == spec.chips_per_host
     assert tpu.TPUAcceleratorManager.validate_resource_request_quantity(spec.host_resources(1)["TPU"])[0]
+
+
+def test_a_slice_of_other_machines_is_named():
+    """2x4 chips of v6e are one machine of eight, or two of four."""
+    spec = SliceSpec("v6e-8")
+    node = {"Alive": True, "Labels": spec.host_labels(0, "a"), "Resources": {"TPU": 4.0}}
+    assert "machines of 4 chips, and a v6e-8 here is of machines with 8 (on GKE ct6e-standard-8t)" in other_machines(
+        spec, [node]
+    )
+    assert other_machines(spec, [node | {"Resources": {"TPU": 8.0}}]) is None
+    assert other_machines(SliceSpec("v6e-16"), [node]) is None
 
 
 def test_hosts_ask_for_what_ray_and_gke_give_them():

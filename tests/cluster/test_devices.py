@@ -1,0 +1,70 @@
+"""Chips that another process has: files stand for them, which real processes hold open."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from cluster.errors import ChipsBusy
+from cluster.gang.devices import wait_for_chips
+
+HOLD = "import sys, time; held = open(sys.argv[1]); print('held', flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def chip(tmp_path):
+    path = tmp_path / "vfio0"
+    path.touch()
+    return path
+
+
+@pytest.fixture
+def holder(chip):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(chip)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def free(chip, timeout_s):
+    return wait_for_chips(timeout_s, [str(chip.parent / "vfio[0-9]*")], str(chip.parent / "lockfile"))
+
+
+def test_a_killed_process_s_chips_are_waited_for_and_its_lock_removed(chip, holder):
+    lock = chip.parent / "lockfile"
+    lock.touch()
+
+    def kill():
+        holder.kill()
+        holder.wait()
+
+    start = time.monotonic()
+    threading.Timer(0.5, kill).start()
+    free(chip, 30)
+    assert time.monotonic() - start > 0.4
+    assert not lock.exists()
+
+
+def test_who_has_them_is_said(chip, holder):
+    with pytest.raises(ChipsBusy, match=rf"process {holder.pid} \({sys.executable} -c .*\) has {chip} still, 0.2 s on"):
+        free(chip, 0.2)
+
+
+def test_a_lock_that_is_held_stays(chip):
+    lock = chip.parent / "lockfile"
+    lock.touch()
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "held\n"
+        free(chip, 1)
+        assert lock.exists()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_machine_without_chips_is_free(tmp_path):
+    free(tmp_path / "vfio0", 0)
