@@ -221,7 +221,9 @@ def _slice_group(kind: SliceSpec, most: int, target: Target, source: str) -> Obj
         "numOfHosts": kind.hosts,
         # By these Ray's autoscaler knows which group a slice's bundles fit on.
         "labels": kind.host_selector,
-        "rayStartParams": {"num-cpus": str(16 if small else 64)},
+        "rayStartParams": {"num-cpus": str(16 if small else 64)}
+        # Ray counts two device files a chip of v7x as two chips (ray#65105).
+        | ({"resources": f'"{{\\"TPU\\": {kind.chips_per_host}}}"'} if kind.chip.name == "v7x" else {}),
         "template": _template(target, container | _probes(), {"nodeSelector": selector, "tolerations": tolerations}),
     }
 
