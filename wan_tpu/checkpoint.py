@@ -10,6 +10,7 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from wan_tpu.bucket import SCHEME, BucketFolder
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.request import Defaults, GenerationRequest
 
@@ -17,20 +18,22 @@ OWN = "wan_tpu.json"
 
 
 class Checkpoint:
-    """A diffusers directory, on disk or on the Hugging Face hub; only JSON and safetensors are read."""
+    """A diffusers directory, on disk, in a bucket or on the Hugging Face hub; only JSON and safetensors are read."""
 
     def __init__(self, source: str | Path) -> None:
-        """Open `source`, a folder with a model_index.json or a hub id; weights are fetched when read.
+        """Open `source`, a folder with a model_index.json, one in gs://, or a hub id; weights are fetched when read.
 
-        Raises `CheckpointError` when it is neither, or its index can't be read.
+        Raises `CheckpointError` when it is none of these, or its index can't be read.
         """
         if not isinstance(source, str | Path) or not str(source):
-            raise CheckpointError(f"the model is {source!r}; give a diffusers directory or a hub id")
+            raise CheckpointError(f"the model is {source!r}; give a diffusers directory, one in gs://, or a hub id")
+        self._bucket = BucketFolder(str(source)) if str(source).startswith(SCHEME) else None
         local = Path(source)
         # Absolute, so that stage files mean the same from every folder.
         self.source = str(local.resolve()) if local.exists() else str(source)
-        self._hub_id = None if local.exists() else _hub_id(self.source)
-        self.folder = local if self._hub_id is None else self._fetch(["*.json", "tokenizer/*"])
+        self._hub_id = None if local.exists() or self._bucket else _hub_id(self.source)
+        self._here = self._bucket is None and self._hub_id is None
+        self.folder = local if self._here else self._fetch(["*.json", "tokenizer/*"])
         self.index = self._json("model_index.json")
 
     def has(self, component: str) -> bool:
@@ -79,8 +82,8 @@ class Checkpoint:
         return dict(found)
 
     def path(self, component: str) -> Path:
-        """Return a component's folder on disk, fetched from the hub when it isn't there."""
-        if self._hub_id is not None:
+        """Return a component's folder on disk, fetched when it isn't there."""
+        if not self._here:
             self._fetch([f"{component}/*.safetensors", f"{component}/*.json"])
         return self.folder / component
 
@@ -98,6 +101,8 @@ class Checkpoint:
         return content
 
     def _fetch(self, patterns: Sequence[str]) -> Path:
+        if self._bucket is not None:
+            return self._bucket.fetch(patterns)
         try:
             return Path(huggingface_hub.snapshot_download(str(self._hub_id), allow_patterns=list(patterns)))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

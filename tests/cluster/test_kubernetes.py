@@ -23,6 +23,7 @@ from cluster.errors import LayoutError, SliceStartTimeout
 from cluster.gang.placement import off_hosts, reserve
 from cluster.kubernetes import CPU_GROUP, Target
 from cluster.layout import Layout, shipped
+from cluster.slice_spec import POD_TYPE
 from tests.cluster.conftest import wait_for
 
 TARGET = Target("wan", "videos", "registry/wan-tpu:1", "2.60.0", account="wan@p.iam.gserviceaccount.com", secret="db")
@@ -37,6 +38,7 @@ pools:
   litepod: {stages: [f], slice: v5e-4}
   new: {stages: [g], slice: v7x-8}
 """
+MISSING = [pool.slice for pool in Layout.parse(KINDS, "kinds").pools if pool.name in ("flat", "hosts", "cubes", "new")]
 
 
 def strict(schema):
@@ -105,36 +107,39 @@ def launched(layout, **asked):
     return {one.instance_type: one.count for one in reply.to_launch}, infeasible
 
 
-def asked_for(cluster, kind):
-    """What Ray's GCS tells the autoscaler while a slice of a kind is waited for."""
-    found = []
+@pytest.fixture(scope="module")
+def waiting(cluster):
+    """What Ray's GCS tells the autoscaler while a slice of each kind that it hasn't is waited for, by pod type."""
+    found = {}
 
     def pending():
-        state = get_cluster_resource_state(GcsClient(cluster.address))
-        found[:] = state.pending_gang_resource_requests
-        return bool(found)
+        for gang in get_cluster_resource_state(GcsClient(cluster.address)).pending_gang_resource_requests:
+            constraints = gang.bundle_selectors[0].resource_requests[0].label_selectors[0].label_constraints
+            found[next(one.label_values[0] for one in constraints if one.label_key == POD_TYPE)] = gang
+        return len(found) == len(MISSING)
 
-    def wait():
+    def wait(kind):
         with pytest.raises(SliceStartTimeout):
-            reserve(kind, "pool/0", 3)
+            reserve(kind, "pool/0", 6)
 
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    wait_for(pending, 10, "the request")
-    asked = list(found)
-    waiting.join()
-    wait_for(lambda: not pending(), 10, "its end")
-    return asked
+    threads = [threading.Thread(target=wait, args=(kind,)) for kind in MISSING]
+    for thread in threads:
+        thread.start()
+    wait_for(pending, 20, "their requests")
+    yield found
+    for thread in threads:
+        thread.join()
 
 
-@pytest.mark.parametrize("pool", Layout.parse(KINDS, "kinds").pools, ids=lambda pool: pool.slice.name)
-def test_a_slice_that_is_waited_for_is_launched_whole(cluster, pool):
-    layout = Layout.parse(KINDS, "kinds")
-    kind = pool.slice
-    if kind.name == "v6e-1":
-        pytest.skip("the tests' cluster has some of these")
-    found, infeasible = launched(layout, gang_resource_requests=asked_for(cluster, kind))
+@pytest.mark.parametrize("kind", MISSING, ids=str)
+def test_a_slice_that_is_waited_for_is_launched_whole(waiting, kind):
+    found, infeasible = launched(Layout.parse(KINDS, "kinds"), gang_resource_requests=[waiting[kind.pod_type]])
     assert (found, infeasible) == ({CPU_GROUP: 1, kind.pod_type: kind.hosts}, [])
+
+
+def test_slices_that_are_waited_for_at_once_are_all_launched(waiting):
+    found, infeasible = launched(Layout.parse(KINDS, "kinds"), gang_resource_requests=list(waiting.values()))
+    assert (found, infeasible) == ({CPU_GROUP: 1} | {kind.pod_type: kind.hosts for kind in MISSING}, [])
 
 
 def test_groups_have_what_their_pools_may_have():

@@ -42,7 +42,11 @@ def pipe(folder):
     return opened(folder)
 
 
-@pytest.mark.parametrize("prompts", PROMPTS)
+@pytest.mark.parametrize(
+    ("folder", "prompts"),
+    [*((KINDS[0], prompts) for prompts in PROMPTS), (KINDS[1], "quoted"), (KINDS[2], "plain")],
+    indirect=["folder"],
+)
 def test_same_latents_and_pixels_as_diffusers(prompts, folder, pipe):
     prompt, negative = PROMPTS[prompts]
     image = load_image(PHOTO) if "i2v" in pipe.runtime.model.spec.tasks else None

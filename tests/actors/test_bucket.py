@@ -1,0 +1,96 @@
+"""A checkpoint in a bucket: the same video as from a folder, each file fetched once, and again when it has changed."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.storage.opening import open_storage
+from tests.conftest import ROOT
+from wan_tpu import GenerationRequest, load_pipeline
+from wan_tpu import bucket as bucket_module
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError
+from wan_tpu.families import open_spec
+
+KIND = "wan2.1-t2v-1.3b"
+ASKED = GenerationRequest(prompt="a cat", height=32, width=32, frames=5, steps=2, seed=1)
+
+
+@pytest.fixture
+def uploaded(checkpoint, gcs_prefix, tmp_path, monkeypatch):
+    """A small checkpoint's address in the bucket."""
+    monkeypatch.setenv("WAN_TPU_CACHE", str(tmp_path / "cache"))
+    storage, folder = open_storage(gcs_prefix), checkpoint(KIND)
+    for file in folder.rglob("*"):
+        if file.is_file():
+            storage.write(f"small/{file.relative_to(folder)}", file.read_bytes())
+    return f"{gcs_prefix}/small"
+
+
+def downloads(emulator):
+    return [line for line in emulator.seen if "alt=media" in line]
+
+
+def test_the_video_is_that_of_the_folder_and_weights_come_when_they_are_read(
+    uploaded, checkpoint, emulator, monkeypatch
+):
+    monkeypatch.setattr(bucket_module, "CHUNK_BYTES", 100_000)  # so that some files are fetched in pieces
+    emulator.seen.clear()
+    assert open_spec(uploaded).tasks == ("t2v",)
+    assert not [line for line in downloads(emulator) if "safetensors" in line]
+    made = load_pipeline(uploaded, dtype="float32", mesh=(1, 1, 1)).generate(ASKED)
+    expected = load_pipeline(checkpoint(KIND), dtype="float32", mesh=(1, 1, 1)).generate(ASKED)
+    assert np.array_equal(made.pixels, expected.pixels)
+    assert len([line for line in downloads(emulator) if "safetensors" in line]) > 3  # pieces
+    emulator.seen.clear()
+    Checkpoint(uploaded).path("transformer")
+    assert not downloads(emulator)  # all of it is here
+
+
+def test_what_has_changed_is_fetched_again(uploaded, gcs_prefix, emulator):
+    before = Checkpoint(uploaded)
+    assert before.index["_class_name"] == "WanPipeline"
+    storage = open_storage(gcs_prefix)
+    storage.write("small/wan_tpu.json", b'{"defaults": {"steps": 3}}')
+    assert Checkpoint(uploaded).defaults() == {"steps": 3}
+    storage.write("small/wan_tpu.json", b'{"defaults": {"steps": 4}}')
+    emulator.seen.clear()
+    assert Checkpoint(uploaded).defaults() == {"steps": 4}
+    assert len(downloads(emulator)) == 1
+
+
+def test_two_processes_fetch_a_file_once(uploaded, emulator):
+    emulator.seen.clear()
+    code = "import sys; from wan_tpu.checkpoint import Checkpoint; Checkpoint(sys.argv[1]).path('transformer')"
+    both = [subprocess.Popen([sys.executable, "-c", code, uploaded], cwd=ROOT) for _ in range(2)]
+    assert [process.wait(120) for process in both] == [0, 0]
+    fetched = [line.partition("?")[0] for line in downloads(emulator)]
+    assert len(fetched) == len(set(fetched)) > 5
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("gs://videos", "names no folder of a bucket; give gs://bucket/folder"),
+        ("gs://videos/nothing", "gs://videos/nothing has no model_index.json"),
+        ("gs://nobody-s/model", r"can't fetch gs://nobody-s/model \(.*\); check the address"),
+    ],
+)
+def test_what_is_not_there_is_said(address, message, emulator, tmp_path, monkeypatch):
+    monkeypatch.setenv("WAN_TPU_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match=message):
+        open_spec(address)
+
+
+def test_a_file_that_is_cut_off_is_not_kept(uploaded, emulator, tmp_path):
+    emulator.failures[:] = [(404, "Not Found", "before")] * 3
+    with pytest.raises(CheckpointError, match="can't fetch"):
+        Checkpoint(uploaded)
+    assert not list((tmp_path / "cache").rglob("model_index.json"))
+    emulator.failures.clear()
+    assert Checkpoint(uploaded).index["_class_name"] == "WanPipeline"
+    shutil.rmtree(Path(tmp_path / "cache"))

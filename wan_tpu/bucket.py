@@ -1,0 +1,107 @@
+"""A folder of Google Cloud Storage, whose files are fetched into one of this machine when they are needed.
+
+What was fetched is kept, and fetched again only when the object has changed: WAN_TPU_CACHE says where, ~/.cache/wan-tpu
+else. STORAGE_EMULATOR_HOST sends everything to an emulator, as Google's client does it.
+"""
+
+import contextlib
+import fnmatch
+import functools
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from wan_tpu.errors import CheckpointError
+
+SCHEME = "gs://"
+CHUNK_BYTES = 64 * 2**20  # of what is fetched at once; so many threads fetch a large file:
+THREADS = 8
+
+
+def cache_folder() -> Path:
+    """Return where files of buckets are kept."""
+    return Path(os.environ.get("WAN_TPU_CACHE") or Path.home() / ".cache" / "wan-tpu")
+
+
+class BucketFolder:
+    """The objects below gs://bucket/prefix, as a folder of this machine."""
+
+    def __init__(self, address: str) -> None:
+        """Raise `CheckpointError` for what is no address."""
+        self.address = address.rstrip("/")
+        self._bucket, _, prefix = self.address.removeprefix(SCHEME).partition("/")
+        if not self._bucket or not prefix:
+            raise CheckpointError(f"{address} names no folder of a bucket; give {SCHEME}bucket/folder")
+        self._prefix = f"{prefix}/"
+        self.folder = cache_folder() / "buckets" / self._bucket / prefix
+
+    def fetch(self, patterns: Sequence[str]) -> Path:
+        """Have all files whose names match one of the patterns ("*.json", "vae/*") here; return the folder.
+
+        Raises `CheckpointError` when the bucket doesn't give them.
+        """
+        with self._explained():
+            for name, (blob, generation) in self._blobs.items():
+                if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+                    self._fetch(name, blob, generation)
+        return self.folder
+
+    @functools.cached_property
+    def _blobs(self) -> dict[str, tuple[Any, str]]:
+        """All objects and their generations, which a download may forget, by their names below the prefix."""
+        from google.cloud import storage  # a second, and only for who has a bucket
+
+        found = storage.Client().list_blobs(self._bucket, prefix=self._prefix)
+        return {
+            blob.name.removeprefix(self._prefix): (blob, str(blob.generation))
+            for blob in found
+            if not blob.name.endswith("/")
+        }
+
+    def _fetch(self, name: str, blob: Any, generation: str) -> None:
+        file = self.folder / name
+        if not file.resolve().is_relative_to(self.folder.resolve()):
+            raise CheckpointError(f"{self.address} has an object {name!r}, which would lie elsewhere")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        mark = file.with_name(f".{file.name}.generation")
+        with FileLock(file.with_name(f".{file.name}.lock")):  # others of this machine want the same
+            with contextlib.suppress(OSError):
+                if file.exists() and mark.read_text() == generation:
+                    return
+            part = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
+            try:
+                _download(blob, part)
+                part.rename(file)
+                mark.write_text(generation)
+            finally:
+                part.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        import requests
+        from google.api_core.exceptions import GoogleAPIError
+        from google.auth.exceptions import GoogleAuthError
+
+        try:
+            yield
+        except (GoogleAPIError, GoogleAuthError, requests.RequestException, OSError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(
+                f"can't fetch {self.address} ({reason}); check the address, and whether this machine may read it"
+            ) from None
+
+
+def _download(blob: Any, part: Path) -> None:
+    """Fetch an object, checksum compared; a large one in pieces at the same time."""
+    from google.cloud.storage import transfer_manager
+
+    if (blob.size or 0) <= CHUNK_BYTES:
+        blob.download_to_filename(str(part))
+        return
+    transfer_manager.download_chunks_concurrently(
+        blob, str(part), chunk_size=CHUNK_BYTES, max_workers=THREADS, worker_type=transfer_manager.THREAD
+    )
