@@ -40,7 +40,9 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, about: str = "") -> 
     group.add_argument("--layout", help=f"layout file, or a shipped one: {', '.join(shipped())}")
     group.add_argument("--layout_text", metavar="YAML", help="the layout itself, in place of a file")
     group.add_argument(
-        "--model_id", type=absolute_model, help="diffusers directory, the same path on every host, or hub id"
+        "--model_id",
+        type=absolute_model,
+        help="diffusers directory, the same path on every host, one in gs://, or hub id",
     )
     group.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
     group.add_argument("--executables", type=absolute, help="folder of programs, the same path on every host")

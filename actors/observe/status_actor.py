@@ -61,6 +61,7 @@ class Seen:
 
     handoffs  (seconds, bytes) of the latest hand-offs to each stage
     step_s    the latest denoising steps' seconds, by stage; ended  how many requests ended, by outcome
+    software  what a replica's hosts compute with, by replica and name
     """
 
     replicas: dict[str, ReplicaSeen] = field(default_factory=dict)
@@ -68,6 +69,7 @@ class Seen:
     handoffs: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
     step_s: dict[str, deque[float]] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
+    software: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 class StatusActor:
@@ -115,6 +117,10 @@ class StatusActor:
         """Report what a replica does."""
         self._actor.replica.remote(name, ReplicaSeen(pool, where, activity, detail, work, time.time()))
 
+    def software(self, name: str, software: dict[str, str]) -> None:
+        """Report what a replica's hosts compute with."""
+        self._actor.software.remote(name, software)
+
     def gone(self, name: str) -> None:
         """Report that a replica has ended."""
         self._actor.gone.remote(name)
@@ -160,8 +166,12 @@ class _StatusActor:
         if before is None or dataclasses.replace(seen, since=before.since) != before:  # else it is told again
             self._seen.replicas[name] = seen
 
+    def software(self, name: str, software: dict[str, str]) -> None:
+        self._seen.software[name] = software
+
     def gone(self, name: str) -> None:
         self._seen.replicas.pop(name, None)
+        self._seen.software.pop(name, None)
 
     def request(self, key: str, stage: str, step: int, steps: int, seconds: float | None) -> None:
         seen = self._seen.requests.setdefault(key, RequestSeen(time.time()))

@@ -22,6 +22,7 @@ class PoolStatus:
     queue       requests that have reached its stages, but no slice computes them
     step_s      mean seconds of its latest denoising steps; handoff_s, handoff_bytes  of its latest hand-offs, from the
                 object store to the devices; None where there were none
+    differing   what its replicas compute with where they aren't alike, by name and replica: their videos differ, too
     """
 
     name: str
@@ -33,6 +34,7 @@ class PoolStatus:
     step_s: float | None
     handoff_s: float | None
     handoff_bytes: float | None
+    differing: dict[str, dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,9 @@ def text(status: PipelineStatus) -> str:
             f"    {name:<24} {textwrap.shorten(str(replica), 100, placeholder='…')}, {now - replica.since:.0f} s"
             for name, replica in pool.replicas.items()
         ]
+        for what, values in pool.differing.items():
+            each = ", ".join(f"{value or 'nothing'} on {name}" for name, value in values.items())
+            lines.append(f"    not alike, so that their videos differ: {what} is {each}")
     lines.append("requests")
     for key, request in list(status.requests.items())[:SHOWN]:
         steps = f"step {request.step}/{request.steps}" if request.step else ""
@@ -126,7 +131,15 @@ def _pool(pool: Pool, seen: Seen) -> PoolStatus:
         step_s=_mean(steps),
         handoff_s=_mean([seconds for seconds, _ in handoffs]),
         handoff_bytes=_mean([nbytes for _, nbytes in handoffs]),
+        differing=_differing({name: seen.software[name] for name in replicas if name in seen.software}),
     )
+
+
+def _differing(software: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Return what replicas compute with where it isn't the same for all, by its name and replica."""
+    names = sorted({name for found in software.values() for name in found})
+    values = {name: {replica: found.get(name, "") for replica, found in software.items()} for name in names}
+    return {name: found for name, found in values.items() if len(set(found.values())) > 1}
 
 
 def _facts(pool: PoolStatus) -> str:

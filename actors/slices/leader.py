@@ -83,6 +83,7 @@ class SliceLeader:
             self._leaving = starting.pop_all()
         self._slice = AsyncSlice(self._hosts, self._lost)
         self._snapshotter = Snapshotter(self._slice, snapshots)
+        self._status.software(self._name, self._hosts.software)
         self._report("idle")
         log.info("%s leads %s, ready after %.1f s", self._name, self._where, time.time() - start)
 

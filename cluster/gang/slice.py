@@ -72,7 +72,7 @@ class Slice:
             if spec.hosts > 1:
                 self._run_phase("join", timeouts.join_s, "join", f"{self.hosts[0].ip}:{port}", timeouts.join_s)
             built = self._run_phase("build", timeouts.build_s, "build", host_class, *args, on_progress=on_progress)
-            self._check_alike([outcome.value for outcome in built])
+            self.software: dict[str, str] = self._alike([outcome.value for outcome in built])
         except BaseException:
             self.close()
             raise
@@ -169,8 +169,8 @@ class Slice:
         )
         return hellos[0][1]
 
-    def _check_alike(self, software: Sequence[dict[str, str]]) -> None:
-        """Raise `SliceError` where hosts compute with other things: each would have a part of another result."""
+    def _alike(self, software: Sequence[dict[str, str]]) -> dict[str, str]:
+        """Return what all hosts compute with; raises `SliceError` where they differ: a result would be half another's."""
         for rank, other in enumerate(software[1:], 1):
             if different := sorted(name for name in software[0] if software[0][name] != other.get(name)):
                 name = different[0]
@@ -178,6 +178,7 @@ class Slice:
                     f"{self.name}: its hosts aren't alike: {name} is {software[0][name]!r} on {self._members[0]}, and "
                     f"{other.get(name)!r} on {self._members[rank]}; give them the same software and flags"
                 )
+        return software[0]
 
     def _run_phase(
         self,

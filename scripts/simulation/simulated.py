@@ -104,6 +104,10 @@ class SimulatedHost:
         self._report = report
         self._held: dict[str, _Held] = {}
 
+    def software(self) -> dict[str, str]:
+        """Return nothing: nothing is computed."""
+        return {}
+
     # ---- in lockstep
 
     def load(self) -> dict[str, float]:

@@ -24,7 +24,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, where and how."""
     group = parser.add_argument_group("model and devices")
     examples = ", ".join(family.example for family in FAMILIES.values())
-    group.add_argument("--model_id", required=True, help=f"diffusers directory, or hub id ({examples})")
+    group.add_argument(
+        "--model_id", required=True, help=f"diffusers directory, here or in gs://, or hub id ({examples})"
+    )
     add_device_arguments(group)
 
 
