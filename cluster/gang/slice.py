@@ -170,7 +170,7 @@ class Slice:
         return hellos[0][1]
 
     def _alike(self, software: Sequence[dict[str, str]]) -> dict[str, str]:
-        """Return what all hosts compute with; raises `SliceError` where they differ: a result would be half another's."""
+        """Return what all hosts compute with; raises `SliceError` where they differ: half a result would be wrong."""
         for rank, other in enumerate(software[1:], 1):
             if different := sorted(name for name in software[0] if software[0][name] != other.get(name)):
                 name = different[0]
