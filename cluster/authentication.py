@@ -42,5 +42,5 @@ def make_token() -> None:
 
 def _has_token(loader: Any) -> bool:
     """Whether there is a token; Ray raises where RAY_AUTH_TOKEN_PATH names a file that isn't there (2.60)."""
-    path = os.environ.get(PATH)
+    path = None if os.environ.get("RAY_AUTH_TOKEN") else os.environ.get(PATH)
     return (not path or os.path.isfile(path)) and bool(loader.has_token(ignore_auth_mode=True))

@@ -91,7 +91,7 @@ def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Targ
     given = {name: value for name, value in parser.given(args).items() if name not in _HERE}
     if args.service:
         config, _ = service_config(args, given)
-        about = f"the service: http://{target.name}-serve-svc:8000 in the cluster, once all pools have their slices"
+        about = f"the service: http://{target.name}-head-svc:8000 in the cluster, once all pools have their slices"
         return {about: kubernetes.service(layout, target, config)}
     if args.job is not None:
         _check_bucket(args, "job", "output", "model_id")

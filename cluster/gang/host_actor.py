@@ -104,10 +104,13 @@ def _emulate(devices: int, hosts: int) -> None:
 
 
 def _check_chips(place: HostPlace) -> None:
-    """Raise `ChipsBusy` unless JAX has all chips of this host: where they are taken it goes on on the CPU."""
+    """Raise `ChipsBusy` unless JAX has all chips of this host."""
     import jax
 
-    found = jax.default_backend()
+    try:
+        found = jax.default_backend()
+    except RuntimeError as error:  # JAX takes no other one where JAX_PLATFORMS names the TPU
+        raise ChipsBusy(f"JAX on {place} doesn't get the TPU: {error}") from error
     if found != "tpu" or jax.local_device_count() != place.chips:
         raise ChipsBusy(
             f"JAX on {place} has {jax.local_device_count()} devices of {found}, not {place.chips} of a TPU: another "

@@ -17,6 +17,7 @@ from cluster.kubernetes import MACHINES
 from cluster.slice_spec import ACCELERATOR_TYPE, POD_TYPE, SLICE_NAME, WORKER_ID, SliceSpec
 
 TELL_S = 5.0  # between two words on what is waited for
+POLL_S = 0.1
 
 Tell = Callable[[str], object]
 
@@ -70,15 +71,16 @@ def off_hosts() -> dict[str, str]:
 
 
 def _wait(group: PlacementGroup, spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell) -> None:
-    start = time.monotonic()
-    while True:
+    """Return when the group is placed. It is asked after: of what waits for it in Ray's GCS little may be at a time."""
+    start, told = time.monotonic(), 0.0
+    while placement_group_table(group)["state"] != "CREATED":
         waited = time.monotonic() - start
-        left_s = TELL_S if timeout_s is None else min(TELL_S, timeout_s - waited)
-        if group.wait(max(left_s, 0)):
-            return
-        if left_s < TELL_S:
+        if timeout_s is not None and waited >= timeout_s:
             raise SliceStartTimeout(f"{name}: no free {spec} after {timeout_s:g} s; {_there_is(spec)}")
-        tell(f"waits for a free {spec}, {waited + left_s:.0f} s so far; {_there_is(spec)}")
+        if waited - told >= TELL_S:
+            told = waited
+            tell(f"waits for a free {spec}, {waited:.0f} s so far; {_there_is(spec)}")
+        time.sleep(POLL_S)
 
 
 def _placement(spec: SliceSpec, group: PlacementGroup, nodes: list[dict[str, Any]]) -> Placement:
