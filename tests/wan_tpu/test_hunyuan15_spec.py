@@ -69,6 +69,12 @@ def test_a_size_of_the_image_s_shape_is_that_of_diffusers(image, target):
     assert default_size(target, *image) == processor.calculate_default_height_width(*image, target)
 
 
+def test_another_length_is_another_program_of_the_decoder():
+    spec = HunyuanSpec(PRESETS["hunyuanvideo1.5-480p-t2v"])
+    names = {spec.plan(GenerationRequest(frames=frames)).shapes["decoder"] for frames in (61, 121)}
+    assert names == {"decoder 480x848x61", "decoder 480x848x121"}
+
+
 def test_a_size_that_is_asked_for_is_kept():
     spec, image = HunyuanSpec(PRESETS["hunyuanvideo1.5-480p-i2v"]), load_image(PHOTO)
     asked = spec.plan(GenerationRequest(image=image, height=480, width=848)).request

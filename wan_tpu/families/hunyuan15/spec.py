@@ -124,6 +124,11 @@ class HunyuanSpec(ModelSpec):
         """Return the one expert."""
         return (Expert(DENOISE, 0, request.steps, self.guided(request)),)
 
+    def shapes(self, request: ResolvedRequest, *, image: bool) -> dict[str, str]:
+        """Name the decoder's programs by the frames, too: they keep keys and values of all of them."""
+        size = f"{request.height}x{request.width}x{request.frames}"
+        return super().shapes(request, image=image) | {DECODER: f"{DECODER} {size}"}
+
     def schedule(self, request: ResolvedRequest) -> Schedule:
         """Return the numbers of every step: Euler's on even steps of the flow, shifted once."""
         found = flow.euler_even(request.steps, request.shift).guided([request.guidance_scale] * request.steps)
