@@ -150,7 +150,7 @@ def parse_size(text: str) -> tuple[int, int]:
     return sides if found[2] == "*" else sides[::-1]
 
 
-def nearest_multiple(value: int, multiple: int) -> int:
+def nearest_multiple(value: float, multiple: int) -> int:
     """Return the positive multiple of `multiple` that is nearest to `value`."""
     return max(multiple, round(value / multiple) * multiple)
 

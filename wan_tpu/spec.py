@@ -101,8 +101,8 @@ class ModelSpec(abc.ABC):
         """Whether a video has the shape of its image unless a request says another."""
         return False
 
-    def defaults_for(self, picture: tuple[int, int] | None) -> Defaults:
-        """Return what fills a request's open fields; picture: (height, width) of the image that the video follows."""
+    def defaults_for(self, request: GenerationRequest, picture: tuple[int, int] | None) -> Defaults:
+        """Return what fills a request's open fields; picture: (height, width) of its image, if known."""
         return self.defaults
 
     @property
@@ -180,8 +180,7 @@ class ModelSpec(abc.ABC):
         image = request.image is not None if image is None else image
         if isinstance(request.image, Image.Image):
             picture = request.image.height, request.image.width
-        open_size = request.height is None and request.width is None
-        resolved = request.resolve(self.defaults_for(picture if open_size else None))
+        resolved = request.resolve(self.defaults_for(request, picture))
         self.check(resolved, image=image)
         return RequestPlan(resolved, self.prompts(resolved), self.experts(resolved), self.shapes(resolved, image=image))
 

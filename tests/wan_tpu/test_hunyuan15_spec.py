@@ -79,8 +79,30 @@ def test_a_size_that_is_asked_for_is_kept():
     spec, image = HunyuanSpec(PRESETS["hunyuanvideo1.5-480p-i2v"]), load_image(PHOTO)
     asked = spec.plan(GenerationRequest(image=image, height=480, width=848)).request
     assert (asked.height, asked.width) == (480, 848)
-    one = spec.plan(GenerationRequest(image=image, height=480)).request  # the other one is the model's
-    assert (one.height, one.width) == (480, 848)
+
+
+@pytest.mark.parametrize(
+    ("picture", "asked", "size"),
+    [
+        ((600, 400), {"height": 480}, (480, 320)),
+        ((600, 400), {"width": 480}, (720, 480)),
+        ((3, 1000), {"width": 480}, (16, 480)),
+        (None, {"height": 480}, (480, 848)),
+    ],
+)
+def test_of_one_side_the_other_has_the_image_s_shape(picture, asked, size):
+    spec = HunyuanSpec(PRESETS["hunyuanvideo1.5-480p-i2v"])
+    planned = spec.plan(GenerationRequest(**asked), image=True, picture=picture).request
+    assert (planned.height, planned.width) == size
+
+
+@pytest.mark.parametrize(("scale", "branches"), [(0.0, 2), (0.5, 2), (1.0, 1), (6.0, 2)])
+def test_branches_of_a_scale_are_those_of_diffusers_guider(scale, branches):
+    guider = diffusers.ClassifierFreeGuidance(guidance_scale=scale)
+    guider.set_state(step=0, num_inference_steps=50, timestep=torch.tensor(1000))
+    spec = HunyuanSpec(PRESETS["hunyuanvideo1.5-480p-t2v"])
+    expert, *_ = spec.plan(GenerationRequest(guidance_scale=scale)).experts
+    assert guider.num_conditions == branches == (2 if expert.guided else 1)
 
 
 def test_a_checkpoint_is_read_as_the_model_that_it_was_made_of(kind, folder):

@@ -69,6 +69,7 @@ def test_frames_that_come_later_change_nothing(theirs, ours):
 
 
 TILE, TILED_HEIGHT, TILED_WIDTH = 64, 5, 9  # pixels; of the latents, in two rows of three tiles of 4 x 4 and less
+IN_TILES = [(TILED_HEIGHT, TILED_WIDTH), (3, 4), (4, 5)]  # the second is one tile
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +93,10 @@ def tiling(theirs):
     theirs.disable_tiling()
 
 
-def test_tiles_are_those_of_diffusers(tiling, tiled_folder):
+@pytest.mark.parametrize(("height", "width"), IN_TILES)
+def test_tiles_are_those_of_diffusers(height, width, tiling, tiled_folder):
     encode, decode = halves(tiled_folder, make_mesh((1, 1, 1), heads=4), 3)
-    latents = random(1, 4, 3, TILED_HEIGHT, TILED_WIDTH)
-    pixels = random(1, 3, 1, 16 * TILED_HEIGHT, 16 * TILED_WIDTH)
+    latents, pixels = random(1, 4, 3, height, width), random(1, 3, 1, 16 * height, 16 * width)
     found = decode(cut(latents, 1)), encode(cut(pixels, 4))
     for ours, expected in zip(found, moments_and_pixels(tiling, latents, pixels), strict=True):
         assert ours.shape == expected.shape

@@ -3,7 +3,8 @@
 Sources: scripts/convert_hunyuan_video1_5_to_diffusers.py of github.com/huggingface/diffusers, which made the
 HunyuanVideo-1.5-Diffusers-* repositories on the Hugging Face hub; Qwen/Qwen2.5-VL-7B-Instruct, google/byt5-small with
 the tokens of Glyph-SDXL-v2, and google/siglip-so400m-patch14-384 for the encoders; steps and frames a second from the
-README of github.com/Tencent-Hunyuan/HunyuanVideo-1.5.
+README of github.com/Tencent-Hunyuan/HunyuanVideo-1.5 (of the step-distilled model: "8 or 12 steps"; its shift is the
+conversion script's).
 """
 
 from dataclasses import dataclass

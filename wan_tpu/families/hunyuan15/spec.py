@@ -11,7 +11,7 @@ from wan_tpu.families.hunyuan15 import presets
 from wan_tpu.families.hunyuan15.config import read_config
 from wan_tpu.families.hunyuan15.presets import HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import STRIDE, default_size
-from wan_tpu.request import FRAME_STRIDE, Defaults, ResolvedRequest, nearest_multiple
+from wan_tpu.request import FRAME_STRIDE, Defaults, GenerationRequest, ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
@@ -69,12 +69,20 @@ class HunyuanSpec(ModelSpec):
         """Where there is one."""
         return "i2v" in self.tasks
 
-    def defaults_for(self, picture: tuple[int, int] | None) -> Defaults:
-        """The model's, with the size that has the shape of the image."""
-        if picture is None:
+    def defaults_for(self, request: GenerationRequest, picture: tuple[int, int] | None) -> Defaults:
+        """The model's, with the size that has the shape of the image: a known one, or what one given side leads to."""
+        if picture is None or None not in (request.height, request.width):
             return self.defaults
         height, width = default_size(int(self.config.transformer["target_size"]), *picture)
+        if request.height is not None:
+            width = nearest_multiple(request.height * picture[1] / picture[0], STRIDE)
+        if request.width is not None:
+            height = nearest_multiple(request.width * picture[0] / picture[1], STRIDE)
         return dataclasses.replace(self.defaults, height=height, width=width)
+
+    def guided(self, request: ResolvedRequest) -> bool:
+        """Whether there are two branches: diffusers' guider has them at a scale below 1, too."""
+        return not math.isclose(request.guidance_scale, 1.0)
 
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]

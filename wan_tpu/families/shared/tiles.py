@@ -122,7 +122,9 @@ class _Grid:
 
     @property
     def starts(self) -> list[tuple[int, int]]:
-        """(column, row) of each tile, row after row."""
+        """(column, row) of each tile, row after row; a picture that fits into one is one."""
+        if max(self.width, self.height) <= self.tile:
+            return [(0, 0)]
         return [(column, row) for row in self._along(self.height) for column in self._along(self.width)]
 
     def sizes(self, count: int) -> jax.Array:
@@ -143,7 +145,7 @@ class _Grid:
         """Return the picture [C, T, W, H] of tiles [N, C, T, X, Y], blended in the order of diffusers' tiled_decode."""
         scale = tiles.shape[3] // self.tile
         overlap = self.overlap * scale
-        kept = self.tile * scale - overlap
+        kept = self.tile * scale - (overlap if len(self.starts) > 1 else 0)
         rows: list[list[jax.Array]] = []
         for number, (x, y) in enumerate(self.starts):
             if x == 0:
