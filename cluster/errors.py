@@ -42,7 +42,11 @@ class SliceLost(SliceError):
 
 
 class ChipsBusy(SliceError):
-    """JAX on a TPU host doesn't get the host's chips: another process has them still, or they aren't there."""
+    """JAX on a TPU host doesn't get the host's chips: another process has them still."""
+
+
+class WrongHost(SliceError):
+    """A host isn't what its labels say, or lacks what JAX needs there; the message says what."""
 
 
 class DeviceFailed(SliceLost):

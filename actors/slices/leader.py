@@ -29,10 +29,9 @@ from actors.slices.references import RefHandle
 from actors.slices.scheduler import Admission, StepScheduler
 from actors.slices.snapshots import Snapshots, Snapshotter
 from cluster.draining import draining_for
-from cluster.errors import CallFailed, ChipsBusy, DeviceFailed, SliceLost
-from cluster.gang.slice import Slice
+from cluster.errors import CallFailed, DeviceFailed, SliceLost
+from cluster.gang.slice import take
 from cluster.layout import Pool
-from cluster.slice_spec import SliceSpec
 from wan_tpu.errors import InvalidInput
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.spec import DECODER, ENCODER
@@ -43,14 +42,16 @@ SHAPES = 64  # that a leader is remembered to hold programs of, for routing
 LEAVE_S = 0.5  # between the loss of a slice and the end of its leader: callers are told first
 SICK = 3  # different requests that fail in a row, none succeeding: the slice is replaced
 DRIVER_S = 5.0  # between two looks whether anybody still waits for a request
-BUSY_S = 10.0  # until a host whose chips another process had is asked again
 
 
 class SliceLeader:
     """A replica of a pool. Serve restarts it when its slice is lost; its callers go on elsewhere."""
 
-    def __init__(self, pool: Pool, settings: PipelineSettings) -> None:
-        """Take a slice, start its hosts, and let them read the weights of the pool's stages."""
+    async def __init__(self, pool: Pool, settings: PipelineSettings) -> None:  # type: ignore[misc]
+        """Take a slice, start its hosts, and let them read the weights of the pool's stages.
+
+        Serve waits for it, and can end this process meanwhile: for its slice a leader may wait for days.
+        """
         self._leaving = contextlib.ExitStack()  # what is let go of with this leader
         self._settings, self._stages, self._pool = settings, pool.stages, pool.name
         self._name = f"{self._pool}/{serve.get_replica_context().replica_id.unique_id}"
@@ -65,12 +66,27 @@ class SliceLeader:
         self._scheduler = StepScheduler()
         self._where, start = "", time.time()
         self._report("starting", f"takes a {pool.slice} and starts its hosts")
+        snapshots = Snapshots(settings.snapshots)
+        await asyncio.to_thread(self._start, pool, snapshots)
+        self._slice = AsyncSlice(self._hosts, self._lost)
+        self._snapshotter = Snapshotter(self._slice, snapshots)
+        self._status.software(self._name, self._hosts.software)
+        self._report("idle")
+        log.info("%s leads %s, ready after %.1f s", self._name, self._where, time.time() - start)
+
+    def _start(self, pool: Pool, snapshots: Snapshots) -> None:
+        settings = self._settings
         with contextlib.ExitStack() as starting:  # what is let go of when it can't be started
             try:
-                snapshots = Snapshots(settings.snapshots)
                 snapshots.clean()
-                given = (settings.checkpoint, pool.stages, pool.mesh, settings.dtype, settings.executables)
-                self._hosts = self._take(pool.slice, *given)
+                self._hosts = take(
+                    pool.slice,
+                    settings.host_class,
+                    *(settings.checkpoint, pool.stages, pool.mesh, settings.dtype, settings.executables),
+                    name=self._name,
+                    timeouts=settings.timeouts,
+                    tell=lambda text: self._report("starting", text),
+                )
                 starting.callback(self._hosts.close)
                 self._where = self._hosts.describe()
                 self._load()
@@ -81,30 +97,6 @@ class SliceLeader:
                 raise  # the report stays, for whoever waits for this pool
             starting.callback(self._status.gone, self._name)
             self._leaving = starting.pop_all()
-        self._slice = AsyncSlice(self._hosts, self._lost)
-        self._snapshotter = Snapshotter(self._slice, snapshots)
-        self._status.software(self._name, self._hosts.software)
-        self._report("idle")
-        log.info("%s leads %s, ready after %.1f s", self._name, self._where, time.time() - start)
-
-    def _take(self, kind: SliceSpec, *given: Any) -> Slice:
-        """Return a slice whose hosts have their chips; where another process still does, try again."""
-        settings = self._settings
-        while True:
-            try:
-                return Slice(
-                    kind,
-                    settings.host_class,
-                    *given,
-                    name=self._name,
-                    timeouts=settings.timeouts,
-                    tell=lambda text: self._report("starting", text),
-                )
-            except (CallFailed, SliceLost) as error:
-                if not isinstance(error.__cause__, ChipsBusy):
-                    raise
-                self._report("starting", f"{error.__cause__}; tried again in {BUSY_S:g} s")
-                time.sleep(BUSY_S)
 
     def _load(self) -> None:
         """Have the hosts read their weights, and compile what is asked for ahead of the first request."""
@@ -226,6 +218,7 @@ class SliceLeader:
         """End when the slice is gone, and when it is drained and nothing runs on it any more."""
         await self._slice.check()
         self._status.replica(self._name, self._pool, *self._reported)  # to one that was restarted, and knows nothing
+        self._status.software(self._name, self._hosts.software)
         left_s = draining_for(host.node_id for host in self._hosts.hosts)
         if left_s is not None and not self._drain.begun:
             self._drain.begin(left_s)

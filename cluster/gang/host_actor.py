@@ -1,6 +1,7 @@
 """The process of a slice on one TPU host: joins the others, builds what it is told to, and runs its methods."""
 
 import contextlib
+import importlib.util
 import os
 import pkgutil
 import random
@@ -11,7 +12,7 @@ from typing import Any
 
 import ray
 
-from cluster.errors import ChipsBusy
+from cluster.errors import ChipsBusy, WrongHost
 from cluster.gang.devices import wait_for_chips
 from cluster.gang.protocol import GROUPS, Group, GroupRunner, HostPlace, Outcome, Pulse
 
@@ -104,17 +105,21 @@ def _emulate(devices: int, hosts: int) -> None:
 
 
 def _check_chips(place: HostPlace) -> None:
-    """Raise `ChipsBusy` unless JAX has all chips of this host."""
+    """Raise `ChipsBusy` unless JAX gets the TPU of this host, `WrongHost` where it would never get all its chips."""
     import jax
 
+    if importlib.util.find_spec("libtpu") is None:
+        raise WrongHost(f"on {place} libtpu isn't installed, without which JAX has no TPU: pip install 'wan-tpu[tpu]'")
     try:
         found = jax.default_backend()
     except RuntimeError as error:  # JAX takes no other one where JAX_PLATFORMS names the TPU
         raise ChipsBusy(f"JAX on {place} doesn't get the TPU: {error}") from error
-    if found != "tpu" or jax.local_device_count() != place.chips:
-        raise ChipsBusy(
-            f"JAX on {place} has {jax.local_device_count()} devices of {found}, not {place.chips} of a TPU: another "
-            "process has the chips, or libtpu isn't installed"
+    if found != "tpu":
+        raise ChipsBusy(f"JAX on {place} has {found}, not the TPU: another process has the chips")
+    if jax.local_device_count() != place.chips:
+        raise WrongHost(
+            f"JAX on {place} has {jax.local_device_count()} devices, not {place.chips}; is TPU_VISIBLE_CHIPS set, or "
+            "the machine of another size than its labels say?"
         )
 
 

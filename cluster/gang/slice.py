@@ -6,6 +6,7 @@ Lose one host, and the whole gang is destroyed: build a new one.
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -13,7 +14,7 @@ import ray
 from ray.util import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.errors import CallFailed, DeviceFailed, SliceError, SliceLost, SliceStartTimeout
+from cluster.errors import CallFailed, ChipsBusy, DeviceFailed, SliceError, SliceLost, SliceStartTimeout
 from cluster.gang.host_actor import HostActor
 from cluster.gang.placement import Placement, Tell, reserve
 from cluster.gang.protocol import GROUPS, DeviceError, Group, HostPlace, Outcome, Timeouts
@@ -21,6 +22,25 @@ from cluster.gang.watch import GangFailed, Member, OutOfTime, Watch, telling_lin
 from cluster.slice_spec import SliceSpec
 
 OnProgress = Callable[[Any], None]
+
+BUSY_S, BUSY_TRIES = 10.0, 30  # until a slice is tried again on a host of which another process had the chips
+
+
+def take(spec: SliceSpec, host_class: type | str, *args: Any, tell: Tell = lambda text: None, **named: Any) -> "Slice":
+    """Return a `Slice` whose hosts have their chips: where another process still does, it is tried again.
+
+    Takes what `Slice` does, and raises what it raises; `ChipsBusy` is the cause only after all tries.
+    """
+    tries = 1
+    while True:
+        try:
+            return Slice(spec, host_class, *args, tell=tell, **named)
+        except (CallFailed, SliceLost) as error:
+            if not isinstance(error.__cause__, ChipsBusy) or tries == BUSY_TRIES:
+                raise
+            tell(f"{error.__cause__}; tried again in {BUSY_S:g} s, at most {BUSY_TRIES - tries} times more")
+        tries += 1
+        time.sleep(BUSY_S)
 
 
 class Returned(NamedTuple):

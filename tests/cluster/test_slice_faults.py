@@ -11,14 +11,15 @@ import time
 import pytest
 import ray
 
-from cluster.errors import ChipsBusy, DeviceFailed, SliceError, SliceLost, SliceStartTimeout
+from cluster.errors import CallFailed, ChipsBusy, DeviceFailed, SliceError, SliceLost, SliceStartTimeout
 from cluster.gang import placement
+from cluster.gang import slice as gang
 from cluster.gang.host_actor import HostActor
 from cluster.gang.protocol import HostPlace, Timeouts
-from cluster.gang.slice import Slice
+from cluster.gang.slice import Slice, take
 from cluster.inventory import slices_found
 from tests.cluster.conftest import CHIPS, ONE_HOST, TWO_HOSTS, wait_for
-from tests.cluster.host_classes import OddHost, SmallHost, StopsOneHost
+from tests.cluster.host_classes import BusyAtFirst, OddHost, SmallHost, StopsOneHost
 
 QUICK = Timeouts(heartbeat_s=3, grace_s=1.5)
 
@@ -70,6 +71,17 @@ def test_a_slice_that_comes_late_is_waited_for(cluster, monkeypatch):
         assert second.call("count").value == 1
 
 
+def test_a_slice_whose_chips_another_process_has_is_tried_again(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(gang, "BUSY_S", 0.1)
+    told = []
+    with take(ONE_HOST, BusyAtFirst, tmp_path / "made", name="encoder/0", tell=told.append):
+        assert told == ["process 7 has the chips; tried again in 0.1 s, at most 29 times more"]
+    (tmp_path / "made").unlink()
+    monkeypatch.setattr(gang, "BUSY_TRIES", 1)
+    with pytest.raises(CallFailed, match="process 7 has the chips"):
+        take(ONE_HOST, BusyAtFirst, tmp_path / "made", name="encoder/0")
+
+
 def test_hosts_that_are_not_alike_are_refused(cluster):
     with pytest.raises(
         SliceError, match=r"low/0: its hosts aren't alike: flags is 'of 0' on host 0 .* 'of 1' on host 1"
@@ -83,7 +95,7 @@ def test_a_tpu_host_without_its_chips_computes_nothing():
     host = HostActor(HostPlace(0, 1, "one", "node", "127.0.0.1", chips=8))
     outcome, _ = host.build(SmallHost)
     assert isinstance(outcome.error, ChipsBusy)
-    assert "not 8 of a TPU: another process has the chips" in str(outcome.error)
+    assert "has cpu, not the TPU: another process has the chips" in str(outcome.error)
 
 
 def test_a_host_that_does_not_start_is_named(cluster, all_free):
@@ -182,7 +194,7 @@ def alive(node_id):
 LEADER = """
 import sys, time
 from cluster.connect import connect
-from cluster.gang.slice import Slice
+from cluster.gang.slice import Slice, take
 from tests.cluster.conftest import TWO_HOSTS
 from tests.cluster.host_classes import StopsOneHost, SmallHost
 connect(sys.argv[1])

@@ -2,25 +2,33 @@
 
 import asyncio
 import dataclasses
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from ray import serve
 
-from actors.errors import PipelineError, RequestFailed
+from actors.errors import PipelineError, PipelineStartFailed, RequestFailed
 from actors.observe.status_actor import StatusActor
+from actors.pipeline import pools
 from actors.pipeline.acquire import _owned, _owner
 from actors.pipeline.client import PipelineClient
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import wait_until_up
+from actors.pipeline_spec import PipelineSpec
 from actors.slices.snapshots import Snapshots, name_of
 from cluster.emulation import ray_nodes
+from cluster.gang.protocol import Timeouts
+from cluster.layout import Layout
 from tests.actors.on_slices.conftest import POISON, SHORT
 from tests.actors.on_slices.running import SECONDS, kill, title
 from tests.cluster.conftest import wait_for
+from tests.conftest import STAGES
 from wan_tpu import load_pipeline
 from wan_tpu.data import DenoiseState
+from wan_tpu.families import open_spec
 
 HIGH, ALL = 36, 100  # steps
 
@@ -204,6 +212,28 @@ def test_a_status_actor_that_was_restarted_is_told_of_every_replica(running, spe
         return True
 
     wait_for(ready, 20, "the pipeline")
+    status = StatusActor.connect(spec.settings.name)
+    wait_for(lambda: len(status.seen().software) == 4, 20, "what every replica computes with")
+
+
+def test_a_pool_that_waits_for_its_slice_is_taken_down_at_once(running, settings):
+    layout = Layout.parse(f"pools:\n  all:\n    stages: [{', '.join(STAGES)}]\n    slice: v6e-16\n", "tests")
+    settings = dataclasses.replace(settings, name="late", timeouts=Timeouts())
+    spec = PipelineSpec(layout, settings, open_spec(settings.checkpoint), lasting=False)
+    told, ended = [], []
+
+    def start():
+        with pytest.raises(PipelineStartFailed, match="pool all: taken down meanwhile"):
+            pools.deploy(spec, tell=told.append)
+        ended.append(True)
+
+    threading.Thread(target=start).start()
+    wait_for(lambda: any("waits for a free v6e-16" in text for text in told), 60, "a leader that waits")
+    start_s = time.monotonic()
+    for name in pools.running("late"):
+        serve.delete(name)
+    assert time.monotonic() - start_s < 20
+    wait_for(lambda: ended and not pools.live_replicas("late", layout), 20, "nothing is left")
 
 
 def test_a_replica_that_was_refused_long_ago_stops_no_batch(running, spec):
