@@ -44,7 +44,9 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
 }
-_HEALTHY = "wget -T 4 -q -O- http://localhost:52365/api/local_raylet_healthz | grep success"
+_HEALTHY: Object = {"path": "/api/local_raylet_healthz", "port": 52365}  # of Ray's agent on each node
+# What collects a pod's figures, by kind: GKE's own managed Prometheus, or the Prometheus operator.
+MONITORS = {"PodMonitoring": "monitoring.googleapis.com/v1", "PodMonitor": "monitoring.coreos.com/v1"}
 _LEADERS_A_CPU = 10  # and other actors of 0.1 CPU
 _CPUS = 4  # of a pod without TPUs
 
@@ -56,7 +58,9 @@ class Target:
     account   Google's service account that the pods act as, to reach buckets
     secret    name of a Secret whose keys are environment variables of all pods (PGPASSWORD)
     capacity  of TPU machines: "on-demand", "spot", "flex-start"
-    queue     Kueue's local queue that it waits in
+    queue     Kueue's local queue that it waits in; a cluster that waits so has all its slices from the start, since
+              Kueue admits none that scales
+    monitor   which of `MONITORS` collects its figures, None: nothing does
     idle_s    until a slice that nobody holds is given back
     """
 
@@ -68,6 +72,7 @@ class Target:
     secret: str | None = None
     capacity: str = "on-demand"
     queue: str | None = None
+    monitor: str | None = "PodMonitoring"
     idle_s: int = 600
 
     @property
@@ -92,16 +97,22 @@ def ray_cluster(layout: Layout, target: Target) -> Object:
     for pool in layout.pools:
         kind, most = kinds.get(pool.slice.pod_type, (pool.slice, 0))
         kinds[kind.pod_type] = kind, most + pool.replicas.maximum
-    return {
-        "rayVersion": target.ray_version,
+    groups = [
+        _cpu_group(layout, target),
+        *(_slice_group(kind, most, target, layout.source) for kind, most in kinds.values()),
+    ]
+    scaling: Object = {
         "enableInTreeAutoscaling": True,
         "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": target.idle_s},
+    }
+    if target.queue is not None:
+        groups = [group | dict.fromkeys(("replicas", "minReplicas"), group["maxReplicas"]) for group in groups]
+    return {
+        "rayVersion": target.ray_version,
+        **({} if target.queue is not None else scaling),
         "authOptions": {"mode": "token"},
         "headGroupSpec": _head(target),
-        "workerGroupSpecs": [
-            _cpu_group(layout, target),
-            *(_slice_group(kind, most, target, layout.source) for kind, most in kinds.values()),
-        ],
+        "workerGroupSpecs": groups,
     }
 
 
@@ -129,12 +140,11 @@ def supporting(target: Target, *, http: bool) -> list[Object]:
             ],
         },
     )
-    monitor = target.object(
-        "monitoring.coreos.com/v1",
-        "PodMonitor",
-        spec={"selector": pods, "podMetricsEndpoints": [{"port": "metrics", "interval": "30s"}]},
-    )
-    return [account, policy, monitor]
+    if target.monitor is None:
+        return [account, policy]
+    endpoints = "endpoints" if target.monitor == "PodMonitoring" else "podMetricsEndpoints"
+    spec = {"selector": pods, endpoints: [{"port": "metrics", "interval": "30s"}]}
+    return [account, policy, target.object(MONITORS[target.monitor], target.monitor, spec=spec)]
 
 
 def service(layout: Layout, target: Target, config: str) -> Object:
@@ -254,7 +264,7 @@ def _container(target: Target, ports: Mapping[str, int], *, cpu: int, memory: st
 
 def _probes() -> Object:
     """Ready is a pod whose raylet is healthy: KubeRay's own probe would wait for an ingress, which few of them have."""
-    probe = {"exec": {"command": ["bash", "-c", _HEALTHY]}, "periodSeconds": 5, "timeoutSeconds": 5}
+    probe = {"httpGet": _HEALTHY, "periodSeconds": 5, "timeoutSeconds": 5}
     return {
         "readinessProbe": probe | {"failureThreshold": 3},
         "livenessProbe": probe | {"initialDelaySeconds": 30, "failureThreshold": 24},

@@ -20,9 +20,9 @@ from wan_tpu.families import open_spec
 # What is about Kubernetes, and not about the pipeline or the service.
 _HERE = (
     "address", "folder", "service", "job", "output", "in_flight", "namespace", "image", "account", "secret", "capacity",
-    "queue", "idle_s",
+    "queue", "monitor", "idle_s",
 )  # fmt: skip
-_BUCKET = "gs://"
+_BUCKET, _POSTGRES = "gs://", "postgresql://"
 
 
 def manifests(argv: Sequence[str]) -> int:
@@ -41,15 +41,16 @@ def manifests(argv: Sequence[str]) -> int:
         secret=args.secret,
         capacity=args.capacity,
         queue=args.queue,
+        monitor=None if args.monitor == "none" else args.monitor,
         idle_s=args.idle_s,
     )
-    account, policy, monitor = kubernetes.supporting(target, http=args.service)
-    objects = {
-        f"written by: wan-tpu manifests {shlex.join(argv)}\nwho the pods are to Google Cloud": account,
-        "who reaches them: themselves, KubeRay's operator, clients of the service, what collects figures": policy,
-        "figures of Ray on each pod, for Prometheus": monitor,
-        **_main(args, parser, layout, target),
-    }
+    comments = (
+        f"written by: wan-tpu manifests {shlex.join(argv)}\nwho the pods are to Google Cloud",
+        "who reaches them: themselves, KubeRay's operator, clients of the service, what collects figures",
+        "figures of Ray on each pod, for Prometheus",
+    )
+    objects = dict(zip(comments, kubernetes.supporting(target, http=args.service), strict=False))
+    objects |= _main(args, parser, layout, target)
     sys.stdout.write(kubernetes.as_yaml(objects))
     return 0
 
@@ -68,7 +69,13 @@ def _add_arguments(parser: Parser) -> None:
     group.add_argument(
         "--capacity", choices=("on-demand", "spot", "flex-start"), default="on-demand", help="default %(default)s"
     )
-    group.add_argument("--queue", help="Kueue's local queue that it waits in")
+    group.add_argument("--queue", help="Kueue's local queue that it waits in, for all its slices at once")
+    group.add_argument(
+        "--monitor",
+        choices=(*kubernetes.MONITORS, "none"),
+        default="PodMonitoring",
+        help="what collects figures: GKE itself (default) or, with PodMonitor, the Prometheus operator",
+    )
     group.add_argument(
         "--idle_s", type=int, default=600, help="until a slice that nobody holds is given back; default %(default)s"
     )
@@ -90,11 +97,18 @@ def _layout(args: argparse.Namespace) -> Layout:
 def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Target) -> dict[str, kubernetes.Object]:
     given = {name: value for name, value in parser.given(args).items() if name not in _HERE}
     if args.service:
+        if not str(args.database).startswith(_POSTGRES):
+            database = args.database or "a file of this machine"
+            raise InvalidInput(f"--database is {database}; pods reach {_POSTGRES}... alone")
+        _check_reached(args, "model_id", "snapshots", "results")
         config, _ = service_config(args, given)
         about = f"the service: http://{target.name}-head-svc:8000 in the cluster, once all pools have their slices"
         return {about: kubernetes.service(layout, target, config)}
     if args.job is not None:
-        _check_bucket(args, "job", "output", "model_id")
+        for name in ("model_id", "output"):
+            if getattr(args, name) is None:
+                raise InvalidInput(f"--{name} is missing; see wan-tpu manifests --help")
+        _check_reached(args, "job", "output", "model_id", "snapshots")
         arguments = {name: value for name, value in given.items() if name not in ("layout", "layout_text")}
         text = args.layout_text or Path(layout.source).read_text()
         arguments |= {"manifest": args.job, "output": args.output, "layout_text": text}
@@ -110,10 +124,10 @@ def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Targ
     return {about: kubernetes.cluster(layout, target)}
 
 
-def _check_bucket(args: argparse.Namespace, *names: str) -> None:
+def _check_reached(args: argparse.Namespace, *names: str) -> None:
+    """Raise `InvalidInput` for a place that pods don't reach; a model may also be the hub's."""
     for name in names:
         value = getattr(args, name)
-        if value is None:
-            raise InvalidInput(f"--{name} is missing; see wan-tpu manifests --help")
-        if name != "model_id" and not value.startswith(_BUCKET):
-            raise InvalidInput(f"--{name} {value} isn't in a bucket; a job's pods reach gs:// alone, not this machine")
+        of_the_hub = name == "model_id" and not Path(str(value)).exists()
+        if value is not None and not value.startswith(_BUCKET) and not of_the_hub:
+            raise InvalidInput(f"--{name} {value} isn't in a bucket; pods reach gs:// alone, not this machine")

@@ -13,6 +13,8 @@ from tests.conftest import ROOT
 
 IMAGE = ["--image", "registry/wan-tpu:1"]
 MODEL = ["--model_id", "examples/small-wan2.2-i2v"]
+OF_THE_HUB = ["--model_id", "Wan-AI/Wan2.2-I2V-A14B-Diffusers"]
+DATABASE = ["--database", "postgresql://wan@db/jobs"]
 
 
 def printed(capsys, *argv):
@@ -23,9 +25,15 @@ def printed(capsys, *argv):
 
 def test_a_cluster(capsys):
     found = printed(capsys, "--layout", "a14b-multihost-v6e-16", *MODEL, "--name", "mine", "--namespace", "videos")
-    assert list(found) == ["ServiceAccount", "NetworkPolicy", "PodMonitor", "RayCluster"]
+    assert list(found) == ["ServiceAccount", "NetworkPolicy", "PodMonitoring", "RayCluster"]
     assert {one["metadata"]["namespace"] for one in found.values()} == {"videos"}
     check(found["RayCluster"])
+
+
+@pytest.mark.parametrize(("monitor", "kinds"), [("PodMonitor", {"PodMonitor"}), ("none", set())])
+def test_figures_are_collected_by_what_there_is(monitor, kinds, capsys):
+    found = printed(capsys, "--layout", "four-pools", "--monitor", monitor)
+    assert {kind for kind in found if "Monitor" in kind} == kinds
 
 
 def test_a_service_has_the_arguments_of_serve(capsys):
@@ -34,14 +42,13 @@ def test_a_service_has_the_arguments_of_serve(capsys):
         "gs://b/snapshots",
         "--results",
         "gs://b/results",
-        "--database",
-        "postgresql://wan@db/jobs",
+        *DATABASE,
     ]
     given = [
         "--service",
         "--layout",
         "four-pools",
-        *MODEL,
+        *OF_THE_HUB,
         *buckets,
         "--secret",
         "database",
@@ -84,7 +91,9 @@ def test_a_job_drives_its_manifest(capsys):
             ["--layout", "four-pools", "--job", "in.jsonl", "--output", "gs://b/out", *MODEL],
             "in.jsonl isn't in a bucket",
         ),
-        (["--layout", "four-pools", "--service", *MODEL], "--snapshots is missing"),
+        (["--layout", "four-pools", "--service", *OF_THE_HUB, *DATABASE], "--snapshots is missing"),
+        (["--layout", "four-pools", "--service", *MODEL, *DATABASE], "examples/small-wan2.2-i2v isn't in a bucket"),
+        (["--layout", "four-pools", "--service", *OF_THE_HUB], "--database is a file of this machine; pods reach"),
         (["--layout", "four-pools", "--capacity", "cheap"], "choose from"),
     ],
 )

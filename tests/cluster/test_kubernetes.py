@@ -1,5 +1,6 @@
 """What Kubernetes is given: against KubeRay's own schemas, and through Ray's own autoscaler, from no TPU to all."""
 
+import dataclasses
 import functools
 import gzip
 import json
@@ -75,6 +76,15 @@ def test_kuberay_knows_every_field(name, capacity):
     ):
         check(found)
         assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "tpus"
+
+
+def test_what_waits_in_a_queue_has_a_size_that_kueue_can_admit():
+    layout = Layout.parse(KINDS, "kinds")
+    found = kubernetes.cluster(layout, dataclasses.replace(TARGET, queue="tpus"))
+    check(found)
+    assert "enableInTreeAutoscaling" not in found["spec"]
+    for group in found["spec"]["workerGroupSpecs"]:
+        assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] > 0
 
 
 @pytest.mark.parametrize(("path", "wrong"), [("numOfHost", 2), ("numOfHosts", "2"), ("labels", {"a": 1})])
