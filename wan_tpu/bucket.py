@@ -1,4 +1,4 @@
-"""A folder of Google Cloud Storage, whose files are fetched into one of this machine when they are needed.
+"""A folder of Google Cloud Storage: weights are read from it in ranges, other files are fetched when they are needed.
 
 What was fetched is kept, and fetched again only when the object has changed: WAN_TPU_CACHE says where, ~/.cache/wan-tpu
 else. STORAGE_EMULATOR_HOST sends everything to an emulator, as Google's client does it.
@@ -9,22 +9,28 @@ import fnmatch
 import functools
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock
 
 from wan_tpu.errors import CheckpointError
 
 SCHEME = "gs://"
-CHUNK_BYTES = 64 * 2**20  # of what is fetched at once; so many threads fetch a large file:
-THREADS = 8
 
 
 def cache_folder() -> Path:
     """Return where files of buckets are kept."""
     return Path(os.environ.get("WAN_TPU_CACHE") or Path.home() / ".cache" / "wan-tpu")
+
+
+class WeightFile(NamedTuple):
+    """A file of weights, on disk or in a bucket. read(start, stop) returns bytes of it; raises `CheckpointError`."""
+
+    address: str
+    size: int
+    read: Callable[[int, int], bytes]
 
 
 class BucketFolder:
@@ -38,6 +44,19 @@ class BucketFolder:
             raise CheckpointError(f"{address} names no folder of a bucket; give {SCHEME}bucket/folder")
         self._prefix = f"{prefix}/"
         self.folder = cache_folder() / "buckets" / self._bucket / prefix
+
+    def files(self, pattern: str) -> dict[str, "WeightFile"]:
+        """Return the objects whose names match a pattern, to read ranges of them where they are."""
+        with self._explained():
+            found = {name: blob for name, (blob, _) in self._blobs.items() if fnmatch.fnmatch(name, pattern)}
+        return {
+            name: WeightFile(f"{self.address}/{name}", blob.size or 0, functools.partial(self._read, blob))
+            for name, blob in found.items()
+        }
+
+    def _read(self, blob: Any, start: int, stop: int) -> bytes:
+        with self._explained():
+            return blob.download_as_bytes(start=start, end=stop - 1, raw_download=True)
 
     def fetch(self, patterns: Sequence[str]) -> Path:
         """Have all files whose names match one of the patterns ("*.json", "vae/*") here; return the folder.
@@ -74,7 +93,7 @@ class BucketFolder:
                     return
             part = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
             try:
-                _download(blob, part)
+                blob.download_to_filename(str(part))  # its checksum compared
                 part.rename(file)
                 mark.write_text(generation)
             finally:
@@ -93,15 +112,3 @@ class BucketFolder:
             raise CheckpointError(
                 f"can't fetch {self.address} ({reason}); check the address, and whether this machine may read it"
             ) from None
-
-
-def _download(blob: Any, part: Path) -> None:
-    """Fetch an object, checksum compared; a large one in pieces at the same time."""
-    from google.cloud.storage import transfer_manager
-
-    if (blob.size or 0) <= CHUNK_BYTES:
-        blob.download_to_filename(str(part))
-        return
-    transfer_manager.download_chunks_concurrently(
-        blob, str(part), chunk_size=CHUNK_BYTES, max_workers=THREADS, worker_type=transfer_manager.THREAD
-    )

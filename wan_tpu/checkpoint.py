@@ -10,7 +10,7 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from wan_tpu.bucket import SCHEME, BucketFolder
+from wan_tpu.bucket import SCHEME, BucketFolder, WeightFile
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.request import Defaults, GenerationRequest
 
@@ -82,10 +82,19 @@ class Checkpoint:
         return dict(found)
 
     def path(self, component: str) -> Path:
-        """Return a component's folder on disk, fetched when it isn't there."""
+        """Return a component's folder on disk, its weights apart, fetched when it isn't there."""
         if not self._here:
-            self._fetch([f"{component}/*.safetensors", f"{component}/*.json"])
+            self._fetch([f"{component}/*.json"])
         return self.folder / component
+
+    def weights(self, component: str) -> dict[str, WeightFile]:
+        """Return a component's safetensors files by name; the hub's are fetched, a bucket's are read where they are."""
+        pattern = f"{component}/*.safetensors"
+        if self._bucket is not None:
+            return {name.rpartition("/")[2]: file for name, file in self._bucket.files(pattern).items()}
+        if not self._here:
+            self._fetch([pattern])
+        return {file.name: _on_disk(file) for file in self.folder.glob(pattern)}
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
@@ -111,6 +120,21 @@ class Checkpoint:
                 f"can't fetch {self._hub_id} from the Hugging Face hub ({reason}); "
                 "check the id and the network, or give a local directory"
             ) from None
+
+
+def _on_disk(path: Path) -> WeightFile:
+    def read(start: int, stop: int) -> bytes:
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                return file.read(stop - start)
+        except OSError:
+            raise CheckpointError(f"{path} is missing or can't be read; fetch the checkpoint again") from None
+
+    try:
+        return WeightFile(str(path.absolute()), path.stat().st_size, read)
+    except OSError:  # a link to nothing
+        raise CheckpointError(f"{path} is missing or can't be read; fetch the checkpoint again") from None
 
 
 def _hub_id(source: str) -> str:

@@ -5,14 +5,12 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import accelerate
 import jax
 import ml_dtypes
 import numpy as np
-import safetensors
 import torch
 from jax.sharding import Mesh, NamedSharding
 
@@ -21,7 +19,8 @@ from wan_tpu.errors import CheckpointError
 from wan_tpu.runtime.bridge import Params, scan_blocks
 from wan_tpu.runtime.mesh import Rule, replicated, weight_spec
 from wan_tpu.runtime.program import place
-from wan_tpu.runtime.weights import Stored, read_weight
+from wan_tpu.runtime.tensor_files import Stored, tensors
+from wan_tpu.runtime.weights import Block, Report, Weight, read_weights
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -58,26 +57,42 @@ class Loaded:
     params: Params
 
 
-def load_component(checkpoint: Checkpoint, component: Component, dtype: str, mesh: Mesh) -> Loaded:
+def load_component(
+    checkpoint: Checkpoint,
+    component: Component,
+    dtype: str,
+    mesh: Mesh,
+    report: Report = lambda done, total: None,
+) -> Loaded:
     """Build a component and fill it from its safetensors files, on `mesh`, in `dtype`.
 
-    Host memory holds one weight at a time (one stacked weight of a scanned block list) beside what is on the
-    devices. Raises `CheckpointError` naming the tensors that are missing, too many, of a wrong shape or cut off,
-    before any of them is read.
+    report  is told how many bytes of this process's are read, of how many
+
+    Raises `CheckpointError` naming the tensors that are missing, too many, of a wrong shape or cut off, before any of
+    them is read.
     """
     module, stored = check_component(checkpoint, component)
     component.adapt(module, mesh)
-    params = {}
+    params, weights = {}, {}
     for name, weight in _weights(module, _scan(module, component.scanned), component, dtype, mesh):
         if isinstance(weight, torch.Tensor):
             params[name] = place(weight.numpy(), mesh)
-            continue
-        plain, depth = weight.plain, weight.depth
-        parts = [stored[name]] if depth is None else [stored[plain.replace("*", str(i), 1)] for i in range(depth)]
-        change = next((change for pattern, change in component.changes if re.fullmatch(pattern, plain)), None)
-        given = weight.shape, weight.kind, weight.sharding
-        params[name] = read_weight(parts, change, *given, stacked=depth is not None)
-    return Loaded(module, params)
+        else:
+            weights[name] = _stored_weight(name, weight, stored, component)
+    return Loaded(module, params | read_weights(weights, report))
+
+
+def _stored_weight(name: str, weight: "_Weight", stored: dict[str, Stored], component: Component) -> Weight:
+    """Return where a weight is read from: of a stack, each layer is a tensor."""
+    depth = 1 if weight.depth is None else weight.depth
+    names = [name] if weight.depth is None else [weight.plain.replace("*", str(i), 1) for i in range(depth)]
+    shape = weight.shape if weight.depth is None else (1, *weight.shape[1:])
+    blocks = []
+    for layer, tensor in enumerate(stored[name] for name in names):
+        start = (layer, *[0] * (len(shape) - 1)) if shape else ()
+        blocks.append(Block(tensor.file, tensor.offset, tensor.kind, start, shape, tensor.shape))
+    change = next((change for pattern, change in component.changes if re.fullmatch(pattern, weight.plain)), None)
+    return Weight(weight.shape, weight.kind, weight.sharding, tuple(blocks), change)
 
 
 def check_component(checkpoint: Checkpoint, component: Component) -> tuple[torch.nn.Module, dict[str, Stored]]:
@@ -92,7 +107,7 @@ def check_component(checkpoint: Checkpoint, component: Component) -> tuple[torch
         raise CheckpointError(
             f"{checkpoint.source}/{component.folder}/config.json describes no such model ({reason}); fetch it again"
         ) from error
-    stored = _index(checkpoint.path(component.folder), component)
+    stored = _index(checkpoint, component)
     _check(module, stored, component, checkpoint)
     return module, stored
 
@@ -128,40 +143,33 @@ def _tied(module: torch.nn.Module) -> dict[str, str]:
     return getattr(module, "_tied_weights_keys", None) or {}
 
 
-def _index(folder: Path, component: Component) -> dict[str, Stored]:
-    """Return every tensor in a folder by the name the module uses, from the files' headers alone."""
-    indexes = sorted(folder.glob("*.safetensors.index.json"))
+def _index(checkpoint: Checkpoint, component: Component) -> dict[str, Stored]:
+    """Return every tensor of a component by the name the module uses, from the files' headers alone."""
+    files = checkpoint.weights(component.folder)
+    folder = f"{checkpoint.source}/{component.folder}"
+    indexes = sorted(checkpoint.path(component.folder).glob("*.safetensors.index.json"))
     if indexes:
         try:
             names = sorted(set(json.loads(indexes[0].read_text())["weight_map"].values()))
-            files = [folder / name for name in names]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{indexes[0]} is damaged ({error!r}); fetch it again") from None
     else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
+        names = sorted(files)
+    if not names:
         raise CheckpointError(
             f"{folder} holds no .safetensors file; other formats are not read: "
             "save the model again with save_pretrained(safe_serialization=True)"
         )
     stored = {}
-    for file in files:
-        for name, shape in _header(file):
+    for file in names:
+        if file not in files:
+            raise CheckpointError(f"{folder}/{file} is missing or can't be read; fetch the checkpoint again")
+        for name, tensor in tensors(files[file]).items():
             renamed = name
             for pattern, replacement in component.renames:
                 renamed = re.sub(pattern, replacement, renamed)
-            stored[renamed] = Stored(file, name, shape)
+            stored[renamed] = tensor
     return stored
-
-
-def _header(file: Path) -> list[tuple[str, tuple[int, ...]]]:
-    try:
-        with safetensors.safe_open(file, framework="numpy") as opened:
-            return [(name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()]  # noqa: SIM118
-    except OSError:
-        raise CheckpointError(f"{file} is missing or can't be read; fetch the checkpoint again") from None
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{file} is damaged or cut off ({error}); fetch it again") from None
 
 
 def _check(module: torch.nn.Module, stored: dict[str, Stored], component: Component, checkpoint: Checkpoint) -> None:

@@ -1,68 +1,204 @@
-"""Read weights from safetensors files onto a mesh, each process what its own devices hold."""
+"""Read weights from files or gs:// onto a mesh: each process what its own devices hold, many ranges at a time."""
 
+import itertools
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jax
+import ml_dtypes
 import numpy as np
-import safetensors
+import torch
 from jax.sharding import NamedSharding
+from runai_model_streamer.file_streamer import FileChunks, FileStreamer
+
+from wan_tpu.errors import CheckpointError
+
+RANGE_BYTES = 16 * 2**20  # of what is read at once: much larger ones aren't read faster
+RING_BYTES = 256 * 2**20  # of ranges that are under way, at most; less where there is little to read
+
+Limits = tuple[tuple[int, int], ...]  # start and stop in each dimension
+Report = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where one tensor lies."""
+class Block:
+    """Contiguous bytes of a file that are a part of a weight.
 
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-
-
-def read_weight(
-    parts: list[Stored],
-    change: Callable[[np.ndarray], np.ndarray] | None,
-    shape: tuple[int, ...],
-    kind: np.dtype,
-    sharding: NamedSharding,
-    *,
-    stacked: bool,
-) -> jax.Array:
-    """Read one weight, or of a stack (`stacked`) one for each block, and put it on the mesh before the next is read.
-
-    Of each, a process reads the shards of its own devices.
+    file, offset  where they begin: a path or gs:// address, and bytes
+    kind          of the numbers there
+    start, shape  where it lies in the weight, in the weight's dimensions
+    stored        its shape in the file, before the weight's change
     """
-    indices = sharding.addressable_devices_indices_map(shape)
-    places = {device: _limits(index or (), shape) for device, index in indices.items()}
-    shards = {limits: _aligned([stop - start for start, stop in limits], kind) for limits in places.values()}
-    for i, part in enumerate(parts):
-        # Opened for each part: pages of a mapped file count as this process's memory until it is closed.
-        with safetensors.safe_open(part.file, framework="numpy") as file:
-            # What is changed is read whole: a change may reorder what lies in one shard and another.
-            whole = None if change is None else change(file.get_tensor(part.name))
-            for limits, shard in shards.items():
-                index = tuple(slice(*limit) for limit in (limits[1:] if stacked else limits))
-                value = whole[index] if whole is not None else _read(file, part, index)
-                shard[i if stacked else ...] = value
-    arrays = [jax.device_put(shards[limits], device) for device, limits in places.items()]
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays).block_until_ready()
+
+    file: str
+    offset: int
+    kind: torch.dtype
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    stored: tuple[int, ...]
 
 
-def _limits(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return start and stop of each dimension of a shard; layers of a stack are never split."""
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+@dataclass(frozen=True)
+class Weight:
+    """One array of a program, and the blocks that it is read from.
+
+    change  applied to what a block holds, whole: it may reorder what lies in one shard and another
+    """
+
+    shape: tuple[int, ...]
+    kind: np.dtype
+    sharding: NamedSharding
+    blocks: tuple[Block, ...]
+    change: Callable[[np.ndarray], np.ndarray] | None = None
 
 
-def _aligned(shape: list[int], kind: np.dtype) -> np.ndarray:
-    """Return room for an array that JAX takes over as a CPU array without a copy: aligned to 64 bytes."""
+def read_weights(weights: Mapping[str, Weight], report: Report = lambda done, total: None) -> dict[str, jax.Array]:
+    """Read weights and put each on its mesh when it is complete.
+
+    report  is told how many bytes are read, of how many
+
+    Host memory holds the weights under way, few at a time, and the ranges, beside what is on the devices. Raises
+    `CheckpointError` when a file doesn't give what it should hold.
+    """
+    if "STORAGE_EMULATOR_HOST" in os.environ:  # Google's client in C++ has a name of its own for it
+        os.environ.setdefault("CLOUD_STORAGE_EMULATOR_ENDPOINT", os.environ["STORAGE_EMULATOR_HOST"])
+    rooms = {name: _Room(weight) for name, weight in weights.items()}
+    reads = [read for name, room in rooms.items() for read in room.reads(name)]
+    by_file = [list(found) for _, found in itertools.groupby(reads, key=lambda read: read.block.file)]
+    total, largest = sum(read.nbytes for read in reads), max((read.nbytes for read in reads), default=0)
+    done, arrays = 0, dict[str, jax.Array]()
+    with FileStreamer() as streamer:
+        try:
+            streamer.stream_files(
+                [
+                    FileChunks(number, found[0].block.file, [r.offset for r in found], [r.nbytes for r in found])
+                    for number, found in enumerate(by_file)
+                ],
+                memory_limit=max(largest, min(RING_BYTES, total // 8)),
+                owned=False,
+            )
+            for number, index, content in streamer.get_chunks():
+                read = by_file[number][index]
+                room = rooms[read.name]
+                if room.filled(read, content.flatten()):
+                    arrays[read.name] = room.placed()
+                done += read.nbytes
+                report(done, total)
+        except ValueError as error:
+            raise CheckpointError(f"weights can't be read ({error}); fetch the checkpoint again") from error
+    return jax.block_until_ready({name: arrays[name] for name in weights})
+
+
+class _Read(NamedTuple):
+    """Rows of a block, those of its first dimension that is longer than one."""
+
+    name: str
+    block: Block
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class _Room:
+    """Where the shards of one weight come together, those of this process's devices."""
+
+    def __init__(self, weight: Weight) -> None:
+        self._weight = weight
+        indices = weight.sharding.addressable_devices_indices_map(weight.shape)
+        self._places: dict[jax.Device, Limits] = {
+            device: tuple(part.indices(size)[:2] for part, size in zip(index or (), weight.shape, strict=True))
+            for device, index in indices.items()
+        }
+        self._shards: dict[Limits, torch.Tensor] = {}
+        self._left = 0
+
+    def reads(self, name: str) -> Iterator[_Read]:
+        """Yield what is to be read."""
+        for block in self._weight.blocks:
+            for read in self._reads(name, block):
+                self._left += 1
+                yield read
+
+    def _reads(self, name: str, block: Block) -> Iterator[_Read]:
+        overlaps = [_overlap(limits, block.start, block.shape) for limits in set(self._places.values())]
+        wanted = [overlap for overlap in overlaps if overlap is not None]
+        if not wanted:
+            return
+        size = math.prod(block.stored) * block.kind.itemsize
+        dimension = next((i for i, length in enumerate(block.shape) if length > 1), None)
+        if self._weight.change is not None or dimension is None:
+            yield _Read(name, block, block.start, block.shape, block.offset, size)
+            return
+        first = min(overlap[dimension][0] for overlap in wanted)
+        last = max(overlap[dimension][1] for overlap in wanted)
+        row_bytes = size // block.shape[dimension]
+        step = max(1, RANGE_BYTES // row_bytes)
+        for row in range(first, last, step):
+            rows = min(step, last - row)
+            start = (*block.start[:dimension], row, *block.start[dimension + 1 :])
+            shape = (*block.shape[:dimension], rows, *block.shape[dimension + 1 :])
+            offset = block.offset + (row - block.start[dimension]) * row_bytes
+            yield _Read(name, block, start, shape, offset, rows * row_bytes)
+
+    def filled(self, read: _Read, content: torch.Tensor) -> bool:
+        """Take what was read, bytes, over into the shards; return whether that was the last."""
+        kind = read.block.kind
+        if content.data_ptr() % kind.itemsize:
+            content = content.clone()
+        value = content.view(kind)
+        if self._weight.change is not None:
+            value = _tensor(self._weight.change(_array(value.view(read.block.stored))))
+        value = value.view(read.shape)
+        for limits in set(self._places.values()):
+            overlap = _overlap(limits, read.start, read.shape)
+            if overlap is not None:
+                if limits not in self._shards:
+                    self._shards[limits] = _aligned(limits, self._weight.kind)
+                target = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(overlap, limits, strict=True))
+                given = tuple(slice(a - first, b - first) for (a, b), first in zip(overlap, read.start, strict=True))
+                self._shards[limits][target].copy_(value[given])
+        self._left -= 1
+        return not self._left
+
+    def placed(self) -> jax.Array:
+        """Return the weight on its mesh, and let go of the shards."""
+        shards = {limits: _array(shard) for limits, shard in self._shards.items()}
+        self._shards.clear()
+        arrays = [jax.device_put(shards[limits], device) for device, limits in self._places.items()]
+        return jax.make_array_from_single_device_arrays(self._weight.shape, self._weight.sharding, arrays)
+
+
+def _overlap(limits: Limits, start: tuple[int, ...], shape: tuple[int, ...]) -> Limits | None:
+    """Return where a shard and a block overlap, in the weight's dimensions; None where they don't."""
+    both = tuple(
+        (max(low, first), min(high, first + size))
+        for (low, high), first, size in zip(limits, start, shape, strict=True)
+    )
+    return both if all(low < high for low, high in both) else None
+
+
+def _aligned(limits: Limits, kind: np.dtype) -> torch.Tensor:
+    """Return room for a shard that JAX takes over as a CPU array without a copy: aligned to 64 bytes."""
+    shape = [stop - start for start, stop in limits]
     size = math.prod(shape) * kind.itemsize
-    room = np.empty(size + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    return room[start : start + size].view(kind).reshape(shape)
+    room = torch.empty(size + 64, dtype=torch.uint8)
+    start = -room.data_ptr() % 64
+    return room[start : start + size].view(torch.bfloat16 if kind == ml_dtypes.bfloat16 else torch.float32).view(shape)
 
 
-def _read(file: Any, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
-    sizes = tuple(part.stop - part.start for part in index)
-    return file.get_tensor(stored.name) if sizes == stored.shape else file.get_slice(stored.name)[index]
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """Return the same memory as numpy sees it, which has bfloat16 from elsewhere."""
+    if tensor.dtype != torch.bfloat16:
+        return tensor.numpy()
+    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    array = np.ascontiguousarray(array)
+    if array.dtype != ml_dtypes.bfloat16:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
