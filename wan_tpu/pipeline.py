@@ -44,8 +44,11 @@ def load_pipeline(
 
     Raises `CheckpointError`, `MeshError` or `InvalidInput` before anything large is read.
     """
-    runtime = open_runtime(path_or_id, dtype, mesh, keep_weights=keep_weights, executables=executables)
-    return Pipeline(runtime, progress or Silent())
+    progress = progress or Silent()
+    runtime = open_runtime(
+        path_or_id, dtype, mesh, keep_weights=keep_weights, executables=executables, progress=progress
+    )
+    return Pipeline(runtime, progress)
 
 
 class Pipeline:
@@ -126,6 +129,7 @@ def open_runtime(
     *,
     keep_weights: bool = True,
     executables: str | Path | None = None,
+    progress: Progress = Silent(),  # noqa: B008 (has no state)
 ) -> Runtime[Model]:
     """Open a checkpoint for a mesh; arguments and errors are those of `load_pipeline`."""
     if dtype not in DTYPES:
@@ -133,4 +137,4 @@ def open_runtime(
     model = open_model(Checkpoint(path_or_id))
     placed = make_mesh(mesh, heads=model.spec.heads)
     stored = None if executables is None else Executables(Path(executables), key.settings(model.config, dtype))
-    return Runtime(model, placed, dtype, keep_weights=keep_weights, executables=stored)
+    return Runtime(model, placed, dtype, keep_weights=keep_weights, executables=stored, progress=progress)

@@ -6,12 +6,15 @@ from typing import Protocol
 
 from tqdm import tqdm
 
+BYTES = "B"
+QUIET_S = 2.0
+
 
 class Bar(Protocol):
     """The progress of one stage."""
 
-    def step(self) -> None:
-        """One more unit of work is done."""
+    def step(self, units: int = 1) -> None:
+        """So many more units of work are done."""
 
     def close(self) -> None:
         """The stage ended, well or not."""
@@ -20,12 +23,12 @@ class Bar(Protocol):
 class Silent:
     """Shows nothing, as progress and as its bars: the default of the Python interface."""
 
-    def bar(self, stage: str, total: int) -> Bar:
+    def bar(self, stage: str, total: int, unit: str = "") -> Bar:
         """Start a stage of `total` units."""
         return self
 
-    def step(self) -> None:
-        """Count a unit of work that nobody sees."""
+    def step(self, units: int = 1) -> None:
+        """Count work that nobody sees."""
 
     def close(self) -> None:
         """End a stage that nobody sees."""
@@ -37,40 +40,50 @@ class Console:
     def __init__(self, unit: str = "step") -> None:
         self._unit = unit
 
-    def bar(self, stage: str, total: int) -> Bar:
-        """Start a stage of `total` units."""
-        return _TerminalBar(stage, total, self._unit) if sys.stderr.isatty() else _LineBar(stage, total)
+    def bar(self, stage: str, total: int, unit: str = "") -> Bar:
+        """Start a stage of `total` units; unit: a word for them, or `BYTES`, in place of the console's."""
+        kind = _TerminalBar if sys.stderr.isatty() else _LineBar
+        return kind(stage, total, unit or self._unit)
 
 
 class Progress(Protocol):
     """What shows, or passes on, how far the stages are."""
 
-    def bar(self, stage: str, total: int) -> Bar:
-        """Start a stage of `total` units."""
+    def bar(self, stage: str, total: int, unit: str = "") -> Bar:
+        """Start a stage of `total` units, steps unless `unit` says another word, or `BYTES`."""
+
+
+def counted(done: int, total: int, unit: str = "") -> str:
+    """Return how far something is, in a few words."""
+    return f"{done / 1e9:.1f}/{total / 1e9:.1f} GB" if unit == BYTES else f"{done}/{total}"
 
 
 class _TerminalBar:
     def __init__(self, stage: str, total: int, unit: str) -> None:
-        self._bar = tqdm(total=total, desc=f"{stage:<13}", unit=unit, dynamic_ncols=True)
+        of_bytes = {"unit_scale": True, "delay": QUIET_S, "leave": False} if unit == BYTES else {}
+        self._bar = tqdm(total=total, desc=f"{stage:<13}", unit=unit, dynamic_ncols=True, **of_bytes)
 
-    def step(self) -> None:
-        self._bar.update()
+    def step(self, units: int = 1) -> None:
+        self._bar.update(units)
 
     def close(self) -> None:
         self._bar.close()
 
 
 class _LineBar:
-    """A line at the start, at every tenth, and at the end: at most a dozen for any length."""
+    """A line at the start, at every tenth, and at the end: at most a dozen for any length.
 
-    def __init__(self, stage: str, total: int) -> None:
-        self._stage, self._total, self._done = stage, total, 0
+    Of bytes none until `QUIET_S` are over: small files are read at once.
+    """
+
+    def __init__(self, stage: str, total: int, unit: str) -> None:
+        self._stage, self._total, self._unit, self._done = stage, total, unit, 0
         self._start = time.perf_counter()
         self._say("started")
 
-    def step(self) -> None:
+    def step(self, units: int = 1) -> None:
         before = self._done * 10 // self._total
-        self._done += 1
+        self._done += units
         if self._done < self._total and self._done * 10 // self._total > before:
             left = (time.perf_counter() - self._start) / self._done * (self._total - self._done)
             self._say(f"ETA {left:.0f} s")
@@ -79,4 +92,6 @@ class _LineBar:
         self._say(f"{time.perf_counter() - self._start:.1f} s")
 
     def _say(self, what: str) -> None:
-        print(f"{self._stage}: {self._done}/{self._total}, {what}", file=sys.stderr, flush=True)
+        if self._unit == BYTES and time.perf_counter() - self._start < QUIET_S:
+            return
+        print(f"{self._stage}: {counted(self._done, self._total, self._unit)}, {what}", file=sys.stderr, flush=True)

@@ -49,7 +49,7 @@ class LiveConsole:
             print(f"{self._seconds()} {text}", file=sys.stderr, flush=True)
             self._shown_s = time.monotonic()
 
-    def bar(self, stage: str, total: int) -> Bar:
+    def bar(self, stage: str, total: int, unit: str = "") -> Bar:
         """Count from now on: `actors.batch.run` calls a step whenever a request has ended."""
         self._bar = _LiveBar(self, stage, total)
         return self._bar
@@ -111,8 +111,8 @@ class _LiveBar:
         self._live, self._stage, self._total, self._done = live, stage, total, 0
         self._start = time.monotonic()
 
-    def step(self) -> None:
-        self._done += 1
+    def step(self, units: int = 1) -> None:
+        self._done += units
 
     def close(self) -> None:
         self._live._bar = None

@@ -33,6 +33,7 @@ from cluster.errors import CallFailed, DeviceFailed, SliceLost
 from cluster.gang.slice import take
 from cluster.layout import Pool
 from wan_tpu.errors import InvalidInput
+from wan_tpu.progress import counted
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.spec import DECODER, ENCODER
 
@@ -367,4 +368,4 @@ class SliceLeader:
 
 
 def _shown(progress: HostProgress) -> str:
-    return f"{progress.item} ({progress.done + 1} of {progress.total})"
+    return f"{progress.item}, {counted(progress.done, progress.total, progress.unit)}"

@@ -18,22 +18,23 @@ class HostProgress:
     item: str
     done: int
     total: int
+    unit: str = ""
 
 
 class ReportedProgress:
     """Reports what it is told: a `wan_tpu.progress.Progress`, and the `Bar` of one stage."""
 
-    def __init__(self, report: Report, item: str = "", total: int = 0) -> None:
-        self._report, self._item, self._total, self._done = report, item, total, 0
+    def __init__(self, report: Report, item: str = "", total: int = 0, unit: str = "") -> None:
+        self._report, self._item, self._total, self._unit, self._done = report, item, total, unit, 0
 
-    def bar(self, stage: str, total: int) -> "ReportedProgress":
+    def bar(self, stage: str, total: int, unit: str = "") -> "ReportedProgress":
         """Start a stage of `total` units."""
-        return ReportedProgress(self._report, stage, total)
+        return ReportedProgress(self._report, stage, total, unit)
 
-    def step(self) -> None:
-        """Report one more unit."""
-        self._done += 1
-        self._report(HostProgress(self._item, self._done, self._total))
+    def step(self, units: int = 1) -> None:
+        """Report so many more units."""
+        self._done += units
+        self._report(HostProgress(self._item, self._done, self._total, self._unit))
 
     def close(self) -> None:
         """Do nothing: the method that reports ends, too."""

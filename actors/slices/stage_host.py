@@ -80,7 +80,8 @@ class StageHost:
 
         Raises `InvalidInput` (or the errors of `open_runtime`) for what doesn't fit the checkpoint or devices.
         """
-        self._runtime = open_runtime(checkpoint, dtype, mesh, executables=executables)
+        self._report, self._progress = report, ReportedProgress(report)
+        self._runtime = open_runtime(checkpoint, dtype, mesh, executables=executables, progress=self._progress)
         self._spec, self._stages = self._runtime.model.spec, hosted
         known = self._spec.components
         unknown = [stage for stage in hosted if stage not in known]
@@ -88,7 +89,6 @@ class StageHost:
             what = f"stages {', '.join(unknown) or '()'} of {checkpoint}"
             raise InvalidInput(f"{what} can't be hosted; this model has {', '.join(known)}")
         self._components = [name for stage in hosted for name in known[stage]]
-        self._report, self._progress = report, ReportedProgress(report)
         self._first = jax.process_index() == 0
         self._work: dict[str, _Encoding | _Denoising | _Decoding] = {}
         self._fitting: set[tuple[int, int, int]] = set()  # height, width, frames that have run or been compiled here
@@ -102,8 +102,7 @@ class StageHost:
     def load(self) -> dict[str, float]:
         """Read the weights of all stages, after a look at every file's headers; return seconds by component."""
         self._runtime.check(self._components)
-        for i, name in enumerate(self._components):
-            self._report(HostProgress(name, i, len(self._components)))
+        for name in self._components:
             self._runtime.component(name)
         return dict(self._runtime.load_s)
 
@@ -122,7 +121,7 @@ class StageHost:
         seconds: dict[str, float] = {}
         with self._fits(plan.request):
             for i, (name, (program, args, _)) in enumerate(found):
-                self._report(HostProgress(name, i, len(found)))
+                self._report(HostProgress(name, i + 1, len(found)))
                 before = program.compile_s
                 program.compile(*args)
                 seconds[name] = seconds.get(name, 0.0) + program.compile_s - before

@@ -16,11 +16,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
+from wan_tpu.progress import Silent
 from wan_tpu.runtime.bridge import Params, scan_blocks
 from wan_tpu.runtime.mesh import Rule, replicated, weight_spec
 from wan_tpu.runtime.program import place
 from wan_tpu.runtime.tensor_files import Stored, tensors
-from wan_tpu.runtime.weights import Block, Report, Weight, read_weights
+from wan_tpu.runtime.weights import Block, Show, Weight, read_weights
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -62,14 +63,12 @@ def load_component(
     component: Component,
     dtype: str,
     mesh: Mesh,
-    report: Report = lambda done, total: None,
+    show: Show = lambda total: Silent(),
 ) -> Loaded:
     """Build a component and fill it from its safetensors files, on `mesh`, in `dtype`.
 
-    report  is told how many bytes of this process's are read, of how many
-
-    Raises `CheckpointError` naming the tensors that are missing, too many, of a wrong shape or cut off, before any of
-    them is read.
+    What `show` returns counts the bytes that this process reads. Raises `CheckpointError` naming the tensors that are
+    missing, too many, of a wrong shape or cut off, before any of them is read.
     """
     module, stored = check_component(checkpoint, component)
     component.adapt(module, mesh)
@@ -79,7 +78,7 @@ def load_component(
             params[name] = place(weight.numpy(), mesh)
         else:
             weights[name] = _stored_weight(name, weight, stored, component)
-    return Loaded(module, params | read_weights(weights, report))
+    return Loaded(module, params | read_weights(weights, show))
 
 
 def _stored_weight(name: str, weight: "_Weight", stored: dict[str, Stored], component: Component) -> Weight:

@@ -1,5 +1,6 @@
 """A model on devices: its weights, loaded when a stage first needs them, and its compiled programs."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -8,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from jax.sharding import Mesh
 
 from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.progress import BYTES, Progress, Silent
 from wan_tpu.runtime.components import Component, Loaded, check_component, load_component
 from wan_tpu.runtime.program import ExecutableStore, Program
 
@@ -33,11 +35,19 @@ class Runtime(Generic[M]):
     """
 
     def __init__(
-        self, model: M, mesh: Mesh, dtype: str, *, keep_weights: bool, executables: ExecutableStore | None = None
+        self,
+        model: M,
+        mesh: Mesh,
+        dtype: str,
+        *,
+        keep_weights: bool,
+        executables: ExecutableStore | None = None,
+        progress: Progress = Silent(),  # noqa: B008 (has no state)
     ) -> None:
         """keep_weights: keep a component's weights after its stage (a server), or free them (one request).
 
         executables  where compiled programs are looked for before they are compiled
+        progress     shows the bytes of weights that are read
         """
         self.model = model
         self.mesh = mesh
@@ -45,6 +55,7 @@ class Runtime(Generic[M]):
         self.load_s: dict[str, float] = {}
         self._keep_weights = keep_weights
         self._executables = executables
+        self._progress = progress
         self._components: dict[str, Loaded] = {}
         self._checked: set[str] = set()
         self._loading = threading.Lock()
@@ -56,7 +67,9 @@ class Runtime(Generic[M]):
             if name not in self._components:
                 assert self.model.checkpoint is not None
                 start = time.perf_counter()
-                loaded = load_component(self.model.checkpoint, self.model.components[name], self.dtype, self.mesh)
+                show = functools.partial(self._progress.bar, f"read {name}", unit=BYTES)
+                component = self.model.components[name]
+                loaded = load_component(self.model.checkpoint, component, self.dtype, self.mesh, show)
                 self._components[name] = loaded
                 self.load_s[name] = self.load_s.get(name, 0.0) + time.perf_counter() - start
             return self._components[name]

@@ -15,12 +15,13 @@ from jax.sharding import NamedSharding
 from runai_model_streamer.file_streamer import FileChunks, FileStreamer
 
 from wan_tpu.errors import CheckpointError
+from wan_tpu.progress import Bar, Silent
 
 RANGE_BYTES = 16 * 2**20  # of what is read at once: much larger ones aren't read faster
 RING_BYTES = 256 * 2**20  # of ranges that are under way, at most; less where there is little to read
 
 Limits = tuple[tuple[int, int], ...]  # start and stop in each dimension
-Report = Callable[[int, int], object]
+Show = Callable[[int], Bar]  # given how many bytes there are to read
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,8 @@ class Weight:
     change: Callable[[np.ndarray], np.ndarray] | None = None
 
 
-def read_weights(weights: Mapping[str, Weight], report: Report = lambda done, total: None) -> dict[str, jax.Array]:
-    """Read weights and put each on its mesh when it is complete.
-
-    report  is told how many bytes are read, of how many
+def read_weights(weights: Mapping[str, Weight], show: Show = lambda total: Silent()) -> dict[str, jax.Array]:
+    """Read weights and put each on its mesh when it is complete; what `show` returns counts the bytes.
 
     Host memory holds the weights under way, few at a time, and the ranges, beside what is on the devices. Raises
     `CheckpointError` when a file doesn't give what it should hold.
@@ -69,7 +68,8 @@ def read_weights(weights: Mapping[str, Weight], report: Report = lambda done, to
     reads = [read for name, room in rooms.items() for read in room.reads(name)]
     by_file = [list(found) for _, found in itertools.groupby(reads, key=lambda read: read.block.file)]
     total, largest = sum(read.nbytes for read in reads), max((read.nbytes for read in reads), default=0)
-    done, arrays = 0, dict[str, jax.Array]()
+    arrays: dict[str, jax.Array] = {}
+    bar = show(total)
     with FileStreamer() as streamer:
         try:
             streamer.stream_files(
@@ -85,10 +85,10 @@ def read_weights(weights: Mapping[str, Weight], report: Report = lambda done, to
                 room = rooms[read.name]
                 if room.filled(read, content.flatten()):
                     arrays[read.name] = room.placed()
-                done += read.nbytes
-                report(done, total)
+                bar.step(read.nbytes)
         except ValueError as error:
             raise CheckpointError(f"weights can't be read ({error}); fetch the checkpoint again") from error
+    bar.close()
     return jax.block_until_ready({name: arrays[name] for name in weights})
 
 
