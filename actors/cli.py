@@ -15,6 +15,7 @@ COMMANDS = {
     "stage1": ("wan_tpu.commands.staged", "encode", "only the encoder: request -> embeddings"),
     "stage2": ("wan_tpu.commands.staged", "denoise", "only the experts: embeddings -> latents"),
     "stage3": ("wan_tpu.commands.staged", "decode", "only the decoder: latents -> video"),
+    "weights": ("wan_tpu.commands.weights", "weights", "convert a checkpoint to what slices read fastest"),
     "cluster": ("actors.commands.cluster", "cluster", "start and stop an emulated cluster"),
     "pipeline": ("actors.commands.pipeline", "pipeline", "bring a pipeline up on a cluster, and take it down"),
     "submit": ("actors.commands.submit", "submit", "have a cluster make every video of a manifest, as a job"),

@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from filelock import FileLock
 
@@ -31,6 +31,38 @@ class WeightFile(NamedTuple):
     address: str
     size: int
     read: Callable[[int, int], bytes]
+
+
+class DiskFolder:
+    """A folder of this machine, written to as one of a bucket is."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder).resolve()
+        self.address = str(self._folder)
+
+    def has(self, name: str) -> bool:
+        """Whether a file is there."""
+        return (self._folder / name).is_file()
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file."""
+        with self.open(name) as file:
+            file.write(content)
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[BinaryIO]:
+        """Give a file that is there under its name once it is whole."""
+        path = self._folder / name
+        part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                yield file
+            part.rename(path)
+        except OSError as error:
+            raise CheckpointError(f"can't write {path} ({error})") from error
+        finally:
+            part.unlink(missing_ok=True)
 
 
 class BucketFolder:
@@ -68,6 +100,27 @@ class BucketFolder:
                 if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
                     self._fetch(name, blob, generation)
         return self.folder
+
+    def has(self, name: str) -> bool:
+        """Whether an object is there."""
+        with self._explained():
+            return name in self._blobs
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small object."""
+        with self._explained():
+            self._blob(name).upload_from_string(content)
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[BinaryIO]:
+        """Give a file that becomes an object as it is written, without a copy here."""
+        with self._explained(), self._blob(name).open("wb") as file:
+            yield file
+
+    def _blob(self, name: str) -> Any:
+        from google.cloud import storage
+
+        return storage.Client().bucket(self._bucket).blob(f"{self._prefix}{name}")
 
     @functools.cached_property
     def _blobs(self) -> dict[str, tuple[Any, str]]:
@@ -110,5 +163,10 @@ class BucketFolder:
         except (GoogleAPIError, GoogleAuthError, requests.RequestException, OSError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"can't fetch {self.address} ({reason}); check the address, and whether this machine may read it"
+                f"can't reach {self.address} ({reason}); check the address, and what this machine may do there"
             ) from None
+
+
+def writable(address: str) -> DiskFolder | BucketFolder:
+    """Return a folder to write a checkpoint to; raises `CheckpointError` for what is no address."""
+    return BucketFolder(address) if address.startswith(SCHEME) else DiskFolder(address)

@@ -15,6 +15,7 @@ from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.request import Defaults, GenerationRequest
 
 OWN = "wan_tpu.json"
+OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "*LICENSE*")  # than weights, in a folder and those in it
 
 
 class Checkpoint:
@@ -95,6 +96,13 @@ class Checkpoint:
         if not self._here:
             self._fetch([pattern])
         return {file.name: _on_disk(file) for file in self.folder.glob(pattern)}
+
+    def others(self) -> list[Path]:
+        """Return all files but weights, fetched when they aren't there."""
+        if not self._here:
+            self._fetch(OTHERS)
+        found = {file for pattern in OTHERS for file in self.folder.rglob(pattern.rpartition("/")[2])}
+        return sorted(file for file in found if file.is_file() and ".safetensors." not in file.name)
 
     def _json(self, name: str) -> dict[str, Any]:
         try:

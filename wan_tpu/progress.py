@@ -55,7 +55,10 @@ class Progress(Protocol):
 
 def counted(done: int, total: int, unit: str = "") -> str:
     """Return how far something is, in a few words."""
-    return f"{done / 1e9:.1f}/{total / 1e9:.1f} GB" if unit == BYTES else f"{done}/{total}"
+    if unit != BYTES:
+        return f"{done}/{total}"
+    scale, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+    return f"{done / scale:.1f}/{total / scale:.1f} {name}"
 
 
 class _TerminalBar:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from actors.cli import main
 from actors.storage.opening import open_storage
 from tests.conftest import ROOT
 from wan_tpu import GenerationRequest, load_pipeline
@@ -47,6 +48,14 @@ def test_the_video_is_that_of_the_folder_and_weights_are_read_where_they_are(upl
     assert not downloads(emulator)  # all else is here
 
 
+def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(uploaded, gcs_prefix, checkpoint, tmp_path):
+    for destination in (f"{gcs_prefix}/converted", str(tmp_path / "converted")):
+        assert main(["weights", "convert", uploaded, destination]) == 0
+        made = load_pipeline(destination, mesh=(1, 1, 1)).generate(ASKED)
+        assert np.array_equal(made.pixels, load_pipeline(checkpoint(KIND), mesh=(1, 1, 1)).generate(ASKED).pixels)
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
 def test_what_has_changed_is_fetched_again(uploaded, gcs_prefix, emulator):
     before = Checkpoint(uploaded)
     assert before.index["_class_name"] == "WanPipeline"
@@ -73,7 +82,7 @@ def test_two_processes_fetch_a_file_once(uploaded, emulator):
     [
         ("gs://videos", "names no folder of a bucket; give gs://bucket/folder"),
         ("gs://videos/nothing", "gs://videos/nothing has no model_index.json"),
-        ("gs://nobody-s/model", r"can't fetch gs://nobody-s/model \(.*\); check the address"),
+        ("gs://nobody-s/model", r"can't reach gs://nobody-s/model \(.*\); check the address"),
     ],
 )
 def test_what_is_not_there_is_said(address, message, emulator, tmp_path, monkeypatch):
@@ -84,7 +93,7 @@ def test_what_is_not_there_is_said(address, message, emulator, tmp_path, monkeyp
 
 def test_a_file_that_is_cut_off_is_not_kept(uploaded, emulator, tmp_path):
     emulator.failures[:] = [(404, "Not Found", "before")] * 3
-    with pytest.raises(CheckpointError, match="can't fetch"):
+    with pytest.raises(CheckpointError, match="can't reach"):
         Checkpoint(uploaded)
     assert not list((tmp_path / "cache").rglob("model_index.json"))
     emulator.failures.clear()

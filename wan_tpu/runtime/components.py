@@ -18,7 +18,8 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.progress import Silent
 from wan_tpu.runtime.bridge import Params, scan_blocks
-from wan_tpu.runtime.mesh import Rule, replicated, weight_spec
+from wan_tpu.runtime.converted import Converted, Cut, cut
+from wan_tpu.runtime.mesh import Rule, replicated, rule_of, weight_spec
 from wan_tpu.runtime.program import place
 from wan_tpu.runtime.tensor_files import Stored, tensors
 from wan_tpu.runtime.weights import Block, Show, Weight, read_weights
@@ -58,6 +59,20 @@ class Loaded:
     params: Params
 
 
+class Opened(NamedTuple):
+    """A component that its files were found to hold.
+
+    tables   that the module made for itself; weights  where the others are read from, both by the program's names
+    plain    the name of a weight in a converted file; cuts  how it lies there
+    """
+
+    module: torch.nn.Module
+    tables: dict[str, torch.Tensor]
+    weights: dict[str, Weight]
+    plain: dict[str, str]
+    cuts: dict[str, Cut]
+
+
 def load_component(
     checkpoint: Checkpoint,
     component: Component,
@@ -67,35 +82,16 @@ def load_component(
 ) -> Loaded:
     """Build a component and fill it from its safetensors files, on `mesh`, in `dtype`.
 
-    What `show` returns counts the bytes that this process reads. Raises `CheckpointError` naming the tensors that are
-    missing, too many, of a wrong shape or cut off, before any of them is read.
+    What `show` returns counts the bytes that this process reads. Raises what `open_component` raises, before any
+    weight is read.
     """
-    module, stored = check_component(checkpoint, component)
-    component.adapt(module, mesh)
-    params, weights = {}, {}
-    for name, weight in _weights(module, _scan(module, component.scanned), component, dtype, mesh):
-        if isinstance(weight, torch.Tensor):
-            params[name] = place(weight.numpy(), mesh)
-        else:
-            weights[name] = _stored_weight(name, weight, stored, component)
-    return Loaded(module, params | read_weights(weights, show))
+    opened = open_component(checkpoint, component, dtype, mesh)
+    params = {name: place(table.numpy(), mesh) for name, table in opened.tables.items()}
+    return Loaded(opened.module, params | read_weights(opened.weights, show))
 
 
-def _stored_weight(name: str, weight: "_Weight", stored: dict[str, Stored], component: Component) -> Weight:
-    """Return where a weight is read from: of a stack, each layer is a tensor."""
-    depth = 1 if weight.depth is None else weight.depth
-    names = [name] if weight.depth is None else [weight.plain.replace("*", str(i), 1) for i in range(depth)]
-    shape = weight.shape if weight.depth is None else (1, *weight.shape[1:])
-    blocks = []
-    for layer, tensor in enumerate(stored[name] for name in names):
-        start = (layer, *[0] * (len(shape) - 1)) if shape else ()
-        blocks.append(Block(tensor.file, tensor.offset, tensor.kind, start, shape, tensor.shape))
-    change = next((change for pattern, change in component.changes if re.fullmatch(pattern, weight.plain)), None)
-    return Weight(weight.shape, weight.kind, weight.sharding, tuple(blocks), change)
-
-
-def check_component(checkpoint: Checkpoint, component: Component) -> tuple[torch.nn.Module, dict[str, Stored]]:
-    """Build a component and compare it with the headers of its files; return the module and where its tensors lie.
+def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mesh: Mesh) -> Opened:
+    """Build a component, and compare it with the headers of its files.
 
     Raises `CheckpointError` naming the tensors that are missing, too many, of a wrong shape or cut off.
     """
@@ -106,9 +102,39 @@ def check_component(checkpoint: Checkpoint, component: Component) -> tuple[torch
         raise CheckpointError(
             f"{checkpoint.source}/{component.folder}/config.json describes no such model ({reason}); fetch it again"
         ) from error
-    stored = _index(checkpoint, component)
-    _check(module, stored, component, checkpoint)
-    return module, stored
+    converted = Converted.open(checkpoint, component.folder, dtype)
+    stored = {} if converted is not None else _index(checkpoint, component)
+    if converted is None:
+        _check(module, stored, component, checkpoint)
+    component.adapt(module, mesh)
+    opened = Opened(module, {}, {}, {}, {})
+    for name, weight in _weights(module, _scan(module, component.scanned), component, dtype, mesh):
+        if isinstance(weight, torch.Tensor):
+            opened.tables[name] = weight
+            continue
+        if converted is None:
+            blocks, change = _blocks(name, weight, stored), _change(component, weight.plain)
+        else:
+            blocks, change = converted.blocks(weight.plain, weight.shape), None
+        opened.weights[name] = Weight(weight.shape, weight.kind, weight.sharding, blocks, change)
+        opened.plain[name] = weight.plain
+        opened.cuts[name] = cut(weight.shape, weight.kind.itemsize, weight.axis, layers=weight.depth is not None)
+    return opened
+
+
+def _blocks(name: str, weight: "_Weight", stored: dict[str, Stored]) -> tuple[Block, ...]:
+    """Return where a weight lies in the checkpoint's own files: of a stack, each layer is a tensor."""
+    names = [name] if weight.depth is None else [weight.plain.replace("*", str(i), 1) for i in range(weight.depth)]
+    shape = weight.shape if weight.depth is None else (1, *weight.shape[1:])
+    blocks = []
+    for layer, tensor in enumerate(stored[name] for name in names):
+        start = (layer, *[0] * (len(shape) - 1)) if shape else ()
+        blocks.append(Block(tensor.file, tensor.offset, tensor.kind, start, shape, tensor.shape))
+    return tuple(blocks)
+
+
+def _change(component: Component, plain: str) -> Callable[[np.ndarray], np.ndarray] | None:
+    return next((change for pattern, change in component.changes if re.fullmatch(pattern, plain)), None)
 
 
 def abstract_component(component: Component, dtype: str, mesh: Mesh) -> Loaded:
@@ -119,7 +145,7 @@ def abstract_component(component: Component, dtype: str, mesh: Mesh) -> Loaded:
     for name, weight in _weights(module, _scan(module, component.scanned), component, dtype, mesh):
         if isinstance(weight, torch.Tensor):
             kind = jax.dtypes.canonicalize_dtype(weight.numpy().dtype)  # as JAX keeps it: int32 of torch's int64
-            weight = _Weight(name, None, tuple(weight.shape), kind, replicated(mesh))
+            weight = _Weight(name, None, tuple(weight.shape), kind, replicated(mesh), None)
         params[name] = jax.ShapeDtypeStruct(weight.shape, weight.kind, sharding=weight.sharding)
     return Loaded(module, params)
 
@@ -214,13 +240,17 @@ def _plain_name(name: str, depths: dict[str, int]) -> tuple[str, int | None]:
 
 
 class _Weight(NamedTuple):
-    """A weight as the mesh holds it; plain and depth as `_plain_name` returns them."""
+    """A weight as the mesh holds it; plain and depth as `_plain_name` returns them.
+
+    axis  of its shape, the first that its rule shards
+    """
 
     plain: str
     depth: int | None
     shape: tuple[int, ...]
     kind: np.dtype
     sharding: NamedSharding
+    axis: int | None
 
 
 def _weights(
@@ -236,6 +266,9 @@ def _weights(
             continue
         plain, depth = _plain_name(name, depths)
         exact = not set(component.float32).isdisjoint(plain.split("."))
-        spec = weight_spec(mesh, component.rules, plain, tensor.shape, stacked=depth is not None)
+        stacked = depth is not None
+        rule = rule_of(component.rules, plain)
+        axis = next((i + stacked for i, axes in enumerate(rule.spec) if axes is not None), None)
+        sharding = NamedSharding(mesh, weight_spec(mesh, component.rules, plain, tensor.shape, stacked=stacked))
         shape = tuple(tensor.shape) if depth is None else (depth, *tensor.shape)
-        yield name, _Weight(plain, depth, shape, DTYPES["float32" if exact else dtype], NamedSharding(mesh, spec))
+        yield name, _Weight(plain, depth, shape, DTYPES["float32" if exact else dtype], sharding, axis)

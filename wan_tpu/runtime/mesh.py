@@ -110,6 +110,14 @@ class Rule(NamedTuple):
     spec: tuple[str | tuple[str, ...] | None, ...]
 
 
+def rule_of(rules: Sequence[Rule], name: str) -> Rule:
+    """Return the rule of the weight of a name, as in the checkpoint; raises `MeshError` unless exactly one matches."""
+    matching = [rule for rule in rules if re.fullmatch(rule.pattern, name)]
+    if len(matching) != 1:
+        raise MeshError(f"weight {name} matches {len(matching)} sharding rules, it must be exactly one")
+    return matching[0]
+
+
 def weight_spec(mesh: Mesh, rules: Sequence[Rule], name: str, shape: Sequence[int], *, stacked: bool) -> P:
     """Return how one weight is split.
 
@@ -117,12 +125,9 @@ def weight_spec(mesh: Mesh, rules: Sequence[Rule], name: str, shape: Sequence[in
 
     A dimension that its axes don't divide is replicated. Raises `MeshError` unless exactly one rule matches.
     """
-    matching = [rule for rule in rules if re.fullmatch(rule.pattern, name)]
-    if len(matching) != 1:
-        raise MeshError(f"weight {name} matches {len(matching)} sharding rules, it must be exactly one")
     axes = [
         axis if axis is not None and shape[i] % axis_size(mesh, axis) == 0 else None
-        for i, axis in enumerate(matching[0].spec)
+        for i, axis in enumerate(rule_of(rules, name).spec)
     ]
     return P(*([None] if stacked else []), *axes)
 

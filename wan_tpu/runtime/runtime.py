@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.progress import BYTES, Progress, Silent
-from wan_tpu.runtime.components import Component, Loaded, check_component, load_component
+from wan_tpu.runtime.components import Component, Loaded, load_component, open_component
 from wan_tpu.runtime.program import ExecutableStore, Program
 
 
@@ -79,7 +79,7 @@ class Runtime(Generic[M]):
         with self._loading:
             for name in set(names) - self._checked:
                 assert self.model.checkpoint is not None
-                check_component(self.model.checkpoint, self.model.components[name])
+                open_component(self.model.checkpoint, self.model.components[name], self.dtype, self.mesh)
                 self._checked.add(name)
 
     def done_with(self, name: str) -> None:

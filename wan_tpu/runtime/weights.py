@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import google_crc32c
 import jax
 import ml_dtypes
 import numpy as np
@@ -32,6 +33,7 @@ class Block:
     kind          of the numbers there
     start, shape  where it lies in the weight, in the weight's dimensions
     stored        its shape in the file, before the weight's change
+    crc32c        of its bytes, where it is known: such a block is read whole
     """
 
     file: str
@@ -40,6 +42,7 @@ class Block:
     start: tuple[int, ...]
     shape: tuple[int, ...]
     stored: tuple[int, ...]
+    crc32c: int | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ class _Room:
             return
         size = math.prod(block.stored) * block.kind.itemsize
         dimension = next((i for i, length in enumerate(block.shape) if length > 1), None)
-        if self._weight.change is not None or dimension is None:
+        if self._weight.change is not None or block.crc32c is not None or dimension is None:
             yield _Read(name, block, block.start, block.shape, block.offset, size)
             return
         first = min(overlap[dimension][0] for overlap in wanted)
@@ -146,7 +149,12 @@ class _Room:
 
     def filled(self, read: _Read, content: torch.Tensor) -> bool:
         """Take what was read, bytes, over into the shards; return whether that was the last."""
-        kind = read.block.kind
+        kind, block = read.block.kind, read.block
+        if block.crc32c is not None and google_crc32c.value(content.numpy().tobytes()) != block.crc32c:
+            raise CheckpointError(
+                f"{block.file} is damaged: of {read.name}, bytes {block.offset} to {block.offset + read.nbytes}; "
+                "convert the checkpoint again"
+            )
         if content.data_ptr() % kind.itemsize:
             content = content.clone()
         value = content.view(kind)

@@ -1,0 +1,161 @@
+"""Checkpoints as `wan-tpu weights convert` writes them: the same weights to the bit, read in pieces, checked."""
+
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from actors.cli import main
+from tests.conftest import ROOT, with_devices
+from wan_tpu import load_pipeline
+from wan_tpu.bucket import writable
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError
+from wan_tpu.families.model import open_model
+from wan_tpu.progress import Silent
+from wan_tpu.runtime import converted
+from wan_tpu.runtime.components import load_component, open_component
+from wan_tpu.runtime.converted import FILE, LAYOUT, MANIFEST
+from wan_tpu.runtime.converting import convert
+from wan_tpu.runtime.mesh import make_mesh
+
+KINDS = ["wan2.2-i2v-a14b", "wan2.2-ti2v-5b", "wan2.1-i2v-14b-480p", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v"]
+# By kind, of names, shapes and the order of numbers. Whoever changes one of these gives `LAYOUT` another number:
+# what was converted before would be read wrongly.
+ORDERS = {
+    1: {
+        "wan2.2-i2v-a14b": "be4557190d628f9d",
+        "wan2.2-ti2v-5b": "0b01a2a316d5fe27",
+        "wan2.1-i2v-14b-480p": "442c86c7d2965467",
+        "cogvideox1.5-5b-i2v": "9b6c444ded4255f0",
+        "hunyuanvideo1.5-480p-i2v": "90b1a50ae0129c6c",
+    }
+}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh((1, 1, 1), heads=4)
+
+
+def converted_to(checkpoint, kind, folder):
+    """A small checkpoint, converted; even its small weights are cut."""
+    source = Checkpoint(checkpoint(kind))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(converted, "SMALL_BYTES", 2**10)
+        assert convert(source, open_model(source).components, "bfloat16", writable(str(folder)), Silent()) == []
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint, tmp_path_factory):
+    return converted_to(checkpoint, KINDS[0], tmp_path_factory.mktemp("converted"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_is_that_of_the_checkpoint(kind, checkpoint, tmp_path, mesh):
+    found = Checkpoint(converted_to(checkpoint, kind, tmp_path))
+    assert not [file for file in tmp_path.rglob("*.safetensors") if file.name != FILE]
+    for component in open_model(found).components.values():
+        ours = load_component(found, component, "bfloat16", mesh).params
+        expected = load_component(Checkpoint(checkpoint(kind)), component, "bfloat16", mesh).params
+        assert ours.keys() == expected.keys()
+        for name, array in ours.items():
+            assert array.dtype == expected[name].dtype
+            assert np.array_equal(np.asarray(array), np.asarray(expected[name])), name
+
+
+@pytest.mark.long
+def test_each_process_reads_its_own_shards_alone(folder, checkpoint):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "tests.wan_tpu.converted_worker"]
+    both = [
+        subprocess.Popen(
+            [*command, str(rank), coordinator, str(folder), str(checkpoint(KINDS[0]))],
+            env=with_devices(4),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in both:
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0
+        read, own = map(int, out.split())
+        assert own <= read <= 1.1 * own
+
+
+def order(kind, checkpoint, mesh):
+    """What decides how a converted file is read, as one number."""
+    source, digest = Checkpoint(checkpoint(kind)), hashlib.sha256()
+    for name, component in sorted(open_model(source).components.items()):
+        opened = open_component(source, component, "bfloat16", mesh)
+        for weight_name, weight in sorted(opened.weights.items()):
+            digest.update(f"{name} {opened.plain[weight_name]} {weight.shape} {weight.kind}".encode())
+            if weight.change is not None:
+                stored = weight.blocks[0].stored
+                numbers = np.arange(np.prod(stored), dtype=np.float32).reshape(stored)
+                digest.update(np.ascontiguousarray(weight.change(numbers)).tobytes())
+    return digest.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_order_of_weights_has_another_number(kind, checkpoint, mesh):
+    assert order(kind, checkpoint, mesh) == ORDERS[LAYOUT][kind]
+
+
+def test_what_is_there_is_kept_and_a_converted_one_can_be_the_source(folder, tmp_path, capsys):
+    assert main(["weights", "convert", str(folder), str(tmp_path)]) == 0
+    first = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    assert (tmp_path / "transformer" / FILE) in first
+    (tmp_path / "vae" / MANIFEST).unlink()
+    assert main(["weights", "convert", str(folder), str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("was there already") == 3
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == first
+
+
+def spoil(folder, change):
+    path = folder / "vae" / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def damaged(folder):
+    path = folder / "vae" / FILE
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "dtype", "message"),
+    [
+        (damaged, "bfloat16", r"vae/wan_tpu.safetensors is damaged: of .*, bytes \d+ to \d+; convert"),
+        (lambda f: (f / "vae" / MANIFEST).unlink(), "bfloat16", "its conversion wasn't finished"),
+        (lambda f: spoil(f, {"layout": 0}), "bfloat16", f"converted for layout 0, this version reads {LAYOUT}"),
+        (lambda f: spoil(f, {"bytes": 7}), "bfloat16", "bytes of 7; convert the checkpoint again"),
+        (lambda f: spoil(f, {"tensors": {}}), "bfloat16", "lacks .*; convert the checkpoint again"),
+        (lambda f: None, "float32", "was converted to bfloat16; for float32 give the original"),
+    ],
+)
+def test_what_is_wrong_is_named(spoiled, dtype, message, folder, tmp_path, mesh):
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", folder, copy], check=True)
+    spoiled(copy)
+    with pytest.raises(CheckpointError, match=message):
+        pipe = load_pipeline(copy, dtype, mesh)
+        pipe.check_components()
+        pipe.runtime.component("decoder")
+
+
+def test_a_destination_that_can_not_be_is_refused(folder, capsys):
+    assert main(["weights", "convert", str(folder), str(folder)]) == 2
+    assert "is the source itself" in capsys.readouterr().err
+    assert main(["weights", "convert", str(folder), "/proc/nothing"]) == 2
+    assert "can't write /proc/nothing" in capsys.readouterr().err

@@ -1,0 +1,35 @@
+"""`wan-tpu weights`: a checkpoint as slices read it fastest."""
+
+import argparse
+from collections.abc import Sequence
+
+from wan_tpu.commands.parser import Parser
+from wan_tpu.errors import InvalidInput
+
+
+def weights(argv: Sequence[str]) -> None:
+    """Write a checkpoint's weights once as programs want them: smaller, and in pieces that follow a slice's shards."""
+    parser = Parser(prog="wan-tpu weights", description=weights.__doc__)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
+    action = actions.add_parser("convert", help="write a checkpoint, for --model_id, from another one")
+    action.add_argument("source", help="diffusers directory, one in gs://, or hub id; also one that was converted")
+    action.add_argument("destination", help="folder or gs://bucket/folder; what it has whole is kept")
+    action.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
+    _convert(parser.parse_args(argv))
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from wan_tpu.bucket import writable
+    from wan_tpu.checkpoint import Checkpoint
+    from wan_tpu.families.model import open_model
+    from wan_tpu.progress import Console
+    from wan_tpu.runtime.converting import convert
+
+    destination = writable(args.destination)
+    checkpoint = Checkpoint(args.source)
+    if destination.address == checkpoint.source:
+        raise InvalidInput(f"{args.destination} is the source itself; give another folder")
+    kept = convert(checkpoint, open_model(checkpoint).components, args.dtype, destination, Console())
+    for folder in kept:
+        print(f"{folder} was there already")
+    print(f"{destination.address} is ready for --model_id")
