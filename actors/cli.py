@@ -15,6 +15,7 @@ COMMANDS = {
     "stage1": ("wan_tpu.commands.staged", "encode", "only the encoder: request -> embeddings"),
     "stage2": ("wan_tpu.commands.staged", "denoise", "only the experts: embeddings -> latents"),
     "stage3": ("wan_tpu.commands.staged", "decode", "only the decoder: latents -> video"),
+    "plan": ("actors.planning.plan", "plan", "say what fits a slice, how long it takes, and what videos cost"),
     "weights": ("wan_tpu.commands.weights", "weights", "convert a checkpoint to what slices read fastest"),
     "cluster": ("actors.commands.cluster", "cluster", "start and stop an emulated cluster"),
     "pipeline": ("actors.commands.pipeline", "pipeline", "bring a pipeline up on a cluster, and take it down"),

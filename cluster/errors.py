@@ -55,3 +55,15 @@ class DeviceFailed(SliceLost):
 
 class CallFailed(SliceError):
     """Every host raised in the same call: the lockstep is intact, the slice lives. The cause is rank 0's exception."""
+
+
+class PriceError(ClusterError, ValueError):
+    """A table of prices can't be used, or lacks what is asked for; the message says what there is."""
+
+    exit_code = 2
+
+
+class NoCapacity(ClusterError, ValueError):
+    """No layout meets a demand; the message says what comes nearest."""
+
+    exit_code = 2

@@ -17,9 +17,9 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own accelerators stay untouched
 
 import numpy as np
-from described import described, run
 from jax.sharding import Mesh
 
+from actors.planning.described import described, run
 from cluster.slice_spec import SliceSpec
 from wan_tpu.pricing.analyse import KernelCycles, analyse
 from wan_tpu.pricing.ici import interconnect_of

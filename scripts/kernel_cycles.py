@@ -17,10 +17,10 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # chips are described, this machine's own accelerators stay untouched
 
-from described import described, run
 from kernel_tables.attention_kernels import LOW_PRECISION, table
 from kernel_tables.conv_kernels import conv_table
 
+from actors.planning.described import described, run
 from cluster.slice_spec import SliceSpec
 
 ONE_HOST = {"v5e": "v5e-4", "v5p": "v5p-8", "v6e": "v6e-4", "v7x": "v7x-4"}

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from described import described, run
-
+from actors.planning.described import described, run
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
 from wan_tpu.checkpoint import Checkpoint

@@ -25,6 +25,7 @@ ACTORS: dict[str, set[str]] = {
     "pipeline": {"errors", "engine", "storage", "observe", "slices", "pipeline_spec"},
     "batch": {"errors", "engine", "storage", "observe", "interrupts", "pipeline_spec"},
     "jobs": {"errors", "storage"},
+    "planning": set(),
     "api": {"errors", "engine", "storage", "observe", "slices", "pipeline", "jobs", "pipeline_spec"},
     "commands": {
         "errors", "engine", "interrupts", "storage", "observe", "slices", "pipeline", "batch", "jobs", "api",
@@ -179,7 +180,7 @@ def modules_after(code, *argv):
 
 HELP = {name: f"import sys; from actors.cli import main; main(['{name}', '--help'])" for name in COMMANDS} | {
     name: f"import runpy; sys.path.insert(0, 'scripts'); runpy.run_path('scripts/{name}.py', run_name='__main__')"
-    for name in ("plan", "precompile")
+    for name in ("precompile",)
 }
 
 

@@ -27,8 +27,7 @@ from wan_tpu.runtime.program import GIB, Program
 from wan_tpu.versions import version
 
 pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
-sys.path.insert(0, str(ROOT / "scripts"))
-from described import described  # the scripts' glue between cluster and wan_tpu
+from actors.planning.described import described
 
 pytestmark = pytest.mark.loads_libtpu
 
@@ -163,6 +162,10 @@ REFUSED = [
     (["--program", "denois"], "'denoise step'"),
     (["--plot", "step.foo"], "allowed are .png"),
     (["--cache", "/proc/nope"], "--cache /proc/nope can't be made"),
+    (["--slice", "v5e-8", "--videos_a_day", "9"], "no price of v5e is known, of v6e, v5p, v7x only"),
+    (["--layout", "one-expert-v6e"], "shipped"),
+    (["--videos_a_day", "9", "--within", "soon"], "'soon' is no duration; write 90s, 10m or 2h"),
+    (["--videos_a_day", "9", "--busy", "1"], "--busy is 1; it must lie between 0 and 1"),
 ]
 
 
@@ -173,24 +176,21 @@ SMALL = ["--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4", "--size", "64*64", "-
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """What plan.py says: (exit code, stdout, stderr) of each command. In one process: it takes seconds to import."""
+    """What `wan-tpu plan` says: (exit code, stdout, stderr) of each. In one process: it takes seconds to import."""
     code = """
 import contextlib, io, json, sys
-sys.path.insert(0, "scripts")
-import plan
+from actors.cli import main
 for argv in json.load(sys.stdin):
-    sys.argv, out, err = ["plan.py", *argv], io.StringIO(), io.StringIO()
+    out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            plan.run(plan.main)
-        except SystemExit as end:
-            code = end.code
+        code = main(["plan", *argv])
     print(json.dumps([code, out.getvalue(), err.getvalue()]))
 """
     twice = [*SMALL, "--program", "text keys", "--cache", str(tmp_path_factory.mktemp("plans"))]
     full = ["--model", "wan2.2-i2v-a14b", "--slice", "v6e-8", "--size", "720*1280", "--frames", "81"]
     full += ["--program", "denoise step", "--json", "--cache", twice[-1]]
-    asked = json.dumps([twice, twice, full, *(argv for argv, _ in REFUSED)])
+    refused = [argv if "--model" in argv else [*full[:2], *argv] for argv, _ in REFUSED]
+    asked = json.dumps([twice, twice, full, *refused])
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, input=asked, capture_output=True, text=True, check=True
     )

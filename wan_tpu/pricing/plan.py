@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
@@ -19,6 +20,7 @@ from wan_tpu.pricing.kernel_prices import CountBundles, KernelPrices, count_alon
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.mesh import MeshShape, make_mesh
 from wan_tpu.runtime.program import GIB
+from wan_tpu.spec import Expert
 
 Report = Callable[[str], object]
 STEP = "denoise step"
@@ -64,6 +66,20 @@ class StagePlan:
         return total
 
 
+class Needs(NamedTuple):
+    """What a video takes of a slice in one stage: seconds; bytes a device of weights, and beside them."""
+
+    seconds: float
+    weights_bytes: int
+    other_bytes: int
+
+
+def _owner(program: ProgramPlan) -> str:
+    """Return what a program shares its weights with."""
+    owner = program.name.split(" first")[0].split(" later")[0]
+    return STEP if owner == KEYS else owner
+
+
 @dataclass(frozen=True)
 class Plan:
     """A model's stages on one slice and mesh."""
@@ -75,6 +91,25 @@ class Plan:
     tokens: int
     stages: tuple[StagePlan, ...]
     experts: int
+
+    def needs(self, experts: Sequence[Expert]) -> dict[str, Needs]:
+        """Return what each stage of the model takes, its experts one by one, those left out that can't be compiled."""
+        found: dict[str, Needs] = {}
+        for stage in self.stages:
+            seconds = stage.seconds
+            if seconds is None:
+                continue
+            weights = {_owner(program): program.compiled.weights_bytes for program in stage.programs}
+            other = max(program.compiled.other_bytes for program in stage.programs)
+            needed = Needs(seconds.estimate, sum(weights.values()), other)
+            if stage.name != "denoise":
+                found[stage.name] = needed
+                continue
+            steps = sum(expert.stop - expert.start for expert in experts)
+            for expert in experts:
+                share = (expert.stop - expert.start) / steps
+                found[expert.stage] = needed._replace(seconds=needed.seconds * share)
+        return found
 
     @property
     def programs(self) -> list[ProgramPlan]:
@@ -89,8 +124,7 @@ class Plan:
         """
         weights: dict[str, int] = {}
         for program in self.programs:
-            owner = program.name.split(" first")[0].split(" later")[0]
-            owner = STEP if owner == KEYS else owner
+            owner = _owner(program)
             weights[owner] = program.compiled.weights_bytes * (self.experts if owner == STEP else 1)
         return (sum(weights.values()) + max(program.compiled.other_bytes for program in self.programs)) / GIB
 
@@ -129,8 +163,8 @@ class Planner:
         self._report = report
         self._prices = KernelPrices(cache, described.hardware, described.cores, count)
 
-    def plan(self, mesh: Sequence[int | None], only: str | None = None) -> Plan:
-        """Return the plan on a mesh, axes that are None as by default; `only` keeps one program.
+    def plan(self, mesh: Sequence[int | None], only: str | None = None, stages: Sequence[str] | None = None) -> Plan:
+        """Return the plan on a mesh, axes that are None as by default; `only` keeps one program, `stages` some stages'.
 
         Raises `MeshError` when the mesh doesn't fit slice or model, `InvalidRequest` when no program is called `only`.
         """
@@ -143,7 +177,7 @@ class Planner:
             )
         tokens = self._model.spec.tokens(self._model.spec.latent_shape(self._request))
         runtime = AbstractRuntime(self._model, placed, self._dtype)
-        calls = {name: calls for name, (_, _, calls) in stage_programs(runtime, self._request).items()}
+        calls = {name: calls for name, (_, _, calls) in stage_programs(runtime, self._request, stages).items()}
         if only is not None and only not in calls:
             raise InvalidRequest(f"no program is called {only!r}; this model's are {', '.join(map(repr, calls))}")
         programs = [self._program(name, n, placed) for name, n in calls.items() if only in (None, name)]

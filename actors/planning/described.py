@@ -1,4 +1,4 @@
-"""What the scripts share: a kind of slice, from `cluster`, as `wan_tpu.aot` wants it; and how they end."""
+"""A kind of slice, from `cluster`, as `wan_tpu.aot` wants it; and how the scripts that use it end."""
 
 import sys
 from collections.abc import Callable

@@ -1,0 +1,1 @@
+"""What a model takes on slices that nobody has rented yet."""

@@ -1,0 +1,291 @@
+"""`wan-tpu plan`: what a published model takes on slices, in GiB, seconds and dollars, before any is rented."""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.planning.described import described
+from cluster.costs import capacity
+from cluster.costs.capacity import Costs, Estimate, StageCost, Terms
+from cluster.costs.prices import Prices
+from cluster.layout import Layout
+from cluster.slice_spec import SliceSpec
+from wan_tpu.commands.parser import Parser
+from wan_tpu.errors import InvalidInput, OutputError
+from wan_tpu.families import preset_spec, published
+from wan_tpu.request import GenerationRequest, ResolvedRequest, parse_size
+
+if TYPE_CHECKING:
+    from wan_tpu.pricing.plan import Plan, Planner
+
+PLOTS = (".png", ".svg", ".pdf")
+SHOWN = 8  # layouts, of those that were compared
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_ABOUT = """Plan a published model on TPU slices: does it fit, how long does it take, on which mesh, and what does a
+video cost?
+
+    wan-tpu plan --model MODEL --slice v6e-8 --size 720*1280 --frames 81 --steps 40 [--json]
+    wan-tpu plan --model MODEL --slice v6e-8 --slice v5p-8 --program "denoise step" --plot step.png
+    wan-tpu plan --model MODEL --layout a14b-balanced-v6e [--spot]
+    wan-tpu plan --model MODEL --slice v6e-4 --slice v6e-8 --videos_a_day 5000 --within 10m [--spot]
+
+The first also says what the denoise step would be on each other mesh of the slice: half of its 13 minutes on two cores
+(--no-meshes). The third says what a layout makes and costs, the last which layout meets a demand for the least money.
+
+Every program is compiled for the slice by libtpu's compiler (`pip install ".[tpu]"`); no TPU and no weights are
+needed. What was compiled once is kept in --cache. docs/performance.md says what the seconds and dollars mean.
+"""
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Print the plans; return 1 when a program of them doesn't fit or can't be compiled."""
+    args = _arguments(argv)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own accelerators stay untouched
+    if args.plot:
+        _check_plot(args.plot)
+    _check_cache(args.cache)
+    if args.layout is not None or args.videos_a_day is not None:
+        _money(args)
+        return 0
+    return _programs(args)
+
+
+def _programs(args: argparse.Namespace) -> int:
+    from wan_tpu.pricing.plan import STEP
+    from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
+
+    plans, others = _plans(args)
+    if args.plot:
+        draw([plan for plan in plans if any(program.name == STEP for program in plan.programs)], args.plot)
+    if args.json:
+        print(json.dumps({"plans": [to_json(plan) for plan in plans], "other_meshes": [to_json(p) for p in others]}))
+    else:
+        print("\n\n".join(describe(plan) for plan in plans))
+        if others:
+            print(f"\nother meshes\n{compare(others)}")
+    return 1 if any(program.compiled.refused for plan in plans for program in plan.programs) else 0
+
+
+def _plans(args: argparse.Namespace) -> "tuple[list[Plan], list[Plan]]":
+    """Return the plans asked for, and those of other meshes (the denoise step only)."""
+    from wan_tpu.pricing.plan import STEP
+
+    plans, others = [], []
+    for name in args.slice:
+        planner = _planner(args, SliceSpec(name))
+        plan = planner.plan((args.dp, args.sp, args.tp), only=args.program)
+        plans.append(plan)
+        if args.meshes:
+            others += [planner.plan(mesh, only=STEP) for mesh in planner.meshes() if mesh != plan.mesh]
+    return plans, others
+
+
+def _planner(args: argparse.Namespace, kind: SliceSpec) -> "Planner":
+    from wan_tpu.pricing.plan import Planner
+
+    return Planner(args.model, _request(args), described(kind), dtype=args.dtype, cache=args.cache, report=_progress())
+
+
+def _request(args: argparse.Namespace) -> ResolvedRequest:
+    height, width = parse_size(args.size) if args.size else (None, None)
+    given = GenerationRequest(
+        height=height, width=width, frames=args.frames, steps=args.steps, guidance_scale=args.guidance_scale
+    )
+    return given.resolve(preset_spec(args.model).defaults)
+
+
+# ---- dollars
+
+
+def _money(args: argparse.Namespace) -> None:
+    """Print what a layout makes and costs, or the layouts that meet a demand."""
+    spec, request = preset_spec(args.model), _request(args)
+    terms = Terms(Prices.load(args.prices), args.capacity, args.region, args.busy, args.cold_start_s, args.starts_a_day)
+    layout = None if args.layout is None else Layout.load(args.layout)
+    if layout is not None:
+        layout.check_stages(spec.stages)
+    for kind in [pool.slice for pool in layout.pools] if layout else map(SliceSpec, args.slice):
+        terms.prices.chip_hour(kind, terms.capacity, terms.region)  # refused before minutes of compiling
+    costs = _costs(args, layout)
+    if layout is not None:
+        asked = None if args.videos_a_day is None else args.videos_a_day / 24
+        found = [capacity.estimate(layout, costs, terms, asked)]
+    else:
+        experts = [expert.stage for expert in spec.experts(request)]
+        found = capacity.recommended(costs, spec.stages, experts, terms, args.videos_a_day, args.within)
+    if args.plot:
+        _draw(found, args.plot)
+    if args.json:
+        print(json.dumps([_as_json(one) for one in found]))
+        return
+    size = f"{request.height}x{request.width}, {request.frames} frames, {request.steps} steps"
+    where = terms.region or "the cheapest region"
+    print(f"{args.model}, {size}; predicted seconds; {terms.capacity} prices of {terms.prices.date} in {where},")
+    print(
+        f"chips alone; slices busy {terms.busy:.0%} at most, each starting {terms.starts_a_day:g} x a day in "
+        f"{terms.cold_start_s:g} s\n"
+    )
+    print(_table(found[:SHOWN]))
+    print(f"\n{_described(found[0])}")
+    if layout is None:
+        print(f"\n# the cheapest, as a layout\n{found[0].text}", end="")
+
+
+def _costs(args: argparse.Namespace, layout: Layout | None) -> Costs:
+    """Compile and price the stages: all on each kind of slice, or those of a layout's pools on theirs."""
+    spec, request = preset_spec(args.model), _request(args)
+    costs: dict[str, dict[str, StageCost]] = {}
+    wanted: list[tuple[SliceSpec, Sequence[int | None], Sequence[str]]]
+    if layout is None:
+        wanted = [(SliceSpec(name), (None, None, None), spec.stages) for name in args.slice]
+    else:
+        wanted = [(pool.slice, pool.mesh, pool.stages) for pool in layout.pools]
+    for kind, mesh, stages in wanted:
+        made = _planner(args, kind).plan(mesh, stages=stages)
+        experts = [expert for expert in spec.experts(request) if expert.stage in stages]
+        costs.setdefault(kind.name, {}).update(
+            {stage: StageCost(*needed) for stage, needed in made.needs(experts).items()}
+        )
+        missing = [stage for stage in stages if stage not in costs[kind.name]]
+        if layout is not None and missing:
+            raise InvalidInput(f"{', '.join(missing)} can't be compiled for a {kind}: wan-tpu plan --slice {kind}")
+    return costs
+
+
+def _table(found: Sequence[Estimate]) -> str:
+    lines = [f"{'':<34}{'chips':>6}{'videos/h':>10}{'to a video':>12}{'$ an hour':>11}{'$ a video':>11}"]
+    for one in found:
+        figures = f"{one.videos_an_hour:>10.1f}{one.to_a_video_s:>10.0f} s{one.dollars_an_hour:>11.2f}"
+        lines.append(f"{one.name[-34:]:<34}{one.chips:>6}{figures}{one.dollars_a_video:>11.3f}")
+    return "\n".join(lines)
+
+
+def _described(one: Estimate) -> str:
+    lines = [f"{one.name}\n{'pool':<16}{'slice':<8}{'replicas':>9}{'s a video':>11}{'busy':>7}{'waits, s':>10}"]
+    for load in one.pools:
+        start = f"{load.pool.name:<16}{load.pool.slice.name:<8}{load.replicas:>9}{load.seconds:>11.2f}"
+        lines.append(f"{start}{load.busy:>7.0%}{load.wait_s:>10.1f}")
+    return "\n".join(lines)
+
+
+def _as_json(one: Estimate) -> dict[str, Any]:
+    found = {name: getattr(one, name) for name in ("name", "chips", "text")}
+    found |= {field.name: getattr(one, field.name) for field in dataclasses.fields(one) if field.name != "pools"}
+    pools = [
+        {"pool": load.pool.name, "stages": load.pool.stages, "slice": load.pool.slice.name}
+        | {name: getattr(load, name) for name in ("replicas", "seconds", "busy", "wait_s")}
+        for load in one.pools
+    ]
+    return found | {"pools": pools}
+
+
+def _draw(found: Sequence[Estimate], path: Path) -> None:
+    """Draw dollars a video over seconds to one, a point a layout; the first is the cheapest."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 5), layout="constrained")
+    for number, one in enumerate(found[:SHOWN]):
+        axes.scatter(one.to_a_video_s, one.dollars_a_video, s=40, color="#c0392b" if number == 0 else "#4878a8")
+        axes.annotate(f"{one.name}, {one.chips} chips", (one.to_a_video_s, one.dollars_a_video), fontsize=8)
+    axes.set_xlabel("seconds to a video, mean (predicted)")
+    axes.set_ylabel("US dollars a video")
+    axes.set_xlim(0, None)
+    axes.set_ylim(0, None)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+# ----
+
+
+def _check_plot(file: Path) -> None:
+    """Raise `OutputError` before minutes of compiling, not after."""
+    if file.suffix not in PLOTS:
+        raise OutputError(f"--plot {file} ends with {file.suffix or 'nothing'}; allowed are {', '.join(PLOTS)}")
+    if not file.absolute().parent.is_dir():
+        raise OutputError(f"--plot {file}: {file.absolute().parent} is no folder; make it first")
+
+
+def _check_cache(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"--cache {folder} can't be made ({error.strerror}); give another folder") from None
+
+
+def _progress():  # type: ignore[no-untyped-def]
+    start = time.monotonic()
+    return lambda text: print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+def _duration(text: str) -> float:
+    """Return seconds of "90s", "10m", "2h"."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
+    if found is None or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration; write 90s, 10m or 2h")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return value
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="wan-tpu plan", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=published(), required=True)
+    parser.add_argument("--slice", action="append", help="such as v6e-8; may be given several times")
+    parser.add_argument("--size", help="HEIGHT*WIDTH; default the model's")
+    parser.add_argument("--frames", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--guidance_scale", type=float)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    for axis in ("dp", "sp", "tp"):
+        parser.add_argument(f"--{axis}", type=int)
+    parser.add_argument(
+        "--meshes",
+        action=argparse.BooleanOptionalAction,
+        help="the denoise step on every other mesh, too; the default where neither mesh nor program is chosen",
+    )
+    parser.add_argument("--program", help='only this one, such as "denoise step"')
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", type=Path, help="an image: of the denoise steps' seconds, or of layouts' dollars")
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    parser.add_argument("--cache", type=Path, default=home / "wan-tpu" / "plan", help="default %(default)s")
+    money = parser.add_argument_group("dollars")
+    money.add_argument("--layout", help="a layout file, or a shipped one: what it makes and costs")
+    money.add_argument("--videos_a_day", type=_positive, help="which layout makes so many for the least money")
+    money.add_argument("--within", type=_duration, default=float("inf"), help="of being asked for: 90s, 10m, 2h")
+    money.add_argument("--spot", dest="capacity", action="store_const", const="spot", help="spot prices")
+    money.add_argument("--capacity", default="on-demand", help="of the table of prices; default %(default)s")
+    money.add_argument("--region", help="of the table of prices; default the cheapest")
+    money.add_argument("--prices", type=Path, help="your own table, of the form of cluster/costs/prices.yaml")
+    money.add_argument(
+        "--busy", type=float, default=0.8, help="share of its time that a slice may; default %(default)s"
+    )
+    money.add_argument("--cold_start_s", type=_positive, default=120.0, help="until a slice works; default %(default)s")
+    money.add_argument("--starts_a_day", type=_positive, default=1.0, help="of each slice; default %(default)s")
+    args = parser.parse_args(argv)
+    if not 0 < args.busy < 1:
+        raise InvalidInput(f"--busy is {args.busy:g}; it must lie between 0 and 1, such as 0.8")
+    if args.starts_a_day * args.cold_start_s >= capacity.DAY_S:
+        raise InvalidInput("slices that start so often never work; give fewer --starts_a_day or less --cold_start_s")
+    args.slice = args.slice or ["v6e-8"]
+    if args.meshes is None:
+        args.meshes = args.program is None and (args.dp, args.sp, args.tp) == (None, None, None)
+    return args

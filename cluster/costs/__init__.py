@@ -1,0 +1,1 @@
+"""What slices cost, and what layouts of them make of it."""

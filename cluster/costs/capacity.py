@@ -1,0 +1,219 @@
+"""What layouts make and cost: videos an hour, seconds to a video, dollars a video; and which one meets a demand.
+
+Stages are known by what a video costs of them on a kind of slice. Videos come at any time of the day (Poisson), each
+keeps a slice of a pool for the seconds of its stages, always the same: M/D/c queues, one after the other.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.chips import GIB
+from cluster.costs.prices import Prices
+from cluster.errors import NoCapacity
+from cluster.layout import Layout, Pool, Replicas
+from cluster.slice_spec import SliceSpec
+
+HOUR_S, DAY_S = 3600.0, 86400.0
+MOST_REPLICAS = 10_000
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one stage takes of each slice of a kind: seconds a video; bytes a device of weights, and beside them."""
+
+    seconds: float
+    weights_bytes: int
+    other_bytes: int
+
+
+Costs = Mapping[str, Mapping[str, StageCost]]  # by kind of slice, then by stage
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On which terms slices are had.
+
+    capacity, region  as in the table of prices
+    busy              the share of its time that a pool may be busy: more, and a queue grows
+    cold_start_s      until a slice that was given makes videos; starts_a_day  how often each starts: deployments,
+                      preemptions
+    """
+
+    prices: Prices
+    capacity: str = "on-demand"
+    region: str | None = None
+    busy: float = 0.8
+    cold_start_s: float = 120.0
+    starts_a_day: float = 1.0
+
+    @property
+    def ready(self) -> float:
+        """The share of its time that a slice which is paid for can work."""
+        return max(0.0, 1 - self.starts_a_day * self.cold_start_s / DAY_S)
+
+
+@dataclass(frozen=True)
+class PoolLoad:
+    """One pool under a demand: seconds a video, how busy its slices are, how long a video waits for one."""
+
+    pool: Pool
+    replicas: int
+    seconds: float
+    busy: float
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A layout under a demand.
+
+    videos_an_hour   that it makes at most; to_a_video_s  from asking to having it, in the mean
+    dollars_an_hour  of all its slices; dollars_a_video  of those that are asked for
+    """
+
+    name: str
+    pools: tuple[PoolLoad, ...]
+    videos_an_hour: float
+    to_a_video_s: float
+    dollars_an_hour: float
+    dollars_a_video: float
+
+    @property
+    def chips(self) -> int:
+        """Of all slices."""
+        return sum(load.replicas * load.pool.slice.chips for load in self.pools)
+
+    @property
+    def text(self) -> str:
+        """As a layout file."""
+        lines = ["pools:"]
+        for load in self.pools:
+            lines.append(f"  {load.pool.name}:")
+            lines.append(f"    stages: [{', '.join(load.pool.stages)}]")
+            lines.append(f"    slice: {load.pool.slice}")
+            lines.append(f"    replicas: {load.replicas}")
+        return "\n".join(lines) + "\n"
+
+
+def estimate(layout: Layout, costs: Costs, terms: Terms, videos_an_hour: float | None = None) -> Estimate:
+    """Return what a layout makes and costs with all the replicas that it may have.
+
+    videos_an_hour  that are asked for; None: as many as keep its busiest pool busy for the share of `terms`
+
+    Raises `NoCapacity` for a demand that it can't meet, `PriceError`.
+    """
+    counts = {pool.name: pool.replicas.maximum for pool in layout.pools}
+    most = min(counts[pool.name] * HOUR_S * terms.ready / seconds_of(pool, costs) for pool in layout.pools)
+    asked = terms.busy * most if videos_an_hour is None else videos_an_hour
+    if asked >= most:
+        raise NoCapacity(f"{layout.source} makes {most:.1f} videos an hour at most, {asked:.1f} are asked for")
+    loads = tuple(_load(pool, counts[pool.name], costs, terms, asked) for pool in layout.pools)
+    dollars = sum(
+        load.replicas * terms.prices.slice_hour(load.pool.slice, terms.capacity, terms.region) for load in loads
+    )
+    to_a_video_s = sum(load.seconds + load.wait_s for load in loads)
+    return Estimate(layout.source, loads, most, to_a_video_s, dollars, dollars / asked)
+
+
+def recommended(
+    costs: Costs, stages: Sequence[str], experts: Sequence[str], terms: Terms, videos_a_day: float, within_s: float
+) -> list[Estimate]:
+    """Return the layouts that make so many videos a day, each within so many seconds in the mean; cheapest first.
+
+    costs    of the kinds of slices that may be used; stages  of the model, of which experts denoise
+
+    Raises `NoCapacity` with the fastest when none is fast enough, `PriceError`.
+    """
+    an_hour = videos_a_day / 24
+    found = [
+        sized
+        for layout in _layouts(costs, stages, experts)
+        if (sized := _sized(layout, costs, terms, an_hour, within_s))
+    ]
+    if not found:
+        raise NoCapacity(f"no stage of this model fits {', '.join(costs)}; give larger slices")
+    enough = [one for one in found if one.to_a_video_s <= within_s]
+    if not enough:
+        best = min(found, key=lambda one: one.to_a_video_s)
+        raise NoCapacity(
+            f"the fastest of {len(found)} layouts takes {best.to_a_video_s:.0f} s to a video ({best.name}), within "
+            f"{within_s:.0f} s is asked; give larger slices, fewer steps or a smaller size"
+        )
+    return sorted(enough, key=lambda one: (one.dollars_an_hour, one.to_a_video_s))
+
+
+def seconds_of(pool: Pool, costs: Costs) -> float:
+    """Return how long a video keeps a slice of a pool."""
+    return sum(costs[pool.slice.name][stage].seconds for stage in pool.stages)
+
+
+def fits(kind: SliceSpec, stages: Sequence[str], costs: Costs) -> bool:
+    """Whether a slice has room for the weights of all stages and the largest rest."""
+    found = [costs[kind.name].get(stage) for stage in stages]
+    if None in found:
+        return False
+    known = [one for one in found if one is not None]
+    needed = sum(one.weights_bytes for one in known) + max(one.other_bytes for one in known)
+    return needed <= kind.chip.usable_gib * GIB / kind.chip.devices
+
+
+def waiting_s(replicas: int, seconds: float, an_hour: float) -> float:
+    """Return the mean wait for one of so many slices that each keep a video for the same seconds (M/D/c).
+
+    Half of the M/M/c queue's, Erlang's C: exact for one slice, within a tenth for several.
+    """
+    load = an_hour * seconds / HOUR_S
+    blocked = 1.0
+    for count in range(1, replicas + 1):
+        blocked = load * blocked / (count + load * blocked)
+    delayed = blocked / (1 - (load / replicas) * (1 - blocked))
+    return delayed * seconds / (replicas - load) / 2
+
+
+def _load(pool: Pool, replicas: int, costs: Costs, terms: Terms, an_hour: float) -> PoolLoad:
+    seconds = seconds_of(pool, costs) / terms.ready  # while some start, the others have more to do
+    busy = an_hour * seconds / HOUR_S / replicas
+    return PoolLoad(pool, replicas, seconds * terms.ready, busy, waiting_s(replicas, seconds, an_hour))
+
+
+def _layouts(costs: Costs, stages: Sequence[str], experts: Sequence[str]) -> Iterator[Layout]:
+    """Yield what is compared: all stages on one slice; the experts, and the ends; each stage by itself."""
+    ends = tuple(stage for stage in stages if stage not in experts)
+    groupings: list[dict[str, tuple[str, ...]]] = [
+        {"all": tuple(stages)},
+        {"ends": ends, "experts": tuple(experts)},
+        {stage: (stage,) for stage in stages},
+    ]
+    kinds = [SliceSpec(name) for name in costs]
+    for grouping in groupings:
+        for large in kinds:
+            for small in kinds if len(grouping) > 1 else [large]:
+                pools = [
+                    Pool(name, hosted, large if set(hosted) & set(experts) else small)
+                    for name, hosted in grouping.items()
+                ]
+                if all(fits(pool.slice, pool.stages, costs) for pool in pools):
+                    split = f"{len(pools)} pools" if len(pools) > 1 else "one pool"
+                    what = str(large) if large == small else f"{large} and {small}"
+                    yield Layout(f"{split} on {what}", tuple(pools))
+
+
+def _sized(layout: Layout, costs: Costs, terms: Terms, an_hour: float, within_s: float) -> Estimate | None:
+    """Return a layout with the fewest replicas that are busy for no longer than they may be, and fast enough."""
+    counts = {
+        pool.name: max(1, math.ceil(an_hour * seconds_of(pool, costs) / HOUR_S / terms.ready / terms.busy))
+        for pool in layout.pools
+    }
+    while True:
+        if max(counts.values()) > MOST_REPLICAS:
+            return None
+        pools = tuple(
+            dataclasses.replace(pool, replicas=Replicas(counts[pool.name], counts[pool.name])) for pool in layout.pools
+        )
+        made = estimate(dataclasses.replace(layout, pools=pools), costs, terms, an_hour)
+        longest = max(made.pools, key=lambda load: load.wait_s)
+        if made.to_a_video_s <= within_s or longest.wait_s < 1.0:
+            return made
+        counts[longest.pool.name] += 1

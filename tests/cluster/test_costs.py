@@ -1,0 +1,134 @@
+"""What layouts make and cost: against a simulation of their queues, by hand, and what is refused."""
+
+import random
+
+import pytest
+
+from cluster.chips import GIB
+from cluster.costs.capacity import Costs, StageCost, Terms, estimate, recommended, waiting_s
+from cluster.costs.prices import Prices
+from cluster.errors import NoCapacity, PriceError
+from cluster.layout import Layout
+from cluster.slice_spec import SliceSpec
+
+STAGES, EXPERTS = ("encoder", "high", "low", "decoder"), ("high", "low")
+TEXT = """
+date: 2026-11-25
+chips:
+  v6e: {on-demand: {here: 2.0, there: 3.0}, spot: {there: 1.0}}
+"""
+# Seconds and GiB a device, as they might be: on four chips twice as long, and twice as much.
+COSTS: Costs = {
+    name: {
+        stage: StageCost(seconds * scale, int(gib * scale * GIB), 2 * GIB)
+        for stage, seconds, gib in (("encoder", 0.5, 2), ("high", 40, 4), ("low", 68, 4), ("decoder", 0.5, 1))
+    }
+    for name, scale in (("v6e-4", 2), ("v6e-8", 1))
+}
+LAYOUT = """
+pools:
+  ends: {stages: [encoder, decoder], slice: v6e-4}
+  experts: {stages: [high, low], slice: v6e-8, replicas: {min: 1, max: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def terms(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prices") / "prices.yaml"
+    path.write_text(TEXT)
+    return Terms(Prices.load(path), busy=0.8, cold_start_s=864, starts_a_day=1)  # a hundredth of the day is lost
+
+
+def simulated(replicas, seconds, an_hour, count=100_000):
+    """The mean wait of videos that come at any time."""
+    generator, free, now, waited = random.Random(0), [0.0] * replicas, 0.0, 0.0
+    for _ in range(count):
+        now += generator.expovariate(an_hour / 3600)
+        first = min(range(replicas), key=free.__getitem__)
+        start = max(now, free[first])
+        free[first] = start + seconds
+        waited += start - now
+    return waited / count
+
+
+@pytest.mark.parametrize(("replicas", "busy"), [(1, 0.5), (1, 0.8), (3, 0.8), (10, 0.9)])
+def test_waits_are_those_of_a_simulated_queue(replicas, busy):
+    seconds = 108.0
+    an_hour = busy * replicas * 3600 / seconds
+    assert waiting_s(replicas, seconds, an_hour) == pytest.approx(simulated(replicas, seconds, an_hour), rel=0.1)
+
+
+def test_a_layout_makes_what_its_slowest_pool_makes(terms):
+    found = estimate(Layout.parse(LAYOUT, "mine"), COSTS, terms)
+    assert found.videos_an_hour == pytest.approx(2 * 3600 / 108 * 0.99)
+    assert found.chips == 4 + 2 * 8
+    assert found.dollars_an_hour == pytest.approx(20 * 2.0)
+    assert found.dollars_a_video == pytest.approx(40 / (0.8 * found.videos_an_hour))
+    ends, experts = found.pools
+    assert (ends.seconds, experts.seconds) == (2.0, 108.0)
+    assert experts.busy == pytest.approx(0.8)
+    assert found.to_a_video_s == pytest.approx(110 + ends.wait_s + experts.wait_s)
+    spot = estimate(Layout.parse(LAYOUT, "mine"), COSTS, Terms(terms.prices, "spot", busy=0.8))
+    assert spot.dollars_an_hour == pytest.approx(20 * 1.0)
+
+
+def test_the_cheapest_comes_first_and_all_meet_the_demand(terms):
+    found = recommended(COSTS, STAGES, EXPERTS, terms, videos_a_day=5000, within_s=600)
+    assert [one.dollars_an_hour for one in found] == sorted(one.dollars_an_hour for one in found)
+    assert len({one.name for one in found}) == len(found) == 1 + 1 + 4 + 4  # four chips have no room for all
+    for one in found:
+        assert one.to_a_video_s <= 600
+        assert one.videos_an_hour * 0.8 >= 5000 / 24
+        layout = Layout.parse(one.text, "printed")
+        layout.check_stages(STAGES)
+        again = estimate(layout, COSTS, terms, 5000 / 24)
+        assert again.dollars_an_hour == pytest.approx(one.dollars_an_hour)
+
+
+def test_more_slices_are_taken_where_videos_would_wait_too_long(terms):
+    slow, fast = (recommended(COSTS, STAGES, EXPERTS, terms, 500, within)[0] for within in (1000, 130))
+    assert fast.to_a_video_s <= 130 < slow.to_a_video_s
+    assert fast.dollars_an_hour > slow.dollars_an_hour
+
+
+def test_a_demand_that_nothing_meets_is_refused_with_what_comes_nearest(terms):
+    with pytest.raises(NoCapacity, match=r"the fastest of 10 layouts takes 11\d s to a video .* within 60 s is asked"):
+        recommended(COSTS, STAGES, EXPERTS, terms, 5000, 60)
+    with pytest.raises(NoCapacity, match=r"mine makes 66\.0 videos an hour at most, 70\.0 are asked for"):
+        estimate(Layout.parse(LAYOUT, "mine"), COSTS, terms, 70)
+    with pytest.raises(NoCapacity, match="fits v6e-1; give larger slices"):
+        recommended({"v6e-1": {}}, STAGES, EXPERTS, terms, 1, 60)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capacity", "region", "message"),
+    [
+        ("v5e-8", "spot", None, "no price of v5e is known, of v6e only; give your own with --prices"),
+        ("v6e-8", "reserved", None, "no reserved price of v6e is known, only on-demand, spot"),
+        ("v6e-8", "spot", "here", "no spot price of v6e in here is known, only there"),
+    ],
+)
+def test_a_price_that_is_not_known_is_refused(kind, capacity, region, message, terms):
+    with pytest.raises(PriceError, match=message):
+        terms.prices.slice_hour(SliceSpec(kind), capacity, region)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("chips: {}", "date is missing; write date, and chips"),
+        (TEXT.replace("2.0", "-2.0"), r"here is -2\.0; write date"),
+        ("{", "no YAML"),
+    ],
+)
+def test_a_table_that_is_wrong_is_refused(text, message, tmp_path):
+    path = tmp_path / "prices.yaml"
+    path.write_text(text)
+    with pytest.raises(PriceError, match=message):
+        Prices.load(path)
+
+
+def test_the_shipped_table_has_what_the_docs_say():
+    prices = Prices.load()
+    assert prices.slice_hour(SliceSpec("v6e-8"), "on-demand") == pytest.approx(21.6)
+    assert prices.chip_hour(SliceSpec("v5p-8"), "spot") == 0.78
