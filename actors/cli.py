@@ -23,7 +23,8 @@ COMMANDS = {
     "status": ("actors.commands.status", "status", "show what the pipeline of a cluster is doing"),
     "drive": ("actors.commands.drive", "drive", "what submit runs on the cluster: the batch's driver"),
     "serve": ("actors.commands.serve", "serve", "put a pipeline behind HTTP: OpenAI's videos API"),
-    "manifests": ("actors.commands.manifests", "manifests", "print a layout as Kubernetes objects, for kubectl apply"),
+    "manifests": ("actors.provision.manifests", "manifests", "print a layout as Kubernetes objects, for kubectl apply"),
+    "hosts": ("actors.provision.hosts", "hosts", "write what creates a layout's machines as TPU VMs"),
     "keys": ("actors.commands.keys", "keys", "make, show and revoke API keys of the online service"),
     "batch": ("actors.commands.batch", "batch", "make every video of a manifest in this process"),
 }

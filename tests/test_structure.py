@@ -31,6 +31,7 @@ ACTORS: dict[str, set[str]] = {
         "errors", "engine", "interrupts", "storage", "observe", "slices", "pipeline", "batch", "jobs", "api",
         "pipeline_spec",
     },
+    "provision": {"commands"},
     "cli": {"errors", "interrupts", "commands"},
 }  # fmt: skip
 FORBIDDEN = {

@@ -1,0 +1,1 @@
+"""What creates clusters of a layout: on Kubernetes, on TPU VMs."""

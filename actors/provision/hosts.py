@@ -1,0 +1,33 @@
+"""`wan-tpu hosts`: a layout on TPU VMs, without Kubernetes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.layout import Layout
+from cluster.tpu_vm import Machines, files
+from wan_tpu.commands.parser import Parser
+from wan_tpu.errors import OutputError
+
+
+def hosts(argv: Sequence[str]) -> None:
+    """Write what creates a layout's machines, and what each runs when it boots: a Ray cluster of TPU VMs."""
+    parser = Parser(prog="wan-tpu hosts", description=hosts.__doc__)
+    parser.add_argument("folder", type=Path, help="where the scripts are written")
+    parser.add_argument("--layout", required=True, help="a layout file, or a shipped one by its name")
+    parser.add_argument("--image", required=True, help="container of all machines: this package, with Python and Ray")
+    parser.add_argument("--project", required=True, help="of Google Cloud")
+    parser.add_argument("--zone", required=True)
+    parser.add_argument("--name", default="wan", help="that machines' names begin with; default %(default)s")
+    parser.add_argument("--account", help="Google service account that the machines act as, to reach buckets")
+    parser.add_argument("--spot", action="store_true", help="slices that Google may take away, for less")
+    args = parser.parse_args(argv)
+    machines = Machines(args.name, args.project, args.zone, args.image, args.account, args.spot)
+    made = files(Layout.load(args.layout), machines)
+    try:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        for name, content in made.items():
+            (args.folder / name).write_text(content)
+            (args.folder / name).chmod(0o755)
+    except OSError as error:
+        raise OutputError(f"can't write to {args.folder} ({error.strerror})") from None
+    print(f"{', '.join(made)} are in {args.folder}; {args.folder}/create.sh creates the machines")

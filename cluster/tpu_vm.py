@@ -1,0 +1,189 @@
+"""Ray on TPU VMs without Kubernetes: start-up scripts for a head and for the hosts of slices, and what creates them.
+
+Every machine runs a container with `ray start --block` as a systemd unit: a machine that is taken away stops it with
+SIGTERM, which drains the node; one that boots again joins again. The number of slices is what was created: nothing
+scales by itself.
+
+Sources: docs.cloud.google.com/tpu/docs, "Queued resources" and "TPU software versions", for the API and for what a
+TPU VM's metadata says; docs.ray.io for `ray start`.
+"""
+
+import shlex
+from dataclasses import dataclass
+
+from cluster.errors import LayoutError
+from cluster.kubernetes import ENVIRONMENT
+from cluster.layout import Layout
+from cluster.slice_spec import ACCELERATOR_TYPE, POD_TYPE, SLICE_NAME, TOPOLOGY, WORKER_ID, SliceSpec
+
+RUNTIMES = {"v5e": "v2-alpha-tpuv5-lite", "v5p": "v2-alpha-tpuv5", "v6e": "v2-alpha-tpuv6e"}  # of Cloud TPU's API
+PORT, DASHBOARD = 6379, 8265
+UNIT = "/etc/systemd/system/wan-tpu.service"
+
+_START = """\
+#!/bin/bash
+# {what}: joins a Ray cluster at every boot. Written by wan-tpu hosts.
+set -euo pipefail
+
+attribute() {{
+  curl --silent --fail --header 'Metadata-Flavor: Google' \\
+    "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$1"
+}}
+{variables}
+umask 077
+mkdir -p /etc/wan-tpu
+cat > /etc/wan-tpu/environment <<EOF
+RAY_AUTH_MODE=token
+RAY_AUTH_TOKEN=$(attribute wan-tpu-token)
+{environment}
+EOF
+cat > {unit} <<EOF
+[Unit]
+Description=A node of a Ray cluster: {what}
+Requires=docker.service
+After=docker.service network-online.target
+
+[Service]
+ExecStartPre=-/usr/bin/env docker rm --force wan-tpu
+ExecStart=/usr/bin/env docker run --name wan-tpu --rm --privileged --user root --network host --ipc host \\
+  --ulimit nofile=1048576 --env-file /etc/wan-tpu/environment --entrypoint ray {image} \\
+  start --block --disable-usage-stats {arguments}
+ExecStop=/usr/bin/env docker stop --time 25 wan-tpu
+TimeoutStopSec=30
+Restart=always
+RestartSec=5
+
+[Install]
+WantedBy=multi-user.target
+EOF
+systemctl daemon-reload
+systemctl enable wan-tpu.service
+systemctl restart wan-tpu.service
+"""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Where they are and what they run.
+
+    account  Google's service account that they act as, to reach buckets; spot  slices that may be taken away
+    """
+
+    name: str
+    project: str
+    zone: str
+    image: str
+    account: str | None = None
+    spot: bool = False
+
+    @property
+    def head(self) -> str:
+        """The head's name."""
+        return f"{self.name}-head"
+
+    @property
+    def address(self) -> str:
+        """The head's address inside its network."""
+        return f"{self.head}.{self.zone}.c.{self.project}.internal"
+
+
+def files(layout: Layout, machines: Machines) -> dict[str, str]:
+    """Return all scripts by their file's name; raises `LayoutError` for slices that aren't to be had as TPU VMs."""
+    if layout.devices_per_host is not None:
+        raise LayoutError(f"{layout.source}: its slices are emulated; take out emulate, or give a layout of real ones")
+    kinds = {pool.slice.pod_type: pool.slice for pool in layout.pools}
+    for kind in kinds.values():
+        if kind.chip.name not in RUNTIMES:
+            raise LayoutError(
+                f"{layout.source}: Cloud TPU's API has no {kind}, only {', '.join(RUNTIMES)}; on GKE: wan-tpu manifests"
+            )
+    starts = {f"{name}.sh": host_start(kind, machines) for name, kind in kinds.items()}
+    return {"create.sh": _create(layout, machines), "delete.sh": _delete(layout, machines)} | {
+        "head.sh": head_start(machines),
+        **starts,
+    }
+
+
+def head_start(machines: Machines) -> str:
+    """Return the head's start-up script. Leaders and drivers run there, too: there is no other machine without TPUs."""
+    arguments = f"--head --port {PORT} --dashboard-host 0.0.0.0 --dashboard-port {DASHBOARD}"
+    return _start("the head", machines, "", arguments)
+
+
+def host_start(kind: SliceSpec, machines: Machines) -> str:
+    """Return the start-up script of every host of slices of a kind."""
+    # The place in the slice is the machine's own; Ray would ask elsewhere for it, and not find it everywhere.
+    labels = {
+        ACCELERATOR_TYPE: kind.chip.ray_accelerator,
+        POD_TYPE: kind.pod_type,
+        TOPOLOGY: kind.topology,
+        SLICE_NAME: "$slice",
+        WORKER_ID: "$worker",
+    }
+    variables = f"""\
+slice=$(attribute instance-id || hostname)
+worker=$(attribute agent-worker-number || echo 0)
+address=$(attribute wan-tpu-head)
+resources='{{"TPU": {kind.chips_per_host}}}'
+[ "$worker" != 0 ] || resources='{{"TPU": {kind.chips_per_host}, "{kind.head_resource}": 1}}'
+"""
+    said = ",".join(f"{name}={value}" for name, value in labels.items())
+    arguments = f"--address $address:{PORT} --labels {said} --resources '$resources'"
+    return _start(f"a host of a slice {kind}", machines, variables, arguments)
+
+
+def _start(what: str, machines: Machines, variables: str, arguments: str) -> str:
+    environment = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("ENABLE_PJRT")} | {
+        "JAX_PLATFORMS": "tpu,cpu"
+    }
+    return _START.format(
+        what=what,
+        variables=variables,
+        environment="\n".join(f"{name}={value}" for name, value in environment.items()),
+        unit=UNIT,
+        image=machines.image,
+        arguments=arguments,
+    )
+
+
+def _slices(layout: Layout, machines: Machines) -> list[tuple[str, SliceSpec]]:
+    return [
+        (f"{machines.name}-{pool.name.replace('_', '-').lower()}-{number}", pool.slice)
+        for pool in layout.pools
+        for number in range(pool.replicas.maximum)
+    ]
+
+
+def _create(layout: Layout, machines: Machines) -> str:
+    where = f"--project {shlex.quote(machines.project)} --zone {shlex.quote(machines.zone)}"
+    account = f" --service-account {shlex.quote(machines.account)}" if machines.account else ""
+    lines = [
+        "#!/bin/bash",
+        f"# Creates the head and the slices of {layout.source}; what is there already is said and left as it is.",
+        "set -uo pipefail",
+        'cd "$(dirname "$0")"',
+        "umask 077",
+        "[ -s token ] || openssl rand -hex 32 > token  # who has it runs code on all machines",
+        f"metadata=wan-tpu-token=$(cat token),wan-tpu-head={machines.address}",
+        f"gcloud compute instances create {machines.head} {where} --machine-type n2-standard-16 \\",
+        "  --image-family cos-stable --image-project cos-cloud --boot-disk-size 100GB --scopes cloud-platform \\",
+        f'  --metadata "$metadata" --metadata-from-file startup-script=head.sh{account}',
+    ]
+    for name, kind in _slices(layout, machines):
+        lines += [
+            f"gcloud compute tpus queued-resources create {name} --node-id {name} {where} \\",
+            f"  --accelerator-type {kind.pod_type} --runtime-version {RUNTIMES[kind.chip.name]} \\",
+            f'  --metadata "$metadata" --metadata-from-file startup-script={kind.pod_type}.sh'
+            f"{account}{' --spot' if machines.spot else ''}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _delete(layout: Layout, machines: Machines) -> str:
+    where = f"--project {shlex.quote(machines.project)} --zone {shlex.quote(machines.zone)} --quiet"
+    lines = ["#!/bin/bash", f"# Deletes what create.sh has made for {layout.source}."]
+    lines += [
+        f"gcloud compute tpus queued-resources delete {name} {where} --force" for name, _ in _slices(layout, machines)
+    ]
+    lines.append(f"gcloud compute instances delete {machines.head} {where}")
+    return "\n".join(lines) + "\n"

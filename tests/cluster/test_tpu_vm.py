@@ -1,0 +1,61 @@
+"""TPU VMs: scripts for every layout, and machines that boot with them in a network of their own."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from actors.cli import main
+from cluster.errors import LayoutError
+from cluster.layout import Layout, shipped
+from cluster.tpu_vm import Machines, files
+from tests.conftest import ROOT
+
+MACHINES = Machines("wan", "project", "us-east5-b", "registry/wan-tpu:1")
+REAL = [name for name in shipped() if not name.startswith("emulated")]
+LAYOUT = "pools:\n  all: {stages: [a], slice: v5p-16, replicas: {min: 1, max: 2}}\n"
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_scripts_of_every_layout_are_shell(name, tmp_path, capsys):
+    given = ["--image", "registry/wan-tpu:1", "--project", "p", "--zone", "z", "--spot", "--account", "a@b"]
+    assert main(["hosts", str(tmp_path), "--layout", name, *given]) == 0
+    layout = Layout.load(name)
+    scripts = sorted(tmp_path.glob("*.sh"))
+    assert len(scripts) == 3 + len({pool.slice.pod_type for pool in layout.pools})
+    for script in scripts:
+        subprocess.run(["bash", "-n", script], check=True)
+        assert os.access(script, os.X_OK)
+    created = (tmp_path / "create.sh").read_text()
+    assert created.count("queued-resources create") == layout.slices
+    assert created.count("--spot") == layout.slices
+    assert "create.sh creates the machines" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{pools: {a: {stages: [x], slice: v7x-4}}}", "Cloud TPU's API has no v7x-4, only v5e, v5p, v6e; on GKE"),
+        ("{pools: {a: {stages: [x], slice: v6e-8}}, emulate: {devices_per_host: 1}}", "its slices are emulated"),
+    ],
+)
+def test_what_is_not_to_be_had_is_refused(text, message):
+    with pytest.raises(LayoutError, match=message):
+        files(Layout.parse(text, "mine.yaml"), MACHINES)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="a network of its own needs root and ip")
+def test_machines_join_one_cluster_and_leave_it_when_they_are_stopped(tmp_path):
+    for name, content in files(Layout.parse(LAYOUT, "tests"), MACHINES).items():
+        (tmp_path / name).write_text(content)
+    inside = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    command = [*inside, sys.executable, "-m", "tests.cluster.tpu_vm_machines", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    logs = "".join(f"\n---- {log}\n{log.read_text()[-2000:]}" for log in tmp_path.glob("*.log"))
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}{logs}"
+    assert "slice-a" in done.stdout
+    assert '"hosts": ["10.0.0.3", "10.0.0.2"]' in done.stdout  # by rank, not by when they came
+    assert 'left: {"stopped": true}' in done.stdout

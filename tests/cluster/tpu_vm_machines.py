@@ -1,0 +1,89 @@
+"""Machines of test_tpu_vm.py, all in a network of their own: boots each with its start-up script, says what Ray finds.
+
+Argument: the folder of the scripts. Prints JSON: slices with their hosts, and what is left once a host was stopped.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+FOLDER = Path(sys.argv[1])
+SHIMS = Path(__file__).with_name("tpu_vm")
+TOKEN = "of-the-machines-" * 4
+attributes: dict[str, str] = {}
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """What a machine that boots is told of itself, as Google's metadata server does it."""
+
+    def do_GET(self):
+        found = attributes.get(self.path.rpartition("/")[2])
+        ok = found is not None and self.headers["Metadata-Flavor"] == "Google"
+        self.send_response(200 if ok else 404)
+        self.end_headers()
+        self.wfile.write((found or "").encode() if ok else b"")
+
+    def log_message(self, *args):
+        pass
+
+
+def boot(machine, script, **own):
+    attributes.clear()
+    attributes.update({"wan-tpu-token": TOKEN, "wan-tpu-head": "10.0.0.1"} | own)
+    environment = os.environ | {"PATH": f"{SHIMS}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment |= {"MACHINE": machine, "FOLDER": str(FOLDER)}
+    subprocess.run(["bash", FOLDER / script], env=environment, check=True)
+    time.sleep(3)
+
+
+def nodes():
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def wait_for(condition, what):
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.2)
+
+
+subprocess.run("ip link set lo up; ip addr add 169.254.169.254/32 dev lo", shell=True, check=True)
+for number in range(1, 4):
+    subprocess.run(["ip", "addr", "add", f"10.0.0.{number}/32", "dev", "lo"], check=True)
+for name in ("up", "work"):
+    (FOLDER / name).mkdir()
+overlay = f"lowerdir=/etc,upperdir={FOLDER}/up,workdir={FOLDER}/work"
+subprocess.run(["mount", "-t", "overlay", "overlay", "-o", overlay, "/etc"], check=True)
+Path("/tmp/ray").mkdir(exist_ok=True)
+subprocess.run("mount -t tmpfs tmpfs /tmp/ray", shell=True, check=True)
+with Path("/etc/hosts").open("a") as hosts:
+    hosts.write("\n169.254.169.254 metadata.google.internal\n")
+threading.Thread(target=ThreadingHTTPServer(("169.254.169.254", 80), Metadata).serve_forever, daemon=True).start()
+
+boot("10.0.0.1", "head.sh")
+boot("10.0.0.2", "v5p-16.sh", **{"instance-id": "slice-a", "agent-worker-number": "1"})
+boot("10.0.0.3", "v5p-16.sh", **{"instance-id": "slice-a", "agent-worker-number": "0"})
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+
+from cluster.connect import connect, leave  # noqa: E402
+from cluster.gang.placement import reserve  # noqa: E402
+from cluster.inventory import slices_found  # noqa: E402
+from cluster.slice_spec import SliceSpec  # noqa: E402
+
+connect("10.0.0.1:6379")
+wait_for(lambda: len(nodes()) == 3, "three nodes")
+placed = reserve(SliceSpec("v5p-16"), "low/0", 30)
+found = [str(one) for one in slices_found()]
+print("found:", json.dumps({"slices": found, "hosts": [host.ip for host in placed.hosts]}), flush=True)
+os.kill(int((FOLDER / "10.0.0.2.pid").read_text()), signal.SIGTERM)  # as `docker stop` does
+wait_for(lambda: len(nodes()) == 2, "the stopped host is gone")
+leave()
+print("left:", json.dumps({"stopped": True}), flush=True)
