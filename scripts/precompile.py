@@ -14,7 +14,6 @@ programs serve where its files say exactly the same.
 import argparse
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.planning.described import described, run
@@ -93,7 +92,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     for axis in ("dp", "sp", "tp"):
         parser.add_argument(f"--{axis}", type=int)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", help="or gs://bucket/folder")
     args = parser.parse_args()
     if args.layout and any((args.dp, args.sp, args.tp)):
         parser.error("the mesh's axes are the layout's; write them there")

@@ -44,6 +44,10 @@ class DiskFolder:
         """Whether a file is there."""
         return (self._folder / name).is_file()
 
+    def read(self, name: str) -> bytes:
+        """Return a file; raises `FileNotFoundError`."""
+        return (self._folder / name).read_bytes()
+
     def write(self, name: str, content: bytes) -> None:
         """Write a small file."""
         with self.open(name) as file:
@@ -105,6 +109,17 @@ class BucketFolder:
         """Whether an object is there."""
         with self._explained():
             return name in self._blobs
+
+    def read(self, name: str) -> bytes:
+        """Return an object; raises `FileNotFoundError`."""
+        from google.api_core.exceptions import NotFound
+
+        with self._explained():
+            try:
+                return self._blob(name).download_as_bytes()
+            except NotFound:
+                pass
+        raise FileNotFoundError(f"{self.address}/{name}")
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small object."""

@@ -38,8 +38,9 @@ def load_pipeline(
     mesh          (dp, sp, tp), {"dp": ..., "sp": ..., "tp": ...} or a jax Mesh with these axes; what is None or left
                   out takes the default of `mesh.fill_shape`
     keep_weights  False frees each component after its stage: one request in the least memory
-    executables   folder of compiled programs (scripts/precompile.py) to load in place of compiling; what it doesn't
-                  have, or has from another version, is compiled, and the log says why. Loading runs code from it
+    executables   folder of compiled programs (scripts/precompile.py), or one in gs://, to load in place of compiling;
+                  what it doesn't have, or has from another version, is compiled and kept there by JAX, and the log
+                  says why. Loading runs code from it
     progress      `Console()` to show bars; silent when left out
 
     Raises `CheckpointError`, `MeshError` or `InvalidInput` before anything large is read.
@@ -136,5 +137,7 @@ def open_runtime(
         raise InvalidInput(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
     model = open_model(Checkpoint(path_or_id))
     placed = make_mesh(mesh, heads=model.spec.heads)
-    stored = None if executables is None else Executables(Path(executables), key.settings(model.config, dtype))
+    stored = None if executables is None else Executables(executables, key.settings(model.config, dtype))
+    if stored is not None:
+        stored.keep_compiled()
     return Runtime(model, placed, dtype, keep_weights=keep_weights, executables=stored, progress=progress)

@@ -45,7 +45,9 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, about: str = "") -> 
         help="diffusers directory, the same path on every host, one in gs://, or hub id",
     )
     group.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
-    group.add_argument("--executables", type=absolute, help="folder of programs, the same path on every host")
+    group.add_argument(
+        "--executables", type=absolute, help="gs://, or a folder at the same path on every host, of programs"
+    )
     group.add_argument(
         "--snapshots", type=absolute, help="folder or gs:// that every host reaches, for unfinished requests"
     )

@@ -1,5 +1,6 @@
 """A checkpoint in a bucket: the same video as from a folder, each file fetched once, and again when it has changed."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from google.cloud import storage
 
 from actors.cli import main
 from actors.storage.opening import open_storage
@@ -24,10 +26,10 @@ ASKED = GenerationRequest(prompt="a cat", height=32, width=32, frames=5, steps=2
 def uploaded(checkpoint, gcs_prefix, tmp_path, monkeypatch):
     """A small checkpoint's address in the bucket."""
     monkeypatch.setenv("WAN_TPU_CACHE", str(tmp_path / "cache"))
-    storage, folder = open_storage(gcs_prefix), checkpoint(KIND)
+    folder, written = checkpoint(KIND), open_storage(gcs_prefix)
     for file in folder.rglob("*"):
         if file.is_file():
-            storage.write(f"small/{file.relative_to(folder)}", file.read_bytes())
+            written.write(f"small/{file.relative_to(folder)}", file.read_bytes())
     return f"{gcs_prefix}/small"
 
 
@@ -56,13 +58,30 @@ def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(uploaded, g
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
+@pytest.mark.long
+def test_a_second_start_with_the_same_bucket_compiles_nothing(gcs_prefix, emulator, checkpoint, tmp_path):
+    kept = f"{gcs_prefix}/executables"
+    command = [sys.executable, "-m", "actors.cli", "generate", "--model_id", checkpoint(KIND), "--executables", kept]
+    command += ["--prompt", "a cat", "--size", "32*32", "--frames", "5", "--steps", "2", "--dtype", "float32"]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    videos, objects = [], []
+    for name in ("first", "second"):
+        video = tmp_path / f"{name}.mp4"
+        subprocess.run([*command, "--output", video], env=environment, cwd=ROOT, check=True)
+        videos.append(video.read_bytes())
+        listed = storage.Client().list_blobs("videos", prefix=f"{kept.removeprefix('gs://videos/')}/compiled/")
+        objects.append({blob.name for blob in listed if blob.name.endswith("-cache")})
+    assert len(objects[0]) >= 5 and objects[0] == objects[1]
+    assert videos[0] == videos[1]
+
+
 def test_what_has_changed_is_fetched_again(uploaded, gcs_prefix, emulator):
     before = Checkpoint(uploaded)
     assert before.index["_class_name"] == "WanPipeline"
-    storage = open_storage(gcs_prefix)
-    storage.write("small/wan_tpu.json", b'{"defaults": {"steps": 3}}')
+    written = open_storage(gcs_prefix)
+    written.write("small/wan_tpu.json", b'{"defaults": {"steps": 3}}')
     assert Checkpoint(uploaded).defaults() == {"steps": 3}
-    storage.write("small/wan_tpu.json", b'{"defaults": {"steps": 4}}')
+    written.write("small/wan_tpu.json", b'{"defaults": {"steps": 4}}')
     emulator.seen.clear()
     assert Checkpoint(uploaded).defaults() == {"steps": 4}
     assert len(downloads(emulator)) == 1

@@ -1,7 +1,10 @@
-"""Compiled programs in a folder: made ahead of time, loaded in place of compiling.
+"""Compiled programs in a folder, here or in gs://: made ahead of time, loaded in place of compiling.
 
 One file holds one program: a line of JSON with what it was made from, then the serialised executable. A file is used
 only where all of that is the same; otherwise the program is compiled, and the log says why.
+
+Beside them, in `COMPILED`, JAX keeps what had to be compiled all the same, under its own key: the next process that is
+given the folder loads that.
 
 Loading runs code from the files: only folders that you trust.
 """
@@ -10,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -23,29 +25,38 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from wan_tpu.aot import key
+from wan_tpu.bucket import BucketFolder, writable
 from wan_tpu.errors import InvalidInput, OutputError
 
-SUFFIX = ".executable"
+SUFFIX, COMPILED = ".executable", "compiled"
 _log = logging.getLogger(__name__)
 
 
 class Executables:
     """The executables of one model's programs in a folder."""
 
-    def __init__(self, folder: Path, settings: str, *, save: bool = False) -> None:
+    def __init__(self, folder: str | Path, settings: str, *, save: bool = False) -> None:
         """settings: as in `key.what`; save: store what has to be compiled.
 
         Raises `InvalidInput` when the folder to load from doesn't exist, `OutputError` when it can't be made.
         """
-        self._folder = folder
+        self._folder = writable(str(folder))
         self._settings = settings
         self._save = save
-        if not save and not folder.is_dir():
+        if isinstance(self._folder, BucketFolder):
+            return
+        here = Path(folder)
+        if not save and not here.is_dir():
             raise InvalidInput(f"{folder} is no folder of executables; make one with scripts/precompile.py")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            here.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"can't make the folder {folder} ({error.strerror})") from None
+
+    def keep_compiled(self) -> None:
+        """Have JAX keep what it compiles, unless it was told another place: a start after this one compiles nothing."""
+        if jax.config.values["jax_compilation_cache_dir"] is None:
+            jax.config.update("jax_compilation_cache_dir", f"{self._folder.address}/{COMPILED}")
 
     def get(self, name: str, args: Any, mesh: Mesh, build: Callable[[], Any]) -> Any:
         """Return the executable of a program for arguments like these; `build` is called when none is stored.
@@ -53,26 +64,26 @@ class Executables:
         args  the positional arguments: arrays, or shapes with shardings
         """
         asked = key.what(name, args, mesh, self._settings)
-        path = self.path(asked)
-        loaded = self._load(path, asked, mesh)
+        file = self.file(asked)
+        loaded = self._load(file, asked, mesh)
         if loaded is not None:
             return loaded
         if not self._save:
             return build()
         with _compiled_anew():
             built = build()
-            _write(path, {"what": asked, "made_by": key.made_by()}, built)
+            self._folder.write(file, _packed({"what": asked, "made_by": key.made_by()}, built))
         return built
 
-    def path(self, asked: key.Ingredients) -> Path:
-        """Return where the program that `key.what` describes is kept."""
+    def file(self, asked: key.Ingredients) -> str:
+        """Return the name of the file that the program which `key.what` describes is kept in."""
         plain = re.sub(r"\W+", "-", asked["program"].split(",")[0])
-        return self._folder / f"{plain}-{key.digest(json.dumps(asked, sort_keys=True))}{SUFFIX}"
+        return f"{plain}-{key.digest(json.dumps(asked, sort_keys=True))}{SUFFIX}"
 
-    def _load(self, path: Path, asked: key.Ingredients, mesh: Mesh) -> Any | None:
+    def _load(self, file: str, asked: key.Ingredients, mesh: Mesh) -> Any | None:
         level = logging.WARNING
         try:
-            header, payload = _read(path)
+            header, payload = _unpacked(self._folder.read(file))
             reason = "; ".join(key.differences(header["made_by"], key.made_by()))
             if not reason:
                 executable, in_tree, out_tree = pickle.loads(payload)
@@ -83,7 +94,7 @@ class Executables:
             reason = "there is none for these shapes, this mesh and this model"
             level = logging.INFO if self._save else logging.WARNING
         except Exception as error:  # a damaged file, or whatever a runtime makes of one from another version
-            reason = f"{path.name} can't be loaded ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+            reason = f"{file} can't be loaded ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
         _log.log(level, "compiling %s, no stored executable is used: %s", asked["program"], reason)
         return None
 
@@ -101,17 +112,15 @@ def _compiled_anew() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    head, _, payload = path.read_bytes().partition(b"\n")
+def _unpacked(content: bytes) -> tuple[dict[str, Any], bytes]:
+    head, _, payload = content.partition(b"\n")
     header = json.loads(head)
     if hashlib.sha256(payload).hexdigest() != header["sha256"]:
         raise ValueError("its checksum is wrong")
     return header, payload
 
 
-def _write(path: Path, header: dict[str, Any], compiled: Any) -> None:
+def _packed(header: dict[str, Any], compiled: Any) -> bytes:
     payload = pickle.dumps(serialize_executable.serialize(compiled))
     head = json.dumps(header | {"sha256": hashlib.sha256(payload).hexdigest()})
-    partial = path.with_suffix(f".{os.getpid()}.partial")  # appears whole, whoever writes beside us
-    partial.write_bytes(head.encode() + b"\n" + payload)
-    partial.replace(path)
+    return head.encode() + b"\n" + payload

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from jax.sharding import Mesh
 
@@ -24,7 +23,7 @@ class Precompiled:
 
 
 def precompile(
-    model: Model, request: ResolvedRequest, mesh: Mesh, dtype: str, folder: Path, *, stages: Sequence[str] | None = None
+    model: Model, request: ResolvedRequest, mesh: Mesh, dtype: str, folder: str, *, stages: Sequence[str] | None = None
 ) -> Iterator[Precompiled]:
     """Compile every program of a resolved request for a mesh, described or real, and store each in `folder`.
 

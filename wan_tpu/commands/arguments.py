@@ -34,7 +34,7 @@ def add_device_arguments(group: argparse._ActionsContainer) -> None:
     """Where and how; the mesh takes all devices unless told."""
     group.add_argument("--dtype", choices=("bfloat16", "float32"), help="of weights and activations; default bfloat16")
     group.add_argument(
-        "--executables", type=Path, help="folder of compiled programs, from scripts/precompile.py: one that you trust"
+        "--executables", help="folder, or gs://, of compiled programs, from scripts/precompile.py: one that you trust"
     )
     for axis, what in (("dp", "guidance branches"), ("sp", "tokens"), ("tp", "heads and weights")):
         group.add_argument(f"--{axis}", type=int, help=f"devices along the mesh axis of {what}")
