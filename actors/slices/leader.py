@@ -62,6 +62,7 @@ class SliceLeader:
         self._holding: set[str] = set()  # whose arrays the hosts hold: also while a result leaves
         self._failing: dict[str, set[str]] = {}  # the requests that a stage has failed since it last succeeded
         self._ended = False
+        self._start_s: dict[str, float] = {}  # seconds of each phase of the start
         self._drain = Drain(self._name)
         self._time = SliceTime()
         self._scheduler = StepScheduler()
@@ -72,8 +73,9 @@ class SliceLeader:
         self._slice = AsyncSlice(self._hosts, self._lost)
         self._snapshotter = Snapshotter(self._slice, snapshots)
         self._status.software(self._name, self._hosts.software)
-        self._report("idle")
-        log.info("%s leads %s, ready after %.1f s", self._name, self._where, time.time() - start)
+        phases = ", ".join(f"{phase} in {seconds:.1f} s" for phase, seconds in self._start_s.items())
+        self._report("idle", f"ready after {time.time() - start:.1f} s: {phases}")
+        log.info("%s leads %s, ready after %.1f s: %s", self._name, self._where, time.time() - start, phases)
 
     def _start(self, pool: Pool, snapshots: Snapshots) -> None:
         settings = self._settings
@@ -101,11 +103,16 @@ class SliceLeader:
 
     def _load(self) -> None:
         """Have the hosts read their weights, and compile what is asked for ahead of the first request."""
+        start = time.time()
         self._hosts.call("load", on_progress=lambda progress: self._report("loading", _shown(progress)))
+        self._start_s = self._hosts.start_s | {"read": time.time() - start}
+        start = time.time()
         for request in self._settings.warm_up:
             self._hosts.call(
                 "warm_up", request, on_progress=lambda progress: self._report("compiling", _shown(progress))
             )
+        if self._settings.warm_up:
+            self._start_s["compiled"] = time.time() - start
 
     # ---- the stages
 

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import ray
@@ -86,12 +86,17 @@ class Slice:
         self._lost: SliceLost | None = None
         self._placement: Placement | None = None
         self._members: tuple[Member, ...] = ()
+        self.start_s: dict[str, float] = {}  # seconds of each phase of the start
         try:
-            self._placement = reserve(spec, name, timeouts.place_s, tell)
-            port = self._start_hosts(self._placement)
+            with self._timed("placed"):
+                self._placement = reserve(spec, name, timeouts.place_s, tell)
+            with self._timed("started"):
+                port = self._start_hosts(self._placement)
             if spec.hosts > 1:
-                self._run_phase("join", timeouts.join_s, "join", f"{self.hosts[0].ip}:{port}", timeouts.join_s)
-            built = self._run_phase("build", timeouts.build_s, "build", host_class, *args, on_progress=on_progress)
+                with self._timed("joined"):
+                    self._run_phase("join", timeouts.join_s, "join", f"{self.hosts[0].ip}:{port}", timeouts.join_s)
+            with self._timed("built"):
+                built = self._run_phase("build", timeouts.build_s, "build", host_class, *args, on_progress=on_progress)
             self.software: dict[str, str] = self._alike([outcome.value for outcome in built])
         except BaseException:
             self.close()
@@ -171,6 +176,12 @@ class Slice:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.start_s[phase] = time.monotonic() - start
 
     def _start_hosts(self, placement: Placement) -> int:
         """Start a process on each host; return a port that is free on the first."""

@@ -26,6 +26,7 @@ def test_hosts_are_ranked_by_worker_id_and_joined(two):
     by_id = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
     assert [by_id[host.node_id]["ray.io/tpu-worker-id"] for host in two.hosts] == ["0", "1"]
     assert len(set(two.pids)) == 2
+    assert list(two.start_s) == ["placed", "started", "joined", "built"]
     assert two.call("place").value == (0, 2, two.pids[0])
     assert two.call("psum", 1.0).value == (2, 4, 1 + 1 + 2 + 2)  # value + rank, on two devices of each host
     listening = {c.laddr.ip for pid in two.pids for c in psutil.Process(pid).net_connections("tcp") if not c.raddr}
