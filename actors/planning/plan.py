@@ -271,7 +271,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     money.add_argument("--layout", help="a layout file, or a shipped one: what it makes and costs")
     money.add_argument("--videos_a_day", type=_positive, help="which layout makes so many for the least money")
     money.add_argument("--within", type=_duration, default=float("inf"), help="of being asked for: 90s, 10m, 2h")
-    money.add_argument("--spot", dest="capacity", action="store_const", const="spot", help="spot prices")
+    money.add_argument(
+        "--spot", dest="capacity", action="store_const", const="spot", default="on-demand", help="spot prices"
+    )
     money.add_argument("--capacity", default="on-demand", help="of the table of prices; default %(default)s")
     money.add_argument("--region", help="of the table of prices; default the cheapest")
     money.add_argument("--prices", type=Path, help="your own table, of the form of cluster/costs/prices.yaml")
@@ -280,6 +282,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     money.add_argument("--cold_start_s", type=_positive, default=120.0, help="until a slice works; default %(default)s")
     money.add_argument("--starts_a_day", type=_positive, default=1.0, help="of each slice; default %(default)s")
+    parser.set_defaults(capacity="on-demand")  # of two options, of which one has none
     args = parser.parse_args(argv)
     if not 0 < args.busy < 1:
         raise InvalidInput(f"--busy is {args.busy:g}; it must lie between 0 and 1, such as 0.8")
