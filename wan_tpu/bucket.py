@@ -103,6 +103,11 @@ class BucketFolder:
             for name, (blob, generation) in self._blobs.items():
                 if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
                     self._fetch(name, blob, generation)
+            for file in self.folder.rglob("*"):
+                name = file.relative_to(self.folder).as_posix()
+                wanted = any(fnmatch.fnmatch(name, pattern) for pattern in patterns) and not file.name.startswith(".")
+                if wanted and name not in self._blobs and file.is_file():
+                    file.unlink(missing_ok=True)  # it was deleted there
         return self.folder
 
     def has(self, name: str) -> bool:

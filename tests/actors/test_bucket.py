@@ -85,6 +85,8 @@ def test_what_has_changed_is_fetched_again(uploaded, gcs_prefix, emulator):
     emulator.seen.clear()
     assert Checkpoint(uploaded).defaults() == {"steps": 4}
     assert len(downloads(emulator)) == 1
+    written.delete("small/wan_tpu.json")
+    assert Checkpoint(uploaded).defaults() == {}
 
 
 def test_two_processes_fetch_a_file_once(uploaded, emulator):
