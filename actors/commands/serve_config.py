@@ -49,7 +49,10 @@ def config(arguments: Mapping[str, Any], name: str, layout: Layout) -> str:
 def pool(args: dict[str, Any]) -> Any:
     """Build a pool's application on the cluster."""
     _, spec = _service(args)
-    if StatusActor.find(spec.settings.name) is None:
+    status = StatusActor.find(spec.settings.name)
+    if status is not None:
+        status.changed(spec)
+    else:
         with contextlib.suppress(ValueError):  # made by another pool's builder at the same moment
             StatusActor.create(spec.settings.name, spec)
     [found] = [found for found in spec.layout.pools if found.name == args["pool"]]

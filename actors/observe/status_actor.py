@@ -111,6 +111,10 @@ class StatusActor:
         except ValueError:
             return None
 
+    def changed(self, spec: PipelineSpec) -> None:
+        """Replace what the pipeline is: another configuration was applied to it."""
+        ray.get(self._actor.changed.remote(spec))
+
     def replica(
         self, name: str, pool: str, where: str, activity: Activity, detail: str, work: tuple[tuple[str, str], ...]
     ) -> None:
@@ -160,6 +164,9 @@ class _StatusActor:
 
     def spec(self) -> PipelineSpec:
         return self._spec
+
+    def changed(self, spec: PipelineSpec) -> None:
+        self._spec = spec
 
     def replica(self, name: str, seen: ReplicaSeen) -> None:
         before = self._seen.replicas.get(name)

@@ -214,6 +214,10 @@ def test_a_status_actor_that_was_restarted_is_told_of_every_replica(running, spe
     wait_for(ready, 20, "the pipeline")
     status = StatusActor.connect(spec.settings.name)
     wait_for(lambda: len(status.seen().software) == 4, 20, "what every replica computes with")
+    other = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, in_flight=3))
+    status.changed(other)  # as a config that is applied to a running service does
+    assert pools.find_spec(spec.settings.name).settings.in_flight == 3
+    status.changed(spec)
 
 
 def test_a_pool_that_waits_for_its_slice_is_taken_down_at_once(running, settings):
