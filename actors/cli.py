@@ -21,6 +21,7 @@ COMMANDS = {
     "pipeline": ("actors.commands.pipeline", "pipeline", "bring a pipeline up on a cluster, and take it down"),
     "submit": ("actors.commands.submit", "submit", "have a cluster make every video of a manifest, as a job"),
     "status": ("actors.commands.status", "status", "show what the pipeline of a cluster is doing"),
+    "profile": ("actors.commands.profile", "profile", "trace what a slice of a running pool computes"),
     "drive": ("actors.commands.drive", "drive", "what submit runs on the cluster: the batch's driver"),
     "serve": ("actors.commands.serve", "serve", "put a pipeline behind HTTP: OpenAI's videos API"),
     "manifests": ("actors.provision.manifests", "manifests", "print a layout as Kubernetes objects, for kubectl apply"),

@@ -207,6 +207,16 @@ class SliceLeader:
             async for event in self._compute(request, DECODER, plan.shapes[DECODER], "decode", held):
                 yield event
 
+    async def profile(self, output: str, seconds: float) -> tuple[str, int]:
+        """Trace what the slice computes for so long, into a folder or gs://; return the run's name, bytes of a host."""
+        run = f"{self._pool}-{time.strftime('%Y-%m-%d-%H-%M-%S')}"
+        await self._slice.side("start_profile")
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            stopped = await self._slice.side("stop_profile", output, run)
+        return run, stopped.value
+
     async def held(self) -> list[str]:
         """Return what the hosts hold: a request's id, and which visit of it."""
         return (await self._slice.side("keys")).value

@@ -20,6 +20,7 @@ import numpy as np
 
 from actors.slices.messages import HostProgress, Report, ReportedProgress
 from actors.slices.payloads import Payload, TextEmbedding, mp4, pack, unpack
+from actors.slices.profiling import HostProfile
 from cluster.gang.protocol import Output, report
 from wan_tpu import stages
 from wan_tpu.aot.key import made_by
@@ -90,6 +91,7 @@ class StageHost:
             raise InvalidInput(f"{what} can't be hosted; this model has {', '.join(known)}")
         self._components = [name for stage in hosted for name in known[stage]]
         self._first = jax.process_index() == 0
+        self._profile = HostProfile()
         self._work: dict[str, _Encoding | _Denoising | _Decoding] = {}
         self._fitting: set[tuple[int, int, int]] = set()  # height, width, frames that have run or been compiled here
 
@@ -289,6 +291,18 @@ class StageHost:
             asked = f"{request.height}x{request.width} with {request.frames} frames"
             raise DoesNotFit(f"{asked} doesn't fit the memory of this slice; {remedy} ({error})") from None
         self._fitting.add(size)
+
+    # ---- beside them
+
+    def start_profile(self) -> None:
+        """Begin to trace what this host computes."""
+        self._profile.start()
+
+    def stop_profile(self, output: str, run: str) -> int:
+        """Write the trace to a folder or gs://, and return its bytes."""
+        return self._profile.stop(output, run)
+
+    # ----
 
     def _output(self, value: Any, payload: Callable[[], Any]) -> Output:
         """Copies to the host, and into the object store, on the first host alone."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ray import serve
 
+from actors.cli import main
 from actors.errors import PipelineError, PipelineStartFailed, RequestFailed
 from actors.observe.status_actor import StatusActor
 from actors.pipeline import pools
@@ -218,6 +219,20 @@ def test_a_status_actor_that_was_restarted_is_told_of_every_replica(running, spe
     status.changed(other)  # as a config that is applied to a running service does
     assert pools.find_spec(spec.settings.name).settings.in_flight == 3
     status.changed(spec)
+
+
+def test_a_slice_is_traced_while_it_computes(running, undisturbed, tmp_path, capsys):
+    made = running.start("traced", SHORT)
+    made.wait_for("denoise_low")  # on two hosts
+    given = ["--address", running.cluster.address, "--output", str(tmp_path), "--seconds", "0.5"]
+    assert main(["profile", "low", *given]) == 0
+    assert made.video() == undisturbed
+    [folder] = (tmp_path / "plugins" / "profile").iterdir()
+    assert folder.name in capsys.readouterr().out
+    traces = list(folder.glob("*.xplane.pb"))
+    assert len(traces) == 2 and all(b"XLA" in trace.read_bytes() for trace in traces)
+    assert main(["profile", "nothing", *given]) == 2
+    assert "there is no pool 'nothing'; this pipeline has encoder, high, low, decoder" in capsys.readouterr().err
 
 
 def test_a_pool_that_waits_for_its_slice_is_taken_down_at_once(running, settings):

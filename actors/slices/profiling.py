@@ -1,0 +1,36 @@
+"""A trace of what one host computes, by JAX's profiler, as XProf and TensorBoard read it."""
+
+import socket
+import tempfile
+from pathlib import Path
+
+import jax
+
+from wan_tpu.bucket import writable
+from wan_tpu.errors import InvalidInput
+
+
+class HostProfile:
+    """One trace at a time. Each host of a slice has its own; in one run, they lie beside each other."""
+
+    def __init__(self) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def start(self) -> None:
+        """Begin; raises `InvalidInput` while one is under way."""
+        if self._folder is not None:
+            raise InvalidInput("a profile of this slice is under way; try again when it has ended")
+        self._folder = tempfile.TemporaryDirectory(prefix="wan-tpu-profile-")
+        jax.profiler.start_trace(self._folder.name)
+
+    def stop(self, output: str, run: str) -> int:
+        """End it and write it to a folder or gs://; return its bytes."""
+        folder, self._folder = self._folder, None
+        if folder is None:
+            raise InvalidInput("no profile of this slice is under way")
+        with folder:
+            jax.profiler.stop_trace()
+            content = b"".join(file.read_bytes() for file in Path(folder.name).rglob("*.xplane.pb"))
+        host = f"{socket.gethostname()}-{jax.process_index()}"
+        writable(output).write(f"plugins/profile/{run}/{host}.xplane.pb", content)
+        return len(content)
