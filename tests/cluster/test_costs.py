@@ -1,9 +1,11 @@
 """What layouts make and cost: against a simulation of their queues, by hand, and what is refused."""
 
+import json
 import random
 
 import pytest
 
+from actors.planning import plan
 from cluster.chips import GIB
 from cluster.costs.capacity import Costs, StageCost, Terms, estimate, recommended, waiting_s
 from cluster.costs.prices import Prices
@@ -132,3 +134,13 @@ def test_the_shipped_table_has_what_the_docs_say():
     prices = Prices.load()
     assert prices.slice_hour(SliceSpec("v6e-8"), "on-demand") == pytest.approx(21.6)
     assert prices.chip_hour(SliceSpec("v5p-8"), "spot") == 0.78
+
+
+def test_what_is_printed_can_be_read(terms, tmp_path):
+    found = recommended(COSTS, STAGES, EXPERTS, terms, 5000, 600)
+    lines = plan._table(found).splitlines()[1:]
+    assert [line.split()[-1] for line in lines] == [f"{one.dollars_a_video:.3f}" for one in found]
+    assert "all" in plan._described(found[0]) or "experts" in plan._described(found[0])
+    assert json.loads(json.dumps([plan._as_json(one) for one in found]))[0]["pools"][0]["replicas"] >= 1
+    plan._draw(found, tmp_path / "cost.png")
+    assert (tmp_path / "cost.png").stat().st_size > 10_000

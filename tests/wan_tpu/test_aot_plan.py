@@ -15,6 +15,7 @@ from wan_tpu.pricing.plan import KEYS, STEP, Plan, Planner, Prediction, ProgramP
 from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
 from wan_tpu.runtime.mesh import MeshShape
 from wan_tpu.runtime.program import GIB
+from wan_tpu.spec import Expert
 
 MODEL = "wan2.1-t2v-1.3b"
 SETTINGS = {"height": 480, "width": 832, "frames": 81, "steps": 50, "guidance_scale": 5.0}
@@ -120,3 +121,15 @@ def test_other_steps_and_guidance_compile_the_experts_programs_again_and_no_othe
         assert len({digest(program, steps=40), digest(program, steps=20), digest(program, guidance_scale=1.0)}) == 3
     for program in ("text_encoder", "decoder later"):
         assert digest(program, steps=40) == digest(program, steps=20, guidance_scale=1.0)
+
+
+def test_a_stage_takes_its_experts_share_and_what_is_refused_is_left_out(plan):
+    keys = ProgramPlan(KEYS, 2, Compiled(5.0, 9.0, 2 * GIB, 3 * GIB), prediction(0.0), prediction(0.0))
+    denoise = StagePlan("denoise", (keys, *plan.stages[0].programs), int(1e17))
+    found = dataclasses.replace(plan, stages=(denoise, plan.stages[1])).needs(
+        [Expert("high", 0, 20, True), Expert("low", 20, 50, True)]
+    )
+    assert list(found) == ["high", "low"]  # the decoder can't be compiled
+    seconds = 50 * 2.0 + 2 * 1.0
+    assert [needed.seconds for needed in found.values()] == pytest.approx([seconds * 20 / 50, seconds * 30 / 50])
+    assert {(needed.weights_bytes, needed.other_bytes) for needed in found.values()} == {(2 * GIB, 3 * GIB)}
