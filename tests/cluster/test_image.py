@@ -1,4 +1,4 @@
-"""The container of a cluster: what a reader of Dockerfiles finds in it, and that all it copies is there to be copied."""
+"""The container of a cluster: what a reader of Dockerfiles finds in it, and that what it copies is there."""
 
 import re
 import subprocess
