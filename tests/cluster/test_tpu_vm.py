@@ -55,7 +55,7 @@ def test_machines_join_one_cluster_and_leave_it_when_they_are_stopped(tmp_path):
     command = [*inside, sys.executable, "-m", "tests.cluster.tpu_vm_machines", str(tmp_path)]
     # Without what this process has told Ray of emulated clusters, which are on the loopback interface alone.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
     logs = "".join(f"\n---- {log}\n{log.read_text()[-2000:]}" for log in tmp_path.glob("*.log"))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}{logs}"
     assert "slice-a" in done.stdout

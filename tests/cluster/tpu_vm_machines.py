@@ -49,7 +49,7 @@ def nodes():
 
 
 def wait_for(condition, what):
-    until = time.monotonic() + 60
+    until = time.monotonic() + 150  # a node that starts too late on a busy machine is started again
     while not condition():
         assert time.monotonic() < until, what
         time.sleep(0.2)
@@ -80,10 +80,10 @@ from cluster.slice_spec import SliceSpec  # noqa: E402
 
 connect("10.0.0.1:6379")
 wait_for(lambda: len(nodes()) == 3, "three nodes")
-placed = reserve(SliceSpec("v5p-16"), "low/0", 30)
+placed = reserve(SliceSpec("v5p-16"), "low/0", 100)
 found = [str(one) for one in slices_found()]
 print("found:", json.dumps({"slices": found, "hosts": [host.ip for host in placed.hosts]}), flush=True)
-os.kill(int((FOLDER / "10.0.0.2.pid").read_text()), signal.SIGTERM)  # as `docker stop` does
+os.kill(int((FOLDER / "10.0.0.2.pid").read_text()), signal.SIGTERM)  # as `systemctl stop` does
 wait_for(lambda: len(nodes()) == 2, "the stopped host is gone")
 leave()
 print("left:", json.dumps({"stopped": True}), flush=True)
