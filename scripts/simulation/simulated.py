@@ -214,6 +214,14 @@ class SimulatedHost:
         """Return the requests that are held here."""
         return sorted(self._held)
 
+    def start_profile(self) -> None:
+        """Raise `InvalidRequest`: nothing is computed."""
+        raise InvalidRequest("a simulated slice computes nothing that could be traced")
+
+    def stop_profile(self, output: str, run: str) -> int:
+        """Raise `InvalidRequest`, as `start_profile`."""
+        raise InvalidRequest("a simulated slice computes nothing that could be traced")
+
     # ----
 
     def _lasting(self, seconds: float) -> "_Lasting":
