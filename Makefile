@@ -16,13 +16,13 @@ help:
 	@echo "make clean  remove what the targets above made"
 
 # PyTorch's own CPU wheels first: the default Linux wheel brings gigabytes of CUDA that no TPU host needs. pip passes
-# over an index that can't be reached. Python compiles what is imported when it is: of all packages that took 40 s.
+# over an index that can't be reached.
 .venv/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python from 3.11 to 3.13 with its venv module is here. As root, on Debian 12, Debian 13 or \
 	Ubuntu 24.04: apt install python3-venv. Elsewhere: make PYTHON=/path/to/python3.13"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-compile --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU) "torch>=2.13,<2.14"
-	$(BIN)/pip install --quiet --no-compile --editable ".[tpu,dev]"
+	$(BIN)/pip install --quiet --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU) "torch>=2.13,<2.14"
+	$(BIN)/pip install --quiet --editable ".[tpu,dev]"
 	touch $@
 
 demo: .venv/installed
