@@ -58,8 +58,6 @@ def wait_for(condition, what):
 subprocess.run("ip link set lo up; ip addr add 169.254.169.254/32 dev lo", shell=True, check=True)
 for number in range(1, 4):
     subprocess.run(["ip", "addr", "add", f"10.0.0.{number}/32", "dev", "lo"], check=True)
-for name in ("up", "work"):
-    (FOLDER / name).mkdir()
 overlay = f"lowerdir=/etc,upperdir={FOLDER}/up,workdir={FOLDER}/work"
 subprocess.run(["mount", "-t", "overlay", "overlay", "-o", overlay, "/etc"], check=True)
 Path("/tmp/ray").mkdir(exist_ok=True)
