@@ -1,12 +1,13 @@
 """`wan-tpu hosts`: a layout on TPU VMs, without Kubernetes."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.layout import Layout
 from cluster.tpu_vm import Machines, files
 from wan_tpu.commands.parser import Parser
-from wan_tpu.errors import OutputError
+from wan_tpu.errors import InvalidInput, OutputError
 
 
 def hosts(argv: Sequence[str]) -> None:
@@ -21,6 +22,11 @@ def hosts(argv: Sequence[str]) -> None:
     parser.add_argument("--account", help="Google service account that the machines act as, to reach buckets")
     parser.add_argument("--spot", action="store_true", help="slices that Google may take away, for less")
     args = parser.parse_args(argv)
+    for name in ("name", "project", "zone"):
+        if re.fullmatch(r"[a-z][-a-z0-9]{0,40}", getattr(args, name)) is None:
+            raise InvalidInput(f"--{name} {getattr(args, name)!r} isn't made of lower-case letters, digits and dashes")
+    if re.fullmatch(r"[-\w./:@]+", args.image) is None:
+        raise InvalidInput(f"--image {args.image!r} is no image's name; give REGISTRY/NAME:TAG")
     machines = Machines(args.name, args.project, args.zone, args.image, args.account, args.spot)
     made = files(Layout.load(args.layout), machines)
     try:

@@ -140,7 +140,10 @@ def test_what_is_printed_can_be_read(terms, tmp_path):
     found = recommended(COSTS, STAGES, EXPERTS, terms, 5000, 600)
     lines = plan._table(found).splitlines()[1:]
     assert [line.split()[-1] for line in lines] == [f"{one.dollars_a_video:.3f}" for one in found]
-    assert "all" in plan._described(found[0]) or "experts" in plan._described(found[0])
+    rows = plan._described(found[0]).splitlines()[2:]
+    assert [row.split()[:3] for row in rows] == [
+        [load.pool.name, load.pool.slice.name, str(load.replicas)] for load in found[0].pools
+    ]
     assert json.loads(json.dumps([plan._as_json(one) for one in found]))[0]["pools"][0]["replicas"] >= 1
     plan._draw(found, tmp_path / "cost.png")
     assert (tmp_path / "cost.png").stat().st_size > 10_000

@@ -46,6 +46,16 @@ def test_what_is_not_to_be_had_is_refused(text, message):
         files(Layout.parse(text, "mine.yaml"), MACHINES)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"), [("--name=my wan", "--name 'my wan'"), ("--image=a; b", "no image's name")]
+)
+def test_names_that_a_shell_would_take_apart_are_refused(given, message, tmp_path, capsys):
+    asked = ["--layout", "four-pools", "--image", "i", "--project", "p", "--zone", "z", given]
+    assert main(["hosts", str(tmp_path), *asked]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.long
 def test_machines_join_one_cluster_and_leave_it_when_they_are_stopped(tmp_path):
     (tmp_path / "up").mkdir()

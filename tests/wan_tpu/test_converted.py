@@ -116,13 +116,22 @@ def test_what_is_there_is_kept_and_a_converted_one_can_be_the_source(folder, tmp
     first = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     assert (tmp_path / "transformer" / FILE) in first
     (tmp_path / "vae" / MANIFEST).unlink()
+    (tmp_path / "text_encoder" / FILE).unlink()
+    spoil(tmp_path, {"layout": 0}, "transformer")  # of an older version
     assert main(["weights", "convert", str(folder), str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count("was there already") == 3
+    assert capsys.readouterr().out.count("was there already") == 1
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == first
 
 
-def spoil(folder, change):
-    path = folder / "vae" / MANIFEST
+def test_another_source_leaves_nothing_of_the_first(folder, checkpoint, tmp_path, capsys):
+    assert main(["weights", "convert", str(folder), str(tmp_path)]) == 0
+    assert main(["weights", "convert", str(checkpoint(KINDS[0])), str(tmp_path)]) == 0
+    assert "was there already" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "vae" / MANIFEST).read_text())["source"] == str(checkpoint(KINDS[0]))
+
+
+def spoil(folder, change, component="vae"):
+    path = folder / component / MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
 
@@ -136,7 +145,7 @@ def damaged(folder):
 @pytest.mark.parametrize(
     ("spoiled", "dtype", "message"),
     [
-        (damaged, "bfloat16", r"vae/wan_tpu.safetensors is damaged: of .*, bytes \d+ to \d+; convert"),
+        (damaged, "bfloat16", r"vae/wan_tpu.safetensors is damaged: of .*, bytes \d+ to \d+; delete it, and convert"),
         (lambda f: (f / "vae" / MANIFEST).unlink(), "bfloat16", "its conversion wasn't finished"),
         (lambda f: spoil(f, {"layout": 0}), "bfloat16", f"converted for layout 0, this version reads {LAYOUT}"),
         (lambda f: spoil(f, {"bytes": 7}), "bfloat16", "bytes of 7; convert the checkpoint again"),

@@ -13,7 +13,7 @@ def weights(argv: Sequence[str]) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
     action = actions.add_parser("convert", help="write a checkpoint, for --model_id, from another one")
     action.add_argument("source", help="diffusers directory, one in gs://, or hub id; also one that was converted")
-    action.add_argument("destination", help="folder or gs://bucket/folder; what it has whole is kept")
+    action.add_argument("destination", help="folder or gs://bucket/folder; what it has of this source, whole, is kept")
     action.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
     _convert(parser.parse_args(argv))
 

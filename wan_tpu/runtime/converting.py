@@ -27,6 +27,9 @@ class Destination(Protocol):
     def has(self, name: str) -> bool:
         """Whether a file is there."""
 
+    def read(self, name: str) -> bytes:
+        """Return a small file; raises `FileNotFoundError`."""
+
     def write(self, name: str, content: bytes) -> None:
         """Write a small file."""
 
@@ -57,12 +60,27 @@ def convert(
         destination.write(str(file.relative_to(checkpoint.folder)), file.read_bytes())
     kept = []
     for folder, weights in folders.items():
-        if destination.has(f"{folder}/{MANIFEST}"):
+        if _is_there(folder, weights, dtype, checkpoint.source, destination):
             kept.append(folder)
             continue
         manifest = _write(f"{folder}/{FILE}", weights, dtype, checkpoint.source, destination, progress)
         destination.write(f"{folder}/{MANIFEST}", manifest)  # last: with it, the component is whole
     return kept
+
+
+def _is_there(
+    folder: str, weights: Mapping[str, tuple[Weight, Cut]], dtype: str, source: str, destination: Destination
+) -> bool:
+    """Whether a component was written whole: of this source, and as it would be written now."""
+    if not destination.has(f"{folder}/{FILE}"):
+        return False
+    try:
+        found = json.loads(destination.read(f"{folder}/{MANIFEST}"))
+        checksums = {name: found["tensors"][name]["crc32c"] for name in weights}
+    except (FileNotFoundError, KeyError, TypeError, ValueError):
+        return False
+    cuts = {name: cut for name, (_, cut) in weights.items()}
+    return bool(found == json.loads(described(cuts, checksums, dtype, _header(weights)[1], source)))
 
 
 def _write(

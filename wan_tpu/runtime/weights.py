@@ -153,7 +153,7 @@ class _Room:
         if block.crc32c is not None and google_crc32c.value(content.numpy().tobytes()) != block.crc32c:
             raise CheckpointError(
                 f"{block.file} is damaged: of {read.name}, bytes {block.offset} to {block.offset + read.nbytes}; "
-                "convert the checkpoint again"
+                "delete it, and convert the checkpoint again"
             )
         if content.data_ptr() % kind.itemsize:
             content = content.clone()
