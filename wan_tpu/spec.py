@@ -70,6 +70,7 @@ class ModelSpec(abc.ABC):
     frame_step  how many frames a video may be longer than another: it has a multiple of them, and one
     heads       attention heads of a transformer
     boundary_ratio  the first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert
+    crops_image  whether an image of another shape is cropped to its video's, instead of stretched
     """
 
     name: str
@@ -80,6 +81,7 @@ class ModelSpec(abc.ABC):
     frame_step: int = FRAME_STRIDE
     heads: int
     boundary_ratio: float | None
+    crops_image: bool = False
 
     @property
     def stages(self) -> tuple[str, ...]:

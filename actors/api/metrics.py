@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from actors.jobs.tables import Heartbeat
+from actors.jobs.tables import Heartbeat, Usage
 from actors.jobs.values import Counts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -56,6 +56,7 @@ class ServiceMetrics(Collector):
     processes: Iterable[Heartbeat]
     counts: Counts
     webhooks_waiting: int
+    usage: Mapping[str, Usage]
 
     def collect(self) -> Iterator[Metric]:
         """Give every family once, its samples with the process they are of."""
@@ -71,6 +72,9 @@ class ServiceMetrics(Collector):
         yield _gauge("wan_processes", "Processes of the service.", "kind", kinds)
         yield _gauge("wan_jobs", "Jobs that are kept.", "status", self.counts.by_status)
         yield _gauge("wan_failed_jobs", "Failed jobs that are kept.", "code", self.counts.failures)
+        for name in ("videos", "failed", "chip_seconds", "dollars"):
+            counted = {key: getattr(used, name) for key, used in self.usage.items()}
+            yield _labelled(CounterMetricFamily(f"wan_key_{name}", "Of jobs that ended.", labels=["key"]), counted)
         for name, about, value in (
             ("wan_queue_oldest_seconds", "How long the oldest waiting job has waited.", self.counts.oldest_queued_s),
             ("wan_files_pending_deletion", "Files that are to be deleted.", self.counts.files_pending_deletion),
@@ -79,8 +83,11 @@ class ServiceMetrics(Collector):
             yield GaugeMetricFamily(name, about, value=value)
 
 
-def _gauge(name: str, about: str, label: str, values: Mapping[Any, int]) -> Metric:
-    family = GaugeMetricFamily(name, about, labels=[label])
+def _gauge(name: str, about: str, label: str, values: Mapping[Any, float]) -> Metric:
+    return _labelled(GaugeMetricFamily(name, about, labels=[label]), values)
+
+
+def _labelled(family: Any, values: Mapping[Any, float]) -> Metric:
     for key, value in values.items():
         family.add_metric([key], value)
     return family

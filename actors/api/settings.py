@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from actors.api.images.decoder import ImageLimits
+from actors.api.limits import Limits
 from actors.api.outbound.client import FetchSettings
 from actors.api.sizes import Size
 from actors.jobs.values import JobSettings
@@ -17,12 +17,16 @@ class ServiceSettings:
     database      path of a SQLite file, or postgresql://...; its API keys are this service's
     storage       folder or gs:// of input images and results
     model         the model's name, as clients give it
+    aliases       other names that clients may give it: "sora-2"
     names         while there are no keys, all jobs belong to everybody, and only requests to one of these hosts are
                   answered: other pages in a browser of this machine can't ask
     largest       sizes that the slices have memory for; anything if empty
     queue_limit   jobs that may wait; one more is answered with 429
     concurrency   jobs that one worker has in the pipeline at a time
     chips         stage -> chips of the slice that runs it, for chip-seconds
+    dollars       stage -> what one of those chips costs an hour, where that is known
+    url_s         for which a result in a bucket can be downloaded there; None: it goes through an ingress
+    sync_s        that a request may wait for its video; one that isn't made by then is polled for
     webhook_secret_file   what webhooks are signed with, "whsec_" and base64; without it there are no webhooks
     origins       of web pages that may use the API from a browser (CORS)
     """
@@ -30,14 +34,18 @@ class ServiceSettings:
     database: str
     storage: str
     model: str
+    aliases: tuple[str, ...] = ()
     names: tuple[str, ...] = LOCAL_NAMES
     largest: tuple[Size, ...] = ()
     queue_limit: int = 1000
     concurrency: int = 4
     chips: dict[str, int] = dataclasses.field(default_factory=dict)
+    dollars: dict[str, float] = dataclasses.field(default_factory=dict)
+    url_s: float | None = None
+    sync_s: float = 120.0
     webhook_secret_file: str | None = None
     origins: tuple[str, ...] = ()
-    images: ImageLimits = dataclasses.field(default_factory=ImageLimits)
+    limits: Limits = dataclasses.field(default_factory=Limits)
     fetch: FetchSettings = dataclasses.field(default_factory=FetchSettings)
     jobs: JobSettings = dataclasses.field(default_factory=JobSettings)
 
@@ -45,8 +53,3 @@ class ServiceSettings:
     def webhooks(self) -> FetchSettings:
         """What may be called, of what may be fetched."""
         return dataclasses.replace(self.fetch, what="webhook")
-
-    @property
-    def body_bytes(self) -> int:
-        """How long a request's body may be: an image in base64, and texts."""
-        return self.images.max_bytes * 4 // 3 + 1_000_000

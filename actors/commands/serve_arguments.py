@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from actors.commands.arguments import SIZE, add_cluster_arguments, add_pipeline_arguments, size_from
 from actors.pipeline_spec import PipelineSettings
 from actors.storage.opening import absolute
+from cluster.costs.prices import Prices
 from cluster.layout import Layout
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
@@ -37,6 +38,9 @@ def serve_parser(description: str | None = None) -> Parser:
         group.add_argument(f"--{name}", type=absolute, help=about)
     group.add_argument("--model_name", help="as clients give it; default: the last part of --model_id")
     group.add_argument(
+        "--alias", action="append", default=[], help="another name of the model that clients may give, such as sora-2"
+    )
+    group.add_argument(
         "--largest",
         action="append",
         default=[],
@@ -52,6 +56,10 @@ def serve_parser(description: str | None = None) -> Parser:
         type=lambda text: text if text == NONE else absolute(text),
         help=f"file of what webhooks are signed with, or {NONE}; default: a file in --folder",
     )
+    group.add_argument(
+        "--download_s", type=float, help="clients download from the bucket of --results, by URLs signed for so long"
+    )
+    group.add_argument("--prices", type=absolute, help="table of what chips cost, for usage; default: the shipped one")
     group.add_argument(
         "--name_of_host", action="append", default=[], help="a name that a service without keys answers to"
     )
@@ -75,15 +83,30 @@ def service_settings(args: argparse.Namespace, layout: Layout, settings: Pipelin
         database=database_address(args.database, args.folder),
         storage=args.results or str(folder / "results"),
         model=args.model_name or Path(settings.checkpoint).name,
+        aliases=tuple(args.alias),
         names=(*LOCAL_NAMES, *args.name_of_host),
         largest=tuple(size_from(size, "largest") for size in args.largest),
         queue_limit=args.queue_limit,
         concurrency=args.concurrency or max(2, 2 * layout.slices),
         chips={stage: pool.slice.chips for pool in layout.pools for stage in pool.stages},
+        dollars=_dollars(layout, args.prices),
+        url_s=args.download_s,
         webhook_secret_file=None if secret == NONE else secret,
         origins=tuple(args.origin),
     )
     return dataclasses.replace(made, jobs=dataclasses.replace(made.jobs, ended_s=args.keep_days * 86400))
+
+
+def _dollars(layout: Layout, prices: str | None) -> dict[str, float]:
+    """Return what a chip of each stage costs an hour, on demand or as it is sold; raises `PriceError`."""
+    table = Prices.load(None if prices is None else Path(prices))
+    found: dict[str, float] = {}
+    for pool in layout.pools:
+        sold = table.chips.get(pool.slice.chip.name, {})
+        capacity = "on-demand" if "on-demand" in sold else next(iter(sold), None)
+        if capacity is not None:
+            found |= dict.fromkeys(pool.stages, table.chip_hour(pool.slice, capacity))
+    return found
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -91,5 +114,7 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not lowest <= value < math.inf:
             raise InvalidInput(f"--{name} is {value:g}; allowed are {lowest:g} and more")
+    if args.download_s is not None and not 1 <= args.download_s <= 604_800:
+        raise InvalidInput(f"--download_s is {args.download_s:g}; allowed are 1 to 604800, a week")
     if not 1 <= args.port <= 65535:
         raise InvalidInput(f"--port is {args.port}; allowed are 1 to 65535")

@@ -7,6 +7,7 @@ from sqlalchemy import delete, update
 from sqlalchemy.orm import Session
 
 from actors.jobs.tables import Delivery, File, Job
+from actors.jobs.usage import count
 from actors.jobs.values import CANCELLED, DEADLINE, JobSettings, Progress
 from wan_tpu.spec import DECODER
 
@@ -40,10 +41,19 @@ def end(
         job.status, (job.error_code, job.error_message) = "failed", failure
     job.lease_token = job.lease_expires_at = None
     job.ended_at, job.expires_at = now, now + settings.ended_s
+    count(session, job, now)
     session.execute(update(Delivery).where(Delivery.job_id == job.id).values(due_at=now))
     kept = [*job.results.values(), job.input_image or ""]
     expire_files(session, job.id, now + (0 if failure is None else settings.abandoned_s), keep=kept)
     return job
+
+
+def delete_for_owner(session: Session, job: Job, now: float, settings: JobSettings) -> None:
+    """Have nobody find a job any more, and its files deleted; one that waits ends before, and its webhook is told."""
+    if job.status == "queued":
+        end(session, job, now, settings, failure=(CANCELLED, "the job was deleted before it was made"))
+    expire_files(session, job.id, now)
+    job.deleted_at, job.idempotency_key = now, None
 
 
 def remove(session: Session, job: Job, now: float) -> None:

@@ -4,38 +4,76 @@ A key reads "wan_ID_SECRET". Its secret has 256 random bits, so that one round o
 Once a key was ever made in a database, the services that use it require one: revoked keys stay as rows.
 """
 
+import dataclasses
 import hashlib
 import hmac
 import re
 import secrets
 from collections.abc import Mapping
+from typing import Any
 
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from actors.jobs.database import Database
 from actors.jobs.tables import ApiKey
 from wan_tpu.errors import InvalidInput
 
+MAKE, READ, OPERATE = SCOPES = ("make", "read", "operate")
+PRIORITIES = (-100, 100)  # that jobs have
 _FORM = re.compile(r"wan_([0-9a-f]{16})_([0-9a-f]{64})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}")
 _NO_HASH = "0" * 64  # what an unknown key is compared with, so that it takes as long
 
 
-def make_key(database: Database, name: str, requests_per_minute: float | None = None) -> str:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyLimits:
+    """What a key may do; None for no limit of its own.
+
+    scopes              "make" and delete videos, "read" one's own, "operate": see and cancel everybody's
+    requests_per_minute on average
+    waiting, running    jobs at a time
+    priority            the highest that it may ask for
+    days                from now on, for which it opens anything
+    """
+
+    scopes: tuple[str, ...] = (MAKE, READ)
+    requests_per_minute: float | None = None
+    waiting: int | None = None
+    running: int | None = None
+    priority: int = 0
+    days: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidInput` for what can't be."""
+        if unknown := set(self.scopes) - set(SCOPES) or not self.scopes:
+            raise InvalidInput(f"scopes are {', '.join(SCOPES)}, one or more; given: {unknown or 'none'}")
+        for name, lowest, highest in (
+            ("requests_per_minute", 1e-3, 1e6),
+            ("waiting", 0, 10**6),
+            ("running", 1, 10**6),
+            ("priority", *PRIORITIES),
+            ("days", 0.001, 36500),
+        ):
+            value = getattr(self, name)
+            if value is not None and not lowest <= value <= highest:
+                raise InvalidInput(f"{name} is {value:g}; allowed are {lowest:g} to {highest:g}")
+
+
+def make_key(database: Database, name: str, limits: KeyLimits = KeyLimits()) -> str:
     """Make a key and return its text, which is stored nowhere; raises `InvalidInput`."""
     if not _NAME.fullmatch(name):
         raise InvalidInput(
             f"the name {name!r} isn't 1 to 64 letters, digits, spaces or one of . _ @ - ; give such a name"
         )
-    if requests_per_minute is not None and not 0 < requests_per_minute <= 1e6:
-        raise InvalidInput(f"requests per minute is {requests_per_minute:g}; allowed are above 0 to 1000000")
     secret = secrets.token_hex(32)
-    key = ApiKey(id=secrets.token_hex(8), name=name, secret_hash=_hash(secret), requests_per_minute=requests_per_minute)
+    key = ApiKey(id=secrets.token_hex(8), name=name, secret_hash=_hash(secret))
     with database.write() as session:
         database.serialize(session)
         if session.scalar(select(ApiKey.id).where(ApiKey.name == name, ApiKey.revoked_at.is_(None))):
             raise InvalidInput(f"a key named {name!r} exists in {database}; revoke it first, or give another name")
         key.created_at = database.now(session)
+        _limit(key, dataclasses.asdict(limits), key.created_at)
         session.add(key)
     return f"wan_{key.id}_{secret}"
 
@@ -46,16 +84,21 @@ def list_keys(database: Database) -> list[ApiKey]:
         return list(session.scalars(select(ApiKey).order_by(ApiKey.created_at, ApiKey.id)))
 
 
+def limit_key(database: Database, id_or_name: str, changes: Mapping[str, Any]) -> None:
+    """Change limits of a key, which services follow within a second; raises `InvalidInput`.
+
+    changes  fields of `KeyLimits`, checked before
+    """
+    with database.write() as session:
+        for key in _in_force(database, session, id_or_name):
+            _limit(key, changes, database.now(session))
+
+
 def revoke_key(database: Database, id_or_name: str) -> None:
     """Revoke a key: services refuse it within a second. Its jobs stay until they expire. Raises `InvalidInput`."""
-    named = (ApiKey.id == id_or_name) | (ApiKey.name == id_or_name)
     with database.write() as session:
-        found = session.scalars(select(ApiKey).where(named, ApiKey.revoked_at.is_(None)).with_for_update()).all()
-        for key in found:
+        for key in _in_force(database, session, id_or_name):
             key.revoked_at = database.now(session)
-    if not found:
-        names = ", ".join(sorted(key.name for key in list_keys(database) if key.revoked_at is None)) or "none"
-        raise InvalidInput(f"no key in {database} has the id or name {id_or_name!r}; there are: {names}")
 
 
 def match_key(keys: Mapping[str, ApiKey], presented: str) -> ApiKey | None:
@@ -65,6 +108,26 @@ def match_key(keys: Mapping[str, ApiKey], presented: str) -> ApiKey | None:
     known = keys.get(id_)
     same = hmac.compare_digest(_hash(secret), known.secret_hash if known else _NO_HASH)
     return known if same and known is not None and known.revoked_at is None else None
+
+
+def _in_force(database: Database, session: Session, id_or_name: str) -> list[ApiKey]:
+    named = (ApiKey.id == id_or_name) | (ApiKey.name == id_or_name)
+    found = session.scalars(select(ApiKey).where(named, ApiKey.revoked_at.is_(None)).with_for_update()).all()
+    if not found:
+        names = ", ".join(session.scalars(select(ApiKey.name).where(ApiKey.revoked_at.is_(None)).order_by(ApiKey.name)))
+        raise InvalidInput(f"no key in {database} has the id or name {id_or_name!r}; there are: {names or 'none'}")
+    return list(found)
+
+
+def _limit(key: ApiKey, changes: Mapping[str, Any], now: float) -> None:
+    for name, value in changes.items():
+        match name:
+            case "scopes":
+                key.scopes = ",".join(value)
+            case "days":
+                key.expires_at = None if value is None else now + value * 86400
+            case _:
+                setattr(key, name, value)
 
 
 def _hash(secret: str) -> str:

@@ -28,6 +28,10 @@ class Retention:
             delete_at = self._database.now(session) + self._settings.abandoned_s
             session.add(File(name=name, delete_at=delete_at))
 
+    def discard(self, name: str) -> None:
+        """Remove an upload that became no job; what can't be removed now is removed later."""
+        self._remove(name)
+
     def sweep(self) -> tuple[int, int]:
         """Remove what is due; return how many jobs and files that were."""
         expired = 0

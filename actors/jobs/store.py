@@ -1,6 +1,8 @@
 """Jobs as those who ask for videos see them: submit, look, list, cancel, delete."""
 
 import dataclasses
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -8,11 +10,11 @@ from sqlalchemy import Select, bindparam, case, func, literal_column, select
 from sqlalchemy.orm import Session, aliased, with_expression
 
 from actors.jobs.database import Database
-from actors.jobs.ending import STOPPED, end, remove
+from actors.jobs.ending import STOPPED, delete_for_owner, end
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, QueueFull
-from actors.jobs.migrate import migrate
+from actors.jobs.migrations.migrate import migrate
 from actors.jobs.tables import Delivery, File, Job
-from actors.jobs.values import CANCELLED, Counts, JobSettings, Status, is_id
+from actors.jobs.values import CANCELLED, Counts, JobSettings, Room, Status, is_id
 
 MAX_PAGE = 100
 _ATTACH_MARGIN_S = 60.0  # a file that is removed sooner than this can't become an input any more
@@ -44,6 +46,7 @@ _BY_ID = select(Job).where(Job.id == bindparam("wanted"))
 _WITH_POSITION = with_expression(Job.position, _position())
 _LOOK = _BY_ID.options(_WITH_POSITION)
 _WAITING = select(func.count()).select_from(Job).where(Job.status == _QUEUED)
+_WAITING_BY_OWNER = select(Job.owner, func.count()).where(Job.status == _QUEUED).group_by(Job.owner)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,27 +73,20 @@ class JobStore:
     def __init__(self, database: Database, settings: JobSettings = JobSettings()) -> None:  # noqa: B008 (frozen)
         self._database, self._settings = database, settings
 
-    def submit(self, job: Job, *, webhook_url: str | None = None, queue_limit: int | None = None) -> tuple[Job, bool]:
+    def submit(self, job: Job, *, webhook_url: str | None = None, room: Room = Room()) -> tuple[Job, bool]:  # noqa: B008
         """Accept a new job; return it, and whether it is new: the same idempotency key and body is the same job.
 
         webhook_url  called when the job has ended
 
-        Raises `IdempotencyConflict` for the same key with another body, `QueueFull` when `queue_limit` jobs wait.
+        Raises `IdempotencyConflict` for the same key with another body, `QueueFull` where there is no room.
         """
         with self._database.write() as session:
             self._database.serialize(session)
-            same = (Job.owner == job.owner) & (Job.idempotency_key == job.idempotency_key)
-            earlier = None if job.idempotency_key is None else session.scalars(select(Job).where(same)).one_or_none()
+            earlier = _earlier(session, job.owner, job.idempotency_key)
             if earlier is not None:
-                if earlier.body_digest != job.body_digest:
-                    raise IdempotencyConflict(
-                        f"idempotency key {job.idempotency_key!r} belongs to {earlier.id}, which was asked for "
-                        "with another body; use a new key for a new request"
-                    )
+                _check_body(earlier, job.body_digest)
                 return earlier, False
-            waiting = session.scalar(_WAITING) or 0
-            if queue_limit is not None and waiting >= queue_limit:
-                raise QueueFull(f"{waiting} jobs wait, which is all that are taken; try again later")
+            _check_room(session, job.owner, room)
             job.round = _next_round(session, job.owner, job.priority)
             job.created_at = self._database.now(session)
             session.add(job)
@@ -99,6 +95,20 @@ class JobStore:
             if job.input_image is not None:
                 self._attach(session, job, job.input_image)
             return job, True
+
+    def check_room(self, owner: str, idempotency_key: str | None, room: Room) -> None:
+        """Raise `QueueFull` where there is no room for a job; there always is for one that was accepted before."""
+        with self._database.read() as session:
+            if _earlier(session, owner, idempotency_key) is None:
+                _check_room(session, owner, room)
+
+    def known(self, owner: str, idempotency_key: str | None, body_digest: str) -> Job | None:
+        """Return the job that was accepted with that key and body; raises `IdempotencyConflict`."""
+        with self._database.read() as session:
+            earlier = _earlier(session, owner, idempotency_key)
+        if earlier is not None:
+            _check_body(earlier, body_digest)
+        return earlier
 
     def get(self, job: str, owner: str | None = None) -> Job:
         """Return a job; raises `JobNotFound`."""
@@ -110,6 +120,12 @@ class JobStore:
         with self._database.read() as session:
             return self._find(session, job, owner, _LOOK)
 
+    def look_at_all(self, jobs: Iterable[str]) -> Sequence[Job]:
+        """Return those of some jobs that there are, with their positions."""
+        wanted = select(Job).options(_WITH_POSITION).where(Job.id.in_(list(jobs)), Job.deleted_at.is_(None))
+        with self._database.read() as session:
+            return session.scalars(wanted).all()
+
     def list(
         self,
         owner: str | None = None,
@@ -117,18 +133,22 @@ class JobStore:
         after: str | None = None,
         limit: int = 20,
         order: Literal["asc", "desc"] = "desc",
+        status: Status | None = None,
     ) -> Page:
         """Return at most `limit` jobs with their positions, newest first unless `order` is "asc".
 
-        after  the id of the job before the first; raises `JobNotFound` when there is none
+        after   the id of the job before the first, which may be deleted by now; raises `JobNotFound` when there is none
+        status  of those that are wanted; any if None
         """
-        query = select(Job).options(_WITH_POSITION).limit(limit + 1)
+        query = select(Job).options(_WITH_POSITION).where(Job.deleted_at.is_(None)).limit(limit + 1)
         query = query.order_by(Job.sequence.asc() if order == "asc" else Job.sequence.desc())
         if owner is not None:
             query = query.where(Job.owner == owner)
+        if status is not None:
+            query = query.where(Job.status == status)
         with self._database.read() as session:
             if after is not None:
-                start = self._find(session, after, owner).sequence
+                start = self._find(session, after, owner, deleted=True).sequence
                 query = query.where(Job.sequence > start if order == "asc" else Job.sequence < start)
             found = session.scalars(query).all()
         return Page(jobs=tuple(found[:limit]), more=len(found) > limit)
@@ -148,7 +168,7 @@ class JobStore:
             return found
 
     def delete(self, job: str, owner: str | None = None) -> None:
-        """Remove a job; its files are deleted by the next `Retention.sweep`.
+        """Have a job found no more; its files are deleted by the next `Retention.sweep`. One that waits is cancelled.
 
         Raises `JobNotFound`, `JobUnfinished` for one in progress.
         """
@@ -156,7 +176,7 @@ class JobStore:
             found = self._find(session, job, owner, _BY_ID.with_for_update())
             if found.status == "in_progress":
                 raise JobUnfinished(f"{found.id} is in progress; cancel it first, or wait for its end")
-            remove(session, found, self._database.now(session))
+            delete_for_owner(session, found, self._database.now(session), self._settings)
 
     def recent(self, limit: int) -> tuple[Job, ...]:
         """Return jobs of any owner that have completed, the latest first."""
@@ -173,7 +193,9 @@ class JobStore:
         """Return how many jobs there are, by status and failure."""
         with self._database.read() as session:
             groups = session.execute(
-                select(Job.status, Job.error_code, func.count()).group_by(Job.error_code, Job.status)
+                select(Job.status, Job.error_code, func.count())
+                .where(Job.deleted_at.is_(None))
+                .group_by(Job.error_code, Job.status)
             ).all()
             oldest = session.scalar(select(func.min(Job.created_at)).where(Job.status == "queued"))
             pending = session.scalar(select(func.count()).where(File.delete_at.is_not(None))) or 0
@@ -188,11 +210,14 @@ class JobStore:
             files_pending_deletion=pending,
         )
 
-    def _find(self, session: Session, job: str, owner: str | None, query: Select[Job] = _BY_ID) -> Job:
+    def _find(
+        self, session: Session, job: str, owner: str | None, query: Select[Job] = _BY_ID, *, deleted: bool = False
+    ) -> Job:
         found = None
         if is_id(job):  # anything else isn't asked for: PostgreSQL refuses some texts
             found = session.scalars(query, {"wanted": job}).one_or_none()
-        if found is None or owner not in (None, found.owner):
+        hidden = found is not None and found.deleted_at is not None and not deleted
+        if found is None or hidden or owner not in (None, found.owner):
             raise JobNotFound(f"there is no job {job[:80]!r}; it may have been deleted, or have expired")
         return found
 
@@ -203,6 +228,32 @@ class JobStore:
         if file is None or file.job is not None or file.delete_at is None or file.delete_at <= margin:
             raise JobError(f"the input image {image} isn't kept for this request any more; send it again")
         file.job, file.delete_at = job.id, None
+
+
+def _earlier(session: Session, owner: str, idempotency_key: str | None) -> Job | None:
+    """Return the job that was accepted with an idempotency key."""
+    if idempotency_key is None:
+        return None
+    same = (Job.owner == owner) & (Job.idempotency_key == idempotency_key)
+    return session.scalars(select(Job).where(same)).one_or_none()
+
+
+def _check_body(earlier: Job, body_digest: str) -> None:
+    if earlier.body_digest != body_digest:
+        raise IdempotencyConflict(
+            f"idempotency key {earlier.idempotency_key!r} belongs to {earlier.id}, which was asked for with another "
+            "body; use a new key for a new request"
+        )
+
+
+def _check_room(session: Session, owner: str, room: Room) -> None:
+    """Raise `QueueFull` where one more job of an owner may not wait."""
+    if (session.scalar(_WAITING) or 0) < min(room.queue or math.inf, room.owner or math.inf):
+        return
+    waiting = dict(session.execute(_WAITING_BY_OWNER).all())
+    own, others = waiting.get(owner, 0), waiting.keys() - {owner}
+    if (reason := room.refusal(sum(waiting.values()), own, 1 + len(others))) is not None:
+        raise QueueFull(reason)
 
 
 def _next_round(session: Session, owner: str, priority: int) -> int:

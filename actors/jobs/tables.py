@@ -55,7 +55,10 @@ class Job(Table, kw_only=True):
     results           what was made: variant ("video", "thumbnail", ...) -> name in storage
     warnings          what its owner should know of the video, such as that a prompt was cut
     stage_seconds     measured, summed over attempts, as last reported by a worker
+    dollars           what its chip-seconds cost, where prices are known
+    remixed_from      id of the job whose request this one repeats, with another prompt
     expires_at        when the job and its files are removed
+    deleted_at        when its owner has deleted it: nobody finds it any more, but the lists that began at it go on
     position          jobs claimed before it if none is added; None when it doesn't wait, or that wasn't asked for
     """
 
@@ -90,10 +93,13 @@ class Job(Table, kw_only=True):
     warnings: Mapped[list[str]] = mapped_column(JSON, default_factory=list)
     stage_seconds: Mapped[dict[str, float]] = mapped_column(JSON, default_factory=dict)
     chip_seconds: Mapped[float] = mapped_column(default=0.0)
+    dollars: Mapped[float] = mapped_column(default=0.0)
+    remixed_from: Mapped[str | None] = mapped_column(String(64), default=None)
     created_at: Mapped[float] = mapped_column(default=0.0)
     started_at: Mapped[float | None] = mapped_column(default=None)
     ended_at: Mapped[float | None] = mapped_column(default=None)
     expires_at: Mapped[float | None] = mapped_column(default=None)
+    deleted_at: Mapped[float | None] = mapped_column(default=None)
     position: Mapped[int | None] = query_expression()
 
     # A number is never used again, so that pages stay in order after deletions.
@@ -104,10 +110,11 @@ class Job(Table, kw_only=True):
         """Whether nothing will change any more."""
         return self.status in ("completed", "failed")
 
-    def spend(self, stage: str, seconds: float, chips: int) -> None:
-        """Add what a stage has computed on so many chips."""
+    def spend(self, stage: str, seconds: float, chips: int, dollars_an_hour: float = 0.0) -> None:
+        """Add what a stage has computed on so many chips, each of which costs so much."""
         self.stage_seconds = self.stage_seconds | {stage: self.stage_seconds.get(stage, 0.0) + seconds}
         self.chip_seconds += seconds * chips
+        self.dollars += seconds * chips * dollars_an_hour / 3600
 
 
 _QUEUED = text("status = 'queued'")
@@ -116,7 +123,7 @@ Index("jobs_of_owner", Job.owner, Job.sequence)
 Index("jobs_idempotency", Job.owner, Job.idempotency_key, unique=True)  # rows without a key don't collide
 Index("jobs_queue", Job.priority.desc(), Job.round, Job.sequence, sqlite_where=_QUEUED, postgresql_where=_QUEUED)
 Index("jobs_running", Job.lease_expires_at, sqlite_where=_RUNNING, postgresql_where=_RUNNING)
-Index("jobs_outcomes", Job.error_code, Job.status)  # for counts, which read nothing else
+Index("jobs_outcomes", Job.error_code, Job.status, Job.deleted_at)  # for counts, which read nothing else
 Index("jobs_expiry", Job.expires_at)
 
 
@@ -174,6 +181,11 @@ class ApiKey(Table, kw_only=True):
     name                 for people
     secret_hash          SHA-256 of the secret, hex
     requests_per_minute  at most so many, on average; None for no limit
+    scopes               what it may do, comma-separated: "make", "read", "operate"
+    waiting              jobs of it that may wait; None for the service's share of the queue
+    running              jobs of it that are made at a time; None for no limit
+    priority             the highest that it may ask for
+    expires_at           from when it opens nothing; None for never
     revoked_at           None while it is in force
     """
 
@@ -182,6 +194,24 @@ class ApiKey(Table, kw_only=True):
     id: Mapped[str] = mapped_column(String(16), primary_key=True)
     name: Mapped[str] = mapped_column(String(64))
     secret_hash: Mapped[str] = mapped_column(String(64))
-    requests_per_minute: Mapped[float | None]
+    requests_per_minute: Mapped[float | None] = mapped_column(default=None)
+    scopes: Mapped[str] = mapped_column(String(64), default="make,read")
+    waiting: Mapped[int | None] = mapped_column(default=None)
+    running: Mapped[int | None] = mapped_column(default=None)
+    priority: Mapped[int] = mapped_column(default=0)
+    expires_at: Mapped[float | None] = mapped_column(default=None)
     created_at: Mapped[float] = mapped_column(default=0.0)  # set when it is recorded
     revoked_at: Mapped[float | None] = mapped_column(default=None)
+
+
+class Usage(Table, kw_only=True):
+    """What the jobs of a key that ended on one day (UTC, "2026-11-25") have come to; it outlives them."""
+
+    __tablename__ = "usage"
+
+    owner: Mapped[str] = mapped_column(String(64), primary_key=True)
+    day: Mapped[str] = mapped_column(String(10), primary_key=True)
+    videos: Mapped[int] = mapped_column(default=0)
+    failed: Mapped[int] = mapped_column(default=0)
+    chip_seconds: Mapped[float] = mapped_column(default=0.0)
+    dollars: Mapped[float] = mapped_column(default=0.0)

@@ -41,6 +41,26 @@ class JobSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Room:
+    """How many jobs may wait: in all, and of one owner; None for any number.
+
+    Where all are there, an owner that has few of them may add to them still: half of what each would have if all those
+    who wait had equally many.
+    """
+
+    queue: int | None = None
+    owner: int | None = None
+
+    def refusal(self, waiting: int, own: int, owners: int) -> str | None:
+        """Return why one more may not wait, None if it may; owners: of all that wait, this one included."""
+        if self.owner is not None and own >= self.owner:
+            return f"{own} jobs of this key wait, which is all that it may have; try again later"
+        if self.queue is None or waiting < self.queue or own < self.queue // (2 * owners):
+            return None
+        return f"{waiting} jobs wait, which is all that are taken; try again later"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
     """How far a job is: the stage, the last finished step of how many, and percent weighted by measured time.
 

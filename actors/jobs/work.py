@@ -3,22 +3,32 @@
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 
-from sqlalchemy import select
-from sqlalchemy.orm import Session
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session, aliased
 
 from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, end, expire_files
 from actors.jobs.errors import LeaseLost
-from actors.jobs.tables import File, Job
+from actors.jobs.tables import ApiKey, File, Job
 from actors.jobs.values import DEADLINE, LOST, JobSettings
+
+_RUNNING = aliased(Job)
+_OF_A_KEY = (
+    select(func.count())
+    .select_from(_RUNNING)
+    .where(_RUNNING.status == "in_progress", _RUNNING.owner == ApiKey.id)
+    .correlate(ApiKey)
+    .scalar_subquery()
+)
+_AT_THEIR_LIMIT = select(ApiKey.id).where(ApiKey.running.is_not(None), ApiKey.running <= _OF_A_KEY)
 
 
 class WorkQueue:
     """The jobs to be done. Every method is one transaction, and safe between threads and processes.
 
     A job that was claimed is its worker's until `lease_expires_at`, or longer if that is renewed; each claim has a new
-    `lease_token`. Methods that take a claimed job record its `progress`, `stage_seconds` and `chip_seconds`, as its
-    worker has set them. They raise `LeaseLost` once it was taken back: stop, and remove what was written.
+    `lease_token`. Methods that take a claimed job record its `progress` and what it has cost, as its worker has
+    set them. They raise `LeaseLost` once it was taken back: stop, and remove what was written.
     """
 
     def __init__(self, database: Database, settings: JobSettings = JobSettings()) -> None:  # noqa: B008 (frozen)
@@ -30,7 +40,7 @@ class WorkQueue:
         above: only one of a higher priority than this
         model: only one that was accepted for this model; those of another wait for a worker that has it
 
-        Jobs whose lease has run out are taken back first.
+        None of a key that has as many running as it may.         Jobs whose lease has run out are taken back first.
         """
         with self._database.write() as session:
             now = self._database.now(session)
@@ -42,7 +52,7 @@ class WorkQueue:
                 wanted.append(Job.request["model"].as_string() == model)
             job = session.scalars(
                 select(Job)
-                .where(*wanted)
+                .where(*wanted, Job.owner.not_in(_AT_THEIR_LIMIT))
                 .order_by(Job.priority.desc(), Job.round, Job.sequence)
                 .limit(1)
                 .with_for_update(skip_locked=True)  # on PostgreSQL workers don't wait for one another
@@ -70,7 +80,8 @@ class WorkQueue:
         """
         with self._database.write() as session:
             job = self._held(session, claimed)
-            session.add_all(File(name=name, job=job.id, attempt=job.attempts) for name in names)
+            for name in names:  # of a commit whose answer was lost, they are there already
+                session.merge(File(name=name, job=job.id, attempt=job.attempts))
 
     def complete(self, claimed: Job, results: Mapping[str, str], warnings: Sequence[str] = ()) -> Job:
         """End a job with what was made: variant -> announced name. It ends as cancelled when it was to stop.
@@ -124,7 +135,7 @@ class WorkQueue:
         if job is None:
             raise LeaseLost(f"{claimed.id} isn't {claimed.worker}'s any more: its lease ran out, or the job has ended")
         job.progress, job.stage_seconds = claimed.progress, claimed.stage_seconds
-        job.chip_seconds = claimed.chip_seconds
+        job.chip_seconds, job.dollars = claimed.chip_seconds, claimed.dollars
         return job
 
     def _requeue_lost(self, session: Session, now: float) -> list[str]:

@@ -50,6 +50,12 @@ class Storage(Protocol):
     def probe(self) -> None:
         """Write and remove a small file, so that a place that can't be written to is known before any work."""
 
+    def free(self) -> int | None:
+        """Return how many bytes can still be written; None where nobody knows an end."""
+
+    def url(self, name: str, seconds: float, filename: str) -> str | None:
+        """Return an address from which anybody can download a name for so long; None where there is none."""
+
     def claim(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """Hold the place for one writer of `names`, and remove what a killed one left half written.
 

@@ -5,6 +5,7 @@ on errors that pass. STORAGE_EMULATOR_HOST sends everything to an emulator, as t
 """
 
 import contextlib
+import datetime
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,8 @@ from typing import Any
 import requests
 from google.api_core import exceptions as api
 from google.auth import exceptions as auth
+from google.auth.credentials import Signing
+from google.auth.transport.requests import Request
 from google.cloud import storage
 from google.cloud.storage.exceptions import InvalidResponse
 from google.cloud.storage.retry import DEFAULT_RETRY
@@ -98,6 +101,25 @@ class GcsStorage:
         with self._explained("write", self.location()):
             self._blob(name).upload_from_string(b"probe", retry=DEFAULT_RETRY)
             self._blob(name).delete(retry=DEFAULT_RETRY)
+
+    def free(self) -> int | None:
+        """Return None: a bucket is never full."""
+        return None
+
+    def url(self, name: str, seconds: float, filename: str) -> str | None:
+        """Return an address signed with a service account's key, or by IAM (iam.serviceAccounts.signBlob)."""
+        with self._explained("sign an address of", self.location(check_name(name))):
+            signer: dict[str, Any] = {}
+            account = self._client._credentials
+            if not isinstance(account, Signing):  # a machine's own account: IAM signs for it
+                account.refresh(Request())
+                signer = {"service_account_email": account.service_account_email, "access_token": account.token}
+            return self._blob(name).generate_signed_url(
+                version="v4",
+                expiration=datetime.timedelta(seconds=seconds),
+                response_disposition=f'inline; filename="{filename}"',
+                **signer,
+            )
 
     @contextlib.contextmanager
     def claim(self, names: Iterable[str]) -> Iterator[None]:

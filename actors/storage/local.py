@@ -86,6 +86,16 @@ class LocalStorage:
             with self._partial(self._folder / "probe", bytes(4096)):
                 pass
 
+    def free(self) -> int | None:
+        """Return what the file system has left for this user."""
+        with _writing(self._folder):
+            found = os.statvfs(next(path for path in (self._folder, *self._folder.parents) if path.exists()))
+        return found.f_bavail * found.f_frsize
+
+    def url(self, name: str, seconds: float, filename: str) -> str | None:
+        """Return None: a folder is of one machine."""
+        return None
+
     @contextlib.contextmanager
     def claim(self, names: Iterable[str]) -> Iterator[None]:
         """Hold a lock file; raises `StorageError` naming the process that has it."""

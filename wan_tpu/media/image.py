@@ -75,6 +75,22 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return upright.convert("RGB")
 
 
+def fit_image(image: Image.Image, height: int, width: int, *, crop: bool) -> Image.Image:
+    """Return an RGB image in the size of its video, as `diffusers.image_processor.VaeImageProcessor.resize` does.
+
+    crop  what sticks out over the video's shape is cut off on both sides; stretched to that shape otherwise
+    """
+    lanczos = Image.Resampling.LANCZOS
+    if not crop:
+        return image.resize((width, height), lanczos)
+    wider = width / height > image.width / image.height
+    inner_w = width if wider else image.width * height // image.height
+    inner_h = image.height * width // image.width if wider else height
+    whole = Image.new("RGB", (width, height))
+    whole.paste(image.resize((inner_w, inner_h), lanczos), (width // 2 - inner_w // 2, height // 2 - inner_h // 2))
+    return whole
+
+
 def to_uint8(pixels: np.ndarray) -> np.ndarray:
     """Round pixels in [0, 1] to uint8, as `diffusers.image_processor.numpy_to_pil` does."""
     return (pixels * 255).round().astype(np.uint8)

@@ -1,16 +1,38 @@
-"""Who may ask, and how often: the keys of the database, and a rate for each."""
+"""Who may ask for what, and how often: the keys of the database, and a rate for each."""
 
+import dataclasses
 import math
 import threading
 import time
+from collections.abc import Sequence
 
 from actors.api.http.error_answers import HttpError
+from actors.api.limits import Limits
 from actors.jobs.database import Database
-from actors.jobs.keys import list_keys, match_key
+from actors.jobs.keys import OPERATE, PRIORITIES, list_keys, match_key
 from actors.jobs.tables import ApiKey
+from actors.jobs.values import Room
 
 REFRESH_S = 0.5  # between two reads of the keys: a revoked one opens nothing a second later
 BURST_S = 10.0  # a key may ask as often as in so many seconds at once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Caller:
+    """Whose request it is.
+
+    owner     of the jobs that it makes: the key's id, "" where there are no keys
+    sees      whose jobs it may see and cancel; everybody's if None
+    room      how many of its jobs may wait
+    priority  the highest that they may have
+    rate      headers that say how often it may ask
+    """
+
+    owner: str
+    sees: str | None
+    room: Room
+    priority: int
+    rate: dict[str, str]
 
 
 class Access:
@@ -19,9 +41,10 @@ class Access:
     Rates are counted in this process: with several ingress replicas each lets as much through.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, queue_limit: int, limits: Limits) -> None:
         """Read the keys; raises `StoreUnavailable`."""
-        self._database, self._lock = database, threading.Lock()
+        self._database, self._queue_limit, self._limits = database, queue_limit, limits
+        self._lock = threading.Lock()
         self._spent: dict[str, float] = {}  # key -> until when its rate is used up, of time.monotonic()
         self.refresh()
 
@@ -34,27 +57,69 @@ class Access:
         """Whether a request needs a key: once one was ever made, also when all are revoked."""
         return bool(self._keys)
 
-    def admit(self, authorization: str | None) -> ApiKey:
-        """Return the key of an Authorization header, and count the request; raises `HttpError` 401 or 429."""
-        scheme, _, presented = (authorization or "").partition(" ")
-        key = match_key(self._keys, presented.strip()) if scheme.lower() == "bearer" else None
-        if key is None:
+    def admit(self, presented: str | None, any_of: Sequence[str]) -> Caller:
+        """Return who shows a key with one of some scopes, and count the request; raises `HttpError` 401, 403 or 429."""
+        if not self.required:
+            room = Room(queue=self._queue_limit)
+            return Caller(owner="", sees="", room=room, priority=PRIORITIES[1], rate={})
+        key = match_key(self._keys, (presented or "").strip())
+        if key is None or not self.in_force(key.id):
             message = "no valid API key was given; send one as: Authorization: Bearer wan_..."
+            if key is not None:
+                message = "this API key has expired; ask the operator of this service for another"
             raise HttpError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        if key.requests_per_minute is not None:
-            wait_s = self._take(key.id, 60 / key.requests_per_minute)
-            if wait_s > 0:
-                allowed = f"this key may send {key.requests_per_minute:g} requests a minute"
-                message, after = f"{allowed}; try again in {wait_s:.1f} s", str(max(1, round(wait_s)))
-                raise HttpError(429, message, code="rate_limit_exceeded", headers={"Retry-After": after})
-        return key
+        scopes = key.scopes.split(",")
+        if not set(any_of) & set(scopes):
+            message = f"this key may {' and '.join(scopes)}; it takes one that may {' or '.join(any_of)}"
+            raise HttpError(403, message, code="missing_scope")
+        share = max(1, math.ceil(self._limits.key_share * self._queue_limit))
+        return Caller(
+            owner=key.id,
+            sees=None if OPERATE in scopes else key.id,
+            room=Room(queue=self._queue_limit, owner=share if key.waiting is None else key.waiting),
+            priority=key.priority,
+            rate=self._counted(key),
+        )
 
-    def _take(self, key: str, every_s: float) -> float:
-        """Count a request and return 0, or return how long to wait for it (GCRA: a token bucket in one number)."""
+    def in_force(self, owner: str) -> bool:
+        """Whether a key opens anything still; who follows something is asked again and again."""
+        if not owner:
+            return not self.required
+        key = self._keys.get(owner)
+        expired = key is None or (key.expires_at is not None and key.expires_at <= time.time())
+        return key is not None and key.revoked_at is None and not expired
+
+    def name(self, owner: str) -> str:
+        """Return the name of a key, for people; "" where there is none."""
+        key = self._keys.get(owner)
+        return "" if key is None else key.name
+
+    def _counted(self, key: ApiKey) -> dict[str, str]:
+        """Count a request and return the headers that say what is left; raises `HttpError`."""
+        rate = key.requests_per_minute
+        if rate is None:
+            return {}
+        every_s = 60 / rate
+        burst = max(1, math.floor(BURST_S / every_s))
+        wait_s, spent_s = self._take(key.id, every_s)
+        left = 0 if wait_s > 0 else max(0, burst - math.ceil(spent_s / every_s))
+        headers = {
+            "x-ratelimit-limit-requests": f"{rate:g}",
+            "x-ratelimit-remaining-requests": str(left),
+            "x-ratelimit-reset-requests": f"{max(wait_s, spent_s):.3f}s",
+        }
+        if wait_s > 0:
+            message = f"this key may send {rate:g} requests a minute; try again in {wait_s:.1f} s"
+            headers["Retry-After"] = str(max(1, round(wait_s)))
+            raise HttpError(429, message, code="rate_limit_exceeded", headers=headers)
+        return headers
+
+    def _take(self, key: str, every_s: float) -> tuple[float, float]:
+        """Count a request; return how long to wait for it, and until all is free (GCRA: a token bucket in a number)."""
         with self._lock:
             now = time.monotonic()
             spent = max(self._spent.get(key, -math.inf), now - max(BURST_S, every_s))
             if spent > now - every_s:
-                return spent + every_s - now
+                return spent + every_s - now, spent + max(BURST_S, every_s) - now
             self._spent[key] = spent + every_s
-            return 0.0
+            return 0.0, spent + every_s + max(BURST_S, every_s) - now

@@ -7,17 +7,18 @@ import hashlib
 import time
 from collections.abc import AsyncIterator
 from importlib.resources import files
+from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Response
+from fastapi import APIRouter, FastAPI, Query, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi_offline import FastAPIOffline
 
 from actors.api.http.error_answers import HANDLERS, HttpError
 from actors.api.http.middleware import Middleware
-from actors.api.http.objects import Model, ModelList, model
+from actors.api.http.objects import KeyUsage, Model, ModelList, UsageList, model
 from actors.api.http.service import Service
-from actors.api.http.videos import POLL_AFTER, Owner, Served, errors, router
+from actors.api.http.videos import POLL_AFTER, Served, Watcher, errors, router
 from actors.api.metrics import CONTENT_TYPE
 
 _STARTED = int(time.time())
@@ -44,6 +45,7 @@ def make_app(service: Service) -> FastAPI:
         lifespan=lifespan,
         redoc_url=None,
         exception_handlers=HANDLERS,
+        redirect_slashes=False,  # `Middleware` takes them off
     )
     app.state.service = service
     app.include_router(router)
@@ -55,7 +57,7 @@ def make_app(service: Service) -> FastAPI:
             allow_origins=settings.origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["Authorization", "Content-Type", "Idempotency-Key"],
-            expose_headers=[POLL_AFTER, "Retry-After"],
+            expose_headers=[POLL_AFTER, "Retry-After", "x-request-id", "x-video-id"],
         )
     app.add_middleware(Middleware, service=service)
     described = app.openapi()
@@ -66,17 +68,38 @@ def make_app(service: Service) -> FastAPI:
 
 
 @rest.get("/v1/models", tags=["models"], responses=errors())
-async def list_models(service: Served, owner: Owner) -> ModelList:
+async def list_models(service: Served, caller: Watcher) -> ModelList:
     """List what can be asked for, with its tasks, stages, defaults and limits."""
     return ModelList(data=[_model(service)])
 
 
 @rest.get("/v1/models/{name:path}", tags=["models"], responses=errors(404))
-async def retrieve_model(service: Served, name: str, owner: Owner) -> Model:
+async def retrieve_model(service: Served, name: str, caller: Watcher) -> Model:
     """Return one model."""
-    if name != service.settings.model:
+    if name not in (service.settings.model, *service.settings.aliases):
         raise HttpError(404, f"there is no model {name[:80]!r}; GET /v1/models lists them", code="model_not_found")
     return _model(service)
+
+
+_Day = Annotated[str, Query(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+
+
+@rest.get("/v1/usage", tags=["usage"], responses=errors(400))
+async def usage(service: Served, caller: Watcher, first: _Day = "2000-01-01", last: _Day = "9999-12-31") -> UsageList:
+    """Return what a key has used from a day (UTC) to another, of all keys to one that may operate."""
+    found = await asyncio.to_thread(service.usage_now, caller, first, last)
+    data = [
+        KeyUsage(
+            key=key,
+            name=name,
+            videos=used.videos,
+            failed=used.failed,
+            chip_seconds=round(used.chip_seconds, 3),
+            dollars=round(used.dollars, 6),
+        )
+        for key, name, used in found
+    ]
+    return UsageList(data=data, first=first, last=last)
 
 
 @rest.get("/health", tags=["service"], responses=errors())
@@ -87,8 +110,8 @@ async def health() -> JSONResponse:
 
 @rest.get("/ready", tags=["service"], responses=errors())
 async def ready(service: Served) -> JSONResponse:
-    """Say that jobs can be accepted: database and storage can be used. 503 where not."""
-    workers = await asyncio.to_thread(service.workers_now)
+    """Say that jobs can be accepted: database and storage can be read and written. 503 where not."""
+    workers = await asyncio.to_thread(service.ready_now)
     return JSONResponse({"status": "ok", "workers": workers})
 
 
@@ -119,4 +142,4 @@ def _policy(text: str) -> str:
 
 
 def _model(service: Service) -> Model:
-    return model(service.settings.model, _STARTED, service.spec, service.settings.largest)
+    return model(service.settings.model, _STARTED, service.spec, service.settings.largest, service.settings.aliases)

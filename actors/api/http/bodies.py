@@ -1,80 +1,81 @@
-"""Read what a client sends: JSON, or a form with an image in it. The image comes out decoded and written anew."""
+"""What a client asks for: the fields of its body, and the image that comes with it or that they name."""
 
-import asyncio
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
-from fastapi import Request
 from pydantic import ValidationError
-from starlette.exceptions import HTTPException
 
 from actors.api.http.error_answers import HttpError
 from actors.api.http.objects import CreateVideo
-from actors.api.images.decoder import CleanImage, ImageDecoder, data_url_content
+from actors.api.intake.apart import FORM, IMAGE, JSON, PICTURE, Parts, apart, media_type
+from actors.api.intake.reader import Reader, Reading
 from actors.api.outbound.client import FetchSettings, fetch
 from wan_tpu.errors import InvalidRequest
-
-IMAGE = "input_reference"
-_FIELDS = 40
-_FIELD_BYTES = 200_000  # a prompt of 32,000 characters in UTF-8, and room
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A body: its fields, the image if it came as a file, and a digest by which the same is known again."""
+    """A body: its fields, a digest by which the same is known again, and the process that holds its image, if any."""
 
     fields: CreateVideo
-    upload: bytes | None
     digest: str
+    reading: Reading | None
 
     @property
     def has_image(self) -> bool:
         """Whether there is an image to start from."""
-        return self.upload is not None or self.fields.input_reference is not None
+        return self.reading is not None or self.fields.input_reference is not None
 
 
-async def read_body(request: Request, images: ImageDecoder) -> Asked:
-    """Return what was sent; raises `InvalidRequest`, or `HttpError` for a kind of body that isn't known."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    upload = None
-    if kind == "application/json":
-        fields = from_json(await request.body())
-    elif kind == "multipart/form-data":
-        fields, upload = await _form(request, images)
-    else:
-        raise HttpError(
-            415, f"the body is {kind[:60] or 'of no type'}; send application/json or multipart/form-data", code="type"
-        )
-    digest = hashlib.sha256(fields.model_dump_json().encode())
-    if upload is not None:
-        digest.update(b"\0" + hashlib.sha256(upload).digest())
-    return Asked(fields=fields, upload=upload, digest=digest.hexdigest())
-
-
-async def read_image(asked: Asked, images: ImageDecoder, fetching: FetchSettings) -> CleanImage | None:
-    """Return the image of a request, fetched if it is elsewhere; raises `InvalidRequest`."""
-    try:
-        if asked.upload is not None:
-            return await images.decode(asked.upload)
-        if asked.fields.input_reference is None:
-            return None
-        url = asked.fields.input_reference.image_url
-        if url[:5].lower() == "data:":
-            content = await asyncio.to_thread(data_url_content, url, images.limits)
+@contextlib.asynccontextmanager
+async def asked_for(content_type: str, body: bytes, reader: Reader, key: str) -> AsyncIterator[Asked]:
+    """Give what a body asks for; raises `InvalidRequest`, or `HttpError` for a kind of body that isn't known."""
+    kind = media_type(content_type)
+    if kind not in (JSON, FORM):
+        known = f"{JSON} or {FORM}"
+        raise HttpError(415, f"the body is {kind[:60] or 'of no type'}; send {known}", code="type")
+    async with contextlib.AsyncExitStack() as stack:
+        reading = None
+        if len(body) > reader.limits.small_bytes:
+            reading = await stack.enter_async_context(reader.read(content_type, body, key))
+            fields = _fields(reading.parts)
         else:
-            content = await fetch(url, fetching)
-        return await images.decode(content)
+            parts = apart(content_type, body)
+            fields = _fields(parts)
+            if parts.upload is not None:
+                reading = await stack.enter_async_context(reader.read(PICTURE, parts.upload, key))
+        upload = None if reading is None else reading.upload
+        if upload is not None and fields.input_reference is not None:
+            raise InvalidRequest(f"{IMAGE} was sent as a file and as a URL; send one of them", IMAGE)
+        digest = hashlib.sha256(f"{fields.model_dump_json()}\0{upload or ''}".encode()).hexdigest()
+        yield Asked(fields=fields, digest=digest, reading=reading if upload is not None else None)
+
+
+@contextlib.asynccontextmanager
+async def image_of(asked: Asked, reader: Reader, fetching: FetchSettings, key: str) -> AsyncIterator[Reading | None]:
+    """Give the image of a request, fetched if it is elsewhere; raises `InvalidRequest`."""
+    if asked.reading is not None or asked.fields.input_reference is None:
+        yield asked.reading
+        return
+    try:
+        content = await fetch(asked.fields.input_reference.image_url, fetching)
     except InvalidRequest as error:
         raise InvalidRequest(str(error), IMAGE) from None
+    async with reader.read(PICTURE, content, key) as reading:
+        yield reading
 
 
-def from_json(body: bytes) -> CreateVideo:
+def _fields(parts: Parts) -> CreateVideo:
+    return from_json(parts.text) if parts.text is not None else from_form(parts.fields or [])
+
+
+def from_json(text: str | bytes) -> CreateVideo:
     """Return a request from JSON; raises `InvalidRequest`."""
     with _named_fields():
-        return CreateVideo.model_validate_json(body, strict=True)
+        return CreateVideo.model_validate_json(text, strict=True)
 
 
 def from_form(fields: Iterable[tuple[str, str]]) -> CreateVideo:
@@ -93,29 +94,6 @@ def from_form(fields: Iterable[tuple[str, str]]) -> CreateVideo:
         target[key] = value
     with _named_fields():
         return CreateVideo.model_validate(body, strict=False)  # a form has only texts: "81" is a number
-
-
-async def _form(request: Request, images: ImageDecoder) -> tuple[CreateVideo, bytes | None]:
-    try:
-        form = await request.form(max_files=1, max_fields=_FIELDS, max_part_size=_FIELD_BYTES)
-    except (HTTPException, ValueError, LookupError) as error:
-        reason = getattr(error, "detail", None) or str(error) or type(error).__name__
-        raise InvalidRequest(f"the form can't be read ({reason[:200]}); send multipart/form-data") from None
-    try:
-        texts, upload = [], None
-        for name, value in form.multi_items():
-            if isinstance(value, str):
-                texts.append((name, value))
-            elif name != IMAGE:
-                raise InvalidRequest(f"the field {name[:80]!r} is a file; only {IMAGE} may be one", name[:80])
-            else:
-                upload = await value.read(images.limits.max_bytes + 1)  # one too many is refused by the decoder
-        fields = from_form(texts)
-    finally:
-        await form.close()
-    if upload is not None and fields.input_reference is not None:
-        raise InvalidRequest(f"{IMAGE} was sent as a file and as a URL; send one of them", IMAGE)
-    return fields, upload
 
 
 @contextlib.contextmanager

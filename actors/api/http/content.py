@@ -4,7 +4,7 @@ import re
 from collections.abc import AsyncIterator
 
 from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import RedirectResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from actors.storage.base import Storage
@@ -13,11 +13,16 @@ CHUNK = 1 << 20  # bytes in memory at a time
 _RANGE = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})", re.ASCII)
 
 
-async def send(request: Request, storage: Storage, name: str, media_type: str, filename: str) -> Response:
+async def send(
+    request: Request, storage: Storage, name: str, media_type: str, filename: str, url_s: float | None = None
+) -> Response:
     """Return what is stored under a name; names are never written twice, so the name is the ETag.
 
-    One range is honoured (RFC 9110); several, or none that makes sense, bring the whole. Raises `Missing`.
+    One range is honoured (RFC 9110); several, or none that makes sense, bring the whole. With `url_s` who asks is sent
+    to where it is stored, if there is such an address. Raises `Missing`.
     """
+    if url_s is not None and (url := await run_in_threadpool(storage.url, name, url_s, filename)) is not None:
+        return RedirectResponse(url, headers={"Cache-Control": "no-store"})
     etag = f'"{name}"'
     headers = {
         "ETag": etag,
@@ -39,6 +44,8 @@ async def send(request: Request, storage: Storage, name: str, media_type: str, f
                 return Response(None, 416, headers | {"Content-Range": f"bytes */{size}"})
             status, headers["Content-Range"] = 206, f"bytes {start}-{stop - 1}/{size}"
     headers["Content-Length"] = str(stop - start)
+    if request.scope.get("head"):
+        return Response(None, status, headers, media_type)
     first = await run_in_threadpool(storage.read, name, start, min(stop, start + CHUNK))  # raises before the answer
     return StreamingResponse(_chunks(storage, name, first, start, stop), status, headers, media_type)
 

@@ -35,8 +35,8 @@ class HttpError(Exception):
         self.status, self.code, self.param, self.headers = status, code, param, headers or {}
 
 
-def answer(error: Exception) -> Response:
-    """Return the answer to an error."""
+def answer(error: Exception, request_id: str = "") -> Response:
+    """Return the answer to an error; request_id: under which its reason is found in the log, if nowhere else."""
     message, headers = str(error), {}
     code: str | None
     status, code, param = 500, "internal_error", None
@@ -72,8 +72,8 @@ def answer(error: Exception) -> Response:
         case ClientDisconnect():
             status, code, message = 499, None, "the client hung up"
         case _:
-            message = "the service failed; its log says why"
-            log.error("failed", exc_info=error)
+            message = f"the service failed; its log says why, under {request_id}"
+            log.error("failed", exc_info=error, extra={"fields": {"request": request_id}})
     body = error_body(status, message, code=code, param=param)
     return Response(body.model_dump_json(), status, headers, "application/json")
 

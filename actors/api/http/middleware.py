@@ -1,6 +1,8 @@
-"""Around every request: bodies end where they must, strangers' pages get nothing, each answer is counted and logged."""
+"""Around every request: strangers' pages get nothing, each answer has an id, is counted and logged."""
 
 import logging
+import re
+import secrets
 import time
 
 from starlette.datastructures import Headers
@@ -13,6 +15,7 @@ from actors.observe.logs import log_event
 log = logging.getLogger(__name__)
 
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
 class Middleware:
@@ -31,23 +34,31 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         start, status = time.perf_counter(), 0
+        headers = Headers(scope=scope)
+        method, state = scope["method"], scope.setdefault("state", {})
+        state["request_id"] = _request_id(headers)
+        scope = _as_routed(scope)
 
         async def observed(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
-                self._count(scope, status, time.perf_counter() - start)
+                more = {"x-content-type-options": "nosniff", "x-request-id": state["request_id"]}
+                more |= state.get("headers", {})
+                added = [(name.lower().encode(), value.encode("latin-1")) for name, value in more.items()]
+                message["headers"] = [*message.get("headers", []), *added]
+                self._count(scope, method, status, time.perf_counter() - start)
+            elif method == "HEAD":
+                message = {"type": "http.response.body", "body": b"", "more_body": message.get("more_body", False)}
             await send(message)
 
         try:
-            headers = Headers(scope=scope)
             self._check_site(headers)
-            await self._app(scope, self._limited(receive, headers), observed)
+            await self._app(scope, receive, observed)
         except Exception as error:  # whatever it is: the process goes on
             if status:  # half an answer is out
                 raise
-            await answer(error)(scope, receive, observed)
+            await answer(error, state["request_id"])(scope, receive, observed)
 
     def _check_site(self, headers: Headers) -> None:
         if self._service.access.required:
@@ -71,31 +82,9 @@ class Middleware:
         if foreign or (origin is None and elsewhere):
             raise HttpError(403, "pages of other sites may not use this service", code="wrong_origin")
 
-    def _limited(self, receive: Receive, headers: Headers) -> Receive:
-        length, taken = headers.get("content-length", ""), 0
-        if length.isdigit() and int(length) > self._settings.body_bytes:
-            raise self._too_large()
-
-        async def counted() -> Message:
-            nonlocal taken
-            message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > self._settings.body_bytes:
-                raise self._too_large()
-            return message
-
-        return counted
-
-    def _too_large(self) -> HttpError:
-        return HttpError(
-            413, f"the body has more than {self._settings.body_bytes} bytes; send a smaller image", code="too_large"
-        )
-
-    def _count(self, scope: Scope, status: int, seconds: float) -> None:
+    def _count(self, scope: Scope, method: str, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "none")
-        self._service.meters.http.labels(scope["method"] if route != "none" else "none", route, str(status)).observe(
-            seconds
-        )
+        self._service.meters.http.labels(method if route != "none" else "none", route, str(status)).observe(seconds)
         if route in _QUIET:
             return
         asked = scope.get("path_params") or {}
@@ -103,14 +92,30 @@ class Middleware:
         log_event(
             log,
             "http",
-            logging.DEBUG if scope["method"] == "GET" and status < 400 else logging.INFO,
-            method=scope["method"],
+            logging.DEBUG if method in ("GET", "HEAD") and status < 400 else logging.INFO,
+            method=method,
             route=route,
             status=status,
             ms=round(seconds * 1000, 1),
             job=asked.get("video_id", facts.get("job")),
             owner=facts.get("owner") or None,
+            request=facts["request_id"],
         )
+
+
+def _as_routed(scope: Scope) -> Scope:
+    """Return a request as routes know it: a HEAD as the GET whose head is wanted, no slash at the end."""
+    path = scope["path"]
+    routed = {"path": path.rstrip("/") if path.startswith("/v1/") else path}
+    if scope["method"] == "HEAD" and not path.endswith("/events"):  # which end with the job
+        routed |= {"method": "GET", "head": True}
+    return {**scope, **routed}
+
+
+def _request_id(headers: Headers) -> str:
+    """Return the id of a request: what its client or a proxy has given it, if that can be shown."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
 
 def _name(host: str) -> str:

@@ -91,7 +91,7 @@ class Video(_Object):
     prompt: str
     size: str
     seconds: str
-    remixed_from_video_id: None = None
+    remixed_from_video_id: str | None = None
     error: VideoError | None
     priority: int
     seed: int
@@ -132,6 +132,7 @@ class Model(_Object):
     limits    of fields that are numbers and that the model has; frames are a multiple of `frame_step`, and one
     solvers   its schedulers, the one that is used unless a request names another first
     largest   the largest sizes that the slices have memory for; anything if None
+    aliases   other names that a request may give it
     """
 
     id: str
@@ -148,6 +149,7 @@ class Model(_Object):
     frame_step: int
     solvers: list[str]
     largest: list[dict[str, int | str]] | None
+    aliases: list[str]
 
 
 class ModelList(_Object):
@@ -173,6 +175,27 @@ class VideoDeleted(_Object):
     id: str
     object: Literal["video.deleted"] = "video.deleted"
     deleted: Literal[True] = True
+
+
+class KeyUsage(_Object):
+    """What the jobs of a key that have ended came to; cancelled and failed ones count with what they had computed."""
+
+    object: Literal["usage"] = "usage"
+    key: str
+    name: str
+    videos: int
+    failed: int
+    chip_seconds: float
+    dollars: float
+
+
+class UsageList(_Object):
+    """Usage by key, from a day to another, both included."""
+
+    object: Literal["list"] = "list"
+    data: list[KeyUsage]
+    first: str
+    last: str
 
 
 class ErrorDetail(_Object):
@@ -202,7 +225,8 @@ def video(job: Job, eta_s: float | None = None) -> Video:
         completed_at=int(job.ended_at) if job.ended_at is not None and job.status == "completed" else None,
         expires_at=int(job.expires_at) if job.expires_at is not None else None,
         size=f"{asked['width']}x{asked['height']}",
-        seconds=seconds_text(asked["num_frames"] / asked["fps"]),
+        seconds=asked.get("seconds") or seconds_text(asked["num_frames"] / asked["fps"]),
+        remixed_from_video_id=job.remixed_from,
         error=VideoError(code=job.error_code, message=job.error_message or "") if job.error_code is not None else None,
         stage=running.stage if running else None,
         step=running.step if running else None,
@@ -212,7 +236,7 @@ def video(job: Job, eta_s: float | None = None) -> Video:
     )
 
 
-def model(name: str, created: int, spec: ModelSpec, largest: Sequence[Size]) -> Model:
+def model(name: str, created: int, spec: ModelSpec, largest: Sequence[Size], aliases: Sequence[str] = ()) -> Model:
     """Return a model as the API shows it."""
     defaults = {name: value for name, value in dataclasses.asdict(spec.defaults).items() if name not in spec.unused}
     limits = {name: value for name, value in LIMITS.items() if name not in spec.unused}
@@ -230,6 +254,7 @@ def model(name: str, created: int, spec: ModelSpec, largest: Sequence[Size]) -> 
         frame_step=spec.frame_step,
         solvers=list(spec.solvers),
         largest=[{"size": f"{w}x{h}", "num_frames": n} for h, w, n in largest] or None,
+        aliases=list(aliases),
     )
 
 

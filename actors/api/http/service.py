@@ -2,36 +2,44 @@
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import secrets
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from prometheus_client import generate_latest
+from starlette.requests import Request
 
 from actors.api.estimates import Estimator
-from actors.api.http.access import REFRESH_S, Access
-from actors.api.http.bodies import Asked, read_image
+from actors.api.http.access import REFRESH_S, Access, Caller
+from actors.api.http.bodies import Asked, asked_for, image_of
 from actors.api.http.error_answers import HttpError
+from actors.api.http.following import Following, Seen
 from actors.api.http.objects import generation_request
-from actors.api.images.decoder import CleanImage, ImageDecoder
+from actors.api.intake.reader import Reader
+from actors.api.intake.receiving import Bodies
 from actors.api.metrics import FRESH_S, HEARTBEAT_S, Meters, ServiceMetrics
 from actors.api.outbound.client import FetchError, check_url
 from actors.api.settings import ServiceSettings
 from actors.api.sizes import admit
 from actors.jobs.deliveries import Deliveries
-from actors.jobs.errors import QueueFull
+from actors.jobs.errors import QueueFull, StoreUnavailable
 from actors.jobs.heartbeats import Heartbeats, process_name
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore, open_database
-from actors.jobs.tables import Heartbeat, Job
+from actors.jobs.tables import Heartbeat, Job, Usage
+from actors.jobs.usage import read_usage
+from actors.jobs.values import Room
 from actors.observe.logs import log_event
-from actors.storage.base import Missing
+from actors.storage.base import Missing, StorageError
 from actors.storage.opening import open_storage
 from wan_tpu.errors import InvalidRequest, WanTpuError
 from wan_tpu.spec import ModelSpec
 
 log = logging.getLogger(__name__)
+
+_SILENT_S = 4 * HEARTBEAT_S  # without a heartbeat that could be recorded, after which nothing is accepted here
 
 
 class Service:
@@ -44,81 +52,174 @@ class Service:
         self.store = JobStore(self.database, settings.jobs)
         self.storage = open_storage(settings.storage)
         self.retention = Retention(self.database, self.storage, settings.jobs)
-        self.access = Access(self.database)
-        self.images = ImageDecoder(settings.images)
+        self.access = Access(self.database, settings.queue_limit, settings.limits)
+        self.following = Following(self.look_at_all_now, self.access, settings.limits.followers)
+        self.bodies, self.reader = Bodies(settings.limits), Reader(settings.limits)
         self.forecast = Estimator(self.store, settings.concurrency)
         self.meters = Meters()
         self._heartbeats = Heartbeats(self.database)
         self._deliveries = Deliveries(self.database)
-        self._name = process_name("ingress")
+        self._name, self._recorded = process_name("ingress"), time.monotonic()
 
-    async def submit(self, asked: Asked, owner: str, idempotency_key: str | None) -> tuple[Job, float | None]:
-        """Accept a job, or refuse it with a reason; return it, and in how many seconds it will be done."""
-        fields = asked.fields
+    async def submit(self, request: Request, caller: Caller, idempotency_key: str | None) -> Seen:
+        """Accept a job, or refuse it with a reason; return it, and in how many seconds it will be done.
+
+        What costs more comes later: the queue is looked at before the body, all fields before the image.
+        """
+        await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
+        async with self._asked(request, caller) as asked:
+            job = await asyncio.to_thread(self.store.known, caller.owner, idempotency_key, asked.digest)
+            new = False
+            if job is None:
+                job, new = await self._submit(asked, caller, idempotency_key)
+        return await self._accepted(job, new)
+
+    async def remix(self, job: str, request: Request, caller: Caller, idempotency_key: str | None) -> Seen:
+        """Accept a job with the request of another one, but for its prompt; raises `JobNotFound`."""
+        await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
+        source = await asyncio.to_thread(self.store.get, job, caller.sees)
+        async with self._asked(request, caller) as asked:
+            if (more := asked.fields.model_fields_set - {"prompt"}) or asked.has_image:
+                field = min(more, default="input_reference")
+                raise InvalidRequest(f"{field} can't be changed by a remix, the prompt alone can", field)
+        made, new = await asyncio.to_thread(self._remix_now, source, asked.fields.prompt, caller, idempotency_key)
+        return await self._accepted(made, new)
+
+    @contextlib.asynccontextmanager
+    async def _asked(self, request: Request, caller: Caller) -> AsyncIterator[Asked]:
+        kind, owner = request.headers.get("content-type", ""), caller.owner
+        async with self.bodies.received(request, owner) as body, asked_for(kind, body, self.reader, owner) as asked:
+            yield asked
+
+    async def _accepted(self, job: Job, new: bool) -> Seen:
+        size = "{width}x{height}x{frames}".format(**job.request)
+        steps, owner = job.request["steps"], job.owner or None
+        log_event(log, "accepted" if new else "known", job=job.id, owner=owner, size=size, steps=steps)
+        return await asyncio.to_thread(self.look_now, job.id, job.owner)
+
+    async def _submit(self, asked: Asked, caller: Caller, idempotency_key: str | None) -> tuple[Job, bool]:
+        fields, settings, owner = asked.fields, self.settings, caller.owner
         self._check_model(fields.model)
+        if fields.priority > caller.priority:
+            raise HttpError(
+                403,
+                f"priority is {fields.priority}; this key may ask for at most {caller.priority}",
+                code="priority_not_allowed",
+                param="priority",
+            )
         self._check_webhook(fields.webhook_url)
-        seed = secrets.randbelow(2**31)
-        request = generation_request(fields, self.spec, seed=seed)
-        largest, follows = self.settings.largest, request.height is None and self.spec.follows_image
-        resolved = admit(request, self.spec, () if follows else largest, image=asked.has_image)
-        image = await read_image(asked, self.images, self.settings.fetch)
-        if follows and image is not None:  # only now is there a size
-            resolved = admit(request, self.spec, largest, image=True, picture=(image.height, image.width))
-        name = None if image is None else f"input-{secrets.token_hex(16)}.png"
-        image_size = None if image is None else f"{image.width}x{image.height}"
-        body: dict[str, Any] = resolved.to_json() | {"model": self.settings.model, "image": image_size}
+        request = generation_request(fields, self.spec, seed=secrets.randbelow(2**31))
+        follows = request.height is None and self.spec.follows_image
+        resolved = admit(request, self.spec, () if follows else settings.largest, image=asked.has_image)
+        image = None
+        async with image_of(asked, self.reader, settings.fetch, owner) as reading:
+            if reading is not None:
+                if follows:  # only now is there a size
+                    resolved = admit(request, self.spec, settings.largest, image=True, picture=reading.size)
+                crop = self.spec.crops_image
+                image = await reading.picture(resolved.height, resolved.width, crop=crop)
+        given = None if image is None else f"{image.width}x{image.height}"
         job = Job(
             owner=owner,
-            request=body,
-            input_image=name,
+            request=resolved.to_json() | {"model": settings.model, "image": given, "seconds": fields.seconds},
+            input_image=None if image is None else _image_name(),
             priority=fields.priority,
             deadline=fields.deadline,
             idempotency_key=idempotency_key,
             body_digest=asked.digest,
         )
-        job, eta_s, new = await asyncio.to_thread(self._accept_now, job, fields.webhook_url, image)
-        size = "{width}x{height}x{frames}".format(**job.request)
-        log_event(log, "accepted" if new else "known", job=job.id, owner=owner or None, size=size, steps=body["steps"])
-        return job, eta_s
+        png = None if image is None else image.png
+        return await asyncio.to_thread(self._accept_now, job, fields.webhook_url, png, caller.room)
 
-    def look_now(self, job: str, owner: str | None) -> tuple[Job, float | None]:
+    def look_now(self, job: str, owner: str | None) -> Seen:
         """Return a job and in how many seconds it will be done, if that is known; raises `JobNotFound`."""
         found = self.store.look(job, owner)
         return found, self.forecast.eta_s(found)
 
+    def look_at_all_now(self, jobs: Iterable[str]) -> dict[str, Seen]:
+        """Return those of some jobs that there are."""
+        return {job.id: (job, self.forecast.eta_s(job)) for job in self.store.look_at_all(jobs)}
+
+    def usage_now(self, caller: Caller, first: str, last: str) -> list[tuple[str, str, Usage]]:
+        """Return id, name and usage of the keys that a caller sees and that have any."""
+        return [
+            (owner, self.access.name(owner), used)
+            for owner, used in read_usage(self.database, caller.sees, first=first, last=last).items()
+        ]
+
     def metrics_now(self) -> bytes:
         """Return the figures of all processes, as Prometheus reads them."""
         mine = self._heartbeat()
-        others = [other for other in self._heartbeats.read(FRESH_S) if other.name != mine.name]
-        return generate_latest(ServiceMetrics([*others, mine], self.store.counts(), self._deliveries.waiting()))
+        try:
+            others = [other for other in self._heartbeats.read(FRESH_S) if other.name != mine.name]
+            counts, waiting, usage = self.store.counts(), self._deliveries.waiting(), read_usage(self.database)
+        except StoreUnavailable as error:  # this process has figures still
+            log_event(log, "database", logging.WARNING, reason=str(error))
+            return generate_latest(self.meters.registry)
+        return generate_latest(ServiceMetrics([*others, mine], counts, waiting, usage))
 
-    def workers_now(self) -> int:
-        """Return how many workers there are; raises when the database or storage can't be used."""
+    def ready_now(self) -> int:
+        """Return how many workers there are; raises when database or storage can't be read, or not be written."""
         with contextlib.suppress(Missing):  # it answers
             self.storage.size("ready")
+        self._check_disk()
+        if time.monotonic() - self._recorded > _SILENT_S:
+            raise StoreUnavailable(f"nothing could be written to {self.database} for {_SILENT_S:g} s")
         return [process.kind for process in self._heartbeats.read(FRESH_S)].count("worker")
 
     async def stay_current(self) -> None:
         """Send heartbeats with this process's figures, and follow which keys there are, until this is cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_repeat(lambda: self._heartbeats.send(self._heartbeat()), HEARTBEAT_S))
+            tasks.create_task(_repeat(self._send_heartbeat, HEARTBEAT_S))
             tasks.create_task(_repeat(self.access.refresh, REFRESH_S))
 
-    def _accept_now(
-        self, job: Job, webhook_url: str | None, image: CleanImage | None
-    ) -> tuple[Job, float | None, bool]:
-        if image is not None and job.input_image is not None:
-            self.retention.reserve(job.input_image)
-            self.storage.write(job.input_image, image.png)
+    def _refuse_early_now(self, caller: Caller, idempotency_key: str | None) -> None:
+        self._check_disk()
+        with self._queue_full():
+            self.store.check_room(caller.owner, idempotency_key, caller.room)
+
+    def _accept_now(self, job: Job, webhook_url: str | None, png: bytes | None, room: Room) -> tuple[Job, bool]:
+        name, new = job.input_image, False
+        if name is not None and png is not None:
+            self.retention.reserve(name)
         try:
-            job, new = self.store.submit(job, webhook_url=webhook_url, queue_limit=self.settings.queue_limit)
+            if name is not None and png is not None:
+                self.storage.write(name, png)
+            with self._queue_full():
+                job, new = self.store.submit(job, webhook_url=webhook_url, room=room)
+        finally:
+            if name is not None and not new:
+                with contextlib.suppress(StoreUnavailable):  # it is removed in an hour
+                    self.retention.discard(name)
+        return job, new
+
+    def _remix_now(self, source: Job, prompt: str, caller: Caller, idempotency_key: str | None) -> tuple[Job, bool]:
+        digest = hashlib.sha256(f"{source.id}\0{prompt}".encode()).hexdigest()
+        known = self.store.known(caller.owner, idempotency_key, digest)
+        if known is not None:
+            return known, False
+        png = None if source.input_image is None else self.storage.read(source.input_image)
+        made = Job(
+            owner=caller.owner,
+            request=source.request | {"prompt": prompt},
+            input_image=None if png is None else _image_name(),
+            priority=min(source.priority, caller.priority),
+            idempotency_key=idempotency_key,
+            body_digest=digest,
+            remixed_from=source.id,
+        )
+        return self._accept_now(made, None, png, caller.room)
+
+    @contextlib.contextmanager
+    def _queue_full(self) -> Iterator[None]:
+        try:
+            yield
         except QueueFull as full:
             after = {"Retry-After": str(self.forecast.next_free_s())}
             raise HttpError(429, str(full), code="queue_full", headers=after) from None
-        return *self.look_now(job.id, job.owner), new
 
     def _check_model(self, model: str | None) -> None:
-        if model not in (None, self.settings.model):
+        if model is not None and model not in (self.settings.model, *self.settings.aliases):
             message = f"there is no model {model[:80]!r} here; there is {self.settings.model!r}"
             raise HttpError(400, message, code="model_not_found", param="model")
 
@@ -132,8 +233,21 @@ class Service:
         except FetchError as error:
             raise InvalidRequest(str(error), "webhook_url") from None
 
+    def _check_disk(self) -> None:
+        free, kept = self.storage.free(), self.settings.limits.free_bytes
+        if free is not None and free < kept:
+            raise StorageError(f"{self.storage.location()} has {free} bytes left, {kept} are kept free; make room")
+
+    def _send_heartbeat(self) -> None:
+        self._heartbeats.send(self._heartbeat())
+        self._recorded = time.monotonic()
+
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(name=self._name, kind="ingress", metrics=self.meters.text())
+
+
+def _image_name() -> str:
+    return f"input-{secrets.token_hex(16)}.png"
 
 
 async def _repeat(work: Callable[[], object], every_s: float) -> None:

@@ -1,32 +1,31 @@
 """The routes of OpenAI's videos API, and ours beside them."""
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from actors.api.estimates import poll_after_ms
-from actors.api.http.bodies import read_body
+from actors.api.http.access import Caller
 from actors.api.http.content import send
-from actors.api.http.error_answers import HttpError
-from actors.api.http.objects import CreateVideo, ErrorBody, Variant, Video, VideoDeleted, VideoList, error_body, video
+from actors.api.http.error_answers import HttpError, answer
+from actors.api.http.following import Seen
+from actors.api.http.objects import CreateVideo, ErrorBody, Variant, Video, VideoDeleted, VideoList, video
 from actors.api.http.service import Service
 from actors.api.variants import VARIANTS
-from actors.jobs.errors import JobNotFound, StoreUnavailable
+from actors.jobs.errors import JobNotFound
+from actors.jobs.keys import MAKE, OPERATE, READ
 from actors.jobs.store import MAX_PAGE
 from actors.jobs.tables import Job
-from actors.observe.logs import log_event
+from actors.jobs.values import Status
 from actors.storage.base import Missing
 from wan_tpu.errors import InvalidRequest
 
-log = logging.getLogger(__name__)
-
 POLL_AFTER = "openai-poll-after-ms"
 _KEY_LENGTH = 255
-_LOOK_S = 0.5  # between two looks at a job whose events are followed
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -41,27 +40,45 @@ async def service_of(request: Request) -> Service:
 
 
 Served = Annotated[Service, Depends(service_of)]
+_BEARER = HTTPBearer(auto_error=False, description="a key of wan-tpu keys add; any where the service has none")
 
 
-async def owner_of(request: Request, service: Served) -> str | None:
-    """Return whose jobs may be seen: the key's id, or "" without keys; raises `HttpError`."""
-    if not service.access.required:
-        return ""
-    key = service.access.admit(request.headers.get("authorization"))
-    request.state.owner = key.id
-    return key.id
+def caller_of(*scopes: str) -> Callable[..., Coroutine[Any, Any, Caller]]:
+    """Return a dependency that lets those through whose key has one of the scopes; it raises `HttpError`."""
+
+    async def caller(
+        request: Request,
+        service: Served,
+        shown: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
+    ) -> Caller:
+        found = service.access.admit(None if shown is None else shown.credentials, scopes)
+        request.state.owner, request.state.headers = found.owner, found.rate
+        return found
+
+    return caller
 
 
-Owner = Annotated[str, Depends(owner_of)]
+Maker = Annotated[Caller, Depends(caller_of(MAKE))]
+Watcher = Annotated[Caller, Depends(caller_of(READ, OPERATE))]
+Ender = Annotated[Caller, Depends(caller_of(MAKE, OPERATE))]
 
 
-async def found_job(service: Served, video_id: str, owner: Owner) -> tuple[Job, float | None]:
+def _key(idempotency_key: Annotated[str | None, Header(max_length=_KEY_LENGTH)] = None) -> str | None:
+    if idempotency_key is not None and (not idempotency_key.isprintable() or not idempotency_key):
+        raise InvalidRequest("the Idempotency-Key is empty or has control characters; give a random one")
+    return idempotency_key
+
+
+IdempotencyKey = Annotated[str | None, Depends(_key)]
+
+
+async def found_job(service: Served, video_id: str, caller: Watcher) -> Seen:
     """Return a job of the caller and in how many seconds it will be done; raises `JobNotFound`."""
-    return await asyncio.to_thread(service.look_now, video_id, owner)
+    return await asyncio.to_thread(service.look_now, video_id, caller.sees)
 
 
 # Looked for before an answer begins, so that a 404 is an answer also where events follow.
-Found = Annotated[tuple[Job, float | None], Depends(found_job)]
+Found = Annotated[Seen, Depends(found_job)]
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
 _JSON = CreateVideo.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -69,36 +86,84 @@ _JSON.pop("$defs")
 _FILE = {"input_reference": {"type": "string", "format": "binary"}}
 _FORM = {"type": "object", "required": ["prompt"], "properties": _JSON["properties"] | _FILE}
 _BODY = {"required": True, "content": {"application/json": {"schema": _JSON}, "multipart/form-data": {"schema": _FORM}}}
+_ONLY = {"type": "object", "required": ["prompt"], "properties": {"prompt": _JSON["properties"]["prompt"]}}
+_PROMPT = {"required": True, "content": {"application/json": {"schema": _ONLY}}}
+_REFUSED = errors(400, 408, 409, 413, 415)
+_CONTENT: dict[int | str, dict[str, Any]] = {
+    200: {"content": {kind: {} for kind, _ in VARIANTS.values()}},
+    206: {"description": "A part of it"},
+    304: {"description": "As before"},
+    307: {"description": "It is at another address, which needs no key"},
+    416: {"description": "No such part"},
+}
 
 
-@router.post("", response_model=Video, responses=errors(400, 409, 413, 415), openapi_extra={"requestBody": _BODY})
-async def create(
-    request: Request,
-    service: Served,
-    owner: Owner,
-    idempotency_key: Annotated[str | None, Header(max_length=_KEY_LENGTH)] = None,
-) -> Response:
+@router.post("", response_model=Video, responses=_REFUSED, openapi_extra={"requestBody": _BODY})
+async def create(request: Request, service: Served, caller: Maker, key: IdempotencyKey) -> Response:
     """Accept a video to be made. It is then finished, or failed with a reason, whatever dies."""
-    if idempotency_key is not None and (not idempotency_key.isprintable() or not idempotency_key):
-        raise InvalidRequest("the Idempotency-Key is empty or has control characters; give a random one")
-    asked = await read_body(request, service.images)
-    job, eta_s = await service.submit(asked, owner, idempotency_key)
+    return _accepted(request, await service.submit(request, caller, key))
+
+
+@router.post("/sync", response_class=Response, responses=_REFUSED | _CONTENT, openapi_extra={"requestBody": _BODY})
+async def create_and_wait(request: Request, service: Served, caller: Maker, key: IdempotencyKey) -> Response:
+    """Have a short video made, and return its mp4, its id in the header `x-video-id`.
+
+    A video that isn't there in time is made on, and the answer is 202 with the video object: poll for it. One whose
+    client hangs up is cancelled.
+    """
+    seen = await service.submit(request, caller, key)
+    gone = asyncio.create_task(_hung_up(request))
+    ending = asyncio.create_task(_end_of(service, seen, caller))
+    try:
+        await asyncio.wait([gone, ending], timeout=service.settings.sync_s, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done() and not ending.done():
+            await asyncio.to_thread(service.store.cancel, seen[0].id, caller.owner)
+        seen = ending.result() if ending.done() else await asyncio.to_thread(service.look_now, seen[0].id, None)
+    finally:
+        gone.cancel()
+        ending.cancel()
+    job = seen[0]
+    if not job.ended:
+        waiting = _accepted(request, seen)
+        waiting.status_code = 202
+        return waiting
     request.state.job = job.id
-    return _answer(video(job, eta_s), poll_after_ms(eta_s))
+    if job.status == "failed":
+        status = 400 if job.error_code == "invalid" else 500
+        raise HttpError(status, f"{job.id} failed: {job.error_message}", code=job.error_code)
+    made = await _content(request, service, job, "video")
+    made.headers["x-video-id"] = job.id
+    return made
+
+
+@router.post("/edits", include_in_schema=False)
+@router.post("/extensions", include_in_schema=False)
+@router.post("/characters", include_in_schema=False)
+@router.get("/characters/{name}", include_in_schema=False)
+async def unsupported(request: Request, caller: Watcher) -> Response:
+    """Say what this service doesn't do, and what does something like it."""
+    what = request.url.path.split("/")[3]
+    raise HttpError(
+        400,
+        f"no model of this service has {what}; POST /v1/videos/{{id}}/remix makes a video again with another prompt, "
+        "and input_reference starts one from an image, such as the last frame of another",
+        code="unsupported",
+    )
 
 
 @router.get("", response_model=VideoList, responses=errors(400, 404))
 async def list_(
     service: Served,
-    owner: Owner,
+    caller: Watcher,
     after: Annotated[str | None, Query(max_length=80)] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
     order: Literal["asc", "desc"] = "desc",
+    status: Status | None = None,
 ) -> Response:
-    """List videos, newest first; `after` is the `last_id` of the page before."""
+    """List videos, newest first; `after` is the `last_id` of the page before, `status` that of those wanted."""
 
     def page() -> VideoList:
-        found = service.store.list(owner, after=after, limit=limit, order=order)
+        found = service.store.list(caller.sees, after=after, limit=limit, order=order, status=status)
         videos = [video(job, service.forecast.eta_s(job)) for job in found.jobs]
         first, last = (videos[0].id, videos[-1].id) if videos else (None, None)
         return VideoList(data=videos, first_id=first, last_id=last, has_more=found.more)
@@ -113,46 +178,38 @@ async def retrieve(found: Found) -> Response:
     return _answer(video(job, eta_s), None if job.ended else poll_after_ms(eta_s))
 
 
-@router.get(
-    "/{video_id}/content",
-    response_class=Response,
-    responses=errors(400, 404)
-    | {
-        200: {"content": {kind: {} for kind, _ in VARIANTS.values()}},
-        206: {"description": "A part of it"},
-        304: {"description": "As before"},
-        416: {"description": "No such part"},
-    },
-)
+@router.get("/{video_id}/content", response_class=Response, responses=errors(400, 404) | _CONTENT)
 async def content(
-    request: Request, service: Served, video_id: str, owner: Owner, variant: Variant = "video"
+    request: Request, service: Served, video_id: str, caller: Watcher, variant: Variant = "video"
 ) -> Response:
     """Return the mp4 of a completed video, or a picture of it. Ranges and If-None-Match are honoured."""
-    job = await asyncio.to_thread(service.store.get, video_id, owner)
-    if job.status != "completed":
-        raise HttpError(404, f"{job.id} is {job.status}; only completed videos have content", code="video_not_ready")
-    name = job.results.get(variant)
-    if name is None:
-        raise HttpError(404, f"{job.id} has no {variant}", code="variant_not_found", param="variant")
-    try:
-        media_type, ending = VARIANTS[variant]
-        return await send(request, service.storage, name, media_type, f"{job.id}.{ending}")
-    except Missing:
-        raise HttpError(404, f"{job.id} is gone: it was deleted, or has expired", code="video_not_found") from None
+    job = await asyncio.to_thread(service.store.get, video_id, caller.sees)
+    return await _content(request, service, job, variant)
 
 
 @router.delete("/{video_id}", response_model=VideoDeleted, responses=errors(404, 409))
-async def delete(service: Served, video_id: str, owner: Owner) -> Response:
-    """Remove a video and its files. One in progress is to be cancelled first."""
-    await asyncio.to_thread(service.store.delete, video_id, owner)
+async def delete(service: Served, video_id: str, caller: Ender) -> Response:
+    """Remove a video and its files. One that waits is cancelled; one in progress is to be cancelled first."""
+    await asyncio.to_thread(service.store.delete, video_id, caller.sees)
     return _answer(VideoDeleted(id=video_id))
 
 
 @router.post("/{video_id}/cancel", response_model=Video, responses=errors(404))
-async def cancel(service: Served, video_id: str, owner: Owner) -> Response:
-    """Have a video not made: it becomes `failed` with code `cancelled`. One that has ended stays as it is."""
-    job = await asyncio.to_thread(service.store.cancel, video_id, owner)
+async def cancel(service: Served, video_id: str, caller: Ender) -> Response:
+    """Have a video not made: it becomes `failed` with code `cancelled`. One that has ended stays as it is.
+
+    The step that computes is finished first: `eta_seconds` of a video in progress says how long steps take.
+    """
+    job = await asyncio.to_thread(service.store.cancel, video_id, caller.sees)
     return _answer(video(job, service.forecast.eta_s(job)))
+
+
+@router.post(
+    "/{video_id}/remix", response_model=Video, responses=_REFUSED | errors(404), openapi_extra={"requestBody": _PROMPT}
+)
+async def remix(request: Request, service: Served, video_id: str, caller: Maker, key: IdempotencyKey) -> Response:
+    """Accept a video with the request of another one, its image and seed included, but for the prompt."""
+    return _accepted(request, await service.remix(video_id, request, caller, key))
 
 
 class Events(EventSourceResponse):
@@ -161,29 +218,55 @@ class Events(EventSourceResponse):
     media_type = None  # type: ignore[assignment]
 
 
+async def _followed(service: Served, found: Found, caller: Watcher) -> AsyncIterator[AsyncIterator[Seen]]:
+    async with service.following.follow(found, caller.owner) as seen:
+        yield seen
+
+
 @router.get("/{video_id}/events", response_class=Events, responses=errors(404))
-async def follow(service: Served, found: Found) -> AsyncIterator[ServerSentEvent]:
+async def follow(seen: Annotated[AsyncIterator[Seen], Depends(_followed)]) -> AsyncIterator[ServerSentEvent]:
     """Follow a video: "progress" events with the video object, then "completed" or "failed", and the stream ends.
 
-    A job that is deleted meanwhile ends with "error".
+    A job that is deleted meanwhile ends with "error", as does a stream whose key is revoked.
     """
-    (job, eta_s), last = found, None
-    while True:
-        shown = video(job, eta_s)
-        news = shown.model_copy(update={"eta_seconds": None})  # which alone is no news: it changes with every look
-        if news != last:
-            yield ServerSentEvent(event=job.status if job.ended else "progress", data=shown)
-            last = news
-        if job.ended:
-            return
-        await asyncio.sleep(_LOOK_S)
-        try:
-            job, eta_s = await asyncio.to_thread(service.look_now, job.id, job.owner)
-        except JobNotFound as gone:
-            yield ServerSentEvent(event="error", data=error_body(404, str(gone), code="video_not_found"))
-            return
-        except StoreUnavailable as error:
-            log_event(log, "events wait", logging.WARNING, job=job.id, reason=str(error))
+    try:
+        async for job, eta_s in seen:
+            yield ServerSentEvent(event=job.status if job.ended else "progress", data=video(job, eta_s))
+    except (JobNotFound, HttpError) as error:
+        yield ServerSentEvent(event="error", raw_data=bytes(answer(error).body).decode())
+
+
+async def _content(request: Request, service: Service, job: Job, variant: Variant) -> Response:
+    if job.status != "completed":
+        raise HttpError(404, f"{job.id} is {job.status}; only completed videos have content", code="video_not_ready")
+    name = job.results.get(variant)
+    if name is None:
+        raise HttpError(404, f"{job.id} has no {variant}", code="variant_not_found", param="variant")
+    try:
+        media_type, ending = VARIANTS[variant]
+        url_s = service.settings.url_s
+        return await send(request, service.storage, name, media_type, f"{job.id}.{ending}", url_s)
+    except Missing:
+        raise HttpError(404, f"{job.id} is gone: it was deleted, or has expired", code="video_not_found") from None
+
+
+async def _end_of(service: Service, seen: Seen, caller: Caller) -> Seen:
+    async with service.following.follow(seen, caller.owner) as stream:
+        async for last in stream:
+            seen = last
+    return seen
+
+
+async def _hung_up(request: Request) -> None:
+    """Return when the client does; its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _accepted(request: Request, seen: Seen) -> Response:
+    job, eta_s = seen
+    request.state.job = job.id
+    return _answer(video(job, eta_s), None if job.ended else poll_after_ms(eta_s))
 
 
 def _answer(value: Video | VideoList | VideoDeleted, poll_after_ms: int | None = None) -> Response:

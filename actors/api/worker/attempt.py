@@ -42,7 +42,7 @@ class Attempt:
         self._tools, self._job, self._pause = tools, job, pause
         self._queue, self._storage = tools.queue, tools.storage
         self._chips = tools.settings.chips
-        self._tracker = Tracker(self._job, tools.pace.of(self._job.request), self._chips)
+        self._tracker = Tracker(self._job, tools.pace.of(self._job.request), self._chips, tools.settings.dollars)
         self._start_s, self._start = time.time(), time.monotonic()
         self._stopped: str | None = None  # why the job is to stop
         self._lost = False
@@ -206,7 +206,7 @@ class Attempt:
 
 def _request(job: Job, storage: Storage) -> GenerationRequest:
     """Return what the pipeline takes, from what was accepted."""
-    fields = {name: value for name, value in job.request.items() if name != "model"}
+    fields = {name: value for name, value in job.request.items() if name not in ("model", "seconds")}
     fields["image"] = None
     if job.input_image is not None:
         fields["image"] = Image.open(io.BytesIO(storage.read(job.input_image))).convert("RGB")

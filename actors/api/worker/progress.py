@@ -15,9 +15,11 @@ _NEVER_COMPLETE = 99.9
 class Tracker:
     """Follows one job through one attempt, and notes on it what it costs."""
 
-    def __init__(self, job: Job, pace: Seconds, chips: Mapping[str, int]) -> None:
-        """chips: stage -> chips of its slice."""
-        self._job, self._pace, self._chips = job, pace, chips
+    def __init__(
+        self, job: Job, pace: Seconds, chips: Mapping[str, int], dollars: Mapping[str, float] | None = None
+    ) -> None:
+        """chips: stage -> chips of its slice; dollars: what one of these costs an hour, where that is known."""
+        self._job, self._pace, self._chips, self._dollars = job, pace, chips, dollars or {}
         self._steps = int(job.request["steps"])
         before = job.progress or Progress(stage=ENCODER)
         self._stage, self._step, self._percent = ENCODER, 0, before.percent
@@ -33,7 +35,8 @@ class Tracker:
         self.times[span.stage] = min(first, span.start_s), max(last, span.end_s), computed
         if span.what != "compute":
             return
-        self._job.spend(span.stage, span.seconds, self._chips.get(span.stage, 1))
+        chips, dollars = self._chips.get(span.stage, 1), self._dollars.get(span.stage, 0.0)
+        self._job.spend(span.stage, span.seconds, chips, dollars)
         if span.step is not None:
             self._step = max(self._step, span.step)
             self._pace.step += _NEW * (span.seconds - self._pace.step)

@@ -1,1 +1,1 @@
-"""How the schema came to be, one step a file; `actors.jobs.migrate` runs them."""
+"""How the schema came to be, one step a file; `actors.jobs.migrations.migrate` runs them."""

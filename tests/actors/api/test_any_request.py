@@ -25,7 +25,9 @@ def test_whatever_is_asked_is_answered(each, settings, engine, tmp_path, record_
     program = shutil.which("schemathesis", path=os.pathsep.join([str(Path(sys.executable).parent), os.defpath]))
     if program is None:
         pytest.skip("schemathesis is not installed (pip install schemathesis)")
-    few = dataclasses.replace(settings, queue_limit=50, images=dataclasses.replace(settings.images, max_bytes=200_000))
+    few = dataclasses.replace(
+        settings, queue_limit=50, limits=dataclasses.replace(settings.limits, image_bytes=200_000)
+    )
     with served(few) as address, working(few, engine), httpx.Client(base_url=address, timeout=30) as http:
         command = [program, "run", f"{address}/openapi.json", "--checks", CHECKS, "--max-examples", str(each)]
         command += ["--phases", "examples,coverage,fuzzing", "--continue-on-failure", "--no-color", "--seed", "7"]

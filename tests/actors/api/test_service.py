@@ -10,7 +10,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from actors.jobs.keys import make_key, revoke_key
+from actors.jobs.keys import KeyLimits, make_key, revoke_key
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from tests.actors.api import serving
@@ -90,8 +90,8 @@ def test_ranges_and_etags(http, worker):
 
 def test_keys_see_their_own_jobs_only(settings, database):
     ann, bob = (make_key(database, name) for name in ("ann", "bob"))
-    slow = make_key(database, "slow", requests_per_minute=1.2)  # one in 50 s
-    often = make_key(database, "often", requests_per_minute=60_000)
+    slow = make_key(database, "slow", KeyLimits(requests_per_minute=1.2))  # one in 50 s
+    often = make_key(database, "often", KeyLimits(requests_per_minute=60_000))
     with served(settings) as address, httpx.Client(base_url=address) as http:
 
         def of(key):
@@ -257,8 +257,8 @@ def test_what_can_t_be_used_is_refused_and_nothing_breaks(http, given, status):
 
 
 def test_bodies_end_where_they_must(settings, tmp_path):
-    limits = dataclasses.replace(settings.images, max_bytes=100_000)
-    with served(dataclasses.replace(settings, images=limits)) as address, httpx.Client(base_url=address) as http:
+    limits = dataclasses.replace(settings.limits, image_bytes=100_000)
+    with served(dataclasses.replace(settings, limits=limits)) as address, httpx.Client(base_url=address) as http:
 
         def endless():
             for _ in range(200):
@@ -277,7 +277,8 @@ def test_an_image_in_the_json(http, settings, database):
     assert made.status_code == 200
     job = JobStore(database).get(made.json()["id"])
     kept = Image.open(f"{settings.storage}/{job.input_image}")
-    assert (kept.format, kept.size) == ("PNG", Image.open(PHOTO).size)
+    assert (kept.format, kept.size) == ("PNG", (96, 64))  # the video's
+    assert made.json()["input_size"] == "{}x{}".format(*Image.open(PHOTO).size)
 
 
 def test_many_jobs_are_listed_page_by_page(http, database):

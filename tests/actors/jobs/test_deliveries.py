@@ -44,9 +44,10 @@ def test_deliveries_go_with_their_jobs(database, tmp_path):
     with database.write() as session:
         session.execute(update(Job).where(Job.id == expired.id).values(expires_at=0.0))
     Retention(database, open_storage(tmp_path)).sweep()
-    assert due.waiting() == 0
     with database.read() as session:
-        assert session.scalars(select(Delivery.job_id)).all() == []
+        assert session.scalars(select(Delivery.job_id)).all() == [deleted.id]
+    told = due.claim()
+    assert (told.job.id, told.job.status) == (deleted.id, "failed")  # whoever waits for it is told all the same
 
 
 def test_recent_jobs_are_those_that_completed_the_latest_first(database):

@@ -1,12 +1,13 @@
 """API keys: made, stored as hashes, compared, revoked; on both databases."""
 
+import math
 import threading
 
 import pytest
 from sqlalchemy import select
 
 from actors.cli import main
-from actors.jobs.keys import list_keys, make_key, match_key, revoke_key
+from actors.jobs.keys import KeyLimits, list_keys, make_key, match_key, revoke_key
 from actors.jobs.tables import ApiKey
 from wan_tpu.errors import InvalidInput
 
@@ -16,7 +17,7 @@ def in_force(database):
 
 
 def test_a_key_matches_and_its_secret_is_stored_nowhere(database):
-    text = make_key(database, "ann", 30)
+    text = make_key(database, "ann", KeyLimits(requests_per_minute=30))
     key = match_key(in_force(database), text)
     assert (key.name, key.requests_per_minute, key.revoked_at) == ("ann", 30, None)
     secret = text.rpartition("_")[2]
@@ -66,10 +67,24 @@ def test_of_keys_of_one_name_made_at_once_one_is_there(database):
     assert (len(made), len(refused), len(list_keys(database))) == (1, 5, 1)
 
 
-@pytest.mark.parametrize(("name", "rate"), [("", None), ("a\nb", None), ("x" * 65, None), ("ann", 0.0), ("ann", -1.0)])
-def test_what_can_t_be_a_key_is_refused(tmp_path, name, rate):
-    with pytest.raises(match=r"allowed|give"):
-        make_key(None, name, rate)  # before the database is asked
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("", {}),
+        ("a\nb", {}),
+        ("x" * 65, {}),
+        ("ann", {"requests_per_minute": 0.0}),
+        ("ann", {"requests_per_minute": -1.0}),
+        ("ann", {"scopes": ("make", "fly")}),
+        ("ann", {"scopes": ()}),
+        ("ann", {"running": 0}),
+        ("ann", {"priority": 101}),
+        ("ann", {"days": math.nan}),
+    ],
+)
+def test_what_can_t_be_a_key_is_refused(name, limits):
+    with pytest.raises(InvalidInput, match=r"allowed|give"):
+        make_key(None, name, KeyLimits(**limits))  # before the database is asked
 
 
 def test_the_command(tmp_path, capsys):
@@ -83,6 +98,14 @@ def test_the_command(tmp_path, capsys):
     listed = capsys.readouterr().out
     assert "30 a minute" in listed and text.split("_")[1] in listed
     assert text.rpartition("_")[2] not in listed
+    assert main(["keys", "limit", "ann", "--running", "2", "--per_minute", "none", "--days", "3", *options]) == 0
+    assert main(["keys", "limit", "ann", "--scopes", "read,operate", *options]) == 0
+    assert main(["keys", "limit", "ann", "--running", "0", *options]) == 2
+    assert main(["keys", "limit", "ann", *options]) == 2
+    assert "nothing to change" in capsys.readouterr().err
+    assert main(["keys", "list", *options]) == 0
+    listed = capsys.readouterr().out
+    assert "2 running, until 20" in listed and "read,operate" in listed and "a minute" not in listed
     assert main(["keys", "revoke", "ann", *options]) == 0
     assert main(["keys", "list", *options]) == 0
     assert main(["keys", "revoke", "ann", *options]) == 2

@@ -1,5 +1,7 @@
 """The schema, on both databases."""
 
+from pathlib import Path
+
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
@@ -7,7 +9,8 @@ from sqlalchemy import inspect, text
 
 from actors.jobs.database import Database
 from actors.jobs.errors import StoreError
-from actors.jobs.migrate import migrate
+from actors.jobs.keys import list_keys
+from actors.jobs.migrations.migrate import migrate
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job, Table
 
@@ -58,6 +61,33 @@ def test_the_queue_and_the_lists_are_read_from_indexes(database):
             assert "TEMP B-TREE" not in plan, plan
 
 
+def test_an_older_database_keeps_its_jobs_and_keys_and_gets_what_is_new(empty):
+    schema = Path(__file__).with_name(f"schema_0001.{'postgresql' if empty.postgresql else 'sqlite'}.sql").read_text()
+    with empty.write() as session:
+        for statement in filter(str.strip, schema.split(";")):
+            session.execute(text(statement))
+        session.execute(
+            text("INSERT INTO api_keys (id, name, secret_hash, created_at) VALUES ('a', 'ann', :hash, 1)"),
+            {"hash": "0" * 64},
+        )
+        session.execute(
+            text(
+                "INSERT INTO jobs (id, owner, status, request, priority, round, body_digest, attempts, losses, "
+                "results, warnings, stage_seconds, chip_seconds, created_at) "
+                "VALUES (:id, 'a', 'queued', '{}', 0, 0, '', 0, 0, '{}', '[]', '{}', 0, 1)"
+            ),
+            {"id": f"video_{'0' * 48}"},
+        )
+    migrate(empty)
+    [job] = JobStore(empty).list("a").jobs
+    [key] = list_keys(empty)
+    assert (job.dollars, job.deleted_at, key.scopes, key.priority, key.expires_at) == (0.0, None, "make,read", 0, None)
+    with empty.read() as session:
+        found = compare_metadata(MigrationContext.configure(session.connection()), Table.metadata)
+    # What a new database has as the program's own default an upgraded one has as the column's: the same to a reader.
+    assert [change for change in found if change[0] != "modify_default"] == []
+
+
 def test_a_migration_that_fails_leaves_the_schema_as_it_was(empty):
     with empty.write() as session:
         session.execute(text("CREATE TABLE files (oops INTEGER)"))  # in the way of the second table
@@ -73,5 +103,5 @@ def test_the_schema_of_a_newer_program_is_refused(empty):
     migrate(empty)
     with empty.write() as session:
         session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    with pytest.raises(StoreError, match=r"schema 9999.*knows up to 0001"):
+    with pytest.raises(StoreError, match=r"schema 9999.*knows up to 0002"):
         migrate(empty)

@@ -25,7 +25,7 @@ from actors.jobs.errors import (
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore, open_database
 from actors.jobs.tables import Job
-from actors.jobs.values import JobSettings
+from actors.jobs.values import JobSettings, Room
 from actors.jobs.work import WorkQueue
 from actors.storage.opening import open_storage
 from tests.conftest import ROOT
@@ -109,10 +109,10 @@ def test_a_key_sent_by_many_threads_at_once_makes_one_job(store):
 
 
 def test_a_full_queue_takes_no_more_but_knows_what_it_took(store):
-    job, _ = store.submit(ask(idempotency_key="key"), queue_limit=1)
+    job, _ = store.submit(ask(idempotency_key="key"), room=Room(queue=1))
     with pytest.raises(QueueFull, match="1 jobs wait"):
-        store.submit(ask(), queue_limit=1)
-    assert store.submit(ask(idempotency_key="key"), queue_limit=1)[0] == job
+        store.submit(ask(), room=Room(queue=1))
+    assert store.submit(ask(idempotency_key="key"), room=Room(queue=1))[0] == job
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])

@@ -32,6 +32,7 @@ class HunyuanSpec(ModelSpec):
     boundary_ratio = None
     solvers = ("euler",)
     size_multiple = STRIDE
+    crops_image = True
 
     def __post_init__(self) -> None:
         vae, transformer = self.config.vae, self.config.transformer

@@ -11,7 +11,7 @@ from actors.jobs.database import Database
 from actors.jobs.errors import StoreError
 from actors.jobs.tables import Table
 
-_FOLDER = Path(__file__).parent / "migrations"
+_FOLDER = Path(__file__).parent
 
 
 def migrate(database: Database) -> None:

@@ -1,21 +1,27 @@
-"""Uploads: good images come back as plain PNGs, a corpus of broken and hostile ones as reasons."""
+"""What is sent, taken apart: good images come back as plain PNGs, broken and hostile ones and bodies as reasons."""
 
 import asyncio
 import base64
 import io
+import json
 import random
 import struct
+import time
 import zlib
 
 import psutil
 import pytest
+from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, PngImagePlugin
 
-from actors.api.images.decoder import ImageDecoder, ImageLimits, data_url_content
-from actors.api.images.decoder_process import REFUSED, clean
+from actors.api.intake.apart import FORM, JSON, PICTURE, apart, data_url_content
+from actors.api.intake.reader import Reader
+from actors.api.intake.reader_process import REFUSED, opened, png
+from actors.api.intake.turns import Turns
+from actors.api.limits import Limits
 from wan_tpu.errors import InvalidRequest
 
-LIMITS = ImageLimits(max_bytes=2_000_000)
+LIMITS = Limits(image_bytes=2_000_000)
 
 
 def picture(width=40, height=30, mode="RGB"):
@@ -29,15 +35,33 @@ def saved(image, kind="PNG", **options):
     return out.getvalue()
 
 
-def decoded(content, limits=LIMITS):
-    return asyncio.run(ImageDecoder(limits).decode(content))
+def decoded(content, limits=LIMITS, *, size=None, crop=False):
+    """The picture that a process has made of an image, in its own size if no other is given."""
+
+    async def made():
+        async with Reader(limits).read(PICTURE, content, "ann") as reading:
+            return await reading.picture(*(size or reading.size), crop=crop)
+
+    return asyncio.run(made())
+
+
+def clean(content):
+    return png(opened(content))
+
+
+def read(content_type, content, limits=LIMITS):
+    async def found():
+        async with Reader(limits).read(content_type, content, "ann") as reading:
+            return reading
+
+    return asyncio.run(found())
 
 
 def chunk(kind, content):
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
 
-def png(width, height, *chunks, depth=8, colours=2):
+def a_png(width, height, *chunks, depth=8, colours=2):
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colours, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + chunk(b"IEND", b"")
 
@@ -89,17 +113,17 @@ def broken():
         "noise": random.Random(1).randbytes(10_000),
         "png signature": good[:8],
         "png half": good[: len(good) // 2],
-        "png header only": png(40, 30),
-        "png of no width": png(0, 30, chunk(b"IDAT", rows)),
-        "png of another size": png(4000, 3000, chunk(b"IDAT", rows)),
+        "png header only": a_png(40, 30),
+        "png of no width": a_png(0, 30, chunk(b"IDAT", rows)),
+        "png of another size": a_png(4000, 3000, chunk(b"IDAT", rows)),
         "png checksum": good[:40] + bytes([good[40] ^ 255]) + good[41:],
-        "png broken stream": png(30, 30, chunk(b"IDAT", rows[:-20])),
-        "png no zlib": png(30, 30, chunk(b"IDAT", b"not deflate at all")),
-        "png depth 3": png(30, 30, chunk(b"IDAT", rows), depth=3),
-        "png 4 gigapixels": png(65535, 65535, chunk(b"IDAT", rows)),
-        "png 2**31 wide": png(2**31 - 1, 1, chunk(b"IDAT", rows)),
-        "png 65 megapixels": png(65_000, 1000, chunk(b"IDAT", zlib.compress(bytes(1000)))),
-        "png text bomb": png(
+        "png broken stream": a_png(30, 30, chunk(b"IDAT", rows[:-20])),
+        "png no zlib": a_png(30, 30, chunk(b"IDAT", b"not deflate at all")),
+        "png depth 3": a_png(30, 30, chunk(b"IDAT", rows), depth=3),
+        "png 4 gigapixels": a_png(65535, 65535, chunk(b"IDAT", rows)),
+        "png 2**31 wide": a_png(2**31 - 1, 1, chunk(b"IDAT", rows)),
+        "png 65 megapixels": a_png(65_000, 1000, chunk(b"IDAT", zlib.compress(bytes(1000)))),
+        "png text bomb": a_png(
             30, 30, chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(200_000_000))), chunk(b"IDAT", rows)
         ),
         "jpeg half header": jpeg[:200],
@@ -168,9 +192,9 @@ def test_the_largest_image_that_is_taken_fits_into_the_memory_of_the_process():
 def test_time_is_limited_and_nothing_is_left_running():
     content = saved(Image.new("RGB", (6000, 6000), "teal"), compress_level=1)
     with pytest.raises(InvalidRequest, match="more memory or time"):
-        decoded(content, ImageLimits(timeout_s=0.05))
+        decoded(content, Limits(reader_s=0.05))
     mine = psutil.Process().children()  # others may be of other tests
-    assert not [child for child in mine if "actors.api.images.decoder_process" in child.cmdline()]
+    assert not [child for child in mine if "actors.api.intake.reader_process" in child.cmdline()]
 
 
 def test_the_process_that_decodes_knows_no_secrets(monkeypatch):
@@ -188,9 +212,9 @@ def test_too_many_bytes_are_not_even_decoded():
 def test_data_urls():
     content = saved(picture())
     encoded = base64.b64encode(content).decode()
-    assert data_url_content(f"data:image/png;base64,{encoded}", LIMITS) == content
-    assert data_url_content(f"data:image/png;name=a.png;base64,{encoded.replace('+', '%2B')}", LIMITS) == content
-    assert data_url_content("data:,a%20b", LIMITS) == b"a b"
+    assert data_url_content(f"data:image/png;base64,{encoded}") == content
+    assert data_url_content(f"data:image/png;name=a.png;base64,{encoded.replace('+', '%2B')}") == content
+    assert data_url_content("data:,a%20b") == b"a b"
 
 
 @pytest.mark.parametrize(
@@ -205,9 +229,100 @@ def test_data_urls():
         "data:image/png;base64,ä",
         "data:text/html,<script>",
         "data:application/pdf;base64,AAAA",
-        "data:image/png;base64," + "A" * 9_000_000,
+        "data:image/png" + ";" * 1_000_000 + ",A",
     ],
 )
 def test_what_is_no_data_url_of_an_image_is_refused(url):
     with pytest.raises(InvalidRequest):
-        data_url_content(url, LIMITS)
+        data_url_content(url)
+
+
+@pytest.mark.parametrize("crop", [False, True])
+@pytest.mark.parametrize("size", [(48, 80), (80, 48), (64, 64), (30, 40)])
+def test_an_image_is_brought_to_the_size_of_its_video_as_diffusers_does(size, crop):
+    given, (height, width) = picture(123, 91), size
+    ours = Image.open(io.BytesIO(decoded(saved(given), size=size, crop=crop).png))
+    processor = VaeImageProcessor(vae_scale_factor=8)
+    theirs = processor.resize(given, height, width, resize_mode="crop" if crop else "default")
+    assert ours.tobytes() == theirs.tobytes()
+    assert processor.resize(ours, height, width, resize_mode="crop").tobytes() == ours.tobytes()  # once is enough
+
+
+def form(*parts, end="--x--\r\n"):
+    """Parts: headers behind the name, and content."""
+    made = b"".join(
+        f'--x\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + content + b"\r\n"
+        for name, more, content in parts
+    )
+    return made + end.encode()
+
+
+FILE = ("input_reference", '; filename="a.png"', saved(picture()))
+FORM_X = f"{FORM}; boundary=x"
+
+
+def test_forms_and_json_give_their_texts_and_their_image():
+    found = apart(FORM_X, form(("prompt", "", "a cät".encode()), FILE))
+    assert (found.fields, found.upload) == ([("prompt", "a cät")], FILE[2])
+    url = f"data:image/png;base64,{base64.b64encode(FILE[2]).decode()}"
+    in_json = apart(JSON, json.dumps({"prompt": "x", "input_reference": {"image_url": url}}).encode())
+    assert (json.loads(in_json.text), in_json.upload) == ({"prompt": "x"}, FILE[2])
+    in_form = apart(FORM_X, form(("input_reference[image_url]", "", url.encode())))
+    assert (in_form.fields, in_form.upload) == ([], FILE[2])
+
+
+BODIES = {
+    "a form cut off in its image": (FORM_X, form(FILE)[:-900]),
+    "a form cut off before its end": (FORM_X, form(FILE, end="")),
+    "a form of many fields": (FORM_X, form(*[("a", "", b"x")] * 1000)),
+    "a form of another boundary": (FORM_X, form(FILE).replace(b"--x", b"--y")),
+    "a form of boundaries": (FORM_X, b"--x\r\n" * 1_000_000),
+    "a form of line ends": (FORM_X, form(("a", "", b"\r\n--" * 1_000_000))),
+    "two images": (FORM_X, form(FILE, FILE)),
+    "JSON of many fields": (JSON, json.dumps({f"k{i}": 0 for i in range(300_000)}).encode()),
+    "JSON of many fields inside": (JSON, json.dumps({"input_reference": {f"k{i}": 0 for i in range(9999)}}).encode()),
+    "JSON of lists": (JSON, b"[" + b"[]," * 3_000_000 + b"0]"),
+    "deep JSON": (JSON, b"[" * 1_000_000),
+    "JSON of a long text": (JSON, json.dumps({"prompt": "x" * 2_000_000}).encode()),
+    "JSON of a long number": (JSON, b'{"seed": ' + b"9" * 1_000_000 + b"}"),
+    "no JSON": (JSON, b"{" + b" " * 100_000),
+    "a data URL of options": (JSON, json.dumps({"input_reference": {"image_url": "data:" + ";" * 2_000_000}}).encode()),
+    "a data URL of percents": (
+        JSON,
+        json.dumps({"input_reference": {"image_url": "data:image/png," + "%" * 9_000_000}}).encode(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_hostile_bodies_are_refused_within_seconds_and_bounds(name):
+    content_type, body = BODIES[name]
+    start = time.monotonic()
+    with pytest.raises(InvalidRequest) as refused:
+        read(content_type, body, Limits(reader_bytes=400_000_000))
+    assert len(str(refused.value)) < 400 and len(str(refused.value).splitlines()) == 1
+    assert time.monotonic() - start < 20
+
+
+def test_who_has_taken_much_waits_for_those_who_have_not():
+    """Ann's eight come first; Bob's one, which comes last, has only to wait for a place."""
+    order = []
+
+    async def take(turns, key, seconds):
+        async with turns.turn(key):
+            await asyncio.sleep(seconds)
+            order.append(key)
+
+    async def all_():
+        turns = Turns(2)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(8):
+                group.create_task(take(turns, "ann", 0.1))
+            await asyncio.sleep(0.25)  # two of Ann's are done
+            group.create_task(take(turns, "bob", 0.01))
+            waits = group.create_task(take(turns, "cleo", 0.01))
+            await asyncio.sleep(0)
+            waits.cancel()
+
+    asyncio.run(all_())
+    assert order.index("bob") <= 3 and order.count("ann") == 8 and "cleo" not in order

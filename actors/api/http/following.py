@@ -1,0 +1,109 @@
+"""Jobs that clients follow: all are looked at together, twice a second, however many follow them."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from actors.api.http.access import Access
+from actors.api.http.error_answers import HttpError
+from actors.jobs.errors import JobNotFound
+from actors.jobs.tables import Job
+from actors.observe.logs import log_event
+from wan_tpu.errors import WanTpuError
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+_AGAIN_S = 5
+
+Seen = tuple[Job, float | None]  # and in how many seconds it will be done
+
+
+class _Follower:
+    def __init__(self, owner: str, seen: Seen) -> None:
+        self.owner, self.seen = owner, seen
+        self.news = asyncio.Event()
+        self.end: Exception | None = None
+
+    def tell(self, seen: Seen | None = None, *, end: Exception | None = None) -> None:
+        self.seen, self.end = seen or self.seen, end
+        self.news.set()
+
+
+class Following:
+    """The streams of one ingress. A key may have so many; one that is revoked loses them."""
+
+    def __init__(self, look: Callable[[Iterable[str]], dict[str, Seen]], access: Access, of_a_key: int) -> None:
+        """look: returns what it finds of some ids; called in threads."""
+        self._look, self._access, self._of_a_key = look, access, of_a_key
+        self._followers: dict[str, set[_Follower]] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    @contextlib.asynccontextmanager
+    async def follow(self, seen: Seen, owner: str) -> AsyncIterator[AsyncIterator[Seen]]:
+        """Give what a job becomes, from what was just seen of it to its end.
+
+        Raises `HttpError` 429 for one stream too many; the iterator `JobNotFound` for a job that was deleted, and
+        `HttpError` 401 when the key is revoked.
+        """
+        mine = sum(one.owner == owner for all_ in self._followers.values() for one in all_)
+        if mine >= self._of_a_key:
+            raise HttpError(
+                429,
+                f"{mine} jobs are followed with this key, which is all that may be; close some, or poll",
+                code="too_many_streams",
+                headers={"Retry-After": str(_AGAIN_S)},
+            )
+        job, follower = seen[0].id, _Follower(owner, seen)
+        self._followers.setdefault(job, set()).add(follower)
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look_on())
+        try:
+            yield self._seen(follower)
+        finally:
+            self._followers[job].discard(follower)
+            if not self._followers[job]:
+                del self._followers[job]
+
+    async def _seen(self, follower: _Follower) -> AsyncIterator[Seen]:
+        while True:
+            follower.news.clear()
+            yield follower.seen
+            if follower.seen[0].ended:
+                return
+            await follower.news.wait()
+            if follower.end is not None:
+                raise follower.end
+
+    async def _look_on(self) -> None:
+        """Look for as long as anybody follows."""
+        while self._followers:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                found = await asyncio.to_thread(self._look, list(self._followers))
+            except WanTpuError as error:
+                log_event(log, "events wait", logging.WARNING, reason=str(error))
+                continue
+            except Exception:  # who follows waits on
+                log.exception("events wait")
+                continue
+            for job, followers in self._followers.items():
+                for follower in followers:
+                    self._tell(follower, job, found.get(job))
+        self._looking = None
+
+    def _tell(self, follower: _Follower, job: str, seen: Seen | None) -> None:
+        if not self._access.in_force(follower.owner):
+            message = "the API key isn't in force any more"
+            follower.tell(end=HttpError(401, message, code="invalid_api_key"))
+        elif seen is None:
+            follower.tell(end=JobNotFound(f"there is no job {job!r} any more; it was deleted, or has expired"))
+        elif _changes(follower.seen[0], seen[0]):
+            follower.tell(seen)
+
+
+def _changes(before: Job, now: Job) -> bool:
+    """Whether there is something to tell; an estimate alone is none, since it changes with every look."""
+    told = ("status", "progress", "attempts", "position", "warnings")
+    return any(getattr(before, name) != getattr(now, name) for name in told)

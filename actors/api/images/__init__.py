@@ -1,1 +1,0 @@
-"""Images of strangers, decoded in processes of their own."""

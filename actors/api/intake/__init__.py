@@ -1,0 +1,1 @@
+"""What clients send: received within bounds, and taken apart in processes that have little else."""

@@ -1,0 +1,106 @@
+"""The process that takes one body or image of a stranger apart, and has nothing else that it could reach.
+
+python -m actors.api.intake.reader_process CPU_SECONDS MEMORY_BYTES
+
+stdin   a line {"type": ..., "bytes": n}, and n bytes
+stdout  a line: what is in them, and the size of their image
+stdin   a line {"height": ..., "width": ..., "crop": ...}, if the image is wanted
+stdout  the image, upright, of that size, as a PNG that this program has written itself, without any metadata
+
+Ends with 0, or with REFUSED and the reason for people on stderr.
+"""
+
+import hashlib
+import io
+import json
+import os
+import resource
+import sys
+from typing import TYPE_CHECKING
+
+from actors.api.intake.apart import IMAGE, Parts, apart
+from wan_tpu.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+REFUSED = 3
+FORMATS = ("PNG", "JPEG", "WEBP")  # what OpenAI's API takes, and few decoders for a stranger to try
+_NICE = 5  # behind what answers
+
+
+def main() -> int:
+    """Do it, within limits that the system holds."""
+    cpu_s, memory = map(int, sys.argv[1:])
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # it writes no file
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(_NICE)
+    try:
+        _serve()
+    except InvalidRequest as error:
+        print(json.dumps([str(error), error.field]), file=sys.stderr)
+        return REFUSED
+    except MemoryError:
+        print(json.dumps(["it takes more memory to read than it gets; send it smaller", None]), file=sys.stderr)
+        return REFUSED
+    return 0
+
+
+def _serve() -> None:
+    given, said = sys.stdin.buffer, sys.stdout.buffer
+    head = json.loads(given.readline())
+    parts = apart(head["type"], given.read(head["bytes"]))
+    image = None if parts.upload is None else opened(parts.upload)
+    said.write(json.dumps(_told(parts, image)).encode() + b"\n")
+    said.flush()
+    if image is None or not (line := given.readline()):
+        return
+    said.write(png(fitted(image, **json.loads(line))))
+
+
+def _told(parts: Parts, image: "Image.Image | None") -> dict[str, object]:
+    return {
+        "text": parts.text,
+        "fields": parts.fields,
+        "upload": None if parts.upload is None else hashlib.sha256(parts.upload).hexdigest(),
+        "size": None if image is None else [image.height, image.width],
+    }
+
+
+def opened(content: bytes) -> "Image.Image":
+    """Return an image, upright and in RGB; raises `InvalidRequest`."""
+    from wan_tpu.media.image import decode_image  # within the limits
+
+    if not content:
+        raise InvalidRequest("the image is empty; send a PNG, JPEG or WebP file", IMAGE)
+    try:
+        image = decode_image(io.BytesIO(content), "upload", FORMATS)
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error), IMAGE) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # decoders raise all kinds of things on broken files
+        kind = type(error).__name__
+        raise InvalidRequest(f"image upload is damaged ({kind}); save it again as PNG or JPEG", IMAGE) from None
+    image.info.clear()  # what the file says about its maker, its location and its colours ends here
+    return image
+
+
+def fitted(image: "Image.Image", *, height: int, width: int, crop: bool) -> "Image.Image":
+    """Return an image in the size of its video, as the pipeline would bring it there."""
+    from wan_tpu.media.image import fit_image
+
+    return fit_image(image, height, width, crop=crop)
+
+
+def png(image: "Image.Image") -> bytes:
+    """Return an image as a file."""
+    made = io.BytesIO()
+    image.save(made, "PNG", compress_level=1)
+    return made.getvalue()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Bodies as they arrive: so many at a time, so many bytes in all, and not for ever."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+
+from starlette.requests import Request
+
+from actors.api.http.error_answers import HttpError
+from actors.api.limits import Limits
+
+_AGAIN_S = 2
+
+
+@dataclasses.dataclass(eq=False)
+class _Held:
+    key: str
+    scope: asyncio.Timeout
+    size: int = 0
+    arrived: bool = False
+    given_up: bool = False
+
+
+class Bodies:
+    """The bodies that this process holds, by the keys that send them."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._held: list[_Held] = []
+
+    @contextlib.asynccontextmanager
+    async def received(self, request: Request, key: str) -> AsyncIterator[bytes]:
+        """Give the body of a request, which counts until the block ends.
+
+        Raises `HttpError`: 429 for one too many of a key, 413 for a long one, 408 for a slow one, 503 for want of room.
+        """
+        self._refuse_early(request, key)
+        limits, loop = self._limits, asyncio.get_running_loop()
+        start, parts = loop.time(), []
+        scope = asyncio.timeout_at(start + limits.body_s)
+        held = _Held(key, scope)
+        self._held.append(held)
+        try:
+            try:
+                async with scope:
+                    async for part in request.stream():
+                        self._count(held, len(part))
+                        parts.append(part)
+                        if not held.given_up:
+                            scope.reschedule(start + limits.body_s + held.size / limits.body_rate)
+            except TimeoutError:
+                raise self._too_slow(held) from None
+            held.arrived = True
+            body = b"".join(parts)
+            parts.clear()
+            yield body
+        finally:
+            self._held.remove(held)
+
+    def _refuse_early(self, request: Request, key: str) -> None:
+        length = request.headers.get("content-length", "")
+        if length.isascii() and length.isdigit() and int(length[:20]) > self._limits.body_bytes:
+            raise self._too_long()
+        if sum(held.key == key for held in self._held) >= self._limits.bodies:
+            raise HttpError(
+                429,
+                f"{self._limits.bodies} requests of this key are arriving or being read, which is all that are taken "
+                "at a time; send their bodies to the end, or fewer at once",
+                code="too_many_bodies",
+                headers={"Retry-After": str(_AGAIN_S)},
+            )
+
+    def _count(self, held: _Held, size: int) -> None:
+        held.size += size
+        if held.size > self._limits.body_bytes:
+            raise self._too_long()
+        while sum(other.size for other in self._held if not other.given_up) > self._limits.bodies_bytes:
+            if (other := self._most_greedy()) is None or other.key == held.key:
+                raise HttpError(
+                    503,
+                    "the requests that are being received take all the memory that there is for them; try again",
+                    code="unavailable",
+                    headers={"Retry-After": str(_AGAIN_S)},
+                )
+            other.given_up = True
+            other.scope.reschedule(0.0)  # long ago
+
+    def _most_greedy(self) -> _Held | None:
+        """Return the oldest body that still arrives, of the key that holds most bytes."""
+        arriving = [held for held in self._held if not held.arrived and not held.given_up]
+        return max(
+            arriving,
+            key=lambda one: sum(held.size for held in self._held if held.key == one.key),
+            default=None,
+        )
+
+    def _too_long(self) -> HttpError:
+        return HttpError(
+            413, f"the body has more than {self._limits.body_bytes} bytes; send a smaller image", code="too_large"
+        )
+
+    def _too_slow(self, held: _Held) -> HttpError:
+        limits = self._limits
+        message = (
+            "the body was given up, since others need the room and this key has most of it; send fewer at once"
+            if held.given_up
+            else f"the body did not arrive within {limits.body_s:g} s and one more for every {limits.body_rate:g} bytes"
+        )
+        return HttpError(408, message, code="too_slow", headers={"Connection": "close"})

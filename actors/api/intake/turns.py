@@ -1,0 +1,72 @@
+"""Places that are taken in turn by key: who has used them least goes first."""
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+
+_HALF_LIFE_S = 60.0  # of what a key has used
+
+
+class Turns:
+    """So many places. A key that has taken long waits for those that haven't, and keeps one place free for them."""
+
+    def __init__(self, places: int) -> None:
+        self._free, self._of_a_key = places, max(1, places - 1)
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+        self._in_place: dict[str, int] = defaultdict(int)
+        self._used: dict[str, tuple[float, float]] = {}  # key -> seconds, as of when
+
+    @contextlib.asynccontextmanager
+    async def turn(self, key: str) -> AsyncIterator[None]:
+        """Wait for a place, and have it."""
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, []).append(mine)
+        self._fill()
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled():  # the place was given at that moment
+                self._leave(key, 0.0)
+            else:
+                self._no_longer(key, mine)
+            raise
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._leave(key, time.monotonic() - start)
+
+    def _leave(self, key: str, seconds: float) -> None:
+        self._free += 1
+        self._in_place[key] -= 1
+        self._used[key] = self._spent(key) + seconds, time.monotonic()
+        if not self._in_place[key]:
+            del self._in_place[key]
+        for idle in [other for other in self._used if self._spent(other) < 0.01 and other not in self._in_place]:
+            del self._used[idle]
+        self._fill()
+
+    def _fill(self) -> None:
+        """Give the free places away."""
+        while self._free:
+            able = [key for key in self._waiting if self._in_place.get(key, 0) < self._of_a_key]
+            if not able:
+                return
+            key = min(able, key=lambda one: (self._in_place.get(one, 0), self._spent(one)))
+            first = self._waiting[key][0]
+            self._no_longer(key, first)
+            self._free -= 1
+            self._in_place[key] += 1
+            first.set_result(None)
+
+    def _no_longer(self, key: str, one: asyncio.Future[None]) -> None:
+        self._waiting[key].remove(one)
+        if not self._waiting[key]:
+            del self._waiting[key]
+
+    def _spent(self, key: str) -> float:
+        """Return the seconds that a key has used, of which half is forgotten every minute."""
+        seconds, moment = self._used.get(key, (0.0, 0.0))
+        return seconds * 0.5 ** ((time.monotonic() - moment) / _HALF_LIFE_S)

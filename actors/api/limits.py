@@ -1,0 +1,42 @@
+"""What a request, a key or an address can cost the service: every bound on its clients, in one place."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of one ingress process, but for those of webhooks, which are a worker's. An operator's key has them too.
+
+    image_bytes     of an image's file
+    small_bytes     of a body that is taken apart where it arrives; of a larger one this is a process's work
+    body_s, body_rate  for a body to arrive: so many seconds, and one more for every so many bytes
+    bodies          of one key that arrive, or are read, at a time
+    bodies_bytes    of all of them together; where there is no room the key that holds most loses its oldest
+    readers         processes that take bodies and images apart, at a time
+    reader_s, reader_cpu_s, reader_bytes  time, processor's time and memory of each
+    followers       event streams of one key
+    key_share       of the queue that jobs of one key may be, where the key has no limit of its own
+    webhooks        that are called at a time; webhooks_of_a_key  of them
+    free_bytes      that are left on the disk of a folder of results, or nothing more is accepted
+    """
+
+    image_bytes: int = 20_000_000
+    small_bytes: int = 32_768
+    body_s: float = 20.0
+    body_rate: float = 250_000
+    bodies: int = 32
+    bodies_bytes: int = 200_000_000
+    readers: int = 2
+    reader_s: float = 30.0
+    reader_cpu_s: int = 15
+    reader_bytes: int = 1_000_000_000
+    followers: int = 100
+    key_share: float = 0.5
+    webhooks: int = 64
+    webhooks_of_a_key: int = 4
+    free_bytes: int = 500_000_000
+
+    @property
+    def body_bytes(self) -> int:
+        """How long a request's body may be: an image in base64, and texts."""
+        return self.image_bytes * 4 // 3 + 1_000_000
