@@ -1,6 +1,7 @@
 """Bring a service up on a cluster, and take it down."""
 
 import logging
+import os
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -112,6 +113,7 @@ def prepare(settings: ServiceSettings, host: str) -> None:
 
     Raises `InvalidInput` where one can't be, or the host lets others than this machine in and there are no API keys.
     """
+    os.umask(0o077)
     database = open_database(settings.database)
     if not is_loopback(f"{host}:0") and not list_keys(database):
         raise InvalidInput(

@@ -6,6 +6,7 @@ a worker that dies takes no connection; each is upgraded alone. Between them is 
 
 import asyncio
 import logging
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,6 +47,7 @@ class Ingress:
 
     async def __init__(self, settings: ServiceSettings, spec: ModelSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         """Open the database and the storage."""
+        os.umask(0o077)  # prompts and videos are for no other user of the machine
         log_as_json()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
         self._service = await asyncio.to_thread(Service, settings, spec)
@@ -60,6 +62,7 @@ class ServiceWorker:
 
     async def __init__(self, settings: ServiceSettings, spec: PipelineSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         """Open the database and the storage, and begin to work."""
+        os.umask(0o077)
         log_as_json()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
         self._name, self._pipeline = process_name("worker"), PipelineClient(spec)

@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ def keys(argv: Sequence[str]) -> None:
         action.add_argument("--database", help="of the service's jobs, as of wan-tpu serve; default: in --folder")
         action.add_argument("--folder", type=Path, default=default_folder(), help="as of wan-tpu serve; %(default)s")
     args = parser.parse_args(argv)
+    os.umask(0o077)
 
     from actors.jobs.keys import KeyLimits, limit_key, list_keys, make_key, revoke_key
     from actors.jobs.store import open_database

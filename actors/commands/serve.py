@@ -1,6 +1,7 @@
 """`wan-tpu serve`: the pipeline behind HTTP."""
 
 import argparse
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ def serve(argv: Sequence[str]) -> None:
     if args.write_config is not None:
         _write_config(args, parser)
         return
+    os.umask(0o077)
     with ended_as_by_ctrl_c():
         if args.down:
             _down(args)

@@ -165,7 +165,10 @@ def _postgresql(url: URL) -> Engine:
 
 def _sqlite(url: URL) -> Engine:
     assert url.database is not None
-    Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+    file = Path(url.database)
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.suppress(OSError):  # SQLite says what is wrong; beside it the same mode is used
+        file.touch(mode=0o600)
     engine = sqlalchemy.create_engine(url, connect_args={"timeout": LOCK_WAIT_S, "check_same_thread": False})
 
     @event.listens_for(engine, "connect")

@@ -1,9 +1,11 @@
 """Webhooks to call at a job's end, recorded with the job: a crash forgets none, each is called at least once."""
 
+from collections.abc import Collection
+
 from sqlalchemy import delete, func, select, update
 
 from actors.jobs.database import Database
-from actors.jobs.tables import Delivery
+from actors.jobs.tables import Delivery, Job
 
 _HELD_S = 120.0  # that one process has to try; another may then
 
@@ -14,13 +16,17 @@ class Deliveries:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def claim(self) -> Delivery | None:
-        """Take the one that is due longest, its `attempts` with this one; nobody else is given it for two minutes."""
+    def claim(self, but: Collection[str] = ()) -> Delivery | None:
+        """Take the one that is due longest, its `attempts` with this one; nobody else is given it for two minutes.
+
+        but  owners whose turn it isn't
+        """
         with self._database.write() as session:
             now = self._database.now(session)
             due = session.scalars(
                 select(Delivery)
-                .where(Delivery.due_at <= now)
+                .join(Job, Job.id == Delivery.job_id)
+                .where(Delivery.due_at <= now, Job.owner.not_in(but))
                 .order_by(Delivery.due_at)
                 .limit(1)
                 .with_for_update(of=Delivery, skip_locked=True)

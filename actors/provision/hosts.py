@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.layout import Layout
-from cluster.tpu_vm import Machines, files
+from cluster.provision.tpu_vm import Machines, files
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput, OutputError
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from actors.commands.arguments import check_layout, layout_from
 from actors.commands.serve import service_config
 from actors.commands.serve_arguments import serve_parser
-from cluster import kubernetes
-from cluster.kubernetes import Target
 from cluster.layout import Layout, shipped
+from cluster.provision import kubernetes
+from cluster.provision.kubernetes import Target
 from wan_tpu.commands.parser import Parser, words
 from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.families import open_spec

@@ -6,7 +6,6 @@ the cluster, and stop it, also after a crash. Ray's nodes listen on the loopback
 
 import concurrent.futures
 import contextlib
-import getpass
 import json
 import os
 import shutil
@@ -77,8 +76,9 @@ class Settings:
 
 
 def default_folder() -> Path:
-    """Return where a cluster that was started without a folder has its state file."""
-    return Path(tempfile.gettempdir()) / f"wan-tpu-{getpass.getuser()}"
+    """Return where this user's state is unless told: clusters that run, jobs, keys. Nobody else can make it first."""
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(home) / "wan-tpu"
 
 
 @dataclass
@@ -141,8 +141,12 @@ class EmulatedCluster:
         """Return the cluster that another process has started in `folder`. Raises `ClusterNotFound`."""
         path = (folder or default_folder()).absolute() / STATE
         try:
+            _check_own(path)
             state = json.loads(path.read_text())
-            return cls(path.parent, Path(state["temp"]), state["address"], state["dashboard"])
+            temp = Path(state["temp"])
+            with contextlib.suppress(FileNotFoundError):  # as after a crash of the machine
+                _check_own(temp)
+            return cls(path.parent, temp, state["address"], state["dashboard"])
         except FileNotFoundError:
             raise ClusterNotFound(f"no emulated cluster in {path.parent}; start one: wan-tpu cluster up") from None
         except (ValueError, KeyError, TypeError) as error:
@@ -192,10 +196,20 @@ class EmulatedCluster:
 
     def _save(self) -> None:
         state = {"temp": str(self.temp), "address": self.address, "dashboard": self.dashboard}
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_own(self.folder)
         part = self.folder / f"{STATE}.part"
-        part.write_text(json.dumps(state, indent=1))
+        part.unlink(missing_ok=True)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(state, file, indent=1)
         part.replace(self.folder / STATE)
+
+
+def _check_own(path: Path) -> None:
+    """Refuse what another user has made: it names processes to end and a folder to delete."""
+    owner = path.lstat().st_uid
+    if owner != os.getuid():
+        raise ClusterNotFound(f"{path} belongs to the user with id {owner}, not to you, and isn't trusted; remove it")
 
 
 def _refuse_second(folder: Path, slices: Sequence[EmulatedSlice]) -> None:

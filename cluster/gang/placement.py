@@ -13,7 +13,7 @@ from cluster import inventory
 from cluster.chips import CHIPS
 from cluster.errors import SliceError, SliceStartTimeout
 from cluster.gang.protocol import HostPlace
-from cluster.kubernetes import MACHINES
+from cluster.provision.kubernetes import MACHINES
 from cluster.slice_spec import ACCELERATOR_TYPE, POD_TYPE, SLICE_NAME, WORKER_ID, SliceSpec
 
 TELL_S = 5.0  # between two words on what is waited for

@@ -1,11 +1,13 @@
 """HAProxy as Ray Serve configures it and we start it: what it listens on, and that it ends with who has started it."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 
@@ -61,12 +63,58 @@ def test_it_listens_where_it_was_told_to_and_nowhere_else(written, tmp_path):
     try:
         wait_for(started, 20, "its port")
         assert {(c.laddr.ip, c.laddr.port) for c in found[0].net_connections("inet")} == {("127.0.0.1", port)}
-        with pytest.raises(urllib.error.HTTPError, match="503"):  # there is no application yet
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/-/routes", timeout=5)
+        with pytest.raises(urllib.error.HTTPError, match="503") as away:  # there is no application yet
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/videos/one", timeout=5)
+        assert json.load(away.value)["error"]["code"] == "unavailable" and away.value.headers["Retry-After"] == "2"
     finally:
         os.kill(starter.pid, signal.SIGKILL)
         starter.wait()
     wait_for(lambda: not found[0].is_running() or found[0].status() == psutil.STATUS_ZOMBIE, 10, "its end")
+
+
+def test_an_address_has_so_many_connections_and_headers_so_much_time(written, tmp_path, monkeypatch):
+    port, file = written
+    monkeypatch.setenv("WAN_TPU_CONNECTIONS_OF_AN_ADDRESS", "20")
+    start = haproxy.environment(tmp_path)["RAY_SERVE_HAPROXY_BINARY_PATH"]
+    started = subprocess.Popen([start, "-db", "-f", str(file), "-dR"], stderr=subprocess.DEVNULL)
+    open_ = []
+    try:
+        wait_for(lambda: started.poll() is None and answers(port), 20, "its port")
+        for _ in range(30):
+            open_.append(socket.create_connection(("127.0.0.1", port)))
+            open_[-1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX")  # half a header
+        time.sleep(0.5)
+        assert sum(is_open(one) for one in open_) == 20
+        assert not answers(port)
+        wait_for(lambda: answers(port), 15, "the end of those whose headers never came")
+        assert sum(is_open(one) for one in open_) == 0
+    finally:
+        started.kill()
+        started.wait()
+        for one in open_:
+            one.close()
+
+
+def answers(port):
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5)
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def is_open(connection):
+    """Whether nothing was answered, and nothing closed."""
+    connection.setblocking(False)
+    try:
+        connection.recv(1)
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        pass
+    return False
 
 
 def test_clusters_don_t_meet(tmp_path):

@@ -19,11 +19,11 @@ from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.common_pb2 import LABEL_OPERATOR_NOT_IN
 
-from cluster import kubernetes
 from cluster.errors import LayoutError, SliceStartTimeout
 from cluster.gang.placement import off_hosts, reserve
-from cluster.kubernetes import CPU_GROUP, Target
 from cluster.layout import Layout, shipped
+from cluster.provision import kubernetes
+from cluster.provision.kubernetes import CPU_GROUP, Target
 from cluster.slice_spec import POD_TYPE
 from tests.cluster.conftest import wait_for
 

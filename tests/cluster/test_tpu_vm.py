@@ -9,7 +9,7 @@ import pytest
 from actors.cli import main
 from cluster.errors import LayoutError
 from cluster.layout import Layout, shipped
-from cluster.tpu_vm import Machines, files
+from cluster.provision.tpu_vm import Machines, files
 from tests.conftest import ROOT
 
 MACHINES = Machines("wan", "project", "us-east5-b", "registry/wan-tpu:1")

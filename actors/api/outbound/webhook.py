@@ -6,17 +6,21 @@ The signature is that of https://www.standardwebhooks.com: OpenAI's client check
 import asyncio
 import base64
 import binascii
+import contextlib
 import hashlib
 import hmac
 import json
 import logging
 import secrets
 import time
+from collections import Counter
 from pathlib import Path
 
+from actors.api.limits import Limits
 from actors.api.metrics import Meters
 from actors.api.outbound.client import FetchError, FetchSettings, request
 from actors.jobs.deliveries import Deliveries
+from actors.jobs.errors import StoreUnavailable
 from actors.jobs.tables import Delivery, Job
 from actors.observe.logs import log_event
 from wan_tpu.errors import InvalidInput
@@ -24,6 +28,7 @@ from wan_tpu.errors import InvalidInput
 log = logging.getLogger(__name__)
 
 _PREFIX = "whsec_"
+_LOOK_S = 1.0  # for more that are due, while some are called
 _LEAST_BYTES = 16  # of a secret
 # Seconds until the next attempt; after the last one nobody tries any more. A day and a half in all.
 _PAUSES_S = (5, 30, 120, 600, 1800, 7200, 21600, 43200, 43200)
@@ -32,16 +37,32 @@ _PAUSES_S = (5, 30, 120, 600, 1800, 7200, 21600, 43200, 43200)
 class Webhooks:
     """Calls the webhooks that are due. Any number of processes may have one."""
 
-    def __init__(self, deliveries: Deliveries, secret: bytes, fetching: FetchSettings, meters: Meters) -> None:
+    def __init__(
+        self, deliveries: Deliveries, secret: bytes, fetching: FetchSettings, meters: Meters, limits: Limits
+    ) -> None:
         self._deliveries, self._secret, self._fetching, self._meters = deliveries, secret, fetching, meters
+        self._limits = limits
 
     async def call_due(self) -> int:
-        """Call all that are due, one after the other; return how many those were."""
-        called = 0
-        while (delivery := await asyncio.to_thread(self._deliveries.claim)) is not None:
-            await self._call(delivery)
-            called += 1
-        return called
+        """Call all that are due, some of each key at a time; return how many those were."""
+        called, calls = 0, dict[asyncio.Task[None], str]()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                owners = Counter(calls.values())
+                busy = [owner for owner, count in owners.items() if count >= self._limits.webhooks_of_a_key]
+                due = None
+                if len(calls) < self._limits.webhooks:
+                    with contextlib.suppress(*[StoreUnavailable] * bool(calls)):  # it comes back
+                        due = await asyncio.to_thread(self._deliveries.claim, busy)
+                if due is not None:
+                    calls[group.create_task(self._call(due))] = due.job.owner
+                    called += 1
+                elif calls:  # those that never answer hold up no others, which come meanwhile
+                    done, _ = await asyncio.wait(calls, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        del calls[task]
+                else:
+                    return called
 
     async def _call(self, delivery: Delivery) -> None:
         try:
@@ -53,10 +74,13 @@ class Webhooks:
         outcome = "delivered" if problem is None else "given_up" if last else "failed"
         self._meters.webhooks.labels(outcome).inc()
         log_event(log, f"webhook {outcome}", job=delivery.job.id, attempt=delivery.attempts, reason=problem)
-        if problem is None or last:
-            await asyncio.to_thread(self._deliveries.done, delivery)
-        else:
-            await asyncio.to_thread(self._deliveries.again, delivery, float(_PAUSES_S[delivery.attempts - 1]))
+        try:
+            if problem is None or last:
+                await asyncio.to_thread(self._deliveries.done, delivery)
+            else:
+                await asyncio.to_thread(self._deliveries.again, delivery, float(_PAUSES_S[delivery.attempts - 1]))
+        except StoreUnavailable as error:  # it is called again in two minutes
+            log_event(log, "webhook not noted", logging.WARNING, job=delivery.job.id, reason=str(error))
 
 
 def signed(job: Job, secret: bytes) -> tuple[bytes, dict[str, str]]:

@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 _QUEUE_S = 2.0  # between two looks for deadlines that passed, and for workers that are silent
 _SWEEP_S = 30.0
 _WEBHOOKS_S = 1.0
-_CALLERS = 8  # of webhooks at a time: a server that never answers holds up one
 _ORPHANS_S = 600.0
 
 
@@ -56,8 +55,7 @@ async def maintenance(name: str, tools: Tools) -> None:
                 (clean_up, _ORPHANS_S),
             ):
                 tasks.create_task(_repeat(functools.partial(asyncio.to_thread, work), every_s))
-            for _ in range(_CALLERS if tools.webhooks is not None else 0):
-                assert tools.webhooks is not None
+            if tools.webhooks is not None:
                 tasks.create_task(_repeat(tools.webhooks.call_due, _WEBHOOKS_S))
     finally:
         try:

@@ -60,4 +60,4 @@ class Tools:
         self.webhooks: Webhooks | None = None
         if settings.webhook_secret_file is not None:
             secret = read_secret(Path(settings.webhook_secret_file))
-            self.webhooks = Webhooks(Deliveries(self.database), secret, settings.webhooks, self.meters)
+            self.webhooks = Webhooks(Deliveries(self.database), secret, settings.webhooks, self.meters, settings.limits)

@@ -12,8 +12,8 @@ import shlex
 from dataclasses import dataclass
 
 from cluster.errors import LayoutError
-from cluster.kubernetes import ENVIRONMENT
 from cluster.layout import Layout
+from cluster.provision.kubernetes import ENVIRONMENT
 from cluster.slice_spec import ACCELERATOR_TYPE, POD_TYPE, SLICE_NAME, TOPOLOGY, WORKER_ID, SliceSpec
 
 RUNTIMES = {"v5e": "v2-alpha-tpuv5-lite", "v5p": "v2-alpha-tpuv5", "v6e": "v2-alpha-tpuv6e"}  # of Cloud TPU's API
