@@ -121,7 +121,13 @@ def prepare(settings: ServiceSettings, host: str) -> None:
             "add NAME --database ...), or listen on 127.0.0.1"
         )
     database.close()
-    open_storage(settings.storage).probe()
+    storage = open_storage(settings.storage)
+    storage.probe()
+    if settings.url_s is not None and storage.url("probe", settings.url_s, "probe") is None:
+        raise InvalidInput(
+            f"--download_s: nothing signs URLs of {settings.storage}; keep results in a bucket, and run this as a "
+            "service account that may sign for itself (roles/iam.serviceAccountTokenCreator)"
+        )
     if settings.webhook_secret_file is not None:
         read_secret(Path(settings.webhook_secret_file), make=True)
 

@@ -17,6 +17,7 @@ from actors.jobs.tables import Delivery, File, Job
 from actors.jobs.values import CANCELLED, Counts, JobSettings, Room, Status, is_id
 
 MAX_PAGE = 100
+_RETRIED_S, _RETRIED_OF = 120.0, 200  # how long ago, and among how many, a request is that a client repeats itself
 _ATTACH_MARGIN_S = 60.0  # a file that is removed sooner than this can't become an input any more
 
 # Written out: with a parameter SQLite looks each row of the index of waiting jobs up in the table.
@@ -102,10 +103,20 @@ class JobStore:
             if _earlier(session, owner, idempotency_key) is None:
                 _check_room(session, owner, room)
 
-    def known(self, owner: str, idempotency_key: str | None, body_digest: str) -> Job | None:
-        """Return the job that was accepted with that key and body; raises `IdempotencyConflict`."""
+    def known(self, owner: str, idempotency_key: str | None, body_digest: str, *, retried: bool = False) -> Job | None:
+        """Return the job that was accepted with that key and body; raises `IdempotencyConflict`.
+
+        retried  whether the client says that it asks again, as clients do by themselves after an error: without a key
+                 the same body of a moment ago is the same job
+        """
         with self._database.read() as session:
             earlier = _earlier(session, owner, idempotency_key)
+            if idempotency_key is None and retried:
+                latest = select(Job).where(Job.owner == owner).order_by(Job.sequence.desc()).limit(_RETRIED_OF)
+                since = self._database.now(session) - _RETRIED_S
+                for job in session.scalars(latest):
+                    if job.body_digest == body_digest and job.created_at > since and job.deleted_at is None:
+                        return job
         if earlier is not None:
             _check_body(earlier, body_digest)
         return earlier

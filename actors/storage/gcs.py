@@ -112,6 +112,8 @@ class GcsStorage:
             signer: dict[str, Any] = {}
             account = self._client._credentials
             if not isinstance(account, Signing):  # a machine's own account: IAM signs for it
+                if getattr(account, "service_account_email", None) is None:  # a person, or an emulator
+                    return None
                 account.refresh(Request())
                 signer = {"service_account_email": account.service_account_email, "access_token": account.token}
             return self._blob(name).generate_signed_url(

@@ -1,5 +1,6 @@
 """The same cases on a folder and on gs:// (a real client, real HTTP), and what each can do wrong in its own way."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -8,9 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from google.cloud.storage.retry import DEFAULT_RETRY
+from google.oauth2 import service_account
 
 from actors.storage.base import Missing, StorageError
 from actors.storage.gcs import GcsStorage
@@ -267,3 +273,25 @@ def test_what_a_killed_writer_has_left_is_removed_in_time(tmp_path):
     storage.clean(3600)
     assert not left.exists()
     assert storage.list() == {"below/whole.mp4": 5}
+
+
+def test_an_address_is_signed_for_a_while(gcs, tmp_path):
+    assert open_storage(tmp_path).url("cat.mp4", 60, "cat.mp4") is None
+    assert gcs.url("cat.mp4", 60, "cat.mp4") is None  # nobody signs for an emulator
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    account = {"client_email": "wan@project.iam.gserviceaccount.com", "token_uri": "https://x/", "private_key": pem}
+    gcs._client._credentials = service_account.Credentials.from_service_account_info(account)
+    url = urlsplit(gcs.url("a/cat.mp4", 90, "video_1.mp4"))
+    asked = parse_qs(url.query)
+    assert url.path.endswith("/a/cat.mp4") and asked["X-Goog-Expires"] == ["90"]
+    assert asked["response-content-disposition"] == ['inline; filename="video_1.mp4"']
+    assert asked["X-Goog-Credential"][0].startswith(account["client_email"])
+    # Google's description of what is signed: https://cloud.google.com/storage/docs/authentication/signatures
+    signature = bytes.fromhex(asked["X-Goog-Signature"][0])
+    query = url.query.partition("&X-Goog-Signature")[0]
+    canonical = "\n".join(["GET", url.path, query, f"host:{url.netloc}", "", "host", "UNSIGNED-PAYLOAD"])
+    scope = "/".join(asked["X-Goog-Credential"][0].split("/")[1:])
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    text = "\n".join([asked["X-Goog-Algorithm"][0], asked["X-Goog-Date"][0], scope, digest])
+    key.public_key().verify(signature, text.encode(), padding.PKCS1v15(), hashes.SHA256())

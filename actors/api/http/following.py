@@ -80,8 +80,10 @@ class Following:
         """Look for as long as anybody follows."""
         while self._followers:
             await asyncio.sleep(_LOOK_S)
+            if not (jobs := list(self._followers)):
+                break
             try:
-                found = await asyncio.to_thread(self._look, list(self._followers))
+                found = await asyncio.to_thread(self._look, jobs)
             except WanTpuError as error:
                 log_event(log, "events wait", logging.WARNING, reason=str(error))
                 continue

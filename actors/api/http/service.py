@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import secrets
@@ -39,6 +40,7 @@ from wan_tpu.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
+_RETRIES = "x-stainless-retry-count"  # in which OpenAI's client says that it repeats a request
 _SILENT_S = 4 * HEARTBEAT_S  # without a heartbeat that could be recorded, after which nothing is accepted here
 
 
@@ -68,7 +70,9 @@ class Service:
         """
         await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
         async with self._asked(request, caller) as asked:
-            job = await asyncio.to_thread(self.store.known, caller.owner, idempotency_key, asked.digest)
+            retried = request.headers.get(_RETRIES, "0") != "0"
+            known = functools.partial(self.store.known, retried=retried)
+            job = await asyncio.to_thread(known, caller.owner, idempotency_key, asked.digest)
             new = False
             if job is None:
                 job, new = await self._submit(asked, caller, idempotency_key)

@@ -1,6 +1,9 @@
 """Real HTTPS servers on this machine, with certificates of an authority that only these tests trust; the service."""
 
 import asyncio
+import collections
+import dataclasses
+import ipaddress
 import re
 import ssl
 
@@ -9,10 +12,13 @@ import pytest
 import trustme
 from openai import OpenAI
 
+from actors.api.outbound.client import FetchSettings
+from actors.api.outbound.webhook import read_secret
 from actors.api.settings import ServiceSettings
 from actors.api.worker import maintenance
 from actors.jobs.store import open_database
 from tests.actors.api import serving
+from tests.actors.api.serving import running, wait_for
 
 NAME = "pictures.test"
 
@@ -130,3 +136,35 @@ def worker(settings, service, engine):
 def http(service):
     with httpx.Client(base_url=service, timeout=30) as made:
         yield made
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+
+
+async def here(host, port):
+    return ["127.0.0.1"]
+
+
+@pytest.fixture
+def hook(new_server):
+    """A client's HTTPS server, which runs."""
+    server = new_server()
+    server.answers = collections.defaultdict(lambda: OK)
+
+    async def serve():
+        async with await server.start() as started:
+            await started.serve_forever()
+
+    with running(serve()):
+        wait_for(lambda: server.port)
+        yield server
+
+
+@pytest.fixture
+def hooked(settings, hook, trust, tmp_path):
+    fetching = FetchSettings(
+        allowed=(ipaddress.ip_network("127.0.0.1/32"),), ports=frozenset({443, hook.port}), resolver=here, trust=trust
+    )
+    secret = tmp_path / "secret"
+    read_secret(secret, make=True)
+    return dataclasses.replace(settings, fetch=fetching, webhook_secret_file=str(secret))

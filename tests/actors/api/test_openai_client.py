@@ -1,5 +1,6 @@
 """OpenAI's own client against the service: create, poll, list, download, delete."""
 
+import dataclasses
 import io
 import subprocess
 
@@ -7,10 +8,12 @@ import httpx
 import imageio_ffmpeg
 import openai
 import pytest
+from openai import OpenAI
 from PIL import Image
 
 from actors.errors import RequestFailed
-from tests.actors.api.serving import MODEL, wait_for
+from actors.jobs.keys import KeyLimits, limit_key, make_key
+from tests.actors.api.serving import MODEL, create, done, served, wait_for, working
 from tests.conftest import PHOTO
 
 
@@ -120,3 +123,117 @@ def test_failed_work_is_a_failed_video(client, worker, engine):
     assert "NaN" in made.error.message
     with pytest.raises(openai.NotFoundError, match="failed"):
         client.videos.download_content(made.id)
+
+
+def test_a_remix_is_the_same_request_with_another_prompt(client, worker, engine):
+    first = client.videos.create_and_poll(
+        prompt="a cat", size="96x64", seconds="1", input_reference=PHOTO, extra_body={"seed": "7"}
+    )
+    second = client.videos.poll(client.videos.remix(first.id, prompt="a dog").id)
+    assert (second.status, second.prompt, second.remixed_from_video_id) == ("completed", "a dog", first.id)
+    assert (second.seconds, second.size, second.seed, second.input_size) == ("1", "96x64", 7, first.input_size)
+    assert engine.asked[1].image.tobytes() == engine.asked[0].image.tobytes()
+    client.videos.delete(first.id)
+    assert client.videos.retrieve(second.id).status == "completed"
+    with pytest.raises(openai.NotFoundError):
+        client.videos.remix(first.id, prompt="a cow")
+    with pytest.raises(openai.BadRequestError, match="seed can't be changed"):
+        client.videos.remix(second.id, prompt="a cow", extra_body={"seed": 9})
+
+
+def test_what_no_model_does_is_said_with_what_does_something_like_it(client):
+    for ask in (
+        lambda: client.videos.edit(video=b"x", prompt="x"),
+        lambda: client.videos.extend(video=b"x", prompt="x", seconds="4"),
+        lambda: client.videos.get_character("one"),
+    ):
+        with pytest.raises(openai.BadRequestError, match="remix") as refused:
+            ask()
+        assert refused.value.code == "unsupported"
+
+
+def test_an_alias_is_the_model(settings):
+    with served(dataclasses.replace(settings, aliases=("sora-2",))) as address:
+        with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            assert client.videos.create(prompt="x", model="sora-2").model == MODEL
+            assert client.models.retrieve("sora-2").id == MODEL
+            with pytest.raises(openai.BadRequestError):
+                client.videos.create(prompt="x", model="sora-3")
+
+
+def test_a_short_video_in_one_call(http, worker, engine):
+    made = http.post("/v1/videos/sync", json={"prompt": "x"})
+    assert (made.status_code, made.headers["content-type"]) == (200, "video/mp4")
+    assert made.content == http.get(f"/v1/videos/{made.headers['x-video-id']}/content").content
+    engine.failure = RequestFailed("the decoder gave NaN", "unhealthy")
+    failed = http.post("/v1/videos/sync", json={"prompt": "x"})
+    assert (failed.status_code, failed.json()["error"]["code"]) == (500, "unhealthy")
+
+
+def test_one_that_takes_longer_is_polled_for_and_one_that_nobody_waits_for_is_cancelled(settings, engine):
+    engine.go.clear()
+    short = dataclasses.replace(settings, sync_s=0.5)
+    with served(short) as address, working(short, engine), httpx.Client(base_url=address) as http:
+        late = http.post("/v1/videos/sync", json={"prompt": "x"})
+        assert (late.status_code, late.json()["status"]) == (202, "in_progress")
+    with served(settings) as address, working(settings, engine), httpx.Client(base_url=address, timeout=0.5) as http:
+        with pytest.raises(httpx.TimeoutException):
+            http.post("/v1/videos/sync", json={"prompt": "y"})
+
+        def cancelled():
+            [newest, *_] = http.get("/v1/videos").json()["data"]
+            return newest["prompt"] == "y" and newest["status"] == "failed" and newest["error"]["code"] == "cancelled"
+
+        wait_for(cancelled)
+
+
+def test_heads_slashes_and_statuses(http, worker):
+    job = create(http).json()["id"]
+    done(http, job)
+    whole = http.get(f"/v1/videos/{job}/content")
+    head = http.head(f"/v1/videos/{job}/content")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == str(len(whole.content)) and head.headers["etag"] == whole.headers["etag"]
+    for path in (f"/v1/videos/{job}", "/v1/videos", "/v1/models", "/health"):
+        assert (http.head(path).status_code, http.head(path).content) == (200, b"")
+    assert http.head(f"/v1/videos/{job}/events").status_code == 405
+    assert http.get("/v1/videos/").json() == http.get("/v1/videos").json()
+    assert http.post("/v1/videos/", json={"prompt": "x"}).status_code == 200
+    ids = [video["id"] for video in http.get("/v1/videos", params={"status": "completed"}).json()["data"]]
+    assert ids[-1] == job and all(http.get(f"/v1/videos/{one}").json()["status"] == "completed" for one in ids)
+    assert http.get("/v1/videos", params={"status": "lost"}).status_code == 400
+
+
+def test_keys_do_what_their_scopes_say_and_an_operator_sees_all(settings, database, engine):
+    def key(name, *scopes, **limits):
+        return {"Authorization": f"Bearer {make_key(database, name, KeyLimits(scopes=scopes, **limits))}"}
+
+    maker, reader = key("maker", "make", "read"), key("reader", "read", requests_per_minute=60)
+    operator, gone = key("operator", "operate"), key("gone", "make", "read", days=0.001)
+    priced = dataclasses.replace(settings, dollars={"denoise_high": 2.7, "denoise_low": 2.7})
+    with served(priced) as address, working(priced, engine), httpx.Client(base_url=address) as http:
+        job = create(http, maker).json()["id"]
+        for who in (reader, operator):
+            refused = create(http, who)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "missing_scope")
+        assert http.get(f"/v1/videos/{job}", headers=reader).status_code == 404
+        seen = wait_for(lambda: (v := http.get(f"/v1/videos/{job}", headers=operator).json())["progress"] == 100 and v)
+        assert http.post(f"/v1/videos/{job}/cancel", headers=operator).json()["status"] == "completed"
+        limited = http.get("/v1/videos", headers=reader).headers
+        assert limited["x-ratelimit-limit-requests"] == "60" and int(limited["x-ratelimit-remaining-requests"]) < 10
+        [mine] = http.get("/v1/usage", headers=maker).json()["data"]
+        assert (mine["name"], mine["videos"], mine["failed"]) == ("maker", 1, 0)
+        assert mine["chip_seconds"] == pytest.approx(seen["chip_seconds"], abs=0.01)
+        assert mine["dollars"] == pytest.approx((mine["chip_seconds"] - 0.5) * 2.7 / 3600, rel=0.01)
+        assert http.get("/v1/usage", headers=operator).json()["data"] == [mine]
+        assert http.get("/v1/usage", headers=reader).json()["data"] == []
+        assert http.get("/v1/usage", headers=maker, params={"last": "2001-01-01"}).json()["data"] == []
+        assert f'wan_key_videos_total{{key="{mine["key"]}"}} 1.0' in http.get("/metrics").text
+        http.delete(f"/v1/videos/{job}", headers=operator)
+        assert http.get("/v1/usage", headers=maker).json()["data"] == [mine]  # it outlives the job
+        assert http.get("/v1/videos", headers=gone).status_code == 200
+        limit_key(database, "gone", {"days": -1.0})
+        expired = wait_for(lambda: (a := http.get("/v1/videos", headers=gone)).status_code == 401 and a)
+        assert "expired" in expired.json()["error"]["message"]
+        schemes = http.get("/openapi.json").json()["components"]["securitySchemes"]
+        assert [scheme["scheme"] for scheme in schemes.values()] == ["bearer"]

@@ -2,53 +2,22 @@
 
 import asyncio
 import base64
-import collections
 import dataclasses
-import ipaddress
 
 import httpx
 import openai
 import pytest
 
 from actors.api.outbound import webhook
-from actors.api.outbound.client import FetchError, FetchSettings
+from actors.api.outbound.client import FetchError
 from actors.api.outbound.webhook import read_secret
 from actors.jobs.deliveries import Deliveries
-from tests.actors.api.conftest import NAME
-from tests.actors.api.serving import create, done, running, served, wait_for, working
+from actors.jobs.keys import make_key
+from tests.actors.api.conftest import NAME, OK
+from tests.actors.api.serving import create, done, served, wait_for, working
 from wan_tpu.errors import InvalidInput
 
-OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 NO = b"HTTP/1.1 503 Later\r\nContent-Length: 0\r\n\r\n"
-
-
-async def here(host, port):
-    return ["127.0.0.1"]
-
-
-@pytest.fixture
-def hook(new_server):
-    """A client's HTTPS server, which runs."""
-    server = new_server()
-    server.answers = collections.defaultdict(lambda: OK)
-
-    async def serve():
-        async with await server.start() as started:
-            await started.serve_forever()
-
-    with running(serve()):
-        wait_for(lambda: server.port)
-        yield server
-
-
-@pytest.fixture
-def hooked(settings, hook, trust, tmp_path):
-    fetching = FetchSettings(
-        allowed=(ipaddress.ip_network("127.0.0.1/32"),), ports=frozenset({443, hook.port}), resolver=here, trust=trust
-    )
-    secret = tmp_path / "secret"
-    read_secret(secret, make=True)
-    return dataclasses.replace(settings, fetch=fetching, webhook_secret_file=str(secret))
 
 
 def test_the_end_of_a_job_is_told_signed_and_again_when_it_has_to_be(
@@ -134,3 +103,21 @@ def test_the_secret_is_made_once_and_for_its_owner_only(tmp_path):
         file.write_text(text)
         with pytest.raises(InvalidInput, match=problem):
             read_secret(file)
+
+
+def test_receivers_that_never_answer_hold_up_those_of_their_key_alone(hooked, hook, database, engine):
+    """Four that didn't made another client's webhook 77 s late."""
+
+    async def silent(writer):
+        await asyncio.sleep(60)
+
+    hook.answers["/never"] = silent
+    mallory, ann = ({"Authorization": f"Bearer {make_key(database, name)}"} for name in ("mallory", "ann"))
+    few = dataclasses.replace(hooked, limits=dataclasses.replace(hooked.limits, webhooks=6, webhooks_of_a_key=4))
+    with served(few) as address, httpx.Client(base_url=address) as http, working(few, engine):
+        for _ in range(8):
+            create(http, mallory, webhook_url=f"https://{NAME}:{hook.port}/never")
+        wait_for(lambda: len(hook.requests) == 4)
+        create(http, ann, webhook_url=f"https://{NAME}:{hook.port}/ann")
+        wait_for(lambda: any(request.startswith(b"POST /ann") for request in hook.requests), 10)
+        assert len(hook.requests) == 5

@@ -1,0 +1,282 @@
+"""Clients that attack the service: each harms only itself. (What was found, and what it cost before: the changelog.)"""
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import io
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import pytest
+from PIL import Image
+
+from actors.api.http import following
+from actors.jobs.keys import KeyLimits, list_keys, make_key, revoke_key
+from actors.jobs.store import JobStore
+from actors.jobs.work import WorkQueue
+from tests.actors.api.conftest import NAME
+from tests.actors.api.serving import create, done, served, wait_for, working
+from tests.actors.jobs.test_store import ask
+from tests.conftest import PHOTO
+
+
+@pytest.fixture
+def keys(database):
+    """Headers of two clients with a key each."""
+    return tuple({"Authorization": f"Bearer {make_key(database, name)}"} for name in ("ann", "mallory"))
+
+
+@contextlib.contextmanager
+def asked(settings, **limits):
+    """A service with such limits, and a client of it."""
+    limited = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, **limits))
+    with served(limited) as address, httpx.Client(base_url=address, timeout=60) as http:
+        yield http
+
+
+def send(http, lines, body=b""):
+    """Send the head of a request and some of its body; return the connection."""
+    parts = urlsplit(str(http.base_url))
+    opened = socket.create_connection((parts.hostname, parts.port), timeout=20)
+    head = "\r\n".join([*lines, f"Host: localhost:{parts.port}", "", ""])
+    with contextlib.suppress(ConnectionError):
+        opened.sendall(head.encode() + body)
+    return opened
+
+
+def status_of(connection):
+    """The status that was answered, None while nothing is."""
+    connection.setblocking(False)
+    try:
+        return int(connection.recv(65536).split()[1])
+    except BlockingIOError:
+        return None
+
+
+def half_a_body(http, headers, size=10_000, sent=100, kind="application/json"):
+    lines = ["POST /v1/videos HTTP/1.1", f"Content-Type: {kind}", f"Content-Length: {size}"]
+    return send(http, [*lines, *(f"{name}: {value}" for name, value in headers.items())], b"x" * sent)
+
+
+LARGE = {
+    "a data URL of options": b'{"prompt": "x", "input_reference": {"image_url": "data:' + b";" * 26_000_000 + b'"}}',
+    "two million fields": b"{" + b",".join(b'"k%d":0' % i for i in range(2_000_000)) + b"}",
+    "nine million lists": b"[" + b"[]," * 8_800_000 + b"0]",
+    "percents": b'{"prompt": "x", "input_reference": {"image_url": "data:image/png,' + b"%%%" * 8_000_000 + b'"}}',
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_body_costs_the_service_neither_memory_nor_time(settings, name):
+    """27 MB of JSON took 4.6 GB, and froze all others for seconds."""
+    waits, ended = [], threading.Event()
+    with asked(settings) as http:
+
+        def poll():
+            with httpx.Client(base_url=http.base_url, timeout=60) as other:
+                while not ended.wait(0.05):
+                    start = time.monotonic()
+                    assert other.get("/v1/videos").status_code == 200
+                    waits.append(time.monotonic() - start)
+
+        memory, most = psutil.Process().memory_info, 0
+        before = memory().rss
+        poller = threading.Thread(target=poll)
+        poller.start()
+        answer = http.post("/v1/videos", content=LARGE[name], headers={"Content-Type": "application/json"})
+        most = memory().rss - before
+        ended.set()
+        poller.join()
+    assert answer.status_code == 400 and len(answer.content) < 1000
+    assert max(waits) < 2, "others waited"
+    assert most < 200_000_000
+
+
+def test_images_are_stored_in_the_size_of_their_video(settings, database):
+    """Ten JPEGs of 8000 x 8000 took 5 GB in the worker, for videos of 64 x 64."""
+    big = io.BytesIO()
+    Image.effect_noise((3000, 3000), 80).convert("RGB").save(big, "JPEG", quality=90)
+    with asked(settings) as http:
+        made = http.post("/v1/videos", data={"prompt": "x", "size": "64x64"}, files={"input_reference": big.getvalue()})
+        assert (made.status_code, made.json()["input_size"]) == (200, "3000x3000")
+    stored = Path(settings.storage) / JobStore(database).get(made.json()["id"]).input_image
+    assert Image.open(stored).size == (64, 64) and stored.stat().st_size < 20_000
+
+
+def test_bodies_that_never_end_are_counted_by_key_and_given_up(settings, keys):
+    ann, mallory = keys
+    with asked(settings, bodies=4, body_s=2.0) as http:
+        started = [half_a_body(http, mallory) for _ in range(6)]
+        wait_for(lambda: [status_of(one) for one in started[4:]] == [429, 429])
+        assert create(http, ann).status_code == 200
+        start = time.monotonic()
+        wait_for(lambda: status_of(started[0]) == 408, 5)
+        assert time.monotonic() - start < 4
+        wait_for(lambda: create(http, mallory).status_code == 200)
+        for one in started:
+            one.close()
+
+
+def test_who_holds_most_memory_gives_it_back_first(settings, keys):
+    ann, mallory = keys
+    with asked(settings, bodies_bytes=1_000_000, image_bytes=600_000) as http:
+        held = [half_a_body(http, mallory, 500_000, 400_000) for _ in range(2)]
+        time.sleep(0.3)
+        answer = http.post("/v1/videos", headers=ann, data={"prompt": "x"}, files={"input_reference": b"x" * 450_000})
+        assert answer.status_code == 400  # it was read to its end, and is no image
+        assert [status_of(one) for one in held].count(408) == 1
+        for one in held:
+            one.close()
+
+
+def test_one_key_takes_neither_the_whole_queue_nor_the_front_of_it(settings, keys, database):
+    ann, mallory = keys
+    with served(dataclasses.replace(settings, queue_limit=20)) as address, httpx.Client(base_url=address) as http:
+        assert [create(http, mallory).status_code for _ in range(11)] == [200] * 10 + [429]
+        refused = create(http, mallory, priority=100)
+        assert refused.status_code == 429
+        assert create(http, ann, priority=1).json()["error"]["param"] == "priority"
+        for _ in range(10):
+            assert create(http, ann).status_code == 200
+        other = {"Authorization": f"Bearer {make_key(database, 'bob', KeyLimits(waiting=1, priority=5))}"}
+        wait_for(lambda: http.get("/v1/videos", headers=other).status_code == 200)
+        assert create(http, other, priority=5).status_code == 200  # the queue is full, but it has less than its part
+        assert create(http, other).json()["error"]["message"].startswith("1 jobs of this key wait")
+    assert WorkQueue(database).claim("w").priority == 5
+
+
+def test_a_key_has_so_many_jobs_made_at_a_time(database):
+    store, queue = JobStore(database), WorkQueue(database)
+    make_key(database, "ann", KeyLimits(running=1))
+    ann = list_keys(database)[0].id
+    for owner in (ann, ann, "bob"):
+        store.submit(ask(owner=owner))
+    first, second = queue.claim("w"), queue.claim("w")
+    assert {first.owner, second.owner} == {ann, "bob"} and queue.claim("w") is None
+    queue.fail(first if first.owner == ann else second, "code", "reason")
+    assert queue.claim("w").owner == ann
+
+
+def test_a_full_queue_is_seen_before_a_body_is_read_and_leaves_nothing(settings):
+    with served(dataclasses.replace(settings, queue_limit=1)) as address, httpx.Client(base_url=address) as http:
+        assert create(http).status_code == 200
+        refused = half_a_body(http, {}, size=20_000_000)
+        wait_for(lambda: status_of(refused) == 429)
+        refused.close()
+        image = {"input_reference": ("cat.png", PHOTO.read_bytes())}
+        assert http.post("/v1/videos", data={"prompt": "x"}, files=image).status_code == 429
+    assert [path for path in Path(settings.storage).rglob("*") if path.is_file()] == []
+
+
+def test_a_repeated_request_needs_its_image_no_more(hooked, hook):
+    """A retry, the image's server gone since, was answered with 400 instead of the job."""
+    image = PHOTO.read_bytes()
+    hook.answers["/a.png"] = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(image) + image]
+    with served(hooked) as address, httpx.Client(base_url=address) as http:
+        body = {"input_reference": {"image_url": f"https://{NAME}:{hook.port}/a.png"}}
+        made = create(http, {"Idempotency-Key": "one"}, **body)
+        assert made.status_code == 200, made.text
+        assert create(http, **body).status_code == 400  # it is there no more
+        assert create(http, {"Idempotency-Key": "one"}, **body).json()["id"] == made.json()["id"]
+    assert len(list(Path(hooked.storage).rglob("*.png"))) == 1
+
+
+def test_a_client_that_repeats_a_request_by_itself_makes_one_job(http):
+    first = create(http, seed=3).json()["id"]
+    assert create(http, {"x-stainless-retry-count": "1"}, seed=3).json()["id"] == first
+    assert create(http, {"x-stainless-retry-count": "0"}, seed=3).json()["id"] != first
+    assert create(http, {"x-stainless-retry-count": "1"}, seed=4).json()["id"] != first
+
+
+def test_a_full_disk_is_said_before_anything_is_accepted(settings):
+    with asked(settings, free_bytes=2**60) as http:
+        for answer in (http.get("/ready"), create(http)):
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert http.get("/metrics").status_code == 200
+
+
+def test_who_hangs_up_is_no_failure_of_the_service(settings, caplog):
+    with asked(settings) as http:
+        half_a_body(http, {}).close()
+        assert wait_for(lambda: 'status="499"' in http.get("/metrics").text)
+        assert 'status="500"' not in http.get("/metrics").text
+    assert "Traceback" not in caplog.text
+
+
+def test_a_stream_ends_with_its_key(settings, keys, database):
+    ann, _ = keys
+    with asked(settings, followers=2) as http:
+        job = create(http, ann).json()["id"]
+        path = f"/v1/videos/{job}/events"
+        with http.stream("GET", path, headers=ann) as one, http.stream("GET", path, headers=ann):
+            third = http.get(path, headers=ann)
+            assert (third.status_code, third.json()["error"]["code"]) == (429, "too_many_streams")
+            revoke_key(database, "ann")
+            text = "".join(one.iter_text())
+        assert text.startswith("event: progress") and "event: error" in text and "invalid_api_key" in text
+
+
+def test_however_many_follow_a_job_it_is_looked_at_once(settings, monkeypatch, engine):
+    looks = []
+    look = JobStore.look_at_all
+    monkeypatch.setattr(JobStore, "look_at_all", lambda self, jobs: looks.append(list(jobs)) or look(self, jobs))
+    monkeypatch.setattr(following, "_LOOK_S", 0.1)
+
+    async def follow(address, job):
+        async with (
+            httpx.AsyncClient(base_url=address, timeout=30, limits=httpx.Limits(max_connections=60)) as http,
+            asyncio.TaskGroup() as group,
+        ):
+            told = [group.create_task(http.get(f"/v1/videos/{job}/events")) for _ in range(50)]
+            await asyncio.sleep(1)
+            engine.go.set()
+        return [answer.result().text for answer in told]
+
+    engine.go.clear()
+    with served(settings) as address, working(settings, engine), httpx.Client(base_url=address) as http:
+        job = create(http).json()["id"]
+        start = time.monotonic()
+        told = asyncio.run(follow(address, job))
+    assert all(text.rstrip().split("\n\n")[-1].startswith("event: completed") for text in told)
+    assert 5 < len(looks) <= (time.monotonic() - start) / 0.1 + 1 and all(one == [job] for one in looks)
+
+
+def test_a_page_goes_on_after_its_last_video_was_deleted(http):
+    ids = [create(http).json()["id"] for _ in range(5)]
+    page = http.get("/v1/videos", params={"limit": 2}).json()
+    assert http.delete(f"/v1/videos/{page['last_id']}").status_code == 200
+    rest = http.get("/v1/videos", params={"after": page["last_id"]}).json()
+    assert [video["id"] for video in rest["data"]] == ids[2::-1]
+    assert http.get(f"/v1/videos/{page['last_id']}").status_code == 404
+
+
+def test_files_are_their_user_s_own(settings, http):
+    assert create(http).status_code == 200
+    database = Path(settings.database)
+    for file in database.parent.glob("jobs.sqlite*"):
+        assert file.stat().st_mode & 0o077 == 0, file
+
+
+def test_an_image_in_a_form_s_url_may_be_as_large_as_a_file(http):
+    noise = io.BytesIO()
+    Image.effect_noise((600, 600), 90).convert("RGB").save(noise, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(noise.getvalue()).decode()
+    assert len(url) > 200_000
+    fields = {"prompt": (None, "x"), "input_reference[image_url]": (None, url)}
+    assert http.post("/v1/videos", files=fields).json()["input_size"] == "600x600"
+
+
+def test_whatever_is_wrong_the_log_says_under_which_request(http, worker, engine):
+    answer = http.get("/v1/videos/none", headers={"x-request-id": "mine-1"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (404, "mine-1")
+    made = create(http, {"x-request-id": "no\tid"})
+    assert made.headers["x-request-id"].startswith("req_")
+    assert done(http, made.json()["id"])["status"] == "completed"
+    assert json.loads(http.get("/v1/models").text)["object"] == "list"
