@@ -64,7 +64,7 @@ def test_nothing_is_open_to_the_network_but_what_asks_for_the_token(online):
 
 
 def test_bodies_end_where_they_must(online, http):
-    limit = online.settings.body_bytes
+    limit = online.settings.limits.body_bytes
     answer = http.post("/v1/videos", data=JOB, files={"input_reference": bytes(limit - 10_000_000)})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")  # it arrived, and is no image
     for body in (bytes(limit + 1), iter([bytes(65536)] * (limit // 65536 + 2))):  # announced, and in chunks
@@ -84,7 +84,7 @@ def test_slow_clients_hold_nobody_up(http, connected):
     assert http.get("/health").status_code == 200
     assert time.monotonic() - start < 5
     assert {one.recv(30)[:12] for one in slow} == {b"HTTP/1.1 408"}
-    assert 20 < time.monotonic() - start < 50
+    assert 8 < time.monotonic() - start < 30
 
 
 def test_who_hangs_up_leaves_nothing_behind(online, http, connected):
@@ -123,7 +123,7 @@ def test_each_part_comes_again(online, http, part):
     killed = online.processes(part)
     for process in killed:
         os.kill(process.pid, signal.SIGKILL)
-    start, missed, gap = time.monotonic(), 0, 0.0
+    start, missed, gap, answers = time.monotonic(), 0, 0.0, []
 
     def again():
         return {process.pid for process in online.processes(part)} - {process.pid for process in killed}
@@ -135,11 +135,14 @@ def test_each_part_comes_again(online, http, part):
             if answer.status_code == 200:
                 time.sleep(0.05)
                 continue
+            answers.append((answer.status_code, answer.headers.get("retry-after"), answer.text[:100]))
         except httpx.TransportError:
             pass
         missed, gap = missed + 1, time.monotonic() - start
         time.sleep(0.05)
-    print(f"{part}: {missed} requests had no answer, the last {gap:.1f} s after")
+    print(f"{part}: {missed} requests had no answer, the last {gap:.1f} s after; {sorted(set(answers))}")
+    for status, after, text in answers:  # a 404 would say that there are no such jobs
+        assert (status, bool(after), text[:8]) == (503, True, '{"error"'), (status, after, text)
     assert part in ("haproxy", "HAProxyManager", "Ingress") or missed == 0
     assert gap < 20
 
