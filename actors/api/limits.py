@@ -11,11 +11,13 @@ class Limits:
     small_bytes     of a body that is taken apart where it arrives; of a larger one this is a process's work
     body_s, body_rate  for a body to arrive: so many seconds, and one more for every so many bytes
     bodies          of one key that arrive, or are read, at a time
-    bodies_bytes    of all of them together; where there is no room the key that holds most loses its oldest
+    bodies_bytes    of all of them together, on disk; where there is no room the key that holds most loses its oldest
     readers         processes that take bodies and images apart, at a time
     reader_s, reader_cpu_s, reader_bytes  time, processor's time and memory of each
     followers       event streams of one key
     key_share       of the queue that jobs of one key may be, where the key has no limit of its own
+    requests_per_minute  of a key that has no limit of its own
+    fetches         images of other servers that are fetched at a time, each into a file; of a key a quarter of them
     webhooks        that are called at a time; webhooks_of_a_key  of them
     free_bytes      that are left on the disk of a folder of results, or nothing more is accepted
     """
@@ -25,13 +27,15 @@ class Limits:
     body_s: float = 20.0
     body_rate: float = 250_000
     bodies: int = 32
-    bodies_bytes: int = 200_000_000
+    bodies_bytes: int = 500_000_000
     readers: int = 2
     reader_s: float = 30.0
     reader_cpu_s: int = 15
     reader_bytes: int = 1_000_000_000
     followers: int = 100
     key_share: float = 0.5
+    requests_per_minute: float = 6000.0
+    fetches: int = 32
     webhooks: int = 64
     webhooks_of_a_key: int = 4
     free_bytes: int = 500_000_000

@@ -1,12 +1,14 @@
 """Read the input image: any common format, upright, RGB, within limits."""
 
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from wan_tpu.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # 64 megapixels decode to 192 MB of RGB; the largest model input is below 1 megapixel.
 MAX_PIXELS = 64_000_000
@@ -91,6 +93,6 @@ def fit_image(image: Image.Image, height: int, width: int, *, crop: bool) -> Ima
     return whole
 
 
-def to_uint8(pixels: np.ndarray) -> np.ndarray:
+def to_uint8(pixels: "np.ndarray") -> "np.ndarray":
     """Round pixels in [0, 1] to uint8, as `diffusers.image_processor.numpy_to_pil` does."""
-    return (pixels * 255).round().astype(np.uint8)
+    return (pixels * 255).round().astype("uint8")

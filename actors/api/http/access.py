@@ -96,9 +96,8 @@ class Access:
 
     def _counted(self, key: ApiKey) -> dict[str, str]:
         """Count a request and return the headers that say what is left; raises `HttpError`."""
-        rate = key.requests_per_minute
-        if rate is None:
-            return {}
+        own = key.requests_per_minute
+        rate = self._limits.requests_per_minute if own is None else own
         every_s = 60 / rate
         burst = max(1, math.floor(BURST_S / every_s))
         wait_s, spent_s = self._take(key.id, every_s)

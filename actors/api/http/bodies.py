@@ -4,14 +4,14 @@ import contextlib
 import dataclasses
 import hashlib
 from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Any
+from typing import IO, Any
 
 from pydantic import ValidationError
 
 from actors.api.http.error_answers import HttpError
 from actors.api.http.objects import CreateVideo
 from actors.api.intake.apart import FORM, IMAGE, JSON, PICTURE, Parts, apart, media_type
-from actors.api.intake.reader import Reader, Reading
+from actors.api.intake.reader import Reader, Reading, as_file
 from actors.api.outbound.client import FetchSettings, fetch
 from wan_tpu.errors import InvalidRequest
 
@@ -31,7 +31,7 @@ class Asked:
 
 
 @contextlib.asynccontextmanager
-async def asked_for(content_type: str, body: bytes, reader: Reader, key: str) -> AsyncIterator[Asked]:
+async def asked_for(content_type: str, body: IO[bytes], reader: Reader, key: str) -> AsyncIterator[Asked]:
     """Give what a body asks for; raises `InvalidRequest`, or `HttpError` for a kind of body that isn't known."""
     kind = media_type(content_type)
     if kind not in (JSON, FORM):
@@ -39,14 +39,16 @@ async def asked_for(content_type: str, body: bytes, reader: Reader, key: str) ->
         raise HttpError(415, f"the body is {kind[:60] or 'of no type'}; send {known}", code="type")
     async with contextlib.AsyncExitStack() as stack:
         reading = None
-        if len(body) > reader.limits.small_bytes:
+        small = body.read(reader.limits.small_bytes + 1)
+        if len(small) > reader.limits.small_bytes:
             reading = await stack.enter_async_context(reader.read(content_type, body, key))
             fields = _fields(reading.parts)
         else:
-            parts = apart(content_type, body)
+            parts = apart(content_type, small)
             fields = _fields(parts)
             if parts.upload is not None:
-                reading = await stack.enter_async_context(reader.read(PICTURE, parts.upload, key))
+                image = stack.enter_context(as_file(parts.upload))
+                reading = await stack.enter_async_context(reader.read(PICTURE, image, key))
         upload = None if reading is None else reading.upload
         if upload is not None and fields.input_reference is not None:
             raise InvalidRequest(f"{IMAGE} was sent as a file and as a URL; send one of them", IMAGE)
@@ -60,12 +62,14 @@ async def image_of(asked: Asked, reader: Reader, fetching: FetchSettings, key: s
     if asked.reading is not None or asked.fields.input_reference is None:
         yield asked.reading
         return
-    try:
-        content = await fetch(asked.fields.input_reference.image_url, fetching)
-    except InvalidRequest as error:
-        raise InvalidRequest(str(error), IMAGE) from None
-    async with reader.read(PICTURE, content, key) as reading:
-        yield reading
+    with as_file() as content:
+        try:
+            async with reader.fetches.turn(key):
+                await fetch(asked.fields.input_reference.image_url, fetching, content)
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error), IMAGE) from None
+        async with reader.read(PICTURE, content, key) as reading:
+            yield reading
 
 
 def _fields(parts: Parts) -> CreateVideo:

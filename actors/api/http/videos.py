@@ -20,12 +20,13 @@ from actors.jobs.errors import JobNotFound
 from actors.jobs.keys import MAKE, OPERATE, READ
 from actors.jobs.store import MAX_PAGE
 from actors.jobs.tables import Job
-from actors.jobs.values import Status
+from actors.jobs.values import CANCELLED, DEADLINE, Status
 from actors.storage.base import Missing
 from wan_tpu.errors import InvalidRequest
 
 POLL_AFTER = "openai-poll-after-ms"
 _KEY_LENGTH = 255
+_STATUS = {"invalid": 400, CANCELLED: 409, DEADLINE: 408}  # of a failed job whose client waits for it
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -129,7 +130,7 @@ async def create_and_wait(request: Request, service: Served, caller: Maker, key:
         return waiting
     request.state.job = job.id
     if job.status == "failed":
-        status = 400 if job.error_code == "invalid" else 500
+        status = _STATUS.get(job.error_code or "", 500)
         raise HttpError(status, f"{job.id} failed: {job.error_message}", code=job.error_code)
     made = await _content(request, service, job, "video")
     made.headers["x-video-id"] = job.id

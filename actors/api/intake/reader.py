@@ -7,8 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from typing import Any
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from typing import IO, Any
 
 from actors.api.intake.apart import IMAGE, PICTURE, Parts
 from actors.api.intake.reader_process import REFUSED
@@ -26,6 +27,14 @@ class Picture:
     png: bytes
     width: int
     height: int
+
+
+@contextlib.contextmanager
+def as_file(content: bytes = b"") -> Iterator[IO[bytes]]:
+    """Give an unnamed file with a content."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        yield file
 
 
 class Reading:
@@ -46,8 +55,8 @@ class Reading:
     async def picture(self, height: int, width: int, *, crop: bool) -> Picture:
         """Return the image in that size; raises `InvalidRequest`."""
         assert self.size is not None
-        line = json.dumps({"height": height, "width": width, "crop": crop}).encode() + b"\n"
-        png = await asyncio.to_thread(self._child.answer, line)
+        wanted = {"height": height, "width": width, "crop": crop}
+        png = await asyncio.to_thread(self._child.answer, wanted)
         return Picture(png=png, height=self.size[0], width=self.size[1])
 
 
@@ -56,19 +65,21 @@ class Reader:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._turns = Turns(limits.readers)
+        self._turns = Turns(limits.readers, max(1, limits.readers - 1))  # one is free for others
+        self.fetches = Turns(limits.fetches, max(1, limits.fetches // 4))
 
     @contextlib.asynccontextmanager
-    async def read(self, content_type: str, content: bytes, key: str) -> AsyncIterator[Reading]:
-        """Give what a body of that type, or an image's file, holds; raises `InvalidRequest`, in the block too."""
-        if content_type == PICTURE and len(content) > self.limits.image_bytes:
+    async def read(self, content_type: str, content: IO[bytes], key: str) -> AsyncIterator[Reading]:
+        """Give what a file holds, a body of that type or an image; raises `InvalidRequest`, in the block too."""
+        size = content.seek(0, os.SEEK_END)
+        if content_type == PICTURE and size > self.limits.image_bytes:
             raise InvalidRequest(f"the image has more than {self.limits.image_bytes} bytes; shrink it first", IMAGE)
+        content.seek(0)
         async with self._turns.turn(key):
-            child = await asyncio.to_thread(_Child, self.limits)
+            child = await asyncio.to_thread(_Child, self.limits, content.fileno())
             try:
                 async with asyncio.timeout(self.limits.reader_s):
-                    said = await asyncio.to_thread(child.read, content_type, content)
-                    yield Reading(child, json.loads(said))
+                    yield Reading(child, json.loads(await asyncio.to_thread(child.ask, content_type)))
             except TimeoutError:
                 raise _too_costly() from None
             finally:
@@ -82,35 +93,33 @@ class _Child:
     From a thread, since the event loop of uvicorn runs Python between fork and exec, in a process with many threads.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, content: int) -> None:
+        given = map(str, (content, limits.reader_cpu_s, limits.reader_bytes))
         self._process: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, "-m", _CHILD, str(limits.reader_cpu_s), str(limits.reader_bytes)],
+            [sys.executable, "-m", _CHILD, *given],
+            pass_fds=[content],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path), "PATH": os.defpath},
         )
 
-    def read(self, content_type: str, content: bytes) -> bytes:
-        """Hand it the content, and return what it says."""
-        given, said = self._process.stdin, self._process.stdout
-        assert given is not None and said is not None
-        head = json.dumps({"type": content_type, "bytes": len(content)}).encode()
-        with contextlib.suppress(BrokenPipeError):  # it says why
-            given.write(head + b"\n")
-            given.write(content)
-            given.flush()
-        return said.readline() or self._failed()
+    def ask(self, content_type: str) -> bytes:
+        """Return what it says of the content."""
+        return self._tell(content_type).readline() or self._failed()
 
-    def answer(self, line: bytes) -> bytes:
+    def answer(self, wanted: dict[str, Any]) -> bytes:
         """Tell it something, and return all that it writes then."""
+        made = self._tell(wanted).read()
+        return made if self._process.wait() == 0 and made else self._failed()
+
+    def _tell(self, what: Any) -> IO[bytes]:
         given, said = self._process.stdin, self._process.stdout
         assert given is not None and said is not None
-        with contextlib.suppress(BrokenPipeError):
-            given.write(line)
+        with contextlib.suppress(BrokenPipeError):  # it says why
+            given.write(json.dumps(what).encode() + b"\n")
             given.flush()
-        made = said.read()
-        return made if self._process.wait() == 0 and made else self._failed()
+        return said
 
     def _failed(self) -> bytes:
         assert self._process.stderr is not None

@@ -1,9 +1,9 @@
 """The process that takes one body or image of a stranger apart, and has nothing else that it could reach.
 
-python -m actors.api.intake.reader_process CPU_SECONDS MEMORY_BYTES
+python -m actors.api.intake.reader_process FILE_DESCRIPTOR CPU_SECONDS MEMORY_BYTES
 
-stdin   a line {"type": ..., "bytes": n}, and n bytes
-stdout  a line: what is in them, and the size of their image
+stdin   a line: the type of what is in the file
+stdout  a line: what that is, and the size of its image
 stdin   a line {"height": ..., "width": ..., "crop": ...}, if the image is wanted
 stdout  the image, upright, of that size, as a PNG that this program has written itself, without any metadata
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 REFUSED = 3
 FORMATS = ("PNG", "JPEG", "WEBP")  # what OpenAI's API takes, and few decoders for a stranger to try
-_NICE = 5  # behind what answers
+_NICE = 2  # behind what answers
 
 
 def main() -> int:
     """Do it, within limits that the system holds."""
-    cpu_s, memory = map(int, sys.argv[1:])
+    file, cpu_s, memory = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # it writes no file
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICE)
     try:
-        _serve()
+        _serve(file)
     except InvalidRequest as error:
         print(json.dumps([str(error), error.field]), file=sys.stderr)
         return REFUSED
@@ -48,10 +48,10 @@ def main() -> int:
     return 0
 
 
-def _serve() -> None:
+def _serve(descriptor: int) -> None:
     given, said = sys.stdin.buffer, sys.stdout.buffer
-    head = json.loads(given.readline())
-    parts = apart(head["type"], given.read(head["bytes"]))
+    with open(descriptor, "rb") as file:
+        parts = apart(json.loads(given.readline()), file.read())
     image = None if parts.upload is None else opened(parts.upload)
     said.write(json.dumps(_told(parts, image)).encode() + b"\n")
     said.flush()

@@ -1,9 +1,11 @@
-"""Bodies as they arrive: so many at a time, so many bytes in all, and not for ever."""
+"""Bodies as they arrive: so many at a time, so many bytes in all, and not for ever. Larger ones go to the disk."""
 
 import asyncio
 import contextlib
 import dataclasses
+import tempfile
 from collections.abc import AsyncIterator
+from typing import IO
 
 from starlette.requests import Request
 
@@ -30,31 +32,31 @@ class Bodies:
         self._held: list[_Held] = []
 
     @contextlib.asynccontextmanager
-    async def received(self, request: Request, key: str) -> AsyncIterator[bytes]:
-        """Give the body of a request, which counts until the block ends.
+    async def received(self, request: Request, key: str) -> AsyncIterator[IO[bytes]]:
+        """Give the body of a request as a file, which counts until the block ends.
 
         Raises `HttpError`: 429 for one too many of a key, 413 for a long one, 408 for a slow one, 503 for want of room.
         """
         self._refuse_early(request, key)
         limits, loop = self._limits, asyncio.get_running_loop()
-        start, parts = loop.time(), []
+        start = loop.time()
         scope = asyncio.timeout_at(start + limits.body_s)
         held = _Held(key, scope)
         self._held.append(held)
         try:
-            try:
-                async with scope:
-                    async for part in request.stream():
-                        self._count(held, len(part))
-                        parts.append(part)
-                        if not held.given_up:
-                            scope.reschedule(start + limits.body_s + held.size / limits.body_rate)
-            except TimeoutError:
-                raise self._too_slow(held) from None
-            held.arrived = True
-            body = b"".join(parts)
-            parts.clear()
-            yield body
+            with tempfile.SpooledTemporaryFile(limits.small_bytes) as body:
+                try:
+                    async with scope:
+                        async for part in request.stream():
+                            self._count(held, len(part))
+                            body.write(part)
+                            if not held.given_up:
+                                scope.reschedule(start + limits.body_s + held.size / limits.body_rate)
+                except TimeoutError:
+                    raise self._too_slow(held) from None
+                held.arrived = True
+                body.seek(0)
+                yield body
         finally:
             self._held.remove(held)
 
@@ -79,7 +81,7 @@ class Bodies:
             if (other := self._most_greedy()) is None or other.key == held.key:
                 raise HttpError(
                     503,
-                    "the requests that are being received take all the memory that there is for them; try again",
+                    "the requests that are being received take all the room that there is for them; try again",
                     code="unavailable",
                     headers={"Retry-After": str(_AGAIN_S)},
                 )

@@ -10,10 +10,10 @@ _HALF_LIFE_S = 60.0  # of what a key has used
 
 
 class Turns:
-    """So many places. A key that has taken long waits for those that haven't, and keeps one place free for them."""
+    """So many places, of a key so many. One that has taken them long waits for those that haven't."""
 
-    def __init__(self, places: int) -> None:
-        self._free, self._of_a_key = places, max(1, places - 1)
+    def __init__(self, places: int, of_a_key: int) -> None:
+        self._free, self._of_a_key = places, of_a_key
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         self._in_place: dict[str, int] = defaultdict(int)
         self._used: dict[str, tuple[float, float]] = {}  # key -> seconds, as of when

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urljoin, urlsplit
 
 import httpcore
@@ -99,8 +99,8 @@ async def request(
         raise FetchError(f"{host} did not answer as it should ({type(error).__name__}: {error})") from None
 
 
-async def fetch(url: str, settings: FetchSettings) -> bytes:
-    """Return an image at an https URL, each redirect checked anew; raises `FetchError` saying what went wrong."""
+async def fetch(url: str, settings: FetchSettings, into: IO[bytes]) -> None:
+    """Write the image at an https URL into a file, each redirect checked anew; raises `FetchError` saying why not."""
     try:
         async with asyncio.timeout(settings.timeout_s):
             for _ in range(_MOST_REDIRECTS + 1):
@@ -109,7 +109,7 @@ async def fetch(url: str, settings: FetchSettings) -> bytes:
                         name.decode("latin-1").lower(): text.decode("latin-1") for name, text in response.headers
                     }
                     if response.status not in _REDIRECTS or "location" not in headers:
-                        return await _content(response, headers, settings)
+                        return await _content(response, headers, settings, into)
                 with contextlib.suppress(ValueError):  # what is no URL is refused as what it is
                     headers["location"] = urljoin(url, headers["location"])
                 url = headers["location"]
@@ -120,20 +120,22 @@ async def fetch(url: str, settings: FetchSettings) -> bytes:
     raise FetchError(f"the image's URL redirects more than {_MOST_REDIRECTS} times; give its last address")
 
 
-async def _content(response: httpcore.Response, headers: dict[str, str], settings: FetchSettings) -> bytes:
+async def _content(
+    response: httpcore.Response, headers: dict[str, str], settings: FetchSettings, into: IO[bytes]
+) -> None:
     if response.status != 200:
         raise FetchError(f"the image's server answered with status {response.status}; check the image's URL")
     encoding = headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise FetchError(f"the image came in encoding {encoding[:20]!r}, which wasn't asked for")
-    length, content = headers.get("content-length", ""), bytearray()
+    length, size = headers.get("content-length", ""), 0
     if length.isdigit() and int(length) > settings.max_bytes:
         raise _too_large(settings)
     async for chunk in response.aiter_stream():
-        content += chunk
-        if len(content) > settings.max_bytes:
+        size += len(chunk)
+        if size > settings.max_bytes:
             raise _too_large(settings)
-    return bytes(content)
+        into.write(chunk)
 
 
 def _unencoded(settings: FetchSettings) -> FetchError:

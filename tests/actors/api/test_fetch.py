@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import io
 import ipaddress
 import ssl
 import time
@@ -47,12 +48,18 @@ async def running(server, settings, *, address=HERE, port=0):
         yield dataclasses.replace(settings, ports=settings.ports | {server.port}), f"https://{NAME}:{server.port}"
 
 
+async def fetched(url, settings):
+    into = io.BytesIO()
+    await fetch(url, settings, into)
+    return into.getvalue()
+
+
 def got(server, settings, path="/cat.png", **changes):
     """Fetch a path from a server that runs meanwhile."""
 
     async def do():
         async with running(server, settings) as (ready, base):
-            return await fetch(base + path, dataclasses.replace(ready, **changes))
+            return await fetched(base + path, dataclasses.replace(ready, **changes))
 
     return asyncio.run(do())
 
@@ -101,7 +108,7 @@ def test_other_urls_are_refused(settings, url):
     find, _ = resolver(pictures_test=[HERE])
     closed = dataclasses.replace(settings, resolver=find, allowed=(ipaddress.ip_network("127.0.0.0/8"),))
     with pytest.raises(FetchError):
-        asyncio.run(fetch(url, closed))
+        asyncio.run(fetched(url, closed))
 
 
 INSIDE = [
@@ -134,7 +141,7 @@ def test_a_name_that_leads_inside_is_not_connected_to(new_server, settings, foun
     async def do():
         async with running(server, settings, address=ELSEWHERE) as (ready, base):
             find, _ = resolver(pictures_test=found)
-            await fetch(base + "/cat.png", dataclasses.replace(ready, resolver=find))
+            await fetched(base + "/cat.png", dataclasses.replace(ready, resolver=find))
 
     with pytest.raises(FetchError, match=r"public|no address"):
         asyncio.run(do())
@@ -147,7 +154,7 @@ def test_a_name_that_leads_inside_is_not_connected_to(new_server, settings, foun
 def test_spellings_of_an_address_lead_no_further(settings, host):
     real = dataclasses.replace(settings, resolver=FetchSettings().resolver, allowed=())
     with pytest.raises(FetchError, match=r"not a public address|no address"):
-        asyncio.run(fetch(f"https://{host}/", real))
+        asyncio.run(fetched(f"https://{host}/", real))
 
 
 def test_the_address_that_was_checked_is_the_one_connected_to(new_server, settings):
@@ -159,9 +166,9 @@ def test_the_address_that_was_checked_is_the_one_connected_to(new_server, settin
     async def do():
         async with running(good, settings) as (ready, base), running(evil, settings, address=ELSEWHERE, port=good.port):
             ready = dataclasses.replace(ready, resolver=find)
-            first = await fetch(base + "/cat.png", ready)
+            first = await fetched(base + "/cat.png", ready)
             with pytest.raises(FetchError, match="public"):
-                await fetch(base + "/cat.png", ready)
+                await fetched(base + "/cat.png", ready)
             return first
 
     assert asyncio.run(do()) == b"image"
@@ -188,7 +195,7 @@ def test_redirects_are_followed_and_checked_again(new_server, settings):
                 "/round": answer(status="302 Found", Location="/round"),
                 "/none": answer(status="302 Found", Location="https://[x"),
             }
-            assert await fetch(base + "/moved", ready) == b"image"
+            assert await fetched(base + "/moved", ready) == b"image"
             for path, reason in {
                 "/inside": "public internet",
                 "/plain": "only https",
@@ -197,7 +204,7 @@ def test_redirects_are_followed_and_checked_again(new_server, settings):
                 "/none": "can't be read",
             }.items():
                 with pytest.raises(FetchError, match=reason):
-                    await fetch(base + path, ready)
+                    await fetched(base + path, ready)
 
     asyncio.run(do())
     assert inside.connections == 0
@@ -269,4 +276,4 @@ def test_certificates_are_checked(new_server, settings):
 
 def test_a_server_that_is_not_there(settings):
     with pytest.raises(FetchError, match="can't be reached"):
-        asyncio.run(fetch(f"https://{NAME}:1/", dataclasses.replace(settings, ports=frozenset({1}))))
+        asyncio.run(fetched(f"https://{NAME}:1/", dataclasses.replace(settings, ports=frozenset({1}))))

@@ -41,28 +41,32 @@ def asked(settings, **limits):
         yield http
 
 
-def send(http, lines, body=b""):
-    """Send the head of a request and some of its body; return the connection."""
-    parts = urlsplit(str(http.base_url))
-    opened = socket.create_connection((parts.hostname, parts.port), timeout=20)
-    head = "\r\n".join([*lines, f"Host: localhost:{parts.port}", "", ""])
-    with contextlib.suppress(ConnectionError):
-        opened.sendall(head.encode() + body)
-    return opened
+class Sent:
+    """A connection on which the head of a request was sent, and some of its body."""
 
+    def __init__(self, http, lines, body=b""):
+        parts = urlsplit(str(http.base_url))
+        self._opened = socket.create_connection((parts.hostname, parts.port), timeout=20)
+        self._answered = b""
+        head = "\r\n".join([*lines, f"Host: localhost:{parts.port}", "", ""])
+        with contextlib.suppress(ConnectionError):
+            self._opened.sendall(head.encode() + body)
+        self._opened.setblocking(False)
 
-def status_of(connection):
-    """The status that was answered, None while nothing is."""
-    connection.setblocking(False)
-    try:
-        return int(connection.recv(65536).split()[1])
-    except BlockingIOError:
-        return None
+    @property
+    def status(self):
+        """What was answered, None while nothing is."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            self._answered += self._opened.recv(65536)
+        return int(self._answered.split()[1]) if self._answered else None
+
+    def close(self):
+        self._opened.close()
 
 
 def half_a_body(http, headers, size=10_000, sent=100, kind="application/json"):
     lines = ["POST /v1/videos HTTP/1.1", f"Content-Type: {kind}", f"Content-Length: {size}"]
-    return send(http, [*lines, *(f"{name}: {value}" for name, value in headers.items())], b"x" * sent)
+    return Sent(http, [*lines, *(f"{name}: {value}" for name, value in headers.items())], b"x" * sent)
 
 
 LARGE = {
@@ -114,10 +118,10 @@ def test_bodies_that_never_end_are_counted_by_key_and_given_up(settings, keys):
     ann, mallory = keys
     with asked(settings, bodies=4, body_s=2.0) as http:
         started = [half_a_body(http, mallory) for _ in range(6)]
-        wait_for(lambda: [status_of(one) for one in started[4:]] == [429, 429])
+        wait_for(lambda: [one.status for one in started[4:]] == [429, 429])
         assert create(http, ann).status_code == 200
         start = time.monotonic()
-        wait_for(lambda: status_of(started[0]) == 408, 5)
+        wait_for(lambda: started[0].status == 408, 5)
         assert time.monotonic() - start < 4
         wait_for(lambda: create(http, mallory).status_code == 200)
         for one in started:
@@ -131,7 +135,7 @@ def test_who_holds_most_memory_gives_it_back_first(settings, keys):
         time.sleep(0.3)
         answer = http.post("/v1/videos", headers=ann, data={"prompt": "x"}, files={"input_reference": b"x" * 450_000})
         assert answer.status_code == 400  # it was read to its end, and is no image
-        assert [status_of(one) for one in held].count(408) == 1
+        assert [one.status for one in held].count(408) == 1
         for one in held:
             one.close()
 
@@ -168,7 +172,7 @@ def test_a_full_queue_is_seen_before_a_body_is_read_and_leaves_nothing(settings)
     with served(dataclasses.replace(settings, queue_limit=1)) as address, httpx.Client(base_url=address) as http:
         assert create(http).status_code == 200
         refused = half_a_body(http, {}, size=20_000_000)
-        wait_for(lambda: status_of(refused) == 429)
+        wait_for(lambda: refused.status == 429)
         refused.close()
         image = {"input_reference": ("cat.png", PHOTO.read_bytes())}
         assert http.post("/v1/videos", data={"prompt": "x"}, files=image).status_code == 429

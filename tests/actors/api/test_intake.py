@@ -15,7 +15,7 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, PngImagePlugin
 
 from actors.api.intake.apart import FORM, JSON, PICTURE, apart, data_url_content
-from actors.api.intake.reader import Reader
+from actors.api.intake.reader import Reader, as_file
 from actors.api.intake.reader_process import REFUSED, opened, png
 from actors.api.intake.turns import Turns
 from actors.api.limits import Limits
@@ -39,8 +39,9 @@ def decoded(content, limits=LIMITS, *, size=None, crop=False):
     """The picture that a process has made of an image, in its own size if no other is given."""
 
     async def made():
-        async with Reader(limits).read(PICTURE, content, "ann") as reading:
-            return await reading.picture(*(size or reading.size), crop=crop)
+        with as_file(content) as file:
+            async with Reader(limits).read(PICTURE, file, "ann") as reading:
+                return await reading.picture(*(size or reading.size), crop=crop)
 
     return asyncio.run(made())
 
@@ -51,8 +52,9 @@ def clean(content):
 
 def read(content_type, content, limits=LIMITS):
     async def found():
-        async with Reader(limits).read(content_type, content, "ann") as reading:
-            return reading
+        with as_file(content) as file:
+            async with Reader(limits).read(content_type, file, "ann") as reading:
+                return reading
 
     return asyncio.run(found())
 
@@ -314,7 +316,7 @@ def test_who_has_taken_much_waits_for_those_who_have_not():
             order.append(key)
 
     async def all_():
-        turns = Turns(2)
+        turns = Turns(2, 1)
         async with asyncio.TaskGroup() as group:
             for _ in range(8):
                 group.create_task(take(turns, "ann", 0.1))

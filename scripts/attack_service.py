@@ -1,0 +1,278 @@
+"""Attack a running service with ten clients, each in its own way, while forty others go on; say what these notice.
+
+python scripts/attack_service.py --url http://127.0.0.1:8000 --database service/jobs.sqlite --seconds 300
+
+The keys of all clients are made in the database of the service, and revoked at the end. What is measured first is the
+same load without an attack. With `--json` the figures are one line.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from urllib.parse import urlsplit
+
+import aiohttp
+from PIL import Image
+
+from actors.jobs.keys import make_key, revoke_key
+from actors.jobs.store import open_database
+
+CLIENTS = 40
+PAUSE_S = 1.5  # of a client between two requests
+BODY = {"size": "256x256", "num_frames": 17, "num_inference_steps": 2}
+KINDS = ("poll", "submit", "upload", "list")
+
+
+# ---- the others
+
+
+class Notes:
+    """What the clients have noticed: seconds by kind of request, answers that weren't as they should be, their jobs."""
+
+    def __init__(self) -> None:
+        self.took: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        self.odd: Counter[str] = Counter()
+        self.jobs: dict[str, list[str]] = {}  # by key
+
+    def p99_ms(self) -> dict[str, float]:
+        """Return the 99th percentile of each kind, and of polls and submissions together as "all"."""
+        values = {"all": self.took["poll"] + self.took["submit"], **self.took}
+        return {name: round(_p99(times) * 1000, 1) for name, times in values.items() if len(times) > 2}
+
+
+def _p99(times: list[float]) -> float:
+    return statistics.quantiles(times, n=100)[98]
+
+
+async def client(url: str, key: str, notes: Notes, until: float) -> None:
+    """Ask now and then, as a program does that has videos made."""
+    mine = notes.jobs.setdefault(key, [])
+    image = picture(256, 256)
+    headers = {"Authorization": f"Bearer {key}"}
+    async with aiohttp.ClientSession(url, headers=headers, timeout=aiohttp.ClientTimeout(60)) as http:
+        await asyncio.sleep(random.uniform(0, PAUSE_S))
+        while time.monotonic() < until:
+            kind = random.choices(KINDS, (85, 4, 3, 8))[0] if mine else "submit"
+            start = time.monotonic()
+            try:
+                async with asked(http, kind, mine, image) as answer:
+                    body = await answer.read()
+                    notes.took[kind].append(time.monotonic() - start)
+                    again = answer.status == 503 and "Retry-After" in answer.headers
+                    if answer.status == 200 and kind in ("submit", "upload"):
+                        mine.append(json.loads(body)["id"])
+                    elif answer.status != 200:
+                        notes.odd[f"{kind} {answer.status}{' again' if again else ''} {body[:90]!r}"] += 1
+            except (aiohttp.ClientError, TimeoutError) as error:
+                notes.odd[f"{kind} {type(error).__name__}"] += 1
+            await asyncio.sleep(random.uniform(0.5, 1.5) * PAUSE_S)
+
+
+def asked(
+    http: aiohttp.ClientSession, kind: str, mine: list[str], image: bytes
+) -> "contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]":
+    """Return a request of a kind."""
+    if kind == "poll":
+        return http.get(f"/v1/videos/{random.choice(mine)}")
+    if kind == "list":
+        return http.get("/v1/videos", params={"limit": "10"})
+    body = BODY | {"prompt": f"a cat {random.random()}", "seed": random.randrange(99999)}
+    if kind == "submit":
+        return http.post("/v1/videos", json=body)
+    form = aiohttp.FormData({name: str(value) for name, value in body.items()})
+    form.add_field("input_reference", image, filename="a.png", content_type="image/png")
+    return http.post("/v1/videos", data=form)
+
+
+async def go_on(url: str, keys: list[str], seconds: float) -> Notes:
+    """Have all clients at work for so long."""
+    notes, until = Notes(), time.monotonic() + seconds
+    await asyncio.gather(*(client(url, key, notes, until) for key in keys))
+    return notes
+
+
+# ---- the attack
+
+
+async def post(url: str, key: str, body: bytes, kind: str = "application/json") -> None:
+    """Send a body, whatever is answered."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": kind}
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as http:
+            async with http.post(f"{url}/v1/videos", data=body, headers=headers) as answer:
+                await answer.read()
+
+
+async def again(send: Callable[[], Awaitable[object]], pause_s: float = 0.2) -> None:
+    """Do it for ever."""
+    while True:
+        await send()
+        await asyncio.sleep(pause_s)
+
+
+async def hold(url: str, many: int, sent: bytes) -> None:
+    """Open connections that send so much and then nothing, anew when they are closed."""
+    parts = urlsplit(url)
+
+    async def one() -> None:
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            writer.write(sent)
+            await reader.read(200)
+            writer.close()
+        await asyncio.sleep(0.5)
+
+    await asyncio.gather(*(again(one) for _ in range(many)))
+
+
+def half_body(url: str, key: str, sent: int) -> bytes:
+    """Return a request whose body isn't sent to its end."""
+    lines = ["POST /v1/videos HTTP/1.1", f"Host: {urlsplit(url).netloc}", f"Authorization: Bearer {key}"]
+    lines += ["Content-Type: application/json", "Content-Length: 26000000", "", ""]
+    return "\r\n".join(lines).encode() + b"x" * sent
+
+
+def form(image: bytes) -> bytes:
+    """Return a form with a boundary of x."""
+    made = b""
+    for name, value in (BODY | {"prompt": "x", "size": "64x64"}).items():
+        made += f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
+    head = b'--x\r\nContent-Disposition: form-data; name="input_reference"; filename="a.jpg"\r\n\r\n'
+    return made + head + image + b"\r\n--x--\r\n"
+
+
+def picture(width: int, height: int, kind: str = "PNG") -> bytes:
+    """Return an image's file."""
+    made = io.BytesIO()
+    Image.effect_noise((width, height), 60).convert("RGB").save(made, kind, quality=90)
+    return made.getvalue()
+
+
+async def follow(url: str, key: str, many: int) -> None:
+    """Follow one job so many times."""
+    headers = {"Authorization": f"Bearer {key}"}
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(None)
+    async with aiohttp.ClientSession(url, headers=headers, connector=connector, timeout=timeout) as http:
+        async with http.post("/v1/videos", json=BODY | {"prompt": "x"}) as answer:
+            job = (await answer.json()).get("id")
+
+        async def one() -> None:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with http.get(f"/v1/videos/{job}/events") as stream:
+                    await stream.read()
+
+        await asyncio.gather(*(again(one, 1.0) for _ in range(many)))
+
+
+def attacks(url: str, keys: list[str]) -> list[Awaitable[object]]:
+    """Return what each of ten clients does."""
+    large = form(picture(5000, 5000, "JPEG"))
+    options = b'{"prompt": "x", "input_reference": {"image_url": "data:' + b";" * 26_000_000 + b'"}}'
+    fields = b"{" + b",".join(b'"k%d":0' % i for i in range(1_500_000)) + b"}"
+    lists = b"[" + b"[]," * 8_000_000 + b"0]"
+    flood = json.dumps(BODY | {"prompt": "flood", "priority": 100}).encode()
+    plain = json.dumps(BODY | {"prompt": "flood"}).encode()
+    of_form = "multipart/form-data; boundary=x"
+    host = f"Host: {urlsplit(url).netloc}"
+    return [
+        again(lambda: post(url, keys[0], options)),
+        again(lambda: post(url, keys[1], large, of_form)),
+        hold(url, 300, half_body(url, keys[2], 1000)),
+        hold(url, 500, f"GET /v1/videos HTTP/1.1\r\n{host}\r\nX-A".encode()),  # without a key
+        again(lambda: post(url, keys[4], fields)),
+        again(lambda: asyncio.gather(*(post(url, keys[5], flood) for _ in range(5)))),
+        hold(url, 40, half_body(url, keys[6], 20_000_000)),
+        again(lambda: asyncio.gather(*(post(url, keys[7], large, of_form) for _ in range(8)))),
+        asyncio.gather(*(again(lambda: post(url, keys[8], plain), 0.05) for _ in range(4))),
+        asyncio.gather(follow(url, keys[9], 300), again(lambda: post(url, keys[9], lists))),
+    ]
+
+
+def attack(url: str, keys: list[str]) -> None:
+    """Attack until this process is ended. It gives way to the others, as if it were on machines of its own."""
+    os.nice(15)
+
+    async def all_() -> None:
+        await asyncio.gather(*attacks(url, keys))
+
+    asyncio.run(all_())
+
+
+# ---- both
+
+
+@contextlib.asynccontextmanager
+async def attacked(url: str, keys: list[str]) -> AsyncIterator[None]:
+    """Have the service attacked, by another process."""
+    process = multiprocessing.get_context("spawn").Process(target=attack, args=(url, keys), daemon=True)
+    process.start()
+    try:
+        await asyncio.sleep(5)  # until it is under way
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+async def all_ended(url: str, jobs: dict[str, list[str]], seconds: float) -> dict[str, int]:
+    """Wait for the jobs' ends; return how many there are of each status, "missing" where one isn't known any more."""
+    give_up, left = time.monotonic() + seconds, {job: key for key, ids in jobs.items() for job in ids}
+    found: Counter[str] = Counter()
+    async with aiohttp.ClientSession(url) as http:
+        while left and time.monotonic() < give_up:
+            for job, key in list(left.items()):
+                async with http.get(f"/v1/videos/{job}", headers={"Authorization": f"Bearer {key}"}) as answer:
+                    status = (await answer.json())["status"] if answer.status == 200 else "missing"
+                if status in ("completed", "failed", "missing"):
+                    found[status] += 1
+                    del left[job]
+            await asyncio.sleep(1)
+    return dict(found | Counter({"waiting": len(left)} if left else {}))
+
+
+async def main(args: argparse.Namespace) -> None:
+    """Measure without and with the attack."""
+    database = open_database(args.database)
+    names = [f"{args.name} {i}" for i in range(CLIENTS + 10)]
+    keys = [make_key(database, name) for name in names]
+    try:
+        await asyncio.sleep(2)  # until the service knows them
+        before = await go_on(args.url, keys[:CLIENTS], args.quiet_s)
+        async with attacked(args.url, keys[CLIENTS:]):
+            during = await go_on(args.url, keys[:CLIENTS], args.seconds)
+        jobs = {key: [*before.jobs.get(key, ()), *during.jobs.get(key, ())] for key in keys[:CLIENTS]}
+        ends = await all_ended(args.url, jobs, args.end_s)
+    finally:
+        for name in names:
+            revoke_key(database, name)
+    if args.json:
+        odd = {"before": dict(before.odd), "during": dict(during.odd)}
+        print(json.dumps({"before": before.p99_ms(), "during": during.p99_ms(), "odd": odd, "ends": ends}))
+        return
+    for name, notes in (("alone", before), ("attacked", during)):
+        answers = sum(map(len, notes.took.values()))
+        print(f"{name:9} {answers} answers; 99th percentile, ms: {notes.p99_ms()}")
+        for what, count in notes.odd.most_common(10):
+            print(f"          {count} x {what}")
+    print(f"jobs of the others: {ends}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--database", required=True, help="of the service's jobs, where the keys are made")
+    parser.add_argument("--seconds", type=float, default=300, help="of the attack; default %(default)s")
+    parser.add_argument("--quiet_s", type=float, default=60, help="before it; default %(default)s")
+    parser.add_argument("--end_s", type=float, default=600, help="for all jobs to end then; default %(default)s")
+    parser.add_argument("--name", default="attack", help="of the keys; default %(default)s")
+    parser.add_argument("--json", action="store_true", help="print the figures in one line")
+    asyncio.run(main(parser.parse_args()))

@@ -1,0 +1,85 @@
+"""Ten clients attack the service in every way that was found, all at once; forty others go on."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.api.settings import ServiceSettings
+from scripts.simulation import soak
+from tests.actors.on_service.conftest import deployed
+from tests.conftest import ROOT, STAGES
+
+pytestmark = pytest.mark.long
+
+SECONDS = float(os.environ.get("WAN_TPU_ATTACK_S", "40"))
+MIB = 2**20
+
+
+@pytest.fixture
+def online(tmp_path):
+    spec = soak.soak_spec(tmp_path, step_s=0.05)
+    settings = ServiceSettings(
+        database=str(tmp_path / "jobs.sqlite"),
+        storage=str(tmp_path / "results"),
+        model="simulated",
+        concurrency=6,
+        queue_limit=400,
+        chips=dict.fromkeys(STAGES, 1),
+    )
+    with deployed(settings, spec, tmp_path, drain_s=5) as made:
+        yield made
+
+
+class Watcher(threading.Thread):
+    """Notes how much memory processes take at most, by a part of their title."""
+
+    def __init__(self, online, *names):
+        super().__init__(daemon=True)
+        self._online, self._ended = online, threading.Event()
+        self.most = dict.fromkeys(names, 0.0)
+
+    def run(self):
+        while not self._ended.wait(0.5):
+            for name in self.most:
+                for process in self._online.processes(name):
+                    try:
+                        self.most[name] = max(self.most[name], process.memory_info().rss / MIB)
+                    except psutil.NoSuchProcess:
+                        continue
+
+    def end(self):
+        self._ended.set()
+        self.join()
+
+
+def test_a_hostile_client_harms_only_itself(online):
+    watcher = Watcher(online, "Ingress", "ServiceWorker")
+    watcher.start()
+    command = [sys.executable, ROOT / "scripts" / "attack_service.py", "--url", online.address, "--json"]
+    command += [
+        "--database",
+        online.settings.database,
+        "--seconds",
+        str(SECONDS),
+        "--quiet_s",
+        str(max(15, SECONDS / 5)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS * 3 + 700, env=os.environ)
+    watcher.end()
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    stored = sum(file.stat().st_size for file in Path(online.settings.storage).rglob("*") if file.is_file())
+    print(json.dumps(found, indent=1), watcher.most, f"{stored / MIB:.1f} MiB stored")
+    assert not found["odd"]["before"]
+    # Others are never refused but for a moment, and then told when to come back.
+    assert not [what for what in found["odd"]["during"] if " 503 again" not in what], found["odd"]
+    assert set(found["ends"]) == {"completed"}, found["ends"]  # nothing accepted is lost
+    assert watcher.most["Ingress"] < 400 and watcher.most["ServiceWorker"] < 600
+    assert stored < 300 * MIB
+    assert found["during"]["all"] < 2 * found["before"]["all"] + 1000  # on two cores that also attack
