@@ -27,6 +27,7 @@ from actors.jobs.keys import make_key, revoke_key
 from actors.jobs.store import open_database
 
 CLIENTS = 40
+_local = False  # whether the service is on this machine
 PAUSE_S = 1.5  # of a client between two requests
 BODY = {"size": "256x256", "num_frames": 17, "num_inference_steps": 2}
 KINDS = ("poll", "submit", "upload", "list")
@@ -93,21 +94,43 @@ def asked(
     return http.post("/v1/videos", data=form)
 
 
+async def keep_busy(url: str, key: str, until: float) -> None:
+    """Have the slices busy: with and without an attack they are."""
+    async with aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {key}"}) as http:
+        while time.monotonic() < until:
+            async with http.get("/v1/videos", params={"status": "queued", "limit": "8"}) as answer:
+                waiting = len((await answer.json()).get("data", ())) if answer.status == 200 else 8
+            for _ in range(8 - waiting):
+                async with http.post("/v1/videos", json=BODY | {"prompt": "busy", "seed": 4}) as answer:
+                    await answer.read()
+            await asyncio.sleep(1)
+
+
 async def go_on(url: str, keys: list[str], seconds: float) -> Notes:
-    """Have all clients at work for so long."""
+    """Have all clients at work for so long; the last key's alone keeps the slices busy."""
+    *keys, busy = keys
     notes, until = Notes(), time.monotonic() + seconds
-    await asyncio.gather(*(client(url, key, notes, until) for key in keys))
+    await asyncio.gather(keep_busy(url, busy, until), *(client(url, key, notes, until) for key in keys))
     return notes
 
 
 # ---- the attack
 
 
+ADDRESSES = tuple(f"127.0.0.{i}" for i in range(2, 12))  # each attacker has its own; used where the service is here
+
+
+def connector(key: str) -> aiohttp.TCPConnector:
+    """Return connections from the address of the client with a key."""
+    here = (ADDRESSES[sum(key.encode()) % len(ADDRESSES)], 0) if _local else None
+    return aiohttp.TCPConnector(limit=0, local_addr=here)
+
+
 async def post(url: str, key: str, body: bytes, kind: str = "application/json") -> None:
     """Send a body, whatever is answered."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": kind}
     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60), connector=connector(key)) as http:
             async with http.post(f"{url}/v1/videos", data=body, headers=headers) as answer:
                 await answer.read()
 
@@ -125,7 +148,8 @@ async def hold(url: str, many: int, sent: bytes) -> None:
 
     async def one() -> None:
         with contextlib.suppress(OSError):
-            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            here = (ADDRESSES[sum(sent[:300]) % len(ADDRESSES)], 0) if _local else None
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port, local_addr=here)
             writer.write(sent)
             await reader.read(200)
             writer.close()
@@ -160,9 +184,9 @@ def picture(width: int, height: int, kind: str = "PNG") -> bytes:
 async def follow(url: str, key: str, many: int) -> None:
     """Follow one job so many times."""
     headers = {"Authorization": f"Bearer {key}"}
-    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(None)
-    async with aiohttp.ClientSession(url, headers=headers, connector=connector, timeout=timeout) as http:
-        async with http.post("/v1/videos", json=BODY | {"prompt": "x"}) as answer:
+    timeout = aiohttp.ClientTimeout(None)
+    async with aiohttp.ClientSession(url, headers=headers, connector=connector(key), timeout=timeout) as http:
+        async with http.post("/v1/videos", json=BODY | {"prompt": "x", "seed": 3}) as answer:
             job = (await answer.json()).get("id")
 
         async def one() -> None:
@@ -179,8 +203,8 @@ def attacks(url: str, keys: list[str]) -> list[Awaitable[object]]:
     options = b'{"prompt": "x", "input_reference": {"image_url": "data:' + b";" * 26_000_000 + b'"}}'
     fields = b"{" + b",".join(b'"k%d":0' % i for i in range(1_500_000)) + b"}"
     lists = b"[" + b"[]," * 8_000_000 + b"0]"
-    flood = json.dumps(BODY | {"prompt": "flood", "priority": 100}).encode()
-    plain = json.dumps(BODY | {"prompt": "flood"}).encode()
+    flood = json.dumps(BODY | {"prompt": "flood", "priority": 100, "seed": 1}).encode()
+    plain = json.dumps(BODY | {"prompt": "flood", "seed": 2}).encode()
     of_form = "multipart/form-data; boundary=x"
     host = f"Host: {urlsplit(url).netloc}"
     return [
@@ -198,8 +222,10 @@ def attacks(url: str, keys: list[str]) -> list[Awaitable[object]]:
 
 
 def attack(url: str, keys: list[str]) -> None:
-    """Attack until this process is ended. It gives way to the others, as if it were on machines of its own."""
-    os.nice(15)
+    """Attack until this process is ended, with what the others leave of the processors: attackers have their own."""
+    global _local
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    _local = urlsplit(url).hostname == "127.0.0.1"
 
     async def all_() -> None:
         await asyncio.gather(*attacks(url, keys))
@@ -242,13 +268,13 @@ async def all_ended(url: str, jobs: dict[str, list[str]], seconds: float) -> dic
 async def main(args: argparse.Namespace) -> None:
     """Measure without and with the attack."""
     database = open_database(args.database)
-    names = [f"{args.name} {i}" for i in range(CLIENTS + 10)]
+    names = [f"{args.name} {i}" for i in range(CLIENTS + 11)]
     keys = [make_key(database, name) for name in names]
     try:
         await asyncio.sleep(2)  # until the service knows them
-        before = await go_on(args.url, keys[:CLIENTS], args.quiet_s)
-        async with attacked(args.url, keys[CLIENTS:]):
-            during = await go_on(args.url, keys[:CLIENTS], args.seconds)
+        before = await go_on(args.url, keys[: CLIENTS + 1], args.quiet_s)
+        async with attacked(args.url, keys[CLIENTS + 1 :]):
+            during = await go_on(args.url, keys[: CLIENTS + 1], args.seconds)
         jobs = {key: [*before.jobs.get(key, ()), *during.jobs.get(key, ())] for key in keys[:CLIENTS]}
         ends = await all_ended(args.url, jobs, args.end_s)
     finally:

@@ -10,8 +10,9 @@ class Limits:
     image_bytes     of an image's file
     small_bytes     of a body that is taken apart where it arrives; of a larger one this is a process's work
     body_s, body_rate  for a body to arrive: so many seconds, and one more for every so many bytes
+    key_rate        bytes of bodies a second that are taken of one key, of which two seconds' may come at once
     bodies          of one key that arrive, or are read, at a time
-    bodies_bytes    of all of them together, on disk; where there is no room the key that holds most loses its oldest
+    bodies_bytes    of all of them together, in memory; where there is no room the key that holds most loses its oldest
     readers         processes that take bodies and images apart, at a time
     reader_s, reader_cpu_s, reader_bytes  time, processor's time and memory of each
     followers       event streams of one key
@@ -26,15 +27,16 @@ class Limits:
     small_bytes: int = 32_768
     body_s: float = 20.0
     body_rate: float = 250_000
+    key_rate: float = 10_000_000
     bodies: int = 32
-    bodies_bytes: int = 500_000_000
+    bodies_bytes: int = 150_000_000
     readers: int = 2
     reader_s: float = 30.0
-    reader_cpu_s: int = 15
+    reader_cpu_s: int = 8
     reader_bytes: int = 1_000_000_000
     followers: int = 100
     key_share: float = 0.5
-    requests_per_minute: float = 6000.0
+    requests_per_minute: float = 1200.0
     fetches: int = 32
     webhooks: int = 64
     webhooks_of_a_key: int = 4

@@ -15,33 +15,45 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 CONNECTIONS = 16_000  # in all, as far as the process may have files
-CONNECTIONS_OF_AN_ADDRESS = "WAN_TPU_CONNECTIONS_OF_AN_ADDRESS"  # 0 where a proxy in front has all
-_OF_AN_ADDRESS = 2000
+# What is changed by an environment variable of that name; 0 for no limit. A proxy in front is one address, for all.
+BOUNDS = {
+    "WAN_TPU_CONNECTIONS_OF_AN_ADDRESS": 2000,
+    "WAN_TPU_REQUESTS_OF_AN_ADDRESS": 5000,  # in ten seconds
+    "WAN_TPU_REQUESTS_OF_A_KEY": 500,  # in ten seconds
+    "WAN_TPU_CONCURRENT_OF_A_KEY": 200,  # requests, event streams among them
+}
 _HEADERS_S = 10  # for a request's headers to arrive
+_BUSY_S = 5  # that an ingress may take to answer a health check
 _AGAIN_S = 2
 _OUT = ("frontend prometheus", "listen stats")
+# With this a replica of Serve leaves a request's body to the application. Otherwise it reads all that comes into its
+# memory, faster than anybody wants it.
+_UNREAD = "x-request-disconnect-disabled"
+_KEYS, _RATE = "keys", "http_req_rate(10s)"
 _FILES = 3  # of a connection, its server's and a reload's included
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_AWAY = json.dumps(
-    {
-        "error": {
-            "message": "the service is starting, or coming back; try again",
-            "type": "server_error",
-            "param": None,
-            "code": "unavailable",
-        }
-    }
-)
 
 
-def narrowed(config: str, error_file: Path, *, connections: int = CONNECTIONS, of_an_address: int = 0) -> str:
+def _error(message: str, kind: str, code: str) -> str:
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+_AWAY = _error("the service is starting, or coming back; try again", "server_error", "unavailable")
+_TOO_MANY = _error("too many requests at once, or lately; send fewer", "rate_limit_error", "rate_limit_exceeded")
+
+
+def narrowed(
+    config: str, error_file: Path, *, connections: int = CONNECTIONS, bounds: Mapping[str, int] | None = None
+) -> str:
     """Return a configuration without its log, its figures and its page, and with bounds on who connects.
 
-    error_file     what is answered where there is no server: a JSON 503, also in place of 502 and 504
-    of_an_address  connections that one address may have; 0 for any number
+    error_file   what is answered where there is no server: a JSON 503, also in place of 502 and 504
+    connections  in all
+    bounds       as in `BOUNDS`, which are taken where none are given
     """
     kept, out = [], False
     for line in config.splitlines():
@@ -54,17 +66,41 @@ def narrowed(config: str, error_file: Path, *, connections: int = CONNECTIONS, o
         if word[:1] == ["maxconn"]:
             line = f"    maxconn {connections}"
         elif "status 404" in line and "-/routes for available routes" in line:
-            line = f"    http-request return status 503 content-type application/json string {_quoted(_AWAY)} {_RETRY}"
+            line = f"    {_returned(503, _AWAY)}"
         kept.append(line)
         match section:
             case "defaults":
                 kept.append(f"    timeout http-request {_HEADERS_S}s")
+                kept.append(f"    timeout check {_BUSY_S}s")  # else a quarter of a second, and a busy one is left out
                 kept += [f"    errorfile {status} {error_file}" for status in (502, 503, 504)]
-            case "frontend http_frontend" if of_an_address:
-                kept.append("    stick-table type ipv6 size 100k expire 1m store conn_cur")
-                kept.append("    tcp-request connection track-sc0 src")
-                kept.append(f"    tcp-request connection reject if {{ sc0_conn_cur gt {of_an_address} }}")
+            case "frontend http_frontend":
+                kept.append(f"    http-request set-header {_UNREAD} ?1")
+                kept += [f"    {rule}" for rule in _rules(*(BOUNDS if bounds is None else bounds).values())]
+    kept += [f"backend {_KEYS}", f"    stick-table type string len 128 size 100k expire 1m store conn_cur,{_RATE}"]
     return "\n".join(kept) + "\n"
+
+
+def _rules(connections: int, requests: int, of_a_key: int, concurrent: int) -> Iterator[str]:
+    """Give the rules of the frontend that hold the bounds."""
+    yield f"stick-table type ipv6 size 100k expire 1m store conn_cur,{_RATE}"
+    yield "tcp-request connection track-sc0 src"
+    if connections:
+        yield f"tcp-request connection reject if {{ sc0_conn_cur gt {connections} }}"
+    if requests:
+        yield f"{_returned(429, _TOO_MANY)} if {{ sc0_http_req_rate gt {requests} }}"
+    key = "req.hdr(authorization)"
+    yield f"http-request track-sc1 {key},sha2(256),hex table {_KEYS} if {{ {key} -m found }}"
+    if of_a_key:
+        yield f"{_returned(429, _TOO_MANY)} if {{ sc1_http_req_rate gt {of_a_key} }}"
+    if concurrent:
+        yield f"{_returned(429, _TOO_MANY)} if {{ sc1_conn_cur gt {concurrent} }}"
+
+
+def _returned(status: int, body: str) -> str:
+    text = body.replace("\\", "\\\\").replace('"', '\\"')
+    return (
+        f'http-request return status {status} content-type application/json string "{text}" hdr Retry-After {_AGAIN_S}'
+    )
 
 
 def error_answer() -> str:
@@ -80,14 +116,6 @@ def error_answer() -> str:
     return "\r\n".join(head) + "\r\n\r\n" + _AWAY
 
 
-_RETRY = f"hdr Retry-After {_AGAIN_S}"
-
-
-def _quoted(text: str) -> str:
-    """Return a text as HAProxy reads a string."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
 def run(binary: str, given: list[str]) -> None:
     """Become HAProxy, with the file of its arguments narrowed."""
     file = Path(given[given.index("-f") + 1])
@@ -95,8 +123,8 @@ def run(binary: str, given: list[str]) -> None:
     error_file.write_text(error_answer())
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     connections = CONNECTIONS if most == resource.RLIM_INFINITY else min(CONNECTIONS, max(100, most // _FILES))
-    of_an_address = int(os.environ.get(CONNECTIONS_OF_AN_ADDRESS, min(_OF_AN_ADDRESS, connections // 4)))
-    file.write_text(narrowed(file.read_text(), error_file, connections=connections, of_an_address=of_an_address))
+    bounds = {name: int(os.environ.get(name, value)) for name, value in BOUNDS.items()}
+    file.write_text(narrowed(file.read_text(), error_file, connections=connections, bounds=bounds))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     os.execv(binary, [binary, *given])
 

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from actors.api.http.error_answers import HttpError
 from actors.api.http.objects import CreateVideo
 from actors.api.intake.apart import FORM, IMAGE, JSON, PICTURE, Parts, apart, media_type
-from actors.api.intake.reader import Reader, Reading, as_file
+from actors.api.intake.reader import Reader, Reading
+from actors.api.intake.receiving import as_file
 from actors.api.outbound.client import FetchSettings, fetch
 from wan_tpu.errors import InvalidRequest
 

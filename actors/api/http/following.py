@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from actors.api.http.access import Access
@@ -38,7 +39,18 @@ class Following:
         """look: returns what it finds of some ids; called in threads."""
         self._look, self._access, self._of_a_key = look, access, of_a_key
         self._followers: dict[str, set[_Follower]] = {}
+        self._of_owner: Counter[str] = Counter()
         self._looking: asyncio.Task[None] | None = None
+
+    def check(self, owner: str) -> None:
+        """Raise `HttpError` where a key has as many streams as it may."""
+        if (mine := self._of_owner[owner]) >= self._of_a_key:
+            raise HttpError(
+                429,
+                f"{mine} jobs are followed with this key, which is all that may be; close some, or poll",
+                code="too_many_streams",
+                headers={"Retry-After": str(_AGAIN_S)},
+            )
 
     @contextlib.asynccontextmanager
     async def follow(self, seen: Seen, owner: str) -> AsyncIterator[AsyncIterator[Seen]]:
@@ -47,21 +59,16 @@ class Following:
         Raises `HttpError` 429 for one stream too many; the iterator `JobNotFound` for a job that was deleted, and
         `HttpError` 401 when the key is revoked.
         """
-        mine = sum(one.owner == owner for all_ in self._followers.values() for one in all_)
-        if mine >= self._of_a_key:
-            raise HttpError(
-                429,
-                f"{mine} jobs are followed with this key, which is all that may be; close some, or poll",
-                code="too_many_streams",
-                headers={"Retry-After": str(_AGAIN_S)},
-            )
+        self.check(owner)
         job, follower = seen[0].id, _Follower(owner, seen)
         self._followers.setdefault(job, set()).add(follower)
+        self._of_owner[owner] += 1
         if self._looking is None:
             self._looking = asyncio.create_task(self._look_on())
         try:
             yield self._seen(follower)
         finally:
+            self._of_owner[owner] -= 1
             self._followers[job].discard(follower)
             if not self._followers[job]:
                 del self._followers[job]

@@ -33,11 +33,17 @@ class Middleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start, status = time.perf_counter(), 0
+        start, status, read = time.perf_counter(), 0, False
         headers = Headers(scope=scope)
         method, state = scope["method"], scope.setdefault("state", {})
         state["request_id"] = _request_id(headers)
         scope = _as_routed(scope)
+
+        async def received() -> Message:
+            nonlocal read
+            message = await receive()
+            read = not message.get("more_body", False)
+            return message
 
         async def observed(message: Message) -> None:
             nonlocal status
@@ -45,6 +51,8 @@ class Middleware:
                 status = message["status"]
                 more = {"x-content-type-options": "nosniff", "x-request-id": state["request_id"]}
                 more |= state.get("headers", {})
+                if not read and method == "POST" and status >= 400:
+                    more["connection"] = "close"  # or all of a body that nobody wants would come still
                 added = [(name.lower().encode(), value.encode("latin-1")) for name, value in more.items()]
                 message["headers"] = [*message.get("headers", []), *added]
                 self._count(scope, method, status, time.perf_counter() - start)
@@ -54,7 +62,7 @@ class Middleware:
 
         try:
             self._check_site(headers)
-            await self._app(scope, receive, observed)
+            await self._app(scope, received, observed)
         except Exception as error:  # whatever it is: the process goes on
             if status:  # half an answer is out
                 raise

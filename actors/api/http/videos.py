@@ -219,7 +219,9 @@ class Events(EventSourceResponse):
     media_type = None  # type: ignore[assignment]
 
 
-async def _followed(service: Served, found: Found, caller: Watcher) -> AsyncIterator[AsyncIterator[Seen]]:
+async def _followed(service: Served, video_id: str, caller: Watcher) -> AsyncIterator[AsyncIterator[Seen]]:
+    service.following.check(caller.owner)
+    found = await found_job(service, video_id, caller)
     async with service.following.follow(found, caller.owner) as seen:
         yield seen
 

@@ -7,8 +7,7 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import IO, Any
 
 from actors.api.intake.apart import IMAGE, PICTURE, Parts
@@ -27,14 +26,6 @@ class Picture:
     png: bytes
     width: int
     height: int
-
-
-@contextlib.contextmanager
-def as_file(content: bytes = b"") -> Iterator[IO[bytes]]:
-    """Give an unnamed file with a content."""
-    with tempfile.TemporaryFile() as file:
-        file.write(content)
-        yield file
 
 
 class Reading:

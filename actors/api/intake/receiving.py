@@ -1,10 +1,15 @@
-"""Bodies as they arrive: so many at a time, so many bytes in all, and not for ever. Larger ones go to the disk."""
+"""Bodies as they arrive: so many at a time, so many bytes in all, and not for ever.
+
+They are files without a name, which the processes that read them are given: in memory, since a disk that is written to
+all the time holds up the database's commits.
+"""
 
 import asyncio
 import contextlib
 import dataclasses
+import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import IO
 
 from starlette.requests import Request
@@ -13,6 +18,17 @@ from actors.api.http.error_answers import HttpError
 from actors.api.limits import Limits
 
 _AGAIN_S = 2
+_BURST_S = 2.0
+_KEYS = 1000  # of which is remembered what they have sent, before those that don't send any more are forgotten
+
+
+@contextlib.contextmanager
+def as_file(content: bytes = b"") -> Iterator[IO[bytes]]:
+    """Give a file without a name that has a content."""
+    linux = hasattr(os, "memfd_create")
+    with os.fdopen(os.memfd_create("body"), "w+b") if linux else tempfile.TemporaryFile() as file:
+        file.write(content)
+        yield file
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,6 +46,7 @@ class Bodies:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._held: list[_Held] = []
+        self._paced: dict[str, float] = {}  # until when a key has used what it may send
 
     @contextlib.asynccontextmanager
     async def received(self, request: Request, key: str) -> AsyncIterator[IO[bytes]]:
@@ -37,19 +54,20 @@ class Bodies:
 
         Raises `HttpError`: 429 for one too many of a key, 413 for a long one, 408 for a slow one, 503 for want of room.
         """
-        self._refuse_early(request, key)
+        self.check(request, key)
         limits, loop = self._limits, asyncio.get_running_loop()
         start = loop.time()
         scope = asyncio.timeout_at(start + limits.body_s)
         held = _Held(key, scope)
         self._held.append(held)
         try:
-            with tempfile.SpooledTemporaryFile(limits.small_bytes) as body:
+            with as_file() as body:
                 try:
                     async with scope:
                         async for part in request.stream():
                             self._count(held, len(part))
                             body.write(part)
+                            await self._pace(key, len(part))
                             if not held.given_up:
                                 scope.reschedule(start + limits.body_s + held.size / limits.body_rate)
                 except TimeoutError:
@@ -60,7 +78,18 @@ class Bodies:
         finally:
             self._held.remove(held)
 
-    def _refuse_early(self, request: Request, key: str) -> None:
+    async def _pace(self, key: str, size: int) -> None:
+        """Wait where a key sends faster than it may: nothing more is read of its connections then."""
+        now, rate = asyncio.get_running_loop().time(), self._limits.key_rate
+        until = max(self._paced.get(key, 0.0), now - _BURST_S) + size / rate
+        self._paced[key] = until
+        if until > now:
+            await asyncio.sleep(until - now)
+        elif len(self._paced) > _KEYS:
+            self._paced = {other: then for other, then in self._paced.items() if then > now - _BURST_S}
+
+    def check(self, request: Request, key: str) -> None:
+        """Raise what is known before anything of a body is there."""
         length = request.headers.get("content-length", "")
         if length.isascii() and length.isdigit() and int(length[:20]) > self._limits.body_bytes:
             raise self._too_long()

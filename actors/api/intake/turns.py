@@ -7,13 +7,17 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 
 _HALF_LIFE_S = 60.0  # of what a key has used
+_HEAVY_S = 2.0  # what a key has used that leaves one place to others
 
 
 class Turns:
-    """So many places, of a key so many. One that has taken them long waits for those that haven't."""
+    """So many places, of a key so many. Those that have taken them long come last, and leave one free.
+
+    What is under way isn't interrupted: the place that is left is where others don't wait for its end.
+    """
 
     def __init__(self, places: int, of_a_key: int) -> None:
-        self._free, self._of_a_key = places, of_a_key
+        self._free, self._of_a_key, self._of_the_heavy = places, of_a_key, max(1, places - 1)
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         self._in_place: dict[str, int] = defaultdict(int)
         self._used: dict[str, tuple[float, float]] = {}  # key -> seconds, as of when
@@ -51,7 +55,13 @@ class Turns:
     def _fill(self) -> None:
         """Give the free places away."""
         while self._free:
-            able = [key for key in self._waiting if self._in_place.get(key, 0) < self._of_a_key]
+            heavy = sum(count for key, count in self._in_place.items() if self._spent(key) > _HEAVY_S)
+            able = [
+                key
+                for key in self._waiting
+                if self._in_place.get(key, 0) < self._of_a_key
+                and (heavy < self._of_the_heavy or self._spent(key) <= _HEAVY_S)
+            ]
             if not able:
                 return
             key = min(able, key=lambda one: (self._in_place.get(one, 0), self._spent(one)))

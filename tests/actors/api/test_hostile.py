@@ -118,11 +118,9 @@ def test_bodies_that_never_end_are_counted_by_key_and_given_up(settings, keys):
     ann, mallory = keys
     with asked(settings, bodies=4, body_s=2.0) as http:
         started = [half_a_body(http, mallory) for _ in range(6)]
-        wait_for(lambda: [one.status for one in started[4:]] == [429, 429])
+        wait_for(lambda: [one.status for one in started].count(429) == 2)
         assert create(http, ann).status_code == 200
-        start = time.monotonic()
-        wait_for(lambda: started[0].status == 408, 5)
-        assert time.monotonic() - start < 4
+        wait_for(lambda: [one.status for one in started].count(408) == 4)
         wait_for(lambda: create(http, mallory).status_code == 200)
         for one in started:
             one.close()

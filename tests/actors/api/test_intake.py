@@ -15,8 +15,9 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, PngImagePlugin
 
 from actors.api.intake.apart import FORM, JSON, PICTURE, apart, data_url_content
-from actors.api.intake.reader import Reader, as_file
+from actors.api.intake.reader import Reader
 from actors.api.intake.reader_process import REFUSED, opened, png
+from actors.api.intake.receiving import as_file
 from actors.api.intake.turns import Turns
 from actors.api.limits import Limits
 from wan_tpu.errors import InvalidRequest
