@@ -27,6 +27,7 @@ MOST_ONGOING, MOST_ONGOING_ENCODER = 3, 8
 HEALTH_S = 2.0
 LEAVING_S = 3600.0  # a replica that is to go may finish what it has
 POLL_S = 0.25
+_TOLD_S, _HANDLES = 2.0, 10  # that a handle may take to learn of its pool, and how often it is made anew
 # For the first deployment of an application that answers no HTTP: where Serve runs HAProxy, it would listen.
 NO_HTTP = {"env_vars": {"RAY_SERVE_ENABLE_HA_PROXY": "0"}}
 
@@ -104,7 +105,27 @@ def handle(pipeline: str, pool: str) -> Any:
     """
     _quiet()
     shared = serve.get_deployment_handle(pool, application(pipeline, pool))  # raises where there is none
-    return DeploymentHandle(shared.deployment_name, shared.app_name)
+    made: Any = None
+    for _ in range(_HANDLES):
+        made = DeploymentHandle(shared.deployment_name, shared.app_name)
+        if _told(made):
+            break
+        made.shutdown()
+    return made
+
+
+def _told(made: Any) -> bool:
+    """Whether a handle has learnt of its deployment, which takes milliseconds.
+
+    Serve may leave it without for ever, and every call waiting: the first news that the process's common listener has
+    stop the handle's own, also news of the replicas alone, and of the deployment there is none to come.
+    """
+    made.options()  # makes its router
+    router = made._router
+    until = time.monotonic() + _TOLD_S
+    while not (told := router._asyncio_router._request_router_initialized.is_set()) and time.monotonic() < until:
+        time.sleep(0.005)
+    return bool(told)
 
 
 def find_spec(pipeline: str) -> PipelineSpec | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from ray import serve
+from ray.serve._private.router import SharedRouterLongPollClient
 
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down, wait_until_up
@@ -63,7 +64,8 @@ def slices_of(running, *requests):
 
     async def made():
         pipeline = PipelineDriver(running[0])
-        load, _ = await measure.run(pipeline, {str(i): request for i, request in enumerate(requests)})
+        async with asyncio.timeout(120):
+            load, _ = await measure.run(pipeline, {str(i): request for i, request in enumerate(requests)})
         pipeline.close()
         return load
 
@@ -101,8 +103,23 @@ def test_many_at_once_are_spread_evenly(running):
 
     sleepers = serve.run(Sleeper.bind(), name="sleepers", route_prefix=None)
     calls = [sleepers.remote() for _ in range(3 * SLICES)]
-    assert set(Counter(call.result() for call in calls).values()) == {3}
+    assert set(Counter(call.result(timeout_s=60) for call in calls).values()) == {3}
     serve.delete("sleepers")
+
+
+def test_a_handle_that_never_learns_of_its_pool_is_made_anew(running, monkeypatch):
+    """As happened when the replicas changed in the milliseconds in which a driver began: all its requests hung."""
+    register, stopped = SharedRouterLongPollClient._register, []
+
+    def interrupted(self, router):
+        register(self, router)
+        if not stopped:
+            stopped.append(router)
+            router.long_poll_client.stop()
+
+    monkeypatch.setattr(SharedRouterLongPollClient, "_register", interrupted)
+    assert len(slices_of(running, REQUEST)) == 1
+    assert not stopped[0]._request_router_initialized.is_set()
 
 
 @pytest.mark.parametrize("how", ["sick", "hung"])
