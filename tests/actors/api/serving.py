@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import socket
 import threading
 import time
@@ -81,7 +82,7 @@ class Engine:
     """Makes real, small mp4 files: frames of one colour that changes, by the seed. Steps wait for `go`."""
 
     def __init__(self, folder: Path):
-        self._folder = folder
+        self._folder, self._files = folder, itertools.count()
         self.go = threading.Event()
         self.go.set()
         self.failure = None
@@ -117,7 +118,7 @@ class Engine:
             self.under_way -= 1
 
     def video(self, request, name="made"):
-        path = self._folder / f"{name}.mp4"
+        path = self._folder / f"{name}-{next(self._files)}.mp4"  # a cancelled attempt may still write its own
         shades = (np.arange(request.frames) * 7 + request.seed) % 256
         frames = [np.full((request.height, request.width, 3), shade, np.uint8) for shade in shades]
         with VideoWriter(path, fps=request.fps, overwrite=True) as writer:
