@@ -35,12 +35,14 @@ def drive(argv: Sequence[str]) -> None:
 def _drive(args: argparse.Namespace, live: LiveConsole) -> "BatchReport":
     from actors.batch.manifest import read_manifest
     from actors.batch.run import open_batch
+    from actors.observe.meters import BatchMeters
     from actors.observe.span import Span
     from actors.observe.status_actor import StatusActor
     from actors.observe.timeline_picture import save
     from actors.pipeline.acquire import acquire_pipeline, reusable
     from actors.pipeline.driver import PipelineDriver
     from actors.pipeline.status import under_way
+    from cluster.costs.prices import Prices
 
     output = open_storage(args.output)
     live.tell("joining the cluster")
@@ -51,6 +53,15 @@ def _drive(args: argparse.Namespace, live: LiveConsole) -> "BatchReport":
     spec = reusable(args.name, wanted) or wanted
     assert spec is not None  # else `reusable` raises
     spans: list[Span] = []
+    chips = {stage: pool.slice.chips for pool in spec.layout.pools for stage in pool.stages}
+    meters = BatchMeters(chips, Prices.load().of_stages(spec.layout))
+
+    def note(span: Span) -> None:
+        spans.append(span)
+        if span.what == "compute":
+            meters.spent(span.stage, span.seconds)
+            meters.lines((result.status for result in opened.results.values()), total)
+
     manifest = read_manifest(args.manifest, spec.model.plan)
     opening = open_batch(
         manifest,
@@ -60,6 +71,7 @@ def _drive(args: argparse.Namespace, live: LiveConsole) -> "BatchReport":
         model=spec.settings.checkpoint,
         tell=live.line,
     )
+    total = len(manifest.entries) + len(manifest.bad)
     with opening as opened, contextlib.ExitStack() as stack:
         engine = None
         if opened.todo:  # bringing a pipeline up takes minutes
@@ -67,7 +79,8 @@ def _drive(args: argparse.Namespace, live: LiveConsole) -> "BatchReport":
             engine = stack.enter_context(contextlib.closing(PipelineDriver(up)))
             status = StatusActor.connect(args.name)
             live.look = lambda: under_way(status.seen())
-        report = opened.run(engine, progress=live, on_event=spans.append)
+        report = opened.run(engine, progress=live, on_event=note)
+        meters.lines((result.status for result in report.results), total)
         live.tell("")
         live.look = None
         if args.timeline and spans:

@@ -89,24 +89,12 @@ def service_settings(args: argparse.Namespace, layout: Layout, settings: Pipelin
         queue_limit=args.queue_limit,
         concurrency=args.concurrency or max(2, 2 * layout.slices),
         chips={stage: pool.slice.chips for pool in layout.pools for stage in pool.stages},
-        dollars=_dollars(layout, args.prices),
+        dollars=Prices.load(None if args.prices is None else Path(args.prices)).of_stages(layout),
         url_s=args.download_s,
         webhook_secret_file=None if secret == NONE else secret,
         origins=tuple(args.origin),
     )
     return dataclasses.replace(made, jobs=dataclasses.replace(made.jobs, ended_s=args.keep_days * 86400))
-
-
-def _dollars(layout: Layout, prices: str | None) -> dict[str, float]:
-    """Return what a chip of each stage costs an hour, on demand or as it is sold; raises `PriceError`."""
-    table = Prices.load(None if prices is None else Path(prices))
-    found: dict[str, float] = {}
-    for pool in layout.pools:
-        sold = table.chips.get(pool.slice.chip.name, {})
-        capacity = "on-demand" if "on-demand" in sold else next(iter(sold), None)
-        if capacity is not None:
-            found |= dict.fromkeys(pool.stages, table.chip_hour(pool.slice, capacity))
-    return found
 
 
 def _check(args: argparse.Namespace) -> None:

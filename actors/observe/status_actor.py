@@ -13,6 +13,7 @@ from typing import Any, Literal
 import ray
 
 from actors.errors import PipelineNotFound
+from actors.observe.meters import PipelineMeters
 from actors.pipeline_spec import PipelineSpec
 from cluster.gang.placement import off_hosts
 
@@ -125,6 +126,10 @@ class StatusActor:
         """Report what a replica's hosts compute with."""
         self._actor.software.remote(name, software)
 
+    def started(self, name: str, pool: str, phases: dict[str, float]) -> None:
+        """Report how long each phase of a replica's start took, seconds."""
+        self._actor.started.remote(name, pool, phases)
+
     def gone(self, name: str) -> None:
         """Report that a replica has ended."""
         self._actor.gone.remote(name)
@@ -160,7 +165,7 @@ class StatusActor:
 class _StatusActor:
     def __init__(self, spec: PipelineSpec) -> None:
         self._spec = spec  # Ray gives it again to an actor that it restarts
-        self._seen = Seen()
+        self._seen, self._meters = Seen(), PipelineMeters()
 
     def spec(self) -> PipelineSpec:
         return self._spec
@@ -172,17 +177,27 @@ class _StatusActor:
         before = self._seen.replicas.get(name)
         if before is None or dataclasses.replace(seen, since=before.since) != before:  # else it is told again
             self._seen.replicas[name] = seen
+            if seen.activity == "draining" and (before is None or before.activity != "draining"):
+                self._meters.drained(seen.pool)
+            self._meters.replicas((one.pool, one.activity) for one in self._seen.replicas.values())
+
+    def started(self, name: str, pool: str, phases: dict[str, float]) -> None:
+        self._meters.started(pool, name, phases)
 
     def software(self, name: str, software: dict[str, str]) -> None:
         self._seen.software[name] = software
 
     def gone(self, name: str) -> None:
-        self._seen.replicas.pop(name, None)
+        if (last := self._seen.replicas.pop(name, None)) is not None:
+            self._meters.gone(last.pool)
+            self._meters.replicas((one.pool, one.activity) for one in self._seen.replicas.values())
         self._seen.software.pop(name, None)
 
     def request(self, key: str, stage: str, step: int, steps: int, seconds: float | None) -> None:
         seen = self._seen.requests.setdefault(key, RequestSeen(time.time()))
-        seen.stage, seen.step, seen.steps = stage, step, steps
+        moved, seen.stage, seen.step, seen.steps = seen.stage != stage, stage, step, steps
+        if moved:
+            self._meters.requests(one.stage for one in self._seen.requests.values())
         if seconds is not None:
             self._seen.step_s.setdefault(stage, deque(maxlen=KEPT)).append(seconds)
 
@@ -192,6 +207,8 @@ class _StatusActor:
     def ended(self, key: str, outcome: Outcome) -> None:
         self._seen.requests.pop(key, None)
         self._seen.ended[outcome] = self._seen.ended.get(outcome, 0) + 1
+        self._meters.ended(outcome)
+        self._meters.requests(one.stage for one in self._seen.requests.values())
 
     def seen(self) -> Seen:
         return self._seen

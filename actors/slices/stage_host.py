@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from actors.observe.meters import ChipMeters
 from actors.slices.messages import HostProgress, Report, ReportedProgress
 from actors.slices.payloads import Payload, TextEmbedding, mp4, pack, unpack
 from actors.slices.profiling import HostProfile
@@ -92,6 +93,8 @@ class StageHost:
         self._components = [name for stage in hosted for name in known[stage]]
         self._first = jax.process_index() == 0
         self._profile = HostProfile()
+        if jax.default_backend() == "tpu":
+            ChipMeters(hosted).start()
         self._work: dict[str, _Encoding | _Denoising | _Decoding] = {}
         self._fitting: set[tuple[int, int, int]] = set()  # height, width, frames that have run or been compiled here
 

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from cluster.errors import PriceError
+from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
 from cluster.yaml_values import parsed, validated
 
@@ -43,6 +44,16 @@ class Prices:
         if region is not None and region not in regions:
             raise PriceError(f"no {capacity} price of {kind.chip.name} in {region} is known, only {', '.join(regions)}")
         return min(regions.values()) if region is None else regions[region]
+
+    def of_stages(self, layout: Layout) -> dict[str, float]:
+        """Return what a chip of each stage costs an hour, on demand or as it is sold, where that is known."""
+        found: dict[str, float] = {}
+        for pool in layout.pools:
+            sold = self.chips.get(pool.slice.chip.name, {})
+            capacity = "on-demand" if "on-demand" in sold else next(iter(sold), None)
+            if capacity is not None:
+                found |= dict.fromkeys(pool.stages, self.chip_hour(pool.slice, capacity))
+        return found
 
     def slice_hour(self, kind: SliceSpec, capacity: str, region: str | None = None) -> float:
         """Return the price of a whole slice an hour; raises as `chip_hour`."""

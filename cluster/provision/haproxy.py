@@ -33,6 +33,8 @@ _OUT = ("frontend prometheus", "listen stats")
 # With this a replica of Serve leaves a request's body to the application. Otherwise it reads all that comes into its
 # memory, faster than anybody wants it.
 _UNREAD = "x-request-disconnect-disabled"
+# What Serve answers in the application's place: that it has none, or that a replica died. The application's are JSON.
+_SERVES_OWN = "{ status 404 500:599 } { res.hdr(content-type) -m beg text/plain }"
 _KEYS, _RATE = "keys", "http_req_rate(10s)"
 _FILES = 3  # of a connection, its server's and a reload's included
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -75,6 +77,7 @@ def narrowed(
                 kept += [f"    errorfile {status} {error_file}" for status in (502, 503, 504)]
             case "frontend http_frontend":
                 kept.append(f"    http-request set-header {_UNREAD} ?1")
+                kept.append(f"    {_returned(503, _AWAY, 'http-response')} if {_SERVES_OWN}")
                 kept += [f"    {rule}" for rule in _rules(*(BOUNDS if bounds is None else bounds).values())]
     kept += [f"backend {_KEYS}", f"    stick-table type string len 128 size 100k expire 1m store conn_cur,{_RATE}"]
     return "\n".join(kept) + "\n"
@@ -96,11 +99,10 @@ def _rules(connections: int, requests: int, of_a_key: int, concurrent: int) -> I
         yield f"{_returned(429, _TOO_MANY)} if {{ sc1_conn_cur gt {concurrent} }}"
 
 
-def _returned(status: int, body: str) -> str:
+def _returned(status: int, body: str, rule: str = "http-request") -> str:
     text = body.replace("\\", "\\\\").replace('"', '\\"')
-    return (
-        f'http-request return status {status} content-type application/json string "{text}" hdr Retry-After {_AGAIN_S}'
-    )
+    answer = f'content-type application/json string "{text}" hdr Retry-After {_AGAIN_S}'
+    return f"{rule} return status {status} {answer}"
 
 
 def error_answer() -> str:

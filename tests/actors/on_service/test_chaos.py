@@ -34,7 +34,7 @@ from wan_tpu.request import GenerationRequest
 pytestmark = pytest.mark.long
 
 JOBS = int(os.environ.get("WAN_TPU_CHAOS_JOBS", "90"))  # at least: they are sent until enough has been killed
-KILLS = min(8, JOBS // 15)
+KILLS = int(os.environ.get("WAN_TPU_CHAOS_KILLS", str(min(8, JOBS // 15))))
 A_SECOND = 3.0  # jobs are sent
 EVERY_S = 4.0  # something is killed
 SECONDS = 300.0  # for all to be done, once the killing has ended

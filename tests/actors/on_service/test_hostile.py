@@ -74,13 +74,13 @@ def test_a_hostile_client_harms_only_itself(online):
     watcher.end()
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    stored = sum(file.stat().st_size for file in Path(online.settings.storage).rglob("*") if file.is_file())
-    print(json.dumps(found, indent=1), watcher.most, f"{stored / MIB:.1f} MiB stored")
+    stored = sum(file.stat().st_size for file in Path(online.settings.storage).rglob("input-*"))
+    print(json.dumps(found, indent=1), watcher.most, f"{stored / MIB:.1f} MiB of images stored")
     assert not found["odd"]["before"]
     # Others are never refused but for a moment, and then told when to come back.
     assert not [what for what in found["odd"]["during"] if " 503 again" not in what], found["odd"]
     assert set(found["ends"]) == {"completed"}, found["ends"]  # nothing accepted is lost
     assert watcher.most["Ingress"] < 400 and watcher.most["ServiceWorker"] < 600
-    assert stored < 300 * MIB
+    assert stored < 500 * 0.3 * MIB  # what may wait, each with an image of its video's size, and what was just made
     # Attackers, clients, the service and its slices share this machine: docs/benchmarks.md has the figures.
     assert max(found["during"][kind] for kind in ("poll", "list")) < 3000

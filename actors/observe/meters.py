@@ -1,0 +1,121 @@
+"""Figures for operators, as metrics of Ray: each node's agent shows those of its processes to Prometheus.
+
+On KubeRay that is port 8080 of every pod, which `wan-tpu manifests` has collected; there names begin with "ray_". The
+service's own figures are its `/metrics`.
+"""
+
+import logging
+import threading
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ray.util.metrics import Counter, Gauge
+
+log = logging.getLogger(__name__)
+
+_EVERY_S = 10.0  # as often as Ray's agents pass figures on
+
+
+class PipelineMeters:
+    """What the status actor of a pipeline knows of it."""
+
+    def __init__(self) -> None:
+        self._replicas = Gauge("wan_replicas", "Replicas, by what they do.", ("pool", "activity"))
+        self._drains = Counter("wan_drains", "Slices that were to be taken away: preempted, drained.", ("pool",))
+        self._gone = Counter("wan_replicas_gone", "Replicas that ended, for whatever reason.", ("pool",))
+        self._start_s = Gauge("wan_start_seconds", "Phases of a replica's start.", ("pool", "replica", "phase"))
+        self._requests = Gauge("wan_requests", "Requests under way.", ("stage",))
+        self._ended = Counter("wan_requests_ended", "Requests that ended.", ("outcome",))
+        self._shown: dict[Gauge, set[tuple[str, ...]]] = {}
+
+    def replicas(self, of: Iterable[tuple[str, str]]) -> None:
+        """Show how many replicas there are; of: pool and activity of each."""
+        self._count(self._replicas, Counts(of))
+
+    def requests(self, stages: Iterable[str]) -> None:
+        """Show how many requests are under way; stages: where each is."""
+        self._count(self._requests, Counts((stage,) for stage in stages))
+
+    def started(self, pool: str, replica: str, phases: Mapping[str, float]) -> None:
+        """Show how long each phase of a start took, seconds."""
+        for phase, seconds in phases.items():
+            self._start_s.set(seconds, {"pool": pool, "replica": replica, "phase": phase})
+
+    def drained(self, pool: str) -> None:
+        """Count a slice that is to be taken away."""
+        self._drains.inc(tags={"pool": pool})
+
+    def gone(self, pool: str) -> None:
+        """Count a replica that has ended."""
+        self._gone.inc(tags={"pool": pool})
+
+    def ended(self, outcome: str) -> None:
+        """Count a request that has ended."""
+        self._ended.inc(tags={"outcome": outcome})
+
+    def _count(self, gauge: Gauge, counts: Mapping[tuple[str, ...], int]) -> None:
+        """Show counts, and nought for what isn't there any more."""
+        shown = self._shown.setdefault(gauge, set())
+        shown |= counts.keys()
+        for values in shown:
+            gauge.set(counts.get(values, 0), dict(zip(gauge.info["tag_keys"], values, strict=True)))
+
+
+class BatchMeters:
+    """How far a batch is, and what it has cost."""
+
+    def __init__(self, chips: Mapping[str, int], dollars: Mapping[str, float]) -> None:
+        """chips: stage -> chips of its slice; dollars: stage -> what one costs an hour, where that is known."""
+        self._chips, self._dollars = chips, dollars
+        self._lines = Gauge("wan_batch_lines", "Lines of a batch's manifest.", ("status",))
+        self._chip_s = Counter("wan_batch_chip_seconds", "Chips compute for a batch.", ("stage",))
+        self._spent = Counter("wan_batch_dollars", "What they cost.", ("stage",))
+
+    def lines(self, statuses: Iterable[str], total: int) -> None:
+        """Show how many lines have ended, by status, and how many are left."""
+        counts = Counts(statuses)
+        for status in ("done", "failed", "invalid", "changed"):
+            self._lines.set(counts[status], {"status": status})
+        self._lines.set(total - counts.total(), {"status": "left"})
+
+    def spent(self, stage: str, seconds: float) -> None:
+        """Count what a slice has computed for the batch."""
+        used = seconds * self._chips.get(stage, 1)
+        self._chip_s.inc(used, {"stage": stage})
+        if (price := self._dollars.get(stage)) is not None and used > 0:
+            self._spent.inc(used * price / 3600, {"stage": stage})
+
+
+class ChipMeters:
+    """How busy the chips of one host are, and how full their memory, in a thread for as long as the process lives."""
+
+    def __init__(self, stages: Sequence[str]) -> None:
+        """stages: that the host runs."""
+        self._stages = "+".join(stages)
+        tags = ("stages", "chip")
+        self._gauges = {
+            "duty_cycle_pct": Gauge("wan_tpu_duty_cycle_percent", "Time in which a chip computed.", tags),
+            "hbm_capacity_usage": Gauge("wan_tpu_hbm_used_bytes", "High-bandwidth memory in use.", tags),
+            "hbm_capacity_total": Gauge("wan_tpu_hbm_total_bytes", "High-bandwidth memory.", tags),
+        }
+
+    def start(self) -> None:
+        """Begin; on a host of TPUs only, since elsewhere libtpu looks for one for minutes."""
+        from libtpu.sdk import tpumonitoring
+
+        threading.Thread(target=self._go_on, args=(tpumonitoring.get_metric,), name="chips", daemon=True).start()
+
+    def _go_on(self, metric: Callable[[str], Any]) -> None:
+        pause = threading.Event()
+        while not pause.wait(_EVERY_S):
+            try:
+                self.show({name: metric(name).data() for name in self._gauges})
+            except Exception as error:  # figures are no reason to end a host
+                log.warning("no figures of the chips: %s", error)
+
+    def show(self, figures: Mapping[str, Sequence[str]]) -> None:
+        """Show what libtpu tells of each chip, as texts in their order."""
+        for name, values in figures.items():
+            for chip, value in enumerate(values):
+                self._gauges[name].set(float(value), {"stages": self._stages, "chip": str(chip)})
