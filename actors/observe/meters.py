@@ -24,23 +24,27 @@ class PipelineMeters:
         self._replicas = Gauge("wan_replicas", "Replicas, by what they do.", ("pool", "activity"))
         self._drains = Counter("wan_drains", "Slices that were to be taken away: preempted, drained.", ("pool",))
         self._gone = Counter("wan_replicas_gone", "Replicas that ended, for whatever reason.", ("pool",))
-        self._start_s = Gauge("wan_start_seconds", "Phases of a replica's start.", ("pool", "replica", "phase"))
+        self._starts = Counter("wan_starts", "Replicas that are ready.", ("pool",))
+        self._start_s = Counter("wan_start_seconds", "What the phases of their starts took.", ("pool", "phase"))
         self._requests = Gauge("wan_requests", "Requests under way.", ("stage",))
         self._ended = Counter("wan_requests_ended", "Requests that ended.", ("outcome",))
         self._shown: dict[Gauge, set[tuple[str, ...]]] = {}
 
-    def replicas(self, of: Iterable[tuple[str, str]]) -> None:
-        """Show how many replicas there are; of: pool and activity of each."""
-        self._count(self._replicas, Counts(of))
+    def show(self, replicas: Iterable[tuple[str, str]], stages: Iterable[str]) -> None:
+        """Show how many replicas and requests there are, again and again: Ray forgets a gauge once it was asked for.
 
-    def requests(self, stages: Iterable[str]) -> None:
-        """Show how many requests are under way; stages: where each is."""
+        replicas  pool and activity of each
+        stages    where each request is
+        """
+        self._count(self._replicas, Counts(replicas))
         self._count(self._requests, Counts((stage,) for stage in stages))
 
-    def started(self, pool: str, replica: str, phases: Mapping[str, float]) -> None:
-        """Show how long each phase of a start took, seconds."""
+    def started(self, pool: str, phases: Mapping[str, float]) -> None:
+        """Count a replica that is ready, and how long each phase of its start took, seconds."""
+        self._starts.inc(tags={"pool": pool})
         for phase, seconds in phases.items():
-            self._start_s.set(seconds, {"pool": pool, "replica": replica, "phase": phase})
+            if seconds > 0:
+                self._start_s.inc(seconds, {"pool": pool, "phase": phase})
 
     def drained(self, pool: str) -> None:
         """Count a slice that is to be taken away."""
@@ -57,7 +61,7 @@ class PipelineMeters:
     def _count(self, gauge: Gauge, counts: Mapping[tuple[str, ...], int]) -> None:
         """Show counts, and nought for what isn't there any more."""
         shown = self._shown.setdefault(gauge, set())
-        shown |= counts.keys()
+        shown.update(counts)
         for values in shown:
             gauge.set(counts.get(values, 0), dict(zip(gauge.info["tag_keys"], values, strict=True)))
 

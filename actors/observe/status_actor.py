@@ -126,9 +126,9 @@ class StatusActor:
         """Report what a replica's hosts compute with."""
         self._actor.software.remote(name, software)
 
-    def started(self, name: str, pool: str, phases: dict[str, float]) -> None:
+    def started(self, pool: str, phases: dict[str, float]) -> None:
         """Report how long each phase of a replica's start took, seconds."""
-        self._actor.started.remote(name, pool, phases)
+        self._actor.started.remote(pool, phases)
 
     def gone(self, name: str) -> None:
         """Report that a replica has ended."""
@@ -179,10 +179,13 @@ class _StatusActor:
             self._seen.replicas[name] = seen
             if seen.activity == "draining" and (before is None or before.activity != "draining"):
                 self._meters.drained(seen.pool)
-            self._meters.replicas((one.pool, one.activity) for one in self._seen.replicas.values())
+        self._meters.show(
+            ((one.pool, one.activity) for one in self._seen.replicas.values()),
+            (one.stage for one in self._seen.requests.values()),
+        )
 
-    def started(self, name: str, pool: str, phases: dict[str, float]) -> None:
-        self._meters.started(pool, name, phases)
+    def started(self, pool: str, phases: dict[str, float]) -> None:
+        self._meters.started(pool, phases)
 
     def software(self, name: str, software: dict[str, str]) -> None:
         self._seen.software[name] = software
@@ -190,14 +193,11 @@ class _StatusActor:
     def gone(self, name: str) -> None:
         if (last := self._seen.replicas.pop(name, None)) is not None:
             self._meters.gone(last.pool)
-            self._meters.replicas((one.pool, one.activity) for one in self._seen.replicas.values())
         self._seen.software.pop(name, None)
 
     def request(self, key: str, stage: str, step: int, steps: int, seconds: float | None) -> None:
         seen = self._seen.requests.setdefault(key, RequestSeen(time.time()))
-        moved, seen.stage, seen.step, seen.steps = seen.stage != stage, stage, step, steps
-        if moved:
-            self._meters.requests(one.stage for one in self._seen.requests.values())
+        seen.stage, seen.step, seen.steps = stage, step, steps
         if seconds is not None:
             self._seen.step_s.setdefault(stage, deque(maxlen=KEPT)).append(seconds)
 
@@ -208,7 +208,6 @@ class _StatusActor:
         self._seen.requests.pop(key, None)
         self._seen.ended[outcome] = self._seen.ended.get(outcome, 0) + 1
         self._meters.ended(outcome)
-        self._meters.requests(one.stage for one in self._seen.requests.values())
 
     def seen(self) -> Seen:
         return self._seen

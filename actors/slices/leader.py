@@ -73,7 +73,7 @@ class SliceLeader:
         self._slice = AsyncSlice(self._hosts, self._lost)
         self._snapshotter = Snapshotter(self._slice, snapshots)
         self._status.software(self._name, self._hosts.software)
-        self._status.started(self._name, self._pool, self._start_s)
+        self._status.started(self._pool, self._start_s)
         phases = ", ".join(f"{phase} in {seconds:.1f} s" for phase, seconds in self._start_s.items())
         self._report("idle", f"ready after {time.time() - start:.1f} s: {phases}")
         log.info("%s leads %s, ready after %.1f s: %s", self._name, self._where, time.time() - start, phases)

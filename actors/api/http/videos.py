@@ -97,6 +97,7 @@ _CONTENT: dict[int | str, dict[str, Any]] = {
     307: {"description": "It is at another address, which needs no key"},
     416: {"description": "No such part"},
 }
+_MADE = _CONTENT | {202: {"model": Video, "description": "It isn't made yet; poll for it"}}
 
 
 @router.post("", response_model=Video, responses=_REFUSED, openapi_extra={"requestBody": _BODY})
@@ -105,7 +106,7 @@ async def create(request: Request, service: Served, caller: Maker, key: Idempote
     return _accepted(request, await service.submit(request, caller, key))
 
 
-@router.post("/sync", response_class=Response, responses=_REFUSED | _CONTENT, openapi_extra={"requestBody": _BODY})
+@router.post("/sync", response_class=Response, responses=_REFUSED | _MADE, openapi_extra={"requestBody": _BODY})
 async def create_and_wait(request: Request, service: Served, caller: Maker, key: IdempotencyKey) -> Response:
     """Have a short video made, and return its mp4, its id in the header `x-video-id`.
 

@@ -1,6 +1,7 @@
 """Figures that Ray's agents show to Prometheus: of a pipeline, a batch, and chips."""
 
 import asyncio
+import time
 import urllib.request
 from contextlib import suppress
 
@@ -15,7 +16,7 @@ from cluster.connect import connect, leave
 from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from scripts.simulation import measure, soak
-from tests.cluster.conftest import wait_for
+from tests.actors.api.serving import wait_for
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest
 
@@ -37,6 +38,14 @@ def figures():
     return found
 
 
+SHOWN = {
+    "wan_replicas",
+    "wan_start_seconds_total",
+    "wan_requests_ended_total",
+    "wan_batch_lines",
+    "wan_batch_dollars_total",
+    "wan_tpu_duty_cycle_percent",
+}
 OURS = ("pool", "activity", "phase", "outcome", "status", "stage", "stages", "chip")
 
 
@@ -58,15 +67,16 @@ def test_operators_see_starts_replicas_requests_batches_and_chips(tmp_path, monk
 
             load = asyncio.run(made())
             batch = BatchMeters({"denoise_high": 8}, {"denoise_high": 2.7})
-            batch.lines(["done", "done", "failed"], 5)
             for span in load.spans:
                 batch.spent(span.stage, span.seconds)
             chips = ChipMeters(("encoder", "decoder"))
-            chips.show({"duty_cycle_pct": ["12.50", "99.00"], "hbm_capacity_usage": ["1024", "2048"]})
 
             def shown():
+                batch.lines(["done", "done", "failed"], 5)
+                chips.show({"duty_cycle_pct": ["12.50", "99.00"], "hbm_capacity_usage": ["1024", "2048"]})
+                time.sleep(2.5)
                 seen = figures()
-                return seen if {"wan_requests_ended_total", "wan_batch_dollars_total"} <= seen.keys() else None
+                return seen if seen.keys() >= SHOWN else None
 
             seen = wait_for(shown, 60, "the figures")
             shut_down(spec.settings.name)
@@ -74,8 +84,8 @@ def test_operators_see_starts_replicas_requests_batches_and_chips(tmp_path, monk
             leave()
     idle = {labels["pool"]: value for labels, value in seen["wan_replicas"] if labels["activity"] == "idle"}
     assert idle == {pool.name: pool.replicas.minimum for pool in spec.layout.pools}
-    phases = {labels["phase"] for labels, _ in seen["wan_start_seconds"]}
-    assert {labels["pool"] for labels, _ in seen["wan_start_seconds"]} == set(idle) and "read" in phases
+    phases = {labels["phase"] for labels, _ in seen["wan_start_seconds_total"]}
+    assert {labels["pool"] for labels, _ in seen["wan_start_seconds_total"]} == set(idle) and "read" in phases
     assert ({"outcome": "done"}, 3.0) in seen["wan_requests_ended_total"]
     lines = {labels["status"]: value for labels, value in seen["wan_batch_lines"]}
     assert lines == {"done": 2, "failed": 1, "invalid": 0, "changed": 0, "left": 2}
