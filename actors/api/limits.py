@@ -1,6 +1,11 @@
 """What a request, a key or an address can cost the service: every bound on its clients, in one place."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from wan_tpu.errors import InvalidInput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,24 @@ class Limits:
     webhooks: int = 64
     webhooks_of_a_key: int = 4
     free_bytes: int = 500_000_000
+
+    @classmethod
+    def of(cls, given: Sequence[str]) -> "Limits":
+        """Return limits of which some are given as "name=number"; raises `InvalidInput`."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        changed: dict[str, Any] = {}
+        for text in given:
+            name, _, number = text.partition("=")
+            if name not in names:
+                raise InvalidInput(f"--limit {text}: there is no limit {name!r}; there are {', '.join(sorted(names))}")
+            kind = type(getattr(cls, name))
+            try:
+                changed[name] = kind(number)
+            except ValueError:
+                raise InvalidInput(f"--limit {text}: give a number, such as {name}={getattr(cls, name)}") from None
+            if not 0 < changed[name] < math.inf:
+                raise InvalidInput(f"--limit {text}: give a number above 0")
+        return cls(**changed)
 
     @property
     def body_bytes(self) -> int:

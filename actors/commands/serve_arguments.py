@@ -57,6 +57,9 @@ def serve_parser(description: str | None = None) -> Parser:
         help=f"file of what webhooks are signed with, or {NONE}; default: a file in --folder",
     )
     group.add_argument(
+        "--limit", action="append", default=[], metavar="NAME=NUMBER", help="what a client can cost: docs/serving.md"
+    )
+    group.add_argument(
         "--download_s", type=float, help="clients download from the bucket of --results, by URLs signed for so long"
     )
     group.add_argument("--prices", type=absolute, help="table of what chips cost, for usage; default: the shipped one")
@@ -74,6 +77,7 @@ def database_address(given: str | None, folder: Path) -> str:
 
 def service_settings(args: argparse.Namespace, layout: Layout, settings: PipelineSettings) -> "ServiceSettings":
     """Return the settings of a service in front of a pipeline; raises `InvalidInput`."""
+    from actors.api.limits import Limits
     from actors.api.settings import LOCAL_NAMES, ServiceSettings
 
     folder = (args.folder / _FOLDER).absolute()
@@ -91,6 +95,7 @@ def service_settings(args: argparse.Namespace, layout: Layout, settings: Pipelin
         chips={stage: pool.slice.chips for pool in layout.pools for stage in pool.stages},
         dollars=Prices.load(None if args.prices is None else Path(args.prices)).of_stages(layout),
         url_s=args.download_s,
+        limits=Limits.of(args.limit),
         webhook_secret_file=None if secret == NONE else secret,
         origins=tuple(args.origin),
     )

@@ -36,6 +36,10 @@ def test_a_public_address_needs_a_key(tmp_path):
     [
         (["--port", "0"], "--port is 0"),
         (["--queue_limit", "0"], "--queue_limit is 0"),
+        (["--limit", "bodys=3"], "there is no limit 'bodys'"),
+        (["--limit", "bodies=many"], "such as bodies=32"),
+        (["--limit", "bodies=0"], "above 0"),
+        (["--download_s", "0"], "--download_s is 0"),
         (["--keep_days", "inf"], "--keep_days is inf"),
         (["--largest", "720x1280"], "HEIGHT*WIDTH*FRAMES"),
     ],
@@ -61,7 +65,20 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
     model = str(checkpoint("wan2.2-i2v-a14b"))
     given = ["--layout", LAYOUT, "--model_id", model, "--snapshots", "gs://bucket/snapshots"]
     given += ["--database", "postgresql://user@db/jobs", "--results", "gs://bucket/results", "--largest", "720*1280*81"]
-    given += ["--largest", "480*832*121", "--queue_limit", "50", "--ingresses", "2", "--warm_up", "720*1280*81"]
+    given += [
+        "--largest",
+        "480*832*121",
+        "--queue_limit",
+        "50",
+        "--ingresses",
+        "2",
+        "--limit",
+        "bodies=5",
+        "--alias",
+        "sora-2",
+        "--warm_up",
+        "720*1280*81",
+    ]
     assert main(["serve", *given, "--write_config", str(file)]) == 0
     said = capsys.readouterr().out
     assert "serve deploy" in said and "0.0.0.0:8000" in said and "calls no webhooks" in said
@@ -82,6 +99,7 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
         assert app["import_path"].startswith("actors.commands.serve_config:")
         settings, spec = service_from(app["args"]["arguments"], "10.0.0.1:6379")
         assert settings.largest == ((720, 1280, 81), (480, 832, 121)) and settings.queue_limit == 50
+        assert (settings.limits.bodies, settings.aliases, settings.dollars["encoder"]) == (5, ("sora-2",), 2.7)
         assert settings.database == "postgresql://user@db/jobs" and settings.model == Path(model).name
         assert settings.chips == {"encoder": 4, "denoise_high": 4, "denoise_low": 8, "decoder": 4}
         assert spec.settings.checkpoint == model and len(spec.settings.warm_up) == 1

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 REFUSED = 3
 FORMATS = ("PNG", "JPEG", "WEBP")  # what OpenAI's API takes, and few decoders for a stranger to try
-_NICE = 15  # behind what answers
+_NICE = 5  # behind what answers
 
 
 def main() -> int:

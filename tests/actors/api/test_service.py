@@ -1,5 +1,6 @@
 """What OpenAI's client doesn't ask for: idempotency, admission, ranges, keys, other sites, bodies of nonsense."""
 
+import asyncio
 import base64
 import dataclasses
 import io
@@ -9,10 +10,13 @@ import time
 import httpx
 import pytest
 from PIL import Image
+from starlette.requests import Request
 
+from actors.api.http.content import send
 from actors.jobs.keys import KeyLimits, make_key, revoke_key
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
+from actors.storage.local import LocalStorage
 from tests.actors.api import serving
 from tests.actors.api.serving import create, done, served, wait_for
 from tests.conftest import PHOTO
@@ -86,6 +90,24 @@ def test_ranges_and_etags(http, worker):
     assert (known.status_code, known.content) == (304, b"")
     assert http.get(f"{url}?variant=thumbnail").headers["etag"] != etag
     assert http.get(f"{url}?variant=poster").status_code == 400
+
+
+def test_who_downloads_is_sent_to_where_it_is_stored(tmp_path):
+    """Where the storage has an address of its own; one that has none is read through the service."""
+
+    class Bucket(LocalStorage):
+        def url(self, name, seconds, filename):
+            return f"https://storage.example/{name}?for={seconds:g}&as={filename}"
+
+    def sent(storage, url_s):
+        asked = Request({"type": "http", "method": "GET", "headers": []})
+        return asyncio.run(send(asked, storage, "made.mp4", "video/mp4", "video_1.mp4", url_s))
+
+    (tmp_path / "made.mp4").write_bytes(b"video")
+    away = sent(Bucket(tmp_path), 60)
+    assert away.status_code == 307
+    assert away.headers["location"] == "https://storage.example/made.mp4?for=60&as=video_1.mp4"
+    assert sent(Bucket(tmp_path), None).status_code == sent(LocalStorage(tmp_path), 60).status_code == 200
 
 
 def test_keys_see_their_own_jobs_only(settings, database):
