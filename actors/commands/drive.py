@@ -60,7 +60,8 @@ def _drive(args: argparse.Namespace, live: LiveConsole) -> "BatchReport":
         spans.append(span)
         if span.what == "compute":
             meters.spent(span.stage, span.seconds)
-            meters.lines((result.status for result in opened.results.values()), total)
+            if span.step is None:  # as often as videos begin and end
+                meters.lines([result.status for result in list(opened.results.values())], total)
 
     manifest = read_manifest(args.manifest, spec.model.plan)
     opening = open_batch(

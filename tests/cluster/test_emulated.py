@@ -125,6 +125,19 @@ def test_a_damaged_state_file_is_named(tmp_path):
         EmulatedCluster.attach(tmp_path)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's file")
+@pytest.mark.parametrize("of_another", ["state", "folder"])
+def test_what_another_user_has_planted_is_neither_believed_nor_deleted(of_another, tmp_path):
+    theirs, state = tmp_path / "theirs", tmp_path / "cluster.json"
+    theirs.mkdir()
+    state.write_text(json.dumps({"temp": str(theirs), "address": "127.0.0.1:1", "dashboard": None}))
+    os.chown(state if of_another == "state" else theirs, 12345, 12345)
+    with pytest.raises(ClusterNotFound, match="the user with id 12345"):
+        EmulatedCluster.attach(tmp_path)
+    assert cli.main(["cluster", "down", "--folder", str(tmp_path)]) == 2
+    assert theirs.is_dir()
+
+
 def test_slices_need_names_of_their_own(tmp_path):
     twice = (EmulatedSlice("a", SliceSpec("v6e-1")), EmulatedSlice("a", SliceSpec("v6e-4")))
     with pytest.raises(ClusterStartFailed, match="same name: a, a"):

@@ -97,8 +97,8 @@ class Following:
             except Exception:  # who follows waits on
                 log.exception("events wait")
                 continue
-            for job, followers in self._followers.items():
-                for follower in followers:
+            for job in jobs:  # of those that came meanwhile nothing was asked
+                for follower in self._followers.get(job, ()):
                     self._tell(follower, job, found.get(job))
         self._looking = None
 

@@ -67,14 +67,18 @@ class Turns:
             key = min(able, key=lambda one: (self._in_place.get(one, 0), self._spent(one)))
             first = self._waiting[key][0]
             self._no_longer(key, first)
+            if first.done():  # who waited was cancelled, and hasn't noticed yet
+                continue
             self._free -= 1
             self._in_place[key] += 1
             first.set_result(None)
 
     def _no_longer(self, key: str, one: asyncio.Future[None]) -> None:
-        self._waiting[key].remove(one)
-        if not self._waiting[key]:
-            del self._waiting[key]
+        waiting = self._waiting.get(key, [])
+        if one in waiting:
+            waiting.remove(one)
+        if not waiting:
+            self._waiting.pop(key, None)
 
     def _spent(self, key: str) -> float:
         """Return the seconds that a key has used, of which half is forgotten every minute."""

@@ -18,6 +18,8 @@ import pytest
 from PIL import Image
 
 from actors.api.http import following
+from actors.api.http.access import Access
+from actors.api.limits import Limits
 from actors.jobs.keys import KeyLimits, list_keys, make_key, revoke_key
 from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
@@ -282,3 +284,29 @@ def test_whatever_is_wrong_the_log_says_under_which_request(http, worker, engine
     assert made.headers["x-request-id"].startswith("req_")
     assert done(http, made.json()["id"])["status"] == "completed"
     assert json.loads(http.get("/v1/models").text)["object"] == "list"
+
+
+def test_a_job_that_is_followed_while_others_are_looked_at_is_not_taken_for_deleted(database, monkeypatch):
+    monkeypatch.setattr(following, "_LOOK_S", 0.01)
+    store = JobStore(database)
+    first, second = (store.look(job.id) for job in [store.submit(ask())[0] for _ in range(2)])
+    looks, go_on = threading.Event(), threading.Event()
+
+    def look(jobs):
+        found = {job.id: (job, None) for job in store.look_at_all(jobs)}
+        looks.set()
+        assert go_on.wait(10)
+        return found
+
+    async def both():
+        streams = following.Following(look, Access(database, 10, Limits()), 5)
+        async with streams.follow((first, None), "") as one:
+            await anext(one)
+            await asyncio.to_thread(looks.wait, 10)
+            async with streams.follow((second, None), "") as other:
+                await anext(other)
+                go_on.set()
+                with pytest.raises(TimeoutError):  # nothing has happened to it
+                    await asyncio.wait_for(anext(other), 0.5)
+
+    asyncio.run(both())

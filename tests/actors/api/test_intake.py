@@ -329,3 +329,23 @@ def test_who_has_taken_much_waits_for_those_who_have_not():
 
     asyncio.run(all_())
     assert order.index("bob") <= 3 and order.count("ann") == 8 and "cleo" not in order
+
+
+def test_who_is_cancelled_while_a_place_gets_free_takes_none():
+    async def all_():
+        turns, order = Turns(1, 1), []
+
+        async def take(key):
+            async with turns.turn(key):
+                order.append(key)
+
+        async with turns.turn("ann"):
+            gone = asyncio.create_task(take("bob"))
+            await asyncio.sleep(0)
+            gone.cancel()  # and the place is free before Bob's task runs again
+        await asyncio.wait([gone])
+        async with asyncio.timeout(5):
+            await take("cleo")
+        return order, gone.cancelled()
+
+    assert asyncio.run(all_()) == (["cleo"], True)

@@ -72,6 +72,15 @@ def test_a_job_that_fails_says_why(store, work):
     assert ended.chip_seconds == 5.0
 
 
+def test_what_is_announced_again_is_announced_once(store, work):
+    """As after a commit whose answer was lost: it failed a finished job."""
+    ask(store)
+    leased = work.claim("w")
+    for _ in range(2):
+        work.announce(leased, ["a", "b"])
+    assert work.complete(leased, {"video": "a"}).results == {"video": "a"}
+
+
 def test_only_what_was_announced_can_be_a_result(store, work):
     ask(store)
     leased = work.claim("w")
