@@ -26,11 +26,15 @@ def cache_folder() -> Path:
 
 
 class WeightFile(NamedTuple):
-    """A file of weights, on disk or in a bucket. read(start, stop) returns bytes of it; raises `CheckpointError`."""
+    """A file of weights, on disk or in a bucket. read(start, stop) returns bytes of it; raises `CheckpointError`.
+
+    version  another one when the file has changed
+    """
 
     address: str
     size: int
     read: Callable[[int, int], bytes]
+    version: str = ""
 
 
 class DiskFolder:
@@ -84,10 +88,10 @@ class BucketFolder:
     def files(self, pattern: str) -> dict[str, "WeightFile"]:
         """Return the objects whose names match a pattern, to read ranges of them where they are."""
         with self._explained():
-            found = {name: blob for name, (blob, _) in self._blobs.items() if fnmatch.fnmatch(name, pattern)}
+            found = {name: blob for name, blob in self._blobs.items() if fnmatch.fnmatch(name, pattern)}
         return {
-            name: WeightFile(f"{self.address}/{name}", blob.size or 0, functools.partial(self._read, blob))
-            for name, blob in found.items()
+            name: WeightFile(f"{self.address}/{name}", blob.size or 0, functools.partial(self._read, blob), generation)
+            for name, (blob, generation) in found.items()
         }
 
     def _read(self, blob: Any, start: int, stop: int) -> bytes:

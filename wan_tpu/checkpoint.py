@@ -95,7 +95,7 @@ class Checkpoint:
             return {name.rpartition("/")[2]: file for name, file in self._bucket.files(pattern).items()}
         if not self._here:
             self._fetch([pattern])
-        return {file.name: _on_disk(file) for file in self.folder.glob(pattern)}
+        return {file.name: on_disk(file) for file in self.folder.glob(pattern)}
 
     def others(self) -> list[Path]:
         """Return all files but weights, fetched when they aren't there."""
@@ -130,7 +130,9 @@ class Checkpoint:
             ) from None
 
 
-def _on_disk(path: Path) -> WeightFile:
+def on_disk(path: Path) -> WeightFile:
+    """Return a file of weights of this machine; raises `CheckpointError` when it isn't there."""
+
     def read(start: int, stop: int) -> bytes:
         try:
             with path.open("rb") as file:
@@ -140,7 +142,8 @@ def _on_disk(path: Path) -> WeightFile:
             raise CheckpointError(f"{path} is missing or can't be read; fetch the checkpoint again") from None
 
     try:
-        return WeightFile(str(path.absolute()), path.stat().st_size, read)
+        found = path.stat()
+        return WeightFile(str(path.absolute()), found.st_size, read, f"{found.st_mtime_ns} {found.st_size}")
     except OSError:  # a link to nothing
         raise CheckpointError(f"{path} is missing or can't be read; fetch the checkpoint again") from None
 

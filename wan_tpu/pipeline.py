@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from wan_tpu import stages
+from wan_tpu.adapters.merging import Adapters
 from wan_tpu.aot import key
 from wan_tpu.aot.executables import Executables
 from wan_tpu.checkpoint import Checkpoint
@@ -140,4 +141,12 @@ def open_runtime(
     stored = None if executables is None else Executables(executables, key.settings(model.config, dtype))
     if stored is not None:
         stored.keep_compiled()
-    return Runtime(model, placed, dtype, keep_weights=keep_weights, executables=stored, progress=progress)
+    return Runtime(
+        model,
+        placed,
+        dtype,
+        keep_weights=keep_weights,
+        executables=stored,
+        adapters=Adapters(),
+        progress=progress,
+    )

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from wan_tpu.errors import InvalidRequest
+from wan_tpu.lora import Lora, loras_of
 from wan_tpu.media.image import load_image
 
 NAMED_SIZES = ("720*1280", "1280*720", "480*832", "832*480")
@@ -61,6 +63,7 @@ class GenerationRequest:
     shift             timestep shift of the flow schedule
     seed              of the initial noise: `torch.Generator("cpu").manual_seed(seed)`, as diffusers draws it
     solver            one of the model's (`wan_tpu.spec.ModelSpec.solvers`)
+    loras             adapters of the experts: `Lora`, its text or its fields (`wan_tpu.lora.lora_of`)
 
     Raises `InvalidRequest` naming the field, what is allowed and the nearest value that works.
     """
@@ -78,6 +81,7 @@ class GenerationRequest:
     shift: float | None = None
     seed: int = 0
     solver: str | None = None
+    loras: Sequence[Lora | str | Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -98,6 +102,8 @@ class GenerationRequest:
             _check_number(name, getattr(self, name))
         if not isinstance(self.solver, str | None):
             raise InvalidRequest(f"solver is a {type(self.solver).__name__}; give a name", "solver")
+        if self.loras is not None:
+            object.__setattr__(self, "loras", loras_of(self.loras))
         if self.image is not None:
             # The one normalisation: decoded here, so that a damaged file fails before any model is loaded.
             object.__setattr__(self, "image", load_image(self.image))
@@ -107,7 +113,7 @@ class GenerationRequest:
         filled = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
         if self.guidance_scale is not None:
             filled["guidance_scale_2"] = self.guidance_scale
-        filled["negative_prompt"] = ""
+        filled |= {"negative_prompt": "", "loras": ()}
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return ResolvedRequest(**filled | {name: value for name, value in given.items() if value is not None})
 
@@ -116,6 +122,8 @@ class GenerationRequest:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if isinstance(self.image, Image.Image):
             fields["image"] = f"{self.image.info.get('source', 'image')}, {self.image.width}x{self.image.height}"
+        if self.loras is not None:
+            fields["loras"] = [dataclasses.asdict(lora) for lora in loras_of(self.loras)]
         return fields
 
 
@@ -133,6 +141,11 @@ class ResolvedRequest(GenerationRequest):
     guidance_scale_2: float
     shift: float
     solver: str
+    loras: tuple[Lora, ...] = ()
+
+    def loras_for(self, stage: str) -> tuple[Lora, ...]:
+        """Return the adapters that change the expert of a stage."""
+        return tuple(lora for lora in self.loras if lora.is_for(stage))
 
 
 def parse_size(text: str) -> tuple[int, int]:

@@ -38,7 +38,7 @@ class RequestPlan:
     request  with nothing left open
     prompts  to encode: the prompt and, under guidance, the negative prompt
     experts  which stage runs which steps, in order; one with no step left out
-    shapes   by stage, the name of the programs it needs; what is compiled anew for another name
+    shapes   by stage, the name of the programs and adapters it needs; what is compiled or merged anew for another name
     """
 
     request: ResolvedRequest
@@ -160,6 +160,11 @@ class ModelSpec(abc.ABC):
             raise InvalidRequest(
                 f"frames is {request.frames}; it must be {self.frame_step}n + 1, nearest {nearest}", "frames"
             )
+        for lora in request.loras:
+            if not any(lora.is_for(stage) for stage in self.denoise_stages):
+                raise InvalidRequest(
+                    f"{lora} is for one of two experts; {self.name} has one: leave @{lora.expert} out", "loras"
+                )
         for name in self.unused:
             value, usual = getattr(request, name), getattr(self.defaults, name)
             filled = name == "guidance_scale_2" and value == request.guidance_scale
@@ -205,4 +210,6 @@ class ModelSpec(abc.ABC):
         for expert in self.experts(request):
             branches = 2 if expert.guided else 1
             found[expert.stage] = f"{expert.stage} {size}x{request.frames} {task} {branches} {request.solver}"
+            for lora in request.loras_for(expert.stage):
+                found[expert.stage] += f" {lora}"
         return found | {DECODER: f"{DECODER} {size}"}

@@ -230,6 +230,8 @@ class StageHost:
         mine = [e for e in plan.experts if e.stage in self._stages]
         if not mine:
             raise InvalidRequest(f"request {key} has no step on {', '.join(self._stages)}; leave this pool out")
+        for expert in mine:
+            self._runtime.read_adapters(expert.stage, request.loras_for(expert.stage))
         inputs: dict[str, stages.ExpertInputs] = {}
         for expert in mine:
             twin = next((inputs[e.stage] for e in mine if e.stage in inputs and e.guided == expert.guided), None)

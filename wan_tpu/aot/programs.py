@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from wan_tpu.aot.executables import Executables
 from wan_tpu.families.model import Model
+from wan_tpu.lora import Lora
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.components import DTYPES, Loaded, abstract_component
 from wan_tpu.runtime.mesh import replicated
@@ -27,7 +28,7 @@ class AbstractRuntime(Runtime):
     def __init__(self, model: Model, mesh: Mesh, dtype: str, *, executables: Executables | None = None) -> None:
         super().__init__(model, mesh, dtype, keep_weights=True, executables=executables)
 
-    def component(self, name: str) -> Loaded:
+    def component(self, name: str, loras: tuple[Lora, ...] = ()) -> Loaded:
         """Return a component's module and the shapes and shardings of its weights."""
         if name not in self._components:
             self._components[name] = abstract_component(self.model.components[name], self.dtype, self.mesh)

@@ -17,7 +17,7 @@ from wan_tpu.request import NAMED_SIZES, GenerationRequest, parse_size
 
 if TYPE_CHECKING:
     from wan_tpu.pipeline import Pipeline
-    from wan_tpu.record import Profiler
+    from wan_tpu.commands.record import Profiler
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +54,12 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--shift", type=float, help="timestep shift; default the checkpoint's (usual: 5 at 720p, 3 at 480p)"
     )
+    group.add_argument(
+        "--lora",
+        action="append",
+        metavar="PATH[:SCALE][@high|low|both]",
+        help="adapter of the experts: a file, a folder, in gs:// or OWNER/NAME[/FILE] of the hub; several times",
+    )
     group.add_argument("--solver", help="default the model's own; others are named where one is unknown")
     add_sampling_arguments(group)
 
@@ -89,6 +95,7 @@ def request_from(args: argparse.Namespace) -> GenerationRequest:
         shift=args.shift,
         seed=0 if args.seed is None else args.seed,
         solver=args.solver,
+        loras=args.lora,
     )
 
 
@@ -128,6 +135,6 @@ def profiler_from(args: argparse.Namespace) -> "Profiler | None":
         raise OutputError(f"--profile_output_path {args.profile_output_path} is a file; give a folder")
     if not args.profile:
         return None
-    from wan_tpu.record import Profiler
+    from wan_tpu.commands.record import Profiler
 
     return Profiler(args.profile_output_path)

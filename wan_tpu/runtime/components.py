@@ -39,6 +39,8 @@ class Component:
     float32   name parts (between dots) of weights that stay in float32 whatever the dtype
     renames   (pattern, replacement) applied to the names in the files
     changes   (pattern, function) applied to the values of weights whose whole name matches, as they are read
+    originals (pattern, replacement) that make the name which a parameter had where the model was first published: files
+              of adapters have either. Several of one name were one matrix there, its rows in the module's order
     """
 
     folder: str
@@ -49,6 +51,7 @@ class Component:
     float32: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     changes: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = ()
+    originals: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from jax.sharding import Mesh
 
 from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.lora import Lora
 from wan_tpu.progress import BYTES, Progress, Silent
 from wan_tpu.runtime.components import Component, Loaded, load_component, open_component
 from wan_tpu.runtime.program import ExecutableStore, Program
@@ -22,6 +23,22 @@ class HasComponents(Protocol):
     @property
     def components(self) -> dict[str, Component]:
         """Every component by the name of the work it does."""
+
+
+class AdapterStore(Protocol):
+    """Where weights with adapters applied come from: `wan_tpu.adapters.merging.Adapters`."""
+
+    def read(self, component: Component, base: Loaded, lora: Lora) -> Any:
+        """Read an adapter's file into host memory; raises `InvalidRequest`."""
+
+    def get(self, name: str, loras: tuple[Lora, ...]) -> Loaded | None:
+        """Return a component with adapters applied, if it is kept."""
+
+    def merge(self, runtime: "Runtime[Any]", name: str, base: Loaded, loras: tuple[Lora, ...], *, keep: bool) -> Loaded:
+        """Apply adapters to a component; keep: its base."""
+
+    def drop(self, name: str) -> None:
+        """Let go of what was merged of a component."""
 
 
 M = TypeVar("M", bound=HasComponents)
@@ -42,11 +59,13 @@ class Runtime(Generic[M]):
         *,
         keep_weights: bool,
         executables: ExecutableStore | None = None,
+        adapters: AdapterStore | None = None,
         progress: Progress = Silent(),  # noqa: B008 (has no state)
     ) -> None:
         """keep_weights: keep a component's weights after its stage (a server), or free them (one request).
 
         executables  where compiled programs are looked for before they are compiled
+        adapters     applies adapters; without, there are none
         progress     shows the bytes of weights that are read
         """
         self.model = model
@@ -55,14 +74,32 @@ class Runtime(Generic[M]):
         self.load_s: dict[str, float] = {}
         self._keep_weights = keep_weights
         self._executables = executables
+        self._adapters = adapters
         self._progress = progress
         self._components: dict[str, Loaded] = {}
         self._checked: set[str] = set()
         self._loading = threading.Lock()
         self.programs: dict[str, Program] = {}
 
-    def component(self, name: str) -> Loaded:
-        """Return a component, read from the checkpoint if it isn't on the devices."""
+    def component(self, name: str, loras: tuple[Lora, ...] = ()) -> Loaded:
+        """Return a component, read from the checkpoint if it isn't on the devices; loras: applied to it."""
+        if not loras:
+            return self._base(name)
+        assert self._adapters is not None
+        found = self._adapters.get(name, loras)
+        if found is None:
+            found = self._adapters.merge(self, name, self._base(name), loras, keep=self._keep_weights)
+            if not self._keep_weights:
+                self._components.pop(name)  # it has been changed
+        return found
+
+    def read_adapters(self, name: str, loras: tuple[Lora, ...]) -> None:
+        """Read the files of adapters for a component into host memory; raises `InvalidRequest`. On any thread."""
+        for lora in loras:
+            assert self._adapters is not None
+            self._adapters.read(self.model.components[name], self._base(name), lora)
+
+    def _base(self, name: str) -> Loaded:
         with self._loading:
             if name not in self._components:
                 assert self.model.checkpoint is not None
@@ -86,6 +123,8 @@ class Runtime(Generic[M]):
         """Free a component's weights, unless they are kept. Programs stay: they hold no weights."""
         if not self._keep_weights:
             self._components.pop(name, None)
+            if self._adapters is not None:
+                self._adapters.drop(name)
 
     def program(self, name: str, function: Callable[..., Any], results: Any = None) -> Program:
         """Return the program of this name, made from `function` the first time."""

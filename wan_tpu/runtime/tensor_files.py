@@ -39,6 +39,13 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
+def metadata(file: WeightFile) -> dict[str, str]:
+    """Return what a file's header says beside its tensors, of a file whose `tensors` were read."""
+    length = int.from_bytes(file.read(0, _LENGTH), "little")
+    found = json.loads(file.read(_LENGTH, _LENGTH + length)).get("__metadata__")
+    return found if isinstance(found, dict) else {}
+
+
 def tensors(file: WeightFile) -> dict[str, Stored]:
     """Return the tensors of a file by name. Raises `CheckpointError` when it is damaged or cut off."""
     try:

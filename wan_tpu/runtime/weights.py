@@ -17,6 +17,7 @@ from runai_model_streamer.file_streamer import FileChunks, FileStreamer
 
 from wan_tpu.errors import CheckpointError
 from wan_tpu.progress import Bar, Silent
+from wan_tpu.runtime.tensor_files import Stored
 
 RANGE_BYTES = 16 * 2**20  # of what is read at once: much larger ones aren't read faster
 RING_BYTES = 256 * 2**20  # of ranges that are under way, at most; less where there is little to read
@@ -65,8 +66,7 @@ def read_weights(weights: Mapping[str, Weight], show: Show = lambda total: Silen
     Host memory holds the weights under way, few at a time, and the ranges, beside what is on the devices. Raises
     `CheckpointError` when a file doesn't give what it should hold.
     """
-    if "STORAGE_EMULATOR_HOST" in os.environ:  # Google's client in C++ has a name of its own for it
-        os.environ.setdefault("CLOUD_STORAGE_EMULATOR_ENDPOINT", os.environ["STORAGE_EMULATOR_HOST"])
+    _tell_emulator()
     rooms = {name: _Room(weight) for name, weight in weights.items()}
     reads = [read for name, room in rooms.items() for read in room.reads(name)]
     by_file = [list(found) for _, found in itertools.groupby(reads, key=lambda read: read.block.file)]
@@ -93,6 +93,34 @@ def read_weights(weights: Mapping[str, Weight], show: Show = lambda total: Silen
             raise CheckpointError(f"weights can't be read ({error}); fetch the checkpoint again") from error
     bar.close()
     return jax.block_until_ready({name: arrays[name] for name in weights})
+
+
+def read_tensors(stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+    """Read tensors of one file into this process's memory; raises `CheckpointError`."""
+    wanted = sorted(((name, one) for name, one in stored.items() if math.prod(one.shape)), key=lambda x: x[1].offset)
+    found = {name: torch.empty(one.shape, dtype=one.kind) for name, one in stored.items()}
+    sizes = [math.prod(one.shape) * one.kind.itemsize for _, one in wanted]
+    if not wanted:
+        return found
+    _tell_emulator()
+    with FileStreamer() as streamer:
+        try:
+            streamer.stream_files(
+                [FileChunks(0, wanted[0][1].file, [one.offset for _, one in wanted], sizes)],
+                memory_limit=max(*sizes, min(RING_BYTES, sum(sizes) // 8)) if len(sizes) > 1 else sizes[0],
+                owned=False,
+            )
+            for _, index, content in streamer.get_chunks():
+                name, one = wanted[index]
+                found[name] = content.flatten().clone().view(one.kind).view(one.shape)
+        except ValueError as error:
+            raise CheckpointError(f"weights can't be read ({error}); fetch them again") from error
+    return found
+
+
+def _tell_emulator() -> None:
+    if "STORAGE_EMULATOR_HOST" in os.environ:  # Google's client in C++ has a name of its own for it
+        os.environ.setdefault("CLOUD_STORAGE_EMULATOR_ENDPOINT", os.environ["STORAGE_EMULATOR_HOST"])
 
 
 class _Read(NamedTuple):
@@ -159,7 +187,7 @@ class _Room:
             content = content.clone()
         value = content.view(kind)
         if self._weight.change is not None:
-            value = _tensor(self._weight.change(_array(value.view(read.block.stored))))
+            value = _tensor(self._weight.change(as_numpy(value.view(read.block.stored))))
         value = value.view(read.shape)
         for limits in set(self._places.values()):
             overlap = _overlap(limits, read.start, read.shape)
@@ -174,7 +202,7 @@ class _Room:
 
     def placed(self) -> jax.Array:
         """Return the weight on its mesh, and let go of the shards."""
-        shards = {limits: _array(shard) for limits, shard in self._shards.items()}
+        shards = {limits: as_numpy(shard) for limits, shard in self._shards.items()}
         self._shards.clear()
         arrays = [jax.device_put(shards[limits], device) for device, limits in self._places.items()]
         return jax.make_array_from_single_device_arrays(self._weight.shape, self._weight.sharding, arrays)
@@ -198,7 +226,7 @@ def _aligned(limits: Limits, kind: np.dtype) -> torch.Tensor:
     return room[start : start + size].view(torch.bfloat16 if kind == ml_dtypes.bfloat16 else torch.float32).view(shape)
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray:
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Return the same memory as numpy sees it, which has bfloat16 from elsewhere."""
     if tensor.dtype != torch.bfloat16:
         return tensor.numpy()

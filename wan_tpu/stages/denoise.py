@@ -154,9 +154,10 @@ class ExpertRun:
         self._runtime = runtime
         self._schedule = runtime.model.spec.schedule(request)
         self._noise = runtime.model.step_noise(request) if self._schedule.noise_terms else None
-        self._loaded = runtime.component(expert.stage)
-        self._program = step_program(runtime, self._loaded.module)
-        self._given = step_conditioning(runtime, self._loaded, inputs)
+        self._loras = request.loras_for(expert.stage)
+        loaded = runtime.component(expert.stage, self._loras)
+        self._program = step_program(runtime, loaded.module)
+        self._given = step_conditioning(runtime, loaded, inputs)
 
     def step(self) -> StepEvent:
         """Run the next step; raises `UnhealthyResult` naming it, on every process, when it gives NaN or Inf.
@@ -170,7 +171,9 @@ class ExpertRun:
             numbers["noise"] = self._noise(i)
         numbers = place(numbers, self._runtime.mesh)
         given = self.state.latents, self.state.history, numbers, self._given
-        latents, history, finite = self._program(self._loaded.params, *given)
+        # Not kept here: a paused request's weights make room for others' adapters, and are merged again.
+        params = self._runtime.component(self.expert.stage, self._loras).params
+        latents, history, finite = self._program(params, *given)
         timestep = float(schedule.timesteps[i])
         check_finite(
             bool(fetch(finite, "denoise step")), f"{stage}, step {i + 1} of {schedule.steps} (t = {timestep:g})"

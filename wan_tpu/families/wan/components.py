@@ -17,6 +17,30 @@ from wan_tpu.families.wan.presets import WanConfig
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
 
+# The names in Wan's own files, from github.com/Wan-Video/Wan2.2, wan/modules/model.py.
+_ORIGINALS = (
+    (r"\.attn1\.", ".self_attn."),
+    (r"\.attn2\.", ".cross_attn."),
+    (r"_attn\.to_([qkv])\.", r"_attn.\1."),
+    (r"_attn\.to_out\.0\.", "_attn.o."),
+    (r"\.add_([kv])_proj\.", r".\1_img."),
+    (r"\.norm_added_k\.", ".norm_k_img."),
+    (r"^(blocks\.\d+)\.norm2\.", r"\1.norm3."),
+    (r"\.ffn\.net\.0\.proj\.", ".ffn.0."),
+    (r"\.ffn\.net\.2\.", ".ffn.2."),
+    (r"^condition_embedder\.text_embedder\.linear_1\.", "text_embedding.0."),
+    (r"^condition_embedder\.text_embedder\.linear_2\.", "text_embedding.2."),
+    (r"^condition_embedder\.time_embedder\.linear_1\.", "time_embedding.0."),
+    (r"^condition_embedder\.time_embedder\.linear_2\.", "time_embedding.2."),
+    (r"^condition_embedder\.time_proj\.", "time_projection.1."),
+    (r"^condition_embedder\.image_embedder\.norm1\.", "img_emb.proj.0."),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj\.", "img_emb.proj.1."),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.2\.", "img_emb.proj.3."),
+    (r"^condition_embedder\.image_embedder\.norm2\.", "img_emb.proj.4."),
+    (r"^proj_out\.", "head.head."),
+    (r"^(blocks\.\d+)\.scale_shift_table$", r"\1.modulation"),
+    (r"^scale_shift_table$", "head.modulation"),
+)
 WHOLE_RULES = (Rule(r".*", ()),)  # CLIP (0.6 G parameters): a copy on every device, as the VAE (0.13 to 0.7 G)
 
 
@@ -31,6 +55,7 @@ def transformer(config: WanConfig, folder: str) -> Component:
         rules=expert.RULES,
         float32=tuple(WanTransformer3DModel._keep_in_fp32_modules),
         changes=((r"blocks\.\*\.attn1\.(to|norm)_[qk]\.(weight|bias)", paired),),
+        originals=_ORIGINALS,
     )
 
 

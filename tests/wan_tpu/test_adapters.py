@@ -1,0 +1,345 @@
+"""Adapters: what is made of files in the wild is what diffusers makes of them, or what is computed by hand."""
+
+import json
+import re
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from tests.wan_tpu import adapter_files as files
+from tests.wan_tpu.test_parity import PIXEL_TOLERANCE
+from wan_tpu import GenerationRequest, load_pipeline
+from wan_tpu.adapters.adapter import Targets
+from wan_tpu.adapters.files import find, read
+from wan_tpu.adapters.merging import Adapters
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.lora import Lora, lora_of
+from wan_tpu.runtime.bridge import ScannedBlocks
+
+RELATIVE = 1e-5  # to the largest value: float32 rounding of a merged weight, and what six steps make of it
+KIND = "wan2.2-t2v-a14b"
+
+
+@pytest.fixture(scope="module")
+def transformer(checkpoint):
+    return diffusers.WanTransformer3DModel.from_pretrained(checkpoint(KIND), subfolder="transformer")
+
+
+def merged(pipe, stage, *loras):
+    """Return an expert's weights with adapters applied, under diffusers' names and in its order of rows."""
+    runtime = pipe.runtime
+    loaded = runtime.component(stage, tuple(map(lora_of, loras)))
+    component = runtime.model.components[stage]
+    depths = {path: m.depth for path, m in loaded.module.named_modules() if isinstance(m, ScannedBlocks)}
+    found = {}
+    for name in dict(loaded.module.named_parameters()):
+        value = np.asarray(loaded.params[name])
+        path = next((path for path in depths if name.startswith(f"{path}.template.")), None)
+        rest = name if path is None else name.removeprefix(f"{path}.template.")
+        plain = name if path is None else f"{path}.*.{rest}"
+        change = next((change for pattern, change in component.changes if re.fullmatch(pattern, plain)), None)
+        for i in range(1 if path is None else depths[path]):
+            layer = value if path is None else value[i]
+            if change is not None:  # turned back: where did each row come from?
+                order = change(np.arange(len(layer)))
+                layer = layer[np.argsort(order)]
+            found[name if path is None else f"{path}.{i}.{rest}"] = torch.tensor(layer)
+    return found
+
+
+def assert_same(got, expected):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (got[name] - value).abs().max() <= RELATIVE * value.abs().max(), name
+
+
+def fused(folder, path, stage, scale=1.0, **more):
+    """Return what diffusers makes of an expert with an adapter."""
+    pipe = diffusers.WanPipeline.from_pretrained(folder)
+    second = stage == "denoise_low"
+    pipe.load_lora_weights(path, load_into_transformer_2=second, **more)
+    name = "transformer_2" if second else "transformer"
+    pipe.fuse_lora(components=[name], lora_scale=scale)
+    pipe.unload_lora_weights()
+    return getattr(pipe, name).state_dict()
+
+
+# Of what diffusers reads correctly: prefix, parts, alpha, and what is underscored.
+FORMATS = {
+    "lightx2v": ("diffusion_model.", "lora_down", "lora_up", 8, False),
+    "diffusion-pipe": ("diffusion_model.", "lora_A", "lora_B", None, False),
+    "musubi": ("lora_unet_", "lora_down", "lora_up", 2, True),
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("stage", ["denoise_high", "denoise_low"])
+def test_files_in_wans_names_are_applied_as_diffusers_does(form, stage, checkpoint, pipeline, transformer, tmp_path):
+    prefix, down, up, alpha, underscores = FORMATS[form]
+    names = files.blocks(transformer, files.WAN)
+    made = files.factors(transformer, names)
+    tensors = files.named(made, names, prefix, down, up, alpha=alpha, underscores=underscores)
+    path = files.save(tensors, tmp_path / "lora.safetensors")
+    expert = stage.removeprefix("denoise_")
+
+    got = merged(pipeline(KIND), stage, f"{path}:0.7@{expert}")
+
+    expected = fused(checkpoint(KIND), path, stage, 0.7)
+    assert_same(got, expected)
+    base = merged(pipeline(KIND), stage)
+    assert (got["blocks.1.attn1.to_q.weight"] - base["blocks.1.attn1.to_q.weight"]).abs().max() > 0.01
+    other = "low" if expert == "high" else "high"
+    assert pipeline(KIND).resolve(request(loras=[f"{path}@{other}"])).loras_for(stage) == ()
+
+
+def test_what_diffusers_saves_is_applied_as_it_does(checkpoint, pipeline, tmp_path):
+    """Ranks and alphas differ from module to module; they stand in the header."""
+    import peft
+
+    pipe = diffusers.WanPipeline.from_pretrained(checkpoint(KIND))
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=12,
+        target_modules=["to_q", "to_k", "to_v", "to_out.0", "net.2", "proj_out"],
+        rank_pattern={"attn2.to_k": 2},
+        alpha_pattern={"attn1.to_v": 5},
+        init_lora_weights=False,
+    )
+    pipe.transformer.add_adapter(config)
+    layers = peft.get_peft_model_state_dict(pipe.transformer)
+    assert {len(v) for k, v in layers.items() if "lora_A" in k} == {2, 4}
+    diffusers.WanPipeline.save_lora_weights(
+        tmp_path, layers, transformer_lora_adapter_metadata=config.to_dict() | {"target_modules": []}
+    )
+    pipe.fuse_lora(components=["transformer"])
+    pipe.unload_lora_weights()
+    assert_same(merged(pipeline(KIND), "denoise_high", str(tmp_path)), pipe.transformer.state_dict())
+
+
+def test_peft_adapter_folder(pipeline, transformer, tmp_path):
+    """peft's own file has alpha beside it alone."""
+    names = files.blocks(transformer, {"attn1.to_q": "attn1.to_q"})
+    made = files.factors(transformer, names)
+    tensors = files.named(made, names, "base_model.model.", "lora_A", "lora_B")
+    files.save(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 6, "use_rslora": True}))
+    expected = files.by_hand(transformer.state_dict(), made, 6 / 2)
+    assert_same(merged(pipeline(KIND), "denoise_high", str(tmp_path)), expected)
+
+
+def test_what_diffusers_drops_is_applied(pipeline, transformer, tmp_path):
+    """A file like Lightning's: diffusers forgets differences of norms, modulations, patch embedding and output."""
+    state = transformer.state_dict()
+    names = files.blocks(transformer, files.WAN) | files.WAN_OUTER
+    made = files.factors(transformer, names)
+    tensors = files.named(made, names, "diffusion_model.", alpha=4)
+    given = {
+        "blocks.0.norm2.weight": "blocks.0.norm3.diff",
+        "blocks.0.norm2.bias": "blocks.0.norm3.diff_b",
+        "blocks.1.attn1.norm_q.weight": "blocks.1.self_attn.norm_q.diff",
+        "blocks.1.attn2.norm_k.weight": "blocks.1.cross_attn.norm_k.diff",
+        "blocks.1.attn1.to_k.bias": "blocks.1.self_attn.k.diff_b",
+        "blocks.1.ffn.net.0.proj.bias": "blocks.1.ffn.0.diff_b",
+        "blocks.1.scale_shift_table": "blocks.1.diff_m",
+        "scale_shift_table": "head.diff_m",
+        "patch_embedding.weight": "patch_embedding.diff",
+        "patch_embedding.bias": "patch_embedding.diff_b",
+        "proj_out.bias": "head.head.diff_b",
+    }
+    random = torch.Generator().manual_seed(3)
+    expected = files.by_hand(state, made, 1.0)
+    for own, name in given.items():
+        tensors[f"diffusion_model.{name}"] = torch.randn(state[own].shape, generator=random)
+    path = files.save(tensors, tmp_path / "lightning.safetensors")
+    twice = files.by_hand(state, made, 0.5)
+    for own, name in given.items():
+        expected[own] = expected[own] + tensors[f"diffusion_model.{name}"]
+        twice[own] = twice[own] + 0.5 * tensors[f"diffusion_model.{name}"]
+    assert_same(merged(pipeline(KIND), "denoise_high", path), expected)
+    assert_same(merged(pipeline(KIND), "denoise_high", f"{path}:0.5"), twice)
+
+
+def test_bias_of_peft_follows_alpha(pipeline, transformer, tmp_path):
+    made = files.factors(transformer, ["blocks.0.attn1.to_q"])
+    tensors = files.named(made, {"blocks.0.attn1.to_q": "blocks.0.attn1.to_q"}, "transformer.", "lora_A", "lora_B")
+    bias = torch.arange(48.0)
+    tensors |= {"transformer.blocks.0.attn1.to_q.lora_B.bias": bias}
+    header = {"lora_adapter_metadata": json.dumps({"transformer.r": 4, "transformer.lora_alpha": 2})}
+    path = files.save(tensors, tmp_path / "x.safetensors", header)
+    expected = files.by_hand(transformer.state_dict(), made, 0.5)
+    expected["blocks.0.attn1.to_q.bias"] = expected["blocks.0.attn1.to_q.bias"] + 0.5 * bias
+    assert_same(merged(pipeline(KIND), "denoise_high", path), expected)
+
+
+def test_several_adapters_add_up(pipeline, transformer, tmp_path):
+    """Of different ranks, over different layers, one of them partial; the order doesn't matter."""
+    state = transformer.state_dict()
+    first = files.factors(transformer, ["blocks.0.attn1.to_q", "blocks.1.ffn.net.2"], rank=4)
+    second = files.factors(transformer, ["blocks.1.attn1.to_q"], rank=24, seed=1)
+    names = {name: name for name in (*first, *second)}
+    one = files.save(files.named(first, names, ""), tmp_path / "one.safetensors")
+    two = files.save(files.named(second, names, "", alpha=12), tmp_path / "two.safetensors")
+    expected = files.by_hand(files.by_hand(state, first, 2.0), second, -0.5 * 12 / 24)
+    assert_same(merged(pipeline(KIND), "denoise_high", f"{one}:2", f"{two}:-0.5"), expected)
+
+
+def request(**more):
+    settings = {"height": 64, "width": 96, "frames": 9, "steps": 4, "guidance_scale": 1.0, "shift": 5.0}
+    return GenerationRequest(prompt="a cat", **settings | more)
+
+
+def test_a_video_is_that_of_diffusers_with_the_same_pair(checkpoint, pipeline, transformer, tmp_path):
+    names = files.blocks(transformer, files.WAN)
+    paths = {}
+    for seed, expert in enumerate(("high", "low")):
+        tensors = files.named(files.factors(transformer, names, seed=seed), names, "diffusion_model.", alpha=4)
+        paths[expert] = files.save(tensors, tmp_path / f"{expert}.safetensors")
+    ours = pipeline(KIND)
+    asked = request(loras=[f"{path}@{expert}" for expert, path in paths.items()])
+    noise = np.random.default_rng(0).standard_normal(ours.runtime.model.spec.latent_shape(ours.resolve(asked)))
+    noise = noise.astype(np.float32)
+    pipe = diffusers.WanPipeline.from_pretrained(checkpoint(KIND))
+    pipe.set_progress_bar_config(disable=True)
+    pipe.scheduler = diffusers.UniPCMultistepScheduler.from_config(pipe.scheduler.config, flow_shift=5.0)
+    pipe.load_lora_weights(paths["high"], adapter_name="a")
+    pipe.load_lora_weights(paths["low"], adapter_name="b", load_into_transformer_2=True)
+    pipe.fuse_lora(components=["transformer", "transformer_2"])
+    expected = []
+
+    def keep(pipe, i, t, values):
+        expected.append(values["latents"].numpy().copy())
+        return values
+
+    frames = pipe(
+        prompt="a cat", height=64, width=96, num_frames=9, num_inference_steps=4, guidance_scale=1.0,
+        latents=torch.from_numpy(noise), callback_on_step_end=keep, output_type="np",
+    ).frames[0]  # fmt: skip
+    before = ours.generate(request(), noise=noise).pixels
+
+    events = []
+    video = ours.generate(asked, noise=noise, on_step=lambda event: events.append(event.latents))
+
+    assert len(events) == len(expected) == 4
+    for got, wanted in zip(events, expected, strict=True):
+        assert np.abs(got - wanted).max() <= RELATIVE * np.abs(wanted).max()
+    assert np.abs(video.pixels - frames).max() <= PIXEL_TOLERANCE
+    assert np.abs(video.pixels - before).max() > 0.01
+    assert np.array_equal(ours.generate(request(), noise=noise).pixels, before)  # the base again, to the bit
+
+
+# ---- what is refused
+
+
+def refusal(pipeline, tensors, tmp_path, metadata=None):
+    path = files.save(tensors, tmp_path / "bad.safetensors", metadata)
+    with pytest.raises(InvalidRequest) as raised:
+        merged(pipeline(KIND), "denoise_high", path)
+    assert raised.value.field == "loras"
+    return str(raised.value)
+
+
+@pytest.fixture
+def good(transformer):
+    names = {"blocks.0.attn1.to_q": "blocks.0.self_attn.q", "blocks.1.ffn.net.2": "blocks.1.ffn.2"}
+    return files.named(files.factors(transformer, names), names, "diffusion_model.", alpha=4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "diffusion_model.blocks.0.self_attn.q.dora_scale",
+        "diffusion_model.blocks.0.self_attn.q.hada_w1_a",
+        "diffusion_model.blocks.0.self_attn.q.lokr_w1",
+        "lora_te_text_model_encoder_layers_0_mlp_fc1.lora_mid.weight",
+        "diffusion_model.blocks.0.self_attn.v.alpha",
+        "diffusion_model.blocks.0.self_attn.v.lora_down.weight",
+        "diffusion_model.blocks.0.self_attn.v.lora_up.weight",
+    ],
+)
+def test_what_isnt_understood_is_refused_by_name(name, good, pipeline, tmp_path):
+    assert name in refusal(pipeline, good | {name: torch.ones(4, 48)}, tmp_path)
+
+
+def test_other_models_are_refused_by_name(good, pipeline, tmp_path):
+    far = {name.replace("blocks.0", "blocks.30"): value for name, value in good.items()}
+    said = refusal(pipeline, far, tmp_path)
+    assert "diffusion_model.blocks.30.self_attn.q.lora_down.weight" in said and "another model" in said
+    wide = {name: torch.cat([value, value]) if "up" in name else value for name, value in good.items()}
+    said = refusal(pipeline, wide, tmp_path)
+    assert "blocks.0.self_attn.q.lora_up.weight [96, 4]" in said and "[48, 48]" in said
+    said = refusal(pipeline, good | {"diffusion_model.patch_embedding.diff": torch.ones(48, 99, 1, 2, 2)}, tmp_path)
+    assert "patch_embedding.diff [48, 99, 1, 2, 2]" in said
+
+
+def test_damaged_files_are_refused(good, pipeline, tmp_path):
+    name = "diffusion_model.blocks.0.self_attn.q.lora_up.weight"
+    assert f"NaN or Inf in {name}" in refusal(pipeline, good | {name: good[name] * float("nan")}, tmp_path)
+    own = "transformer.blocks.0.attn1.to_q"
+    again = {f"{own}.lora_A.weight": torch.ones(4, 48), f"{own}.lora_B.weight": torch.ones(48, 4)}
+    assert "twice" in refusal(pipeline, good | again, tmp_path)
+    assert "DoRA" in refusal(pipeline, good, tmp_path, {"lora_adapter_metadata": '{"transformer.use_dora": true}'})
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes((tmp_path / "bad.safetensors").read_bytes()[:-5])
+    with pytest.raises(InvalidRequest, match="cut off"):
+        merged(pipeline(KIND), "denoise_high", str(cut))
+    for path, said in ((str(tmp_path), "name one of these"), ("/nowhere/x.safetensors", "check the path")):
+        with pytest.raises(InvalidRequest, match=said):
+            merged(pipeline(KIND), "denoise_high", path)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([{"path": "a", "scale": float("nan")}], "number"),
+        (["a:99"], "nearest 10"),
+        (["a@middle"], "high, low, both"),
+        ([{"path": "a", "strength": 1}], "strength"),
+        ([{}], "no path"),
+        ([3], "int"),
+        ("a.safetensors", "list"),
+        (["a"] * 9, "allowed are 8"),
+    ],
+)
+def test_requests_with_impossible_adapters_are_refused(given, said):
+    with pytest.raises(InvalidRequest, match=said) as raised:
+        GenerationRequest(loras=given)
+    assert raised.value.field == "loras"
+
+
+def test_a_model_of_one_expert_has_no_high_one(pipeline):
+    with pytest.raises(InvalidRequest, match="leave @high out"):
+        pipeline("wan2.1-t2v-1.3b").resolve(GenerationRequest(loras=["a@high"]))
+
+
+# ---- what is kept
+
+
+def test_host_memory_is_bounded_and_files_that_change_are_read_again(pipeline, transformer, tmp_path):
+    runtime = pipeline(KIND).runtime
+    component, base = runtime.model.components["denoise_high"], runtime.component("denoise_high")
+    made = files.factors(transformer, ["blocks.0.attn1.to_q"])
+    names = {"blocks.0.attn1.to_q": "blocks.0.attn1.to_q"}
+    paths = [files.save(files.named(made, names, ""), tmp_path / f"{i}.safetensors") for i in range(3)]
+    size = Targets(component, base).adapter(paths[0], read(find(paths[0]), paths[0])).nbytes
+    adapters = Adapters(host_bytes=2 * size)
+    first = [adapters.read(component, base, Lora(path)) for path in paths[:2]]
+    assert adapters.read(component, base, Lora(paths[0], 0.5)) is first[0]  # the scale is no part of it
+    adapters.read(component, base, Lora(paths[2]))  # the second was used longest ago
+    assert adapters.read(component, base, Lora(paths[0])) is first[0]
+    assert adapters.read(component, base, Lora(paths[1])) is not first[1]
+    files.save(files.named(files.factors(transformer, names, seed=5), names, ""), tmp_path / "1.safetensors")
+    again = adapters.read(component, base, Lora(paths[1]))
+    name = "blocks.template.attn1.to_q.weight"
+    assert not np.array_equal(again.factors[name].up, first[1].factors[name].up)
+
+
+def test_one_request_in_the_least_memory(checkpoint, pipeline, transformer, tmp_path):
+    """Without kept weights the base is changed in place, and read again for the next."""
+    names = files.blocks(transformer, files.WAN)
+    path = files.save(files.named(files.factors(transformer, names), names, ""), tmp_path / "x.safetensors")
+    lean = load_pipeline(checkpoint(KIND), "float32", (1, 1, 1), keep_weights=False)
+    for loras in ([path], [], [f"{path}:0.5@low"]):
+        asked = request(loras=loras, steps=2)
+        assert np.array_equal(lean.generate(asked).pixels, pipeline(KIND).generate(asked).pixels)

@@ -1,0 +1,1 @@
+"""Adapters (LoRA): files as they are found in the wild, and experts' weights with them applied."""

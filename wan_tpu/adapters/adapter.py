@@ -1,0 +1,173 @@
+"""An adapter laid out as an expert's program holds its weights: stacked layer by layer, rows in the program's order."""
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from wan_tpu.adapters.files import ModuleChange, find, read, refuse
+from wan_tpu.runtime.bridge import ScannedBlocks
+from wan_tpu.runtime.components import Component, Loaded
+from wan_tpu.runtime.weights import as_numpy
+
+_MODULATION = "scale_shift_table"  # what diffusers calls the parameter that `diff_m` changes
+_LEAVES = {"diff": "weight", "diff_b": "bias", "up_bias": "bias", "diff_m": _MODULATION}
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What is added to a weight: gain * (up @ down), in each layer of a stack. R ranks, O outputs, I inputs.
+
+    up, down  [depth, O, R] and [depth, R, I], without depth where the weight has none; in the weight's dtype
+    gain      float32 [depth, R]; zero where a layer has less ranks, or none
+    """
+
+    up: np.ndarray
+    down: np.ndarray
+    gain: np.ndarray
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A file's changes of an expert's weights, in host memory, by the program's names.
+
+    factors, differences  a weight may have either, or both; differences are float32 in the weight's shape
+    """
+
+    factors: Mapping[str, Factors]
+    differences: Mapping[str, np.ndarray]
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        parts = [part for one in self.factors.values() for part in (one.up, one.down, one.gain)]
+        return sum(array.nbytes for array in (*parts, *self.differences.values()))
+
+
+class _Slot(NamedTuple):
+    """Where a parameter of diffusers' module lies: a program's weight, and its layer in it if it is a stack."""
+
+    weight: str
+    layer: int | None
+    shape: tuple[int, ...]
+    change: Callable[[np.ndarray], np.ndarray] | None
+
+
+class _Weight(NamedTuple):
+    """A weight of the program; depth of its stack, None without."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    depth: int | None
+
+
+class Targets:
+    """What an adapter may change of an expert, by every name that files have for it."""
+
+    def __init__(self, component: Component, loaded: Loaded) -> None:
+        self._weights: dict[str, _Weight] = {}
+        self._slots: dict[tuple[str, str], list[_Slot]] = {}
+        depths = {
+            path: module.depth for path, module in loaded.module.named_modules() if isinstance(module, ScannedBlocks)
+        }
+        for name, _ in loaded.module.named_parameters():
+            array: Any = loaded.params[name]
+            path = next((path for path in depths if name.startswith(f"{path}.template.")), None)
+            depth = None if path is None else depths[path]
+            self._weights[name] = _Weight(tuple(array.shape), np.dtype(array.dtype), depth)
+            rest = name if path is None else name.removeprefix(f"{path}.template.")
+            plain = name if path is None else f"{path}.*.{rest}"
+            change = next((change for pattern, change in component.changes if re.fullmatch(pattern, plain)), None)
+            shape = tuple(array.shape) if depth is None else tuple(array.shape[1:])
+            for layer in [None] if depth is None else range(depth):
+                own = name if layer is None else f"{path}.{layer}.{rest}"
+                self._add(own, component.originals, _Slot(name, layer, shape, change))
+
+    def _add(self, own: str, originals: Sequence[tuple[str, str]], slot: _Slot) -> None:
+        original = own
+        for pattern, replacement in originals:
+            original = re.sub(pattern, replacement, original)
+        leaf = own.rpartition(".")[2]
+        known = {(name.rpartition(".")[0], leaf) for name in (own, original)}
+        if leaf not in ("weight", "bias"):  # a parameter that no module has for itself goes by its whole name too
+            known |= {(name, "weight") for name in (own, original)}
+        for module, leaf in known | {(module.replace(".", "_"), leaf) for module, leaf in known}:
+            self._slots.setdefault((module, leaf), []).append(slot)
+
+    def read(self, path: str) -> Adapter:
+        """Read a file; raises `InvalidRequest` naming the tensors that don't belong to this model."""
+        return self.adapter(path, read(find(path), path))
+
+    def adapter(self, path: str, changes: Mapping[str, ModuleChange]) -> Adapter:
+        """Lay out a file's changes, as `files.read` returns them; raises as `read`."""
+        pairs: dict[str, dict[int | None, tuple[torch.Tensor, torch.Tensor, float]]] = {}
+        differences: dict[str, np.ndarray] = {}
+        unknown, wrong, again = [], [], []
+
+        def slots_of(change: ModuleChange, module: str, part: str) -> list[_Slot]:
+            found = self._slots.get((module, _LEAVES.get(part, "weight")), [])
+            if not found:
+                unknown.append(change.names[part])
+            return found
+
+        def refuse_shape(change: ModuleChange, part: str, wanted: object) -> None:
+            wrong.append(f"{change.names[part]} {list(change.tensors[part].shape)} for {wanted}")
+
+        for module, change in changes.items():
+            if "down" in change.tensors and (slots := slots_of(change, module, "down")):
+                down, up = change.tensors["down"].flatten(1), change.tensors["up"].flatten(1)
+                rows, rank = [slot.shape[0] for slot in slots], len(down)
+                inputs = {int(np.prod(slot.shape[1:])) for slot in slots}
+                if up.shape != (sum(rows), rank) or inputs != {down.shape[1]}:
+                    refuse_shape(change, "up", f"[{sum(rows)}, {max(inputs)}] and {change.names['down']}")
+                    continue
+                for slot, piece in zip(slots, up.split(rows), strict=True):
+                    layers = pairs.setdefault(slot.weight, {})
+                    if slot.layer in layers:
+                        again.append(change.names["down"])
+                    layers[slot.layer] = piece, down, change.gain
+            for part, gain in (("diff", 1.0), ("diff_b", 1.0), ("diff_m", 1.0), ("up_bias", change.gain)):
+                if part not in change.tensors or not (slots := slots_of(change, module, part)):
+                    continue
+                value = change.tensors[part]
+                whole = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
+                if tuple(value.shape) != whole:
+                    refuse_shape(change, part, list(whole))
+                    continue
+                for slot, piece in zip(slots, value.split([slot.shape[0] for slot in slots]), strict=True):
+                    self._add_difference(differences, slot, as_numpy(piece.float()) * np.float32(gain))
+        refuse(path, "has tensors of another model: {} isn't in this one", unknown)
+        refuse(path, "has tensors of another model's shape: {}", wrong)
+        refuse(path, "names the same weights twice: {}; leave one out", again)
+        return Adapter({name: self._stacked(name, layers) for name, layers in pairs.items()}, differences)
+
+    def _add_difference(self, differences: dict[str, np.ndarray], slot: _Slot, value: np.ndarray) -> None:
+        weight = self._weights[slot.weight]
+        whole = differences.setdefault(slot.weight, np.zeros(weight.shape, np.float32))
+        whole[... if slot.layer is None else slot.layer] += value if slot.change is None else slot.change(value)
+
+    def _stacked(self, name: str, layers: dict[int | None, tuple[torch.Tensor, torch.Tensor, float]]) -> Factors:
+        weight, rank = self._weights[name], max(len(down) for _, down, _ in layers.values())
+        slots = {slot.layer: slot for found in self._slots.values() for slot in found if slot.weight == name}
+        shape = weight.shape if weight.depth is None else weight.shape[1:]
+        depth = () if weight.depth is None else (weight.depth,)
+        up = np.zeros((*depth, shape[0], rank), weight.dtype)
+        down = np.zeros((*depth, rank, int(np.prod(shape[1:]))), weight.dtype)
+        gain = np.zeros((*depth, rank), np.float32)
+        for layer, (up_piece, down_piece, factor) in layers.items():
+            here = ... if layer is None else layer
+            change, have = slots[layer].change, len(down_piece)
+            rows = _in(up_piece, weight.dtype)
+            up[here][:, :have] = rows if change is None else change(rows)
+            down[here][:have] = _in(down_piece, weight.dtype)
+            gain[here][:have] = factor
+        return Factors(up, down, gain)
+
+
+def _in(value: torch.Tensor, dtype: np.dtype) -> np.ndarray:
+    return as_numpy(value.to(torch.bfloat16 if dtype == ml_dtypes.bfloat16 else torch.float32).contiguous())

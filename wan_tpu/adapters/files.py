@@ -1,0 +1,204 @@
+"""An adapter's file: where it lies, and what its tensors say, by the names of the modules that they change.
+
+Formats: peft's and diffusers' `lora_A`, `lora_B`; kohya's and musubi-tuner's `lora_down`, `lora_up` with `alpha`, and
+their names in which underscores stand for dots; whole differences `diff` (weight), `diff_b` (bias), `diff_m`
+(modulation) as LightX2V and Kijai publish them. Alpha may also stand in the header (`lora_adapter_metadata`, diffusers)
+or beside the file (adapter_config.json, peft).
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from wan_tpu.bucket import SCHEME, BucketFolder, WeightFile
+from wan_tpu.checkpoint import on_disk
+from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.runtime.tensor_files import metadata, tensors
+from wan_tpu.runtime.weights import read_tensors
+
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # it always saves both
+LARGEST = 8 * 2**30  # bytes of a file: a difference of every weight of a 14B model would be 28
+_ENDING = ".safetensors"
+_PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.", "lora_unet_")
+# What follows a module's name. Of `lora_A.default.weight`, "default" is the name that peft gave the adapter.
+_PARTS = (
+    ("down", re.compile(r"\.(lora_A|lora_down|lora\.down|lora_linear_layer\.down)(\.\w+)?\.weight$")),
+    ("up", re.compile(r"\.(lora_B|lora_up|lora\.up|lora_linear_layer\.up)(\.\w+)?\.weight$")),
+    ("up_bias", re.compile(r"\.(lora_B|lora_up|lora\.up)(\.\w+)?\.bias$")),
+    ("alpha", re.compile(r"\.alpha$")),
+    ("diff", re.compile(r"\.diff$")),
+    ("diff_b", re.compile(r"\.diff_b$")),
+    ("diff_m", re.compile(r"\.diff_m$")),
+)
+APPLIED = "lora_A and lora_B (or lora_down and lora_up), alpha, diff, diff_b and diff_m"
+
+
+@dataclass
+class ModuleChange:
+    """What a file says of one module: delta W = gain up @ down, or a difference as it is.
+
+    names    of its tensors in the file, by part
+    tensors  by part: "down" [R, I...], "up" [O, R], "up_bias" [O], "alpha", "diff", "diff_b", "diff_m"
+    """
+
+    names: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    gain: float = 1.0
+
+
+def find(path: str) -> WeightFile:
+    """Return the file that an adapter's path means; raises `InvalidRequest` when there is none, or more than one."""
+    try:
+        if path.startswith(SCHEME):
+            folder, _, name = path.rpartition("/")
+            if name.endswith(_ENDING):
+                files = BucketFolder(folder).files(name)
+                return _only(files, path)
+            return _only(BucketFolder(path).files(f"*{_ENDING}"), path)
+        local = Path(path)
+        if local.is_dir():
+            return _only({file.name: on_disk(file) for file in sorted(local.glob(f"*{_ENDING}"))}, path)
+        if local.is_file():
+            return on_disk(local)
+        return on_disk(_fetched(path))
+    except CheckpointError as error:
+        raise InvalidRequest(f"adapter {path}: {error}", "loras") from None
+
+
+def read(file: WeightFile, path: str) -> dict[str, ModuleChange]:
+    """Return what a file changes, by module as the file names it, its prefix apart.
+
+    Raises `InvalidRequest` naming the tensors that aren't understood, belong to no pair, or hold no finite numbers.
+    """
+    if file.size > LARGEST:
+        raise InvalidRequest(
+            f"adapter {path} has {file.size / 2**30:.1f} GiB; allowed are {LARGEST / 2**30:.0f}", "loras"
+        )
+    try:
+        stored = tensors(file)
+        config = _config(file)
+        values = read_tensors(stored)
+    except CheckpointError as error:
+        raise InvalidRequest(f"adapter {path}: {error}", "loras") from None
+    changes: dict[str, ModuleChange] = {}
+    unknown, unhealthy, again = [], [], []
+    for name, value in values.items():
+        module, part = _parsed(name)
+        if part is None:
+            unknown.append(name)
+            continue
+        change = changes.setdefault(module, ModuleChange())
+        if part in change.names:
+            again.append(name)
+        if not torch.isfinite(value.float()).all():
+            unhealthy.append(name)
+        change.names[part], change.tensors[part] = name, value
+    for change in changes.values():
+        have = set(change.names)
+        lonely = {"up", "alpha", "up_bias"} & have if "down" not in have else set() if "up" in have else {"down"}
+        unknown += [change.names[part] for part in sorted(lonely)]
+    refuse(path, f"has tensors that can't be applied: {{}}; applied are {APPLIED}", unknown)
+    refuse(path, "names the same weights twice: {}; leave one out", again)
+    refuse(path, "has NaN or Inf in {}; fetch it again", unhealthy)
+    if not changes:
+        raise InvalidRequest(f"adapter {path} holds no tensors; fetch it again", "loras")
+    for module, change in changes.items():
+        if "down" in change.tensors:
+            change.gain = _gain(module, change, config)
+    return changes
+
+
+def refuse(path: str, problem: str, names: list[str]) -> None:
+    """Raise `InvalidRequest` if there are names; problem: has {} for the first few of them."""
+    if names:
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise InvalidRequest(f"adapter {path} {problem.format(listed)}", "loras")
+
+
+def _only(files: Mapping[str, WeightFile], path: str) -> WeightFile:
+    if len(files) == 1:
+        return next(iter(files.values()))
+    if files:
+        raise CheckpointError(f"the folder has {', '.join(sorted(files)[:8])}; name one of these")
+    raise CheckpointError(f"there is no {_ENDING} file; give one, a folder with one, or OWNER/NAME[/FILE] of the hub")
+
+
+def _fetched(path: str) -> Path:
+    """Return a file of the hub, OWNER/NAME/FILE, or the only one of OWNER/NAME."""
+    owner, _, rest = path.partition("/")
+    name, _, file = rest.partition("/")
+    missing = CheckpointError("neither a file here nor OWNER/NAME[/FILE] of the hub; check the path")
+    if not owner or not name or path.startswith((".", "/", "~")):
+        raise missing
+    repository = f"{owner}/{name}"
+    try:
+        if not file:
+            names = [one for one in huggingface_hub.list_repo_files(repository) if one.endswith(_ENDING)]
+            if len(names) != 1:
+                raise CheckpointError(f"the repository has {', '.join(names[:8]) or 'no such file'}; name one of these")
+            file = names[0]
+        if Path(file).name == PEFT_FILE:
+            huggingface_hub.hf_hub_download(repository, str(Path(file).with_name(PEFT_CONFIG)))
+        return Path(huggingface_hub.hf_hub_download(repository, file))
+    except HFValidationError:
+        raise missing from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(f"neither here nor fetched from the hub ({str(error).splitlines()[0]})") from None
+
+
+def _parsed(name: str) -> tuple[str, str | None]:
+    """Return a tensor's module and part; None for what isn't known."""
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    for part, pattern in _PARTS:
+        if found := pattern.search(name):
+            return name[: found.start()], part
+    return name, None
+
+
+def _config(file: WeightFile) -> dict[str, Any]:
+    """Return what a header or adapter_config.json says of ranks and alpha: {} where there is neither."""
+    text = metadata(file).get("lora_adapter_metadata")
+    config: Any = {}
+    try:
+        if text is not None:
+            # diffusers puts the component before each name: {"transformer.lora_alpha": 16, ...}
+            config = {name.partition(".")[2] or name: value for name, value in json.loads(text).items()}
+        elif (beside := _beside(file.address)) is not None:
+            config = dict(json.loads(beside))
+    except (AttributeError, OSError, TypeError, ValueError) as error:
+        raise CheckpointError(f"what it says of its alpha is damaged ({error!r}); fetch it again") from None
+    if config.get("use_dora"):
+        raise CheckpointError("it is a DoRA, which scales whole rows of the merged weights; that can't be applied")
+    return dict(config)
+
+
+def _beside(address: str) -> bytes | None:
+    """Return the adapter_config.json in an adapter's folder."""
+    if address.startswith(SCHEME):
+        folder = BucketFolder(address.rpartition("/")[0])
+        return folder.read(PEFT_CONFIG) if folder.has(PEFT_CONFIG) else None
+    path = Path(address).with_name(PEFT_CONFIG)
+    return path.read_bytes() if path.is_file() else None
+
+
+def _gain(module: str, change: ModuleChange, config: Mapping[str, Any]) -> float:
+    """Return what up @ down is multiplied by: alpha / rank, or alpha / sqrt(rank) where peft says so; else one."""
+    rank = change.tensors["down"].shape[0]
+    if "alpha" in change.tensors:
+        alpha = float(change.tensors["alpha"].float().reshape(-1)[0])
+        return alpha / rank
+    patterns = config.get("alpha_pattern") or {}
+    named = next((value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module)), None)
+    said = config.get("lora_alpha") if named is None else named
+    if said is None:
+        return 1.0
+    return float(said) / (math.sqrt(rank) if config.get("use_rslora") else rank)

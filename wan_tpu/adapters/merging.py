@@ -1,0 +1,169 @@
+"""Experts' weights with adapters applied: base + sum of scale * gain * (up @ down), written beside the base.
+
+The base stays as it is, so a request without adapters has its bits again. What was merged is kept while there is room;
+what was read from files, up to a number of bytes of host memory. No device needs another's data for it.
+"""
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from wan_tpu.adapters.adapter import Adapter, Factors, Targets
+from wan_tpu.adapters.files import find, read
+from wan_tpu.lora import Lora
+from wan_tpu.runtime.components import Component, Loaded
+from wan_tpu.runtime.program import Program
+from wan_tpu.runtime.runtime import Runtime
+
+HOST_BYTES = 8 * 2**30  # of adapters in host memory, those of running requests apart: 14 pairs of rank 64 of A14B
+KEPT = 2  # merged sets of an expert that are kept where a device doesn't say how much memory it has
+RANKS = 16  # factors are padded to this times a power of two, so that few programs are compiled
+
+
+class Adapters:
+    """What a runtime has of adapters: files in host memory, and weights that they were applied to."""
+
+    def __init__(self, host_bytes: int = HOST_BYTES) -> None:
+        self._host_bytes = host_bytes
+        self._read: OrderedDict[tuple[str, str], Adapter] = OrderedDict()  # by address and version
+        self._targets: dict[str, Targets] = {}
+        self._merged: OrderedDict[tuple[str, tuple[Lora, ...]], Loaded] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, component: Component, base: Loaded, lora: Lora) -> Adapter:
+        """Return what a file changes, read if it isn't in memory; on any thread. Raises `InvalidRequest`."""
+        with self._lock:
+            if component.folder not in self._targets:
+                self._targets[component.folder] = Targets(component, base)
+        file = find(lora.path)
+        name = file.address, file.version
+        with self._lock:
+            if name in self._read:
+                self._read.move_to_end(name)
+                return self._read[name]
+        found = self._targets[component.folder].adapter(lora.path, read(file, lora.path))
+        with self._lock:
+            self._read[name] = found
+            while len(self._read) > 1 and sum(one.nbytes for one in self._read.values()) > self._host_bytes:
+                self._read.popitem(last=False)
+        return found
+
+    def get(self, name: str, loras: tuple[Lora, ...]) -> Loaded | None:
+        """Return a component with adapters applied, if it is kept."""
+        with self._lock:
+            if (name, loras) in self._merged:
+                self._merged.move_to_end((name, loras))
+            return self._merged.get((name, loras))
+
+    def merge(self, runtime: Runtime[Any], name: str, base: Loaded, loras: tuple[Lora, ...], *, keep: bool) -> Loaded:
+        """Apply adapters to a component, and keep the result while there is room.
+
+        keep  the base; else each of its weights is let go of as soon as its changed one is there
+        """
+        component = runtime.model.components[name]
+        adapters = [(self.read(component, base, lora), lora.scale) for lora in loras]
+        self._make_room(runtime, name, base)
+        params = base.params if not keep else dict(base.params)
+        for weight in sorted({weight for one, _ in adapters for weight in (*one.factors, *one.differences)}):
+            params[weight] = _changed(runtime, params[weight], weight, adapters)
+        found = Loaded(base.module, params)
+        with self._lock:
+            self._merged[name, loras] = found
+        return found
+
+    def drop(self, name: str) -> None:
+        """Let go of what was merged of a component."""
+        with self._lock:
+            for key in [key for key in self._merged if key[0] == name]:
+                del self._merged[key]
+
+    def _make_room(self, runtime: Runtime[Any], name: str, base: Loaded) -> None:
+        """Let go of the sets used longest ago, until another one of this component fits."""
+        device = runtime.mesh.local_devices[0]
+        needed = sum(array.addressable_shards[0].data.nbytes for array in base.params.values())
+        with self._lock:
+            while self._merged and not self._fits(name, device.memory_stats(), needed):
+                self._merged.popitem(last=False)
+
+    def _fits(self, name: str, memory: dict[str, int] | None, needed: int) -> bool:
+        if memory is None:
+            return sum(key[0] == name for key in self._merged) < KEPT
+        # The peak has what steps take beside the weights.
+        return memory["bytes_limit"] - max(memory["peak_bytes_in_use"], memory["bytes_in_use"]) > needed
+
+
+def _changed(
+    runtime: Runtime[Any], base: jax.Array, weight: str, adapters: Sequence[tuple[Adapter, float]]
+) -> jax.Array:
+    """Return one weight with all adapters applied, laid out as it is."""
+    mesh, spec = runtime.mesh, base.sharding.spec  # type: ignore[attr-defined]
+    spec = P(*spec, *[None] * (base.ndim - len(spec)))
+    factors = [(one.factors[weight], scale) for one, scale in adapters if weight in one.factors]
+    differences = [one.differences[weight] * np.float32(scale) for one, scale in adapters if weight in one.differences]
+    placed: list[Any] = [None, None, None, None]
+    if factors:
+        up, down, gain = _joined(factors)
+        stack = spec[: up.ndim - 2]
+        inputs = spec[-1] if base.ndim == up.ndim else None
+        placed[:3] = (
+            _place(up, mesh, P(*stack, spec[up.ndim - 2], None)),
+            _place(down, mesh, P(*stack, None, inputs)),
+            _place(gain, mesh, P(*stack, None)),
+        )
+    if differences:
+        placed[3] = _place(functools.reduce(np.add, differences), mesh, spec)
+    return merge_program(runtime, base.sharding)(base, *placed)
+
+
+def merge_program(runtime: Runtime[Any], sharding: Any) -> Program:
+    """Return the jitted (base, up, down, gain, difference) -> weight; factors or the difference may be None.
+
+    base [depth, O, I...] or without depth, up [depth, O, R], down [depth, R, I], gain [depth, R], difference as base.
+    Recompiles for each shape of a weight, and number of ranks.
+    """
+
+    def one(base: jax.Array, up: Any, down: Any, gain: Any, difference: Any) -> jax.Array:
+        total = base.astype(jnp.float32)
+        if up is not None:
+            product = jnp.dot(up.astype(jnp.float32) * gain, down.astype(jnp.float32))
+            total += product.reshape(base.shape)
+        if difference is not None:
+            total += difference
+        return total.astype(base.dtype)
+
+    def merge(base: jax.Array, up: Any, down: Any, gain: Any, difference: Any) -> jax.Array:
+        if up is None or up.ndim == 2:
+            return one(base, up, down, gain, difference)
+        return jax.lax.map(
+            lambda layer: one(*layer), (base, up, down, gain, difference)
+        )  # float32 of a layer at a time
+
+    return runtime.program(f"apply adapters {sharding.spec}", merge, sharding)
+
+
+def _joined(factors: Sequence[tuple[Factors, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return all factors of a weight as one, with the ranks of all."""
+    up = np.concatenate([one.up for one, _ in factors], axis=-1)
+    down = np.concatenate([one.down for one, _ in factors], axis=-2)
+    gain = np.concatenate([one.gain * np.float32(scale) for one, scale in factors], axis=-1)
+    ranks, room = up.shape[-1], RANKS
+    while room < ranks:
+        room *= 2
+    more = [(0, 0)] * (up.ndim - 1), (0, room - ranks)
+    return (
+        np.pad(up, [*more[0], more[1]]),
+        np.pad(down, [*more[0][:-1], more[1], (0, 0)]),
+        np.pad(gain, [*more[0][:-1], more[1]]),
+    )
+
+
+def _place(value: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
+    return jax.make_array_from_callback(value.shape, NamedSharding(mesh, spec), lambda index: value[index])

@@ -1,0 +1,90 @@
+"""How a request names an adapter (LoRA) of its experts. No JAX, no torch: every process reads it."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from wan_tpu.errors import InvalidRequest
+
+Which = Literal["high", "low", "both"]
+SCALES = (-10.0, 10.0)  # what an adapter may be multiplied by: sliders are used at negative ones, few beyond 2
+MOST = 8  # adapters of a request
+_FORM = "PATH[:SCALE][@high|@low|@both]"
+_TEXT = re.compile(r"(?P<path>.+?)(?::(?P<scale>[-+]?[0-9.]+(?:e[-+]?[0-9]+)?))?(?:@(?P<expert>\w+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """One adapter of a request. Raises `InvalidRequest` for what can't be one.
+
+    path    a .safetensors file or a folder with one, here or in gs://, or OWNER/NAME[/FILE] of the Hugging Face hub
+    scale   what its changes of the weights are multiplied by
+    expert  which of two experts it is for: "high" (noise), "low" or "both"
+    """
+
+    path: str
+    scale: float = 1.0
+    expert: Which = "both"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str) or not self.path:
+            raise InvalidRequest(f"an adapter's path is {self.path!r}; give a file, a folder or a hub id", "loras")
+        lowest, highest = SCALES
+        scale = self.scale
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+            raise InvalidRequest(f"the scale of {self.path} is {scale!r}; give a number, usually 0 to 1", "loras")
+        if not lowest <= scale <= highest:
+            nearest = min(max(scale, lowest), highest)
+            raise InvalidRequest(
+                f"the scale of {self.path} is {scale:g}; allowed are {lowest:g} to {highest:g}, nearest {nearest:g}",
+                "loras",
+            )
+        object.__setattr__(self, "scale", float(scale))
+        if self.expert not in get_args(Which):
+            raise InvalidRequest(
+                f"{self.path} is for expert {self.expert!r}; choose one of {', '.join(get_args(Which))}", "loras"
+            )
+
+    def __str__(self) -> str:
+        scale = "" if self.scale == 1 else f":{self.scale:g}"
+        return f"{self.path}{scale}" + ("" if self.expert == "both" else f"@{self.expert}")
+
+    def is_for(self, stage: str) -> bool:
+        """Whether it changes the expert of a stage; a model's only expert takes what is for both."""
+        return self.expert == "both" or stage.endswith(f"_{self.expert}")
+
+
+def lora_of(given: object) -> Lora:
+    """Return an adapter from its text, PATH[:SCALE][@high|low|both], or its fields; raises `InvalidRequest`."""
+    if isinstance(given, Lora):
+        return given
+    if isinstance(given, str):
+        found = _TEXT.fullmatch(given)
+        if found is None:
+            raise InvalidRequest(f"{given!r} is no adapter; give {_FORM}", "loras")
+        fields: dict[str, Any] = {name: value for name, value in found.groupdict().items() if value is not None}
+        try:
+            return Lora(**fields | ({"scale": float(fields["scale"])} if "scale" in fields else {}))
+        except ValueError:
+            raise InvalidRequest(f"{given!r} has no number for its scale; give {_FORM}", "loras") from None
+    if isinstance(given, Mapping):
+        known = {field.name for field in dataclasses.fields(Lora)}
+        if unknown := sorted(map(str, set(given) - known)):
+            raise InvalidRequest(
+                f"an adapter has {', '.join(unknown)}; it has only {', '.join(sorted(known))}", "loras"
+            )
+        if "path" not in given:
+            raise InvalidRequest("an adapter has no path; give a file, a folder or a hub id", "loras")
+        return Lora(**given)
+    raise InvalidRequest(f"an adapter is a {type(given).__name__}; give {_FORM}", "loras")
+
+
+def loras_of(given: object) -> tuple[Lora, ...]:
+    """Return a request's adapters; raises `InvalidRequest` for what is no list of them."""
+    if not isinstance(given, list | tuple):
+        raise InvalidRequest(f"loras is a {type(given).__name__}; give a list of {_FORM}", "loras")
+    if len(given) > MOST:
+        raise InvalidRequest(f"loras has {len(given)} adapters; allowed are {MOST}", "loras")
+    return tuple(map(lora_of, given))
