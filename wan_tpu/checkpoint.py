@@ -12,7 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from wan_tpu.bucket import SCHEME, BucketFolder, WeightFile
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.request import Defaults, GenerationRequest
+from wan_tpu.request import Defaults, GenerationRequest, Own, Preset
 
 OWN = "wan_tpu.json"
 OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "*LICENSE*")  # than weights, in a folder and those in it
@@ -53,34 +53,59 @@ class Checkpoint:
         return self._json(f"{component}/{file}")
 
     def own(self, *others: str) -> dict[str, Any]:
-        """Return wan_tpu.json, which one may put beside a model's index: "defaults", and others that its family has.
+        """Return wan_tpu.json, which one may put beside a model's index: as `sampling`, and others that its family has.
 
         {} without the file. Raises `CheckpointError`.
         """
         found = self._json(OWN) if (self.folder / OWN).is_file() else {}
-        allowed = ("defaults", *others)
+        allowed = ("defaults", "presets", *others)
         if unknown := sorted(set(found) - set(allowed)):
             raise CheckpointError(
                 f"{self.folder / OWN} says {', '.join(unknown)}; this model has only {', '.join(allowed)}"
             )
         return found
 
-    def defaults(self, *others: str) -> dict[str, float]:
-        """Return the sampling settings in wan_tpu.json; others: as `own` takes them.
+    def sampling(self, *others: str) -> Own:
+        """Return how wan_tpu.json says to sample; others: as `own` takes them.
 
-        `{"defaults": {"height": 64, "width": 64, "frames": 17, ...}}`, by the names of `wan_tpu.request.Defaults`.
-        Raises `CheckpointError`.
+        `{"defaults": {"height": 64, ...}, "presets": {"fast": {"about": "...", "source": "https://...", "settings":
+        {"sigmas": [1, 0.8], "loras": ["./adapters/a.safetensors@high"], ...}}}}`, by the names of `wan_tpu.request`;
+        adapters' paths with ./ begin at the checkpoint. Raises `CheckpointError`.
         """
-        found = self.own(*others).get("defaults", {})
+        found = self.own(*others)
         allowed = [field.name for field in dataclasses.fields(Defaults)]
+        defaults = self._settings("defaults", found.get("defaults", {}), allowed)
+        presets: dict[str, Preset] = {}
+        for name, said in dict(found.get("presets", {})).items():
+            where = f"presets {name}"
+            if not isinstance(said, dict) or set(said) != {"about", "source", "settings"}:
+                raise CheckpointError(
+                    f"{self.folder / OWN}: {where} needs about, source and settings, and nothing else"
+                )
+            given = said["settings"]
+            if isinstance(given, dict) and isinstance(given.get("loras"), list):
+                given = given | {"loras": [self._beside(lora) for lora in given["loras"]]}
+            settings = self._settings(where, given, [*allowed, "sigmas", "switch_step", "loras"])
+            presets[name] = Preset(str(said["about"]), str(said["source"]), tuple(settings.items()))
+        return Own(tuple(defaults.items()), tuple(presets.items()))
+
+    def _settings(self, where: str, found: Any, allowed: Sequence[str]) -> dict[str, Any]:
+        """Return settings as a request has them; raises `CheckpointError`."""
         try:
-            unknown = sorted(set(found) - set(allowed))
-            if unknown:
+            if unknown := sorted(set(found) - set(allowed)):
                 raise InvalidRequest(f"{', '.join(unknown)} is no setting; allowed are {', '.join(allowed)}")
-            GenerationRequest(**found)
+            request = GenerationRequest(**found)
         except (InvalidRequest, TypeError) as error:
-            raise CheckpointError(f"{self.folder / OWN}: in defaults, {error}") from None
-        return dict(found)
+            raise CheckpointError(f"{self.folder / OWN}: in {where}, {error}") from None
+        return {name: getattr(request, name) for name in found}
+
+    def _beside(self, lora: Any) -> Any:
+        """Return an adapter's text, or fields, with a path that may be used anywhere: "./" is the checkpoint."""
+        if isinstance(lora, dict) and isinstance(lora.get("path"), str):
+            return lora | {"path": self._beside(lora["path"])}
+        if isinstance(lora, str) and lora.startswith("./"):
+            return f"{self.source}/{lora.removeprefix('./')}"
+        return lora
 
     def path(self, component: str) -> Path:
         """Return a component's folder on disk, its weights apart, fetched when it isn't there."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -42,6 +43,8 @@ class Lora:
                 "loras",
             )
         object.__setattr__(self, "scale", float(scale))
+        if os.path.exists(self.path):  # so that it means the same from every folder
+            object.__setattr__(self, "path", os.path.abspath(self.path))
         if self.expert not in get_args(Which):
             raise InvalidRequest(
                 f"{self.path} is for expert {self.expert!r}; choose one of {', '.join(get_args(Which))}", "loras"

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "guidance_scale_2": (0, 100),
     "shift": (0.01, 100),
     "seed": (0, 2**63 - 1),
+    "switch_step": (0, 1000),
 }
 _SIZE = re.compile(r"([1-9][0-9]{0,4})([*x])([1-9][0-9]{0,4})", re.ASCII)
 FRAME_STRIDE = 4  # pixel frames a latent frame: the VAEs of every family compress time by four
@@ -47,6 +49,33 @@ class Defaults:
     solver: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A named way to sample: what a request that names it takes where it says nothing itself.
+
+    about     what it is, for people; source  where its numbers are from
+    settings  fields of a request, by name
+    """
+
+    about: str
+    source: str
+    settings: tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """What a checkpoint itself says of how to sample it, in its wan_tpu.json.
+
+    defaults  fields of `Defaults`, by name; presets  by name
+    """
+
+    defaults: tuple[tuple[str, float], ...] = ()
+    presets: tuple[tuple[str, Preset], ...] = ()
+
+
+NOTHING_OWN = Own()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
     """One video to make. Fields left `None` take the model's published settings (`resolve`).
@@ -64,6 +93,9 @@ class GenerationRequest:
     seed              of the initial noise: `torch.Generator("cpu").manual_seed(seed)`, as diffusers draws it
     solver            one of the model's (`wan_tpu.spec.ModelSpec.solvers`)
     loras             adapters of the experts: `Lora`, its text or its fields (`wan_tpu.lora.lora_of`)
+    sigmas            noise level of each step, falling, from at most 1; in place of what steps and shift make
+    switch_step       the low-noise expert's first step, from 0; where left out, the boundary of the model says it
+    preset            a named way to sample (`wan_tpu.spec.ModelSpec.presets`): fills what is left open, adapters too
 
     Raises `InvalidRequest` naming the field, what is allowed and the nearest value that works.
     """
@@ -82,6 +114,9 @@ class GenerationRequest:
     seed: int = 0
     solver: str | None = None
     loras: Sequence[Lora | str | Mapping[str, Any]] | None = None
+    sigmas: Sequence[float] | None = None
+    switch_step: int | None = None
+    preset: str | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -96,26 +131,36 @@ class GenerationRequest:
                 raise InvalidRequest(f"{name} {value!r} is no valid Unicode; is the terminal set to UTF-8?", name)
         for name in ("height", "width"):
             _check_size(name, getattr(self, name))
-        for name in ("frames", "steps", "seed"):
+        for name in ("frames", "steps", "seed", "switch_step"):
             _check_integer(name, getattr(self, name))
         for name in ("fps", "shift", "guidance_scale", "guidance_scale_2"):
             _check_number(name, getattr(self, name))
-        if not isinstance(self.solver, str | None):
-            raise InvalidRequest(f"solver is a {type(self.solver).__name__}; give a name", "solver")
+        for name in ("solver", "preset"):
+            if not isinstance(getattr(self, name), str | None):
+                raise InvalidRequest(f"{name} is a {type(getattr(self, name)).__name__}; give a name", name)
+        if self.sigmas is not None:
+            object.__setattr__(self, "sigmas", _sigmas(self.sigmas))
         if self.loras is not None:
             object.__setattr__(self, "loras", loras_of(self.loras))
         if self.image is not None:
             # The one normalisation: decoded here, so that a damaged file fails before any model is loaded.
             object.__setattr__(self, "image", load_image(self.image))
 
-    def resolve(self, defaults: Defaults) -> "ResolvedRequest":
-        """Fill every open field from `defaults`."""
+    def resolve(self, defaults: Defaults, preset: Mapping[str, Any] = MappingProxyType({})) -> "ResolvedRequest":
+        """Fill every open field from a preset's, and what that leaves open from `defaults`."""
         filled = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
-        if self.guidance_scale is not None:
-            filled["guidance_scale_2"] = self.guidance_scale
-        filled |= {"negative_prompt": "", "loras": ()}
+        filled |= {"negative_prompt": "", "loras": (), **preset}
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return ResolvedRequest(**filled | {name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        if "guidance_scale" in given:
+            filled["guidance_scale_2"] = self.guidance_scale
+        if "sigmas" not in given and {"steps", "shift"} & set(given):  # others than the preset's
+            filled["sigmas"] = None
+        if "steps" in given:
+            filled["switch_step"] = None
+        if self.sigmas is not None:
+            filled["steps"] = len(self.sigmas)
+        return ResolvedRequest(**filled | given)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; the image as its size only (pixels stay out of records)."""
@@ -142,6 +187,7 @@ class ResolvedRequest(GenerationRequest):
     shift: float
     solver: str
     loras: tuple[Lora, ...] = ()
+    sigmas: tuple[float, ...] | None = None
 
     def loras_for(self, stage: str) -> tuple[Lora, ...]:
         """Return the adapters that change the expert of a stage."""
@@ -166,6 +212,20 @@ def parse_size(text: str) -> tuple[int, int]:
 def nearest_multiple(value: float, multiple: int) -> int:
     """Return the positive multiple of `multiple` that is nearest to `value`."""
     return max(multiple, round(value / multiple) * multiple)
+
+
+def _sigmas(given: object) -> tuple[float, ...]:
+    """Return noise levels as a tuple; raises `InvalidRequest`."""
+    form = "give at most 1000 falling numbers from 1 to more than 0"
+    if not isinstance(given, list | tuple | np.ndarray) or not 1 <= len(given) <= LIMITS["steps"][1]:
+        raise InvalidRequest(f"sigmas is {str(given)[:60]}; {form}", "sigmas")
+    values = [one.item() if isinstance(one, np.generic) else one for one in given]
+    if any(isinstance(one, bool) or not isinstance(one, int | float) or not math.isfinite(one) for one in values):
+        raise InvalidRequest(f"sigmas has something that is no number; {form}", "sigmas")
+    for before, here in zip([math.nextafter(1, 2), *values], values, strict=False):
+        if not 0 < here < before:
+            raise InvalidRequest(f"sigmas has {here:g} after {before:g}; {form}", "sigmas")
+    return tuple(map(float, values))
 
 
 def _is_text(value: str) -> bool:

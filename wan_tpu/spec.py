@@ -6,12 +6,24 @@ family says how its models differ (`families/<name>/spec.py`); what all of them 
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from PIL import Image
 
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.request import FRAME_STRIDE, NAMED_SIZES, Defaults, GenerationRequest, ResolvedRequest, parse_size
+from wan_tpu.request import (
+    FRAME_STRIDE,
+    NAMED_SIZES,
+    NOTHING_OWN,
+    Defaults,
+    GenerationRequest,
+    Own,
+    Preset,
+    ResolvedRequest,
+    parse_size,
+)
 from wan_tpu.schedules.schedule import Schedule
 
 ENCODER, DECODER = "encoder", "decoder"  # the first and the last stage of every model; between them it denoises
@@ -69,6 +81,7 @@ class ModelSpec(abc.ABC):
     solvers     names of its schedulers, the published one first
     frame_step  how many frames a video may be longer than another: it has a multiple of them, and one
     heads       attention heads of a transformer
+    own         what the checkpoint itself says of how to sample it
     boundary_ratio  the first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert
     crops_image  whether an image of another shape is cropped to its video's, instead of stretched
     """
@@ -80,6 +93,7 @@ class ModelSpec(abc.ABC):
     solvers: tuple[str, ...]
     frame_step: int = FRAME_STRIDE
     heads: int
+    own: Own = NOTHING_OWN
     boundary_ratio: float | None
     crops_image: bool = False
 
@@ -96,12 +110,17 @@ class ModelSpec(abc.ABC):
     @property
     def unused(self) -> tuple[str, ...]:
         """Settings of a request that mean nothing to this model."""
-        return ("guidance_scale_2",) if len(self.denoise_stages) == 1 else ()
+        return ("guidance_scale_2", "switch_step") if len(self.denoise_stages) == 1 else ()
 
     @property
     def follows_image(self) -> bool:
         """Whether a video has the shape of its image unless a request says another."""
         return False
+
+    @property
+    def presets(self) -> Mapping[str, Preset]:
+        """Named ways to sample beside the model's defaults: published ones, and the checkpoint's own."""
+        return dict(self.own.presets)
 
     def defaults_for(self, request: GenerationRequest, picture: tuple[int, int] | None) -> Defaults:
         """Return what fills a request's open fields; picture: (height, width) of its image, if known."""
@@ -166,11 +185,22 @@ class ModelSpec(abc.ABC):
                     f"{lora} is for one of two experts; {self.name} has one: leave @{lora.expert} out", "loras"
                 )
         for name in self.unused:
-            value, usual = getattr(request, name), getattr(self.defaults, name)
+            value, usual = getattr(request, name), getattr(self.defaults, name, None)
             filled = name == "guidance_scale_2" and value == request.guidance_scale
             if value != usual and not filled:
                 instead = "; guidance_scale is for all of its steps" if name == "guidance_scale_2" else ""
-                raise InvalidRequest(f"{name} is {value:g}; {self.name} has none: leave it out{instead}", name)
+                given = f"{value:g}" if isinstance(value, int | float) else str(value)[:60]
+                raise InvalidRequest(f"{name} is {given}; {self.name} has none: leave it out{instead}", name)
+        if request.sigmas is not None and len(request.sigmas) != request.steps:
+            raise InvalidRequest(
+                f"sigmas are given for {len(request.sigmas)} steps, and steps is {request.steps}; leave steps out",
+                "sigmas",
+            )
+        if request.switch_step is not None and request.switch_step > request.steps:
+            raise InvalidRequest(
+                f"switch_step is {request.switch_step} of {request.steps} steps; allowed are 0 to {request.steps}",
+                "switch_step",
+            )
         self.check_size(request)
 
     def nearest_frames(self, frames: float) -> int:
@@ -187,7 +217,16 @@ class ModelSpec(abc.ABC):
         image = request.image is not None if image is None else image
         if isinstance(request.image, Image.Image):
             picture = request.image.height, request.image.width
-        resolved = request.resolve(self.defaults_for(request, picture))
+        preset: dict[str, Any] = {}
+        if request.preset is not None:
+            if request.preset not in self.presets:
+                known = ", ".join(self.presets) or "none"
+                raise InvalidRequest(
+                    f"preset {request.preset!r} is unknown; {self.name} has {known}, and its own settings without one",
+                    "preset",
+                )
+            preset = dict(self.presets[request.preset].settings)
+        resolved = request.resolve(self.defaults_for(request, picture), preset)
         self.check(resolved, image=image)
         return RequestPlan(resolved, self.prompts(resolved), self.experts(resolved), self.shapes(resolved, image=image))
 

@@ -80,13 +80,13 @@ def test_what_has_changed_is_fetched_again(uploaded, gcs_prefix, emulator):
     assert before.index["_class_name"] == "WanPipeline"
     written = open_storage(gcs_prefix)
     written.write("small/wan_tpu.json", b'{"defaults": {"steps": 3}}')
-    assert Checkpoint(uploaded).defaults() == {"steps": 3}
+    assert dict(Checkpoint(uploaded).sampling().defaults) == {"steps": 3}
     written.write("small/wan_tpu.json", b'{"defaults": {"steps": 4}}')
     emulator.seen.clear()
-    assert Checkpoint(uploaded).defaults() == {"steps": 4}
+    assert dict(Checkpoint(uploaded).sampling().defaults) == {"steps": 4}
     assert len(downloads(emulator)) == 1
     written.delete("small/wan_tpu.json")
-    assert Checkpoint(uploaded).defaults() == {}
+    assert dict(Checkpoint(uploaded).sampling().defaults) == {}
 
 
 def test_two_processes_fetch_a_file_once(uploaded, emulator):

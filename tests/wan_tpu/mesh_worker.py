@@ -8,10 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from diffusers import WanTransformer3DModel
 from jax.sharding import PartitionSpec as P
 
 from kernels.columns import Columns
+from tests.wan_tpu import adapter_files
 from wan_tpu import GenerationRequest, MeshError, load_pipeline
+from wan_tpu.lora import loras_of
 from wan_tpu.ops import attention as attentions
 from wan_tpu.ops.attention import attention, query_scale
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
@@ -31,6 +35,15 @@ request = GenerationRequest(
     guidance_scale_2=1.0,  # the low-noise expert runs unguided: one branch over dp = 2
     shift=5.0,
 )
+# Every kind of change, on the rows of queries that are in pairs here, and on both sides of a split.
+transformer = WanTransformer3DModel.from_pretrained(folder, subfolder="transformer")
+names = adapter_files.blocks(transformer, adapter_files.WAN)
+made = adapter_files.factors(transformer, names)
+tensors = adapter_files.named(made, names, "diffusion_model.", alpha=4)
+tensors["diffusion_model.blocks.1.self_attn.q.diff_b"] = torch.arange(128.0)
+tensors["diffusion_model.patch_embedding.diff"] = torch.ones_like(transformer.patch_embedding.weight)
+adapter = adapter_files.save(tensors, f"{out}.safetensors")
+merged = {}
 latents = {}
 image = None
 for shape in [(1, 1, 1), (2, 1, 4), (2, 2, 2), (1, 1, 16)]:
@@ -44,6 +57,17 @@ for shape in [(1, 1, 1), (2, 1, 4), (2, 2, 2), (1, 1, 16)]:
     conditioning = dataclasses.replace(image, prompt=text, negative=negative)
     state = pipe.denoise(resolved, conditioning, pipe.initial_state(resolved))
     latents["x".join(map(str, shape))] = state.latents
+    base = pipe.runtime.component("denoise_high").params
+    changed = pipe.runtime.component("denoise_high", loras_of([f"{adapter}:0.5"])).params
+    assert {name for name in base if changed[name] is not base[name]} == {
+        *(f"blocks.template.{name}.weight" for name in adapter_files.WAN),
+        "blocks.template.attn1.to_q.bias",
+        "patch_embedding.weight",
+    }
+    for name, value in changed.items():
+        assert value.sharding == base[name].sharding, name
+        merged.setdefault(name, np.asarray(value))
+        np.testing.assert_allclose(np.asarray(value), merged[name], rtol=1e-6, atol=1e-6)
 for mesh, expected in [((1, 1, 32), "32 devices"), ((1, 0, 1), "positive")]:
     with pytest.raises(MeshError, match=expected):
         load_pipeline(folder, mesh=mesh)

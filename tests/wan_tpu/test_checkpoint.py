@@ -165,6 +165,27 @@ def test_own_defaults_that_are_wrong_are_named(copy, said, message):
         open_spec(copy)
 
 
+def test_a_model_of_ones_own_has_its_own_presets(copy):
+    said = {
+        "about": "in two steps",
+        "source": "here",
+        "settings": {"sigmas": [1, 0.5], "loras": ["./a.safetensors:0.5@high"]},
+    }
+    (copy / "wan_tpu.json").write_text(json.dumps({"presets": {"fast": said}}))
+    spec = open_spec(copy)
+    request = spec.plan(GenerationRequest(preset="fast"), image="i2v" in spec.tasks).request
+    assert (request.steps, request.sigmas) == (2, (1.0, 0.5))
+    assert request.loras == (Lora(f"{copy.resolve()}/a.safetensors", 0.5, "high"),)
+    for wrong, message in (
+        ({"about": "x"}, "presets fast needs about, source and settings"),
+        (said | {"settings": {"prompt": "a"}}, "prompt is no setting"),
+        (said | {"settings": {"sigmas": [2]}}, "in presets fast, sigmas"),
+    ):
+        (copy / "wan_tpu.json").write_text(json.dumps({"presets": {"fast": wrong}}))
+        with pytest.raises(CheckpointError, match=message):
+            open_spec(copy)
+
+
 def test_folder_without_index_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"no model_index\.json"):
         load_pipeline(tmp_path)

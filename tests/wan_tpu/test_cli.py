@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import diffusers
 import imageio.v3 as iio
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import safetensors.torch
 from PIL import Image
 
 from tests.conftest import PHOTO, ROOT, STAGES
+from tests.wan_tpu import adapter_files
 from wan_tpu import DenoiseState, cli
 from wan_tpu.commands import staged
 from wan_tpu.commands.generate import generate
@@ -60,6 +62,34 @@ def test_generate_writes_video_sheet_and_record(made):
 def assert_cut(record):
     [warning] = record["warnings"]
     assert "the model reads 512: cut after" in warning
+
+
+def test_adapters_and_sigmas_stage_by_stage(checkpoint, tmp_path):
+    """As in one command; stage 2 may be told others."""
+    folder, out = tmp_path / "stages", tmp_path / "video.mp4"
+    source = checkpoint("wan2.2-i2v-a14b")
+    transformer = diffusers.WanTransformer3DModel.from_pretrained(source, subfolder="transformer")
+    names = adapter_files.blocks(transformer, adapter_files.WAN)
+    made = adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model.")
+    path = adapter_files.save(made, tmp_path / "lora.safetensors")
+    index = REQUEST.index("--steps")
+    given = [*REQUEST[:index], *REQUEST[index + 2 :], "--model_id", str(source), "--solver", "euler"]
+    sampling = ["--sigmas", "1", "0.9", "0.5", "--switch_step", "1", "--lora", f"{path}:0.5", "--lora", f"{path}@low"]
+    assert cli.run(generate, [*given, *sampling, "--output", str(out)]) == 0
+    assert cli.run(staged.encode, [*given, "--steps", "2", "--output_dir", str(folder)]) == 0
+    where = ["--input_dir", str(folder)]
+    assert cli.run(staged.denoise, [*where, *sampling, "--stop_after_high"]) == 0
+    assert load_value(DenoiseState, folder / staged.LATENTS)[0].step == 1
+    assert cli.run(staged.denoise, [*where, "--resume"]) == 0
+    assert cli.run(staged.decode, where) == 0
+    assert np.array_equal(iio.imread(folder / "video.mp4", plugin="FFMPEG"), iio.imread(out, plugin="FFMPEG"))
+    request = json.loads(out.with_suffix(".json").read_text())["request"]
+    assert request["sigmas"] == [1, 0.9, 0.5] and request["switch_step"] == 1 and request["steps"] == 3
+    assert request["loras"] == [
+        {"path": path, "scale": 0.5, "expert": "both"},
+        {"path": path, "scale": 1, "expert": "low"},
+    ]
+    assert cli.run(staged.denoise, [*where, "--switch_step", "9", "--overwrite"]) == 2
 
 
 def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from wan_tpu.errors import InvalidRequest
+from wan_tpu.families import preset_spec
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.diffusion import NoiseSchedule, ddim, dpm
 
@@ -128,3 +129,26 @@ def test_schedules_are_float64_small_and_shared():
     assert flow.unipc(40, 5.0) is schedule
     with pytest.raises(ValueError, match="read-only"):
         schedule.sigmas[0] = 0
+
+
+@pytest.mark.parametrize("sigmas", [(1.0, 0.9375, 0.8333, 0.625), (0.9,), tuple(np.linspace(0.98, 0.02, 13))])
+@pytest.mark.parametrize("name", ["unipc", "euler"])
+def test_explicit_sigmas_equal_diffusers(name, sigmas):
+    reference, schedule = flow_scheduler(name, 1.0), getattr(flow, f"{name}_at")(sigmas)
+    reference.set_timesteps(sigmas=np.array(sigmas))
+    reference.set_begin_index(0)
+    np.testing.assert_allclose(schedule.timesteps, reference.timesteps.numpy(), rtol=1e-6)
+    rng = np.random.default_rng(0)
+    velocities = rng.standard_normal((len(sigmas), *SHAPE))
+    first, *states = follow(schedule, velocities, rng)
+    expected = torch.tensor(first, dtype=torch.float32)
+    for i, timestep in enumerate(reference.timesteps):
+        velocity = torch.tensor(velocities[i], dtype=torch.float32)
+        expected = reference.step(velocity, timestep, expected).prev_sample
+        assert_same(states[i], expected, i)
+
+
+def test_lightnings_sigmas_are_the_shifted_even_ones():
+    sigmas = dict(preset_spec("wan2.2-i2v-a14b").presets["lightning"].settings)["sigmas"]
+    np.testing.assert_allclose(sigmas, [1, 0.9375, 0.8333, 0.625], atol=1e-4)
+    np.testing.assert_allclose(flow.euler_at(sigmas).matrices, flow.euler_even(4, 5.0).matrices, rtol=1e-6)

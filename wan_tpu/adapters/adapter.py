@@ -1,6 +1,7 @@
 """An adapter laid out as an expert's program holds its weights: stacked layer by layer, rows in the program's order."""
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from wan_tpu.adapters.files import ModuleChange, find, read, refuse
 from wan_tpu.runtime.bridge import ScannedBlocks
 from wan_tpu.runtime.components import Component, Loaded
 from wan_tpu.runtime.weights import as_numpy
+
+log = logging.getLogger(__name__)
 
 _MODULATION = "scale_shift_table"  # what diffusers calls the parameter that `diff_m` changes
 _LEAVES = {"diff": "weight", "diff_b": "bias", "up_bias": "bias", "diff_m": _MODULATION}
@@ -71,6 +74,7 @@ class Targets:
 
     def __init__(self, component: Component, loaded: Loaded) -> None:
         self._weights: dict[str, _Weight] = {}
+        self._absent = component.absent
         self._slots: dict[tuple[str, str], list[_Slot]] = {}
         depths = {
             path: module.depth for path, module in loaded.module.named_modules() if isinstance(module, ScannedBlocks)
@@ -107,12 +111,12 @@ class Targets:
         """Lay out a file's changes, as `files.read` returns them; raises as `read`."""
         pairs: dict[str, dict[int | None, tuple[torch.Tensor, torch.Tensor, float]]] = {}
         differences: dict[str, np.ndarray] = {}
-        unknown, wrong, again = [], [], []
+        unknown, wrong, again, idle = (list[str]() for _ in range(4))
 
         def slots_of(change: ModuleChange, module: str, part: str) -> list[_Slot]:
             found = self._slots.get((module, _LEAVES.get(part, "weight")), [])
             if not found:
-                unknown.append(change.names[part])
+                (idle if any(re.fullmatch(one, module) for one in self._absent) else unknown).append(change.names[part])
             return found
 
         def refuse_shape(change: ModuleChange, part: str, wanted: object) -> None:
@@ -144,6 +148,13 @@ class Targets:
         refuse(path, "has tensors of another model: {} isn't in this one", unknown)
         refuse(path, "has tensors of another model's shape: {}", wrong)
         refuse(path, "names the same weights twice: {}; leave one out", again)
+        if idle:
+            log.warning(
+                "%s: changes of %d modules, %s first, have no effect: this model has none such",
+                path,
+                len(idle),
+                idle[0],
+            )
         return Adapter({name: self._stacked(name, layers) for name, layers in pairs.items()}, differences)
 
     def _add_difference(self, differences: dict[str, np.ndarray], slot: _Slot, value: np.ndarray) -> None:

@@ -16,8 +16,8 @@ from wan_tpu.progress import Console
 from wan_tpu.request import NAMED_SIZES, GenerationRequest, parse_size
 
 if TYPE_CHECKING:
-    from wan_tpu.pipeline import Pipeline
     from wan_tpu.commands.record import Profiler
+    from wan_tpu.pipeline import Pipeline
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,13 +54,10 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--shift", type=float, help="timestep shift; default the checkpoint's (usual: 5 at 720p, 3 at 480p)"
     )
-    group.add_argument(
-        "--lora",
-        action="append",
-        metavar="PATH[:SCALE][@high|low|both]",
-        help="adapter of the experts: a file, a folder, in gs:// or OWNER/NAME[/FILE] of the hub; several times",
-    )
     group.add_argument("--solver", help="default the model's own; others are named where one is unknown")
+    group.add_argument(
+        "--preset", help="a named way to sample, such as lightning: fills what is left open, adapters too"
+    )
     add_sampling_arguments(group)
 
 
@@ -69,6 +66,14 @@ def add_sampling_arguments(group: argparse._ActionsContainer) -> None:
     group.add_argument("--steps", type=int)
     group.add_argument("--guidance_scale", type=float, help="of the high-noise (or only) expert; 1 turns it off")
     group.add_argument("--guidance_scale_2", type=float, help="of the low-noise expert; default --guidance_scale")
+    group.add_argument(
+        "--lora",
+        action="append",
+        metavar="PATH[:SCALE][@high|low|both]",
+        help="adapter of the experts: a file, a folder, in gs:// or OWNER/NAME[/FILE] of the hub; several times",
+    )
+    group.add_argument("--sigmas", type=float, nargs="+", help="noise level of each step, in place of steps and shift")
+    group.add_argument("--switch_step", type=int, help="the low-noise expert's first step, from 0")
     group.add_argument("--seed", type=int)
 
 
@@ -96,6 +101,9 @@ def request_from(args: argparse.Namespace) -> GenerationRequest:
         seed=0 if args.seed is None else args.seed,
         solver=args.solver,
         loras=args.lora,
+        sigmas=args.sigmas,
+        switch_step=args.switch_step,
+        preset=args.preset,
     )
 
 

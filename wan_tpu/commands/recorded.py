@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
+from wan_tpu.commands.record import Profiler, Recorder
 from wan_tpu.data import Conditioning, DenoiseState, to_uint8
 from wan_tpu.media.video import ContactSheet, VideoWriter
 from wan_tpu.pipeline import Pipeline
-from wan_tpu.commands.record import Profiler, Recorder
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.stages import StepEvent
 

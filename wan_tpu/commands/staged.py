@@ -17,6 +17,7 @@ from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser
 from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value, write_json
 from wan_tpu.errors import InvalidInput
+from wan_tpu.lora import loras_of
 from wan_tpu.media.video import check_output
 from wan_tpu.request import ResolvedRequest
 
@@ -110,8 +111,8 @@ def denoise(argv: Sequence[str]) -> None:
     from wan_tpu.commands.recorded import Recorder, denoise_recorded
 
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
-    request = run.request
-    spec = pipe.runtime.model.spec
+    request, spec = run.request, pipe.runtime.model.spec
+    spec.check(request, image=conditioning.image is not None or conditioning.image_latents is not None)
     pipe.check_components(*spec.denoise_stages)
     state = resumed or pipe.initial_state(request)
     stop = spec.experts(request)[0].stop if args.stop_after_high else None
@@ -194,7 +195,15 @@ def _with_overrides(run: Run, args: argparse.Namespace) -> Run:
         "guidance_scale_2": args.guidance_scale_2 if args.guidance_scale_2 is not None else args.guidance_scale,
         "seed": args.seed,
     }
-    overrides = {name: value for name, value in given.items() if value is not None}
+    overrides: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if args.sigmas is not None:
+        overrides |= {"sigmas": tuple(args.sigmas), "steps": args.steps or len(args.sigmas)}
+    elif "steps" in overrides:
+        overrides |= {"sigmas": None, "switch_step": None}
+    if args.lora is not None:
+        overrides["loras"] = loras_of(args.lora)
+    if args.switch_step is not None:
+        overrides["switch_step"] = args.switch_step
     if args.resume and overrides:
         raise InvalidInput("--resume goes on with the settings it began with; leave the sampling options out")
     return dataclasses.replace(

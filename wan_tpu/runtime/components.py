@@ -41,6 +41,8 @@ class Component:
     changes   (pattern, function) applied to the values of weights whose whole name matches, as they are read
     originals (pattern, replacement) that make the name which a parameter had where the model was first published: files
               of adapters have either. Several of one name were one matrix there, its rows in the module's order
+    absent    patterns of modules that this model's siblings have, and it has nothing that they would work on: changes
+              of them have no effect, and are no error
     """
 
     folder: str
@@ -52,6 +54,7 @@ class Component:
     renames: tuple[tuple[str, str], ...] = ()
     changes: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = ()
     originals: tuple[tuple[str, str], ...] = ()
+    absent: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,13 @@ def euler_even(steps: int, shift: float) -> Schedule:
 
 
 def _euler(grid: np.ndarray, shift: float) -> Schedule:
-    sigmas = _shifted(grid, shift).astype(np.float32)
+    return euler_at(tuple(_shifted(grid, shift).tolist()))
+
+
+@functools.lru_cache(maxsize=64)
+def euler_at(noise: tuple[float, ...]) -> Schedule:
+    """Return the schedule of Euler's method for its steps' noise levels, the shift applied; the last step ends at 0."""
+    sigmas = np.array(noise, np.float64).astype(np.float32)
     following = np.append(sigmas[1:], np.float32(0)).astype(np.float64)
     ratio = following / sigmas
     matrices = np.stack([ratio, 1 - ratio], axis=-1)[:, None, :]
@@ -47,7 +53,13 @@ def _euler(grid: np.ndarray, shift: float) -> Schedule:
 @functools.lru_cache(maxsize=64)
 def unipc(steps: int, shift: float) -> Schedule:
     """Return the schedule of UniPC for a timestep shift."""
-    sigmas = _shifted(np.linspace(1, 1 / TRAIN_TIMESTEPS, steps + 1)[:-1], shift)
+    return unipc_at(tuple(_shifted(np.linspace(1, 1 / TRAIN_TIMESTEPS, steps + 1)[:-1], shift).tolist()))
+
+
+@functools.lru_cache(maxsize=64)
+def unipc_at(noise: tuple[float, ...]) -> Schedule:
+    """Return the schedule of UniPC for its steps' noise levels, the shift applied; the last step ends at 0."""
+    sigmas, steps = np.array(noise, np.float64), len(noise)
     if abs(sigmas[0] - 1) < 1e-6:
         sigmas[0] -= 1e-6  # log(1 - sigma) must stay finite
     timesteps = (sigmas * TRAIN_TIMESTEPS).astype(np.int64).astype(np.float32)

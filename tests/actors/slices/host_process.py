@@ -15,10 +15,12 @@ import jax
 import numpy as np
 import pytest
 import safetensors
+from diffusers import WanTransformer3DModel
 
 from actors.slices.payloads import pack, unpack
 from actors.slices.stage_host import StageHost
 from tests.actors.slices.image_request import image_request
+from tests.wan_tpu import adapter_files
 from wan_tpu import InvalidRequest, MeshError, OutputError, UnhealthyResult
 from wan_tpu.data import DenoiseState
 from wan_tpu.families.shared.tokens import half_split
@@ -158,7 +160,28 @@ kept, tempfile.tempdir = tempfile.tempdir, "/proc/nothing" if rank == 0 else Non
 with pytest.raises(OutputError, match="No such file"):
     host.decode("d")
 tempfile.tempdir = kept
+
+# ---- requests with adapters, between those without: each has its own weights again
+own = Path(folder) / f"adapter{rank}.safetensors"
+transformer = WanTransformer3DModel.from_pretrained(checkpoint, subfolder="transformer")
+names = adapter_files.blocks(transformer, adapter_files.WAN)
+adapter_files.save(adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model."), own)
+path = handed("adapter", str(own) if rank == 0 else None)
+adapted = host._spec.plan(dataclasses.replace(asked, loras=[f"{path}@high", f"{path}:0.5@low"])).without_image()
+host.prepare_denoise("f", adapted, *texts, condition)
+host.begin("f")
+host.step("f")
 begin_and_step("b")
+begin_and_step("f")
+begin_and_step("f")
+changed = handed("changed", host.collect("f").payload)
+expected = []
+pipe.generate(dataclasses.replace(asked, loras=adapted.request.loras), on_step=lambda e: expected.append(e.latents))
+assert np.array_equal(unpack(changed).latents, expected[-1])
+assert np.abs(expected[-1] - unpack(state).latents).max() > 0.01
+wrong = host._spec.plan(dataclasses.replace(asked, loras=["/nowhere.safetensors"])).without_image()
+with pytest.raises(InvalidRequest, match="check the path"):
+    host.prepare_denoise("g", wrong, *texts, condition)
 begin_and_step("b")
 again = host.collect("b").payload
 assert rank > 0 or np.array_equal(again.arrays["latents"], state.arrays["latents"])

@@ -10,7 +10,7 @@ from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.cogvideox import presets
 from wan_tpu.families.cogvideox.config import read_config
 from wan_tpu.families.cogvideox.presets import TEXT_TOKENS, CogVideoXConfig
-from wan_tpu.request import FRAME_STRIDE, Defaults, ResolvedRequest, nearest_multiple
+from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, Defaults, Own, ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import diffusion
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
@@ -24,11 +24,11 @@ _SOLVERS = {"ddim": diffusion.ddim, "dpm": diffusion.dpm}
 class CogVideoXSpec(ModelSpec):
     """One CogVideoX model. Raises `CheckpointError` for a configuration that doesn't fit itself.
 
-    own  sampling settings that the checkpoint says itself, by name
+    own  what the checkpoint itself says of how to sample it
     """
 
     config: CogVideoXConfig
-    own: tuple[tuple[str, float], ...] = ()
+    own: Own = NOTHING_OWN
 
     # The VAE decodes pairs of latent frames, and a single one only at the start: 8n + 1 pixel frames.
     frame_step = 2 * FRAME_STRIDE
@@ -47,7 +47,7 @@ class CogVideoXSpec(ModelSpec):
     @classmethod
     def open(cls, checkpoint: Checkpoint) -> "CogVideoXSpec":
         """Read a checkpoint's configuration; raises `CheckpointError`."""
-        return cls(read_config(checkpoint), tuple(checkpoint.defaults().items()))
+        return cls(read_config(checkpoint), checkpoint.sampling())
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
@@ -62,7 +62,7 @@ class CogVideoXSpec(ModelSpec):
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]
         """The checkpoint's own sampling settings, else the published ones."""
-        return dataclasses.replace(presets.defaults(self.config), **dict(self.own))  # type: ignore[arg-type]
+        return dataclasses.replace(presets.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
 
     @property
     def solvers(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -72,7 +72,7 @@ class CogVideoXSpec(ModelSpec):
     @property
     def unused(self) -> tuple[str, ...]:
         """Settings of a request that mean nothing to this model."""
-        return (*super().unused, "shift")
+        return (*super().unused, "shift", "sigmas")
 
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]

@@ -28,6 +28,45 @@ _QWEN_RULES = (
     Rule(r"layers\..*\.(o_proj|down_proj)\.weight", _ROWS),
     Rule(r".*norm\.weight", ()),
 )
+# The names in the model's own files, from github.com/Tencent-Hunyuan/HunyuanVideo-1.5,
+# hyvideo/models/transformers/hunyuanvideo_1_5_transformer.py. The refiner's queries, keys, values are one matrix there.
+# The last modulation has no other name here: its halves are swapped, and nobody is known to train it.
+_ORIGINALS = (
+    (r"^time_embed\.timestep_embedder\.linear_1\.", "time_in.mlp.0."),
+    (r"^time_embed\.timestep_embedder\.linear_2\.", "time_in.mlp.2."),
+    (r"^context_embedder\.time_text_embed\.timestep_embedder\.linear_1\.", "txt_in.t_embedder.mlp.0."),
+    (r"^context_embedder\.time_text_embed\.timestep_embedder\.linear_2\.", "txt_in.t_embedder.mlp.2."),
+    (r"^context_embedder\.time_text_embed\.text_embedder\.", "txt_in.c_embedder."),
+    (r"^context_embedder\.proj_in\.", "txt_in.input_embedder."),
+    (r"^context_embedder\.token_refiner\.refiner_blocks\.", "txt_in.individual_token_refiner.blocks."),
+    (r"^(txt_in\..*)\.attn\.to_[qkv]\.", r"\1.self_attn_qkv."),
+    (r"^(txt_in\..*)\.attn\.to_out\.0\.", r"\1.self_attn_proj."),
+    (r"^(txt_in\..*)\.ff\.net\.0\.proj\.", r"\1.mlp.fc1."),
+    (r"^(txt_in\..*)\.ff\.net\.2\.", r"\1.mlp.fc2."),
+    (r"^(txt_in\..*)\.norm_out\.linear\.", r"\1.adaLN_modulation.1."),
+    (r"^context_embedder_2\.norm\.", "byt5_in.layernorm."),
+    (r"^context_embedder_2\.linear_", "byt5_in.fc"),
+    (r"^image_embedder\.norm_in\.", "vision_in.proj.0."),
+    (r"^image_embedder\.linear_1\.", "vision_in.proj.1."),
+    (r"^image_embedder\.linear_2\.", "vision_in.proj.3."),
+    (r"^image_embedder\.norm_out\.", "vision_in.proj.4."),
+    (r"^x_embedder\.", "img_in."),
+    (r"^cond_type_embed\.", "cond_type_embedding."),
+    (r"^transformer_blocks\.", "double_blocks."),
+    (r"^(double_blocks\.\d+)\.norm1\.", r"\1.img_mod."),
+    (r"^(double_blocks\.\d+)\.norm1_context\.", r"\1.txt_mod."),
+    (r"^(double_blocks\.\d+)\.attn\.to_([qkv])\.", r"\1.img_attn_\2."),
+    (r"^(double_blocks\.\d+)\.attn\.norm_([qk])\.", r"\1.img_attn_\2_norm."),
+    (r"^(double_blocks\.\d+)\.attn\.to_out\.0\.", r"\1.img_attn_proj."),
+    (r"^(double_blocks\.\d+)\.attn\.add_([qkv])_proj\.", r"\1.txt_attn_\2."),
+    (r"^(double_blocks\.\d+)\.attn\.norm_added_([qk])\.", r"\1.txt_attn_\2_norm."),
+    (r"^(double_blocks\.\d+)\.attn\.to_add_out\.", r"\1.txt_attn_proj."),
+    (r"^(double_blocks\.\d+)\.ff\.net\.0\.proj\.", r"\1.img_mlp.fc1."),
+    (r"^(double_blocks\.\d+)\.ff\.net\.2\.", r"\1.img_mlp.fc2."),
+    (r"^(double_blocks\.\d+)\.ff_context\.net\.0\.proj\.", r"\1.txt_mlp.fc1."),
+    (r"^(double_blocks\.\d+)\.ff_context\.net\.2\.", r"\1.txt_mlp.fc2."),
+    (r"^proj_out\.", "final_layer.linear."),
+)
 _UNUSED_LAYERS = 2  # of Qwen, the last ones: the model reads hidden_states[-3]
 
 
@@ -43,6 +82,7 @@ def transformer(config: HunyuanConfig) -> Component:
         scanned=("transformer_blocks",),
         rules=expert.RULES,
         changes=((projections, functools.partial(half_split, heads)), (norms, functools.partial(half_split, 1))),
+        originals=_ORIGINALS,
     )
 
 

@@ -11,7 +11,15 @@ from wan_tpu.families.hunyuan15 import presets
 from wan_tpu.families.hunyuan15.config import read_config
 from wan_tpu.families.hunyuan15.presets import HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import STRIDE, default_size
-from wan_tpu.request import FRAME_STRIDE, Defaults, GenerationRequest, ResolvedRequest, nearest_multiple
+from wan_tpu.request import (
+    FRAME_STRIDE,
+    NOTHING_OWN,
+    Defaults,
+    GenerationRequest,
+    Own,
+    ResolvedRequest,
+    nearest_multiple,
+)
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
@@ -23,11 +31,11 @@ DENOISE = "denoise"
 class HunyuanSpec(ModelSpec):
     """One HunyuanVideo-1.5 model. Raises `CheckpointError` for a configuration that doesn't fit itself.
 
-    own  sampling settings that the checkpoint says itself, by name
+    own  what the checkpoint itself says of how to sample it
     """
 
     config: HunyuanConfig
-    own: tuple[tuple[str, float], ...] = ()
+    own: Own = NOTHING_OWN
 
     boundary_ratio = None
     solvers = ("euler",)
@@ -48,7 +56,7 @@ class HunyuanSpec(ModelSpec):
     @classmethod
     def open(cls, checkpoint: Checkpoint) -> "HunyuanSpec":
         """Read a checkpoint's configuration; raises `CheckpointError`."""
-        return cls(read_config(checkpoint), tuple(checkpoint.defaults("vae_tile").items()))
+        return cls(read_config(checkpoint), checkpoint.sampling("vae_tile"))
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
@@ -63,7 +71,7 @@ class HunyuanSpec(ModelSpec):
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]
         """The checkpoint's own sampling settings, else the published ones; shift and guidance are the checkpoint's."""
-        return dataclasses.replace(presets.defaults(self.config), **dict(self.own))  # type: ignore[arg-type]
+        return dataclasses.replace(presets.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
 
     @property
     def follows_image(self) -> bool:
@@ -140,5 +148,9 @@ class HunyuanSpec(ModelSpec):
 
     def schedule(self, request: ResolvedRequest) -> Schedule:
         """Return the numbers of every step: Euler's on even steps of the flow, shifted once."""
-        found = flow.euler_even(request.steps, request.shift).guided([request.guidance_scale] * request.steps)
+        if request.sigmas is None:
+            found = flow.euler_even(request.steps, request.shift)
+        else:
+            found = flow.euler_at(request.sigmas)
+        found = found.guided([request.guidance_scale] * request.steps)
         return found.foretold() if self.config.meanflow else found

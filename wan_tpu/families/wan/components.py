@@ -41,6 +41,11 @@ _ORIGINALS = (
     (r"^(blocks\.\d+)\.scale_shift_table$", r"\1.modulation"),
     (r"^scale_shift_table$", "head.modulation"),
 )
+# What works on CLIP's features, which Wan 2.2 has none of: LightX2V's adapter of its low-noise expert has some.
+_OF_IMAGES = (
+    r"blocks[._]\d+[._](attn2|cross_attn)[._](add_[kv]_proj|norm_added_k|[kv]_img|norm_k_img)",
+    r"(img_emb|condition_embedder[._]image_embedder)[._].*",
+)
 WHOLE_RULES = (Rule(r".*", ()),)  # CLIP (0.6 G parameters): a copy on every device, as the VAE (0.13 to 0.7 G)
 
 
@@ -56,6 +61,7 @@ def transformer(config: WanConfig, folder: str) -> Component:
         float32=tuple(WanTransformer3DModel._keep_in_fp32_modules),
         changes=((r"blocks\.\*\.attn1\.(to|norm)_[qk]\.(weight|bias)", paired),),
         originals=_ORIGINALS,
+        absent=_OF_IMAGES if config.transformer.get("image_dim") is None else (),
     )
 
 

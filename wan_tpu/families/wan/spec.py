@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,26 +10,26 @@ import numpy as np
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.families.wan import presets
+from wan_tpu.families.wan import presets, sampling
 from wan_tpu.families.wan.config import read_config
 from wan_tpu.families.wan.presets import WanConfig
-from wan_tpu.request import FRAME_STRIDE, Defaults, ResolvedRequest, nearest_multiple
+from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, Defaults, Own, Preset, ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule
 from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
 
-SOLVERS = {"unipc": flow.unipc, "euler": flow.euler}
+SOLVERS = {"unipc": (flow.unipc, flow.unipc_at), "euler": (flow.euler, flow.euler_at)}
 
 
 @dataclass(frozen=True)
 class WanSpec(ModelSpec):
     """One Wan model. Raises `CheckpointError` for a configuration that doesn't fit itself.
 
-    own  sampling settings that the checkpoint says itself, by name
+    own  what the checkpoint itself says of how to sample it
     """
 
     config: WanConfig
-    own: tuple[tuple[str, float], ...] = ()
+    own: Own = NOTHING_OWN
 
     def __post_init__(self) -> None:
         for key in ("latents_mean", "latents_std"):
@@ -44,7 +45,7 @@ class WanSpec(ModelSpec):
     @classmethod
     def open(cls, checkpoint: Checkpoint) -> "WanSpec":
         """Read a checkpoint's configuration; raises `CheckpointError`."""
-        return cls(read_config(checkpoint), tuple(checkpoint.defaults().items()))
+        return cls(read_config(checkpoint), checkpoint.sampling())
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
@@ -62,7 +63,7 @@ class WanSpec(ModelSpec):
     def defaults(self) -> Defaults:  # type: ignore[override]
         """The checkpoint's own sampling settings, else the published ones; the shift is the checkpoint's."""
         published = presets.defaults(self.name, self.tasks[0], self.config.shift)
-        return dataclasses.replace(published, **dict(self.own))  # type: ignore[arg-type]
+        return dataclasses.replace(published, **dict(self.own.defaults))  # type: ignore[arg-type]
 
     @property
     def solvers(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -145,11 +146,22 @@ class WanSpec(ModelSpec):
         """Return the numbers of every step; each expert has a guidance of its own."""
         high = self._high_noise_steps(request)
         scales = [request.guidance_scale] * high + [request.guidance_scale_2] * (request.steps - high)
-        return SOLVERS[request.solver](request.steps, request.shift).guided(scales)
+        return self._unguided(request).guided(scales)
+
+    @property
+    def presets(self) -> Mapping[str, Preset]:
+        """Distilled adapters in four steps, for the published models that have some; and the checkpoint's own."""
+        return {**sampling.PRESETS.get(self.name, {}), **super().presets}
+
+    def _unguided(self, request: ResolvedRequest) -> Schedule:
+        by_steps, by_sigmas = SOLVERS[request.solver]
+        return by_steps(request.steps, request.shift) if request.sigmas is None else by_sigmas(request.sigmas)
 
     def _high_noise_steps(self, request: ResolvedRequest) -> int:
         """How many steps come before the boundary; all with one expert."""
         if self.boundary_ratio is None:
             return request.steps
-        timesteps = SOLVERS[request.solver](request.steps, request.shift).timesteps
+        if request.switch_step is not None:
+            return request.switch_step
+        timesteps = self._unguided(request).timesteps
         return int((timesteps >= self.boundary_ratio * TRAIN_TIMESTEPS).sum())

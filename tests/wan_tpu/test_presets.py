@@ -1,0 +1,120 @@
+"""Presets, explicit sigmas and the switch by index: what a request resolves to, and which expert runs which steps."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from wan_tpu import GenerationRequest
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.families import preset_spec, published
+from wan_tpu.request import ResolvedRequest
+
+A14B = preset_spec("wan2.2-i2v-a14b")
+
+
+def plan(spec=A14B, **fields):
+    return spec.plan(GenerationRequest(**fields), image="i2v" in spec.tasks)
+
+
+def test_lightning_is_four_unguided_steps_two_on_each_expert():
+    found = plan(preset="lightning", prompt="a cat")
+    request = found.request
+    assert (request.steps, request.solver, request.guidance_scale, request.guidance_scale_2) == (4, "euler", 1, 1)
+    assert [(e.stage, e.start, e.stop, e.guided) for e in found.experts] == [
+        ("denoise_high", 0, 2, False),
+        ("denoise_low", 2, 4, False),
+    ]
+    assert found.prompts == ("a cat",)
+    (high,), (low,) = request.loras_for("denoise_high"), request.loras_for("denoise_low")
+    assert "high_noise" in high.path and "low_noise" in low.path and high.scale == low.scale == 1
+    assert request.frames == 81 and request.height == 720  # the model's own
+
+
+def test_every_preset_resolves_for_its_model():
+    found = [(name, preset) for name in published() for preset in preset_spec(name).presets]
+    assert len(found) >= 5
+    for name, preset in found:
+        resolved = plan(preset_spec(name), preset=preset).request
+        assert resolved.loras and resolved.sigmas and preset_spec(name).presets[preset].source.startswith("https://")
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "switch", "sigmas"),
+    [
+        ({"steps": 8}, 8, None, False),  # then both follow from the shift and the model's boundary
+        ({"shift": 3.0}, 4, 2, False),
+        ({"sigmas": (1.0, 0.5)}, 2, 2, True),
+        ({"switch_step": 1}, 4, 1, True),
+        ({"guidance_scale": 2.0}, 4, 2, True),
+        ({"loras": []}, 4, 2, True),
+    ],
+)
+def test_a_request_overrides_its_preset(given, steps, switch, sigmas):
+    request = plan(preset="lightning", **given).request
+    assert (request.steps, request.switch_step, request.sigmas is not None) == (steps, switch, sigmas)
+    for name, value in given.items():
+        assert getattr(request, name) == (tuple(value) if isinstance(value, list) else value)
+    if "guidance_scale" in given:
+        assert request.guidance_scale_2 == 2.0
+    assert bool(request.loras) == ("loras" not in given)
+
+
+SETTINGS = [
+    {},
+    {"preset": "lightning"},
+    {"sigmas": [0.9, 0.5]},
+    {"preset": "lightning", "steps": 6},
+    {"switch_step": 3},
+]
+
+
+@pytest.mark.parametrize("fields", SETTINGS + [one | {"shift": 3.0} for one in SETTINGS])
+def test_a_resolved_request_stays_what_it_is(fields):
+    """It is stored as JSON, and planned again by who makes the video."""
+    resolved = plan(**fields).request
+    again = A14B.plan(GenerationRequest(**resolved.to_json()), image=True)
+    assert again.request == resolved
+    assert ResolvedRequest(**resolved.to_json()) == resolved
+    assert A14B.experts(resolved) == again.experts
+
+
+def test_experts_switch_where_the_request_says():
+    for steps, switch in itertools.product((1, 4, 7), (0, 1, 3)):
+        if switch > steps:
+            continue
+        found = {e.stage: e.stop - e.start for e in plan(steps=steps, switch_step=switch).experts}
+        assert found == {k: v for k, v in {"denoise_high": switch, "denoise_low": steps - switch}.items() if v}
+        schedule = A14B.schedule(dataclasses.replace(plan(steps=steps).request, switch_step=switch, guidance_scale=9.0))
+        assert schedule.guidance.tolist() == [9.0] * switch + [3.5] * (steps - switch)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "said"),
+    [
+        ({"sigmas": []}, "sigmas", "falling"),
+        ({"sigmas": [0.5, 0.9]}, "sigmas", "0.9 after 0.5"),
+        ({"sigmas": [1.1]}, "sigmas", "1.1"),
+        ({"sigmas": [0.5, 0.0]}, "sigmas", "0 after"),
+        ({"sigmas": ["a"]}, "sigmas", "no number"),
+        ({"sigmas": [0.5], "steps": 3}, "sigmas", "leave steps out"),
+        ({"switch_step": 5, "steps": 4}, "switch_step", "0 to 4"),
+        ({"switch_step": -1}, "switch_step", "nearest 0"),
+        ({"preset": "thunder"}, "preset", "lightning"),
+        ({"preset": 3}, "preset", "name"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(fields, field, said):
+    with pytest.raises(InvalidRequest, match=said) as raised:
+        plan(**fields)
+    assert raised.value.field == field
+
+
+def test_models_without_such_settings_say_so():
+    for name, fields in (
+        ("wan2.1-t2v-1.3b", {"switch_step": 1}),
+        ("cogvideox1.5-5b", {"sigmas": [1.0, 0.5]}),
+        ("wan2.1-t2v-1.3b", {"preset": "lightning"}),
+    ):
+        with pytest.raises(InvalidRequest, match="has none"):
+            plan(preset_spec(name), **fields)
