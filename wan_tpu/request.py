@@ -154,6 +154,8 @@ class GenerationRequest:
         given = {name: value for name, value in given.items() if value is not None}
         if "guidance_scale" in given:
             filled["guidance_scale_2"] = self.guidance_scale
+        if filled.get("sigmas") is not None:
+            filled["steps"] = len(filled["sigmas"])
         if "sigmas" not in given and {"steps", "shift"} & set(given):  # others than the preset's
             filled["sigmas"] = None
         if "steps" in given:

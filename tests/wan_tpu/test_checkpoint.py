@@ -15,6 +15,7 @@ import transformers
 from tests.conftest import PHOTO, ROOT
 from wan_tpu import CheckpointError, GenerationRequest, load_pipeline
 from wan_tpu.families import open_spec
+from wan_tpu.lora import Lora
 from wan_tpu.tiny import make_checkpoint
 
 KIND = "wan2.2-i2v-a14b"

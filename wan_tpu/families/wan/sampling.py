@@ -16,7 +16,6 @@ _SIGMAS = tuple(_SHIFT * s / (1 + (_SHIFT - 1) * s) for s in (1.0, 0.75, 0.5, 0.
 def _lightning(repository: str, loras: tuple[Lora, ...], **more: int) -> dict[str, Preset]:
     settings = {
         "sigmas": _SIGMAS,
-        "steps": len(_SIGMAS),
         "shift": _SHIFT,
         "solver": "euler",
         "guidance_scale": 1.0,
