@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from actors.api.catalogue import Catalogue
 from actors.api.limits import Limits
 from actors.api.outbound.client import FetchSettings
 from actors.api.sizes import Size
@@ -20,6 +21,7 @@ class ServiceSettings:
     aliases       other names that clients may give it: "sora-2"
     names         while there are no keys, all jobs belong to everybody, and only requests to one of these hosts are
                   answered: other pages in a browser of this machine can't ask
+    catalogue     adapters that clients may name
     largest       sizes that the slices have memory for; anything if empty
     queue_limit   jobs that may wait; one more is answered with 429
     concurrency   jobs that one worker has in the pipeline at a time
@@ -36,6 +38,7 @@ class ServiceSettings:
     model: str
     aliases: tuple[str, ...] = ()
     names: tuple[str, ...] = LOCAL_NAMES
+    catalogue: Catalogue = dataclasses.field(default_factory=Catalogue)
     largest: tuple[Size, ...] = ()
     queue_limit: int = 1000
     concurrency: int = 4

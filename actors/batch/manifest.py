@@ -3,6 +3,7 @@
 A line has the fields of `GenerationRequest`, and
     id      names the request in results and logs; derived from the line when left out, the same each time
     image   a local path or gs://; a relative one begins at the manifest's folder
+    loras   those of relative paths may lie below that folder, too
     output  the mp4's name in the output folder; "<id>.mp4" when left out
 """
 
@@ -24,6 +25,7 @@ from PIL import Image
 from actors.storage.base import GCS_SCHEME, StorageError, name_problem
 from actors.storage.opening import absolute, open_storage, split_location
 from wan_tpu.errors import InvalidInput, WanTpuError
+from wan_tpu.lora import lora_of
 from wan_tpu.media.image import decode_image, load_image
 from wan_tpu.request import GenerationRequest
 
@@ -103,6 +105,8 @@ def _read_line(number: int, line: bytes, folder: str, check: Check | None) -> En
             raise InvalidInput(f"has the output {output!r}; give a name that ends in .mp4, which is what is written")
         if fields.get("image") is not None:
             fields["image"] = _resolve(fields["image"], folder)
+        if isinstance(fields.get("loras"), list):
+            fields["loras"] = [_beside(lora, folder) for lora in fields["loras"]]
         image = _load_image(fields.get("image"))
         request = GenerationRequest(**fields | {"image": image})
         if check is not None:
@@ -110,9 +114,18 @@ def _read_line(number: int, line: bytes, folder: str, check: Check | None) -> En
     except WanTpuError as error:
         id_ = given.get("id") if isinstance(given.get("id"), str) else None
         return BadLine(line=number, id=id_, reason=shortened(str(error), 500))
-    decides = {name: getattr(request, name) for name in _REQUEST_FIELDS}
+    decides = request.to_json()
     decides["image"] = None if image is None else image.info["sha256"]
     return Entry(line=number, id=id_, output=output, fields=fields, digest=_digest(decides))
+
+
+def _beside(lora: object, folder: str) -> object:
+    """Return an adapter, its path absolute where it lies below the manifest's folder."""
+    if isinstance(lora, str | dict):
+        found = lora_of(lora)
+        if not os.path.isabs(found.path) and (path := posixpath.join(folder, found.path)) and os.path.exists(path):
+            return dataclasses.asdict(dataclasses.replace(found, path=path))
+    return lora
 
 
 def _check_name(what: str, name: object, example: str) -> None:

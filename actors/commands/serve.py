@@ -1,6 +1,7 @@
 """`wan-tpu serve`: the pipeline behind HTTP."""
 
 import argparse
+import dataclasses
 import os
 import threading
 from collections.abc import Sequence
@@ -51,6 +52,7 @@ def _parser() -> Parser:
 
 def _up(args: argparse.Namespace) -> None:
     from actors.api.deploy import deploy_service
+    from actors.commands.serve_arguments import check_adapters
 
     with LiveConsole() as live:
         live.tell("joining the cluster")
@@ -58,6 +60,10 @@ def _up(args: argparse.Namespace) -> None:
         layout, settings = settings_from(args, gcs_address(args))
         service = service_settings(args, layout, settings)  # what is wrong here is said before a checkpoint is read
         spec = pipeline_spec(layout, settings)
+        service = dataclasses.replace(service, catalogue=service.catalogue.for_model(spec.model))
+        if service.catalogue.adapters:
+            live.tell("reading the adapters")
+            check_adapters(settings.checkpoint, service.catalogue)
         join(args)
         deploy_service(service, spec, host=args.host, port=args.port, ingresses=args.ingresses, tell=live.tell)
     host = f"[{args.host}]" if ":" in args.host else args.host

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from actors.api.catalogue import Catalogue
     from actors.api.settings import ServiceSettings
 
 NONE = "none"
@@ -39,6 +41,13 @@ def serve_parser(description: str | None = None) -> Parser:
     group.add_argument("--model_name", help="as clients give it; default: the last part of --model_id")
     group.add_argument(
         "--alias", action="append", default=[], help="another name of the model that clients may give, such as sora-2"
+    )
+    group.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=PATH[:SCALE][@high|low]",
+        help="an adapter that clients may name, where every host finds it; NAME alone: the preset's published files",
     )
     group.add_argument(
         "--largest",
@@ -77,6 +86,7 @@ def database_address(given: str | None, folder: Path) -> str:
 
 def service_settings(args: argparse.Namespace, layout: Layout, settings: PipelineSettings) -> "ServiceSettings":
     """Return the settings of a service in front of a pipeline; raises `InvalidInput`."""
+    from actors.api.catalogue import Catalogue
     from actors.api.limits import Limits
     from actors.api.settings import LOCAL_NAMES, ServiceSettings
 
@@ -89,6 +99,7 @@ def service_settings(args: argparse.Namespace, layout: Layout, settings: Pipelin
         model=args.model_name or Path(settings.checkpoint).name,
         aliases=tuple(args.alias),
         names=(*LOCAL_NAMES, *args.name_of_host),
+        catalogue=Catalogue.of(args.lora),
         largest=tuple(size_from(size, "largest") for size in args.largest),
         queue_limit=args.queue_limit,
         concurrency=args.concurrency or max(2, 2 * layout.slices),
@@ -100,6 +111,14 @@ def service_settings(args: argparse.Namespace, layout: Layout, settings: Pipelin
         origins=tuple(args.origin),
     )
     return dataclasses.replace(made, jobs=dataclasses.replace(made.jobs, ended_s=args.keep_days * 86400))
+
+
+def check_adapters(checkpoint: str, catalogue: "Catalogue") -> None:
+    """Read every adapter, before a slice does; raises `InvalidInput` for what doesn't fit the model."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # this machine's accelerators, if it has some, are the slices'
+    from wan_tpu.adapters.checking import check
+
+    check(checkpoint, [lora for loras in catalogue.adapters.values() for lora in loras])
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """The config with which `serve deploy` brings a service up: it holds the arguments of `wan-tpu serve`."""
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,7 +78,8 @@ def service_from(arguments: Mapping[str, Any], address: str) -> tuple[ServiceSet
     """Return what a config's arguments ask for, on the cluster at an address; raises `InvalidInput`."""
     args = serve_parser().parse_args(words(arguments))
     spec = pipeline_from(args, address)
-    return service_settings(args, spec.layout, spec.settings), spec
+    service = service_settings(args, spec.layout, spec.settings)
+    return dataclasses.replace(service, catalogue=service.catalogue.for_model(spec.model)), spec
 
 
 def _service(args: dict[str, Any]) -> tuple[ServiceSettings, PipelineSpec]:

@@ -96,9 +96,15 @@ def _planner(args: argparse.Namespace, kind: SliceSpec) -> "Planner":
 def _request(args: argparse.Namespace) -> ResolvedRequest:
     height, width = parse_size(args.size) if args.size else (None, None)
     given = GenerationRequest(
-        height=height, width=width, frames=args.frames, steps=args.steps, guidance_scale=args.guidance_scale
+        height=height,
+        width=width,
+        frames=args.frames,
+        steps=args.steps,
+        guidance_scale=args.guidance_scale,
+        preset=args.preset,
     )
-    return given.resolve(preset_spec(args.model).defaults)
+    spec = preset_spec(args.model)
+    return spec.plan(given, image="t2v" not in spec.tasks).request
 
 
 # ---- dollars
@@ -252,6 +258,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--slice", action="append", help="such as v6e-8; may be given several times")
     parser.add_argument("--size", help="HEIGHT*WIDTH; default the model's")
     parser.add_argument("--frames", type=int)
+    parser.add_argument("--preset", help="a named way to sample, such as lightning")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--guidance_scale", type=float)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")

@@ -142,4 +142,5 @@ def _policy(text: str) -> str:
 
 
 def _model(service: Service) -> Model:
-    return model(service.settings.model, _STARTED, service.spec, service.settings.largest, service.settings.aliases)
+    own = service.settings
+    return model(own.model, _STARTED, service.spec, own.largest, own.aliases, own.catalogue)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import json
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import IO, Any
 
@@ -15,6 +16,8 @@ from actors.api.intake.reader import Reader, Reading
 from actors.api.intake.receiving import as_file
 from actors.api.outbound.client import FetchSettings, fetch
 from wan_tpu.errors import InvalidRequest
+
+_LISTS = ("loras", "sigmas")  # fields that a form has as JSON
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,9 +99,16 @@ def from_form(fields: Iterable[tuple[str, str]]) -> CreateVideo:
             target, key = body.setdefault(outer, {}), inner[:-1]
         if not isinstance(target, dict) or key in target:
             raise InvalidRequest(f"the field {name[:80]!r} was sent more than once; send it once", outer[:80])
-        target[key] = value
+        target[key] = _listed(name, value) if name in _LISTS else value
     with _named_fields():
         return CreateVideo.model_validate(body, strict=False)  # a form has only texts: "81" is a number
+
+
+def _listed(name: str, value: str) -> Any:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{name} is no JSON; in a form, give a list as JSON writes it", name) from None
 
 
 @contextlib.contextmanager

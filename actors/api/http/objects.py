@@ -11,15 +11,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from actors.api.catalogue import Catalogue
 from actors.api.sizes import Size
 from actors.jobs.tables import Job
 from actors.jobs.values import Status
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.request import LIMITS, SIZE_MULTIPLE, GenerationRequest, nearest_multiple, parse_size
+from wan_tpu.lora import MOST, SCALES
+from wan_tpu.request import LIMITS, SIZE_MULTIPLE, GenerationRequest, Preset, nearest_multiple, parse_size
 from wan_tpu.spec import ModelSpec
 
 Variant = Literal["video", "thumbnail", "spritesheet"]
 _SECONDS = re.compile(r"[0-9]{1,4}(\.[0-9]{1,6})?", re.ASCII)
+_EMPTY = Catalogue()
 _MAX_PROMPT = 32_000  # characters, as OpenAI's
 # Fields of `wan_tpu.request` by their names here.
 PARAMS = {"frames": "num_frames", "steps": "num_inference_steps", "image": "input_reference"}
@@ -27,6 +30,7 @@ PARAMS = {"frames": "num_frames", "steps": "num_inference_steps", "image": "inpu
 _OF_JOB = ("id", "status", "priority", "attempts", "warnings", "stage_seconds", "chip_seconds")
 _SETTINGS = ("prompt", "negative_prompt", "fps", "guidance_scale", "guidance_scale_2", "shift")
 _OF_REQUEST = (*_SETTINGS, "model", "seed", "num_frames", "num_inference_steps", "solver")
+_LATER = ("loras", "preset", "sigmas", "switch_step")  # which jobs of an earlier version don't have
 
 
 def _limited(name: str, description: str | None = None) -> Any:
@@ -43,6 +47,13 @@ class ImageReference(_Object):
     """An image that is fetched, or that is in the URL itself."""
 
     image_url: str = Field(min_length=1, description="an https:// URL, or a data: URL with the image in base64")
+
+
+class Adapter(_Object):
+    """An adapter (LoRA) of the model's experts, and what its changes are multiplied by."""
+
+    name: str = Field(min_length=1, max_length=80, description="as GET /v1/models names it")
+    scale: float = Field(default=1.0, ge=SCALES[0], le=SCALES[1])
 
 
 class CreateVideo(_Object):
@@ -65,6 +76,14 @@ class CreateVideo(_Object):
     num_frames: int | None = _limited("frames", "such as the model makes (its frame_step n + 1); instead of seconds")
     fps: float | None = _limited("fps")
     solver: str | None = Field(default=None, max_length=40, description="one of the model's solvers")
+    preset: str | None = Field(
+        default=None, max_length=80, description="a named way to sample, as GET /v1/models has it"
+    )
+    loras: list[Adapter] | None = Field(default=None, max_length=MOST, description="adapters; a preset has its own")
+    sigmas: list[float] | None = Field(
+        default=None, min_length=1, max_length=1000, description="noise level of each step; steps and shift make others"
+    )
+    switch_step: int | None = _limited("switch_step", "the low-noise expert's first step, from 0")
     webhook_url: str | None = Field(default=None, max_length=2000, description="called when the video has ended")
     priority: int = Field(default=0, ge=-100, le=100, description="higher is earlier")
     deadline: float | None = Field(default=None, gt=0, le=1e11, description="the video fails if it isn't done by then")
@@ -105,6 +124,10 @@ class Video(_Object):
     guidance_scale_2: float
     shift: float
     solver: str
+    preset: str | None = None
+    loras: list[Adapter] = []
+    sigmas: list[float] | None = None
+    switch_step: int | None = None
     input_size: str | None
     queue_position: int | None = None
     eta_seconds: float | None = None
@@ -121,6 +144,15 @@ class Limits(_Object):
     maximum: float
 
 
+class PresetModel(_Object):
+    """A named way to sample: what it is, where its numbers are from, and what it sets, by a request's fields."""
+
+    name: str
+    about: str
+    source: str
+    settings: dict[str, float | str | list[float]]
+
+
 class Model(_Object):
     """What a model makes, and how: OpenAI's model object, and what stands after `owned_by` is ours.
 
@@ -133,6 +165,7 @@ class Model(_Object):
     solvers   its schedulers, the one that is used unless a request names another first
     largest   the largest sizes that the slices have memory for; anything if None
     aliases   other names that a request may give it
+    presets   named ways to sample; loras  names of adapters
     """
 
     id: str
@@ -150,6 +183,8 @@ class Model(_Object):
     solvers: list[str]
     largest: list[dict[str, int | str]] | None
     aliases: list[str]
+    presets: list[PresetModel]
+    loras: list[str]
 
 
 class ModelList(_Object):
@@ -220,6 +255,7 @@ def video(job: Job, eta_s: float | None = None) -> Video:
     return Video(
         **{name: getattr(job, name) for name in _OF_JOB},
         **{name: asked[name] for name in _OF_REQUEST},
+        **{name: asked[name] for name in _LATER if name in asked},
         progress=_percent(job),
         created_at=int(job.created_at),
         completed_at=int(job.ended_at) if job.ended_at is not None and job.status == "completed" else None,
@@ -236,7 +272,14 @@ def video(job: Job, eta_s: float | None = None) -> Video:
     )
 
 
-def model(name: str, created: int, spec: ModelSpec, largest: Sequence[Size], aliases: Sequence[str] = ()) -> Model:
+def model(
+    name: str,
+    created: int,
+    spec: ModelSpec,
+    largest: Sequence[Size],
+    aliases: Sequence[str] = (),
+    catalogue: Catalogue = _EMPTY,
+) -> Model:
     """Return a model as the API shows it."""
     defaults = {name: value for name, value in dataclasses.asdict(spec.defaults).items() if name not in spec.unused}
     limits = {name: value for name, value in LIMITS.items() if name not in spec.unused}
@@ -255,7 +298,14 @@ def model(name: str, created: int, spec: ModelSpec, largest: Sequence[Size], ali
         solvers=list(spec.solvers),
         largest=[{"size": f"{w}x{h}", "num_frames": n} for h, w, n in largest] or None,
         aliases=list(aliases),
+        presets=[_preset(name, preset) for name, preset in catalogue.presets(spec).items()],
+        loras=list(catalogue.adapters),
     )
+
+
+def _preset(name: str, preset: Preset) -> PresetModel:
+    settings = {PARAMS.get(field, field): value for field, value in preset.settings if field != "loras"}
+    return PresetModel(name=name, about=preset.about, source=preset.source, settings=settings)
 
 
 def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> ErrorBody:
@@ -265,7 +315,15 @@ def error_body(status: int, message: str, *, code: str | None = None, param: str
     return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
 
-def generation_request(asked: CreateVideo, spec: ModelSpec, *, seed: int) -> GenerationRequest:
+def adapters_of(asked: CreateVideo, spec: ModelSpec, catalogue: Catalogue) -> list[dict[str, Any]]:
+    """Return the adapters of a request, by name: its own, or those that its preset wants; raises `InvalidRequest`."""
+    wanted = [] if asked.preset is None else catalogue.of_preset(asked.preset, spec)
+    return wanted if asked.loras is None else [one.model_dump() for one in asked.loras]
+
+
+def generation_request(
+    asked: CreateVideo, spec: ModelSpec, catalogue: Catalogue = _EMPTY, *, seed: int
+) -> GenerationRequest:
     """Return what the pipeline of a model takes; raises `InvalidRequest`. seed: where the request names none."""
     height, width = _size(asked.size) if asked.size is not None else (None, None)
     frames = asked.num_frames
@@ -281,6 +339,10 @@ def generation_request(asked: CreateVideo, spec: ModelSpec, *, seed: int) -> Gen
         steps=asked.num_inference_steps,
         seed=seed if asked.seed is None else asked.seed,
         solver=asked.solver,
+        preset=asked.preset,
+        loras=catalogue.loras(adapters_of(asked, spec, catalogue)),
+        sigmas=asked.sigmas,
+        switch_step=asked.switch_step,
     )
 
 

@@ -17,7 +17,7 @@ from actors.api.http.access import REFRESH_S, Access, Caller
 from actors.api.http.bodies import Asked, asked_for, image_of
 from actors.api.http.error_answers import HttpError
 from actors.api.http.following import Following, Seen
-from actors.api.http.objects import generation_request
+from actors.api.http.objects import adapters_of, generation_request
 from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import Bodies
 from actors.api.metrics import FRESH_S, HEARTBEAT_S, Meters, ServiceMetrics
@@ -113,7 +113,8 @@ class Service:
                 param="priority",
             )
         self._check_webhook(fields.webhook_url)
-        request = generation_request(fields, self.spec, seed=secrets.randbelow(2**31))
+        request = generation_request(fields, self.spec, settings.catalogue, seed=secrets.randbelow(2**31))
+        loras = adapters_of(fields, self.spec, settings.catalogue)  # kept by name: where they lie may change
         follows = request.height is None and self.spec.follows_image
         resolved = admit(request, self.spec, () if follows else settings.largest, image=asked.has_image)
         image = None
@@ -126,7 +127,8 @@ class Service:
         given = None if image is None else f"{image.width}x{image.height}"
         job = Job(
             owner=owner,
-            request=resolved.to_json() | {"model": settings.model, "image": given, "seconds": fields.seconds},
+            request=resolved.to_json()
+            | {"model": settings.model, "image": given, "seconds": fields.seconds, "loras": loras},
             input_image=None if image is None else _image_name(),
             priority=fields.priority,
             deadline=fields.deadline,

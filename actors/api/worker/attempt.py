@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from PIL import Image
 
+from actors.api.catalogue import Catalogue
 from actors.api.variants import VARIANTS
 from actors.api.worker.previews import BrokenVideo, previews
 from actors.api.worker.progress import Tracker
@@ -72,7 +73,7 @@ class Attempt:
     async def _make(self) -> tuple[dict[str, str], tuple[str, ...]]:
         """Return the results' names in storage, once they are there, and warnings."""
         try:
-            request = await self._insist(_request, self._job, self._storage)
+            request = await self._insist(_request, self._job, self._storage, self._tools.settings.catalogue)
         except StorageError as error:  # told as the pipeline's, or every job that waits would fail
             raise PipelineError("its image can't be read now") from error
         video = await self._tools.engine.generate(
@@ -204,9 +205,10 @@ class Attempt:
                 await asyncio.sleep(min(10.0, 0.25 * 2 ** min(attempt, 6)))
 
 
-def _request(job: Job, storage: Storage) -> GenerationRequest:
+def _request(job: Job, storage: Storage, catalogue: Catalogue) -> GenerationRequest:
     """Return what the pipeline takes, from what was accepted."""
     fields = {name: value for name, value in job.request.items() if name not in ("model", "seconds")}
+    fields["loras"] = catalogue.loras(fields.get("loras", ()))
     fields["image"] = None
     if job.input_image is not None:
         fields["image"] = Image.open(io.BytesIO(storage.read(job.input_image))).convert("RGB")

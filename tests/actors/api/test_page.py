@@ -1,6 +1,7 @@
 """The page in a real browser: submit, watch it move, play, cancel, reload meanwhile, on a phone, with the keyboard."""
 
 import base64
+import dataclasses
 import os
 import re
 import shutil
@@ -9,10 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from actors.api.catalogue import Catalogue
 from actors.jobs.keys import make_key
-from tests.actors.api.serving import create, served, wait_for, working
+from tests.actors.api.serving import SPEC, create, served, wait_for, working
 from tests.conftest import PHOTO
 from wan_tpu.families import preset_spec
+from wan_tpu.lora import Lora
+from wan_tpu.request import Own, Preset
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
 DATA_URL = "data:image/png;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
@@ -99,6 +103,32 @@ def test_from_the_prompt_to_the_video(page, worker, engine):
             sync_api.expect(card).to_be_visible()
     sync_api.expect(page.get_by_text("None yet.")).to_be_visible()
     assert asked == ["Delete this video for good?\nA cat looks up"] * 2
+
+
+def test_a_preset_and_an_adapter_are_chosen(browser, settings, engine):
+    """What a preset sets is left to it, and comes back with Reuse."""
+    preset = Preset("in two steps", "https://here", (("sigmas", (1.0, 0.5)), ("loras", (Lora("x"),))))
+    spec = dataclasses.replace(SPEC, own=Own(presets=(("fast", preset),)))
+    offering = dataclasses.replace(settings, catalogue=Catalogue.of(["fast=/a/fast", "style=/a/style"]))
+    with served(offering, spec) as address, working(offering, engine):
+        page = browser.new_page()
+        page.goto(address)
+        page.get_by_text("More").click()
+        page.get_by_label("Preset").select_option("fast")
+        sync_api.expect(page.get_by_text("in two steps")).to_be_visible()
+        shot(page, "chosen")
+        card = ask(page, "A cat in a hurry")
+        card.get_by_role("button", name="play:").wait_for()
+        assert (engine.asked[0].steps, [lora.path for lora in engine.asked[0].loras]) == (2, ["/a/fast"])
+        page.get_by_label("Preset").select_option("")
+        page.get_by_label("Adapter").select_option("style")
+        card = ask(page, "A cat of style")
+        card.get_by_role("button", name="play:").wait_for()
+        assert (engine.asked[1].steps, [lora.path for lora in engine.asked[1].loras]) == (4, ["/a/style"])
+        page.locator("article").filter(has_text="in a hurry").get_by_role("button", name="Reuse").click()
+        found = [page.get_by_label(name, exact=True).input_value() for name in ("Preset", "Adapter", "Steps")]
+        assert found == ["fast", "", ""]
+        page.close()
 
 
 def test_an_image_is_dropped_and_cancelled(page, worker, engine):

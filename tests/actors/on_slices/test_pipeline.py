@@ -6,8 +6,10 @@ import threading
 import time
 from pathlib import Path
 
+import diffusers
 import numpy as np
 import pytest
+import torch
 from ray import serve
 
 from actors.cli import main
@@ -27,6 +29,7 @@ from tests.actors.on_slices.conftest import POISON, SHORT
 from tests.actors.on_slices.running import SECONDS, kill, title
 from tests.cluster.conftest import wait_for
 from tests.conftest import STAGES
+from tests.wan_tpu import adapter_files
 from wan_tpu import load_pipeline
 from wan_tpu.data import DenoiseState
 from wan_tpu.families import open_spec
@@ -75,6 +78,24 @@ def test_a_poisoned_request_fails_alone(running, undisturbed):
     assert (type(raised.value), raised.value.code) == (RequestFailed, "unhealthy")
     assert before.video() == after.video() == undisturbed
     assert not poisoned.steps("denoise_high")
+
+
+def test_a_request_has_its_own_adapters_and_others_have_none(running, undisturbed, tmp_path):
+    """On the slice of two hosts, too; one that can't be applied fails alone, and says which tensor it is."""
+    source = running.pipeline.spec.settings.checkpoint
+    transformer = diffusers.WanTransformer3DModel.from_pretrained(source, subfolder="transformer")
+    names = adapter_files.blocks(transformer, adapter_files.WAN)
+    made = adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model.")
+    path = adapter_files.save(made, tmp_path / "lora.safetensors")
+    wrong = adapter_files.save(made | {"blocks.77.diff_m": torch.ones(3)}, tmp_path / "wrong.safetensors")
+    adapted = dataclasses.replace(SHORT, loras=[f"{path}@high", f"{path}:-0.5@low"])
+    asked = {"adapted": adapted, "plain": SHORT, "broken": dataclasses.replace(SHORT, loras=[wrong]), "again": adapted}
+    runs = {name: running.start(f"lora-{name}", request) for name, request in asked.items()}
+    with pytest.raises(RequestFailed, match=r"blocks\.77\.diff_m isn't in this one") as raised:
+        runs["broken"].video()
+    assert raised.value.code == "invalid"
+    assert runs["plain"].video() == undisturbed
+    assert runs["adapted"].video() == runs["again"].video() != undisturbed
 
 
 def saved(running, id, step, latents):

@@ -1,0 +1,134 @@
+"""Adapters and presets behind the API: clients give names, the worker's request has the files."""
+
+import dataclasses
+
+import httpx
+import pytest
+
+from actors.api.catalogue import Catalogue
+from tests.actors.api import serving
+from tests.actors.api.serving import create, done, served
+from wan_tpu.errors import InvalidInput
+from wan_tpu.families import preset_spec
+from wan_tpu.lora import Lora
+from wan_tpu.request import Own, Preset
+
+A14B = preset_spec("wan2.2-i2v-a14b")
+FAST = Preset("in two steps", "https://here", (("sigmas", (1.0, 0.5)), ("solver", "euler"), ("loras", (Lora("x"),))))
+PLAIN = Preset("without adapters", "https://here", (("guidance_scale", 1.0), ("guidance_scale_2", 1.0)))
+
+
+@pytest.fixture
+def spec():
+    return dataclasses.replace(serving.SPEC, own=Own(presets=(("fast", FAST), ("other", FAST), ("plain", PLAIN))))
+
+
+@pytest.fixture
+def offering(settings):
+    given = ["style=/adapters/style.safetensors:0.5", "fast=/a/high.safetensors@high", "fast=/a/low.safetensors@low"]
+    return dataclasses.replace(settings, catalogue=Catalogue.of(given))
+
+
+@pytest.fixture
+def http(offering, spec, engine):
+    with serving.working(offering, engine), served(offering, spec) as address:
+        with httpx.Client(base_url=address, timeout=30) as made:
+            yield made
+
+
+def test_a_job_has_the_adapters_files_and_its_client_their_names(http, engine):
+    job = create(http, loras=[{"name": "style", "scale": 0.5}, {"name": "fast"}]).json()
+    assert job["loras"] == [{"name": "style", "scale": 0.5}, {"name": "fast", "scale": 1.0}]
+    assert done(http, job["id"])["status"] == "completed"
+    assert engine.asked[-1].loras == (
+        Lora("/adapters/style.safetensors", 0.25),
+        Lora("/a/high.safetensors", 1.0, "high"),
+        Lora("/a/low.safetensors", 1.0, "low"),
+    )
+    assert "/adapters" not in http.get("/v1/videos").text
+
+
+def test_a_preset_sets_what_is_left_open_and_brings_its_adapters(http, engine):
+    job = create(http, preset="fast").json()
+    assert (job["preset"], job["num_inference_steps"], job["solver"]) == ("fast", 2, "euler")
+    assert (job["sigmas"], job["loras"]) == ([1.0, 0.5], [{"name": "fast", "scale": 1.0}])
+    assert done(http, job["id"])["status"] == "completed"
+    assert [lora.path for lora in engine.asked[-1].loras] == ["/a/high.safetensors", "/a/low.safetensors"]
+    assert engine.asked[-1].sigmas == (1.0, 0.5)
+    other = create(http, preset="fast", num_inference_steps=5, loras=[{"name": "style"}], switch_step=1).json()
+    assert (other["num_inference_steps"], other["sigmas"], other["switch_step"]) == (5, None, 1)
+    assert done(http, other["id"])["status"] == "completed"
+    assert engine.asked[-1].loras == (Lora("/adapters/style.safetensors", 0.5),)
+    plain = create(http, preset="plain").json()
+    assert (plain["guidance_scale"], plain["loras"]) == (1.0, [])
+    remixed = http.post(f"/v1/videos/{job['id']}/remix", json={"prompt": "a dog"}).json()
+    assert (remixed["preset"], remixed["loras"], remixed["sigmas"]) == ("fast", job["loras"], [1.0, 0.5])
+
+
+def test_a_model_says_what_there_is(http):
+    """A preset whose adapters the operator doesn't offer isn't one of this service."""
+    found = http.get("/v1/models").json()["data"][0]
+    assert found["loras"] == ["style", "fast"]
+    assert [preset["name"] for preset in found["presets"]] == ["fast", "plain"]
+    assert found["presets"][0] == {
+        "name": "fast",
+        "about": "in two steps",
+        "source": "https://here",
+        "settings": {"sigmas": [1.0, 0.5], "solver": "euler"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"loras": [{"name": "/etc/passwd"}]}, "loras", "there are: style, fast"),
+        ({"loras": [{"name": "style", "scale": 99}]}, "loras.0.scale", "less than or equal to 10"),
+        ({"loras": [{"name": "style", "path": "x"}]}, "loras.0.path", "no field"),
+        ({"loras": ["style"]}, "loras.0", "be an object"),
+        ({"loras": [{"name": "style"}] * 9}, "loras", "at most 8"),
+        ({"loras": [{"name": "fast"}] * 5}, "loras", "10 adapters; allowed are 8"),
+        ({"loras": [{"name": "style", "scale": 10}] * 1 + [{"name": "style", "scale": -11}]}, "loras.1.scale", "-10"),
+        ({"preset": "other"}, "preset", "there are: fast, plain"),
+        ({"sigmas": [0.5, 0.9]}, "sigmas", "0.9 after 0.5"),
+        ({"sigmas": [0.5], "num_inference_steps": 3}, "sigmas", "leave steps out"),
+        ({"switch_step": 9}, "switch_step", "0 to 4"),
+    ],
+)
+def test_what_there_isnt_is_refused(fields, param, said, http):
+    answer = create(http, **fields)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param and said in error["message"], error
+
+
+def test_a_form_has_lists_as_json(http):
+    fields = {"prompt": "a cat", "loras": '[{"name": "style"}]', "sigmas": "[0.9, 0.4]"}
+    job = http.post("/v1/videos", files={name: (None, value) for name, value in fields.items()}).json()
+    assert job["loras"] == [{"name": "style", "scale": 1.0}] and job["sigmas"] == [0.9, 0.4]
+    bad = http.post("/v1/videos", files={"prompt": (None, "x"), "loras": (None, "style")})
+    assert bad.status_code == 400 and "as JSON" in bad.json()["error"]["message"]
+
+
+def test_an_adapter_that_is_taken_from_the_catalogue_fails_its_jobs_by_name(offering, spec, engine):
+    with served(offering, spec) as address, httpx.Client(base_url=address) as http:
+        job = create(http, loras=[{"name": "style"}]).json()["id"]
+        without = dataclasses.replace(offering, catalogue=Catalogue())
+        with serving.working(without, engine):
+            found = done(http, job)
+        assert found["status"] == "failed" and "no adapter 'style' here" in found["error"]["message"]
+
+
+def test_a_catalogue_is_read_from_what_an_operator_gives():
+    found = Catalogue.of(["a=x.safetensors@low", "lightning"]).for_model(A14B)
+    assert found.adapters["a"] == (Lora("x.safetensors", expert="low"),)
+    assert [lora.expert for lora in found.adapters["lightning"]] == ["high", "low"]
+    assert list(found.presets(A14B)) == ["lightning"] and not Catalogue().presets(A14B)
+    for given, said in (
+        (["=x"], "no name"),
+        (["a=x:200"], "nearest 10"),
+        (["style"], "whose adapters are published are lightning"),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            Catalogue.of(given).for_model(A14B)
+    with pytest.raises(InvalidInput, match="leave @high out"):
+        Catalogue.of(["a=x@high"]).for_model(preset_spec("wan2.1-t2v-14b"))
