@@ -156,9 +156,10 @@ class GenerationRequest:
             filled["guidance_scale_2"] = self.guidance_scale
         if filled.get("sigmas") is not None:
             filled["steps"] = len(filled["sigmas"])
-        if "sigmas" not in given and {"steps", "shift"} & set(given):  # others than the preset's
+        others = given.get("steps", filled["steps"]) != filled["steps"]  # than the preset's
+        if "sigmas" not in given and (others or "shift" in given):
             filled["sigmas"] = None
-        if "steps" in given:
+        if others:
             filled["switch_step"] = None
         if self.sigmas is not None:
             filled["steps"] = len(self.sigmas)

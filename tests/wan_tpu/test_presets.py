@@ -44,6 +44,7 @@ def test_every_preset_resolves_for_its_model():
     [
         ({"steps": 8}, 8, None, False),  # then both follow from the shift and the model's boundary
         ({"shift": 3.0}, 4, 2, False),
+        ({"steps": 4}, 4, 2, True),
         ({"sigmas": (1.0, 0.5)}, 2, 2, True),
         ({"switch_step": 1}, 4, 1, True),
         ({"guidance_scale": 2.0}, 4, 2, True),
