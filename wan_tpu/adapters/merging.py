@@ -104,23 +104,33 @@ def _changed(
     runtime: Runtime[Any], base: jax.Array, weight: str, adapters: Sequence[tuple[Adapter, float]]
 ) -> jax.Array:
     """Return one weight with all adapters applied, laid out as it is."""
-    mesh, spec = runtime.mesh, base.sharding.spec  # type: ignore[attr-defined]
-    spec = P(*spec, *[None] * (base.ndim - len(spec)))
+    mesh, spec = runtime.mesh, _spec(base)
     factors = [(one.factors[weight], scale) for one, scale in adapters if weight in one.factors]
     differences = [one.differences[weight] * np.float32(scale) for one, scale in adapters if weight in one.differences]
     placed: list[Any] = [None, None, None, None]
     if factors:
-        up, down, gain = _joined(factors)
-        stack = spec[: up.ndim - 2]
-        inputs = spec[-1] if base.ndim == up.ndim else None
-        placed[:3] = (
-            _place(up, mesh, P(*stack, spec[up.ndim - 2], None)),
-            _place(down, mesh, P(*stack, None, inputs)),
-            _place(gain, mesh, P(*stack, None)),
-        )
+        joined = _joined(factors)
+        specs = _factor_specs(spec, joined[0].ndim)
+        placed[:3] = (_place(one, mesh, lies) for one, lies in zip(joined, specs, strict=True))
     if differences:
         placed[3] = _place(functools.reduce(np.add, differences), mesh, spec)
     return merge_program(runtime, base.sharding)(base, *placed)
+
+
+def abstract_merge(runtime: Runtime[Any], base: Any, ranks: int) -> tuple[Program, tuple[Any, ...]]:
+    """Return the program that changes a weight, given as its shape, and the shapes of what it is given."""
+    outputs, inputs = base.shape[-2:]
+    stack = base.shape[:-2]
+    shapes = (
+        ((*stack, outputs, ranks), base.dtype),
+        ((*stack, ranks, inputs), base.dtype),
+        ((*stack, ranks), np.float32),
+    )
+    factors = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(runtime.mesh, lies))
+        for (shape, dtype), lies in zip(shapes, _factor_specs(_spec(base), base.ndim), strict=True)
+    ]
+    return merge_program(runtime, base.sharding), (base, *factors, None)
 
 
 def merge_program(runtime: Runtime[Any], sharding: Any) -> Program:
@@ -147,6 +157,17 @@ def merge_program(runtime: Runtime[Any], sharding: Any) -> Program:
         )  # float32 of a layer at a time
 
     return runtime.program(f"apply adapters {sharding.spec}", merge, sharding)
+
+
+def _spec(base: Any) -> P:
+    return P(*base.sharding.spec, *[None] * (base.ndim - len(base.sharding.spec)))
+
+
+def _factor_specs(spec: P, dimensions: int) -> tuple[P, P, P]:
+    """Return where up, down and gain lie, for a weight that lies like `spec`: what a device needs is on it."""
+    stack = spec[: dimensions - 2]
+    inputs = spec[-1] if len(spec) == dimensions else None
+    return P(*stack, spec[dimensions - 2], None), P(*stack, None, inputs), P(*stack, None)
 
 
 def _joined(factors: Sequence[tuple[Factors, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

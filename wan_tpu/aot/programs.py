@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from wan_tpu.adapters.merging import abstract_merge
 from wan_tpu.aot.executables import Executables
 from wan_tpu.families.model import Model
 from wan_tpu.lora import Lora
@@ -17,6 +18,9 @@ from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.spec import ENCODER, Expert
 from wan_tpu.stages import image_program, keys_program, step_numbers, step_program, text_program, vae_programs
+
+ADAPTERS = "apply adapters"
+RANK = 64  # of LightX2V's adapters
 
 # name -> program, its arguments as shapes with shardings, how often it runs for one video
 StagePrograms = dict[str, tuple[Program, tuple[Any, ...], int]]
@@ -51,6 +55,7 @@ def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[
         if "vae_encoder" in components:
             found |= _vae(runtime, request, "vae_encoder")
     mine = [expert for expert in runtime.model.spec.experts(request) if expert.stage in stages]
+    found |= _adapters(runtime, request, mine)
     if mine:  # both run the same program
         found["text keys"] = _keys(runtime, mine)
         found["denoise step"] = _denoise(runtime, request, mine)
@@ -83,6 +88,22 @@ def _keys(runtime: Runtime, mine: list[Expert]) -> tuple[Program, tuple[Any, ...
     if "image_encoder" in model.spec.components[ENCODER]:
         image = _array(runtime, (1, *model.image_features_shape), dtype)
     return keys_program(runtime, loaded.module), (loaded.params, text, image), len(mine)
+
+
+def _adapters(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) -> StagePrograms:
+    """Return the programs that apply a request's adapters, as far as is known without their files: to every matrix of
+    the layers, with `RANK` ranks."""
+    found: StagePrograms = {}
+    for expert in mine:
+        if not request.loras_for(expert.stage):
+            continue
+        for base in runtime.component(expert.stage).params.values():
+            if base.ndim != 3:
+                continue
+            name = f"{ADAPTERS} {list(base.shape)}"  # a rule has one sharding for all matrices of a shape
+            program, arguments, calls = found.get(name) or (*abstract_merge(runtime, base, RANK), 0)
+            found[name] = program, arguments, calls + 1
+    return found
 
 
 def _denoise(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) -> tuple[Program, tuple[Any, ...], int]:

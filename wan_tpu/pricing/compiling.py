@@ -129,6 +129,8 @@ def _read(result: Path, hlo: Path) -> tuple[Compiled, str] | None:
 
 def _compile(job: Job, result: Path) -> None:
     """Compile a job and write `result`.json and .hlo.gz: the child's side of `compile_job`."""
+    import jax
+
     from wan_tpu.aot.programs import AbstractRuntime, stage_programs  # torch and diffusers take seconds
     from wan_tpu.families.model import preset_model
     from wan_tpu.runtime.mesh import make_mesh
@@ -137,7 +139,7 @@ def _compile(job: Job, result: Path) -> None:
     mesh = make_mesh(job.mesh, heads=model.spec.heads, devices=job.slice.devices())
     request = GenerationRequest(**job.settings).resolve(model.spec.defaults)
     program, args, _ = stage_programs(AbstractRuntime(model, mesh, job.dtype), request)[job.program]
-    weights = sum(_shard_bytes(leaf) for leaf in args[0].values())
+    weights = sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(args[0]))
     start, start_cpu = time.perf_counter(), time.process_time()
 
     def taken() -> tuple[float, float]:

@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from wan_tpu.aot.programs import AbstractRuntime, stage_programs
+from wan_tpu.aot.programs import ADAPTERS, AbstractRuntime, stage_programs
 from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.errors import InvalidRequest, MeshError
 from wan_tpu.families.model import preset_model
@@ -77,7 +77,7 @@ class Needs(NamedTuple):
 def _owner(program: ProgramPlan) -> str:
     """Return what a program shares its weights with."""
     owner = program.name.split(" first")[0].split(" later")[0]
-    return STEP if owner == KEYS else owner
+    return STEP if owner == KEYS or owner.startswith(ADAPTERS) else owner  # which come before the step
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,8 @@ class Plan:
             if seconds is None:
                 continue
             weights = {_owner(program): program.compiled.weights_bytes for program in stage.programs}
+            if STEP in weights:
+                weights[STEP] *= self.copies
             other = max(program.compiled.other_bytes for program in stage.programs)
             needed = Needs(seconds.estimate, sum(weights.values()), other)
             if stage.name != "denoise":
@@ -117,6 +119,11 @@ class Plan:
         return [program for stage in self.stages for program in stage.programs]
 
     @property
+    def copies(self) -> int:
+        """How often an expert's weights are there: with adapters, its own and the changed ones."""
+        return 1 + any(program.name.startswith(ADAPTERS) for program in self.programs)
+
+    @property
     def resident_gib(self) -> float:
         """GiB a device with all weights resident.
 
@@ -125,7 +132,7 @@ class Plan:
         weights: dict[str, int] = {}
         for program in self.programs:
             owner = _owner(program)
-            weights[owner] = program.compiled.weights_bytes * (self.experts if owner == STEP else 1)
+            weights[owner] = program.compiled.weights_bytes * (self.experts * self.copies if owner == STEP else 1)
         return (sum(weights.values()) + max(program.compiled.other_bytes for program in self.programs)) / GIB
 
     @property
@@ -201,9 +208,14 @@ class Planner:
 
     def job(self, program: str, mesh: MeshShape) -> Job:
         """Return what is compiled for a program; steps and guidance change the expert's programs only."""
-        sampled = self._request if program in (KEYS, STEP) else self._model.spec.defaults
-        settings = {name: getattr(self._request, name) for name in ("height", "width", "frames")}
+        usual = self._model.spec.defaults
+        sampled = self._request if program in (KEYS, STEP) else usual
+        settings: dict[str, Any] = {name: getattr(self._request, name) for name in ("height", "width", "frames")}
         settings |= {name: getattr(sampled, name) for name in ("steps", "guidance_scale")}
+        if sampled.solver != usual.solver:
+            settings["solver"] = sampled.solver
+        if program.startswith(ADAPTERS):
+            settings["loras"] = [str(lora) for lora in self._request.loras]
         return Job(self._name, program, self._slice, mesh, settings, self._dtype)
 
     def _program(self, name: str, calls: int, mesh: Mesh) -> ProgramPlan:
@@ -227,7 +239,7 @@ class Planner:
     def _stages(self, programs: list[ProgramPlan]) -> Iterator[StagePlan]:
         flops, shape = self._model.flops, self._model.spec.latent_shape(self._request)
         branches = 2 if self._model.spec.guided(self._request) else 1
-        denoise = [program for program in programs if program.name in (KEYS, STEP)]
+        denoise = [one for one in programs if one.name in (KEYS, STEP) or one.name.startswith(ADAPTERS)]
         decoder = [program for program in programs if program.name.startswith("decoder")]
         encoder = [program for program in programs if program not in denoise + decoder]
         if encoder:
