@@ -30,6 +30,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1),
     "switch_step": (0, 1000),
 }
+IMAGES = ("image", "last_image")  # fields of a request that are pictures
 _SIZE = re.compile(r"([1-9][0-9]{0,4})([*x])([1-9][0-9]{0,4})", re.ASCII)
 FRAME_STRIDE = 4  # pixel frames a latent frame: the VAEs of every family compress time by four
 
@@ -83,6 +84,7 @@ class GenerationRequest:
     prompt            what is seen; may be empty; cut, with a warning, at the tokenizer's limit
     negative_prompt   what to steer away from; "" when left open; unused without guidance
     image             first frame: a path or a PIL image, resized to (height, width); RGB after construction
+    last_image        last frame, likewise: the video leads from one to the other
     height, width     pixels, multiples of 16 (of 32 for Wan 2.2 TI2V 5B)
     frames            4n + 1, or what else the model takes
     fps               frames per second of the written video
@@ -103,6 +105,7 @@ class GenerationRequest:
     prompt: str = ""
     negative_prompt: str | None = None
     image: str | Path | Image.Image | None = None
+    last_image: str | Path | Image.Image | None = None
     height: int | None = None
     width: int | None = None
     frames: int | None = None
@@ -142,9 +145,10 @@ class GenerationRequest:
             object.__setattr__(self, "sigmas", _sigmas(self.sigmas))
         if self.loras is not None:
             object.__setattr__(self, "loras", loras_of(self.loras))
-        if self.image is not None:
-            # The one normalisation: decoded here, so that a damaged file fails before any model is loaded.
-            object.__setattr__(self, "image", load_image(self.image))
+        for name in IMAGES:
+            if getattr(self, name) is not None:
+                # The one normalisation: decoded here, so that a damaged file fails before any model is loaded.
+                object.__setattr__(self, name, load_image(getattr(self, name)))
 
     def resolve(self, defaults: Defaults, preset: Mapping[str, Any] = MappingProxyType({})) -> "ResolvedRequest":
         """Fill every open field from a preset's, and what that leaves open from `defaults`."""
@@ -168,8 +172,9 @@ class GenerationRequest:
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; the image as its size only (pixels stay out of records)."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if isinstance(self.image, Image.Image):
-            fields["image"] = f"{self.image.info.get('source', 'image')}, {self.image.width}x{self.image.height}"
+        for name in IMAGES:
+            if isinstance(image := fields[name], Image.Image):
+                fields[name] = f"{image.info.get('source', 'image')}, {image.width}x{image.height}"
         if self.loras is not None:
             fields["loras"] = [dataclasses.asdict(lora) for lora in loras_of(self.loras)]
         return fields

@@ -8,7 +8,7 @@ import abc
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image
 
@@ -67,8 +67,8 @@ class RequestPlan:
         raise InvalidRequest(f"all {steps} steps of the request are done; collect its latents and decode them")
 
     def without_image(self) -> "RequestPlan":
-        """Return it without the image's pixels, 2.8 MB at 720p: experts and the decoder need none."""
-        return dataclasses.replace(self, request=dataclasses.replace(self.request, image=None))
+        """Return it without the images' pixels, 2.8 MB at 720p: experts and the decoder need none."""
+        return dataclasses.replace(self, request=dataclasses.replace(self.request, image=None, last_image=None))
 
 
 class ModelSpec(abc.ABC):
@@ -83,6 +83,7 @@ class ModelSpec(abc.ABC):
     heads       attention heads of a transformer
     own         what the checkpoint itself says of how to sample it
     boundary_ratio  the first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert
+    last_images  whether a request may, or must, have a last frame, too
     crops_image  whether an image of another shape is cropped to its video's, instead of stretched
     """
 
@@ -95,6 +96,7 @@ class ModelSpec(abc.ABC):
     heads: int
     own: Own = NOTHING_OWN
     boundary_ratio: float | None
+    last_images: Literal["none", "optional", "required"] = "none"
     crops_image: bool = False
 
     @property
@@ -163,13 +165,25 @@ class ModelSpec(abc.ABC):
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return which stage runs which steps, in order; those with no step are left out."""
 
-    def check(self, request: ResolvedRequest, *, image: bool) -> None:
-        """Raise `InvalidRequest` when this model can't make what a (resolved) request asks for; image: as `plan`."""
+    def check(self, request: ResolvedRequest, *, image: bool, last: bool) -> None:
+        """Raise `InvalidRequest` when this model can't make what a (resolved) request asks for; images: as `plan`."""
         if ("i2v" if image else "t2v") not in self.tasks:
             does = f"this checkpoint ({self.name}) does {' and '.join(self.tasks)} only"
             if not image:
                 raise InvalidRequest(f"image is missing, and {does}; give one", "image")
             raise InvalidRequest(f"image was given, but {does}; leave it out, or use an I2V checkpoint", "image")
+        if last and self.last_images == "none":
+            raise InvalidRequest(
+                f"last_image was given, but {self.name} takes a first frame alone; leave it out, or use a checkpoint "
+                "for first and last frames",
+                "last_image",
+            )
+        if not last and self.last_images == "required":
+            raise InvalidRequest(
+                f"last_image is missing; {self.name} leads from a first frame to a last one", "last_image"
+            )
+        if last and request.frames == 1:
+            raise InvalidRequest("frames is 1, and there are a first and a last frame; give at least 5", "frames")
         if request.solver not in self.solvers:
             raise InvalidRequest(
                 f"solver {request.solver!r} is unknown; choose one of {', '.join(self.solvers)}", "solver"
@@ -208,13 +222,20 @@ class ModelSpec(abc.ABC):
         return max(1, round((frames - 1) / self.frame_step) * self.frame_step + 1)
 
     def plan(
-        self, request: GenerationRequest, *, image: bool | None = None, picture: tuple[int, int] | None = None
+        self,
+        request: GenerationRequest,
+        *,
+        image: bool | None = None,
+        last: bool | None = None,
+        picture: tuple[int, int] | None = None,
     ) -> RequestPlan:
         """Return what a request takes of this model; raises `InvalidRequest` when the model can't make it.
 
-        image  whether there is one, where the request doesn't hold it (yet); picture  its (height, width), if known
+        image, last  whether there is a first, a last frame, where the request doesn't hold it (yet); picture  the
+                     first one's (height, width), if known
         """
         image = request.image is not None if image is None else image
+        last = request.last_image is not None if last is None else last
         if isinstance(request.image, Image.Image):
             picture = request.image.height, request.image.width
         preset: dict[str, Any] = {}
@@ -227,7 +248,7 @@ class ModelSpec(abc.ABC):
                 )
             preset = dict(self.presets[request.preset].settings)
         resolved = request.resolve(self.defaults_for(request, picture), preset)
-        self.check(resolved, image=image)
+        self.check(resolved, image=image, last=last)
         return RequestPlan(resolved, self.prompts(resolved), self.experts(resolved), self.shapes(resolved, image=image))
 
     def guided(self, request: ResolvedRequest) -> bool:

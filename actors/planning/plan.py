@@ -104,7 +104,7 @@ def _request(args: argparse.Namespace) -> ResolvedRequest:
         preset=args.preset,
     )
     spec = preset_spec(args.model)
-    return spec.plan(given, image="t2v" not in spec.tasks).request
+    return spec.plan(given, image="t2v" not in spec.tasks, last=spec.last_images == "required").request
 
 
 # ---- dollars

@@ -22,7 +22,7 @@ from actors.storage.base import Missing, StorageError
 from actors.storage.opening import open_storage
 from wan_tpu.data import DenoiseState, dump_value, parse_value
 from wan_tpu.errors import InvalidInput
-from wan_tpu.request import ResolvedRequest
+from wan_tpu.request import IMAGES, ResolvedRequest
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +33,11 @@ NAME = re.compile(r"(?P<id>.+)\.[0-9a-f]{16}\.(?P<step>\d+)\.safetensors")
 def name_of(id: str, request: ResolvedRequest, model: str) -> str:
     """Return the name of a request's snapshots; model: what makes its states besides, such as checkpoint and dtype."""
     fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
-    image = fields.pop("image")
+    images = [fields.pop(name) for name in IMAGES]
     digest = hashlib.sha256(json.dumps([model, fields], sort_keys=True, default=str).encode())
-    if image is not None:
-        digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
+    for image in images:
+        if image is not None:
+            digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
     return f"{id}.{digest.hexdigest()[:16]}"
 
 

@@ -116,7 +116,8 @@ class StageHost:
 
         With an image, if the model takes one; it needn't be given.
         """
-        plan = self._spec.plan(request, image=request.image is not None or "t2v" not in self._spec.tasks)
+        image, last = "t2v" not in self._spec.tasks, self._spec.last_images == "required"
+        plan = self._spec.plan(request, image=request.image is not None or image, last=last)
         found = [
             item
             for stage in self._stages

@@ -71,7 +71,7 @@ def train_experts(run: Run, schedule: sizes.Schedule = sizes.EXPERTS_SCHEDULE) -
         at = sigma[:, None, None, None, None]
         given = torch.cat([(1 - at) * x + at * noise, condition], dim=1)
         expert = modules[EXPERTS[0] if high else EXPERTS[1]]
-        with torch.autocast(run.device.type, torch.bfloat16), _attention_over_few_tokens(run.device):
+        with torch.autocast(run.device.type, torch.bfloat16), attention_over_few_tokens(run.device):
             text = embed(modules["text_encoder"], tokenizer, sentences)
             velocity = expert(given, sigma * 1000, text, return_dict=False)[0]
         loss = (velocity.float() - (noise - x)).square().mean()
@@ -197,7 +197,7 @@ def _batch(
     return x, torch.cat([mask, known], dim=1), sentences
 
 
-def _attention_over_few_tokens(device: torch.device) -> contextlib.AbstractContextManager[None]:
+def attention_over_few_tokens(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Return within what to attend: on a CPU, flash attention's backward pass takes half of a step over 80 tokens."""
     return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else contextlib.nullcontext()
 

@@ -233,11 +233,10 @@ def render(scene: Scene, times: np.ndarray | None = None) -> np.ndarray:
     """Return the frames at `times` (all 17 of the clip when left out), uint8 [T, H, W, 3]."""
     states = path(scene, clip_times() if times is None else times)
     still = background(scene)
-    y, x = _grid(scene.width)
     for thing in scene.others:
-        _paint(still[None], thing, x, y, np.array([[thing.x, thing.y, thing.radius, 0.0]]))
+        paint(still[None], thing, np.array([[thing.x, thing.y, thing.radius, 0.0]]))
     frames = np.repeat(still[None], len(states), axis=0)
-    _paint(frames, scene.actor, x, y, states)
+    paint(frames, scene.actor, states)
     return np.clip(frames + 0.5, 0, 255).astype(np.uint8)
 
 
@@ -246,10 +245,11 @@ def first_frame(scene: Scene) -> np.ndarray:
     return render(scene, np.zeros(1))[0]
 
 
-def _paint(frames: np.ndarray, thing: Thing, x: np.ndarray, y: np.ndarray, states: np.ndarray) -> None:
-    """Draw a thing over frames [T, H, W, 3] in place; states [T, 4] as from `path`."""
+def paint(frames: np.ndarray, thing: Thing, states: np.ndarray, colours: np.ndarray | None = None) -> None:
+    """Draw a thing over frames [T, H, W, 3] in place; states [T, 4] as from `path`, colours [T, 3] if not its own."""
+    y, x = _grid(frames.shape[2])
     cx, cy, radius, angle = (column[:, None, None].astype(np.float32) for column in states.T)
-    colour = np.asarray(COLOURS[thing.colour], np.float32)
+    colour = np.asarray(COLOURS[thing.colour], np.float32) if colours is None else colours[:, None, None]
     covered = coverage(thing.shape, x - cx, y - cy, radius, angle)[..., None]
     frames += covered * (colour - frames)
     if thing.shape == "ball":  # a lighter spot shows how it turns

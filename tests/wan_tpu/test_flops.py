@@ -53,7 +53,7 @@ def test_the_pieces_of_hunyuan_s_transformer_are_its_forward(checkpoint):
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         module(
             torch.ones(1, 2 * 4 + 1, *shape[2:]), torch.tensor([5.0]), torch.ones(1, *text), torch.ones(1, text[0]),
-            None, torch.ones(1, *glyphs), torch.ones(1, glyphs[0]), torch.ones(1, *model.image_features_shape),
+            None, torch.ones(1, *glyphs), torch.ones(1, glyphs[0]), torch.ones(*model.image_features_shape),
         )  # fmt: skip
     assert model.flops.step(shape, branches=2) == 2 * counter.get_total_flops() > 0
 

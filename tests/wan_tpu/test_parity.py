@@ -10,6 +10,7 @@ from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest
 
 FRAMES, STEPS = 9, 6
+LAST = Image.open(PHOTO).convert("RGB").transpose(Image.Transpose.FLIP_TOP_BOTTOM).resize((80, 70))
 PIXEL_TOLERANCE = 2e-3  # half a level of 8 bits; float32 rounding gives about 2e-6
 LATENT_TOLERANCE = 1e-4  # relative to the largest latent; float32 rounding gives about 5e-7
 
@@ -21,6 +22,8 @@ CASES = [
     ("wan2.2-t2v-a14b", "t2v", "unipc"),
     ("wan2.2-i2v-a14b", "i2v", "unipc"),
     ("wan2.2-i2v-a14b", "i2v", "euler"),
+    ("wan2.1-flf2v-14b-720p", "flf2v", "unipc"),
+    ("wan2.2-i2v-a14b", "flf2v", "unipc"),
     ("wan2.2-ti2v-5b", "t2v", "unipc"),
     ("wan2.2-ti2v-5b", "i2v", "unipc"),
 ]
@@ -32,7 +35,8 @@ def test_same_latents_and_pixels_as_diffusers(kind, task, solver, checkpoint, pi
     request = GenerationRequest(
         prompt="A cat &amp; a dog\n look into  the camera",
         negative_prompt="ugly",
-        image=PHOTO if task == "i2v" else None,
+        image=None if task == "t2v" else PHOTO,
+        last_image=LAST if task == "flf2v" else None,
         height=128 if "5b" in kind else 64,
         width=192 if "5b" in kind else 96,
         frames=FRAMES,
@@ -60,7 +64,7 @@ def test_same_latents_and_pixels_as_diffusers(kind, task, solver, checkpoint, pi
 
 def run_diffusers(folder, request, task, noise):
     """Return pixels [T, H, W, 3] and the latents after each step, by diffusers' own pipeline."""
-    pipeline_class = diffusers.WanImageToVideoPipeline if task == "i2v" else diffusers.WanPipeline
+    pipeline_class = diffusers.WanPipeline if task == "t2v" else diffusers.WanImageToVideoPipeline
     pipe = pipeline_class.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     if request.solver == "euler":
@@ -73,7 +77,9 @@ def run_diffusers(folder, request, task, noise):
         latents.append(values["latents"].numpy().copy())
         return values
 
-    image = {"image": request.image} if task == "i2v" else {}
+    image = {} if task == "t2v" else {"image": request.image}
+    if task == "flf2v":
+        image["last_image"] = request.last_image
     second = {"guidance_scale_2": request.guidance_scale_2} if request.guidance_scale_2 else {}
     frames = pipe(
         prompt=request.prompt,

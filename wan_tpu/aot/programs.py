@@ -73,7 +73,7 @@ def _text_encoder(
 
 def _image_encoder(runtime: Runtime) -> tuple[Program, tuple[Any, ...], int]:
     loaded = runtime.component("image_encoder")
-    pixels = _array(runtime, (1, *runtime.model.image_pixels_shape), DTYPES[runtime.dtype])
+    pixels = _array(runtime, runtime.model.image_pixels_shape, DTYPES[runtime.dtype])
     return image_program(runtime, loaded.module), (loaded.params, pixels), 1
 
 
@@ -86,7 +86,7 @@ def _keys(runtime: Runtime, mine: list[Expert]) -> tuple[Program, tuple[Any, ...
     }
     image = None
     if "image_encoder" in model.spec.components[ENCODER]:
-        image = _array(runtime, (1, *model.image_features_shape), dtype)
+        image = _array(runtime, model.image_features_shape, dtype)
     return keys_program(runtime, loaded.module), (loaded.params, text, image), len(mine)
 
 

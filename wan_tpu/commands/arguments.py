@@ -46,6 +46,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prompt", default="")
     group.add_argument("--negative_prompt")
     group.add_argument("--image", help="first frame, for image-to-video models")
+    group.add_argument("--last_image", help="last frame, for models that lead from one to another")
     group.add_argument(
         "--size", help=f"HEIGHT*WIDTH or WIDTHxHEIGHT in pixels, multiples of 16; usual: {' '.join(NAMED_SIZES)}"
     )
@@ -90,6 +91,7 @@ def request_from(args: argparse.Namespace) -> GenerationRequest:
         prompt=args.prompt,
         negative_prompt=args.negative_prompt,
         image=args.image,
+        last_image=args.last_image,
         height=height,
         width=width,
         frames=args.frames,

@@ -18,7 +18,9 @@ def generate(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
 
     given = arguments.request_from(args)
-    outputs = arguments.check_outputs(args.output, overwrite=args.overwrite, inputs=(args.image, args.model_id))
+    outputs = arguments.check_outputs(
+        args.output, overwrite=args.overwrite, inputs=(args.image, args.last_image, args.model_id)
+    )
     profiler = arguments.profiler_from(args)
 
     from wan_tpu.commands.recorded import Recorder, decode_to_files, denoise_recorded, encode_recorded, report

@@ -19,7 +19,7 @@ from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value, wri
 from wan_tpu.errors import InvalidInput
 from wan_tpu.lora import loras_of
 from wan_tpu.media.video import check_output
-from wan_tpu.request import ResolvedRequest
+from wan_tpu.request import IMAGES, ResolvedRequest
 
 CONFIG = "generation_config.json"
 EMBEDDINGS = "stage1_embeddings.safetensors"
@@ -48,7 +48,7 @@ class Run:
     def from_json(cls, content: Any, path: Path) -> "Run":
         """Read `to_json`'s values; raises `InvalidInput` naming `path` when something is missing or wrong."""
         try:
-            known = {field.name for field in dataclasses.fields(ResolvedRequest)} - {"image"}
+            known = {field.name for field in dataclasses.fields(ResolvedRequest)} - set(IMAGES)
             fields = {name: value for name, value in content["request"].items() if name in known}
             run_id, model_id, dtype = (str(content[name]) for name in ("id", "model_id", "dtype"))
             return cls(run_id, model_id, dtype, ResolvedRequest(**fields), tuple(content["warnings"]))
@@ -67,7 +67,9 @@ def encode(argv: Sequence[str]) -> None:
 
     given = arguments.request_from(args)
     for name in (CONFIG, EMBEDDINGS):
-        check_output(args.output_dir / name, overwrite=args.overwrite, inputs=(args.image, args.model_id))
+        check_output(
+            args.output_dir / name, overwrite=args.overwrite, inputs=(args.image, args.last_image, args.model_id)
+        )
 
     from wan_tpu.commands.recorded import Recorder, encode_recorded
 
@@ -112,7 +114,8 @@ def denoise(argv: Sequence[str]) -> None:
 
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
     request, spec = run.request, pipe.runtime.model.spec
-    spec.check(request, image=conditioning.image is not None or conditioning.image_latents is not None)
+    given = conditioning.image is not None or conditioning.image_latents is not None
+    spec.check(request, image=given, last=spec.last_images == "required")
     pipe.check_components(*spec.denoise_stages)
     state = resumed or pipe.initial_state(request)
     stop = spec.experts(request)[0].stop if args.stop_after_high else None

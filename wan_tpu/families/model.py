@@ -77,13 +77,13 @@ class Model(abc.ABC):
         return {"text": (self.text_shape, False)}
 
     @property
-    def image_pixels_shape(self) -> tuple[int, int, int]:
-        """(3, height, width) of what the image encoder takes; asked for where the model has one."""
+    def image_pixels_shape(self) -> tuple[int, int, int, int]:
+        """(images, 3, height, width) of what the image encoder takes; asked for where the model has one."""
         raise NotImplementedError
 
     @property
-    def image_features_shape(self) -> tuple[int, int]:
-        """(L, C) of what the image encoder gives; asked for where the model has one."""
+    def image_features_shape(self) -> tuple[int, int, int]:
+        """(images, L, C) of what the image encoder gives; asked for where the model has one."""
         raise NotImplementedError
 
     @abc.abstractmethod

@@ -92,16 +92,16 @@ class HunyuanModel(Model):
         }
 
     @property
-    def image_pixels_shape(self) -> tuple[int, int, int]:
+    def image_pixels_shape(self) -> tuple[int, int, int, int]:
         """(3, height, width) of what SigLIP takes."""
         size = (self.config.image_encoder or {})["image_size"]
-        return 3, size, size
+        return 1, 3, size, size
 
     @property
-    def image_features_shape(self) -> tuple[int, int]:
+    def image_features_shape(self) -> tuple[int, int, int]:
         """(L, C) of SigLIP's features: a token for each patch."""
         siglip = self.config.image_encoder or {}
-        return (siglip["image_size"] // siglip["patch_size"]) ** 2, siglip["hidden_size"]
+        return 1, (siglip["image_size"] // siglip["patch_size"]) ** 2, siglip["hidden_size"]
 
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape of an image's latents; the frames behind it are zeros."""

@@ -18,7 +18,7 @@ from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
 
 # The names in Wan's own files, from github.com/Wan-Video/Wan2.2, wan/modules/model.py.
-_ORIGINALS = (
+ORIGINALS = (
     (r"\.attn1\.", ".self_attn."),
     (r"\.attn2\.", ".cross_attn."),
     (r"_attn\.to_([qkv])\.", r"_attn.\1."),
@@ -60,7 +60,7 @@ def transformer(config: WanConfig, folder: str) -> Component:
         rules=expert.RULES,
         float32=tuple(WanTransformer3DModel._keep_in_fp32_modules),
         changes=((r"blocks\.\*\.attn1\.(to|norm)_[qk]\.(weight|bias)", paired),),
-        originals=_ORIGINALS,
+        originals=ORIGINALS,
         absent=_OF_IMAGES if config.transformer.get("image_dim") is None else (),
     )
 

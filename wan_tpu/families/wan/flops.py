@@ -43,7 +43,8 @@ class WanFlops:
         if config.get("image_dim") is not None and self._config.image_encoder is not None:
             clip = self._config.image_encoder
             patches = (clip["image_size"] // clip["patch_size"]) ** 2 + 1
-            image = torch.empty(1, patches, config["image_dim"], device="meta")
+            images = 1 if config.get("pos_embed_seq_len") is None else 2
+            image = torch.empty(images, patches, config["image_dim"], device="meta")
         build = components.transformer(self._config, "transformer").build
         return branches * count(build, lambda module: module(latents, time, text, image))
 

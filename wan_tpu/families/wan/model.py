@@ -1,4 +1,4 @@
-"""The Wan family: Wan 2.1 T2V and I2V, Wan 2.2 T2V A14B, I2V A14B and TI2V 5B.
+"""The Wan family: Wan 2.1 T2V, I2V and FLF2V, Wan 2.2 T2V A14B, I2V A14B and TI2V 5B.
 
 Everything particular to these models is here and in the files beside it: components, conditioning,
 guidance, the latents' normalisation, limits. The reference for every formula is diffusers 0.42, pipelines/wan.
@@ -74,18 +74,19 @@ class WanModel(Model):
         return TEXT_TOKENS, self.config.transformer["text_dim"]
 
     @property
-    def image_pixels_shape(self) -> tuple[int, int, int]:
-        """(3, height, width) of what CLIP takes."""
+    def image_pixels_shape(self) -> tuple[int, int, int, int]:
+        """(images, 3, height, width) of what CLIP takes."""
         assert self.config.image_encoder is not None
         size = self.config.image_encoder["image_size"]
-        return 3, size, size
+        return 1 + (self.spec.last_images == "required"), 3, size, size
 
     @property
-    def image_features_shape(self) -> tuple[int, int]:
-        """(L, C) of CLIP's features: a token for each patch, and one for the whole."""
+    def image_features_shape(self) -> tuple[int, int, int]:
+        """(images, L, C) of CLIP's features: a token for each patch, and one for the whole."""
         assert self.config.image_encoder is not None
         clip = self.config.image_encoder
-        return (clip["image_size"] // clip["patch_size"]) ** 2 + 1, self.config.transformer["image_dim"]
+        tokens = (clip["image_size"] // clip["patch_size"]) ** 2 + 1
+        return self.image_pixels_shape[0], tokens, self.config.transformer["image_dim"]
 
     def image_latents_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape of mask and latents of an image, or of its latents alone (TI2V 5B)."""
@@ -120,14 +121,15 @@ class WanModel(Model):
         return call(module, params, method, *tokens) * tokens[1][:, :, None]
 
     def clip_pixels(self, request: ResolvedRequest) -> np.ndarray:
-        """Return the image as CLIP takes it, float32 [1, 3, 224, 224] (sizes from the checkpoint)."""
+        """Return the image, or both, as CLIP takes it, float32 [1 or 2, 3, 224, 224] (sizes from the checkpoint)."""
         assert self.checkpoint is not None
         folder = str(self.checkpoint.path("image_processor"))
         processor = transformers.CLIPImageProcessor.from_pretrained(folder)
-        return np.asarray(processor(images=request.image, return_tensors="np")["pixel_values"], np.float32)
+        images = [image for image in (request.image, request.last_image) if image is not None]
+        return np.asarray(processor(images=images, return_tensors="np")["pixel_values"], np.float32)
 
     def encode_image(self, module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
-        """pixels [1, 3, 224, 224] -> features [1, L, C] of CLIP's last layer but one (`adapt` dropped the last)."""
+        """pixels [n, 3, 224, 224] -> features [n, L, C] of CLIP's last layer but one (`adapt` dropped the last)."""
 
         def method(module: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
             vision = getattr(module, "vision_model", module)
@@ -141,15 +143,23 @@ class WanModel(Model):
     def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
         """Return the chunks of pixels the VAE encodes for an image: float32 [1, 3, 1 or 4, H, W] in [-1, 1].
 
-        The image, then black-in-the-middle (zero) frames up to the request's length; TI2V 5B takes the image alone.
+        The image, then black-in-the-middle (zero) frames up to the request's length, of which the last may be an image
+        again; TI2V 5B takes the image alone.
         """
-        assert isinstance(request.image, Image.Image)
-        pixels = self._video_processor.preprocess(request.image, height=request.height, width=request.width)
-        first = pixels[:, :, None].numpy().astype(np.float32)
+
+        def frame(image: object) -> np.ndarray:
+            assert isinstance(image, Image.Image)
+            pixels = self._video_processor.preprocess(image, height=request.height, width=request.width)
+            return pixels[:, :, None].numpy().astype(np.float32)
+
+        first = frame(request.image)
         if self.config.expand_timesteps:
             return [first]
         blank = np.zeros((1, 3, FRAME_STRIDE, *first.shape[3:]), np.float32)
-        return [first, *[blank] * ((request.frames - 1) // FRAME_STRIDE)]
+        chunks = [first, *[blank] * ((request.frames - 1) // FRAME_STRIDE)]
+        if request.last_image is not None:
+            chunks[-1] = np.concatenate([blank[:, :, 1:], frame(request.last_image)], axis=2)
+        return chunks
 
     def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:
         """Turn the VAE encoder's output [1, 2C, T, H, W] into the image condition of `Conditioning`, float32."""
@@ -160,6 +170,8 @@ class WanModel(Model):
         # One mask channel for each pixel frame of a latent frame: ones for the given image, then zeros.
         mask = np.zeros((1, FRAME_STRIDE, *latents.shape[2:]), np.float32)
         mask[:, :, 0] = 1
+        if request.last_image is not None:
+            mask[:, -1, -1] = 1
         return np.concatenate([mask, latents], axis=1)
 
     def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
@@ -188,7 +200,7 @@ class WanModel(Model):
         """Return the cross-attention keys and values of every layer: once a request and expert, not every step.
 
         text   "text" [B, L, C]: the prompt's embeddings alone, or the prompt's and the negative prompt's
-        image  [1, L, C] CLIP features
+        image  [1 or 2, L, C] CLIP features
         """
         return transformer.text_keys(module, params, mesh, text["text"], image)
 

@@ -43,6 +43,7 @@ TRANSFORMER_14B: dict[str, Any] = {
     "added_kv_proj_dim": None, "rope_max_seq_len": 1024, "pos_embed_seq_len": None,
 }
 TRANSFORMER_14B_I2V_21 = TRANSFORMER_14B | {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+TRANSFORMER_14B_FLF2V = TRANSFORMER_14B_I2V_21 | {"pos_embed_seq_len": 514}  # the features of two images
 TRANSFORMER_14B_I2V_22 = TRANSFORMER_14B | {"in_channels": 36}
 TRANSFORMER_1_3B = TRANSFORMER_14B | {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
 TRANSFORMER_5B = TRANSFORMER_14B | {
@@ -116,6 +117,7 @@ PRESETS: dict[str, WanConfig] = {
     "wan2.1-t2v-14b": _preset(TRANSFORMER_14B, 5.0),
     "wan2.1-i2v-14b-480p": _preset(TRANSFORMER_14B_I2V_21, 3.0, clip=True),
     "wan2.1-i2v-14b-720p": _preset(TRANSFORMER_14B_I2V_21, 5.0, clip=True),
+    "wan2.1-flf2v-14b-720p": _preset(TRANSFORMER_14B_FLF2V, 16.0, clip=True),
     "wan2.2-t2v-a14b": _preset(TRANSFORMER_14B, 12.0, boundary_ratio=0.875),
     "wan2.2-i2v-a14b": _preset(TRANSFORMER_14B_I2V_22, 5.0, boundary_ratio=0.9),
     "wan2.2-ti2v-5b": _preset(TRANSFORMER_5B, 5.0, vae=VAE_22, expand_timesteps=True),
@@ -127,6 +129,7 @@ _SAMPLING: dict[str, tuple[int, int, int, int, int, float, float]] = {
     "wan2.1-t2v-14b": (720, 1280, 81, 16, 50, 5.0, 5.0),
     "wan2.1-i2v-14b-480p": (480, 832, 81, 16, 40, 5.0, 5.0),
     "wan2.1-i2v-14b-720p": (720, 1280, 81, 16, 40, 5.0, 5.0),
+    "wan2.1-flf2v-14b-720p": (720, 1280, 81, 16, 50, 5.0, 5.0),
     "wan2.2-t2v-a14b": (720, 1280, 81, 16, 40, 4.0, 3.0),
     "wan2.2-i2v-a14b": (720, 1280, 81, 16, 40, 3.5, 3.5),
     "wan2.2-ti2v-5b": (704, 1280, 121, 24, 50, 5.0, 5.0),
@@ -139,7 +142,9 @@ def recognise(config: WanConfig) -> str:
         same_transformer = all(config.transformer.get(k, v) == v for k, v in preset.transformer.items())
         same_rest = all(getattr(config, key) == getattr(preset, key) for key in ("boundary_ratio", "expand_timesteps"))
         same_shift = config.shift == preset.shift or not name.startswith("wan2.1-i2v")
-        if same_transformer and same_rest and same_shift and config.vae["z_dim"] == preset.vae["z_dim"]:
+        both = [one.get("pos_embed_seq_len") for one in (config.transformer, preset.transformer)]
+        same_images = both[0] == both[1]
+        if same_transformer and same_images and same_rest and same_shift and config.vae["z_dim"] == preset.vae["z_dim"]:
             return name
     return CUSTOM
 

@@ -10,12 +10,12 @@ from wan_tpu.request import Preset
 
 _HUB = "https://huggingface.co/"
 _SHIFT = 5.0
-_SIGMAS = tuple(_SHIFT * s / (1 + (_SHIFT - 1) * s) for s in (1.0, 0.75, 0.5, 0.25))  # 1, 0.9375, 0.8333, 0.625
+SIGMAS = tuple(_SHIFT * s / (1 + (_SHIFT - 1) * s) for s in (1.0, 0.75, 0.5, 0.25))  # 1, 0.9375, 0.8333, 0.625
 
 
 def _lightning(repository: str, loras: tuple[Lora, ...], **more: int) -> dict[str, Preset]:
     settings = {
-        "sigmas": _SIGMAS,
+        "sigmas": SIGMAS,
         "shift": _SHIFT,
         "solver": "euler",
         "guidance_scale": 1.0,

@@ -56,6 +56,9 @@ def make_checkpoint(
     settings = preset.transformer | _TRANSFORMER
     if clip:
         settings |= {"image_dim": _IMAGE_WIDTH, "added_kv_proj_dim": _HEADS * _HEAD_WIDTH}
+        if preset.transformer["pos_embed_seq_len"] is not None:
+            patches = (_IMAGE_ENCODER["image_size"] // _IMAGE_ENCODER["patch_size"]) ** 2
+            settings |= {"pos_embed_seq_len": 2 * (patches + 1)}
     settings |= transformer or {}
     residual = preset.vae is VAE_22
     for name in experts:

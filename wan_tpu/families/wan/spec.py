@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -78,6 +78,13 @@ class WanSpec(ModelSpec):
             encoder += ["image_encoder", "vae_encoder"] if self.takes_image_features else ["vae_encoder"]
         denoise = ("denoise_high", "denoise_low") if self.config.two_experts else ("denoise",)
         return {ENCODER: tuple(encoder), **{stage: (stage,) for stage in denoise}, DECODER: (DECODER,)}
+
+    @property
+    def last_images(self) -> Literal["none", "optional", "required"]:  # type: ignore[override]
+        """Wan 2.1 has checkpoints for both frames and for the first one; Wan 2.2 I2V takes one or both."""
+        if not self.takes_image_features:
+            return "optional" if self.tasks == ("i2v",) else "none"
+        return "none" if self.config.transformer.get("pos_embed_seq_len") is None else "required"
 
     @property
     def takes_image_features(self) -> bool:
