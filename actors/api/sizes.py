@@ -30,14 +30,16 @@ def admit(
     largest: Sequence[Size],
     *,
     image: bool = False,
+    last: bool = False,
     picture: tuple[int, int] | None = None,
 ) -> ResolvedRequest:
     """Return a request with nothing left open; raises `InvalidRequest`.
 
     largest  sizes that fit the slices' memory, as an operator has said; empty where anything fits
-    image    whether there is one, which isn't looked at before all else is fine; picture  then its (height, width)
+    image, last  whether there is a first, a last frame, neither of which is looked at before all else is fine
+    picture      then the first one's (height, width)
     """
-    resolved = spec.plan(request, image=image, picture=picture).request
+    resolved = spec.plan(request, image=image, last=last, picture=picture).request
     asked = (resolved.height, resolved.width, resolved.frames)
     if largest and not fits(asked, largest):
         raise _too_large(asked, largest, spec.frame_step)

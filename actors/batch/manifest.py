@@ -2,7 +2,7 @@
 
 A line has the fields of `GenerationRequest`, and
     id      names the request in results and logs; derived from the line when left out, the same each time
-    image   a local path or gs://; a relative one begins at the manifest's folder
+    image, last_image  local paths or gs://; relative ones begin at the manifest's folder
     loras   those of relative paths may lie below that folder, too
     output  the mp4's name in the output folder; "<id>.mp4" when left out
 """
@@ -27,7 +27,7 @@ from actors.storage.opening import absolute, open_storage, split_location
 from wan_tpu.errors import InvalidInput, WanTpuError
 from wan_tpu.lora import lora_of
 from wan_tpu.media.image import decode_image, load_image
-from wan_tpu.request import GenerationRequest
+from wan_tpu.request import IMAGES, GenerationRequest
 
 Check = Callable[[GenerationRequest], object]
 
@@ -38,7 +38,7 @@ _READERS = 4  # images read at a time: enough to hide the latency of gs://, few 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A line that can be carried out. Its image is read when it is used: a thousand would not fit in memory."""
+    """A line that can be carried out. Its images are read when it is used: a thousand would not fit in memory."""
 
     line: int  # from 1
     id: str
@@ -47,8 +47,8 @@ class Entry:
     digest: str  # of everything that decides the video, the image's bytes included
 
     def request(self) -> GenerationRequest:
-        """Return the request, its image read now; raises `WanTpuError` if that has gone meanwhile."""
-        return GenerationRequest(**self.fields | {"image": _load_image(self.fields.get("image"))})
+        """Return the request, its images read now; raises `WanTpuError` if that has gone meanwhile."""
+        return GenerationRequest(**self.fields | {name: _load_image(self.fields.get(name)) for name in IMAGES})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,19 +103,20 @@ def _read_line(number: int, line: bytes, folder: str, check: Check | None) -> En
         _check_name("output", output, "clips/cat.mp4")
         if not output.endswith(".mp4"):
             raise InvalidInput(f"has the output {output!r}; give a name that ends in .mp4, which is what is written")
-        if fields.get("image") is not None:
-            fields["image"] = _resolve(fields["image"], folder)
+        for name in IMAGES:
+            if fields.get(name) is not None:
+                fields[name] = _resolve(fields[name], folder)
         if isinstance(fields.get("loras"), list):
             fields["loras"] = [_beside(lora, folder) for lora in fields["loras"]]
-        image = _load_image(fields.get("image"))
-        request = GenerationRequest(**fields | {"image": image})
+        images = {name: _load_image(fields.get(name)) for name in IMAGES}
+        request = GenerationRequest(**fields | images)
         if check is not None:
             check(request)
     except WanTpuError as error:
         id_ = given.get("id") if isinstance(given.get("id"), str) else None
         return BadLine(line=number, id=id_, reason=shortened(str(error), 500))
     decides = request.to_json()
-    decides["image"] = None if image is None else image.info["sha256"]
+    decides |= {name: None if image is None else image.info["sha256"] for name, image in images.items()}
     return Entry(line=number, id=id_, output=output, fields=fields, digest=_digest(decides))
 
 

@@ -43,7 +43,7 @@ def end(
     job.ended_at, job.expires_at = now, now + settings.ended_s
     count(session, job, now)
     session.execute(update(Delivery).where(Delivery.job_id == job.id).values(due_at=now))
-    kept = [*job.results.values(), job.input_image or ""]
+    kept = [*job.results.values(), *job.inputs]
     expire_files(session, job.id, now + (0 if failure is None else settings.abandoned_s), keep=kept)
     return job
 

@@ -93,8 +93,8 @@ class JobStore:
             session.add(job)
             if webhook_url is not None:
                 session.add(Delivery(job_id=job.id, url=webhook_url))
-            if job.input_image is not None:
-                self._attach(session, job, job.input_image)
+            for name in job.inputs:
+                self._attach(session, job, name)
             return job, True
 
     def check_room(self, owner: str, idempotency_key: str | None, room: Room) -> None:

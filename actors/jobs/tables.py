@@ -43,7 +43,8 @@ class Job(Table, kw_only=True):
     sequence          position in order of acceptance; grows
     owner             id of the API key it belongs to; "" where there are no keys
     request           the request as it was accepted, plain JSON
-    input_image       name of the input image in storage, recorded with `Retention.reserve` before it was written
+    input_image       name of the first frame in storage, recorded with `Retention.reserve` before it was written
+    input_last_image  of the last frame, likewise
     priority          higher ones are claimed first; round-robin over owners of equal priority
     round             of that round-robin: owners of equal priority have one job claimed in each
     deadline          a job that hasn't ended by then fails with code "deadline_exceeded"
@@ -75,6 +76,7 @@ class Job(Table, kw_only=True):
     status: Mapped[Status] = mapped_column(String(16), default="queued")
     request: Mapped[dict[str, Any]] = mapped_column(JSON)
     input_image: Mapped[str | None] = mapped_column(Text, default=None)
+    input_last_image: Mapped[str | None] = mapped_column(Text, default=None)
     priority: Mapped[int] = mapped_column(default=0)
     round: Mapped[int] = mapped_column(BigInteger, default=0)
     deadline: Mapped[float | None] = mapped_column(default=None)
@@ -104,6 +106,11 @@ class Job(Table, kw_only=True):
 
     # A number is never used again, so that pages stay in order after deletions.
     __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012 (SQLAlchemy's own)
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of its input images in storage."""
+        return [name for name in (self.input_image, self.input_last_image) if name is not None]
 
     @property
     def ended(self) -> bool:

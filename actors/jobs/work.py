@@ -159,4 +159,4 @@ class WorkQueue:
             return
         job.status = "queued"
         job.worker = job.lease_token = job.lease_expires_at = None
-        expire_files(session, job.id, now + self._settings.abandoned_s, keep=[job.input_image or ""])
+        expire_files(session, job.id, now + self._settings.abandoned_s, keep=job.inputs)

@@ -97,8 +97,8 @@ def _adapters(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) ->
     for expert in mine:
         if not request.loras_for(expert.stage):
             continue
-        for base in runtime.component(expert.stage).params.values():
-            if base.ndim != 3:
+        for weight, base in runtime.component(expert.stage).params.items():
+            if base.ndim != 3 or not weight.endswith(".weight"):
                 continue
             name = f"{ADAPTERS} {list(base.shape)}"  # a rule has one sharding for all matrices of a shape
             program, arguments, calls = found.get(name) or (*abstract_merge(runtime, base, RANK), 0)

@@ -1,4 +1,4 @@
-"""What a client asks for: the fields of its body, and the image that comes with it or that they name."""
+"""What a client asks for: the fields of its body, and the images that come with it or that they name."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from actors.api.http.error_answers import HttpError
 from actors.api.http.objects import CreateVideo
-from actors.api.intake.apart import FORM, IMAGE, JSON, PICTURE, Parts, apart, media_type
+from actors.api.intake.apart import FORM, IMAGE, IMAGES, JSON, PICTURE, Parts, apart, media_type
 from actors.api.intake.reader import Reader, Reading
 from actors.api.intake.receiving import as_file
 from actors.api.outbound.client import FetchSettings, fetch
@@ -22,16 +22,19 @@ _LISTS = ("loras", "sigmas")  # fields that a form has as JSON
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A body: its fields, a digest by which the same is known again, and the process that holds its image, if any."""
+    """A body: its fields, a digest by which the same is known again, and the process that holds its images, if any."""
 
     fields: CreateVideo
     digest: str
     reading: Reading | None
 
-    @property
-    def has_image(self) -> bool:
-        """Whether there is an image to start from."""
-        return self.reading is not None or self.fields.input_reference is not None
+    def has(self, name: str) -> bool:
+        """Whether there is an image in a field."""
+        return self.sent(name) or getattr(self.fields, name) is not None
+
+    def sent(self, name: str) -> bool:
+        """Whether the image of a field lies in the body."""
+        return self.reading is not None and name in self.reading.uploads
 
 
 @contextlib.asynccontextmanager
@@ -50,30 +53,41 @@ async def asked_for(content_type: str, body: IO[bytes], reader: Reader, key: str
         else:
             parts = apart(content_type, small)
             fields = _fields(parts)
-            if parts.upload is not None:
-                image = stack.enter_context(as_file(parts.upload))
-                reading = await stack.enter_async_context(reader.read(PICTURE, image, key))
-        upload = None if reading is None else reading.upload
-        if upload is not None and fields.input_reference is not None:
-            raise InvalidRequest(f"{IMAGE} was sent as a file and as a URL; send one of them", IMAGE)
-        digest = hashlib.sha256(f"{fields.model_dump_json()}\0{upload or ''}".encode()).hexdigest()
-        yield Asked(fields=fields, digest=digest, reading=reading if upload is not None else None)
+            if parts.uploads:
+                reading = await stack.enter_async_context(reader.read(content_type, body, key))
+        uploads = {} if reading is None else reading.uploads
+        named = [name for name in IMAGES if getattr(fields, name) is not None]
+        if uploads and named:  # one that waits for a process while it holds another would keep others from theirs
+            raise InvalidRequest(
+                f"{named[0]} was sent as a URL, and {next(iter(uploads))} as a file; send files alone, or URLs",
+                named[0],
+            )
+        digest = hashlib.sha256(f"{fields.model_dump_json()}\0{json.dumps(uploads)}".encode()).hexdigest()
+        yield Asked(fields=fields, digest=digest, reading=reading if uploads else None)
 
 
 @contextlib.asynccontextmanager
-async def image_of(asked: Asked, reader: Reader, fetching: FetchSettings, key: str) -> AsyncIterator[Reading | None]:
-    """Give the image of a request, fetched if it is elsewhere; raises `InvalidRequest`."""
-    if asked.reading is not None or asked.fields.input_reference is None:
-        yield asked.reading
+async def image_of(
+    asked: Asked, name: str, reader: Reader, fetching: FetchSettings, key: str
+) -> AsyncIterator[tuple[Reading, str] | None]:
+    """Give who holds the image of a field, fetched if it is elsewhere, and its name there; raises `InvalidRequest`."""
+    if asked.reading is not None and asked.sent(name):
+        yield asked.reading, name
+        return
+    reference = getattr(asked.fields, name)
+    if reference is None:
+        yield None
         return
     with as_file() as content:
         try:
             async with reader.fetches.turn(key):
-                await fetch(asked.fields.input_reference.image_url, fetching, content)
+                await fetch(reference.image_url, fetching, content)
+            async with reader.read(PICTURE, content, key) as reading:
+                yield reading, IMAGE
         except InvalidRequest as error:
-            raise InvalidRequest(str(error), IMAGE) from None
-        async with reader.read(PICTURE, content, key) as reading:
-            yield reading
+            raise InvalidRequest(
+                str(error), name if error.field == IMAGE or error.field is None else error.field
+            ) from None
 
 
 def _fields(parts: Parts) -> CreateVideo:

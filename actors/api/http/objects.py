@@ -25,7 +25,8 @@ _SECONDS = re.compile(r"[0-9]{1,4}(\.[0-9]{1,6})?", re.ASCII)
 _EMPTY = Catalogue()
 _MAX_PROMPT = 32_000  # characters, as OpenAI's
 # Fields of `wan_tpu.request` by their names here.
-PARAMS = {"frames": "num_frames", "steps": "num_inference_steps", "image": "input_reference"}
+PICTURES = {"input_reference": "image", "last_frame": "last_image"}
+PARAMS = {"frames": "num_frames", "steps": "num_inference_steps"} | {ours: name for name, ours in PICTURES.items()}
 # Fields of a video that a job, and a request, have by the same name.
 _OF_JOB = ("id", "status", "priority", "attempts", "warnings", "stage_seconds", "chip_seconds")
 _SETTINGS = ("prompt", "negative_prompt", "fps", "guidance_scale", "guidance_scale_2", "shift")
@@ -67,6 +68,7 @@ class CreateVideo(_Object):
     seconds: str | None = Field(default=None, description="length of the clip; rounded to whole latent frames")
     size: str | None = Field(default=None, description="WIDTHxHEIGHT in pixels", examples=["1280x720"])
     input_reference: ImageReference | None = Field(default=None, description="the first frame")
+    last_frame: ImageReference | None = Field(default=None, description="the last frame, for models that lead to one")
     negative_prompt: str | None = Field(default=None, max_length=_MAX_PROMPT, description="what to steer away from")
     num_inference_steps: int | None = _limited("steps")
     guidance_scale: float | None = _limited("guidance_scale", "of the high-noise expert, or of the only one")
@@ -129,6 +131,7 @@ class Video(_Object):
     sigmas: list[float] | None = None
     switch_step: int | None = None
     input_size: str | None
+    last_frame_size: str | None = None
     queue_position: int | None = None
     eta_seconds: float | None = None
     attempts: int
@@ -157,6 +160,7 @@ class Model(_Object):
     """What a model makes, and how: OpenAI's model object, and what stands after `owned_by` is ours.
 
     tasks     "t2v": videos of a text, "i2v": of an image and a text
+    last_frames  whether a video may, or must, end with an image, too: "none", "optional", "required"
     stages    that a video passes, in order
     defaults  of fields of a request that are left open
     sizes     that are usual; others are taken too, in multiples of `size_multiple`
@@ -173,6 +177,7 @@ class Model(_Object):
     created: int
     owned_by: Literal["wan-tpu"] = "wan-tpu"
     tasks: list[str]
+    last_frames: str
     stages: list[str]
     defaults: dict[str, float | str]
     sizes: list[str]
@@ -267,6 +272,7 @@ def video(job: Job, eta_s: float | None = None) -> Video:
         stage=running.stage if running else None,
         step=running.step if running else None,
         input_size=asked["input_reference"],
+        last_frame_size=asked.get("last_frame"),
         queue_position=job.position,
         eta_seconds=None if eta_s is None else round(eta_s, 1),
     )
@@ -288,6 +294,7 @@ def model(
         id=name,
         created=created,
         tasks=list(spec.tasks),
+        last_frames=spec.last_images,
         stages=list(spec.stages),
         defaults={"size": f"{width}x{height}"} | {PARAMS.get(field, field): value for field, value in defaults.items()},
         sizes=[f"{w}x{h}" for h, w in spec.usual_sizes],

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import generate_latest
 from starlette.requests import Request
@@ -17,8 +17,9 @@ from actors.api.http.access import REFRESH_S, Access, Caller
 from actors.api.http.bodies import Asked, asked_for, image_of
 from actors.api.http.error_answers import HttpError
 from actors.api.http.following import Following, Seen
-from actors.api.http.objects import adapters_of, generation_request
-from actors.api.intake.reader import Reader
+from actors.api.http.objects import PICTURES, adapters_of, generation_request
+from actors.api.intake.apart import IMAGE, IMAGES, LAST
+from actors.api.intake.reader import Picture, Reader
 from actors.api.intake.receiving import Bodies
 from actors.api.metrics import FRESH_S, HEARTBEAT_S, Meters, ServiceMetrics
 from actors.api.outbound.client import FetchError, check_url
@@ -84,7 +85,7 @@ class Service:
         await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
         source = await asyncio.to_thread(self.store.get, job, caller.sees)
         async with self._asked(request, caller) as asked:
-            if (more := asked.fields.model_fields_set - {"prompt"}) or asked.has_image:
+            if (more := asked.fields.model_fields_set - {"prompt"}) or asked.has(IMAGE):
                 field = min(more, default="input_reference")
                 raise InvalidRequest(f"{field} can't be changed by a remix, the prompt alone can", field)
         made, new = await asyncio.to_thread(self._remix_now, source, asked.fields.prompt, caller, idempotency_key)
@@ -116,27 +117,36 @@ class Service:
         request = generation_request(fields, self.spec, settings.catalogue, seed=secrets.randbelow(2**31))
         loras = adapters_of(fields, self.spec, settings.catalogue)  # kept by name: where they lie may change
         follows = request.height is None and self.spec.follows_image
-        resolved = admit(request, self.spec, () if follows else settings.largest, image=asked.has_image)
-        image = None
-        async with image_of(asked, self.reader, settings.fetch, owner) as reading:
-            if reading is not None:
-                if follows:  # only now is there a size
-                    resolved = admit(request, self.spec, settings.largest, image=True, picture=reading.size)
-                crop = self.spec.crops_image
-                image = await reading.picture(resolved.height, resolved.width, crop=crop)
-        given = None if image is None else f"{image.width}x{image.height}"
+        image, last = asked.has(IMAGE), asked.has(LAST)
+        resolved = admit(request, self.spec, () if follows else settings.largest, image=image, last=last)
+        pictures: dict[str, Picture] = {}
+        for name in IMAGES:
+            async with image_of(asked, name, self.reader, settings.fetch, owner) as found:
+                if found is None:
+                    continue
+                reading, there = found
+                if follows and name == IMAGE:  # only now is there a size
+                    resolved = admit(
+                        request, self.spec, settings.largest, image=True, last=last, picture=reading.sizes[there]
+                    )
+                size, crop = (resolved.height, resolved.width), self.spec.crops_image
+                pictures[name] = await reading.picture(*size, crop=crop, name=there)
+        given = {PICTURES[name]: f"{one.width}x{one.height}" for name, one in pictures.items()}
         job = Job(
             owner=owner,
             request=resolved.to_json()
-            | {"model": settings.model, "image": given, "seconds": fields.seconds, "loras": loras},
-            input_image=None if image is None else _image_name(),
+            | {"model": settings.model, "seconds": fields.seconds, "loras": loras}
+            | dict.fromkeys(PICTURES.values())
+            | given,
+            input_image=_image_name() if IMAGE in pictures else None,
+            input_last_image=_image_name() if LAST in pictures else None,
             priority=fields.priority,
             deadline=fields.deadline,
             idempotency_key=idempotency_key,
             body_digest=asked.digest,
         )
-        png = None if image is None else image.png
-        return await asyncio.to_thread(self._accept_now, job, fields.webhook_url, png, caller.room)
+        pngs = [one.png for one in pictures.values()]
+        return await asyncio.to_thread(self._accept_now, job, fields.webhook_url, pngs, caller.room)
 
     def look_now(self, job: str, owner: str | None) -> Seen:
         """Return a job and in how many seconds it will be done, if that is known; raises `JobNotFound`."""
@@ -185,17 +195,17 @@ class Service:
         with self._queue_full():
             self.store.check_room(caller.owner, idempotency_key, caller.room)
 
-    def _accept_now(self, job: Job, webhook_url: str | None, png: bytes | None, room: Room) -> tuple[Job, bool]:
-        name, new = job.input_image, False
-        if name is not None and png is not None:
+    def _accept_now(self, job: Job, webhook_url: str | None, pngs: Sequence[bytes], room: Room) -> tuple[Job, bool]:
+        names, new = job.inputs, False
+        for name in names:
             self.retention.reserve(name)
         try:
-            if name is not None and png is not None:
+            for name, png in zip(names, pngs, strict=True):
                 self.storage.write(name, png)
             with self._queue_full():
                 job, new = self.store.submit(job, webhook_url=webhook_url, room=room)
         finally:
-            if name is not None and not new:
+            for name in () if new else names:
                 with contextlib.suppress(StoreUnavailable):  # it is removed in an hour
                     self.retention.discard(name)
         return job, new
@@ -205,17 +215,18 @@ class Service:
         known = self.store.known(caller.owner, idempotency_key, digest)
         if known is not None:
             return known, False
-        png = None if source.input_image is None else self.storage.read(source.input_image)
+        pngs = [self.storage.read(name) for name in source.inputs]
         made = Job(
             owner=caller.owner,
             request=source.request | {"prompt": prompt},
-            input_image=None if png is None else _image_name(),
+            input_image=None if source.input_image is None else _image_name(),
+            input_last_image=None if source.input_last_image is None else _image_name(),
             priority=min(source.priority, caller.priority),
             idempotency_key=idempotency_key,
             body_digest=digest,
             remixed_from=source.id,
         )
-        return self._accept_now(made, None, png, caller.room)
+        return self._accept_now(made, None, pngs, caller.room)
 
     @contextlib.contextmanager
     def _queue_full(self) -> Iterator[None]:

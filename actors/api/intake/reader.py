@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import IO, Any
 
 from actors.api.intake.apart import IMAGE, PICTURE, Parts
-from actors.api.intake.reader_process import REFUSED
+from actors.api.intake.reader_process import LENGTH, REFUSED
 from actors.api.intake.turns import Turns
 from actors.api.limits import Limits
 from wan_tpu.errors import InvalidRequest
@@ -31,24 +31,22 @@ class Picture:
 class Reading:
     """What a process has found.
 
-    parts   texts and fields; what `upload` holds stays in the process
-    upload  SHA-256 of the image's file, None where there is none
-    size    (height, width) of that image
+    parts    texts and fields; images stay in the process
+    uploads  SHA-256 of each image's file, by the name of its field; sizes  (height, width) of those images
     """
 
     def __init__(self, child: "_Child", said: dict[str, Any]) -> None:
         self._child = child
         fields = said["fields"]
         self.parts = Parts(text=said["text"], fields=None if fields is None else [tuple(pair) for pair in fields])
-        self.upload: str | None = said["upload"]
-        self.size: tuple[int, int] | None = None if said["size"] is None else tuple(said["size"])
+        self.uploads: dict[str, str] = said["uploads"]
+        self.sizes: dict[str, tuple[int, int]] = {name: (size[0], size[1]) for name, size in said["sizes"].items()}
 
-    async def picture(self, height: int, width: int, *, crop: bool) -> Picture:
-        """Return the image in that size; raises `InvalidRequest`."""
-        assert self.size is not None
-        wanted = {"height": height, "width": width, "crop": crop}
+    async def picture(self, height: int, width: int, *, crop: bool, name: str = IMAGE) -> Picture:
+        """Return an image in that size, once; raises `InvalidRequest`."""
+        wanted = {"name": name, "height": height, "width": width, "crop": crop}
         png = await asyncio.to_thread(self._child.answer, wanted)
-        return Picture(png=png, height=self.size[0], width=self.size[1])
+        return Picture(png=png, height=self.sizes[name][0], width=self.sizes[name][1])
 
 
 class Reader:
@@ -100,9 +98,11 @@ class _Child:
         return self._tell(content_type).readline() or self._failed()
 
     def answer(self, wanted: dict[str, Any]) -> bytes:
-        """Tell it something, and return all that it writes then."""
-        made = self._tell(wanted).read()
-        return made if self._process.wait() == 0 and made else self._failed()
+        """Tell it something, and return what it writes then, after how long that is."""
+        said = self._tell(wanted)
+        length = int.from_bytes(said.read(LENGTH), "big")
+        made = said.read(length)
+        return made if length and len(made) == length else self._failed()
 
     def _tell(self, what: Any) -> IO[bytes]:
         given, said = self._process.stdin, self._process.stdout

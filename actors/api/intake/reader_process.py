@@ -3,9 +3,10 @@
 python -m actors.api.intake.reader_process FILE_DESCRIPTOR CPU_SECONDS MEMORY_BYTES
 
 stdin   a line: the type of what is in the file
-stdout  a line: what that is, and the size of its image
-stdin   a line {"height": ..., "width": ..., "crop": ...}, if the image is wanted
-stdout  the image, upright, of that size, as a PNG that this program has written itself, without any metadata
+stdout  a line: what that is, and the sizes of its images
+stdin   a line {"name": ..., "height": ..., "width": ..., "crop": ...} for each image that is wanted
+stdout  eight bytes that say how long it is, and the image, upright, of that size, as a PNG that this program has
+        written itself, without any metadata
 
 Ends with 0, or with REFUSED and the reason for people on stderr.
 """
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 REFUSED = 3
+LENGTH = 8  # bytes of the number before an image
 FORMATS = ("PNG", "JPEG", "WEBP")  # what OpenAI's API takes, and few decoders for a stranger to try
 _NICE = 5  # behind what answers
 
@@ -52,38 +54,40 @@ def _serve(descriptor: int) -> None:
     given, said = sys.stdin.buffer, sys.stdout.buffer
     with open(descriptor, "rb") as file:
         parts = apart(json.loads(given.readline()), file.read())
-    image = None if parts.upload is None else opened(parts.upload)
-    said.write(json.dumps(_told(parts, image)).encode() + b"\n")
+    images = {name: opened(content, name) for name, content in parts.uploads.items()}
+    said.write(json.dumps(_told(parts, images)).encode() + b"\n")
     said.flush()
-    if image is None or not (line := given.readline()):
-        return
-    said.write(png(fitted(image, **json.loads(line))))
+    while images and (line := given.readline()):
+        wanted = json.loads(line)
+        content = png(fitted(images.pop(wanted.pop("name")), **wanted))
+        said.write(len(content).to_bytes(LENGTH, "big") + content)
+        said.flush()
 
 
-def _told(parts: Parts, image: "Image.Image | None") -> dict[str, object]:
+def _told(parts: Parts, images: "dict[str, Image.Image]") -> dict[str, object]:
     return {
         "text": parts.text,
         "fields": parts.fields,
-        "upload": None if parts.upload is None else hashlib.sha256(parts.upload).hexdigest(),
-        "size": None if image is None else [image.height, image.width],
+        "uploads": {name: hashlib.sha256(content).hexdigest() for name, content in parts.uploads.items()},
+        "sizes": {name: [image.height, image.width] for name, image in images.items()},
     }
 
 
-def opened(content: bytes) -> "Image.Image":
-    """Return an image, upright and in RGB; raises `InvalidRequest`."""
+def opened(content: bytes, name: str = IMAGE) -> "Image.Image":
+    """Return an image, upright and in RGB; raises `InvalidRequest` with the name of its field."""
     from wan_tpu.media.image import decode_image  # within the limits
 
     if not content:
-        raise InvalidRequest("the image is empty; send a PNG, JPEG or WebP file", IMAGE)
+        raise InvalidRequest("the image is empty; send a PNG, JPEG or WebP file", name)
     try:
         image = decode_image(io.BytesIO(content), "upload", FORMATS)
     except InvalidRequest as error:
-        raise InvalidRequest(str(error), IMAGE) from None
+        raise InvalidRequest(str(error), name) from None
     except MemoryError:
         raise
     except Exception as error:  # decoders raise all kinds of things on broken files
         kind = type(error).__name__
-        raise InvalidRequest(f"image upload is damaged ({kind}); save it again as PNG or JPEG", IMAGE) from None
+        raise InvalidRequest(f"image upload is damaged ({kind}); save it again as PNG or JPEG", name) from None
     image.info.clear()  # what the file says about its maker, its location and its colours ends here
     return image
 

@@ -209,9 +209,8 @@ def _request(job: Job, storage: Storage, catalogue: Catalogue) -> GenerationRequ
     """Return what the pipeline takes, from what was accepted."""
     fields = {name: value for name, value in job.request.items() if name not in ("model", "seconds")}
     fields["loras"] = catalogue.loras(fields.get("loras", ()))
-    fields["image"] = None
-    if job.input_image is not None:
-        fields["image"] = Image.open(io.BytesIO(storage.read(job.input_image))).convert("RGB")
+    for field, name in (("image", job.input_image), ("last_image", job.input_last_image)):
+        fields[field] = None if name is None else Image.open(io.BytesIO(storage.read(name))).convert("RGB")
     return GenerationRequest(**fields)
 
 

@@ -9,12 +9,13 @@ import struct
 import time
 import zlib
 
+import numpy as np
 import psutil
 import pytest
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, PngImagePlugin
 
-from actors.api.intake.apart import FORM, JSON, PICTURE, apart, data_url_content
+from actors.api.intake.apart import FORM, IMAGE, JSON, LAST, PICTURE, apart, data_url_content
 from actors.api.intake.reader import Reader
 from actors.api.intake.reader_process import REFUSED, opened, png
 from actors.api.intake.receiving import as_file
@@ -42,9 +43,33 @@ def decoded(content, limits=LIMITS, *, size=None, crop=False):
     async def made():
         with as_file(content) as file:
             async with Reader(limits).read(PICTURE, file, "ann") as reading:
-                return await reading.picture(*(size or reading.size), crop=crop)
+                return await reading.picture(*(size or reading.sizes[IMAGE]), crop=crop)
 
     return asyncio.run(made())
+
+
+def test_two_images_come_out_one_by_one_each_with_its_own_size():
+    first, second = (Image.effect_noise(size, 50).convert("RGB") for size in ((30, 20), (64, 48)))
+    body = form((IMAGE, "a.png", saved(first)), (LAST, "b.png", saved(second)), ("prompt", "", b"x"))
+
+    async def made():
+        with as_file(body) as file:
+            async with Reader(LIMITS).read(FORM_X, file, "ann") as reading:
+                assert reading.sizes == {IMAGE: (20, 30), LAST: (48, 64)} and set(reading.uploads) == {IMAGE, LAST}
+                return [await reading.picture(16, 32, crop=False, name=name) for name in (LAST, IMAGE)]
+
+    found = asyncio.run(made())
+    assert [(one.height, one.width) for one in found] == [(48, 64), (20, 30)]
+    for one, source in zip(found, (second, first), strict=True):
+        got = Image.open(io.BytesIO(one.png))
+        assert np.array_equal(np.asarray(got), np.asarray(source.resize((32, 16), Image.Resampling.LANCZOS)))
+
+
+def test_a_bad_last_frame_is_said_to_be_that():
+    body = form((IMAGE, "a.png", saved(Image.new("RGB", (30, 20)))), (LAST, "b.png", b"nothing"))
+    with pytest.raises(InvalidRequest) as raised:
+        read(FORM_X, body)
+    assert raised.value.field == LAST
 
 
 def clean(content):
@@ -266,12 +291,12 @@ FORM_X = f"{FORM}; boundary=x"
 
 def test_forms_and_json_give_their_texts_and_their_image():
     found = apart(FORM_X, form(("prompt", "", "a cät".encode()), FILE))
-    assert (found.fields, found.upload) == ([("prompt", "a cät")], FILE[2])
+    assert (found.fields, found.uploads) == ([("prompt", "a cät")], {IMAGE: FILE[2]})
     url = f"data:image/png;base64,{base64.b64encode(FILE[2]).decode()}"
     in_json = apart(JSON, json.dumps({"prompt": "x", "input_reference": {"image_url": url}}).encode())
-    assert (json.loads(in_json.text), in_json.upload) == ({"prompt": "x"}, FILE[2])
+    assert (json.loads(in_json.text), in_json.uploads) == ({"prompt": "x"}, {IMAGE: FILE[2]})
     in_form = apart(FORM_X, form(("input_reference[image_url]", "", url.encode())))
-    assert (in_form.fields, in_form.upload) == ([], FILE[2])
+    assert (in_form.fields, in_form.uploads) == ([], {IMAGE: FILE[2]})
 
 
 BODIES = {
