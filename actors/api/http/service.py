@@ -85,8 +85,9 @@ class Service:
         await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
         source = await asyncio.to_thread(self.store.get, job, caller.sees)
         async with self._asked(request, caller) as asked:
-            if (more := asked.fields.model_fields_set - {"prompt"}) or asked.has(IMAGE):
-                field = min(more, default="input_reference")
+            more = asked.fields.model_fields_set - {"prompt"} | {name for name in IMAGES if asked.has(name)}
+            if more:
+                field = min(more)
                 raise InvalidRequest(f"{field} can't be changed by a remix, the prompt alone can", field)
         made, new = await asyncio.to_thread(self._remix_now, source, asked.fields.prompt, caller, idempotency_key)
         return await self._accepted(made, new)

@@ -50,7 +50,7 @@ def decoded(content, limits=LIMITS, *, size=None, crop=False):
 
 def test_two_images_come_out_one_by_one_each_with_its_own_size():
     first, second = (Image.effect_noise(size, 50).convert("RGB") for size in ((30, 20), (64, 48)))
-    body = form((IMAGE, "a.png", saved(first)), (LAST, "b.png", saved(second)), ("prompt", "", b"x"))
+    body = form((IMAGE, NAMED, saved(first)), (LAST, NAMED, saved(second)), ("prompt", "", b"x"))
 
     async def made():
         with as_file(body) as file:
@@ -66,7 +66,7 @@ def test_two_images_come_out_one_by_one_each_with_its_own_size():
 
 
 def test_a_bad_last_frame_is_said_to_be_that():
-    body = form((IMAGE, "a.png", saved(Image.new("RGB", (30, 20)))), (LAST, "b.png", b"nothing"))
+    body = form((IMAGE, NAMED, saved(Image.new("RGB", (30, 20)))), (LAST, NAMED, b"nothing"))
     with pytest.raises(InvalidRequest) as raised:
         read(FORM_X, body)
     assert raised.value.field == LAST
@@ -285,7 +285,8 @@ def form(*parts, end="--x--\r\n"):
     return made + end.encode()
 
 
-FILE = ("input_reference", '; filename="a.png"', saved(picture()))
+NAMED = '; filename="a.png"'
+FILE = ("input_reference", NAMED, saved(picture()))
 FORM_X = f"{FORM}; boundary=x"
 
 
