@@ -121,8 +121,12 @@ def test_what_does_not_divide_the_heads_goes_to_the_tokens(heads, given, expecte
 
 def test_tokens_are_padded_to_the_devices():
     mesh = make_mesh((2, 4, 1), heads=1, devices=jax.devices() * 8)
-    assert token_layout(mesh, 2, 9) == ("dp", ("sp", "tp"), 12)
-    assert token_layout(mesh, 1, 9) == (None, ("dp", "sp", "tp"), 16)  # one branch: 'dp' splits tokens too
+    assert token_layout(mesh, 2, 9) == ("dp", ("sp", "tp"), 12, ("tp",))
+    assert token_layout(mesh, 1, 9) == (None, ("dp", "sp", "tp"), 16, ("tp",))  # one branch: 'dp' splits tokens too
+    whole = 2 * mesh.shape["tp"]
+    assert token_layout(mesh, 1, 9, whole) == (None, ("sp", "dp", "tp"), 16, ("dp", "tp"))  # and heads, if they divide
+    assert token_layout(mesh, 1, 9, whole + 1).head_axes == ("tp",)
+    assert token_layout(mesh, 2, 9, whole).head_axes == ("tp",)
 
 
 def test_a_weight_needs_exactly_one_rule():

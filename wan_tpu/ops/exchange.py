@@ -1,7 +1,7 @@
 """Self-attention over tokens that are spread over devices, with what is sent behind what is computed.
 
-To be called inside `jax.shard_map`. All-to-all over 'tp' turns "some tokens of all heads" into "more tokens of some
-heads"; what other axes hold of K and V is gathered (K and V are 1/G of the heads by then).
+To be called inside `jax.shard_map`. All-to-all over 'tp', or all of `TokenLayout.head_axes`, turns "some tokens of all
+heads" into "more tokens of some heads"; what other axes hold of K and V is gathered (1/G of the heads by then).
 
 Values are sent while queries are made, and queries while keys are. Then attention runs in three rounds. The first has
 as few heads as fill a register: the others' keys come while it is computed. In the second the first one's results are
@@ -25,7 +25,7 @@ from kernels.blocks import LANES
 from kernels.flash_attention import repeated_if
 from wan_tpu.ops.attention import attention_part
 from wan_tpu.runtime.bridge import Params
-from wan_tpu.runtime.mesh import AXES
+from wan_tpu.runtime.mesh import AXES, axis_size
 
 TILE_ROWS = 16  # of bfloat16 in a TPU's registers
 
@@ -33,18 +33,18 @@ T = TypeVar("T")
 _Back = tuple[jax.Array, jax.Array | None]
 
 
-def head_groups(mesh: Mesh, heads: int) -> int:
-    """Return into how many groups heads are split over 'tp' in self-attention: all of 'tp' (see `make_mesh`)."""
-    return math.gcd(heads, mesh.shape["tp"])
+def head_groups(mesh: Mesh, heads: int, axes: tuple[str, ...] = ("tp",)) -> int:
+    """Return into how many groups heads are split over axes in self-attention: all of 'tp' (see `make_mesh`)."""
+    return math.gcd(heads, axis_size(mesh, axes))
 
 
-def key_parts(mesh: Mesh, heads: int, width: int) -> tuple[int, ...]:
-    """Return the columns of a device's keys that are sent at once, for heads of that width.
+def key_parts(mesh: Mesh, heads: int, width: int, axes: tuple[str, ...] = ("tp",)) -> tuple[int, ...]:
+    """Return the columns of a device's keys that are sent at once, for heads of that width, split over axes.
 
     First as few as fill a register, since nothing hides how they come; all where nothing is sent.
     """
-    columns, unit = heads // head_groups(mesh, heads) * width, max(LANES, width)
-    if mesh.shape["tp"] == 1 or columns < 2 * unit or columns % unit:
+    columns, unit = heads // head_groups(mesh, heads, axes) * width, max(LANES, width)
+    if axis_size(mesh, axes) == 1 or columns < 2 * unit or columns % unit:
         return (columns,)
     return unit, columns - unit
 
@@ -53,8 +53,8 @@ def key_parts(mesh: Mesh, heads: int, width: int) -> tuple[int, ...]:
 class Projections:
     """What makes queries, keys and values of rows [t, C].
 
-    query, value  -> [G, t, N*D/G], queries times `query_scale`: heads in groups, one for each device on 'tp'
-                  ([t, N*D] where 'tp' has size 1)
+    query, value  -> [G, t, N*D/G], queries times `query_scale`: heads in groups, one for each device that splits them
+                  ([t, N*D] where that is one)
     key           -> the same in one part or two, as `key_parts` has it: of every group a part of its heads
     """
 
@@ -95,17 +95,19 @@ def exchanged_attention(
     heads: int,
     kv_len: int | jax.Array,
     token_axes: tuple[str, ...],
+    head_axes: tuple[str, ...] = ("tp",),
     platform: str,
     beside: Sequence[Params] = (),
     others: Others | None = None,
 ) -> Mixed:
     """Attend with what `make` makes of this device's rows [t, C].
 
-    token_axes  mesh axes the tokens lie on, slowest first, 'tp' last
+    token_axes  mesh axes the tokens lie on, slowest first, `head_axes` last (`TokenLayout`)
     kv_len      tokens that count, of all devices together and the others; padding lies behind them
     beside      weights of what follows, by rounds: whatever gathers them goes on while a round is computed
     """
-    given = _sent(rows, make, heads, kv_len, token_axes, platform, others)
+    assert token_axes[-len(head_axes) :] == head_axes
+    given = _sent(rows, make, heads, kv_len, token_axes[: -len(head_axes)], head_axes, platform, others)
     found: list[_Back] = []
     right, gathered = [], dict[str, jax.Array]()
     for number in range(len(given.rounds)):
@@ -113,7 +115,7 @@ def exchanged_attention(
         weights = beside[number] if number < len(beside) else {}
         mixed, fine, weights, later, found = _barrier((mixed, fine, weights, given.k[1:], found))
         given = dataclasses.replace(given, k=[given.k[0], *later])
-        found.append(_back(*mixed))
+        found.append(_back(*mixed, head_axes))
         right.append(fine)
         gathered |= weights
     for weights in beside[len(given.rounds) :]:
@@ -124,7 +126,7 @@ def exchanged_attention(
     wrong = jax.lax.psum((~jnp.stack(right).all()).astype(jnp.int32), AXES) > 0
 
     def again() -> tuple[_Back, ...]:
-        return tuple(_back(*given.attend(number, "online")[0]) for number in range(len(given.rounds)))
+        return tuple(_back(*given.attend(number, "online")[0], head_axes) for number in range(len(given.rounds)))
 
     return _joined(repeated_if(wrong, tuple(found), again), gathered)
 
@@ -182,17 +184,16 @@ def _sent(
     make: Projections,
     heads: int,
     kv_len: int | jax.Array,
-    token_axes: tuple[str, ...],
+    apart: tuple[str, ...],
+    head_axes: tuple[str, ...],
     platform: str,
     others: Others | None,
 ) -> _Given:
-    """Make values, queries and keys of rows in this order, each sent while the next are made."""
-    *apart, last = token_axes
-    assert last == "tp"
+    """Make values, queries and keys of rows in this order, each sent while the next are made; apart: not exchanged."""
 
     def sent(x: jax.Array, *, gathered: bool) -> jax.Array:
-        x = _exchange(x).reshape(-1, x.shape[2]) if x.ndim == 3 else x
-        return jax.lax.all_gather(x, tuple(apart), axis=0, tiled=True) if gathered and apart else x
+        x = _exchange(x, head_axes).reshape(-1, x.shape[2]) if x.ndim == 3 else x
+        return jax.lax.all_gather(x, apart, axis=0, tiled=True) if gathered and apart else x
 
     own, rows = _barrier((make.value(rows), rows))
     v = sent(own, gathered=True)
@@ -200,7 +201,7 @@ def _sent(
     q = sent(own, gathered=False)
     q, parts = _barrier((q, make.key(rows)))
     k = [sent(part, gathered=True) for part in parts]
-    width = q.shape[1] * jax.lax.axis_size("tp") // heads
+    width = q.shape[1] * _size(head_axes) // heads
     if others is not None:
         starts = [sum(part.shape[1] for part in k[:number]) for number in range(len(k))]
         k = [
@@ -224,15 +225,19 @@ def _followed(rows: jax.Array, others: jax.Array, after: int) -> jax.Array:
     return room
 
 
-def _back(mixed: jax.Array, other: jax.Array | None) -> _Back:
+def _back(mixed: jax.Array, other: jax.Array | None, axes: tuple[str, ...]) -> _Back:
     """[L, columns] of this device's heads -> [G, t, columns] of its tokens; the others' stay."""
-    groups = jax.lax.axis_size("tp")
-    return mixed if groups == 1 else _exchange(mixed.reshape(groups, -1, mixed.shape[1])), other
+    groups = _size(axes)
+    return mixed if groups == 1 else _exchange(mixed.reshape(groups, -1, mixed.shape[1]), axes), other
 
 
-def _exchange(x: jax.Array) -> jax.Array:
+def _exchange(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """[G, ...] for each destination -> [G, ...] from each source."""
-    return jax.lax.all_to_all(x, "tp", split_axis=0, concat_axis=0, tiled=True)
+    return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+
+
+def _size(axes: tuple[str, ...]) -> int:
+    return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
 def _barrier(values: T) -> T:

@@ -158,13 +158,15 @@ class TokenLayout(NamedTuple):
     """How the tokens of all guidance branches, [B, L, C], lie on a mesh.
 
     branch_axis  'dp', or None: every device has a part of every branch
-    token_axes   the axes that split L, slowest first, 'tp' last
+    token_axes   the axes that split L, slowest first, those of heads last
     padded       L rounded up so that every device has as many tokens, in whole hardware tiles
+    head_axes    the axes that split heads in place of tokens during self-attention
     """
 
     branch_axis: str | None
     token_axes: tuple[str, ...]
     padded: int
+    head_axes: tuple[str, ...] = ("tp",)
 
     @property
     def spec(self) -> P:
@@ -172,10 +174,17 @@ class TokenLayout(NamedTuple):
         return P(self.branch_axis, self.token_axes)
 
 
-def token_layout(mesh: Mesh, branches: int, tokens: int) -> TokenLayout:
-    """Return where `tokens` tokens of `branches` branches go: 'dp' splits branches, or tokens if they are too few."""
+def token_layout(mesh: Mesh, branches: int, tokens: int, heads: int = 0) -> TokenLayout:
+    """Return where `tokens` tokens of `branches` branches go: 'dp' splits branches, or tokens if they are too few.
+
+    heads  of self-attention: 'dp' splits these, too, where it splits tokens and they divide. To gather keys and values
+           over 'dp' instead takes three times as long as the exchange (docs/benchmarks.md)
+    """
     split = branches % mesh.shape["dp"] == 0
     axes = SHARDS if split else AXES
+    of_heads: tuple[str, ...] = ("tp",)
+    if not split and heads and heads % (mesh.shape["dp"] * mesh.shape["tp"]) == 0:
+        axes, of_heads = ("sp", "dp", "tp"), ("dp", "tp")
     # 128: a bfloat16 tile has 16 rows, and 8 of them make the blocks of all kernels come out whole more often.
     unit = axis_size(mesh, axes) * (128 if mesh.devices.flat[0].platform == "tpu" else 1)
-    return TokenLayout("dp" if split else None, axes, -(-tokens // unit) * unit)
+    return TokenLayout("dp" if split else None, axes, -(-tokens // unit) * unit, of_heads)

@@ -105,7 +105,7 @@ def velocity(
         embedding, modulation = _embed_time(module, times, latents.dtype)
         patch = module.config.patch_size
         cut = patches(to_jax(latents), patch)
-        layout = token_layout(mesh, keys["key"].shape[1], len(cut))
+        layout = token_layout(mesh, keys["key"].shape[1], len(cut), module.config.num_attention_heads)
         tables = rope_tables(module, [n // p for n, p in zip(latents.shape[2:], patch, strict=True)])
         return _Step(module.config, mesh, layout, first_tokens, len(cut)).run(
             Inputs(
@@ -145,8 +145,8 @@ class _Step:
         platform = mesh.devices.flat[0].platform
         self._mesh, self._layout, self._tokens, self._first = mesh, layout, tokens, first_tokens
         self._heads, self._eps, self._platform = config.num_attention_heads, config.eps, platform
-        self._groups = head_groups(mesh, self._heads)
-        self._key_parts = key_parts(mesh, self._heads, config.attention_head_dim)
+        self._groups = head_groups(mesh, self._heads, layout.head_axes)
+        self._key_parts = key_parts(mesh, self._heads, config.attention_head_dim, layout.head_axes)
         self._query_scale = query_scale(config.attention_head_dim)
         self._ops: Ops = ops_for(platform)
 
@@ -236,6 +236,7 @@ class _Step:
             heads=self._heads,
             kv_len=self._tokens,
             token_axes=self._layout.token_axes,
+            head_axes=self._layout.head_axes,
             platform=self._platform,
             beside=[{name: w[name]} for name in _BESIDE],
         )

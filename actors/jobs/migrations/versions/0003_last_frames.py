@@ -1,0 +1,12 @@
+"""Jobs with a last frame, too."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0003"
+down_revision = "0002"
+
+
+def upgrade() -> None:
+    """Add a column."""
+    op.add_column("jobs", sa.Column("input_last_image", sa.Text()))

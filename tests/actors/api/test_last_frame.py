@@ -1,0 +1,71 @@
+"""A first and a last frame through the API: files, data URLs, and what the worker's request has of them."""
+
+import io
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from actors.jobs.store import open_database
+from actors.jobs.tables import File
+from tests.actors.api import serving
+from tests.actors.api.serving import create, done, served
+from tests.actors.api.test_service import as_data_url
+
+FIRST, LAST = (Image.effect_noise(size, 60).convert("RGB") for size in ((96, 64), (48, 32)))
+
+
+def png(image):
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+class LastFrames(serving.SmallSpec):
+    last_images = "optional"
+
+
+@pytest.fixture
+def http(settings, engine):
+    spec = LastFrames(serving.SPEC.config)
+    with serving.working(settings, engine), served(settings, spec) as address:
+        with httpx.Client(base_url=address, timeout=30) as made:
+            yield made
+
+
+@pytest.mark.parametrize("form", [True, False])
+def test_both_frames_reach_the_pipeline_in_the_videos_size(form, http, engine, settings):
+    if form:
+        files = {"input_reference": ("a.png", png(FIRST)), "last_frame": ("b.png", png(LAST)), "prompt": (None, "x")}
+        job = http.post("/v1/videos", files=files).json()
+    else:
+        given = {"input_reference": FIRST, "last_frame": LAST}
+        job = create(http, **{name: {"image_url": as_data_url(image)} for name, image in given.items()}).json()
+    assert (job["input_size"], job["last_frame_size"]) == ("96x64", "48x32")
+    assert done(http, job["id"])["status"] == "completed"
+    asked = engine.asked[-1]
+    assert np.array_equal(np.asarray(asked.image), np.asarray(FIRST))
+    assert np.array_equal(np.asarray(asked.last_image), np.asarray(LAST.resize((96, 64), Image.Resampling.LANCZOS)))
+    remixed = http.post(f"/v1/videos/{job['id']}/remix", json={"prompt": "other"}).json()
+    assert done(http, remixed["id"])["status"] == "completed"
+    assert np.array_equal(np.asarray(engine.asked[-1].last_image), np.asarray(asked.last_image))
+    http.delete(f"/v1/videos/{job['id']}")
+    with open_database(settings.database).read() as session:
+        assert all(file.delete_at is not None for file in session.query(File) if file.job == job["id"])
+    assert http.get("/v1/models").json()["data"][0]["last_frames"] == "optional"
+
+
+def test_what_cant_be_is_refused(http, settings):
+    both = {"input_reference": {"image_url": as_data_url(FIRST)}, "last_frame": {"image_url": "https://x.test/b.png"}}
+    error = create(http, **both).json()["error"]
+    assert error["param"] == "last_frame" and "files alone, or URLs" in error["message"]
+    with served(settings) as address, httpx.Client(base_url=address) as plain:
+        error = create(plain, last_frame={"image_url": as_data_url(LAST)}).json()["error"]
+        assert error["param"] == "last_frame" and "takes a first frame alone" in error["message"]
+
+
+@pytest.mark.parametrize("frames", [1])
+def test_one_frame_cant_be_first_and_last(frames, http):
+    given = {name: {"image_url": as_data_url(FIRST)} for name in ("input_reference", "last_frame")}
+    assert create(http, num_frames=frames, **given).json()["error"]["param"] == "num_frames"
