@@ -13,6 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 from wan_tpu.bucket import SCHEME, BucketFolder, WeightFile
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.request import Defaults, GenerationRequest, Own, Preset
+from wan_tpu.schedules.magcache import Curve, curve_from
 
 OWN = "wan_tpu.json"
 OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "*LICENSE*")  # than weights, in a folder and those in it
@@ -58,7 +59,7 @@ class Checkpoint:
         {} without the file. Raises `CheckpointError`.
         """
         found = self._json(OWN) if (self.folder / OWN).is_file() else {}
-        allowed = ("defaults", "presets", *others)
+        allowed = ("defaults", "presets", "magcache", *others)
         if unknown := sorted(set(found) - set(allowed)):
             raise CheckpointError(
                 f"{self.folder / OWN} says {', '.join(unknown)}; this model has only {', '.join(allowed)}"
@@ -87,7 +88,14 @@ class Checkpoint:
                 given = given | {"loras": [self._beside(lora) for lora in given["loras"]]}
             settings = self._settings(where, given, [*allowed, "sigmas", "switch_step", "loras"])
             presets[name] = Preset(str(said["about"]), str(said["source"]), tuple(settings.items()))
-        return Own(tuple(defaults.items()), tuple(presets.items()))
+        return Own(tuple(defaults.items()), tuple(presets.items()), self._curve(found.get("magcache")))
+
+    def _curve(self, said: Any) -> Curve | None:
+        """Return MagCache's curve, as `wan-tpu calibrate` writes it; raises `CheckpointError`."""
+        try:
+            return None if said is None else curve_from(said)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.folder / OWN}: in magcache, {error!r}; calibrate it again") from None
 
     def _settings(self, where: str, found: Any, allowed: Sequence[str]) -> dict[str, Any]:
         """Return settings as a request has them; raises `CheckpointError`."""

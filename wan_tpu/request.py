@@ -14,6 +14,7 @@ from PIL import Image
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.lora import Lora, loras_of
 from wan_tpu.media.image import load_image
+from wan_tpu.schedules.magcache import Curve, magcache_of
 
 NAMED_SIZES = ("720*1280", "1280*720", "480*832", "832*480")
 SIZE_MULTIPLE = 16  # pixels: the VAE's 8 x the transformer's patch of 2 (TI2V 5B: 32, checked by the model)
@@ -67,11 +68,12 @@ class Preset:
 class Own:
     """What a checkpoint itself says of how to sample it, in its wan_tpu.json.
 
-    defaults  fields of `Defaults`, by name; presets  by name
+    defaults  fields of `Defaults`, by name; presets  by name; curve  of MagCache
     """
 
     defaults: tuple[tuple[str, float], ...] = ()
     presets: tuple[tuple[str, Preset], ...] = ()
+    curve: Curve | None = None
 
 
 NOTHING_OWN = Own()
@@ -97,6 +99,8 @@ class GenerationRequest:
     loras             adapters of the experts: `Lora`, its text or its fields (`wan_tpu.lora.lora_of`)
     sigmas            noise level of each step, falling, from at most 1; in place of what steps and shift make
     switch_step       the low-noise expert's first step, from 0; where left out, the boundary of the model says it
+    cache             steps that reuse what the one before computed: "magcache" or with settings
+                      (`wan_tpu.schedules.magcache`); lossy. None: none
     preset            a named way to sample (`wan_tpu.spec.ModelSpec.presets`): fills what is left open, adapters too
 
     Raises `InvalidRequest` naming the field, what is allowed and the nearest value that works.
@@ -119,6 +123,7 @@ class GenerationRequest:
     loras: Sequence[Lora | str | Mapping[str, Any]] | None = None
     sigmas: Sequence[float] | None = None
     switch_step: int | None = None
+    cache: str | None = None
     preset: str | None = None
 
     def __post_init__(self) -> None:
@@ -138,9 +143,11 @@ class GenerationRequest:
             _check_integer(name, getattr(self, name))
         for name in ("fps", "shift", "guidance_scale", "guidance_scale_2"):
             _check_number(name, getattr(self, name))
-        for name in ("solver", "preset"):
+        for name in ("solver", "preset", "cache"):
             if not isinstance(getattr(self, name), str | None):
                 raise InvalidRequest(f"{name} is a {type(getattr(self, name)).__name__}; give a name", name)
+        if self.cache is not None:
+            object.__setattr__(self, "cache", str(magcache_of(self.cache)))
         if self.sigmas is not None:
             object.__setattr__(self, "sigmas", _sigmas(self.sigmas))
         if self.loras is not None:

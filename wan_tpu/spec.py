@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 from PIL import Image
 
 from wan_tpu.errors import InvalidRequest
@@ -24,6 +25,7 @@ from wan_tpu.request import (
     ResolvedRequest,
     parse_size,
 )
+from wan_tpu.schedules.magcache import Curve, magcache_of, skipped
 from wan_tpu.schedules.schedule import Schedule
 
 ENCODER, DECODER = "encoder", "decoder"  # the first and the last stage of every model; between them it denoises
@@ -129,6 +131,38 @@ class ModelSpec(abc.ABC):
         return self.defaults
 
     @property
+    def curve(self) -> Curve | None:
+        """How the model's residuals change, where that was measured: by it MagCache decides."""
+        return None
+
+    def skipped(self, request: ResolvedRequest) -> np.ndarray | None:
+        """Return which branches of which steps reuse what was computed before, bool [S, 2]; None without a cache."""
+        if request.cache is None:
+            return None
+        assert self.curve is not None
+        phases = [(expert.start, expert.stop) for expert in self.experts(request)]
+        return skipped(self.curve, magcache_of(request.cache), phases)
+
+    def _check_cache(self, request: ResolvedRequest) -> None:
+        """Refuse a cache whose curve isn't known, or is of another schedule."""
+        if request.cache is None:
+            return
+        remedy = "measure one with wan-tpu calibrate, or leave it out"
+        if self.curve is None:
+            raise InvalidRequest(f"cache is {request.cache}, and no curve of {self.name} is known; {remedy}", "cache")
+        if request.sigmas is not None or request.switch_step is not None:
+            raise InvalidRequest(
+                f"cache is {request.cache}; its curve is of the model's own schedule, not of sigmas or switch_step",
+                "cache",
+            )
+        if request.shift != self.curve.shift or self.boundary_ratio != self.curve.boundary:
+            raise InvalidRequest(
+                f"cache is {request.cache}, whose curve holds for shift {self.curve.shift:g}; shift is "
+                f"{request.shift:g}: {remedy}",
+                "cache",
+            )
+
+    @property
     def usual_sizes(self) -> list[tuple[int, int]]:
         """(height, width): the model's own, and the usual ones that it can make and that are no larger."""
         height, width = self.defaults.height, self.defaults.width
@@ -215,6 +249,7 @@ class ModelSpec(abc.ABC):
                 f"switch_step is {request.switch_step} of {request.steps} steps; allowed are 0 to {request.steps}",
                 "switch_step",
             )
+        self._check_cache(request)
         self.check_size(request)
 
     def nearest_frames(self, frames: float) -> int:
@@ -270,6 +305,7 @@ class ModelSpec(abc.ABC):
         for expert in self.experts(request):
             branches = 2 if expert.guided else 1
             found[expert.stage] = f"{expert.stage} {size}x{request.frames} {task} {branches} {request.solver}"
+            found[expert.stage] += "" if request.cache is None else " cached"
             for lora in request.loras_for(expert.stage):
                 found[expert.stage] += f" {lora}"
         return found | {DECODER: f"{DECODER} {size}"}

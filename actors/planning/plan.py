@@ -102,6 +102,7 @@ def _request(args: argparse.Namespace) -> ResolvedRequest:
         steps=args.steps,
         guidance_scale=args.guidance_scale,
         preset=args.preset,
+        cache=args.cache,
     )
     spec = preset_spec(args.model)
     return spec.plan(given, image="t2v" not in spec.tasks, last=spec.last_images == "required").request
@@ -259,6 +260,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--size", help="HEIGHT*WIDTH; default the model's")
     parser.add_argument("--frames", type=int)
     parser.add_argument("--preset", help="a named way to sample, such as lightning")
+    parser.add_argument("--cache", help="skipped steps, such as magcache")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--guidance_scale", type=float)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")

@@ -253,8 +253,10 @@ class StageHost:
         return state.nbytes
 
     def snapshot(self, key: str) -> Output:
-        """Copy out the state after the last finished step, while the next may run: (step, `DenoiseState`)."""
-        state = _state(self._get(key, _Denoising))
+        """Copy out the latest state that can be gone on from, while the next step may run: (step, `DenoiseState`)."""
+        work = self._get(key, _Denoising)
+        run = work.run  # read once: the other thread may end it meanwhile
+        state = work.state if run is None else run.resumable
         return self._output(state.step, lambda: stages.to_host(state))
 
     def collect(self, key: str) -> Output:

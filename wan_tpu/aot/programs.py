@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from wan_tpu.adapters.merging import abstract_merge
@@ -17,8 +18,17 @@ from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.spec import ENCODER, Expert
-from wan_tpu.stages import image_program, keys_program, step_numbers, step_program, text_program, vae_programs
+from wan_tpu.stages import (
+    image_program,
+    keys_program,
+    residual_shape,
+    step_numbers,
+    step_program,
+    text_program,
+    vae_programs,
+)
 
+STEP, SKIPPED = "denoise step", "denoise step, skipped"
 ADAPTERS = "apply adapters"
 RANK = 64  # of LightX2V's adapters
 
@@ -58,7 +68,7 @@ def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[
     found |= _adapters(runtime, request, mine)
     if mine:  # both run the same program
         found["text keys"] = _keys(runtime, mine)
-        found["denoise step"] = _denoise(runtime, request, mine)
+        found |= _denoise(runtime, request, mine)
     return found | (_vae(runtime, request, "decoder") if "decoder" in stages else {})
 
 
@@ -106,7 +116,7 @@ def _adapters(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) ->
     return found
 
 
-def _denoise(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) -> tuple[Program, tuple[Any, ...], int]:
+def _denoise(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) -> StagePrograms:
     model, loaded = runtime.model, runtime.component(mine[0].stage)
     schedule = model.spec.schedule(request)
     shape = model.spec.latent_shape(request)
@@ -119,7 +129,19 @@ def _denoise(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) -> 
     image = model.image_latents_shape(shape)
     given = (keys, None if image is None else _array(runtime, image, jnp.float32))
     arguments = (loaded.params, latents, (latents,) * schedule.history_terms, numbers, given)
-    return step_program(runtime, loaded.module), arguments, sum(expert.stop - expert.start for expert in mine)
+    steps = sum(expert.stop - expert.start for expert in mine)
+    skipped = model.spec.skipped(request)
+    if skipped is None:
+        return {STEP: (step_program(runtime, loaded.module), arguments, steps)}
+    branches = 2 if any(expert.guided for expert in mine) else 1
+    residual = residual_shape(runtime, shape, branches)
+    which = jax.ShapeDtypeStruct((branches,), np.bool_, sharding=replicated(runtime.mesh))
+    reused = sum(int(skipped[expert.start : expert.stop, :branches].all(1).sum()) for expert in mine)
+    some, every = (step_program(runtime, loaded.module, kind) for kind in ("some", "all"))
+    return {
+        STEP: (some, (*arguments, residual, which), steps - reused),
+        SKIPPED: (every, (*arguments, residual), reused),
+    }
 
 
 def _vae(runtime: Runtime, request: ResolvedRequest, name: str) -> StagePrograms:

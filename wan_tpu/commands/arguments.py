@@ -14,6 +14,7 @@ from wan_tpu.families import FAMILIES
 from wan_tpu.media.video import check_ffmpeg, check_output
 from wan_tpu.progress import Console
 from wan_tpu.request import NAMED_SIZES, GenerationRequest, parse_size
+from wan_tpu.schedules import magcache
 
 if TYPE_CHECKING:
     from wan_tpu.commands.record import Profiler
@@ -73,6 +74,7 @@ def add_sampling_arguments(group: argparse._ActionsContainer) -> None:
         metavar="PATH[:SCALE][@high|low|both]",
         help="adapter of the experts: a file, a folder, in gs:// or OWNER/NAME[/FILE] of the hub; several times",
     )
+    group.add_argument("--cache", help=f"skip steps that would change little, which is lossy: {magcache.FORM}")
     group.add_argument("--sigmas", type=float, nargs="+", help="noise level of each step, in place of steps and shift")
     group.add_argument("--switch_step", type=int, help="the low-noise expert's first step, from 0")
     group.add_argument("--seed", type=int)
@@ -105,6 +107,7 @@ def request_from(args: argparse.Namespace) -> GenerationRequest:
         loras=args.lora,
         sigmas=args.sigmas,
         switch_step=args.switch_step,
+        cache=args.cache,
         preset=args.preset,
     )
 

@@ -89,6 +89,8 @@ class Recorder:
         """Note the time of a denoising step."""
         seconds = round(event.seconds, 4)
         self._steps.append({"stage": event.stage, "step": event.step, "timestep": event.timestep, "seconds": seconds})
+        if event.skipped:
+            self._steps[-1]["skipped"] = True
 
     def warn(self, message: str) -> None:
         """Warn, and keep the message."""

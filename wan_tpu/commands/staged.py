@@ -203,6 +203,8 @@ def _with_overrides(run: Run, args: argparse.Namespace) -> Run:
         overrides |= {"sigmas": tuple(args.sigmas), "steps": args.steps or len(args.sigmas)}
     elif "steps" in overrides:
         overrides |= {"sigmas": None, "switch_step": None}
+    if args.cache is not None:
+        overrides["cache"] = args.cache
     if args.lora is not None:
         overrides["loras"] = loras_of(args.lora)
     if args.switch_step is not None:

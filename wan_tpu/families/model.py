@@ -186,6 +186,29 @@ class Model(abc.ABC):
         keys     from `text_keys`; image_latents as in `Conditioning`
         """
 
+    def residual_shape(self, mesh: Mesh, branches: int, latent_shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return shape and sharding of what the blocks add to the tokens; asked for where the model has a `curve`."""
+        raise NotImplementedError
+
+    def cached_velocity(
+        self,
+        module: torch.nn.Module,
+        params: Params,
+        mesh: Mesh,
+        latents: jax.Array,
+        timestep: jax.Array,
+        guidance: jax.Array,
+        keys: dict[str, jax.Array],
+        image_latents: jax.Array | None,
+        reuse: tuple[jax.Array, jax.Array | None] | None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return `velocity`, and what the blocks added; asked for where the model has a `curve`.
+
+        reuse  what they added before (`residual_shape`), and of which branches that is taken, bool [B]; None: of all,
+               and no block is computed
+        """
+        raise NotImplementedError
+
     @abc.abstractmethod
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
         """Return the latents to decode, after the last step."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from wan_tpu.aot.programs import ADAPTERS, AbstractRuntime, stage_programs
+from wan_tpu.aot.programs import ADAPTERS, SKIPPED, STEP, AbstractRuntime, stage_programs
 from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.errors import InvalidRequest, MeshError
 from wan_tpu.families.model import preset_model
@@ -23,7 +23,6 @@ from wan_tpu.runtime.program import GIB
 from wan_tpu.spec import Expert
 
 Report = Callable[[str], object]
-STEP = "denoise step"
 KEYS = "text keys"
 
 
@@ -77,7 +76,7 @@ class Needs(NamedTuple):
 def _owner(program: ProgramPlan) -> str:
     """Return what a program shares its weights with."""
     owner = program.name.split(" first")[0].split(" later")[0]
-    return STEP if owner == KEYS or owner.startswith(ADAPTERS) else owner  # which come before the step
+    return STEP if owner in (KEYS, SKIPPED) or owner.startswith(ADAPTERS) else owner  # which come before the step
 
 
 @dataclass(frozen=True)
@@ -209,11 +208,13 @@ class Planner:
     def job(self, program: str, mesh: MeshShape) -> Job:
         """Return what is compiled for a program; steps and guidance change the expert's programs only."""
         usual = self._model.spec.defaults
-        sampled = self._request if program in (KEYS, STEP) else usual
+        sampled = self._request if program in (KEYS, STEP, SKIPPED) else usual
         settings: dict[str, Any] = {name: getattr(self._request, name) for name in ("height", "width", "frames")}
         settings |= {name: getattr(sampled, name) for name in ("steps", "guidance_scale")}
         if sampled.solver != usual.solver:
             settings["solver"] = sampled.solver
+        if program in (STEP, SKIPPED) and self._request.cache is not None:
+            settings["cache"] = self._request.cache
         if program.startswith(ADAPTERS):
             settings["loras"] = [str(lora) for lora in self._request.loras]
         return Job(self._name, program, self._slice, mesh, settings, self._dtype)
@@ -239,7 +240,7 @@ class Planner:
     def _stages(self, programs: list[ProgramPlan]) -> Iterator[StagePlan]:
         flops, shape = self._model.flops, self._model.spec.latent_shape(self._request)
         branches = 2 if self._model.spec.guided(self._request) else 1
-        denoise = [one for one in programs if one.name in (KEYS, STEP) or one.name.startswith(ADAPTERS)]
+        denoise = [one for one in programs if one.name in (KEYS, STEP, SKIPPED) or one.name.startswith(ADAPTERS)]
         decoder = [program for program in programs if program.name.startswith("decoder")]
         encoder = [program for program in programs if program not in denoise + decoder]
         if encoder:

@@ -23,6 +23,7 @@ from wan_tpu.stages.denoise import (
     finished,
     initial_state,
     keys_program,
+    residual_shape,
     step_conditioning,
     step_numbers,
     step_program,

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ class StepEvent:
 
     stage     "denoise_high" or "denoise_low"; step counts from 1 to `steps` over both
     timestep  in [0, 1000]; seconds  of this step, compilation included
+    skipped   whether it reused what the blocks gave before, in every branch (`wan_tpu.schedules.magcache`)
     """
 
     stage: str
@@ -37,6 +38,7 @@ class StepEvent:
     steps: int
     timestep: float
     seconds: float
+    skipped: bool
     state: DenoiseState  # arrays on the device; np.asarray(event.latents) copies them
 
     @property
@@ -137,7 +139,8 @@ def expert_inputs(runtime: Runtime[Model], expert: Expert, conditioning: Conditi
 class ExpertRun:
     """A request on one expert, from the step that `state` has reached.
 
-    state  after the last finished step, on the devices; replaced, never changed, by each step
+    state      after the last finished step, on the devices; replaced, never changed, by each step
+    resumable  the latest that another run can go on from: with a cache, one before a step that reuses nothing
     """
 
     def __init__(
@@ -150,14 +153,17 @@ class ExpertRun:
     ) -> None:
         """state: from `device_state`, or another expert's run of the same request."""
         self.expert = expert
-        self.state = state
+        self.state = self.resumable = state
         self._runtime = runtime
         self._schedule = runtime.model.spec.schedule(request)
         self._noise = runtime.model.step_noise(request) if self._schedule.noise_terms else None
         self._loras = request.loras_for(expert.stage)
         loaded = runtime.component(expert.stage, self._loras)
-        self._program = step_program(runtime, loaded.module)
+        self._module = loaded.module
         self._given = step_conditioning(runtime, loaded, inputs)
+        self._branches = 2 if expert.guided else 1
+        self._skipped = runtime.model.spec.skipped(request)
+        self._residual: jax.Array | None = None  # of the blocks, where it will be reused
 
     def step(self) -> StepEvent:
         """Run the next step; raises `UnhealthyResult` naming it, on every process, when it gives NaN or Inf.
@@ -173,13 +179,42 @@ class ExpertRun:
         given = self.state.latents, self.state.history, numbers, self._given
         # Not kept here: a paused request's weights make room for others' adapters, and are merged again.
         params = self._runtime.component(self.expert.stage, self._loras).params
-        latents, history, finite = self._program(params, *given)
+        before, residual, skipped = self.state, self._residual, self._reuses(i)
+        if self._skipped is None:
+            latents, history, finite, _ = step_program(self._runtime, self._module)(params, *given)
+        elif skipped.all():
+            latents, history, finite, _ = step_program(self._runtime, self._module, "all")(params, *given, residual)
+        else:
+            residual = self._nothing() if residual is None else residual
+            program = step_program(self._runtime, self._module, "some")
+            latents, history, finite, residual = program(params, *given, residual, place(skipped, self._runtime.mesh))
         timestep = float(schedule.timesteps[i])
         check_finite(
             bool(fetch(finite, "denoise step")), f"{stage}, step {i + 1} of {schedule.steps} (t = {timestep:g})"
         )
-        self.state = DenoiseState(latents, history, i + 1)
-        return StepEvent(stage, i + 1, schedule.steps, timestep, time.perf_counter() - start, self.state)
+        self.state, self._residual = DenoiseState(latents, history, i + 1), residual
+        if self._skipped is None or i + 1 == self.expert.stop:
+            self.resumable = self.state
+        elif not skipped.any():
+            self.resumable = before
+        seconds = time.perf_counter() - start
+        return StepEvent(stage, i + 1, schedule.steps, timestep, seconds, bool(skipped.all()), self.state)
+
+    def _reuses(self, i: int) -> np.ndarray:
+        """Return which branches reuse the residual in step i, bool [B]."""
+        if self._skipped is None or self._residual is None:
+            return np.zeros(self._branches, bool)
+        return self._skipped[i, : self._branches]
+
+    def _nothing(self) -> jax.Array:
+        """Return a residual that isn't used."""
+        shape = residual_shape(self._runtime, self.state.latents.shape, self._branches)
+
+        def zeros() -> jax.Array:
+            return jnp.zeros(shape.shape, shape.dtype)
+
+        made: jax.Array = self._runtime.program(f"no residual {list(shape.shape)}", zeros, shape.sharding)()
+        return made
 
 
 def denoise(
@@ -232,26 +267,41 @@ def step_numbers(schedule: Schedule, i: int) -> dict[str, Any]:
     return numbers
 
 
-def step_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:
-    """Return the jitted step: (params, latents, history, numbers, conditioning) -> latents, history, finite.
+Reused = Literal["none", "some", "all"]
+_NAMES = {"none": "denoise step", "some": "denoise step, cached", "all": "denoise step, skipped"}
+
+
+def step_program(runtime: Runtime[Model], module: torch.nn.Module, reused: Reused = "none") -> Program:
+    """Return the jitted step: (params, latents, history, numbers, conditioning) -> latents, history, finite, None.
 
     latents and each term of the history are [1, C, T, H, W], numbers are `step_numbers`, conditioning is that of
     `step_conditioning`; finite says whether all new latents are. Both experts run the same program: they differ in
     weights only (families refuse experts that don't).
+
+    reused  whether it is given a residual of the blocks (`residual_shape`): for "some" branches, which are given next,
+            bool [B], and then it returns the residual in place of None; or in place of the blocks of "all"
     """
 
-    def step(params, latents, history, numbers, conditioning):  # type: ignore[no-untyped-def]
-        velocity = runtime.model.velocity(
-            module, params, runtime.mesh, latents, numbers["timestep"], numbers["guidance"], *conditioning
-        )
+    def step(params, latents, history, numbers, conditioning, residual=None, skipped=None):  # type: ignore[no-untyped-def]
+        given: Any = module, params, runtime.mesh, latents, numbers["timestep"], numbers["guidance"], *conditioning
+        if reused == "none":
+            velocity, residual = runtime.model.velocity(*given), None
+        else:
+            velocity, residual = runtime.model.cached_velocity(*given, (residual, skipped))
         clean = numbers.get("alpha", 1) * latents - numbers["sigma"] * velocity
         terms = (latents, clean, *history, *([numbers["noise"]] if "noise" in numbers else []))
         following, *kept = (sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"])
         # Whole everywhere: every process can read the result, and the next step takes it as it lies.
         results = following, tuple(kept), jnp.isfinite(following).all()
-        return jax.lax.with_sharding_constraint(results, replicated(runtime.mesh))
+        return (*jax.lax.with_sharding_constraint(results, replicated(runtime.mesh)), residual)
 
-    return runtime.program("denoise step", step)
+    return runtime.program(_NAMES[reused], step)
+
+
+def residual_shape(runtime: Runtime[Model], latents: tuple[int, ...], branches: int) -> jax.ShapeDtypeStruct:
+    """Return shape and sharding of what a cache reuses."""
+    found: jax.ShapeDtypeStruct = runtime.model.residual_shape(runtime.mesh, branches, latents, DTYPES[runtime.dtype])
+    return found
 
 
 def step_conditioning(runtime: Runtime[Model], expert: Loaded, inputs: ExpertInputs) -> tuple[Any, jax.Array | None]:

@@ -230,6 +230,26 @@ class WanModel(Model):
         latents  float32 [1, C, T, H, W]; timestep, guidance  float32 scalars
         keys     from `text_keys`; image_latents as in `Conditioning`
         """
+        return self.cached_velocity(module, params, mesh, latents, timestep, guidance, keys, image_latents, None)[0]
+
+    def residual_shape(self, mesh: Mesh, branches: int, latent_shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return shape and sharding of what `cached_velocity` gives to reuse, [B, L, C]."""
+        tokens = self.spec.tokens(latent_shape)
+        return transformer.residual_shape(mesh, self.config.transformer, branches, tokens, dtype)
+
+    def cached_velocity(
+        self,
+        module: torch.nn.Module,
+        params: Params,
+        mesh: Mesh,
+        latents: jax.Array,
+        timestep: jax.Array,
+        guidance: jax.Array,
+        keys: TextKeys,
+        image_latents: jax.Array | None,
+        reuse: tuple[jax.Array, jax.Array | None] | None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return the guided velocity, as `velocity`, and what the blocks added, to be reused (`transformer.Reuse`)."""
         times, first_tokens = timestep[None], 0
         if image_latents is None:
             given = latents
@@ -241,12 +261,21 @@ class WanModel(Model):
         else:
             given = jnp.concatenate([latents, image_latents], axis=1)
         dtype = keys["key"].dtype
-        tokens = transformer.velocity(module, params, mesh, given.astype(dtype), times, first_tokens, keys)
+        tokens, residual = transformer.velocity(
+            module,
+            params,
+            mesh,
+            given.astype(dtype),
+            times,
+            first_tokens,
+            keys,
+            None if reuse is None else transformer.Reuse(*reuse),
+        )
         guided = tokens[0]
         if len(tokens) > 1:
             conditional, unconditional = tokens
             guided = unconditional + guidance * (conditional - unconditional)
-        return unpatchify_tokens(guided, latents.shape, self.spec.patch, self.spec.latent_channels)
+        return unpatchify_tokens(guided, latents.shape, self.spec.patch, self.spec.latent_channels), residual
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
         """Return the latents to decode: TI2V 5B puts the given first frame back in place."""

@@ -10,11 +10,12 @@ import numpy as np
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.families.wan import presets, sampling
+from wan_tpu.families.wan import magcache, presets, sampling
 from wan_tpu.families.wan.config import read_config
 from wan_tpu.families.wan.presets import WanConfig
 from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, Defaults, Own, Preset, ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import flow
+from wan_tpu.schedules.magcache import Curve
 from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule
 from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
 
@@ -159,6 +160,11 @@ class WanSpec(ModelSpec):
     def presets(self) -> Mapping[str, Preset]:
         """Distilled adapters in four steps, for the published models that have some; and the checkpoint's own."""
         return {**sampling.PRESETS.get(self.name, {}), **super().presets}
+
+    @property
+    def curve(self) -> Curve | None:
+        """The checkpoint's own, else the published one."""
+        return self.own.curve or magcache.CURVES.get(self.name)
 
     def _unguided(self, request: ResolvedRequest) -> Schedule:
         by_steps, by_sigmas = SOLVERS[request.solver]

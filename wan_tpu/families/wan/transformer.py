@@ -85,6 +85,24 @@ def key_sharding(mesh: Mesh, name: str, branches: int) -> NamedSharding:
 # ---- once a step
 
 
+class Reuse(NamedTuple):
+    """What a step may use of an earlier one, and which branches do.
+
+    residual  [B, L, C], L padded: what the blocks added there; see `residual_shape`
+    skipped   bool [B]; None: all of them, and no block is computed
+    """
+
+    residual: jax.Array
+    skipped: jax.Array | None
+
+
+def residual_shape(mesh: Mesh, config: Any, branches: int, tokens: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    """Return shape and sharding of `Reuse.residual`."""
+    layout = token_layout(mesh, branches, tokens, config["num_attention_heads"])
+    shape = (branches, layout.padded, config["num_attention_heads"] * config["attention_head_dim"])
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, layout.spec))
+
+
 def velocity(
     module: torch.nn.Module,
     params: Params,
@@ -93,15 +111,18 @@ def velocity(
     times: jax.Array,
     first_tokens: int,
     keys: TextKeys,
-) -> jax.Array:
-    """Return the velocity of each branch as tokens, float32 [B, L, patch values].
+    reuse: Reuse | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the velocity of each branch as tokens, float32 [B, L, patch values]; with `reuse` the residual to keep.
 
     latents       [1, C, T, H, W] in the dtype to compute in, the same for every branch
     times         [M] timesteps; of two, the first is that of the first `first_tokens` tokens
     keys          from `text_keys`; their B is the number of branches
     """
 
-    def method(module: Any, latents: torch.Tensor, times: torch.Tensor, keys: Any) -> jax.Array:
+    def method(
+        module: Any, latents: torch.Tensor, times: torch.Tensor, keys: Any
+    ) -> tuple[jax.Array, jax.Array | None]:
         embedding, modulation = _embed_time(module, times, latents.dtype)
         patch = module.config.patch_size
         cut = patches(to_jax(latents), patch)
@@ -116,6 +137,7 @@ def velocity(
                 keys=to_jax(keys),
                 blocks=to_jax(dict(module.blocks.template.named_parameters())),
                 outer=_outer(module),
+                reuse=reuse,
             )
         )
 
@@ -136,6 +158,7 @@ class Inputs(NamedTuple):
     keys: TextKeys
     blocks: Params
     outer: Params
+    reuse: Reuse | None = None
 
 
 class _Step:
@@ -150,8 +173,8 @@ class _Step:
         self._query_scale = query_scale(config.attention_head_dim)
         self._ops: Ops = ops_for(platform)
 
-    def run(self, inputs: Inputs) -> jax.Array:
-        """Return [B, L, patch values], float32, without the padding."""
+    def run(self, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
+        """Return [B, L, patch values], float32, without the padding; and the residual, None without `reuse`."""
         branches = inputs.keys["key"].shape[1]
         self._blocks = {
             name: weight_spec(self._mesh, RULES, f"blocks.*.{name}", value.shape[1:], stacked=True)
@@ -161,19 +184,24 @@ class _Step:
         given = inputs._replace(blocks={name: inputs.blocks[name] for name in self._blocks})
         self._local_branches = branches // (self._mesh.shape["dp"] if self._layout.branch_axis else 1)
         specs = (self._specs(given),)
-        local = jax.shard_map(
-            self._local, mesh=self._mesh, in_specs=specs, out_specs=self._layout.spec, check_vma=False
-        )
-        return local(given)[:, : self._tokens]
+        spec = self._layout.spec
+        out = (spec, None if given.reuse is None or given.reuse.skipped is None else spec)
+        local = jax.shard_map(self._local, mesh=self._mesh, in_specs=specs, out_specs=out, check_vma=False)
+        found, residual = local(given)
+        return found[:, : self._tokens], residual
 
     def _specs(self, inputs: Inputs) -> Inputs:
         tokens = P(self._layout.token_axes)
         branches = inputs.keys["key"].shape[1]
         keys = {name: key_sharding(self._mesh, name, branches).spec for name in inputs.keys}
-        return Inputs(tokens, (tokens, tokens), P(), P(), keys, self._blocks, P())  # type: ignore[arg-type]
+        reuse = None
+        if inputs.reuse is not None:
+            skipped = None if inputs.reuse.skipped is None else P(self._layout.branch_axis)
+            reuse = Reuse(self._layout.spec, skipped)  # type: ignore[arg-type]
+        return Inputs(tokens, (tokens, tokens), P(), P(), keys, self._blocks, P(), reuse)  # type: ignore[arg-type]
 
-    def _local(self, given: Inputs) -> jax.Array:
-        ops, outer = self._ops, given.outer
+    def _local(self, given: Inputs) -> tuple[jax.Array, jax.Array | None]:
+        ops, outer, reuse = self._ops, given.outer, given.reuse
         first_rows = self._first - jax.lax.axis_index(self._layout.token_axes) * len(given.tokens)
 
         def layer(hidden: jax.Array, weights: Params, index: jax.Array) -> jax.Array:
@@ -186,16 +214,24 @@ class _Step:
         embedded = ops.linear(given.tokens, outer["patch_embedding.weight"], outer["patch_embedding.bias"])
         start = jnp.broadcast_to(embedded, (self._local_branches, *embedded.shape))
         depth = len(given.keys["key"])
-        hidden = scan_layers(
-            layer, start, given.blocks, self._blocks, depth=depth, ahead=_AHEAD, platform=self._platform
-        )
+        residual = None
+        if reuse is not None and reuse.skipped is None:
+            hidden = start + reuse.residual
+        else:
+            hidden = scan_layers(
+                layer, start, given.blocks, self._blocks, depth=depth, ahead=_AHEAD, platform=self._platform
+            )
+        if reuse is not None and reuse.skipped is not None:
+            old = reuse.skipped[:, None, None]
+            residual = jnp.where(old, reuse.residual, hidden - start)
+            hidden = jnp.where(old, start + reuse.residual, hidden)
         shift, scale = given.head
 
         def head(hidden: jax.Array) -> jax.Array:
             normed = ops.layer_norm(hidden, 1 + scale, shift, eps=self._eps, first_rows=first_rows)
             return ops.linear(normed, outer["proj_out.weight"], outer["proj_out.bias"]).astype(jnp.float32)
 
-        return each(head, hidden)
+        return each(head, hidden), residual
 
     def _layer_keys(self, keys: TextKeys, layer: jax.Array) -> TextKeys:
         """Keys and values of one layer, each [B of this device, L, C]."""

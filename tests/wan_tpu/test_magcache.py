@@ -1,0 +1,237 @@
+"""MagCache: the decisions and the latents of diffusers' own hook, on the same curves; resumed, refused, measured."""
+
+import json
+import shutil
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers.hooks.mag_cache import MagCacheBlockHook, MagCacheConfig, apply_mag_cache
+
+from tests.conftest import PHOTO
+from tests.wan_tpu.test_parity import LATENT_TOLERANCE
+from wan_tpu import GenerationRequest, load_pipeline
+from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.families import open_spec, preset_spec
+from wan_tpu.schedules.magcache import Curve, MagCache, magcache_of, skipped
+from wan_tpu.stages import ExpertRun, device_state, expert_inputs
+
+KIND = "wan2.2-i2v-a14b"
+STEPS = 12
+SIZE = {"height": 64, "width": 96, "frames": 9, "shift": 5.0}
+
+
+def hooked_decisions(ratios, cache):
+    """Return which passes diffusers' hook skips over blocks that do something."""
+
+    class Block(torch.nn.Module):
+        def forward(self, hidden_states):
+            return hidden_states * 1.01
+
+    class Blocks(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.transformer_blocks = torch.nn.ModuleList([Block(), Block()])
+
+        def forward(self, x):
+            for block in self.transformer_blocks:
+                x = block(x)
+            return x
+
+    from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
+
+    TransformerBlockRegistry.register(Block, TransformerBlockMetadata(return_hidden_states_index=0))
+    module, found = Blocks(), []
+    config = MagCacheConfig(
+        threshold=cache.threshold,
+        max_skip_steps=cache.max_skip_steps,
+        retention_ratio=cache.retention_ratio,
+        num_inference_steps=len(ratios),
+        mag_ratios=list(ratios),
+    )
+    apply_mag_cache(module, config)
+    head = module.transformer_blocks[0]._diffusers_hook.hooks["mag_cache_leader_block_hook"]
+    for _ in ratios:
+        module(torch.ones(1, 2, 3))
+        state = head.state_manager.get_state()
+        found.append(not state.should_compute)
+    return np.array(found)
+
+
+@pytest.mark.parametrize("name", ["wan2.2-t2v-a14b", "wan2.2-i2v-a14b", "wan2.1-t2v-14b", "wan2.1-i2v-14b-480p"])
+def test_decisions_are_those_of_diffusers_hook(name):
+    curve = preset_spec(name).curve
+    ratios = np.array(curve.ratios, np.float32)
+    first = curve.first_low or 0
+    for threshold, most, retention in ((0.04, 2, 0.2), (0.06, 2, 0.2), (0.12, 2, 0.1), (0.3, 5, 0.0), (0.01, 1, 0.5)):
+        cache = MagCache(threshold, most, retention)
+        phases = [(0, first), (first, len(ratios))] if first else [(0, len(ratios))]
+        got = skipped(curve, cache, phases)
+        for branch in (0, 1):
+            halves = [hooked_decisions(ratios[start:stop, branch].tolist(), cache) for start, stop in phases]
+            assert np.array_equal(got[:, branch], np.concatenate(halves)), (cache, branch)
+
+
+def test_another_number_of_steps_has_diffusers_interpolation():
+    ratios = tuple((float(r), float(r)) for r in 1 - np.arange(1, 31) * 0.002)
+    for steps in (1, 7, 29, 45):
+        got = skipped(Curve(ratios, None, 5.0, None, MagCache(0.05, 2, 0.2)), MagCache(), [(0, steps)])
+        config = MagCacheConfig(
+            num_inference_steps=steps, mag_ratios=[r for r, _ in ratios], threshold=0.05, max_skip_steps=2
+        )
+        assert np.array_equal(got[:, 0], hooked_decisions(config.mag_ratios.tolist(), MagCache(0.05, 2, 0.2)))
+
+
+def test_published_curves_skip_as_many_steps_as_is_said_of_them():
+    """maxdiffusion measured 1.82 x for T2V and 1.75 x for I2V; 18 and 17 of 40 steps are what the curves allow."""
+    for name, expected in (("wan2.2-t2v-a14b", 18), ("wan2.2-i2v-a14b", 17)):
+        spec = preset_spec(name)
+        request = spec.plan(GenerationRequest(cache="magcache"), image="i2v" in spec.tasks).request
+        found = spec.skipped(request)
+        assert found.all(1).sum() == expected and np.array_equal(found[:, 0], found[:, 1])
+
+
+# ---- on the small model, with a curve that skips some steps of either expert, and in two of them one branch alone
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint, tmp_path_factory):
+    copy = tmp_path_factory.mktemp("cached") / "model"
+    shutil.copytree(checkpoint(KIND), copy)
+    spec = open_spec(copy)
+    first = spec.experts(spec.plan(GenerationRequest(steps=STEPS, **SIZE), image=True).request)[0].stop
+    ratios = np.full((STEPS, 2), 0.97)
+    ratios[3, 1] = ratios[first + 5, 0] = 1.5
+    said = {"ratios": ratios.tolist(), "first_low": first, "shift": 5.0, "boundary": 0.9}
+    (copy / "wan_tpu.json").write_text(json.dumps({"magcache": said}))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    return load_pipeline(folder, "float32", (1, 1, 1))
+
+
+def request(**more):
+    asked = {"prompt": "a cat", "image": PHOTO, "steps": STEPS, "guidance_scale": 3.5, "cache": "magcache:0.1,2,0.2"}
+    return GenerationRequest(**SIZE | asked | more)
+
+
+def test_latents_are_those_of_diffusers_with_its_hook(folder, pipe):
+    ours = pipe.resolve(request())
+    spec = pipe.runtime.model.spec
+    reference = diffusers.WanImageToVideoPipeline.from_pretrained(folder)
+    reference.set_progress_bar_config(disable=True)
+    reference.scheduler = diffusers.UniPCMultistepScheduler.from_config(reference.scheduler.config, flow_shift=5.0)
+    ratios = np.array(spec.curve.ratios)
+    for expert, module in zip(spec.experts(ours), (reference.transformer, reference.transformer_2), strict=True):
+        config = MagCacheConfig(
+            threshold=0.1, max_skip_steps=2, retention_ratio=0.2, num_inference_steps=expert.stop - expert.start,
+            mag_ratios=[1.0] * (expert.stop - expert.start),
+        )  # fmt: skip
+        apply_mag_cache(module, config)
+        _by_branch(module, ratios[expert.start : expert.stop])
+    noise = np.random.default_rng(0).standard_normal(spec.latent_shape(ours)).astype(np.float32)
+    expected = []
+
+    def keep(pipe, i, t, values):
+        expected.append(values["latents"].numpy().copy())
+        return values
+
+    reference(
+        image=ours.image, prompt="a cat", height=64, width=96, num_frames=9, num_inference_steps=STEPS,
+        guidance_scale=3.5, latents=torch.from_numpy(noise), callback_on_step_end=keep, output_type="latent",
+    )  # fmt: skip
+    events = []
+    pipe.generate(request(), noise=noise, on_step=events.append)
+    exact = []
+    pipe.generate(request(cache=None), noise=noise, on_step=exact.append)
+    decided = spec.skipped(ours)
+    assert 2 <= decided.all(1).sum() < STEPS and (decided[:, 0] != decided[:, 1]).any()
+    assert [event.skipped for event in events] == decided.all(1).tolist()
+    for event, wanted in zip(events, expected, strict=True):
+        assert np.abs(event.latents - wanted).max() <= LATENT_TOLERANCE * np.abs(wanted).max()
+    assert np.abs(events[-1].latents - exact[-1].latents).max() > 1e-3  # it is lossy
+
+
+def _by_branch(module, ratios):
+    """Give diffusers' hook a curve for each branch, which its config has no place for."""
+    head = module.blocks[0]._diffusers_hook.hooks["mag_cache_leader_block_hook"]
+    original = head.new_forward
+
+    def new_forward(block, *args, **kwargs):
+        branch = 0 if head.state_manager._context.name == "cond" else 1
+        head.config.mag_ratios = torch.tensor(ratios[:, branch], dtype=torch.float32)
+        return original(block, *args, **kwargs)
+
+    head.new_forward = new_forward
+    assert isinstance(module.blocks[-1]._diffusers_hook.hooks["mag_cache_block_hook"], MagCacheBlockHook)
+
+
+def test_a_run_goes_on_from_the_latest_step_that_reuses_nothing(pipe):
+    resolved = pipe.resolve(request())
+    conditioning = pipe.encode(resolved)
+    whole = pipe.denoise(resolved, conditioning, pipe.initial_state(resolved))
+    decided = pipe.runtime.model.spec.skipped(resolved)
+    for expert in pipe.runtime.model.spec.experts(resolved):
+        state = pipe.denoise(resolved, conditioning, pipe.initial_state(resolved), stop=expert.start)
+        inputs = expert_inputs(pipe.runtime, expert, conditioning)
+        run = ExpertRun(pipe.runtime, resolved, expert, inputs, device_state(pipe.runtime, resolved, state))
+        while run.state.step < expert.stop:
+            run.step()
+            resumable = run.resumable
+            assert resumable.step == expert.stop or not decided[resumable.step].any()
+            assert run.state.step - resumable.step <= 4
+            again = pipe.denoise(resolved, conditioning, resumable)
+            assert np.array_equal(again.latents, whole.latents)
+
+
+def test_it_is_another_program_and_leaves_the_exact_one_alone(pipe):
+    before = pipe.generate(request(cache=None, steps=3)).pixels
+    pipe.generate(request(steps=6))
+    assert np.array_equal(pipe.generate(request(cache=None, steps=3)).pixels, before)
+    spec = pipe.runtime.model.spec
+    names = [spec.plan(request(cache=cache)).shapes["denoise_high"] for cache in ("magcache", None)]
+    assert names[0] == f"{names[1]} cached"
+
+
+def test_unguided_experts_skip_by_the_prompts_branch(pipe):
+    events = []
+    pipe.generate(request(guidance_scale=1.0), on_step=events.append)
+    decided = pipe.runtime.model.spec.skipped(pipe.resolve(request(guidance_scale=1.0)))
+    assert [event.skipped for event in events] == decided[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"cache": "teacache"}, "magcache:0.06,2,0.2"),
+        ({"cache": "magcache:x"}, "magcache:0.06,2,0.2"),
+        ({"cache": "magcache:0.1,0"}, "nearest 1"),
+        ({"cache": "magcache:0.1,2,3"}, "nearest 1"),
+        ({"shift": 8.0}, "shift 5.*wan-tpu calibrate"),
+        ({"sigmas": [1.0, 0.5]}, "sigmas or switch_step"),
+        ({"switch_step": 3}, "sigmas or switch_step"),
+    ],
+)
+def test_what_its_curve_doesnt_hold_for_is_refused(pipe, fields, said):
+    given = {"steps": None} if "sigmas" in fields else {}
+    with pytest.raises(InvalidRequest, match=said) as raised:
+        pipe.resolve(request(**given | fields))
+    assert raised.value.field == "cache"
+
+
+def test_models_without_a_curve_say_how_to_get_one(checkpoint):
+    with pytest.raises(InvalidRequest, match="wan-tpu calibrate"):
+        open_spec(checkpoint(KIND)).plan(request())
+    assert str(magcache_of("magcache:0.060,2")) == "magcache:0.06,2"
+
+
+def test_a_damaged_curve_is_named(folder, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    for said in ({"ratios": []}, {"ratios": [[1, 1]], "first_low": 5, "shift": 5}, {"ratios": [[1]], "shift": 5}, 3):
+        (copy / "wan_tpu.json").write_text(json.dumps({"magcache": said}))
+        with pytest.raises(CheckpointError, match="calibrate it again"):
+            open_spec(copy)
