@@ -11,6 +11,11 @@ from wan_tpu.versions import summary
 
 # command -> module, function in it, what it does
 COMMANDS = {
+    "calibrate": (
+        "wan_tpu.commands.calibrate",
+        "calibrate",
+        "measure by which curve MagCache may skip steps of a model",
+    ),
     "generate": ("wan_tpu.commands.generate", "generate", "make one video from a prompt and, where it can, an image"),
     "stage1": ("wan_tpu.commands.staged", "encode", "only the encoder: request -> embeddings"),
     "stage2": ("wan_tpu.commands.staged", "denoise", "only the experts: embeddings -> latents"),

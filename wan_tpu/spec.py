@@ -143,6 +143,14 @@ class ModelSpec(abc.ABC):
         phases = [(expert.start, expert.stop) for expert in self.experts(request)]
         return skipped(self.curve, magcache_of(request.cache), phases)
 
+    def skipped_steps(self, request: ResolvedRequest) -> list[int]:
+        """Return which steps, from 1, compute no block: in every branch that there is."""
+        found = self.skipped(request)
+        if found is None:
+            return []
+        branches = {i: 2 if one.guided else 1 for one in self.experts(request) for i in range(one.start, one.stop)}
+        return [i + 1 for i in range(request.steps) if found[i, : branches[i]].all()]
+
     def _check_cache(self, request: ResolvedRequest) -> None:
         """Refuse a cache whose curve isn't known, or is of another schedule."""
         if request.cache is None:

@@ -40,7 +40,7 @@ The first also says what the denoise step would be on each other mesh of the sli
 (--no-meshes). The third says what a layout makes and costs, the last which layout meets a demand for the least money.
 
 Every program is compiled for the slice by libtpu's compiler (`pip install ".[tpu]"`); no TPU and no weights are
-needed. What was compiled once is kept in --cache. docs/performance.md says what the seconds and dollars mean.
+needed. What was compiled once is kept in --compiled. docs/performance.md says what the seconds and dollars mean.
 """
 
 
@@ -50,7 +50,7 @@ def plan(argv: Sequence[str]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own accelerators stay untouched
     if args.plot:
         _check_plot(args.plot)
-    _check_cache(args.cache)
+    _check_compiled(args.compiled)
     if args.layout is not None or args.videos_a_day is not None:
         _money(args)
         return 0
@@ -90,7 +90,7 @@ def _plans(args: argparse.Namespace) -> "tuple[list[Plan], list[Plan]]":
 def _planner(args: argparse.Namespace, kind: SliceSpec) -> "Planner":
     from wan_tpu.pricing.plan import Planner
 
-    return Planner(args.model, _request(args), described(kind), dtype=args.dtype, cache=args.cache, report=_progress())
+    return Planner(args.model, _request(args), described(kind), dtype=args.dtype, cache=args.compiled, report=_progress())
 
 
 def _request(args: argparse.Namespace) -> ResolvedRequest:
@@ -223,11 +223,11 @@ def _check_plot(file: Path) -> None:
         raise OutputError(f"--plot {file}: {file.absolute().parent} is no folder; make it first")
 
 
-def _check_cache(folder: Path) -> None:
+def _check_compiled(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"--cache {folder} can't be made ({error.strerror}); give another folder") from None
+        raise OutputError(f"--compiled {folder} can't be made ({error.strerror}); give another folder") from None
 
 
 def _progress():  # type: ignore[no-untyped-def]
@@ -275,7 +275,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", type=Path, help="an image: of the denoise steps' seconds, or of layouts' dollars")
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    parser.add_argument("--cache", type=Path, default=home / "wan-tpu" / "plan", help="default %(default)s")
+    parser.add_argument("--compiled", type=Path, default=home / "wan-tpu" / "plan", help="default %(default)s")
     money = parser.add_argument_group("dollars")
     money.add_argument("--layout", help="a layout file, or a shipped one: what it makes and costs")
     money.add_argument("--videos_a_day", type=_positive, help="which layout makes so many for the least money")

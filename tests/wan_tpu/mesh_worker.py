@@ -43,7 +43,10 @@ tensors = adapter_files.named(made, names, "diffusion_model.", alpha=4)
 tensors["diffusion_model.blocks.1.self_attn.q.diff_b"] = torch.arange(128.0)
 tensors["diffusion_model.patch_embedding.diff"] = torch.ones_like(transformer.patch_embedding.weight)
 adapter = adapter_files.save(tensors, f"{out}.safetensors")
+# Skipped by both branches, and by one alone.
+REUSED = [[False, False], [True, True], [False, False], [True, False]]
 merged = {}
+reused = []
 latents = {}
 image = None
 for shape in [(1, 1, 1), (2, 1, 4), (2, 2, 2), (1, 1, 16)]:
@@ -57,6 +60,10 @@ for shape in [(1, 1, 1), (2, 1, 4), (2, 2, 2), (1, 1, 16)]:
     conditioning = dataclasses.replace(image, prompt=text, negative=negative)
     state = pipe.denoise(resolved, conditioning, pipe.initial_state(resolved))
     latents["x".join(map(str, shape))] = state.latents
+    cached = pipe.resolve(dataclasses.replace(request, cache="magcache:0.2,2,0", steps=4, guidance_scale_2=3.5))
+    assert [reused.tolist() for reused in pipe.runtime.model.spec.skipped(cached)] == REUSED
+    reused.append(pipe.denoise(cached, conditioning, pipe.initial_state(cached)).latents)
+    np.testing.assert_allclose(reused[-1], reused[0], atol=1e-4 * np.abs(reused[0]).max())
     base = pipe.runtime.component("denoise_high").params
     changed = pipe.runtime.component("denoise_high", loras_of([f"{adapter}:0.5"])).params
     assert {name for name in base if changed[name] is not base[name]} == {

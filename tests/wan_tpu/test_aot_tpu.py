@@ -161,7 +161,7 @@ REFUSED = [
     (["--model", "wan2.2-ti2v-5b", "--size", "720*1280"], "multiple of 32, nearest 704"),
     (["--program", "denois"], "'denoise step'"),
     (["--plot", "step.foo"], "allowed are .png"),
-    (["--cache", "/proc/nope"], "--cache /proc/nope can't be made"),
+    (["--compiled", "/proc/nope"], "--compiled /proc/nope can't be made"),
     (["--slice", "v5e-8", "--videos_a_day", "9"], "no price of v5e is known, of v6e, v5p, v7x only"),
     (["--layout", "one-expert-v6e"], "the model has no stage denoise; it has encoder, denoise_high"),
     (["--videos_a_day", "9", "--within", "soon"], "'soon' is no duration; write 90s, 10m or 2h"),
@@ -186,9 +186,9 @@ for argv in json.load(sys.stdin):
         code = main(["plan", *argv])
     print(json.dumps([code, out.getvalue(), err.getvalue()]))
 """
-    twice = [*SMALL, "--program", "text keys", "--cache", str(tmp_path_factory.mktemp("plans"))]
+    twice = [*SMALL, "--program", "text keys", "--compiled", str(tmp_path_factory.mktemp("plans"))]
     full = ["--model", "wan2.2-i2v-a14b", "--slice", "v6e-8", "--size", "720*1280", "--frames", "81"]
-    full += ["--program", "denoise step", "--json", "--cache", twice[-1]]
+    full += ["--program", "denoise step", "--json", "--compiled", twice[-1]]
     refused = [argv if "--model" in argv else [*full[:2], *argv] for argv, _ in REFUSED]
     asked = json.dumps([twice, twice, full, *refused])
     done = subprocess.run(

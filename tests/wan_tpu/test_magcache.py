@@ -7,11 +7,12 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers.hooks.mag_cache import MagCacheBlockHook, MagCacheConfig, apply_mag_cache
+from diffusers.hooks.mag_cache import MagCacheConfig, apply_mag_cache
 
 from tests.conftest import PHOTO
 from tests.wan_tpu.test_parity import LATENT_TOLERANCE
-from wan_tpu import GenerationRequest, load_pipeline
+from wan_tpu import GenerationRequest, cli, load_pipeline
+from wan_tpu.commands.calibrate import calibrate
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families import open_spec, preset_spec
 from wan_tpu.schedules.magcache import Curve, MagCache, magcache_of, skipped
@@ -131,7 +132,7 @@ def test_latents_are_those_of_diffusers_with_its_hook(folder, pipe):
             mag_ratios=[1.0] * (expert.stop - expert.start),
         )  # fmt: skip
         apply_mag_cache(module, config)
-        _by_branch(module, ratios[expert.start : expert.stop])
+        config.mag_ratios = ByBranch(module, ratios[expert.start : expert.stop])
     noise = np.random.default_rng(0).standard_normal(spec.latent_shape(ours)).astype(np.float32)
     expected = []
 
@@ -155,18 +156,18 @@ def test_latents_are_those_of_diffusers_with_its_hook(folder, pipe):
     assert np.abs(events[-1].latents - exact[-1].latents).max() > 1e-3  # it is lossy
 
 
-def _by_branch(module, ratios):
-    """Give diffusers' hook a curve for each branch, which its config has no place for."""
-    head = module.blocks[0]._diffusers_hook.hooks["mag_cache_leader_block_hook"]
-    original = head.new_forward
+class ByBranch:
+    """A curve for each branch, which diffusers' config has no place for: its hook asks for one step's ratio."""
 
-    def new_forward(block, *args, **kwargs):
-        branch = 0 if head.state_manager._context.name == "cond" else 1
-        head.config.mag_ratios = torch.tensor(ratios[:, branch], dtype=torch.float32)
-        return original(block, *args, **kwargs)
+    def __init__(self, module, ratios):
+        self._state = module.blocks[0]._diffusers_hook.hooks["mag_cache_leader_block_hook"].state_manager
+        self._ratios = torch.tensor(ratios, dtype=torch.float32)
 
-    head.new_forward = new_forward
-    assert isinstance(module.blocks[-1]._diffusers_hook.hooks["mag_cache_block_hook"], MagCacheBlockHook)
+    def __len__(self):
+        return len(self._ratios)
+
+    def __getitem__(self, step):
+        return self._ratios[step, 0 if self._state._context.name == "cond" else 1]
 
 
 def test_a_run_goes_on_from_the_latest_step_that_reuses_nothing(pipe):
@@ -201,6 +202,50 @@ def test_unguided_experts_skip_by_the_prompts_branch(pipe):
     pipe.generate(request(guidance_scale=1.0), on_step=events.append)
     decided = pipe.runtime.model.spec.skipped(pipe.resolve(request(guidance_scale=1.0)))
     assert [event.skipped for event in events] == decided[:, 0].tolist()
+
+
+def test_calibration_measures_what_diffusers_does(checkpoint, tmp_path, capsys):
+    copy = tmp_path / "model"
+    shutil.copytree(checkpoint(KIND), copy)
+    reference = diffusers.WanImageToVideoPipeline.from_pretrained(copy)
+    reference.set_progress_bar_config(disable=True)
+    reference.scheduler = diffusers.UniPCMultistepScheduler.from_config(reference.scheduler.config, flow_shift=5.0)
+    asked = request(cache=None, steps=6, seed=3)
+    spec = open_spec(copy)
+    experts = spec.experts(spec.plan(asked).request)
+    for expert, module in zip(experts, (reference.transformer, reference.transformer_2), strict=True):
+        steps = expert.stop - expert.start
+        apply_mag_cache(module, MagCacheConfig(calibrate=True, num_inference_steps=steps))
+    reference(
+        image=asked.image, prompt="a cat", height=64, width=96, num_frames=9, num_inference_steps=6,
+        guidance_scale=3.5, generator=torch.Generator().manual_seed(3), output_type="latent",
+    )  # fmt: skip
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[1.0")]
+    argv = ["--model_id", str(copy), "--prompt", "a cat", "--image", str(PHOTO), "--size", "64*96", "--frames", "9"]
+    argv += [
+        "--steps",
+        "6",
+        "--shift",
+        "5",
+        "--guidance_scale",
+        "3.5",
+        "--seed",
+        "3",
+        "--dtype",
+        "float32",
+        "--dp",
+        "1",
+    ]
+    assert cli.run(calibrate, argv) == 0
+    found = json.loads(capsys.readouterr().out)["magcache"]
+    assert (found["first_low"], found["shift"], found["boundary"]) == (experts[0].stop, 5.0, 0.9)
+    # diffusers prints a branch's ratios when it has made its last step: prompt, then negative, by experts.
+    for branch in (0, 1):
+        expected = printed[branch] + printed[2 + branch]
+        np.testing.assert_allclose(np.array(found["ratios"])[:, branch], expected, atol=2e-4)
+    assert cli.run(calibrate, [*argv, "--seeds", "2", "--write"]) == 0
+    assert len(open_spec(copy).curve.ratios) == 6
+    assert cli.run(calibrate, [*argv, "--guidance_scale", "1"]) == 2
 
 
 @pytest.mark.parametrize(

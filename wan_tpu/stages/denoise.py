@@ -150,8 +150,10 @@ class ExpertRun:
         expert: Expert,
         inputs: ExpertInputs,
         state: DenoiseState,
+        *,
+        measured: bool = False,
     ) -> None:
-        """state: from `device_state`, or another expert's run of the same request."""
+        """state: from `device_state`, or another expert's run of the same request; measured: see `residual_ratios`."""
         self.expert = expert
         self.state = self.resumable = state
         self._runtime = runtime
@@ -162,7 +164,7 @@ class ExpertRun:
         self._module = loaded.module
         self._given = step_conditioning(runtime, loaded, inputs)
         self._branches = 2 if expert.guided else 1
-        self._skipped = runtime.model.spec.skipped(request)
+        self._skipped = np.zeros((request.steps, 2), bool) if measured else runtime.model.spec.skipped(request)
         self._residual: jax.Array | None = None  # of the blocks, where it will be reused
 
     def step(self) -> StepEvent:
@@ -199,6 +201,24 @@ class ExpertRun:
             self.resumable = before
         seconds = time.perf_counter() - start
         return StepEvent(stage, i + 1, schedule.steps, timestep, seconds, bool(skipped.all()), self.state)
+
+    def residual_ratios(self, before: jax.Array | None) -> tuple[np.ndarray, jax.Array]:
+        """Return how much larger the residual is than one before, float32 [B], one where there is none; and itself.
+
+        The mean over the tokens of their norms' ratios, as diffusers calibrates; asked of a run that is `measured`.
+        """
+        assert self._residual is not None
+        if before is None:
+            return np.ones(self._branches, np.float32), self._residual
+        tokens = self._runtime.model.spec.tokens(self.state.latents.shape)
+
+        def ratios(now: jax.Array, before: jax.Array) -> jax.Array:
+            norms = (jnp.linalg.norm(x[:, :tokens].astype(jnp.float32), axis=-1) for x in (now, before))
+            found = (next(norms) / (next(norms) + 1e-8)).mean(axis=1)
+            return jax.lax.with_sharding_constraint(found, replicated(self._runtime.mesh))
+
+        name = f"residuals' ratios of {tokens} tokens"
+        return fetch(self._runtime.program(name, ratios)(self._residual, before), name), self._residual
 
     def _reuses(self, i: int) -> np.ndarray:
         """Return which branches reuse the residual in step i, bool [B]."""
@@ -283,11 +303,14 @@ def step_program(runtime: Runtime[Model], module: torch.nn.Module, reused: Reuse
     """
 
     def step(params, latents, history, numbers, conditioning, residual=None, skipped=None):  # type: ignore[no-untyped-def]
-        given: Any = module, params, runtime.mesh, latents, numbers["timestep"], numbers["guidance"], *conditioning
+        model, mesh, time, scale = runtime.model, runtime.mesh, numbers["timestep"], numbers["guidance"]
+        keys, image = conditioning
         if reused == "none":
-            velocity, residual = runtime.model.velocity(*given), None
+            velocity, residual = model.velocity(module, params, mesh, latents, time, scale, keys, image), None
         else:
-            velocity, residual = runtime.model.cached_velocity(*given, (residual, skipped))
+            velocity, residual = model.cached_velocity(
+                module, params, mesh, latents, time, scale, keys, image, (residual, skipped)
+            )
         clean = numbers.get("alpha", 1) * latents - numbers["sigma"] * velocity
         terms = (latents, clean, *history, *([numbers["noise"]] if "noise" in numbers else []))
         following, *kept = (sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"])

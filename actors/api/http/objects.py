@@ -18,6 +18,7 @@ from actors.jobs.values import Status
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.lora import MOST, SCALES
 from wan_tpu.request import LIMITS, SIZE_MULTIPLE, GenerationRequest, Preset, nearest_multiple, parse_size
+from wan_tpu.schedules.magcache import FORM
 from wan_tpu.spec import ModelSpec
 
 Variant = Literal["video", "thumbnail", "spritesheet"]
@@ -31,7 +32,7 @@ PARAMS = {"frames": "num_frames", "steps": "num_inference_steps"} | {ours: name 
 _OF_JOB = ("id", "status", "priority", "attempts", "warnings", "stage_seconds", "chip_seconds")
 _SETTINGS = ("prompt", "negative_prompt", "fps", "guidance_scale", "guidance_scale_2", "shift")
 _OF_REQUEST = (*_SETTINGS, "model", "seed", "num_frames", "num_inference_steps", "solver")
-_LATER = ("loras", "preset", "sigmas", "switch_step")  # which jobs of an earlier version don't have
+_LATER = ("loras", "preset", "sigmas", "switch_step", "cache")  # which jobs of an earlier version don't have
 
 
 def _limited(name: str, description: str | None = None) -> Any:
@@ -86,6 +87,7 @@ class CreateVideo(_Object):
         default=None, min_length=1, max_length=1000, description="noise level of each step; steps and shift make others"
     )
     switch_step: int | None = _limited("switch_step", "the low-noise expert's first step, from 0")
+    cache: str | None = Field(default=None, max_length=80, description=f"skipped steps, which is lossy: {FORM}")
     webhook_url: str | None = Field(default=None, max_length=2000, description="called when the video has ended")
     priority: int = Field(default=0, ge=-100, le=100, description="higher is earlier")
     deadline: float | None = Field(default=None, gt=0, le=1e11, description="the video fails if it isn't done by then")
@@ -130,6 +132,8 @@ class Video(_Object):
     loras: list[Adapter] = []
     sigmas: list[float] | None = None
     switch_step: int | None = None
+    cache: str | None = None
+    skipped_steps: list[int] = []
     input_size: str | None
     last_frame_size: str | None = None
     queue_position: int | None = None
@@ -169,6 +173,7 @@ class Model(_Object):
     solvers   its schedulers, the one that is used unless a request names another first
     largest   the largest sizes that the slices have memory for; anything if None
     aliases   other names that a request may give it
+    cache     that a request may ask for, with its usual settings; None: there is none
     presets   named ways to sample; loras  names of adapters
     """
 
@@ -188,6 +193,7 @@ class Model(_Object):
     solvers: list[str]
     largest: list[dict[str, int | str]] | None
     aliases: list[str]
+    cache: str | None
     presets: list[PresetModel]
     loras: list[str]
 
@@ -261,6 +267,7 @@ def video(job: Job, eta_s: float | None = None) -> Video:
         **{name: getattr(job, name) for name in _OF_JOB},
         **{name: asked[name] for name in _OF_REQUEST},
         **{name: asked[name] for name in _LATER if name in asked},
+        skipped_steps=asked.get("skipped", []),
         progress=_percent(job),
         created_at=int(job.created_at),
         completed_at=int(job.ended_at) if job.ended_at is not None and job.status == "completed" else None,
@@ -305,6 +312,7 @@ def model(
         solvers=list(spec.solvers),
         largest=[{"size": f"{w}x{h}", "num_frames": n} for h, w, n in largest] or None,
         aliases=list(aliases),
+        cache=None if spec.curve is None else str(spec.curve.usual),
         presets=[_preset(name, preset) for name, preset in catalogue.presets(spec).items()],
         loras=list(catalogue.adapters),
     )
@@ -350,6 +358,7 @@ def generation_request(
         loras=catalogue.loras(adapters_of(asked, spec, catalogue)),
         sigmas=asked.sigmas,
         switch_step=asked.switch_step,
+        cache=asked.cache,
     )
 
 

@@ -137,6 +137,7 @@ class Service:
             owner=owner,
             request=resolved.to_json()
             | {"model": settings.model, "seconds": fields.seconds, "loras": loras}
+            | {"skipped": self.spec.skipped_steps(resolved)}
             | dict.fromkeys(PICTURES.values())
             | given,
             input_image=_image_name() if IMAGE in pictures else None,

@@ -207,7 +207,7 @@ class Attempt:
 
 def _request(job: Job, storage: Storage, catalogue: Catalogue) -> GenerationRequest:
     """Return what the pipeline takes, from what was accepted."""
-    fields = {name: value for name, value in job.request.items() if name not in ("model", "seconds")}
+    fields = {name: value for name, value in job.request.items() if name not in ("model", "seconds", "skipped")}
     fields["loras"] = catalogue.loras(fields.get("loras", ()))
     for field, name in (("image", job.input_image), ("last_image", job.input_last_image)):
         fields[field] = None if name is None else Image.open(io.BytesIO(storage.read(name))).convert("RGB")

@@ -12,6 +12,7 @@ from wan_tpu.errors import InvalidInput
 from wan_tpu.families import preset_spec
 from wan_tpu.lora import Lora
 from wan_tpu.request import Own, Preset
+from wan_tpu.schedules.magcache import Curve, MagCache
 
 A14B = preset_spec("wan2.2-i2v-a14b")
 FAST = Preset("in two steps", "https://here", (("sigmas", (1.0, 0.5)), ("solver", "euler"), ("loras", (Lora("x"),))))
@@ -99,6 +100,20 @@ def test_what_there_isnt_is_refused(fields, param, said, http):
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == param and said in error["message"], error
+
+
+def test_a_cache_is_an_option_and_says_which_steps_it_skips(settings, engine):
+    curve = Curve(((1, 1), (0.99, 0.99), (0.99, 0.99), (0.99, 0.99)), None, 5.0, None, MagCache(0.1, 1, 0.0))
+    one = preset_spec("wan2.1-t2v-1.3b").config
+    spec = dataclasses.replace(serving.SmallSpec(one), own=Own(curve=curve))
+    with serving.working(settings, engine), served(settings, spec) as address, httpx.Client(base_url=address) as http:
+        assert http.get("/v1/models").json()["data"][0]["cache"] == "magcache:0.1,1,0"
+        job = create(http, cache="magcache").json()
+        assert (job["cache"], job["skipped_steps"]) == ("magcache", [2, 4])
+        assert done(http, job["id"])["status"] == "completed"
+        assert engine.asked[-1].cache == "magcache"
+        assert create(http).json()["skipped_steps"] == []
+        assert create(http, cache="magcache", shift=3).json()["error"]["param"] == "cache"
 
 
 def test_a_form_has_lists_as_json(http):

@@ -1,0 +1,81 @@
+"""`wan-tpu calibrate`: how a model's residuals change from step to step, for MagCache."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from wan_tpu.checkpoint import OWN
+from wan_tpu.commands import arguments
+from wan_tpu.commands.parser import Parser
+from wan_tpu.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from wan_tpu.pipeline import Pipeline
+    from wan_tpu.request import ResolvedRequest
+
+
+def calibrate(argv: Sequence[str]) -> None:
+    """Measure the curve by which MagCache decides which steps it may skip: of one prompt and a few seeds.
+
+    The curve holds for the shift, the solver and the boundary that it was measured with.
+    """
+    parser = Parser(prog="wan-tpu calibrate", description=calibrate.__doc__)
+    arguments.add_model_arguments(parser)
+    arguments.add_request_arguments(parser)
+    parser.add_argument("--seeds", type=int, default=1, help="videos to average over; default %(default)s")
+    parser.add_argument(
+        "--write", action="store_true", help=f"into the {OWN} of --model_id, a folder; else it is printed"
+    )
+    args = parser.parse_args(argv)
+    if args.seeds < 1:
+        raise InvalidInput(f"--seeds is {args.seeds}; give 1 or more")
+    file = Path(args.model_id) / OWN
+    if args.write and not file.parent.is_dir():
+        raise InvalidInput(
+            f"--write needs a folder, and --model_id is {args.model_id}; leave it out, and copy the curve"
+        )
+    given = arguments.request_from(args)
+
+    pipe = arguments.pipeline_from(args)
+    request = pipe.resolve(given)
+    if request.cache is not None or request.sigmas is not None or request.switch_step is not None:
+        raise InvalidInput("a curve is measured without --cache, and on the model's own schedule: leave --sigmas out")
+    if request.guidance_scale <= 1 or not pipe.runtime.model.spec.guided(request):
+        raise InvalidInput("a curve is of both branches of guidance; give --guidance_scale more than 1")
+    found = {"magcache": measured(pipe, request, args.seeds)}
+    if not args.write:
+        print(json.dumps(found))
+        return
+    said = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(said | found, indent=2) + "\n")
+    print(f"wrote the curve of {request.steps} steps into {file}; videos take it with --cache magcache")
+
+
+def measured(pipe: "Pipeline", request: "ResolvedRequest", seeds: int) -> dict[str, Any]:
+    """Return the curve of a resolved request, as `wan_tpu.schedules.magcache.curve_from` reads it."""
+    import dataclasses
+
+    from wan_tpu import stages
+
+    spec = pipe.runtime.model.spec
+    experts = spec.experts(request)
+    conditioning = pipe.encode(request)
+    ratios = np.zeros((request.steps, 2))
+    for seed in range(request.seed, request.seed + seeds):
+        one = dataclasses.replace(request, seed=seed)
+        state = stages.device_state(pipe.runtime, one, pipe.initial_state(one))
+        for expert in experts:
+            inputs = stages.expert_inputs(pipe.runtime, expert, conditioning)
+            run = stages.ExpertRun(pipe.runtime, one, expert, inputs, state, measured=True)
+            before = None
+            for i in range(expert.start, expert.stop):
+                run.step()
+                found, before = run.residual_ratios(before)
+                ratios[i] += found / seeds
+            state = run.state
+    first_low = experts[1].start if len(experts) > 1 else None
+    curve = [[round(float(value), 5) for value in pair] for pair in ratios]
+    return {"ratios": curve, "first_low": first_low, "shift": request.shift, "boundary": spec.boundary_ratio}
