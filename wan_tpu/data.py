@@ -36,14 +36,16 @@ class Conditioning:
     negative: Arrays | None = None
     image: Array | None = None  # [1, L=257, C] CLIP features (Wan 2.1 I2V)
     image_latents: Array | None = None  # [1, 4+C, T, H, W] mask and latents, or [1, C, 1, H, W] (TI2V 5B)
+    video_latents: Array | None = None  # [1, C, T, H, W] float32 of the video that is begun with
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageCondition:
-    """The part of a `Conditioning` that comes from the image."""
+    """The part of a `Conditioning` that comes from images, or from a video."""
 
     image: Array | None = None
     image_latents: Array | None = None
+    video_latents: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

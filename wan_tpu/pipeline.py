@@ -77,9 +77,11 @@ class Pipeline:
         if not isinstance(request, GenerationRequest):
             raise InvalidRequest(f"the request is a {type(request).__name__}; give a GenerationRequest")
         resolved = self.resolve(request)
-        state = self.initial_state(resolved, noise)
+        if resolved.video is None:
+            self.initial_state(resolved, noise)  # what is wrong with the noise is said before any work
         self.check_components()
         conditioning = self.encode(resolved)
+        state = self.initial_state(resolved, noise, conditioning)
         state = self.denoise(resolved, conditioning, state, on_step=on_step)
         return Video(pixels=np.concatenate(list(self.decode(state.latents))), fps=resolved.fps)
 
@@ -91,9 +93,12 @@ class Pipeline:
         components = self.runtime.model.components
         self.runtime.check(name for name in components if not names or name in names)
 
-    def initial_state(self, request: ResolvedRequest, noise: np.ndarray | None = None) -> DenoiseState:
-        """Return the state before the first step of a resolved request."""
-        return stages.initial_state(self.runtime.model, request, noise)
+    def initial_state(
+        self, request: ResolvedRequest, noise: np.ndarray | None = None, conditioning: Conditioning | None = None
+    ) -> DenoiseState:
+        """Return the state before the first step of a resolved request; with a video it needs the conditioning."""
+        video = None if conditioning is None else conditioning.video_latents
+        return stages.initial_state(self.runtime.model, request, noise, video)
 
     def encode(self, request: ResolvedRequest, warn: Callable[[str], object] = warnings.warn) -> Conditioning:
         """Encoder stage of a resolved request; `warn` is told when a prompt is cut."""

@@ -30,7 +30,9 @@ LIMITS: dict[str, tuple[float, float]] = {
     "shift": (0.01, 100),
     "seed": (0, 2**63 - 1),
     "switch_step": (0, 1000),
+    "strength": (0.001, 1),
 }
+STRENGTH = 0.8  # of a video, as diffusers has it
 IMAGES = ("image", "last_image")  # fields of a request that are pictures
 _SIZE = re.compile(r"([1-9][0-9]{0,4})([*x])([1-9][0-9]{0,4})", re.ASCII)
 FRAME_STRIDE = 4  # pixel frames a latent frame: the VAEs of every family compress time by four
@@ -87,6 +89,8 @@ class GenerationRequest:
     negative_prompt   what to steer away from; "" when left open; unused without guidance
     image             first frame: a path or a PIL image, resized to (height, width); RGB after construction
     last_image        last frame, likewise: the video leads from one to the other
+    video             a file whose first `frames` frames the video begins as: restyled, not continued
+    strength          how much of it is made anew: of so large a part of the steps; 0.8 where a video is given alone
     height, width     pixels, multiples of 16 (of 32 for Wan 2.2 TI2V 5B)
     frames            4n + 1, or what else the model takes
     fps               frames per second of the written video
@@ -110,6 +114,8 @@ class GenerationRequest:
     negative_prompt: str | None = None
     image: str | Path | Image.Image | None = None
     last_image: str | Path | Image.Image | None = None
+    video: str | Path | None = None
+    strength: float | None = None
     height: int | None = None
     width: int | None = None
     frames: int | None = None
@@ -141,7 +147,7 @@ class GenerationRequest:
             _check_size(name, getattr(self, name))
         for name in ("frames", "steps", "seed", "switch_step"):
             _check_integer(name, getattr(self, name))
-        for name in ("fps", "shift", "guidance_scale", "guidance_scale_2"):
+        for name in ("fps", "shift", "guidance_scale", "guidance_scale_2", "strength"):
             _check_number(name, getattr(self, name))
         for name in ("solver", "preset", "cache"):
             if not isinstance(getattr(self, name), str | None):
@@ -152,6 +158,10 @@ class GenerationRequest:
             object.__setattr__(self, "sigmas", _sigmas(self.sigmas))
         if self.loras is not None:
             object.__setattr__(self, "loras", loras_of(self.loras))
+        if self.video is not None:
+            if not isinstance(self.video, str | Path) or not Path(self.video).is_file():
+                raise InvalidRequest(f"video {str(self.video)[:200]!r} is not a file; give the path of one", "video")
+            object.__setattr__(self, "video", str(Path(self.video).absolute()))
         for name in IMAGES:
             if getattr(self, name) is not None:
                 # The one normalisation: decoded here, so that a damaged file fails before any model is loaded.
@@ -172,6 +182,8 @@ class GenerationRequest:
             filled["sigmas"] = None
         if others:
             filled["switch_step"] = None
+        if self.video is not None:
+            filled["strength"] = STRENGTH
         if self.sigmas is not None:
             filled["steps"] = len(self.sigmas)
         return ResolvedRequest(**filled | given)

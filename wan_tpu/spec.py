@@ -70,7 +70,9 @@ class RequestPlan:
 
     def without_image(self) -> "RequestPlan":
         """Return it without the images' pixels, 2.8 MB at 720p: experts and the decoder need none."""
-        return dataclasses.replace(self, request=dataclasses.replace(self.request, image=None, last_image=None))
+        return dataclasses.replace(
+            self, request=dataclasses.replace(self.request, image=None, last_image=None, video=None)
+        )
 
 
 class ModelSpec(abc.ABC):
@@ -86,6 +88,7 @@ class ModelSpec(abc.ABC):
     own         what the checkpoint itself says of how to sample it
     boundary_ratio  the first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert
     last_images  whether a request may, or must, have a last frame, too
+    takes_video  whether a request may begin with a video's frames
     crops_image  whether an image of another shape is cropped to its video's, instead of stretched
     """
 
@@ -99,6 +102,7 @@ class ModelSpec(abc.ABC):
     own: Own = NOTHING_OWN
     boundary_ratio: float | None
     last_images: Literal["none", "optional", "required"] = "none"
+    takes_video: bool = False
     crops_image: bool = False
 
     @property
@@ -130,6 +134,10 @@ class ModelSpec(abc.ABC):
         """Return what fills a request's open fields; picture: (height, width) of its image, if known."""
         return self.defaults
 
+    def first_step(self, request: ResolvedRequest) -> int:
+        """Return the first step that is run: with a video not all are, by its strength."""
+        return 0 if request.strength is None else request.steps - int(request.steps * request.strength)
+
     @property
     def curve(self) -> Curve | None:
         """How the model's residuals change, where that was measured: by it MagCache decides."""
@@ -158,9 +166,9 @@ class ModelSpec(abc.ABC):
         remedy = "measure one with wan-tpu calibrate, or leave it out"
         if self.curve is None:
             raise InvalidRequest(f"cache is {request.cache}, and no curve of {self.name} is known; {remedy}", "cache")
-        if request.sigmas is not None or request.switch_step is not None:
+        if request.sigmas is not None or request.switch_step is not None or request.strength is not None:
             raise InvalidRequest(
-                f"cache is {request.cache}; its curve is of the model's own schedule, not of sigmas or switch_step",
+                f"cache is {request.cache}; its curve is of a whole schedule, not of sigmas, switch_step, strength",
                 "cache",
             )
         if request.shift != self.curve.shift or self.boundary_ratio != self.curve.boundary:
@@ -214,6 +222,20 @@ class ModelSpec(abc.ABC):
             if not image:
                 raise InvalidRequest(f"image is missing, and {does}; give one", "image")
             raise InvalidRequest(f"image was given, but {does}; leave it out, or use an I2V checkpoint", "image")
+        if request.video is not None and (image or last or not self.takes_video):
+            why = "a video and an image were given; leave one out"
+            if not self.takes_video:
+                why = f"video was given, and {self.name} takes none; use a T2V checkpoint of Wan"
+            raise InvalidRequest(why, "video")
+        if request.strength is not None:
+            if request.video is None:
+                raise InvalidRequest("strength is given without a video; leave it out, or give one", "strength")
+            if self.first_step(request) == request.steps:
+                least = 1 / request.steps
+                raise InvalidRequest(
+                    f"strength {request.strength:g} of {request.steps} steps is none; give at least {least:.3g}",
+                    "strength",
+                )
         if last and self.last_images == "none":
             raise InvalidRequest(
                 f"last_image was given, but {self.name} takes a first frame alone; leave it out, or use a checkpoint "
@@ -309,7 +331,8 @@ class ModelSpec(abc.ABC):
         """
         size = f"{request.height}x{request.width}"
         task = "i2v" if image else "t2v"
-        found = {ENCODER: f"{ENCODER} {size}" if image else f"{ENCODER} text"}
+        pictures = image or request.video is not None
+        found = {ENCODER: f"{ENCODER} {size}" if pictures else f"{ENCODER} text"}
         for expert in self.experts(request):
             branches = 2 if expert.guided else 1
             found[expert.stage] = f"{expert.stage} {size}x{request.frames} {task} {branches} {request.solver}"

@@ -2,6 +2,7 @@
 
 A line has the fields of `GenerationRequest`, and
     id      names the request in results and logs; derived from the line when left out, the same each time
+    video   a local path that every host of the encoder has
     image, last_image  local paths or gs://; relative ones begin at the manifest's folder
     loras   those of relative paths may lie below that folder, too
     output  the mp4's name in the output folder; "<id>.mp4" when left out
@@ -106,6 +107,8 @@ def _read_line(number: int, line: bytes, folder: str, check: Check | None) -> En
         for name in IMAGES:
             if fields.get(name) is not None:
                 fields[name] = _resolve(fields[name], folder)
+        if isinstance(fields.get("video"), str):
+            fields["video"] = _resolve(fields["video"], folder)
         if isinstance(fields.get("loras"), list):
             fields["loras"] = [_beside(lora, folder) for lora in fields["loras"]]
         images = {name: _load_image(fields.get(name)) for name in IMAGES}

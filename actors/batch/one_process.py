@@ -81,9 +81,9 @@ class _Run:
         self._check()
         resolved = pipe.resolve(request)
         pipe.check_components()
-        state = pipe.initial_state(resolved)
         self.since = self._now()
         conditioning = pipe.encode(resolved, warnings.append)
+        state = pipe.initial_state(resolved, conditioning=conditioning)
         self._tell(ENCODER)
         for expert in pipe.experts(resolved):
             on_step = functools.partial(self._tell_step, expert.stage)

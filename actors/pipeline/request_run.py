@@ -111,7 +111,8 @@ class RequestRun:
         missing: list[Coroutine[Any, Any, None]] = [
             self._encode_text(prompt) for prompt in set(self._plan.prompts) - set(self._texts)
         ]
-        if self._plan.request.image is not None and self._image is None:
+        request = self._plan.request
+        if (request.image is not None or request.video is not None) and self._image is None:
             missing.append(self._encode_image())
         await _all(missing)
         texts: list[RefHandle | None] = [self._texts[prompt] for prompt in self._plan.prompts]

@@ -90,7 +90,9 @@ def _plans(args: argparse.Namespace) -> "tuple[list[Plan], list[Plan]]":
 def _planner(args: argparse.Namespace, kind: SliceSpec) -> "Planner":
     from wan_tpu.pricing.plan import Planner
 
-    return Planner(args.model, _request(args), described(kind), dtype=args.dtype, cache=args.compiled, report=_progress())
+    return Planner(
+        args.model, _request(args), described(kind), dtype=args.dtype, cache=args.compiled, report=_progress()
+    )
 
 
 def _request(args: argparse.Namespace) -> ResolvedRequest:

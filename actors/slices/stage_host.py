@@ -200,7 +200,7 @@ class StageHost:
         """Put what the encoder needs of a request's image on the devices; return its bytes."""
         inputs = stages.image_inputs(self._runtime, request)
         if inputs is None:
-            raise InvalidRequest(f"request {key} has no image; its prompts are all there is to encode")
+            raise InvalidRequest(f"request {key} has no image and no video; its prompts are all there is to encode")
         self._work[key] = _Encoding(request, inputs)
         return sum(pixels.nbytes for pixels in inputs.chunks)
 
@@ -226,7 +226,9 @@ class StageHost:
         conditioning = Conditioning(
             text.values, None if other is None else other.values, condition.image, condition.image_latents
         )
-        start = _unpacked(DenoiseState, state) or stages.initial_state(self._runtime.model, request)
+        start = _unpacked(DenoiseState, state) or stages.initial_state(
+            self._runtime.model, request, video=condition.video_latents
+        )
         placed = stages.device_state(self._runtime, request, start)
         mine = [e for e in plan.experts if e.stage in self._stages]
         if not mine:

@@ -7,7 +7,9 @@ import torch
 from PIL import Image
 
 from tests.conftest import PHOTO
-from wan_tpu import GenerationRequest
+from wan_tpu import GenerationRequest, InvalidRequest
+from wan_tpu.data import Video
+from wan_tpu.media.reading import read_frames
 
 FRAMES, STEPS = 9, 6
 LAST = Image.open(PHOTO).convert("RGB").transpose(Image.Transpose.FLIP_TOP_BOTTOM).resize((80, 70))
@@ -96,6 +98,61 @@ def run_diffusers(folder, request, task, noise):
         **second,
     ).frames[0]
     return frames, latents
+
+
+@pytest.mark.parametrize(("strength", "solver"), [(0.7, "unipc"), (1.0, "unipc"), (0.5, "euler")])
+def test_a_video_is_restyled_as_diffusers_does(strength, solver, checkpoint, pipeline, tmp_path):
+    kind = "wan2.1-t2v-1.3b"
+    source = Video(np.random.default_rng(1).random((11, 48, 80, 3), np.float32), 8.0).save(tmp_path / "source.mp4")
+    ours = pipeline(kind)
+    request = GenerationRequest(
+        prompt="a dog", video=source, strength=strength, height=64, width=96, frames=FRAMES, steps=8,
+        guidance_scale=3.0, shift=5.0, seed=5, solver=solver,
+    )  # fmt: skip
+    pipe = diffusers.WanVideoToVideoPipeline.from_pretrained(checkpoint(kind))
+    pipe.set_progress_bar_config(disable=True)
+    if solver == "euler":
+        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0)
+        # The pipeline asks its scheduler for add_noise, which this one calls scale_noise with another order.
+        pipe.scheduler.add_noise = lambda sample, noise, t: pipe.scheduler.scale_noise(sample, t, noise)
+    else:
+        pipe.scheduler = diffusers.UniPCMultistepScheduler.from_config(pipe.scheduler.config, flow_shift=5.0)
+    expected = []
+
+    def keep(pipe, i, t, values):
+        expected.append(values["latents"].numpy().copy())
+        return values
+
+    frames = pipe(
+        video=read_frames(source, FRAMES), prompt="a dog", negative_prompt="", height=64, width=96,
+        num_inference_steps=8, guidance_scale=3.0, strength=strength, callback_on_step_end=keep, output_type="np",
+        generator=torch.Generator().manual_seed(5),
+    ).frames[0]  # fmt: skip
+    events = []
+    video = ours.generate(request, on_step=events.append)
+    assert [event.step for event in events] == list(range(8 - int(8 * strength) + 1, 9))
+    for event, wanted in zip(events, expected, strict=True):
+        assert np.abs(event.latents - wanted).max() <= LATENT_TOLERANCE * np.abs(wanted).max()
+    assert np.abs(video.pixels - frames).max() <= PIXEL_TOLERANCE
+
+
+def test_videos_that_cant_be_begun_with_are_refused(pipeline, tmp_path):
+    source = Video(np.zeros((6, 32, 32, 3), np.float32), 8.0).save(tmp_path / "source.mp4")
+    noise = tmp_path / "noise.mp4"
+    noise.write_bytes(b"nothing" * 100)
+    settings = {"height": 64, "width": 96, "frames": 5, "steps": 4, "guidance_scale": 1.0}
+    for fields, field, said in (
+        ({"video": tmp_path / "none.mp4"}, "video", "is not a file"),
+        ({"video": source, "strength": 0.1}, "strength", "at least 0.25"),
+        ({"strength": 0.5}, "strength", "without a video"),
+        ({"video": source, "frames": 9}, "frames", "has 6 frames, and 9 are asked for; ask for 5"),
+        ({"video": noise}, "video", "can't be read"),
+    ):
+        with pytest.raises(InvalidRequest, match=said) as raised:
+            pipeline("wan2.1-t2v-1.3b").generate(GenerationRequest(**settings | fields))
+        assert raised.value.field == field
+    with pytest.raises(InvalidRequest, match="use a T2V checkpoint"):
+        pipeline("wan2.2-ti2v-5b").resolve(GenerationRequest(video=source))
 
 
 def test_seed_draws_diffusers_noise(checkpoint, pipeline):

@@ -62,7 +62,7 @@ def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[
         components = runtime.model.spec.components[ENCODER]
         if "image_encoder" in components:
             found["image_encoder"] = _image_encoder(runtime)
-        if "vae_encoder" in components:
+        if "vae_encoder" in components and ("i2v" in runtime.model.spec.tasks or request.video is not None):
             found |= _vae(runtime, request, "vae_encoder")
     mine = [expert for expert in runtime.model.spec.experts(request) if expert.stage in stages]
     found |= _adapters(runtime, request, mine)

@@ -48,6 +48,8 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--negative_prompt")
     group.add_argument("--image", help="first frame, for image-to-video models")
     group.add_argument("--last_image", help="last frame, for models that lead from one to another")
+    group.add_argument("--video", help="a file to begin with, for text-to-video models of Wan: it is restyled")
+    group.add_argument("--strength", type=float, help="of its change, 0 to 1: the part of the steps; default 0.8")
     group.add_argument(
         "--size", help=f"HEIGHT*WIDTH or WIDTHxHEIGHT in pixels, multiples of 16; usual: {' '.join(NAMED_SIZES)}"
     )
@@ -94,6 +96,8 @@ def request_from(args: argparse.Namespace) -> GenerationRequest:
         negative_prompt=args.negative_prompt,
         image=args.image,
         last_image=args.last_image,
+        video=args.video,
+        strength=args.strength,
         height=height,
         width=width,
         frames=args.frames,

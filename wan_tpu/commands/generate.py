@@ -19,7 +19,7 @@ def generate(argv: Sequence[str]) -> None:
 
     given = arguments.request_from(args)
     outputs = arguments.check_outputs(
-        args.output, overwrite=args.overwrite, inputs=(args.image, args.last_image, args.model_id)
+        args.output, overwrite=args.overwrite, inputs=(args.image, args.last_image, args.video, args.model_id)
     )
     profiler = arguments.profiler_from(args)
 
@@ -30,7 +30,8 @@ def generate(argv: Sequence[str]) -> None:
     pipe.check_components()
     recorder = Recorder(pipe.runtime)
     conditioning = encode_recorded(pipe, recorder, request)
-    state = denoise_recorded(pipe, recorder, request, conditioning, pipe.initial_state(request), profiler)
+    start = pipe.initial_state(request, conditioning=conditioning)
+    state = denoise_recorded(pipe, recorder, request, conditioning, start, profiler)
     decode_to_files(pipe, recorder, request, state.latents, outputs, overwrite=args.overwrite)
     recorder.save(outputs[2], request)
     report(outputs, recorder)

@@ -48,7 +48,7 @@ class Run:
     def from_json(cls, content: Any, path: Path) -> "Run":
         """Read `to_json`'s values; raises `InvalidInput` naming `path` when something is missing or wrong."""
         try:
-            known = {field.name for field in dataclasses.fields(ResolvedRequest)} - set(IMAGES)
+            known = {field.name for field in dataclasses.fields(ResolvedRequest)} - {*IMAGES, "video"}
             fields = {name: value for name, value in content["request"].items() if name in known}
             run_id, model_id, dtype = (str(content[name]) for name in ("id", "model_id", "dtype"))
             return cls(run_id, model_id, dtype, ResolvedRequest(**fields), tuple(content["warnings"]))
@@ -68,7 +68,9 @@ def encode(argv: Sequence[str]) -> None:
     given = arguments.request_from(args)
     for name in (CONFIG, EMBEDDINGS):
         check_output(
-            args.output_dir / name, overwrite=args.overwrite, inputs=(args.image, args.last_image, args.model_id)
+            args.output_dir / name,
+            overwrite=args.overwrite,
+            inputs=(args.image, args.last_image, args.video, args.model_id),
         )
 
     from wan_tpu.commands.recorded import Recorder, encode_recorded
@@ -115,9 +117,10 @@ def denoise(argv: Sequence[str]) -> None:
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
     request, spec = run.request, pipe.runtime.model.spec
     given = conditioning.image is not None or conditioning.image_latents is not None
-    spec.check(request, image=given, last=spec.last_images == "required")
+    if conditioning.video_latents is None:
+        spec.check(request, image=given, last=spec.last_images == "required")
     pipe.check_components(*spec.denoise_stages)
-    state = resumed or pipe.initial_state(request)
+    state = resumed or pipe.initial_state(request, conditioning=conditioning)
     stop = spec.experts(request)[0].stop if args.stop_after_high else None
     if args.warmup_steps:
         pipe.denoise(request, conditioning, state, stop=min(state.step + args.warmup_steps, request.steps))

@@ -20,8 +20,8 @@ def _shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=64)
-def euler(steps: int, shift: float) -> Schedule:
-    """Return the schedule of Euler's method for a timestep shift."""
+def euler(steps: int, shift: float, first: int = 0) -> Schedule:
+    """Return the schedule of Euler's method for a timestep shift; it has no history, whatever step is run first."""
     # diffusers shifts the training grid, spaces the steps between its ends, and shifts once more.
     last = _shifted(np.array(1 / TRAIN_TIMESTEPS, np.float32), shift)
     return _euler(np.linspace(TRAIN_TIMESTEPS, float(last) * TRAIN_TIMESTEPS, steps) / TRAIN_TIMESTEPS, shift)
@@ -41,7 +41,7 @@ def _euler(grid: np.ndarray, shift: float) -> Schedule:
 
 
 @functools.lru_cache(maxsize=64)
-def euler_at(noise: tuple[float, ...]) -> Schedule:
+def euler_at(noise: tuple[float, ...], first: int = 0) -> Schedule:
     """Return the schedule of Euler's method for its steps' noise levels, the shift applied; the last step ends at 0."""
     sigmas = np.array(noise, np.float64).astype(np.float32)
     following = np.append(sigmas[1:], np.float32(0)).astype(np.float64)
@@ -50,15 +50,17 @@ def euler_at(noise: tuple[float, ...]) -> Schedule:
     return schedule(sigmas * np.float32(TRAIN_TIMESTEPS), sigmas.astype(np.float64), matrices)
 
 
-@functools.lru_cache(maxsize=64)
-def unipc(steps: int, shift: float) -> Schedule:
-    """Return the schedule of UniPC for a timestep shift."""
-    return unipc_at(tuple(_shifted(np.linspace(1, 1 / TRAIN_TIMESTEPS, steps + 1)[:-1], shift).tolist()))
+def unipc(steps: int, shift: float, first: int = 0) -> Schedule:
+    """Return the schedule of UniPC for a timestep shift; first: the step that is run first, without a history."""
+    return unipc_at(tuple(_shifted(np.linspace(1, 1 / TRAIN_TIMESTEPS, steps + 1)[:-1], shift).tolist()), first)
 
 
 @functools.lru_cache(maxsize=64)
-def unipc_at(noise: tuple[float, ...]) -> Schedule:
-    """Return the schedule of UniPC for its steps' noise levels, the shift applied; the last step ends at 0."""
+def unipc_at(noise: tuple[float, ...], first: int = 0) -> Schedule:
+    """Return the schedule of UniPC for its steps' noise levels, the shift applied; the last step ends at 0.
+
+    first  as `unipc`
+    """
     sigmas, steps = np.array(noise, np.float64), len(noise)
     if abs(sigmas[0] - 1) < 1e-6:
         sigmas[0] -= 1e-6  # log(1 - sigma) must stay finite
@@ -66,7 +68,8 @@ def unipc_at(noise: tuple[float, ...]) -> Schedule:
     # diffusers keeps its sigmas in float32. Near 1 that moves log(1 - sigma) by a percent, so the rounded
     # values, not the exact ones, are what a checkpoint's published results were made with.
     sigmas = np.append(sigmas, 0).astype(np.float32).astype(np.float64)
-    matrices = np.stack([_unipc_step(sigmas, i) for i in range(steps)])
+    later = [_unipc_step(sigmas[first:], i) for i in range(steps - first)]
+    matrices = np.stack([*[np.zeros_like(later[0])] * first, *later])
     return schedule(timesteps, sigmas[:-1], matrices)
 
 

@@ -66,22 +66,34 @@ class ExpertInputs:
 # ---- states
 
 
-def initial_state(model: Model, request: ResolvedRequest, noise: np.ndarray | None = None) -> DenoiseState:
-    """Return the state before step 0: `noise`, or what diffusers draws for the request's seed.
+def initial_state(
+    model: Model, request: ResolvedRequest, noise: np.ndarray | None = None, video: np.ndarray | None = None
+) -> DenoiseState:
+    """Return the state before the first step: `noise`, or what diffusers draws for the request's seed.
 
     noise  [1, C, T, H, W]; raises `InvalidRequest` for any other shape
+    video  latents of the request's video, of which there is so much under the noise as its first step begins with
     """
-    shape = model.spec.latent_shape(request)
-    history = tuple(np.zeros(shape, np.float32) for _ in range(model.spec.schedule(request).history_terms))
-    if noise is None:
-        return DenoiseState(model.initial_noise(request), history)
+    shape, schedule = model.spec.latent_shape(request), model.spec.schedule(request)
+    history = tuple(np.zeros(shape, np.float32) for _ in range(schedule.history_terms))
+    drawn = model.initial_noise(request) if noise is None else _given_noise(noise, shape)
+    if request.strength is None:
+        return DenoiseState(drawn, history)
+    if video is None:
+        raise InvalidRequest("a video to begin with is asked for, and its latents are missing; run the encoder again")
+    first = model.spec.first_step(request)
+    sigma = np.float32(schedule.sigmas[first])
+    return DenoiseState((np.float32(1) - sigma) * video + sigma * drawn, history, first)
+
+
+def _given_noise(noise: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     try:
         given = np.array(noise).astype(np.float32, casting="same_kind")
     except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidRequest(f"noise is no array of real numbers ({error}); give float32 {shape}") from None
     if given.shape != shape or not np.isfinite(given).all():
         raise InvalidRequest(f"noise has shape {given.shape}; this request needs {shape}, all finite")
-    return DenoiseState(given, history)
+    return given
 
 
 def device_state(runtime: Runtime[Model], request: ResolvedRequest, state: DenoiseState) -> DenoiseState:

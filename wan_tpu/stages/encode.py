@@ -51,7 +51,7 @@ def encode(runtime: Runtime[Model], request: ResolvedRequest, progress: Progress
     finally:
         bar.close()
     negative = embeddings[1] if len(embeddings) > 1 else None
-    return Conditioning(embeddings[0], negative, image.image, image.image_latents)
+    return Conditioning(embeddings[0], negative, image.image, image.image_latents, image.video_latents)
 
 
 def encode_prompt(runtime: Runtime[Model], prompt: str, warn: Warn) -> Arrays:
@@ -83,8 +83,8 @@ def text_program(runtime: Runtime[Model], name: str, module: torch.nn.Module) ->
 
 
 def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInputs | None:
-    """Put what the encoder needs of a request's image on the devices; None when there is no image."""
-    if request.image is None:
+    """Put what the encoder needs of a request's image, or video, on the devices; None when there is none."""
+    if request.image is None and request.video is None:
         return None
     model, dtype = runtime.model, DTYPES[runtime.dtype]
     placed: dict[int, jax.Array] = {}
@@ -99,7 +99,7 @@ def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInpu
 
 
 def encode_image(runtime: Runtime[Model], request: ResolvedRequest, inputs: ImageInputs, bar: Bar) -> ImageCondition:
-    """Return what the experts are given of an image; `bar` steps once for CLIP and once for each chunk of the VAE."""
+    """Return what the experts are given of an image or a video; `bar` steps for CLIP and for each chunk of the VAE."""
     features = None
     if inputs.clip is not None:
         features = _clip_features(runtime, inputs.clip)
@@ -108,7 +108,10 @@ def encode_image(runtime: Runtime[Model], request: ResolvedRequest, inputs: Imag
     for moment in vae_encode(runtime, inputs.chunks):
         moments.append(moment)
         bar.step()
-    return ImageCondition(features, runtime.model.image_latents(np.concatenate(moments, axis=2), request))
+    latents = runtime.model.image_latents(np.concatenate(moments, axis=2), request)
+    if request.video is not None:
+        return ImageCondition(video_latents=latents)
+    return ImageCondition(features, latents)
 
 
 def _clip_features(runtime: Runtime[Model], pixels: jax.Array) -> np.ndarray:

@@ -31,6 +31,7 @@ from wan_tpu.families.wan.presets import TEXT_TOKENS, WanConfig
 from wan_tpu.families.wan.spec import WanSpec
 from wan_tpu.families.wan.tokens import unpatchify as unpatchify_tokens
 from wan_tpu.families.wan.transformer import TextKeys
+from wan_tpu.media.reading import read_frames
 from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
 from wan_tpu.runtime.components import Component
@@ -100,7 +101,11 @@ class WanModel(Model):
         _, channels, frames, height, width = self.spec.latent_shape(request)
         if component == "decoder":
             return [(1, channels, 1, height, width)] * frames
-        later = [] if self.config.expand_timesteps else [(1, 3, FRAME_STRIDE, request.height, request.width)]
+        later = (
+            []
+            if request.strength is None and self.config.expand_timesteps
+            else [(1, 3, FRAME_STRIDE, request.height, request.width)]
+        )
         return [(1, 3, 1, request.height, request.width), *later * (frames - 1)]
 
     # ---- encoder stage
@@ -141,10 +146,10 @@ class WanModel(Model):
         return call(module, params, method, pixels)
 
     def video_condition(self, request: ResolvedRequest) -> list[np.ndarray]:
-        """Return the chunks of pixels the VAE encodes for an image: float32 [1, 3, 1 or 4, H, W] in [-1, 1].
+        """Return the chunks of pixels that the VAE encodes for an image: float32 [1, 3, 1 or 4, H, W] in [-1, 1].
 
         The image, then black-in-the-middle (zero) frames up to the request's length, of which the last may be an image
-        again; TI2V 5B takes the image alone.
+        again; TI2V 5B takes the image alone. Of a video they are its frames.
         """
 
         def frame(image: object) -> np.ndarray:
@@ -152,6 +157,10 @@ class WanModel(Model):
             pixels = self._video_processor.preprocess(image, height=request.height, width=request.width)
             return pixels[:, :, None].numpy().astype(np.float32)
 
+        if request.video is not None:
+            frames = [frame(one) for one in read_frames(request.video, request.frames)]
+            later = range(1, request.frames, FRAME_STRIDE)
+            return [frames[0], *(np.concatenate(frames[i : i + FRAME_STRIDE], axis=2) for i in later)]
         first = frame(request.image)
         if self.config.expand_timesteps:
             return [first]
@@ -165,7 +174,7 @@ class WanModel(Model):
         """Turn the VAE encoder's output [1, 2C, T, H, W] into the image condition of `Conditioning`, float32."""
         mean, std = self._latent_statistics()
         latents = (moments[:, : self.spec.latent_channels].astype(np.float32) - mean) * (1 / std)
-        if self.config.expand_timesteps:
+        if self.config.expand_timesteps or request.video is not None:
             return latents
         # One mask channel for each pixel frame of a latent frame: ones for the given image, then zeros.
         mask = np.zeros((1, FRAME_STRIDE, *latents.shape[2:]), np.float32)

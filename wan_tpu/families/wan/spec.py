@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,10 @@ from wan_tpu.schedules.magcache import Curve
 from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule
 from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
 
-SOLVERS = {"unipc": (flow.unipc, flow.unipc_at), "euler": (flow.euler, flow.euler_at)}
+SOLVERS: dict[str, tuple[Callable[..., Schedule], Callable[..., Schedule]]] = {
+    "unipc": (flow.unipc, flow.unipc_at),
+    "euler": (flow.euler, flow.euler_at),
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class WanSpec(ModelSpec):
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
         """Stage -> components; a stage that denoises has the transformer of its own name."""
-        encoder = ["text_encoder"]
+        encoder = ["text_encoder", "vae_encoder"] if self.tasks == ("t2v",) else ["text_encoder"]
         if "i2v" in self.tasks:
             encoder += ["image_encoder", "vae_encoder"] if self.takes_image_features else ["vae_encoder"]
         denoise = ("denoise_high", "denoise_low") if self.config.two_experts else ("denoise",)
@@ -86,6 +89,11 @@ class WanSpec(ModelSpec):
         if not self.takes_image_features:
             return "optional" if self.tasks == ("i2v",) else "none"
         return "none" if self.config.transformer.get("pos_embed_seq_len") is None else "required"
+
+    @property
+    def takes_video(self) -> bool:  # type: ignore[override]
+        """Whether a request may begin with a video's frames: models of text alone, as in diffusers."""
+        return self.tasks == ("t2v",)
 
     @property
     def takes_image_features(self) -> bool:
@@ -146,7 +154,8 @@ class WanSpec(ModelSpec):
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return who denoises which steps of a resolved request, experts with no step left out."""
         boundary = self._high_noise_steps(request)
-        ends, scales = (0, boundary, request.steps), (request.guidance_scale, request.guidance_scale_2)
+        ends, scales = [0, boundary, request.steps], (request.guidance_scale, request.guidance_scale_2)
+        ends = [max(end, self.first_step(request)) for end in ends]
         found = [Expert(stage, ends[i], ends[i + 1], scales[i] > 1) for i, stage in enumerate(self.denoise_stages)]
         return tuple(expert for expert in found if expert.start < expert.stop)
 
@@ -168,7 +177,10 @@ class WanSpec(ModelSpec):
 
     def _unguided(self, request: ResolvedRequest) -> Schedule:
         by_steps, by_sigmas = SOLVERS[request.solver]
-        return by_steps(request.steps, request.shift) if request.sigmas is None else by_sigmas(request.sigmas)
+        first = self.first_step(request)
+        if request.sigmas is None:
+            return by_steps(request.steps, request.shift, first)
+        return by_sigmas(request.sigmas, first)
 
     def _high_noise_steps(self, request: ResolvedRequest) -> int:
         """How many steps come before the boundary; all with one expert."""
