@@ -33,11 +33,18 @@ Figures = dict[str, Estimate]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How requests are sampled."""
+    """How requests are sampled; what is None is left to the checkpoint, or to the preset.
 
-    steps: int = sizes.STEPS
-    guidance: float = sizes.GUIDANCE
+    preset, loras, cache, sigmas  as in a request
+    """
+
+    steps: int | None = sizes.STEPS
+    guidance: float | None = sizes.GUIDANCE
     shift: float | None = None
+    preset: str | None = None
+    loras: tuple[str, ...] | None = None
+    cache: str | None = None
+    sigmas: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,10 @@ def request_of(scene: Scene, seed: int, sampling: Sampling) -> GenerationRequest
         guidance_scale=sampling.guidance,
         shift=sampling.shift,
         seed=seed,
+        preset=sampling.preset,
+        loras=sampling.loras,
+        cache=sampling.cache,
+        sigmas=sampling.sigmas,
     )
 
 

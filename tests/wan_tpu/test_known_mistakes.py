@@ -121,7 +121,7 @@ def test_the_bfloat16_step_solves_nothing_and_combines_in_float32(pipeline):
     args = (loaded.params, *place((latents, tuple(history), step_numbers(schedule, 1)), runtime.mesh), given)
     text = program.compile(*args).as_text()
     assert not re.search(r"triangular|cholesky|lu_|getrf|trsm", text)
-    got, _, finite = program(*args)
+    got, _, finite, _ = program(*args)
     keys, image_latents = given
     velocity = np.asarray(
         jax.jit(functools.partial(runtime.model.velocity, loaded.module), static_argnums=1)(

@@ -1,6 +1,7 @@
 """`wan-tpu calibrate`: how a model's residuals change from step to step, for MagCache."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,8 @@ def calibrate(argv: Sequence[str]) -> None:
         print(json.dumps(found))
         return
     said = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps(said | found, indent=2) + "\n")
+    text = json.dumps(said | found, indent=2)
+    file.write_text(re.sub(r"\[\s+([-\d.]+),\s+([-\d.]+)\s+\]", r"[\1, \2]", text) + "\n")  # a step a line
     print(f"wrote the curve of {request.steps} steps into {file}; videos take it with --cache magcache")
 
 
