@@ -2,6 +2,7 @@
 """Measure the pipeline on an emulated cluster of this machine.
 
     python scripts/bench_pipeline.py                 orchestration alone: hosts wait for planned durations (simulated)
+    python scripts/bench_pipeline.py --four_steps    the same with videos of four unguided steps
     python scripts/bench_pipeline.py --real          the small model, computed (emulated)
     python scripts/bench_pipeline.py --soak 1000     many small requests: does memory grow?
 
@@ -19,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import ray
 from simulation import measure, soak
@@ -37,7 +39,10 @@ from cluster.emulation.cluster import EmulatedCluster, Settings, emulated_slices
 from cluster.layout import Layout, Mesh, Pool, Replicas
 from wan_tpu import GenerationRequest
 from wan_tpu.families import open_spec
+from wan_tpu.families.wan.sampling import SIGMAS
 
+# A step without guidance on v6e-8, encoder and decoder on v6e-4: docs/few-steps.md.
+FOUR_STEPS = Planned(text_s=0.01, image_s=0.54, step_s=1.393, decode_s=0.68)
 IMAGE = Path(__file__).parent.parent / "examples" / "cat.png"
 
 
@@ -48,6 +53,7 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=10, help="planned durations are divided by it")
     parser.add_argument("--requests", type=int, help="how many (48; with --real 8)")
     parser.add_argument("--in_flight", type=int, default=16)
+    parser.add_argument("--four_steps", action="store_true", help="videos of 7 s (layout a14b-four-steps-v6e)")
     parser.add_argument("--real", action="store_true", help="the small model instead of waiting")
     parser.add_argument("--only", choices=["pools", "whole"], help="one of the two layouts that are compared")
     parser.add_argument("--soak", type=int, metavar="N", help="so many small requests; is memory left behind?")
@@ -59,9 +65,10 @@ def main() -> None:
 
 def simulated(args: argparse.Namespace, folder: Path) -> None:
     """Measure a layout, and its chips as whole-pipeline replicas, with hosts that wait."""
-    planned = Planned(speed=args.speed)
+    planned = dataclasses.replace(FOUR_STEPS if args.four_steps else Planned(), speed=args.speed)
     plan = planned.save(folder / "plan.json")
-    layout = emulated(Layout.load(args.layout or "a14b-balanced-v6e"))
+    usual = "a14b-four-steps-v6e" if args.four_steps else "a14b-balanced-v6e"
+    layout = emulated(Layout.load(args.layout or usual))
     settings = PipelineSettings(
         str(plan),
         str(folder / "snapshots"),
@@ -71,13 +78,17 @@ def simulated(args: argparse.Namespace, folder: Path) -> None:
         snapshot_every=max(1, round(5 * args.speed)),  # as often in real time as at speed 1
     )
     count = args.requests or 48
+    # As the preset lightning, whose adapters a host that waits can't read.
+    few = {"sigmas": SIGMAS, "switch_step": 2, "solver": "euler", "guidance_scale": 1.0}
+    sampling: dict[str, Any] = few if args.four_steps else {}
     requests = {
-        f"r{i}": GenerationRequest(prompt=f"prompt {i}", image=IMAGE, height=720, width=1280, seed=i)
+        f"r{i}": GenerationRequest(prompt=f"prompt {i}", image=IMAGE, height=720, width=1280, seed=i, **sampling)
         for i in range(count)
     }
     one = requests["r0"].resolve(MODEL.defaults)
     planned_s = {stage: planned.seconds(stage, one) for stage in MODEL.stages}
-    print(f"{NOTES['simulated']}: Wan 2.2 A14B, 720x1280, 81 frames, 40 steps on v6e-8, divided by {args.speed:g}")
+    what = f"Wan 2.2 A14B, 720x1280, 81 frames, {one.steps} steps on v6e-8"
+    print(f"{NOTES['simulated']}: {what}, divided by {args.speed:g}")
     print(f"{count} requests, {args.in_flight} in flight; load of this machine before: {os.getloadavg()[0]:.1f}")
     rates: dict[str, float] = {}
     with cluster(layout, folder):

@@ -7,11 +7,14 @@ from PIL import Image
 
 from . import sizes
 from .captions import caption
-from .gate import held_out_scenes
+from .gate import SEED, held_out_scenes
 from .scenes import FPS, FRAMES, HEIGHT, Scene, first_frame, opposite
+from .zigzag import draw_zigzag, zigzag_caption
 
 _CHOSEN = {"ball": 2, "triangle": 31}  # of the gate's scenes, of one width: each size is compiled for
 _OPPOSITE = ("ball",)  # asked for with the opposite sentence too
+_ZIGZAG = 4  # of the gate's zigzags: asked for with its adapter, and without
+_ADAPTER = "small-wan2.2-i2v/adapters/zigzag.{side}.safetensors@{side}"
 
 
 def write_examples(folder: Path) -> Path:
@@ -25,6 +28,11 @@ def write_examples(folder: Path) -> Path:
         lines.append(_request(f"{name}-1", f"{name}.png", scene))
         if name in _OPPOSITE:
             lines.append(_request(f"{name}-2", f"{name}.png", opposite(scene)))
+    zigzag = draw_zigzag(SEED, _ZIGZAG, held_out=True, width=64)
+    Image.fromarray(first_frame(zigzag)).save(folder / "zigzag.png")
+    asked = {**_request("zigzag", "zigzag.png", zigzag), "prompt": zigzag_caption(zigzag)}
+    lines.append({**asked, "loras": [_ADAPTER.format(side=side) for side in ("high", "low")]})
+    lines.append({**asked, "id": "zigzag-without-adapter"})
     manifest = folder / "scenes.jsonl"
     manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return manifest

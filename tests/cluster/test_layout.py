@@ -50,7 +50,11 @@ def test_a_layout_is_read():
 @pytest.mark.parametrize(
     ("stages", "names"),
     [
-        (STAGES, "a14b-balanced-v6e a14b-multihost-v6e-16 emulated-demo emulated-small four-pools one-machine"),
+        (
+            STAGES,
+            "a14b-balanced-v6e a14b-four-steps-v6e a14b-multihost-v6e-16 emulated-demo emulated-small four-pools "
+            "one-machine",
+        ),
         (ONE_EXPERT, "emulated-one-expert one-expert-v6e one-machine-one-expert"),
     ],
 )

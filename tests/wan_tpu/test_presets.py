@@ -80,6 +80,13 @@ def test_a_resolved_request_stays_what_it_is(fields):
     assert A14B.experts(resolved) == again.experts
 
 
+def test_calls_are_routed_by_adapters_as_by_programs():
+    """A slice that has merged them is the one to ask; the other expert's calls don't care."""
+    plain, adapted = plan().shapes, plan(loras=["gs://b/x.safetensors:0.5@high"]).shapes
+    assert adapted["denoise_high"] == f"{plain['denoise_high']} gs://b/x.safetensors:0.5@high"
+    assert adapted["denoise_low"] == plain["denoise_low"]
+
+
 def test_experts_switch_where_the_request_says():
     for steps, switch in itertools.product((1, 4, 7), (0, 1, 3)):
         if switch > steps:
