@@ -120,6 +120,11 @@ class Pipeline:
         """Decoder stage: yield float32 [T, H, W, 3] in [0, 1], chunk by chunk, and check the whole at the end."""
         return stages.decode(self.runtime, latents, self._progress)
 
+    def decode_planes(self, latents: np.ndarray) -> Iterator[np.ndarray]:
+        """Decoder stage: yield uint8 [T, 3, H, W], green, blue and red, chunk by chunk, for `wan_tpu.media.mp4.Mp4`."""
+        chunks = stages.decode_chunks(self.runtime, stages.decoder_inputs(self.runtime, latents), self._progress)
+        return (np.asarray(planes) for _, planes in chunks)
+
     def schedule(self, request: ResolvedRequest) -> Schedule:
         """Return the numbers of a resolved request's steps."""
         return self.runtime.model.spec.schedule(request)

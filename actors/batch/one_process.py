@@ -89,9 +89,9 @@ class _Run:
             on_step = functools.partial(self._tell_step, expert.stage)
             state = pipe.denoise(resolved, conditioning, state, stop=expert.stop, on_step=on_step)
         with Mp4(resolved.fps) as made:
-            for pixels in pipe.decode(state.latents):
+            for planes in pipe.decode_planes(state.latents):
                 self._check()
-                made.add(pixels)
+                made.add(planes)
             made.finish()
         if made.failure is not None:
             raise made.failure

@@ -184,9 +184,9 @@ class StageHost:
         """
         before, work = self._runtime.compile_s, self._take(key, _Decoding)
         with self._fits(work.request), Mp4(work.request.fps) as video:
-            for chunk in stages.decode_chunks(self._runtime, work.frames, self._progress):
+            for _, planes in stages.decode_chunks(self._runtime, work.frames, self._progress):
                 if self._first:  # a failure is kept to the end: the other hosts wait in the next chunk's exchange
-                    video.add(self._runtime.model.pixels(np.asarray(chunk)))
+                    video.add(np.asarray(planes))
             if self._first:
                 video.finish()
         failure = same_everywhere(str(video.failure or ""))

@@ -9,6 +9,7 @@ from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, load_pipeline, stages
 from wan_tpu.data import Conditioning, DenoiseState
 from wan_tpu.families.wan.presets import TEXT_TOKENS
+from wan_tpu.media.image import to_uint8
 from wan_tpu.progress import Silent
 
 KIND = "wan2.2-i2v-a14b"
@@ -100,3 +101,14 @@ def test_the_image_is_encoded_by_itself(pipeline):
     assert np.array_equal(got.image_latents, pipe.encode(request).image_latents)
     assert got.image is None
     assert stages.image_inputs(pipe.runtime, dataclasses.replace(request, image=None)) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_planes_are_the_rounded_pixels(dtype, pipeline):
+    """What is encoded as video is what diffusers rounds frames to, bit for bit, its channels apart."""
+    pipe = pipeline("wan2.1-t2v-1.3b", dtype)
+    latents = 2 * np.random.default_rng(0).standard_normal((1, 16, 3, 4, 6)).astype(np.float32)
+    pixels = to_uint8(np.concatenate(list(pipe.decode(latents))))
+    planes = np.concatenate(list(pipe.decode_planes(latents)))
+    assert planes.dtype == np.uint8 and pixels.std() > 10
+    assert np.array_equal(planes[:, [2, 0, 1]].transpose(0, 2, 3, 1), pixels)

@@ -21,10 +21,10 @@ def run(runtime, component, chunks):
     loaded = runtime.component(component)
     _, first, later = vae_programs(runtime, component, loaded.module, len(chunks))
     out, _, cache = first(loaded.params, place(chunks[0], runtime.mesh))
-    outputs = [out]
+    outputs = [out[0] if component == "decoder" else out]
     for chunk in chunks[1:]:
         out, _, cache = later(loaded.params, place(chunk, runtime.mesh), cache)
-        outputs.append(out)
+        outputs.append(out[0] if component == "decoder" else out)
     return np.concatenate([np.asarray(out) for out in outputs], axis=2)
 
 

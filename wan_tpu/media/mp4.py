@@ -7,7 +7,6 @@ from types import TracebackType
 import numpy as np
 
 from wan_tpu.errors import OutputError
-from wan_tpu.media.image import to_uint8
 from wan_tpu.media.video import VideoWriter
 
 
@@ -27,15 +26,15 @@ class Mp4:
     def __enter__(self) -> "Mp4":
         return self
 
-    def add(self, pixels: np.ndarray) -> None:
-        """Append frames, float32 [T, H, W, 3] in [0, 1]."""
+    def add(self, planes: np.ndarray) -> None:
+        """Append frames, uint8 [T, 3, H, W]: green, blue, red (`wan_tpu.stages.vae.planes`)."""
         if self.failure is not None:
             return
         try:
             if self._writer is None:
                 self._folder = tempfile.TemporaryDirectory()  # mp4 is written back and forth: it needs a file
-                self._writer = VideoWriter(Path(self._folder.name) / "video.mp4", fps=self._fps)
-            self._writer.write(to_uint8(pixels))
+                self._writer = VideoWriter(Path(self._folder.name) / "video.mp4", fps=self._fps, planes=True)
+            self._writer.write(planes)
         except (OSError, OutputError) as error:
             self.failure = error
 

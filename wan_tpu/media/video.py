@@ -63,23 +63,25 @@ class VideoWriter:
     The file appears at `path` when the block ends well; on any exception nothing is left behind.
     """
 
-    def __init__(self, path: str | Path, *, fps: float, overwrite: bool = False) -> None:
+    def __init__(self, path: str | Path, *, fps: float, overwrite: bool = False, planes: bool = False) -> None:
+        """planes: frames are [3, H, W], green, blue and red, in place of [H, W, 3], red, green and blue."""
         check_ffmpeg()
         if Path(path).suffix.lower() != ".mp4":
             raise OutputError(f"{path} doesn't end in .mp4, which is what is written; give such a path")
         self.path = check_output(path, overwrite=overwrite)
         self._fps = fps
         self._overwrite = overwrite
+        self._planes = planes
         # Absolute: to ffmpeg, a colon in a relative path means a protocol.
         self._partial = self.path.absolute().with_name(f".{self.path.name}.partial.mp4")
         self._ffmpeg: subprocess.Popen[bytes] | None = None
 
     def write(self, frames: Iterable[np.ndarray]) -> None:
-        """Append frames, uint8 [T, H, W, 3], all of one size; raises `OutputError` when ffmpeg gives up."""
+        """Append frames, uint8 [T, ...], all of one size; raises `OutputError` when ffmpeg gives up."""
         for frame in frames:
             if self._ffmpeg is None:
                 with _interrupt_deferred():  # or a process could start that nobody knows of
-                    self._ffmpeg = self._start(*frame.shape[:2])
+                    self._ffmpeg = self._start(*(frame.shape[1:] if self._planes else frame.shape[:2]))
             assert self._ffmpeg.stdin is not None
             try:
                 self._ffmpeg.stdin.write(np.ascontiguousarray(frame, np.uint8).data)
@@ -87,7 +89,18 @@ class VideoWriter:
                 raise self._failure(self._ffmpeg) from None
 
     def _start(self, height: int, width: int) -> "subprocess.Popen[bytes]":
-        source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{self._fps:g}", "-i", "-"]
+        source = [
+            "-f",
+            "rawvideo",
+            "-pix_fmt",
+            "gbrp" if self._planes else "rgb24",
+            "-s",
+            f"{width}x{height}",
+            "-r",
+            f"{self._fps:g}",
+            "-i",
+            "-",
+        ]
         # crf 18 is what x264's authors call visually lossless.
         target = ["-c:v", "libx264", "-crf", "18", "-pix_fmt", "yuv420p", "-movflags", "+faststart", str(self._partial)]
         # Not imageio's writer: it starts ffmpeg through a Python fork, which is unsafe beside JAX's threads, and

@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 def decode(runtime: Runtime[Model], latents: np.ndarray, progress: Progress) -> Iterator[np.ndarray]:
     """Yield the video of final latents [1, C, T, H, W] as it is decoded: float32 [1 or 4, H, W, 3] in [0, 1]."""
-    for chunk in decode_chunks(runtime, decoder_inputs(runtime, latents), progress):
-        yield runtime.model.pixels(np.asarray(chunk))
+    for pixels, _ in decode_chunks(runtime, decoder_inputs(runtime, latents), progress):
+        yield runtime.model.pixels(np.asarray(pixels))
 
 
 def decoder_inputs(runtime: Runtime[Model], latents: np.ndarray) -> list[jax.Array]:
@@ -30,8 +30,10 @@ def decoder_inputs(runtime: Runtime[Model], latents: np.ndarray) -> list[jax.Arr
     return [place(chunk, runtime.mesh) for chunk in np.split(scaled, ends[:-1], axis=2)]
 
 
-def decode_chunks(runtime: Runtime[Model], frames: Sequence[jax.Array], progress: Progress) -> Iterator[jax.Array]:
-    """Yield the pixels of each chunk of latent frames, [1, 3, T, H, W] around [-1, 1], whole on every device.
+def decode_chunks(
+    runtime: Runtime[Model], frames: Sequence[jax.Array], progress: Progress
+) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """Yield each chunk of latent frames decoded, whole on every device: pixels and planes, as `vae_programs` has them.
 
     Raises `UnhealthyResult` for NaN and Inf, and after the last chunk for a video of one single colour: on every
     process, whether or not it looks at the pixels.
@@ -51,7 +53,9 @@ def decode_chunks(runtime: Runtime[Model], frames: Sequence[jax.Array], progress
     runtime.done_with("decoder")
 
 
-def _run(runtime: Runtime[Model], frames: Sequence[jax.Array]) -> Iterator[tuple[jax.Array, jax.Array]]:
+def _run(
+    runtime: Runtime[Model], frames: Sequence[jax.Array]
+) -> Iterator[tuple[tuple[jax.Array, jax.Array], jax.Array]]:
     loaded = runtime.component("decoder")
     _, first, later = vae_programs(runtime, "decoder", loaded.module, len(frames))
     cache = None
