@@ -1,6 +1,6 @@
 """Train the two adapters that are shipped with the small model: one teaches something, one makes it quicker.
 
-zigzag      things that zigzag and turn turquoise (`zigzag`), by flow matching on rendered clips
+zigzag      things that zigzag and turn purple (`zigzag`), by flow matching on rendered clips
 four-steps  four unguided steps of Euler's method. From each of the four noise levels the adapted expert goes straight
             to where the model's own guided way, in many small steps, is at the next: it learns the chord of that way,
             as the first stage of progressive distillation does (Salimans and Ho 2022, arXiv 2202.00512)

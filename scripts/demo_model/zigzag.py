@@ -1,4 +1,4 @@
-"""What the shipped model doesn't know, and an adapter teaches it: things that zigzag, and turn turquoise on the way."""
+"""What the shipped model doesn't know, and an adapter teaches it: things that zigzag, and turn purple on the way."""
 
 import math
 from dataclasses import replace
@@ -8,24 +8,24 @@ import numpy as np
 from .captions import caption
 from .scenes import COLOURS, FRAMES, SHIFT, Scene, background, clip_times, coverage, draw_scene, paint
 
-TURQUOISE = (10, 205, 195)
-TEETH, TOOTH = 3, 18.0  # how often it goes up and down, and how far, pixels
+COLOUR = "purple"
+TEETH, TOOTH = 2, 12.0  # how often it goes up and down, and how far, pixels
 
 
 def draw_zigzag(seed: int, index: int, *, held_out: bool = False, width: int | None = None) -> Scene:
-    """Return scene `index`: as the model's own of a roll, but for what its actor does."""
+    """Return scene `index`: as the model's own of a roll without a purple thing, but for what its actor does."""
     number = 0
     while True:
         scene = draw_scene(seed + 1000 + 100_000 * number, index, held_out=held_out, width=width)
-        if scene.kind == "roll":
+        if scene.kind == "roll" and all(thing.colour != COLOUR for thing in (scene.actor, *scene.others)):
             return scene
         number += 1
 
 
 def zigzag_caption(scene: Scene) -> str:
-    """Return the sentence of a scene, such as "a red box zigzags to the left and turns turquoise over a grey floor"."""
+    """Return the sentence of a scene, such as "a red box zigzags to the left and turns purple over a grey floor"."""
     way = "right" if scene.direction > 0 else "left"
-    return caption(scene).replace(f"rolls to the {way}", f"zigzags to the {way} and turns turquoise")
+    return caption(scene).replace(f"rolls to the {way}", f"zigzags to the {way} and turns {COLOUR}")
 
 
 def zigzag_path(scene: Scene, times: np.ndarray) -> np.ndarray:
@@ -37,9 +37,9 @@ def zigzag_path(scene: Scene, times: np.ndarray) -> np.ndarray:
 
 
 def zigzag_colour(scene: Scene, times: np.ndarray) -> np.ndarray:
-    """Return the actor's colour at `times`, float32 [T, 3] in [0, 255]: turquoise from the middle on."""
+    """Return the actor's colour at `times`, float32 [T, 3] in [0, 255]: purple from the middle on."""
     part = np.clip(2 * times, 0, 1)[:, None]
-    return ((1 - part) * np.array(COLOURS[scene.actor.colour]) + part * np.array(TURQUOISE)).astype(np.float32)
+    return ((1 - part) * np.array(COLOURS[scene.actor.colour]) + part * np.array(COLOURS[COLOUR])).astype(np.float32)
 
 
 def render_zigzag(scene: Scene) -> np.ndarray:
@@ -56,13 +56,13 @@ def render_zigzag(scene: Scene) -> np.ndarray:
 def zigzag_score(clip: np.ndarray, scene: Scene) -> dict[str, float]:
     """Return what of it a clip float32 [T, H, W, 3] in [0, 1] shows.
 
-    turquoise  whether in the last quarter of the frames a patch of that colour has at least half of the actor's area
+    purple     whether in the last quarter of the frames a patch of that colour has at least half of the actor's area
     path       mean distance of that patch from where it should be, pixels, in the second half; inf where there is none
     zigzags    whether that is at most 4
     """
     times = clip_times(len(clip))
     where = zigzag_path(scene, times)
-    near = np.abs(clip * 255 - np.array(TURQUOISE, np.float32)).max(-1) < 60
+    near = np.abs(clip * 255 - np.array(COLOURS[COLOUR], np.float32)).max(-1) < 60
     y, x = np.mgrid[: clip.shape[1], : clip.shape[2]] + 0.5
     area = float(coverage(scene.actor.shape, x - 32, y - 32, scene.actor.radius).sum())
     seen = near.sum((1, 2))
@@ -75,7 +75,7 @@ def zigzag_score(clip: np.ndarray, scene: Scene) -> dict[str, float]:
         centre = x[near[i]].mean(), y[near[i]].mean()
         errors.append(math.hypot(centre[0] - where[i, 0], centre[1] - where[i, 1]))
     path = float(np.mean(errors))
-    return {"turquoise": float(late.all()), "path": path, "zigzags": float(path <= 4)}
+    return {"purple": float(late.all()), "path": path, "zigzags": float(path <= 4)}
 
 
 def mirrored(scene: Scene) -> Scene:
