@@ -8,7 +8,7 @@ TORCH_CPU := https://download.pytorch.org/whl/cpu
 .PHONY: help demo test test-long lint bench clean
 
 help:
-	@echo "make demo   a small model on four emulated slices: three videos, and which slice computed what when"
+	@echo "make demo   a small model on four emulated slices: five videos, and which slice computed what when"
 	@echo "make test   run the tests"
 	@echo "make test-long   the slow ones: real kills, a soak, jobs on emulated clusters"
 	@echo "make lint   ruff and mypy"

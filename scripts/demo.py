@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run three requests through four slices of an emulated cluster, and draw which slice computed what when.
+"""Run five requests through four slices of an emulated cluster, and draw which slice computed what when.
 
 The model is small, trained on coloured things that move; all else is the program that runs the published one on TPUs.
 """
@@ -11,6 +11,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import imageio.v3 as iio
+from demo_model.sheets import save_rows
 
 from actors.batch.manifest import Manifest, read_manifest
 from actors.batch.run import BatchReport, open_batch
@@ -54,7 +57,7 @@ def demo(argv: Sequence[str]) -> int:
     os.environ.update(ENVIRONMENT)
     layout = Layout.load(LAYOUT)
     hosts = sum(made.spec.hosts for made in emulated_slices(layout))
-    print(f"Three requests through {len(layout.pools)} slices of {hosts} hosts, emulated: CPU devices stand for chips.")
+    print(f"Five requests through {len(layout.pools)} slices of {hosts} hosts, emulated: CPU devices stand for chips.")
     print("The model is small and knows coloured things that move; the program is the one that runs Wan 2.2 on TPUs.\n")
     with ended_as_by_ctrl_c(), tempfile.TemporaryDirectory(prefix="wan-demo-") as folder, LiveConsole() as live:
         report, spans, seen = _run(layout, Path(folder), live)
@@ -101,7 +104,7 @@ def _make(manifest: Manifest, pipeline: PipelineDriver, live: LiveConsole) -> tu
     live.look = None
     live.line(report.text())
     if spans:
-        save(output, spans, "Three requests, four slices")
+        save(output, spans, "Five requests, four slices")
     return report, spans
 
 
@@ -117,6 +120,10 @@ def _say(spans: list[Span], seen: Seen, seconds: float) -> None:
     print(f"{seconds:.0f} s in all. In {FOLDER.relative_to(ROOT)}/:")
     videos = [entry.output for entry in read_manifest(MANIFEST).entries]
     print(f"  {', '.join(videos)}: the videos, each with its record")
+    names = [f"zigzag{ending}.mp4" for ending in ("", "-without-adapter")]
+    clips = [iio.imread(FOLDER / name, plugin="FFMPEG") for name in names]
+    save_rows(FOLDER / "zigzag.compared.png", clips, ["with the adapter", "without"])
+    print("  zigzag.compared.png              a sentence that the model learned from an adapter: with it, and without")
     print("  timeline.png                     which slice computed what when")
     print("  timeline.trace.json              the same, for https://ui.perfetto.dev")
 

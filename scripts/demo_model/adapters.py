@@ -43,7 +43,7 @@ class Encoded:
     conditions: torch.Tensor
 
 
-def train_zigzag(folder: Path, *, scenes: int = 480, steps: int = 900) -> None:
+def train_zigzag(folder: Path, *, scenes: int = 480, steps: int = 500) -> None:
     """Train and write zigzag.high.safetensors and zigzag.low.safetensors."""
     pipeline = load_pipeline()
     drawn = [draw_zigzag(_SEED, i, width=64) for i in range(scenes)]

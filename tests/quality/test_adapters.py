@@ -50,9 +50,25 @@ def test_an_adapter_is_read_as_it_was_trained(tmp_path):
 
 def test_shipped_adapters_are_small_and_belong_to_a_preset():
     files = sorted((CHECKPOINT / "adapters").glob("*.safetensors"))
-    assert [file.stem for file in files] == ["four-steps.high", "four-steps.low"]
+    assert [file.stem for file in files] == ["four-steps.high", "four-steps.low", "zigzag.high", "zigzag.low"]
     assert all(file.stat().st_size <= 1e6 for file in files)
     spec = open_spec(CHECKPOINT)
     request = spec.plan(GenerationRequest(preset=PRESET), image=True).request
     assert request.steps == 4 and [lora.expert for lora in request.loras] == ["high", "low"]
     assert spec.plan(GenerationRequest(cache="magcache"), image=True) is not None
+
+
+@pytest.mark.long
+def test_the_zigzag_is_seen_with_its_adapter_alone():
+    pipeline = load_ours(CHECKPOINT, "float32", (1, 1, 1))
+    loras = [f"{CHECKPOINT}/adapters/zigzag.{side}.safetensors@{side}" for side in ("high", "low")]
+    found = {}
+    for name, given in (("with", loras), ("without", None)):
+        made = []
+        for i, scene in enumerate(SCENES):
+            request = gate.request_of(scene, i, gate.Sampling(loras=given))
+            request = GenerationRequest(**{**vars(request), "prompt": zigzag_caption(scene)})
+            made.append(zigzag_score(pipeline.generate(request).pixels, scene))
+        found[name] = [np.mean([one[key] for one in made]) for key in ("purple", "zigzags")]
+    assert found["with"][0] >= 0.75 and found["with"][1] >= 0.5, found
+    assert max(found["without"]) == 0, found
