@@ -80,7 +80,10 @@ def test_it_is_a_wan_2_2_that_diffusers_reads_and_that_is_small():
     assert theirs.scheduler.config.flow_shift == sizes.SHIFT
     experts = [theirs.transformer.patch_embedding.weight, theirs.transformer_2.patch_embedding.weight]
     assert not np.array_equal(*(weight.detach().numpy() for weight in experts))
-    assert sum(file.stat().st_size for file in CHECKPOINT.rglob("*")) < LARGEST_MB * 1e6
+    of_the_model = [
+        file for file in CHECKPOINT.rglob("*") if "adapters" not in file.parts
+    ]  # they have a limit of their own
+    assert sum(file.stat().st_size for file in of_the_model) < LARGEST_MB * 1e6
 
 
 def test_examples_are_what_the_script_draws(tmp_path):

@@ -135,4 +135,5 @@ def test_what_is_asked_for_reaches_the_pipeline():
         "prompt": "a cat", "negative_prompt": "dogs", "image": None, "height": 480, "width": 832, "frames": 49,
         "fps": 12, "steps": 8, "guidance_scale": 4, "guidance_scale_2": 3, "shift": 2, "seed": 11, "solver": "euler",
         "last_image": None, "loras": [], "sigmas": None, "switch_step": None, "preset": None, "cache": None,
+        "video": None, "strength": None,
     }  # fmt: skip
