@@ -88,12 +88,12 @@ class Checkpoint:
                 given = given | {"loras": [self._beside(lora) for lora in given["loras"]]}
             settings = self._settings(where, given, [*allowed, "sigmas", "switch_step", "loras"])
             presets[name] = Preset(str(said["about"]), str(said["source"]), tuple(settings.items()))
-        return Own(tuple(defaults.items()), tuple(presets.items()), self._curve(found.get("magcache")))
+        return Own(tuple(defaults.items()), tuple(presets.items()), self._curves(found.get("magcache", [])))
 
-    def _curve(self, said: Any) -> Curve | None:
-        """Return MagCache's curve, as `wan-tpu calibrate` writes it; raises `CheckpointError`."""
+    def _curves(self, said: Any) -> tuple[Curve, ...]:
+        """Return MagCache's curves, as `wan-tpu calibrate` writes them; raises `CheckpointError`."""
         try:
-            return None if said is None else curve_from(said)
+            return tuple(curve_from(one) for one in said)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{self.folder / OWN}: in magcache, {error!r}; calibrate it again") from None
 

@@ -70,12 +70,12 @@ class Preset:
 class Own:
     """What a checkpoint itself says of how to sample it, in its wan_tpu.json.
 
-    defaults  fields of `Defaults`, by name; presets  by name; curve  of MagCache
+    defaults  fields of `Defaults`, by name; presets  by name; curves  of MagCache
     """
 
     defaults: tuple[tuple[str, float], ...] = ()
     presets: tuple[tuple[str, Preset], ...] = ()
-    curve: Curve | None = None
+    curves: tuple[Curve, ...] = ()
 
 
 NOTHING_OWN = Own()

@@ -6,7 +6,7 @@ family says how its models differ (`families/<name>/spec.py`); what all of them 
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -139,17 +139,32 @@ class ModelSpec(abc.ABC):
         return 0 if request.strength is None else request.steps - int(request.steps * request.strength)
 
     @property
+    def curves(self) -> Sequence[Curve]:
+        """How the model's residuals change, of each schedule that it was measured for: by them MagCache decides."""
+        return ()
+
+    @property
     def curve(self) -> Curve | None:
-        """How the model's residuals change, where that was measured: by it MagCache decides."""
-        return None
+        """The curve of the model's own schedule."""
+        return next((curve for curve in self.curves if curve.sigmas is None), None)
+
+    def _curve_of(self, request: ResolvedRequest) -> Curve | None:
+        """Return the curve that holds for a request's schedule."""
+        if request.sigmas is None:
+            return self.curve
+        experts = self.experts(request)
+        first_low = experts[1].start if len(experts) > 1 else None
+        found = (curve for curve in self.curves if (curve.sigmas, curve.first_low) == (request.sigmas, first_low))
+        return next(found, None)
 
     def skipped(self, request: ResolvedRequest) -> np.ndarray | None:
         """Return which branches of which steps reuse what was computed before, bool [S, 2]; None without a cache."""
         if request.cache is None:
             return None
-        assert self.curve is not None
+        curve = self._curve_of(request)
+        assert curve is not None
         phases = [(expert.start, expert.stop) for expert in self.experts(request)]
-        return skipped(self.curve, magcache_of(request.cache), phases)
+        return skipped(curve, magcache_of(request.cache), phases)
 
     def skipped_steps(self, request: ResolvedRequest) -> list[int]:
         """Return which steps, from 1, compute no block: in every branch that there is."""
@@ -164,16 +179,19 @@ class ModelSpec(abc.ABC):
         if request.cache is None:
             return
         remedy = "measure one with wan-tpu calibrate, or leave it out"
-        if self.curve is None:
-            raise InvalidRequest(f"cache is {request.cache}, and no curve of {self.name} is known; {remedy}", "cache")
-        if request.sigmas is not None or request.switch_step is not None or request.strength is not None:
+        curve = self._curve_of(request)
+        if curve is None:
+            of = self.name if request.sigmas is None else f"{self.name} with these sigmas and this switch of experts"
+            raise InvalidRequest(f"cache is {request.cache}, and no curve of {of} is known; {remedy}", "cache")
+        if request.strength is not None or (request.switch_step is not None and request.sigmas is None):
             raise InvalidRequest(
-                f"cache is {request.cache}; its curve is of a whole schedule, not of sigmas, switch_step, strength",
+                f"cache is {request.cache}; its curve is of a whole schedule, not of strength, nor of another "
+                "switch_step without sigmas",
                 "cache",
             )
-        if request.shift != self.curve.shift or self.boundary_ratio != self.curve.boundary:
+        if request.sigmas is None and (request.shift != curve.shift or self.boundary_ratio != curve.boundary):
             raise InvalidRequest(
-                f"cache is {request.cache}, whose curve holds for shift {self.curve.shift:g}; shift is "
+                f"cache is {request.cache}, whose curve holds for shift {curve.shift:g}; shift is "
                 f"{request.shift:g}: {remedy}",
                 "cache",
             )

@@ -1,5 +1,6 @@
 """Fewer and cheaper steps: what four of them, adapters and a cache cost; and mistakes with adapters."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from .gate import Sampling
@@ -19,6 +20,8 @@ def cheaper(checkpoint: Path) -> dict[str, Sampling]:
     return {
         "four steps, with the adapter": few,
         "four steps, without": with_(),
+        "four steps, with the adapter, and MagCache": replace(few, cache="magcache"),
+        "four steps, with the adapter, and MagCache, threshold 0.2": replace(few, cache="magcache:0.2"),
         "MagCache": Sampling(cache="magcache"),
         "MagCache, threshold 0.2, five in a row": Sampling(cache="magcache:0.2,5,0.1"),
         "mistake: each adapter on the other expert": with_(f"{files['high']}@low", f"{files['low']}@high"),

@@ -105,7 +105,7 @@ def folder(checkpoint, tmp_path_factory):
     ratios = np.full((STEPS, 2), 0.97)
     ratios[3, 1] = ratios[first + 5, 0] = 1.5
     said = {"ratios": ratios.tolist(), "first_low": first, "shift": 5.0, "boundary": 0.9}
-    (copy / "wan_tpu.json").write_text(json.dumps({"magcache": said}))
+    (copy / "wan_tpu.json").write_text(json.dumps({"magcache": [said]}))
     return copy
 
 
@@ -237,7 +237,7 @@ def test_calibration_measures_what_diffusers_does(checkpoint, tmp_path, capsys):
         "1",
     ]
     assert cli.run(calibrate, argv) == 0
-    found = json.loads(capsys.readouterr().out)["magcache"]
+    [found] = json.loads(capsys.readouterr().out)["magcache"]
     assert (found["first_low"], found["shift"], found["boundary"]) == (experts[0].stop, 5.0, 0.9)
     # diffusers prints a branch's ratios when it has made its last step: prompt, then negative, by experts.
     for branch in (0, 1):
@@ -246,6 +246,30 @@ def test_calibration_measures_what_diffusers_does(checkpoint, tmp_path, capsys):
     assert cli.run(calibrate, [*argv, "--seeds", "2", "--write"]) == 0
     assert len(open_spec(copy).curve.ratios) == 6
     assert cli.run(calibrate, [*argv, "--guidance_scale", "1"]) == 2
+    assert cli.run(calibrate, [*argv, "--switch_step", "2"]) == 2
+
+
+def test_given_sigmas_have_a_curve_of_their_own(folder, tmp_path):
+    """As presets give them: measured without guidance, kept beside the model's own, and holding for nothing else."""
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    argv = ["--model_id", str(copy), "--prompt", "a cat", "--image", str(PHOTO), "--size", "64*96", "--frames", "9"]
+    argv += ["--sigmas", "1", "0.9", "0.7", "0.4", "--switch_step", "2", "--guidance_scale", "1", "--solver", "euler"]
+    argv += ["--dtype", "float32", "--dp", "1"]
+    for _ in range(2):  # the second takes the first one's place
+        assert cli.run(calibrate, [*argv, "--write"]) == 0
+    own, few = open_spec(copy).curves
+    assert (own.sigmas, len(own.ratios), few.sigmas, few.first_low) == (None, STEPS, (1.0, 0.9, 0.7, 0.4), 2)
+    pipe = load_pipeline(copy, "float32", (1, 1, 1))
+    given = {"steps": None, "guidance_scale": 1.0, "shift": None, "cache": "magcache:10,1,0"}
+    given |= {"sigmas": [1, 0.9, 0.7, 0.4], "switch_step": 2, "solver": "euler"}
+    events = []
+    pipe.generate(request(**given), on_step=events.append)
+    assert [event.skipped for event in events] == [False, True, False, True]
+    for other in ({"switch_step": 1}, {"sigmas": [1, 0.9, 0.7, 0.3]}):
+        with pytest.raises(InvalidRequest, match="these sigmas and this switch of experts"):
+            pipe.resolve(request(**given | other))
+    assert pipe.runtime.model.spec.curve == own  # of a request without sigmas
 
 
 @pytest.mark.parametrize(
@@ -256,8 +280,8 @@ def test_calibration_measures_what_diffusers_does(checkpoint, tmp_path, capsys):
         ({"cache": "magcache:0.1,0"}, "nearest 1"),
         ({"cache": "magcache:0.1,2,3"}, "nearest 1"),
         ({"shift": 8.0}, "shift 5.*wan-tpu calibrate"),
-        ({"sigmas": [1.0, 0.5]}, "not of sigmas, switch_step"),
-        ({"switch_step": 3}, "not of sigmas, switch_step"),
+        ({"sigmas": [1.0, 0.5]}, "no curve of .* with these sigmas and this switch.*wan-tpu calibrate"),
+        ({"switch_step": 3}, "another switch_step without sigmas"),
     ],
 )
 def test_what_its_curve_doesnt_hold_for_is_refused(pipe, fields, said):
@@ -276,7 +300,8 @@ def test_models_without_a_curve_say_how_to_get_one(checkpoint):
 def test_a_damaged_curve_is_named(folder, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    for said in ({"ratios": []}, {"ratios": [[1, 1]], "first_low": 5, "shift": 5}, {"ratios": [[1]], "shift": 5}, 3):
-        (copy / "wan_tpu.json").write_text(json.dumps({"magcache": said}))
+    damaged = ({"ratios": []}, {"ratios": [[1, 1]], "first_low": 5, "shift": 5}, {"ratios": [[1]], "shift": 5}, 3)
+    for said in (*damaged, {"ratios": [[1, 1]], "shift": 5, "sigmas": [1.0, 0.5]}):
+        (copy / "wan_tpu.json").write_text(json.dumps({"magcache": [said]}))
         with pytest.raises(CheckpointError, match="calibrate it again"):
             open_spec(copy)

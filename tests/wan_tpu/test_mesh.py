@@ -25,7 +25,7 @@ def test_sixteen_devices_give_the_latents_of_one(tmp_path):
     folder = make_checkpoint(tmp_path / "checkpoint", "wan2.2-i2v-a14b", transformer=experts)
     ratios = [[1, 1], [0.97, 0.97], [1, 1], [0.97, 1.5]]
     curve = {"ratios": ratios, "first_low": 2, "shift": 5, "boundary": 0.9}
-    (folder / "wan_tpu.json").write_text(json.dumps({"magcache": curve}))
+    (folder / "wan_tpu.json").write_text(json.dumps({"magcache": [curve]}))
     out = tmp_path / "latents.npz"
     subprocess.run(
         [sys.executable, "-m", "tests.wan_tpu.mesh_worker", folder, PHOTO, out],

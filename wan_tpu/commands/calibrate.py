@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def calibrate(argv: Sequence[str]) -> None:
     """Measure the curve by which MagCache decides which steps it may skip: of one prompt and a few seeds.
 
-    The curve holds for the shift, the solver and the boundary that it was measured with.
+    The curve holds for the shift, the solver and the boundary that it was measured with; with --sigmas or a --preset
+    that has some, for these and the step at which they switch experts.
     """
     parser = Parser(prog="wan-tpu calibrate", description=calibrate.__doc__)
     arguments.add_model_arguments(parser)
@@ -42,22 +43,32 @@ def calibrate(argv: Sequence[str]) -> None:
 
     pipe = arguments.pipeline_from(args)
     request = pipe.resolve(given)
-    if request.cache is not None or request.sigmas is not None or request.switch_step is not None:
-        raise InvalidInput("a curve is measured without --cache, and on the model's own schedule: leave --sigmas out")
-    if request.guidance_scale <= 1 or not pipe.runtime.model.spec.guided(request):
+    if request.cache is not None or (request.switch_step is not None and request.sigmas is None):
+        raise InvalidInput("a curve is measured without --cache, and of --switch_step only together with --sigmas")
+    if request.sigmas is None and (request.guidance_scale <= 1 or not pipe.runtime.model.spec.guided(request)):
         raise InvalidInput("a curve is of both branches of guidance; give --guidance_scale more than 1")
-    found = {"magcache": measured(pipe, request, args.seeds)}
+    found = measured(pipe, request, args.seeds)
     if not args.write:
-        print(json.dumps(found))
+        print(json.dumps({"magcache": [found]}))
         return
     said = json.loads(file.read_text()) if file.exists() else {}
-    text = json.dumps(said | found, indent=2)
+    others = [curve for curve in said.get("magcache", []) if _schedule(curve) != _schedule(found)]
+    text = json.dumps(said | {"magcache": [*others, found]}, indent=2)
     file.write_text(re.sub(r"\[\s+([-\d.]+),\s+([-\d.]+)\s+\]", r"[\1, \2]", text) + "\n")  # a step a line
     print(f"wrote the curve of {request.steps} steps into {file}; videos take it with --cache magcache")
 
 
+def _schedule(curve: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what tells a curve from another: the schedule that it holds for."""
+    sigmas = curve.get("sigmas")
+    return ("own",) if sigmas is None else (tuple(sigmas), curve["first_low"])
+
+
 def measured(pipe: "Pipeline", request: "ResolvedRequest", seeds: int) -> dict[str, Any]:
-    """Return the curve of a resolved request, as `wan_tpu.schedules.magcache.curve_from` reads it."""
+    """Return the curve of a resolved request, as `wan_tpu.schedules.magcache.curve_from` reads it.
+
+    Without guidance both branches have the prompt's ratios.
+    """
     import dataclasses
 
     from wan_tpu import stages
@@ -80,4 +91,5 @@ def measured(pipe: "Pipeline", request: "ResolvedRequest", seeds: int) -> dict[s
             state = run.state
     first_low = experts[1].start if len(experts) > 1 else None
     curve = [[round(float(value), 5) for value in pair] for pair in ratios]
-    return {"ratios": curve, "first_low": first_low, "shift": request.shift, "boundary": spec.boundary_ratio}
+    found = {"ratios": curve, "first_low": first_low, "shift": request.shift, "boundary": spec.boundary_ratio}
+    return found if request.sigmas is None else found | {"sigmas": list(request.sigmas)}

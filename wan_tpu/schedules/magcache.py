@@ -47,6 +47,8 @@ class Curve:
     first_low  the first step of the low-noise expert; None with one expert
     shift, boundary  of that schedule; others have other curves
     usual      the published settings
+    sigmas     the noise levels that it was measured with, where they were given, as a preset gives them: then it holds
+               for these and its `first_low` alone, whatever shift and boundary are
     """
 
     ratios: tuple[tuple[float, float], ...]
@@ -54,6 +56,7 @@ class Curve:
     shift: float
     boundary: float | None
     usual: MagCache
+    sigmas: tuple[float, ...] | None = None
 
 
 def magcache_of(text: str) -> MagCache:
@@ -134,7 +137,7 @@ USUAL = MagCache(0.06, 2, 0.2)  # of a curve that says nothing else
 
 
 def curve_from(given: Any) -> Curve:
-    """Return a curve from its JSON, {"ratios": [[1, 1], ...], "first_low", "shift", "boundary"}.
+    """Return a curve from its JSON, {"ratios": [[1, 1], ...], "first_low", "shift", "boundary", "sigmas"}.
 
     Raises `KeyError`, `TypeError`, `ValueError`.
     """
@@ -142,4 +145,9 @@ def curve_from(given: Any) -> Curve:
     first, boundary = given.get("first_low"), given.get("boundary")
     if not ratios or not np.isfinite(ratios).all() or (first is not None and not 0 < int(first) < len(ratios)):
         raise ValueError("ratios are pairs of numbers, and first_low one of their places")
-    return Curve(ratios, None if first is None else int(first), float(given["shift"]), boundary, USUAL)
+    sigmas = given.get("sigmas")
+    if sigmas is not None:
+        sigmas = tuple(float(sigma) for sigma in sigmas)
+        if len(sigmas) != len(ratios):
+            raise ValueError("there is a pair of ratios for each of the sigmas")
+    return Curve(ratios, None if first is None else int(first), float(given["shift"]), boundary, USUAL, sigmas)

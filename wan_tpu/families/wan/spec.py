@@ -171,9 +171,10 @@ class WanSpec(ModelSpec):
         return {**sampling.PRESETS.get(self.name, {}), **super().presets}
 
     @property
-    def curve(self) -> Curve | None:
-        """The checkpoint's own, else the published one."""
-        return self.own.curve or magcache.CURVES.get(self.name)
+    def curves(self) -> tuple[Curve, ...]:
+        """The checkpoint's own, before the published one."""
+        published = magcache.CURVES.get(self.name)
+        return self.own.curves if published is None else (*self.own.curves, published)
 
     def _unguided(self, request: ResolvedRequest) -> Schedule:
         by_steps, by_sigmas = SOLVERS[request.solver]
