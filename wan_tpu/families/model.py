@@ -5,7 +5,7 @@ Shapes: B batch (guidance branches), T latent frames, H W latent height and widt
 
 import abc
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -32,6 +32,31 @@ class Flops(Protocol):
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
         """Decoding latents [1, C, T, H, W]."""
+
+
+class StepInputs(NamedTuple):
+    """What a transformer is given in one step.
+
+    latents        float32 [1, C, T, H, W]
+    timestep       float32 scalar; [2] with the one after it where the schedule has that (`Schedule.following`)
+    guidance       float32 scalar
+    keys           from `Model.text_keys`
+    image_latents  as in `Conditioning`
+    """
+
+    latents: jax.Array
+    timestep: jax.Array
+    guidance: jax.Array
+    keys: dict[str, jax.Array]
+    image_latents: jax.Array | None
+
+
+def guided(branches: jax.Array, guidance: jax.Array) -> jax.Array:
+    """Return what is predicted, [...], of each branch's, [B, ...]: the prompt's, and the negative prompt's."""
+    if len(branches) == 1:
+        return branches[0]
+    conditional, unconditional = branches
+    return unconditional + guidance * (conditional - unconditional)
 
 
 class Model(abc.ABC):
@@ -168,23 +193,8 @@ class Model(abc.ABC):
         """Return the shapes and shardings of what `text_keys` makes, to compile a step without it."""
 
     @abc.abstractmethod
-    def velocity(
-        self,
-        module: torch.nn.Module,
-        params: Params,
-        mesh: Mesh,
-        latents: jax.Array,
-        timestep: jax.Array,
-        guidance: jax.Array,
-        keys: dict[str, jax.Array],
-        image_latents: jax.Array | None,
-    ) -> jax.Array:
-        """Return what the transformer predicts, guided, float32 [1, C, T, H, W].
-
-        latents  float32 [1, C, T, H, W]; timestep, guidance  float32 scalars, timestep [2] with the one after it where
-                 the schedule has that (`Schedule.following`)
-        keys     from `text_keys`; image_latents as in `Conditioning`
-        """
+    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, given: StepInputs) -> jax.Array:
+        """Return what the transformer predicts, guided, float32 [1, C, T, H, W]."""
 
     def residual_shape(self, mesh: Mesh, branches: int, latent_shape: tuple[int, ...], dtype: Any) -> Any:
         """Return shape and sharding of what the blocks add to the tokens; asked for where the model has a `curve`."""
@@ -195,11 +205,7 @@ class Model(abc.ABC):
         module: torch.nn.Module,
         params: Params,
         mesh: Mesh,
-        latents: jax.Array,
-        timestep: jax.Array,
-        guidance: jax.Array,
-        keys: dict[str, jax.Array],
-        image_latents: jax.Array | None,
+        given: StepInputs,
         reuse: tuple[jax.Array, jax.Array | None] | None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Return `velocity`, and what the blocks added; asked for where the model has a `curve`.

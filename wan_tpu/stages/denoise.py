@@ -12,7 +12,7 @@ import torch
 
 from wan_tpu.data import Conditioning, DenoiseState
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.families.model import Model
+from wan_tpu.families.model import Model, StepInputs
 from wan_tpu.progress import Progress
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.components import DTYPES, Loaded
@@ -315,14 +315,12 @@ def step_program(runtime: Runtime[Model], module: torch.nn.Module, reused: Reuse
     """
 
     def step(params, latents, history, numbers, conditioning, residual=None, skipped=None):  # type: ignore[no-untyped-def]
-        model, mesh, time, scale = runtime.model, runtime.mesh, numbers["timestep"], numbers["guidance"]
-        keys, image = conditioning
+        model, mesh = runtime.model, runtime.mesh
+        given = StepInputs(latents, numbers["timestep"], numbers["guidance"], *conditioning)
         if reused == "none":
-            velocity, residual = model.velocity(module, params, mesh, latents, time, scale, keys, image), None
+            velocity, residual = model.velocity(module, params, mesh, given), None
         else:
-            velocity, residual = model.cached_velocity(
-                module, params, mesh, latents, time, scale, keys, image, (residual, skipped)
-            )
+            velocity, residual = model.cached_velocity(module, params, mesh, given, (residual, skipped))
         clean = numbers.get("alpha", 1) * latents - numbers["sigma"] * velocity
         terms = (latents, clean, *history, *([numbers["noise"]] if "noise" in numbers else []))
         following, *kept = (sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"])

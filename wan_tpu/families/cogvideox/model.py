@@ -23,7 +23,7 @@ from wan_tpu.families.cogvideox import components, transformer, vae
 from wan_tpu.families.cogvideox.flops import CogVideoXFlops
 from wan_tpu.families.cogvideox.presets import TEXT_TOKENS, CogVideoXConfig
 from wan_tpu.families.cogvideox.spec import DENOISE, CogVideoXSpec
-from wan_tpu.families.model import Model
+from wan_tpu.families.model import Model, StepInputs, guided
 from wan_tpu.families.shared.causal_vae import CausalChunks, RepeatedStart
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.shared.tokenizing import tokenized
@@ -170,30 +170,14 @@ class CogVideoXModel(Model):
             for name, value in keys.items()
         }
 
-    def velocity(
-        self,
-        module: torch.nn.Module,
-        params: Params,
-        mesh: Mesh,
-        latents: jax.Array,
-        timestep: jax.Array,
-        guidance: jax.Array,
-        keys: dict[str, jax.Array],
-        image_latents: jax.Array | None,
-    ) -> jax.Array:
+    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, given: StepInputs) -> jax.Array:
         """Return the guided prediction of v, float32 [1, C, T, H, W]."""
-        given = latents
-        if image_latents is not None:
-            behind = latents.shape[2] - image_latents.shape[2]
-            image = jnp.pad(image_latents, ((0, 0), (0, 0), (0, behind), (0, 0), (0, 0)))
-            given = jnp.concatenate([latents, image], axis=1)
-        text = keys["text"]
-        tokens = transformer.predict(module, params, mesh, given.astype(text.dtype), timestep[None], text)
-        guided = tokens[0]
-        if len(tokens) > 1:
-            conditional, unconditional = tokens
-            guided = unconditional + guidance * (conditional - unconditional)
-        return transformer.unpatchify(guided, latents.shape, self.spec.patch)
+        x, image, text = given.latents, given.image_latents, given.keys["text"]
+        if image is not None:
+            behind = x.shape[2] - image.shape[2]
+            x = jnp.concatenate([x, jnp.pad(image, ((0, 0), (0, 0), (0, behind), (0, 0), (0, 0)))], axis=1)
+        tokens = transformer.predict(module, params, mesh, x.astype(text.dtype), given.timestep[None], text)
+        return transformer.unpatchify(guided(tokens, given.guidance), given.latents.shape, self.spec.patch)
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
         """Return the latents to decode: without the frames that fill the first token."""

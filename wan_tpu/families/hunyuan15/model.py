@@ -25,7 +25,7 @@ from wan_tpu.families.hunyuan15.flops import HunyuanFlops
 from wan_tpu.families.hunyuan15.presets import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS, HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import OVERLAP, STRIDE
 from wan_tpu.families.hunyuan15.spec import DENOISE, HunyuanSpec
-from wan_tpu.families.model import Flops, Model
+from wan_tpu.families.model import Flops, Model, StepInputs, guided
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.tiles import TiledChunks
 from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
@@ -197,30 +197,17 @@ class HunyuanModel(Model):
         whole = replicated(mesh)
         return {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole) for name, value in keys.items()}
 
-    def velocity(
-        self,
-        module: torch.nn.Module,
-        params: Params,
-        mesh: Mesh,
-        latents: jax.Array,
-        timestep: jax.Array,
-        guidance: jax.Array,
-        keys: dict[str, jax.Array],
-        image_latents: jax.Array | None,
-    ) -> jax.Array:
+    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, given: StepInputs) -> jax.Array:
         """Return the guided velocity, float32 [1, C, T, H, W]."""
+        latents, keys = given.latents, given.keys
         condition, mask = jnp.zeros_like(latents), jnp.zeros_like(latents[:, :1])
-        if image_latents is not None:
-            condition, mask = condition.at[:, :, :1].set(image_latents), mask.at[:, :, :1].set(1)
-        given = jnp.concatenate([latents, condition, mask], axis=1).astype(keys["text"].dtype)
-        times = jnp.atleast_1d(timestep)
+        if given.image_latents is not None:
+            condition, mask = condition.at[:, :, :1].set(given.image_latents), mask.at[:, :, :1].set(1)
+        x = jnp.concatenate([latents, condition, mask], axis=1).astype(keys["text"].dtype)
+        times = jnp.atleast_1d(given.timestep)
         around = Given(**{name: keys.get(name) for name in Given._fields})  # type: ignore[arg-type]
-        tokens = transformer.predict(module, params, mesh, given, times[:1], times[-1:], around)
-        guided = tokens[0]
-        if len(tokens) > 1:
-            conditional, unconditional = tokens
-            guided = unconditional + guidance * (conditional - unconditional)
-        return guided.T.reshape(latents.shape)
+        tokens = transformer.predict(module, params, mesh, x, times[:1], times[-1:], around)
+        return guided(tokens, given.guidance).T.reshape(latents.shape)
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
         """Return the latents as they are."""

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from PIL import Image
 
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families.model import Model
+from wan_tpu.families.model import Model, StepInputs, guided
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.shared.tokenizing import tokenized
@@ -223,23 +223,9 @@ class WanModel(Model):
             for name, value in keys.items()
         }
 
-    def velocity(
-        self,
-        module: torch.nn.Module,
-        params: Params,
-        mesh: Mesh,
-        latents: jax.Array,
-        timestep: jax.Array,
-        guidance: jax.Array,
-        keys: TextKeys,
-        image_latents: jax.Array | None,
-    ) -> jax.Array:
-        """Return the guided velocity, float32 [1, C, T, H, W].
-
-        latents  float32 [1, C, T, H, W]; timestep, guidance  float32 scalars
-        keys     from `text_keys`; image_latents as in `Conditioning`
-        """
-        return self.cached_velocity(module, params, mesh, latents, timestep, guidance, keys, image_latents, None)[0]
+    def velocity(self, module: torch.nn.Module, params: Params, mesh: Mesh, given: StepInputs) -> jax.Array:
+        """Return the guided velocity, float32 [1, C, T, H, W]."""
+        return self.cached_velocity(module, params, mesh, given, None)[0]
 
     def residual_shape(self, mesh: Mesh, branches: int, latent_shape: tuple[int, ...], dtype: Any) -> Any:
         """Return shape and sharding of what `cached_velocity` gives to reuse, [B, L, C]."""
@@ -251,40 +237,31 @@ class WanModel(Model):
         module: torch.nn.Module,
         params: Params,
         mesh: Mesh,
-        latents: jax.Array,
-        timestep: jax.Array,
-        guidance: jax.Array,
-        keys: TextKeys,
-        image_latents: jax.Array | None,
+        given: StepInputs,
         reuse: tuple[jax.Array, jax.Array | None] | None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Return the guided velocity, as `velocity`, and what the blocks added, to be reused (`transformer.Reuse`)."""
-        times, first_tokens = timestep[None], 0
-        if image_latents is None:
-            given = latents
-        elif self.config.expand_timesteps:
+        latents, image = given.latents, given.image_latents
+        times, first_tokens, x = given.timestep[None], 0, latents
+        if image is not None and self.config.expand_timesteps:
             # The given image has no noise: the tokens of the first latent frame are at time 0.
-            given = latents.at[:, :, :1].set(image_latents)
-            times = jnp.stack([jnp.zeros_like(timestep), timestep])
+            x = latents.at[:, :, :1].set(image)
+            times = jnp.stack([jnp.zeros_like(given.timestep), given.timestep])
             first_tokens = self.spec.tokens((*latents.shape[:2], 1, *latents.shape[3:]))
-        else:
-            given = jnp.concatenate([latents, image_latents], axis=1)
-        dtype = keys["key"].dtype
+        elif image is not None:
+            x = jnp.concatenate([latents, image], axis=1)
         tokens, residual = transformer.velocity(
             module,
             params,
             mesh,
-            given.astype(dtype),
+            x.astype(given.keys["key"].dtype),
             times,
             first_tokens,
-            keys,
+            given.keys,
             None if reuse is None else transformer.Reuse(*reuse),
         )
-        guided = tokens[0]
-        if len(tokens) > 1:
-            conditional, unconditional = tokens
-            guided = unconditional + guidance * (conditional - unconditional)
-        return unpatchify_tokens(guided, latents.shape, self.spec.patch, self.spec.latent_channels), residual
+        found = guided(tokens, given.guidance)
+        return unpatchify_tokens(found, latents.shape, self.spec.patch, self.spec.latent_channels), residual
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
         """Return the latents to decode: TI2V 5B puts the given first frame back in place."""
