@@ -23,7 +23,10 @@ from actors.pipeline.pools import POLL_S, Tell, deploy, find_spec, running, shut
 from actors.pipeline_spec import PipelineSpec
 from actors.storage.opening import open_storage
 from cluster.connect import is_loopback
+from cluster.provision import haproxy
 from wan_tpu.errors import InvalidInput
+
+log = logging.getLogger(__name__)
 
 _ANSWERS_S = 60.0  # until the first answer over HTTP
 
@@ -67,7 +70,12 @@ def deploy_service(
     `StorageError`, `PipelineStartFailed`, `PipelineExists`, `ServiceStartFailed`. Nothing that this has started is
     left then.
     """
-    _prepare_on_head(settings, host)
+    if not _prepare_on_head(settings, host):
+        log.warning(
+            "Serve's own proxy runs on this cluster, and nothing bounds what its clients send: start Ray's nodes with "
+            "RAY_SERVE_ENABLE_HA_PROXY=1, or RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=%s",
+            haproxy.INSTEAD,
+        )
     start_http(host, port)
     name = spec.settings.name
     before = set(serve.status().applications)
@@ -99,11 +107,20 @@ def deploy_service(
         raise
 
 
-def _prepare_on_head(settings: ServiceSettings, host: str) -> None:
-    """Prepare what is of one machine on the head node, where ingress and worker will find it; raises as `prepare`."""
-    there: Any = ray.remote(prepare).options(num_cpus=0, resources={HEAD: 0.001})
+def _prepare_on_head(settings: ServiceSettings, host: str) -> bool:
+    """Prepare what is of one machine on the head node, where ingress and worker will find it; raises as `prepare`.
+
+    Returns whether something bounds what clients send there.
+    """
+
+    def prepared() -> bool:
+        prepare(settings, host)
+        asked = os.environ.get
+        return asked("RAY_SERVE_ENABLE_HA_PROXY") == "1" or bool(asked("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"))
+
+    there: Any = ray.remote(prepared).options(num_cpus=0, resources={HEAD: 0.001})
     try:
-        ray.get(there.remote(settings, host))
+        return bool(ray.get(there.remote()))
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
 

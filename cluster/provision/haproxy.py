@@ -26,6 +26,8 @@ BOUNDS = {
     "WAN_TPU_REQUESTS_OF_A_KEY": 500,  # in ten seconds
     "WAN_TPU_CONCURRENT_OF_A_KEY": 200,  # requests, event streams among them
 }
+# What bounds clients of Serve's own proxy in HAProxy's place, by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH.
+INSTEAD = "actors.api.http.front:middlewares"
 _HEADERS_S = 10  # for a request's headers to arrive
 _BUSY_S = 5  # that an ingress may take to answer a health check
 _AGAIN_S = 2

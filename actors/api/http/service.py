@@ -69,7 +69,7 @@ class Service:
 
         What costs more comes later: the queue is looked at before the body, all fields before the image.
         """
-        self.bodies.check(request, caller.owner)
+        self.bodies.check(request.headers, caller.owner)
         await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
         async with self._asked(request, caller) as asked:
             retried = request.headers.get(_RETRIES, "0") != "0"

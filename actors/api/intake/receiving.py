@@ -9,9 +9,10 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator
-from typing import IO
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import IO, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from actors.api.http.error_answers import HttpError
@@ -19,6 +20,7 @@ from actors.api.limits import Limits
 
 _AGAIN_S = 2
 _BURST_S = 2.0
+_NO_TIME = 0.0  # of a loop's clock: long ago
 _KEYS = 1000  # of which is remembered what they have sent, before those that don't send any more are forgotten
 
 
@@ -31,13 +33,40 @@ def as_file(content: bytes = b"") -> Iterator[IO[bytes]]:
         yield file
 
 
+Part = TypeVar("Part")
+
+
 @dataclasses.dataclass(eq=False)
-class _Held:
+class Arriving:
+    """One body: of whom, how much of it is there, and until when the rest must be."""
+
+    bodies: "Bodies"
     key: str
-    scope: asyncio.Timeout
+    deadline: float
     size: int = 0
     arrived: bool = False
     given_up: bool = False
+    _scope: asyncio.Timeout | None = None
+
+    async def part(self, receive: Callable[[], Awaitable[Part]], size_of: Callable[[Part], int]) -> Part:
+        """Wait for its next part, and count it; raises `HttpError` 408, 413, 503."""
+        if self.given_up:
+            raise self.bodies.too_slow(self)
+        try:
+            async with asyncio.timeout_at(self.deadline) as self._scope:
+                part = await receive()
+                await self.bodies.count(self, size_of(part))
+        except TimeoutError:
+            raise self.bodies.too_slow(self) from None
+        finally:
+            self._scope = None
+        return part
+
+    def give_up(self) -> None:
+        """Have what waits for its next part fail."""
+        self.given_up = True
+        if self._scope is not None:
+            self._scope.reschedule(_NO_TIME)
 
 
 class Bodies:
@@ -45,7 +74,7 @@ class Bodies:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._held: list[_Held] = []
+        self._held: list[Arriving] = []
         self._paced: dict[str, float] = {}  # until when a key has used what it may send
 
     @contextlib.asynccontextmanager
@@ -54,27 +83,22 @@ class Bodies:
 
         Raises `HttpError`: 429 for one too many of a key, 413 for a long one, 408 for a slow one, 503 for want of room.
         """
-        self.check(request, key)
-        limits, loop = self._limits, asyncio.get_running_loop()
-        start = loop.time()
-        scope = asyncio.timeout_at(start + limits.body_s)
-        held = _Held(key, scope)
+        with self.arriving(request.headers, key) as held, as_file() as body:
+            stream = request.stream()
+            while part := await held.part(lambda: anext(stream, b""), len):
+                body.write(part)
+            held.arrived = True
+            body.seek(0)
+            yield body
+
+    @contextlib.contextmanager
+    def arriving(self, headers: Headers, key: str) -> Iterator[Arriving]:
+        """Give a body that begins to arrive, which counts until the block ends; raises as `check`."""
+        self.check(headers, key)
+        held = Arriving(self, key, asyncio.get_running_loop().time() + self._limits.body_s)
         self._held.append(held)
         try:
-            with as_file() as body:
-                try:
-                    async with scope:
-                        async for part in request.stream():
-                            self._count(held, len(part))
-                            body.write(part)
-                            await self._pace(key, len(part))
-                            if not held.given_up:
-                                scope.reschedule(start + limits.body_s + held.size / limits.body_rate)
-                except TimeoutError:
-                    raise self._too_slow(held) from None
-                held.arrived = True
-                body.seek(0)
-                yield body
+            yield held
         finally:
             self._held.remove(held)
 
@@ -88,9 +112,9 @@ class Bodies:
         elif len(self._paced) > _KEYS:
             self._paced = {other: then for other, then in self._paced.items() if then > now - _BURST_S}
 
-    def check(self, request: Request, key: str) -> None:
-        """Raise what is known before anything of a body is there."""
-        length = request.headers.get("content-length", "")
+    def check(self, headers: Headers, key: str) -> None:
+        """Raise what is known before anything of a body is there: `HttpError` 413 or 429."""
+        length = headers.get("content-length", "")
         if length.isascii() and length.isdigit() and int(length[:20]) > self._limits.body_bytes:
             raise self._too_long()
         if sum(held.key == key for held in self._held) >= self._limits.bodies:
@@ -102,8 +126,10 @@ class Bodies:
                 headers={"Retry-After": str(_AGAIN_S)},
             )
 
-    def _count(self, held: _Held, size: int) -> None:
+    async def count(self, held: Arriving, size: int) -> None:
+        """Count what has arrived, and make room for it; wait where its key sends too fast."""
         held.size += size
+        held.deadline += size / self._limits.body_rate
         if held.size > self._limits.body_bytes:
             raise self._too_long()
         while sum(other.size for other in self._held if not other.given_up) > self._limits.bodies_bytes:
@@ -114,10 +140,10 @@ class Bodies:
                     code="unavailable",
                     headers={"Retry-After": str(_AGAIN_S)},
                 )
-            other.given_up = True
-            other.scope.reschedule(0.0)  # long ago
+            other.give_up()
+        await self._pace(held.key, size)
 
-    def _most_greedy(self) -> _Held | None:
+    def _most_greedy(self) -> Arriving | None:
         """Return the oldest body that still arrives, of the key that holds most bytes."""
         arriving = [held for held in self._held if not held.arrived and not held.given_up]
         return max(
@@ -131,7 +157,8 @@ class Bodies:
             413, f"the body has more than {self._limits.body_bytes} bytes; send a smaller image", code="too_large"
         )
 
-    def _too_slow(self, held: _Held) -> HttpError:
+    def too_slow(self, held: Arriving) -> HttpError:
+        """Return what is said of a body that hasn't arrived."""
         limits = self._limits
         message = (
             "the body was given up, since others need the room and this key has most of it; send fewer at once"

@@ -64,7 +64,13 @@ def running(work):
 @contextlib.contextmanager
 def served(settings, spec=SPEC):
     """Give the address of the application, served by uvicorn."""
-    app = make_app(Service(settings, spec))
+    with listening(make_app(Service(settings, spec))) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def listening(app):
+    """Give the address of any application, served by uvicorn."""
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

@@ -56,11 +56,16 @@ class Sent:
         self._opened.setblocking(False)
 
     @property
-    def status(self):
-        """What was answered, None while nothing is."""
+    def answered(self):
+        """What was answered so far, bytes."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             self._answered += self._opened.recv(65536)
-        return int(self._answered.split()[1]) if self._answered else None
+        return self._answered
+
+    @property
+    def status(self):
+        """What was answered, None while nothing is."""
+        return int(answered.split()[1]) if (answered := self.answered) else None
 
     def close(self):
         self._opened.close()

@@ -1,0 +1,157 @@
+"""What stands in Serve's own proxy where there is no HAProxy: the same bounds, as far as it can hold them.
+
+Serve's proxy reads whole bodies into its memory, faster than anybody wants them, and so does a replica behind it. Here
+they are counted, and paced, until their request ends. What it can't do, since it sees requests only: bound connections
+that ask nothing, and headers that take for ever.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from actors.api.http.error_answers import HttpError, answer
+from actors.api.intake.receiving import Arriving, Bodies
+from actors.api.limits import Limits
+from cluster.provision.haproxy import BOUNDS
+
+_AGAIN_S = "2"
+_WINDOW_S = 10.0  # for which `BOUNDS` count requests
+_NAMES = 10_000  # of addresses and keys that are remembered, before those that don't ask any more are forgotten
+
+
+def middlewares() -> list[Middleware]:
+    """Return what Serve's proxy puts before its applications: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this.
+
+    Behind HAProxy, nothing. WAN_TPU_LIMITS are `Limits`, as "name=number" with spaces between; raises `InvalidInput`.
+    """
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        return []
+    return [Middleware(Front, limits=Limits.of(os.environ.get("WAN_TPU_LIMITS", "").split()))]
+
+
+class Front:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self._app, self._limits, self._bodies = app, limits, Bodies(limits)
+        self._askers = _Askers({name: int(os.environ.get(name, value)) for name, value in BOUNDS.items()})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, unless it is refused."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        address, key = (scope.get("client") or ("",))[0], headers.get("authorization")
+        exchange = _Exchange(receive, send)
+        try:
+            with self._askers.one(address, key), contextlib.ExitStack() as counted:
+                if "content-length" in headers or "transfer-encoding" in headers:
+                    body = counted.enter_context(self._bodies.arriving(headers, key or address))
+                    exchange.expect(body, counted, self._limits.small_bytes)
+                await self._app(scope, exchange.receive, exchange.send)
+            exchange.check()
+        except HttpError as error:
+            if not exchange.begun:  # else half an answer is out
+                await answer(error)(scope, receive, send)
+
+
+class _Exchange:
+    """A request as it is received, and its answer as it is sent."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send, self.begun, self._away = receive, send, False, False
+        self._body: Arriving | None = None
+        self._failure: HttpError | None = None
+
+    def expect(self, body: Arriving, counted: contextlib.ExitStack, small: int) -> None:
+        """Count a body, a small one until it is there."""
+        self._body, self._counted, self._small = body, counted, small
+
+    async def receive(self) -> Message:
+        """Return the next part; to Serve, one whose body may not go on has hung up."""
+        body = self._body
+        if body is None or body.arrived:
+            return await self._receive()
+        try:
+            message = await body.part(self._receive, lambda message: len(message.get("body", b"")))
+        except HttpError as error:
+            self._failure = error
+            return {"type": "http.disconnect"}
+        body.arrived = not message.get("more_body", False)
+        if body.arrived and body.size <= self._small:
+            self._counted.close()
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Pass an answer on; what Serve says in an application's place, which isn't JSON, is kept back."""
+        if message["type"] == "http.response.start":
+            kind = Headers(raw=message.get("headers", [])).get("content-type", "")
+            self._away = kind.startswith("text/plain") and (message["status"] == 404 or message["status"] >= 500)
+        if not self._away and self._failure is None:
+            self.begun = True
+            await self._send(message)
+
+    def check(self) -> None:
+        """Raise what is to be said in place of an answer."""
+        if self._failure is not None:
+            raise self._failure
+        if self._away:
+            raise HttpError(
+                503,
+                "the service is starting, or coming back; try again",
+                code="unavailable",
+                headers={"Retry-After": _AGAIN_S},
+            )
+
+
+class _Askers:
+    """Who asks, how often and how much at once: addresses, and keys as they are shown."""
+
+    def __init__(self, bounds: Mapping[str, int]) -> None:
+        self._at_once, self._requests, self._of_a_key, self._of_a_key_at_once = bounds.values()
+        self._asking: dict[str, int] = defaultdict(int)
+        self._used: dict[str, float] = {}  # until when what may be asked is used up
+
+    @contextlib.contextmanager
+    def one(self, address: str, key: str | None) -> Iterator[None]:
+        """Count a request until the block ends; raises `HttpError` 429 for one too many."""
+        asking = {address: (self._requests, self._at_once)}
+        if key is not None:
+            asking[f"key {key}"] = (self._of_a_key, self._of_a_key_at_once)
+        if not all(self._admits(name, *bounds) for name, bounds in asking.items()):
+            raise HttpError(
+                429,
+                "too many requests at once, or lately; send fewer",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": _AGAIN_S},
+            )
+        for name in asking:
+            self._asking[name] += 1
+        try:
+            yield
+        finally:
+            for name in asking:
+                self._asking[name] -= 1
+                if not self._asking[name]:
+                    del self._asking[name]
+
+    def _admits(self, name: str, requests: int, at_once: int) -> bool:
+        if at_once and self._asking.get(name, 0) >= at_once:
+            return False
+        if not requests:
+            return True
+        now = asyncio.get_running_loop().time()
+        if len(self._used) > _NAMES:
+            self._used = {other: then for other, then in self._used.items() if then > now - _WINDOW_S}
+        used = max(self._used.get(name, 0.0), now - _WINDOW_S) + _WINDOW_S / requests
+        if used > now:
+            return False
+        self._used[name] = used
+        return True
