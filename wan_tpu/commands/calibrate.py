@@ -91,5 +91,5 @@ def measured(pipe: "Pipeline", request: "ResolvedRequest", seeds: int) -> dict[s
             state = run.state
     first_low = experts[1].start if len(experts) > 1 else None
     curve = [[round(float(value), 5) for value in pair] for pair in ratios]
-    found = {"ratios": curve, "first_low": first_low, "shift": request.shift, "boundary": spec.boundary_ratio}
-    return found if request.sigmas is None else found | {"sigmas": list(request.sigmas)}
+    of = {} if request.sigmas is None else {"sigmas": list(request.sigmas)}
+    return {"ratios": curve, "first_low": first_low, "shift": request.shift, "boundary": spec.boundary_ratio} | of
