@@ -66,11 +66,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     And last what loads libtpu into this process: with it, JAX's profiler crashes on a machine without a TPU.
     """
+    longest = "tests/wan_tpu/test_plan_command.py"  # minutes of one core: nothing should wait for it at the end
     heavy = ("tests/wan_tpu/", "tests/quality/", "tests/actors/slices/test_stage_host.py")
     items.sort(
         key=lambda item: (
             not starts_clusters(item.nodeid),
             item.get_closest_marker("loads_libtpu") is not None,
+            not item.nodeid.startswith(longest),
             not item.nodeid.startswith(heavy),
         )
     )

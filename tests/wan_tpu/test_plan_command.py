@@ -1,0 +1,82 @@
+"""What `wan-tpu plan` says, and refuses. In a process of its own, which loads libtpu's compiler."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from wan_tpu.versions import version
+
+pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
+pytestmark = pytest.mark.long
+
+REFUSED = [
+    (["--slice", "v6e-6"], "nearest: v6e-8"),
+    (["--slice", "v6e-4", "--dp", "3"], "uses 3 of the 4 devices of v6e-4"),
+    (["--model", "wan2.2-ti2v-5b", "--size", "720*1280"], "multiple of 32, nearest 704"),
+    (["--program", "denois"], "'denoise step'"),
+    (["--plot", "step.foo"], "allowed are .png"),
+    (["--compiled", "/proc/nope"], "--compiled /proc/nope can't be made"),
+    (["--slice", "v5e-8", "--videos_a_day", "9"], "no price of v5e is known, of v6e, v5p, v7x only"),
+    (["--layout", "one-expert-v6e"], "the model has no stage denoise; it has encoder, denoise_high"),
+    (["--videos_a_day", "9", "--within", "soon"], "'soon' is no duration; write 90s, 10m or 2h"),
+    (["--videos_a_day", "9", "--busy", "1"], "--busy is 1; it must lie between 0 and 1"),
+]
+
+
+# Of a step of A14B on v6e-8 at 720x1280, 81 frames: most seconds, and GiB a chip, by the libtpu of a supported pair.
+STEP = {"0.0.50.1": (2.68, 9.9), "0.0.42.1": (2.81, 10.0)}
+SMALL = ["--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4", "--size", "64*64", "--frames", "5"]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What `wan-tpu plan` says: (exit code, stdout, stderr) of each. In one process: it takes seconds to import."""
+    code = """
+import contextlib, io, json, sys
+from actors.cli import main
+for argv in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["plan", *argv])
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+"""
+    twice = [*SMALL, "--program", "text keys", "--compiled", str(tmp_path_factory.mktemp("plans"))]
+    full = ["--model", "wan2.2-i2v-a14b", "--slice", "v6e-8", "--size", "720*1280", "--frames", "81"]
+    full += ["--program", "denoise step", "--json", "--compiled", twice[-1]]
+    refused = [argv if "--model" in argv else [*full[:2], *argv] for argv, _ in REFUSED]
+    asked = json.dumps([twice, twice, full, *refused])
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, input=asked, capture_output=True, text=True, check=True
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_plan_says_what_fits(said):
+    """On the smallest model at a small size; the second time nothing is compiled."""
+    for run, (code, out, err) in enumerate(said[:2]):
+        assert code == 0
+        assert "wan2.1-t2v-1.3b, 64x64, 5 frames (32 tokens)" in out
+        assert "text keys" in out
+        assert "yes, " in out
+        assert ("compiling text keys" in err) == (not run)
+
+
+def test_a_step_of_a14b_takes_what_the_docs_say(said):
+    code, out, _ = said[2]
+    assert code == 0
+    [plan] = json.loads(out)["plans"]
+    [step] = [program for stage in plan["stages"] for program in stage["programs"]]
+    seconds, gib = STEP[version("libtpu")]
+    assert 0.9 * seconds < step["optimistic"]["total"]["estimate"] <= seconds
+    assert 0.9 * gib < plan["largest_gib"] <= gib
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)), ids=[argv[-1] for argv, _ in REFUSED])
+def test_plan_refuses_what_it_does_not_know(said, case):
+    code, _, err = said[3 + case]
+    assert code == 2
+    assert REFUSED[case][1] in err
+    assert "Traceback" not in err
