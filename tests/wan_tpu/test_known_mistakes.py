@@ -14,6 +14,7 @@ from diffusers import AutoencoderKLWan
 
 from tests.conftest import PHOTO
 from wan_tpu import DenoiseState, GenerationRequest, load_pipeline
+from wan_tpu.families.model import StepInputs
 from wan_tpu.ops.attention import attention
 from wan_tpu.runtime import bridge
 from wan_tpu.runtime.program import place
@@ -122,16 +123,11 @@ def test_the_bfloat16_step_solves_nothing_and_combines_in_float32(pipeline):
     text = program.compile(*args).as_text()
     assert not re.search(r"triangular|cholesky|lu_|getrf|trsm", text)
     got, _, finite, _ = program(*args)
-    keys, image_latents = given
     velocity = np.asarray(
         jax.jit(functools.partial(runtime.model.velocity, loaded.module), static_argnums=1)(
             loaded.params,
             runtime.mesh,
-            latents,
-            schedule.timesteps[1],
-            np.float32(schedule.guidance[1]),
-            keys,
-            image_latents,
+            StepInputs(latents, schedule.timesteps[1], np.float32(schedule.guidance[1]), *given),
         ),
         np.float64,
     )

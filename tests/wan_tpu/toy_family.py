@@ -174,12 +174,13 @@ class ToyModel(Model):
             for name, value in keys.items()
         }
 
-    def velocity(self, module, params, mesh, latents, timestep, guidance, keys, image_latents):
+    def velocity(self, module, params, mesh, given):
         def method(module, pixels, moved):
             return module.own(pixels) + module.of_text(moved)
 
-        pixels = latents.transpose(0, 2, 3, 4, 1).astype(keys["moved"].dtype)
-        found = call(module, params, method, pixels, keys["moved"][0]) * (timestep / 1000).astype(pixels.dtype)
+        moved = given.keys["moved"]
+        pixels = given.latents.transpose(0, 2, 3, 4, 1).astype(moved.dtype)
+        found = call(module, params, method, pixels, moved[0]) * (given.timestep / 1000).astype(pixels.dtype)
         return found.transpose(0, 4, 1, 2, 3).astype(jnp.float32)
 
     def finish(self, latents, image_latents, request):
