@@ -95,7 +95,9 @@ class Checkpoint:
         try:
             return tuple(curve_from(one) for one in said)
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{self.folder / OWN}: in magcache, {error!r}; calibrate it again") from None
+            raise CheckpointError(
+                f"{self.folder / OWN}: in magcache, a list of curves, {error!r}; take it out and calibrate it again"
+            ) from None
 
     def _settings(self, where: str, found: Any, allowed: Sequence[str]) -> dict[str, Any]:
         """Return settings as a request has them; raises `CheckpointError`."""

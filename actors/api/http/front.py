@@ -49,30 +49,37 @@ class Front:
             return
         headers = Headers(scope=scope)
         address, key = (scope.get("client") or ("",))[0], headers.get("authorization")
-        exchange = _Exchange(receive, send)
+        exchange = _Exchange(receive, send, self._limits.small_bytes)
+        with_body = "content-length" in headers or "transfer-encoding" in headers
         try:
             with self._askers.one(address, key), contextlib.ExitStack() as counted:
-                if "content-length" in headers or "transfer-encoding" in headers:
+                if with_body:
                     body = counted.enter_context(self._bodies.arriving(headers, key or address))
-                    exchange.expect(body, counted, self._limits.small_bytes)
+                    exchange.expect(body, counted)
                 await self._app(scope, exchange.receive, exchange.send)
             exchange.check()
         except HttpError as error:
-            if not exchange.begun:  # else half an answer is out
-                await answer(error)(scope, receive, send)
+            if exchange.begun:  # half an answer is out
+                return
+            refusal = answer(error)
+            if with_body:
+                refusal.headers["connection"] = "close"  # or all of a body that nobody wants would come still
+            await refusal(scope, receive, send)
 
 
 class _Exchange:
     """A request as it is received, and its answer as it is sent."""
 
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self._receive, self._send, self.begun, self._away = receive, send, False, False
+    def __init__(self, receive: Receive, send: Send, small: int) -> None:
+        self._receive, self._send, self._small = receive, send, small
+        self.begun = self._away = False
         self._body: Arriving | None = None
+        self._counted = contextlib.ExitStack()
         self._failure: HttpError | None = None
 
-    def expect(self, body: Arriving, counted: contextlib.ExitStack, small: int) -> None:
-        """Count a body, a small one until it is there."""
-        self._body, self._counted, self._small = body, counted, small
+    def expect(self, body: Arriving, counted: contextlib.ExitStack) -> None:
+        """Take a body, which is counted until `counted` is closed: for a small one when it is there."""
+        self._body, self._counted = body, counted
 
     async def receive(self) -> Message:
         """Return the next part; to Serve, one whose body may not go on has hung up."""

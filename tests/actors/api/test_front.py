@@ -84,7 +84,8 @@ def code(answer):
 
 def test_a_body_passes_whole_and_a_long_one_not(http):
     assert http.post("/", content=bytes(1_900_000)).json() == {"size": 1_900_000}
-    assert code(http.post("/", content=bytes(2_100_000))) == (413, "too_large")
+    refused = http.post("/", content=bytes(2_100_000))
+    assert code(refused) == (413, "too_large") and refused.headers["connection"] == "close"
 
     def without_a_length():
         for _ in range(30):
