@@ -28,8 +28,8 @@ help:
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
 
-# In three processes: one for all that starts clusters, which waits half of its time, two for what computes.
-TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests
+# In four processes on two cores: what starts clusters waits half of its time.
+TESTS := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder tests
 
 test: .venv/installed
 	$(TESTS)

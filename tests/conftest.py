@@ -46,13 +46,13 @@ def starts_clusters(nodeid: str) -> bool:
 
 
 class Scheduling(LoadFileScheduling):
-    """Runs the tests that start clusters in two of pytest-xdist's processes, and the others file by file."""
+    """Runs the tests that start clusters in three of pytest-xdist's processes, and the others file by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         if not starts_clusters(nodeid):
             return super()._split_scope(nodeid)
-        of_slices = nodeid.startswith(("tests/actors/slices/", "tests/actors/on_slices/"))
-        return "clusters: slices" if of_slices else "clusters: all others"  # about as long
+        rooms = ("tests/cluster/", "tests/actors/slices/", "tests/actors/on_")  # about as long, each with the rest
+        return next((room for room in rooms if nodeid.startswith(room)), "the rest of tests/actors/")
 
 
 @pytest.hookimpl(optionalhook=True)
