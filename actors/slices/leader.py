@@ -12,9 +12,11 @@ import itertools
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import ray
 from ray import serve
 
 from actors.errors import RequestFailed, StageFailed, StageLost, StageMoved
@@ -25,7 +27,7 @@ from actors.slices.async_slice import AsyncSlice
 from actors.slices.autoscaling import LOAD, SliceTime
 from actors.slices.drain import Drain
 from actors.slices.messages import Event, HostProgress, Prepared, SliceRequest, StageResult
-from actors.slices.references import RefHandle
+from actors.slices.references import RefHandle, RequestScope
 from actors.slices.scheduler import Admission, StepScheduler
 from actors.slices.snapshots import Snapshots, Snapshotter
 from cluster.draining import draining_for
@@ -40,6 +42,7 @@ from wan_tpu.spec import DECODER, ENCODER
 log = logging.getLogger(__name__)
 
 SHAPES = 64  # that a leader is remembered to hold programs of, for routing
+LEFT = 256  # payloads that a leader remembers to have made: more don't wait at a time
 LEAVE_S = 0.5  # between the loss of a slice and the end of its leader: callers are told first
 SICK = 3  # different requests that fail in a row, none succeeding: the slice is replaced
 DRIVER_S = 5.0  # between two looks whether anybody still waits for a request
@@ -61,6 +64,7 @@ class SliceLeader:
         self._visits = itertools.count(1)
         self._holding: set[str] = set()  # whose arrays the hosts hold: also while a result leaves
         self._failing: dict[str, set[str]] = {}  # the requests that a stage has failed since it last succeeded
+        self._left: deque[tuple[RequestScope, RefHandle]] = deque(maxlen=LEFT)  # payloads for their next stage
         self._ended = False
         self._start_s: dict[str, float] = {}  # seconds of each phase of the start
         self._drain = Drain(self._name)
@@ -192,7 +196,7 @@ class SliceLeader:
                 # The next pool starts from this; if that is lost before its first snapshot, nothing is done twice.
                 await self._snapshotter.save(request.snapshots, done, ref)
             yield self._span(key, experts[-1].stage, "fetch", start)
-            yield StageResult(await scope.put(ref), done)
+            yield StageResult(await self._leave(scope, ref), done)
 
     async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncIterator[Event]:
         """Decode final latents: one `EncodedVideo`."""
@@ -244,7 +248,9 @@ class SliceLeader:
             self._scheduler.evict(self._drain.moved)
             self._report("draining", f"its hosts are taken away in {left_s:.0f} s")
             log.warning("%s is being drained, %.0f s left", self._name, left_s)
-        if self._drain.begun and not self._holding and not self._work:
+            for scope, handle in self._left:
+                await scope.adopt(handle)
+        elif self._drain.begun and not self._holding and not self._work:
             self._hosts.close()
             self._end()
 
@@ -272,6 +278,14 @@ class SliceLeader:
         step = await self._snapshotter.take(held, request.snapshots)
         where = "from its last snapshot" if step is None else f"after step {step}"
         return StageMoved(f"the slice is being drained; {request.key} goes on elsewhere {where}")
+
+    async def _leave(self, scope: RequestScope, ref: ray.ObjectRef) -> RefHandle:
+        """Leave a payload for its next stage, which outlives this leader where that is about to go."""
+        handle = await scope.put(ref)
+        self._left.append((scope, handle))
+        if self._drain.begun:
+            await scope.adopt(handle)
+        return handle
 
     async def _hold(self, shape: str) -> None:
         self._drain.check()
@@ -305,7 +319,7 @@ class SliceLeader:
                 spans = self._computed(request.key, stage, start, compile_s)
         for span in spans:
             yield span
-        yield StageResult(await request.scope.put(ref), warnings=tuple(warnings))
+        yield StageResult(await self._leave(request.scope, ref), warnings=tuple(warnings))
 
     def _computed(self, key: str, stage: str, start_s: float, compile_s: float, step: int | None = None) -> list[Span]:
         """Return what the slice has done since then: compiled, which comes first or nearly so, and computed."""

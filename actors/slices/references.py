@@ -8,6 +8,7 @@ count is exact, until nobody needs them. Handles are what streams and drivers se
 The actor belongs to the driver whose requests they are, and ends with it: what a killed driver leaves is freed.
 """
 
+import contextlib
 import itertools
 import secrets
 from collections import deque
@@ -76,6 +77,11 @@ class RequestScope:
         except ray.exceptions.RayActorError:
             raise StageLost("the driver of this request is gone") from None
 
+    async def adopt(self, handle: RefHandle) -> None:
+        """Have the store itself own a payload, whose maker goes, in memory of its node; none that nobody needs."""
+        with contextlib.suppress(ray.exceptions.RayError):  # it, or the driver, is gone
+            await self._actor.adopt.remote(self._number, handle.key)
+
     def drop(self, *handles: RefHandle | None) -> None:
         """Let go of payloads that nobody needs any more; doesn't wait."""
         self._actor.drop.remote(self._number, [handle.key for handle in handles if handle is not None])
@@ -101,6 +107,11 @@ class _RefStoreActor:
     def get(self, scope: int, keys: list[str]) -> list[ray.ObjectRef]:
         there = self._scopes.get(scope, {})
         return [there[key] for key in keys if key in there]
+
+    def adopt(self, scope: int, key: str) -> None:
+        there = self._scopes.get(scope, {})
+        if key in there:
+            there[key] = ray.put(ray.get(there[key]))
 
     def drop(self, scope: int, keys: list[str]) -> None:
         for key in keys:

@@ -1,5 +1,7 @@
 """Payloads through a real object store: the same bits, read where they lie."""
 
+import asyncio
+import contextlib
 import time
 
 import ml_dtypes
@@ -7,9 +9,12 @@ import numpy as np
 import pytest
 import ray
 
+from actors.errors import InputLost
 from actors.slices.payloads import EncodedVideo, Payload, TextEmbedding, mp4, pack, unpack
+from actors.slices.references import RefStore
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, Settings
+from tests.cluster.conftest import wait_for
 from wan_tpu.data import DenoiseState, ImageCondition
 
 RNG = np.random.default_rng(0)
@@ -100,3 +105,37 @@ def test_bfloat16_as_uint16_is_faster_than_by_itself(store):
     print(f"bfloat16 itself: put {naive[0] * 1e3:.1f}, get {naive[1] * 1e3:.1f} ms")
     assert tagged[1] < naive[1] / 4
     assert sum(tagged) < sum(naive)
+
+
+def test_what_is_adopted_outlives_the_leader_that_made_it(store):
+    class Leader:
+        """Leaves payloads as a slice's leader does, whose hosts make them: it is their owner."""
+
+        async def leave(self, scope, payload, adopted):
+            handle = await scope.put(ray.remote(lambda: payload).remote())
+            if adopted:
+                await scope.adopt(handle)
+            return handle
+
+    scope, payload = RefStore().scope(), pack(VALUES["state"])
+    leader = ray.remote(Leader).remote()
+    lost, kept, dropped = ray.get([leader.leave.remote(scope, payload, adopted) for adopted in (False, True, True)])
+
+    async def found(*handles):
+        return await asyncio.gather(*await scope.get(*handles))
+
+    def is_lost():
+        with contextlib.suppress(ray.exceptions.OwnerDiedError):
+            asyncio.run(found(lost))
+            return False
+        return True
+
+    scope.drop(dropped)
+    ray.kill(leader)
+    wait_for(is_lost, 20, "it goes with its owner")
+    with pytest.raises(InputLost):
+        asyncio.run(found(dropped))
+    [value] = asyncio.run(found(kept))
+    assert unpack(value).step == VALUES["state"].step
+    asyncio.run(scope.adopt(lost))  # nothing to be done
+    scope.close()
