@@ -45,7 +45,8 @@ class RequestRun:
         self._done: set[tuple[str, int | None]] = set()
         self._texts: dict[str, RefHandle] = {}
         self._image: RefHandle | None = None
-        self._state: RefHandle | None = None
+        self._state: RefHandle | None = None  # between two pools of experts
+        self._latents: RefHandle | None = None  # of the last step, until there is a video of them
         self._warnings: dict[str, None] = {}  # in order, each once
 
     async def run(self) -> GeneratedVideo:
@@ -56,9 +57,17 @@ class RequestRun:
             except (StageLost, InputLost) as lost:
                 if isinstance(lost, InputLost):  # one of them: all that was handed over is made again
                     self._drop_inputs()
+                    self._scope.drop(self._latents)
+                    self._latents = None
                 await self._wait_after(lost)
 
     async def _go_through(self) -> bytes:
+        if self._latents is None:
+            self._latents = await self._denoised()
+        return await self._decode(self._latents)
+
+    async def _denoised(self) -> RefHandle:
+        """Run the steps that are left; return the last one's state."""
         self._state = None
         try:
             snapshot = await asyncio.to_thread(self._connection.snapshots.newest, self._sent.snapshots)
@@ -70,7 +79,8 @@ class RequestRun:
         while step < self._plan.request.steps:
             step = await self._denoise(self._plan.expert_at(step).stage, snapshot)
             snapshot = None
-        return await self._decode()
+        assert self._state is not None
+        return self._state
 
     async def _denoise(self, stage: str, snapshot: int | None) -> int:
         """Run the experts of one pool; return how many steps are done."""
@@ -93,12 +103,10 @@ class RequestRun:
         self._state = made.handle
         return made.step
 
-    async def _decode(self) -> bytes:
-        state, self._state = self._state, None
-        assert state is not None
+    async def _decode(self, latents: RefHandle) -> bytes:
         pool = self._connection.stream(DECODER, self._plan.shapes[DECODER])
-        events = pool.decode.remote(self._sent, state)
-        video = await self._follow(DECODER, events, lambda: self._scope.drop(state))
+        video = await self._follow(DECODER, pool.decode.remote(self._sent, latents))
+        self._scope.drop(latents)
         with losses_explained():
             [ref] = await self._scope.get(video.handle)
             assert ref is not None

@@ -41,14 +41,16 @@ def close(got, expected, tolerance):
     assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+SIZES = {"whole": (112, 256, 512), "ragged, in parts": (100, 768, 640), "tiny": (7, 144, 64), "flat": (16, 512, 1024)}
+
+
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs"),
-    [(112, 256, 512), (100, 768, 640), (7, 144, 64), (16, 512, 1024)],
-    ids=["whole", "ragged, inputs in parts", "tiny", "one row block"],
+    ("size", "activation", "dtype"),
+    [*((size, "gelu_tanh", "float32") for size in SIZES), ("ragged, in parts", None, "float32")]
+    + [("ragged, in parts", activation, "bfloat16") for activation in (None, "gelu_tanh")],
 )
-@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
-def test_linear_is_torchs(rows, inputs, outputs, activation, dtype):
+def test_linear_is_torchs(size, activation, dtype):
+    rows, inputs, outputs = SIZES[size]
     x, weight = normal(0, rows, inputs, dtype=dtype), normal(1, outputs, inputs, dtype=dtype)
     bias, residual, gate = normal(2, outputs), normal(3, rows, outputs, dtype=dtype), normal(4, 2, outputs)
     wide = [torch.from_numpy(np.array(a, np.float64)) for a in (x, weight, bias)]
@@ -107,9 +109,14 @@ def test_rms_norm_rope_rotates_pairs_half_a_head_apart(rows, dtype):
         close(np.concatenate([first, second], axis=1), rotated, DTYPES[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "width"), [(12, 64), (4, 128), (16, 32), (6, 64), (10, 16)])
-@pytest.mark.parametrize("kind", ["layer", "rms"])
+HEADS = [(12, 64), (4, 128), (16, 32), (6, 64), (10, 16)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "kind", "dtype"),
+    [*((*heads, "layer", "float32") for heads in HEADS), *((*heads, "rms", "bfloat16") for heads in HEADS[:3])]
+    + [(*HEADS[0], "layer", "bfloat16"), (*HEADS[0], "rms", "float32")],
+)
 def test_head_norm_rope_is_torchs_norm_of_each_head(heads, width, kind, dtype):
     """6 heads of 64 in two groups are one and a half registers each, 10 of 16 fill none."""
     rows = 50

@@ -17,9 +17,9 @@ LINKS = Interconnect(((0, 0, 0, 0), (1, 0, 0, 0)), 1.0, 1.0)
 CYCLES = 'backend_config={{"window_config":{{"estimated_cycles":"{}"}}}}'
 
 
-def cost(text: str, **options):
+def cost(text: str, links: Interconnect = LINKS, **options):
     options = {"kernel_cycles": lambda call: None, **options}
-    return analyse(text.replace("  ENTRY", "ENTRY"), HARDWARE, LINKS, **options)
+    return analyse(text.replace("  ENTRY", "ENTRY"), HARDWARE, links, **options)
 
 
 LOOP = f"""
@@ -123,6 +123,25 @@ def test_only_what_no_work_hides_is_exposed():
     assert found["fetched"].seconds.floor == 512
     assert found["looked"].seconds.floor == 512  # what a SparseCore looks up, from the update on
     assert found["fetched"].category == "copies"
+
+
+TWO_CORES_A_CHIP = """
+ENTRY %main (x: f32[128]) -> f32[128] {
+  %x = f32[128]{0:T(128)} parameter(0)
+  %far = (f32[128]{0:T(128)}, f32[128]{0:T(128)}) collective-permute-start(%x), source_target_pairs={{0,2}}
+  %farther = (f32[128]{0:T(128)}, f32[128]{0:T(128)}) collective-permute-start(%x), source_target_pairs={{0,2}}
+  %near = (f32[128]{0:T(128)}, f32[128]{0:T(128)}) collective-permute-start(%x), source_target_pairs={{0,1}}
+  %near.done = f32[128]{0:T(128)} collective-permute-done(%near)
+  %far.done = f32[128]{0:T(128)} collective-permute-done(%far)
+  ROOT %farther.done = f32[128]{0:T(128)} collective-permute-done(%farther)
+}
+"""
+
+
+def test_transfers_wait_for_those_on_their_own_links_alone():
+    links = Interconnect(((0, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 0)), 1.0, 4.0)  # four times as fast within a chip
+    found = {item.name: item.seconds.floor for item in cost(TWO_CORES_A_CHIP, links).items}
+    assert found == {"near.done": 128, "far.done": 512 - 128, "farther.done": 512}
 
 
 def copy(x, y):

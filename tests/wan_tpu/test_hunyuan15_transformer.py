@@ -33,8 +33,10 @@ def theirs(request):
     return diffusers.HunyuanVideo15Transformer3DModel.from_config(settings).eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("image", [False, True], ids=["text", "image"])
-@pytest.mark.parametrize(("text", "glyphs"), [((20, 3), (7, 0)), ((1, 20), (0, 0)), ((5, 6), (1, 7))])
+@pytest.mark.parametrize(
+    ("text", "glyphs", "image"),
+    [((20, 3), (7, 0), False), ((20, 3), (7, 0), True), ((1, 20), (0, 0), False), ((5, 6), (1, 7), True)],
+)
 def test_the_context_is_that_of_diffusers_without_what_is_not_there(text, glyphs, image, theirs):
     """Two branches of other lengths, through one program."""
     seen = {}

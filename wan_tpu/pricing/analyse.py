@@ -7,7 +7,7 @@ kernels, which the compiler doesn't estimate, and what collectives and copies be
 work that is scheduled while they are under way.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,16 +42,19 @@ def analyse(
 
 
 @dataclass
-class _Channel:
-    """Something that moves data beside the TensorCore: one transfer after the other, in the order of their starts."""
+class _Channels:
+    """What moves data beside the TensorCore, each one transfer after the other, in the order of their starts."""
 
-    free: Times = ZERO
+    free: dict[Hashable, Times] = field(default_factory=dict)  # when each has done all that was started
     under_way: dict[str, tuple[Times, Times]] = field(default_factory=dict)  # name -> (finish, duration)
 
-    def start(self, name: str, now: Times, seconds: float) -> None:
-        begin = Times(max(now.estimate, self.free.estimate), max(now.floor, self.free.floor))
-        self.free = begin + Times(seconds, seconds)
-        self.under_way[name] = (self.free, Times(seconds, seconds))
+    def start(self, name: str, now: Times, busy: Mapping[Any, float]) -> None:
+        """Start a transfer; busy: for how long it keeps each channel that it uses."""
+        finish, duration = now, max(busy.values(), default=0.0)
+        for channel, seconds in busy.items():
+            self.free[channel] = now.or_later(self.free.get(channel, ZERO)) + Times(seconds, seconds)
+            finish = finish.or_later(self.free[channel])
+        self.under_way[name] = (finish, Times(duration, duration))
 
     def wait(self, name: str, now: Times) -> tuple[Times, Times]:
         """Return how long the TensorCore waits for a transfer, and how much of the transfer was hidden."""
@@ -135,8 +138,8 @@ class _Run:
     computation: Computation
     executions: float
     now: Times = ZERO
-    links: _Channel = field(default_factory=_Channel)
-    copies: _Channel = field(default_factory=_Channel)
+    links: _Channels = field(default_factory=_Channels)
+    copies: _Channels = field(default_factory=_Channels)
 
     def step(self, instruction: Instruction) -> Times:
         """Add what an instruction costs; return the seconds that the TensorCore spends on it."""
@@ -158,7 +161,7 @@ class _Run:
             if any(user.opcode.endswith("-update") for user in users):  # of a SparseCore, which begins only there
                 return ZERO
             moved = sum(shape.bytes for user in users for shape in user.shapes)
-            self.copies.start(instruction.name, self.now, moved / walk.hardware.hbm_bytes_per_s)
+            self.copies.start(instruction.name, self.now, {"HBM": moved / walk.hardware.hbm_bytes_per_s})
             return ZERO
         if opcode.endswith("-done") or "async-done" in instruction.name:
             started = instruction.operands[0]
@@ -171,14 +174,14 @@ class _Run:
         inside = traffic.inside(instruction, self.walk.module)
         inner = next(i for i in inside if i.opcode.removesuffix("-start") == kind)
         volume = traffic.collective_bytes(instruction, self.computation, kind)
-        seconds = self.walk.interconnect.seconds(kind, ici.parse_groups(kind, inner.attributes), volume)
-        self.links.start(instruction.name, self.now, seconds)
+        busy = self.walk.interconnect.busy(kind, ici.parse_groups(kind, inner.attributes), volume)
+        self.links.start(instruction.name, self.now, busy)
         if instruction.opcode.endswith("-start"):
             return ZERO
         return self._wait(instruction, instruction.name, self.links, "collectives")
 
-    def _wait(self, instruction: Instruction, started: str, channel: _Channel, category: str) -> Times:
-        waits, hidden = channel.wait(started, self.now)
+    def _wait(self, instruction: Instruction, started: str, channels: _Channels, category: str) -> Times:
+        waits, hidden = channels.wait(started, self.now)
         return self._add(instruction, category, waits, hidden_s=hidden * self.executions)
 
     def _compute(self, instruction: Instruction) -> Times:

@@ -18,6 +18,10 @@ class Times:
     def __add__(self, other: "Times") -> "Times":
         return Times(self.estimate + other.estimate, self.floor + other.floor)
 
+    def or_later(self, other: "Times") -> "Times":
+        """Return the later of two moments, by each way of counting."""
+        return Times(max(self.estimate, other.estimate), max(self.floor, other.floor))
+
     def __mul__(self, count: float) -> "Times":
         return Times(self.estimate * count, self.floor * count)
 

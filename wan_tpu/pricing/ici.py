@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from wan_tpu.aot.topology import DescribedSlice
 
 Coordinate = tuple[int, ...]
+Link = tuple[Coordinate, Coordinate]  # from, to; one direction
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
          "collective-broadcast")  # fmt: skip
 
@@ -36,25 +37,29 @@ class Interconnect:
     wraps: Coordinate = (0, 0, 0, 0)
 
     def seconds(self, kind: str, groups: Sequence[Sequence[int]], data_bytes: float) -> float:
-        """Return the time of one collective.
+        """Return the time of one collective that has the links to itself; arguments as of `busy`."""
+        return max(self.busy(kind, groups, data_bytes).values(), default=0.0)
+
+    def busy(self, kind: str, groups: Sequence[Sequence[int]], data_bytes: float) -> dict[Link, float]:
+        """Return how long one collective keeps each link that it uses, seconds.
 
         groups      members by position in the program's device order; (source, target) pairs for a permute
         data_bytes  all-gather: of the gathered array; all others: of the array that each member puts in
         """
-        load: defaultdict[tuple[Coordinate, Coordinate], float] = defaultdict(float)
+        load: defaultdict[Link, float] = defaultdict(float)
         for group in groups:
             if len(set(group)) < 2:
                 continue
             for source, target, share in _traffic(kind, self._ring(kind, group)):
                 for link in self._route(self.coordinates[source], self.coordinates[target]):
                     load[link] += share * data_bytes
-        return max((volume / self._bandwidth(link) for link, volume in load.items()), default=0.0)
+        return {link: volume / self._bandwidth(link) for link, volume in load.items()}
 
-    def _bandwidth(self, link: tuple[Coordinate, Coordinate]) -> float:
+    def _bandwidth(self, link: Link) -> float:
         source, target = link
         return self.link_bytes_per_s if source[:3] != target[:3] else self.core_bytes_per_s
 
-    def _route(self, source: Coordinate, target: Coordinate) -> Iterator[tuple[Coordinate, Coordinate]]:
+    def _route(self, source: Coordinate, target: Coordinate) -> Iterator[Link]:
         """Yield the directed links from source to target: within the chip first, then x, y, z.
 
         The two devices of a chip share its ICI links: these are named by chip, (x, y, z) alone.

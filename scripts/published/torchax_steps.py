@@ -1,0 +1,120 @@
+"""A denoise step as github.com/yangwhale/gpu-tpu-pedia (3fa9ce1) runs it: diffusers' own transformer through torchax.
+
+Weights are sharded over 'tp', activations over 'dp' by branch; XLA's partitioner does the rest. Attention is in
+shard_map, heads over 'tp', of keys less their mean; of a text's keys the queries are split instead. All lengths are
+padded to whole tiles, and no key is masked, as there. Shapes: B branches, L tokens, N heads, D head width.
+"""
+
+import functools
+import importlib.util
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torchax
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from wan_tpu.runtime import bridge
+
+TILE = (3328, 2816, 256)  # queries and keys of a tile, keys at once
+COLUMNS, ROWS = ("tp",), (None, "tp")
+# What is sharded and how, by the name of a weight; all else is whole on every device.
+WAN = {
+    r"condition_embedder\.\w+_embedder\.linear_1\.(weight|bias)": COLUMNS,
+    r"condition_embedder\.\w+_embedder\.linear_2\.weight": ROWS,
+    r"blocks\.\d+\.attn[12]\.to_[qkv]\.(weight|bias)": COLUMNS,
+    r"blocks\.\d+\.attn[12]\.to_out\.\d+\.weight": ROWS,
+    r"blocks\.\d+\.ffn\.net\.\d+\.proj\.(weight|bias)": COLUMNS,
+    r"blocks\.\d+\.ffn\.net\.\d+\.weight": ROWS,
+}
+# Of the MLP's first matrix the name that is given there matches nothing.
+COGVIDEOX = {r".*\.to_[qkv]\.weight": ROWS, r".*\.to_out\.\d+\.weight": COLUMNS, r".*\.ff\.net\.2\.weight": COLUMNS}
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q [N, Lq, D], k, v [N, Lk, D], whole tiles
+
+
+def step(
+    module: torch.nn.Module,
+    shardings: Mapping[str, tuple[Any, ...]],
+    mesh: Mesh,
+    inputs: Mapping[str, Any],
+    attend: Attend,
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return one call of a transformer and its arguments, `jax.ShapeDtypeStruct`s.
+
+    module  on torch's meta device; inputs: of its `forward`
+    """
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    params = {name: _abstract(tensor, _spec(name, shardings), mesh) for name, tensor in named.items()}
+
+    def run(params: dict[str, jax.Array], given: dict[str, jax.Array]) -> Any:
+        torchax.default_env().override_op_definition(
+            torch.nn.functional.scaled_dot_product_attention, functools.partial(_sharded, mesh, attend)
+        )
+        return bridge.call(module, params, lambda model, given: model(**given, return_dict=False)[0], given)
+
+    return run, (params, dict(inputs))
+
+
+def jax_splash(tile: tuple[int, int, int] = TILE) -> Attend:
+    """Return JAX's own splash attention."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        mask = masks.MultiHeadMask([masks.FullMask((q.shape[1], k.shape[1])) for _ in range(q.shape[0])])
+        blocks = splash.BlockSizes(block_q=tile[0], block_kv=tile[1], block_kv_compute=tile[2])
+        return splash.make_splash_mha_single_device(mask, block_sizes=blocks)(q * q.shape[-1] ** -0.5, k, v)
+
+    return attend
+
+
+def exp2_splash(checkout: Path, tile: tuple[int, int, int] = TILE) -> Attend:
+    """Return that repository's own kernel, from a checkout of it; its inputs are float32, as there."""
+    found = importlib.util.spec_from_file_location("exp2", checkout / "tpu/CogVideoX/custom_splash_attention.py")
+    assert found is not None and found.loader is not None
+    kernel = importlib.util.module_from_spec(found)
+    found.loader.exec_module(kernel)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        sizes = kernel._BlockSizes(block_q=tile[0], block_kv=tile[1], block_kv_compute=tile[2])
+        run = kernel.make_splash_mha(block_sizes=sizes, bkv_compute_in=tile[2])
+        scaled = q * (q.shape[-1] ** -0.5 * 1.44269504)
+        return run(*(x.astype(jnp.float32) for x in (scaled, k, v))).swapaxes(1, 2).astype(q.dtype)
+
+    return attend
+
+
+def _spec(name: str, shardings: Mapping[str, tuple[Any, ...]]) -> P:
+    return P(*next((spec for pattern, spec in shardings.items() if re.fullmatch(pattern, name)), ()))
+
+
+def _abstract(tensor: torch.Tensor, spec: P, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return jax.ShapeDtypeStruct(tuple(tensor.shape), dtype, sharding=NamedSharding(mesh, spec))
+
+
+def _sharded(mesh: Mesh, attend: Attend, query: Any, key: Any, value: Any, **more: Any) -> Any:
+    """scaled_dot_product_attention of torch tensors [B, N, L, D]."""
+    q, k, v = bridge.to_jax((query, key, value))
+    k = k - k.mean(axis=2, keepdims=True)
+    if q.shape[2] == k.shape[2]:
+        rows = keys = P("dp", "tp", None, None)
+    else:
+        rows, keys = P("dp", None, "tp", None), P("dp", None, None, None)
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        padded = (_padded(q, TILE[0]), _padded(k, TILE[1]), _padded(v, TILE[1]))
+        return jax.vmap(attend)(*padded)[:, :, : q.shape[2]].astype(q.dtype)
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=(rows, keys, keys), out_specs=rows, check_vma=False)
+    return bridge.to_torch(run(q, k, v))
+
+
+def _padded(x: jax.Array, tile: int) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % tile), (0, 0)))
