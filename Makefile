@@ -28,7 +28,7 @@ help:
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
 
-# In four processes on two cores: what starts clusters waits half of its time.
+# In four processes on two cores: two for what starts clusters, which waits half of its time, two for what computes.
 TESTS := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder tests
 
 test: .venv/installed

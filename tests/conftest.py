@@ -6,8 +6,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests, and the processes that they start, compile the same small programs again and again.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.abspath(f"{__file__}/../../build/compiled-for-tests")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-# Unoptimised code computes the same and is compiled three times as fast; what tests compile runs once or twice.
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+# Unoptimised code computes the same and is compiled six times as fast; what tests compile runs once or twice.
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+)
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # its 15 is below what computes beside
 # numpy's and torch's threads spin while they wait for each other: beside other tests that took ten times as long.
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
@@ -46,13 +48,13 @@ def starts_clusters(nodeid: str) -> bool:
 
 
 class Scheduling(LoadFileScheduling):
-    """Runs the tests that start clusters in three of pytest-xdist's processes, and the others file by file."""
+    """Runs the tests that start clusters in two of pytest-xdist's processes, and the others file by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         if not starts_clusters(nodeid):
             return super()._split_scope(nodeid)
-        rooms = ("tests/cluster/", "tests/actors/slices/", "tests/actors/on_")  # about as long, each with the rest
-        return next((room for room in rooms if nodeid.startswith(room)), "the rest of tests/actors/")
+        of_slices = nodeid.startswith(("tests/actors/slices/", "tests/actors/on_slices/"))
+        return "clusters: slices" if of_slices else "clusters: all others"  # about as long
 
 
 @pytest.hookimpl(optionalhook=True)

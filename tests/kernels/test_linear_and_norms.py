@@ -114,8 +114,12 @@ HEADS = [(12, 64), (4, 128), (16, 32), (6, 64), (10, 16)]
 
 @pytest.mark.parametrize(
     ("heads", "width", "kind", "dtype"),
-    [*((*heads, "layer", "float32") for heads in HEADS), *((*heads, "rms", "bfloat16") for heads in HEADS[:3])]
-    + [(*HEADS[0], "layer", "bfloat16"), (*HEADS[0], "rms", "float32")],
+    [
+        *((*heads, "layer", "float32") for heads in HEADS),
+        *((*heads, "rms", "bfloat16") for heads in HEADS[:3]),
+        (*HEADS[0], "layer", "bfloat16"),
+        (*HEADS[0], "rms", "float32"),
+    ],
 )
 def test_head_norm_rope_is_torchs_norm_of_each_head(heads, width, kind, dtype):
     """6 heads of 64 in two groups are one and a half registers each, 10 of 16 fill none."""

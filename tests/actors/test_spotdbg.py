@@ -1,0 +1,158 @@
+"""Slices on spot machines that come and go, told by a signal: no video is lost or another, and no step is done twice.
+
+For `WAN_TPU_SPOT_S` seconds, 30 unless it is set; what ten minutes made is in docs/benchmarks.md.
+"""
+
+import os
+import random
+import time
+from collections import Counter
+
+import pytest
+
+from actors.observe.status_actor import StatusActor
+from actors.pipeline.driver import PipelineDriver
+from actors.pipeline.pools import deploy, shut_down
+from actors.pipeline_spec import PipelineSettings, PipelineSpec
+from cluster.connect import connect, leave
+from cluster.emulation.cluster import EmulatedCluster, EmulatedSlice
+from cluster.gang.protocol import Timeouts
+from cluster.layout import Layout
+from cluster.slice_spec import SliceSpec
+from tests.actors.on_slices.running import Running
+from tests.actors.spot_machines import SpotSlice
+from tests.conftest import PHOTO
+from wan_tpu import GenerationRequest
+from wan_tpu.families import open_spec
+
+pytestmark = pytest.mark.long
+
+SECONDS = float(os.environ.get("WAN_TPU_SPOT_S", "30"))
+AT_ONCE = 3  # requests
+EVERY_S = (10, 25)  # between two notices
+AWAY_S = (1, 15)  # until there is a slice in place of one that is gone
+NONE_S = 20.0  # for which, half-way, there is no slice at all
+LAYOUT = """
+emulate: {devices_per_host: 1}
+pools:
+  ends: {stages: [encoder, decoder], slice: v6e-1}
+  high: {stages: [denoise_high], slice: v6e-1}
+  low: {stages: [denoise_low], slice: v5p-16}
+"""
+REQUEST = GenerationRequest(
+    prompt="A cat looks into the camera", image=PHOTO, height=128, width=128, frames=9, steps=1000
+)
+
+
+@pytest.fixture
+def spec(checkpoint, tmp_path):
+    settings = PipelineSettings(
+        str(checkpoint("wan2.2-i2v-a14b")),
+        str(tmp_path / "snapshots"),
+        dtype="float32",
+        snapshot_every=REQUEST.steps,  # never: what goes on does so from where a notice came
+        attempts=1,  # nothing that is lost is forgiven
+        in_flight=AT_ONCE,
+        timeouts=Timeouts(heartbeat_s=12, grace_s=4),
+    )
+    return PipelineSpec(Layout.parse(LAYOUT, "tests"), settings, open_spec(settings.checkpoint), lasting=True)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    with EmulatedCluster.start((), folder=tmp_path / "cluster") as running:
+        connect(running.address)
+        yield running
+        import shutil
+        shutil.rmtree("/tmp/spotlogs", ignore_errors=True)
+        shutil.copytree(running.temp / "head", "/tmp/spotlogs", ignore=shutil.ignore_patterns("sockets", "admin*", "*.sock"), ignore_dangling_symlinks=True)
+        leave()
+
+
+def visits(made):
+    """Return which steps were done where, in the order of their beginning: slice, first and last."""
+    found = []
+    for span in made.spans:
+        if span.step is None:
+            continue
+        if found and found[-1][0] == span.slice and found[-1][2] + 1 == span.step:
+            found[-1][2] = span.step
+        else:
+            found.append([span.slice, span.step, span.step])
+    return found
+
+
+def computed(made):
+    """Return how often each stage has computed something for a request, steps aside."""
+    return Counter(span.stage for span in made.spans if span.what == "compute" and span.step is None)
+
+
+class Cloud:
+    """Lends slices of a kind each, and takes them away: one now and then, and all at once half-way."""
+
+    def __init__(self, slices, seconds):
+        self.slices, self.notices = slices, 0
+        self._chance, start = random.Random(1), time.monotonic()
+        self._next, self._end = start, start + seconds
+        self._back = {}  # when a slice that is gone comes back
+        self._dark_from, self._dark_until = start + seconds / 2, None
+
+    @property
+    def over(self):
+        return time.monotonic() >= self._end
+
+    @property
+    def dark(self):
+        """Whether there is nothing, or soon will be."""
+        now = time.monotonic()
+        return self._dark_from <= now and (self._dark_until is None or now < self._dark_until)
+
+    def look(self):
+        """Do what is due."""
+        now = time.monotonic()
+        there = [one for one in self.slices if one.there]
+        if there and (self.dark or (now >= self._next and not self.over)):
+            for one in there if self.dark else [self._chance.choice(there)]:
+                one.notice()
+                self.notices += 1
+            self._next = now + self._chance.uniform(*EVERY_S)
+        gone = [one for one in self.slices if one.look()]
+        if self.dark and self._dark_until is None and len(gone) == len(self.slices):
+            self._dark_until = now + NONE_S
+        for one in gone:
+            if not self.dark and now >= self._back.setdefault(one, now + self._chance.uniform(*AWAY_S)):
+                del self._back[one]
+                one.boot()
+
+
+def test_hosts_come_and_go_and_no_step_is_done_twice(cluster, spec):
+    small, large = (EmulatedSlice(name, SliceSpec(kind)) for name, kind in (("small", "v6e-1"), ("large", "v5p-16")))
+    slices = [SpotSlice(cluster, kind) for kind in (small, small, small, large)]  # a spare one, of the small
+    for one in slices:
+        one.boot()
+    deploy(spec)
+    running = Running(cluster, spec.layout, PipelineDriver(spec))
+    undisturbed = running.start("undisturbed", REQUEST)
+    expected = undisturbed.video()
+
+    cloud, made, said = Cloud(slices, SECONDS), [], Counter()
+    while not cloud.over or not all(one.future.done() for one in made):
+        if not cloud.over and sum(not one.future.done() for one in made) < AT_ONCE:
+            made.append(running.start(f"video-{len(made)}", REQUEST))
+        cloud.look()
+        if cloud.dark:
+            replicas = StatusActor.connect(spec.settings.name).seen().replicas.values()
+            said.update(one.pool for one in replicas if "waits for a free" in one.detail)
+        time.sleep(0.2)
+
+    moved, again = 0, Counter()
+    for one in made:
+        assert one.video() == expected
+        ranges = [range(first, last + 1) for _, first, last in visits(one)]
+        assert [step for steps in ranges for step in steps] == list(range(1, REQUEST.steps + 1)), visits(one)
+        moved += len({span.slice for span in one.spans if span.step is not None}) - 2
+        again += computed(one) - computed(undisturbed)
+    assert set(said) == {pool.name for pool in spec.layout.pools}  # for what each waited while there was nothing
+    print(f"{cloud.notices} notices, {len(made)} videos, {moved} moved under way, computed again: {dict(again)}")
+    running.close()
+    shut_down(spec.settings.name)
