@@ -10,14 +10,12 @@ compiled for the rows that were measured with it; without, these are left out.
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wan_tpu.pricing.compiling import READABLE
-
-os.environ |= {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": READABLE}  # before JAX is imported
+os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own accelerators stay untouched
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +23,13 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from published.torchax_steps import COGVIDEOX, WAN, Attend, exp2_splash, jax_splash, step
 
 from actors.planning.described import described, run
 from cluster.slice_spec import SliceSpec
-from scripts.published.torchax_steps import COGVIDEOX, WAN, Attend, exp2_splash, jax_splash, step
 from wan_tpu.pricing.analyse import analyse
-from wan_tpu.pricing.cost import Times
+from wan_tpu.pricing.compiling import READABLE
+from wan_tpu.pricing.cost import Cost, Times
 from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
 
@@ -64,26 +63,27 @@ class Pricing:
     def __init__(self, kind: str, cache: Path) -> None:
         """cache: where bundles of kernels are kept."""
         self.slice = described(SliceSpec(kind))
+        self._devices = self.slice.devices()
         self._kernels = KernelPrices(cache, self.slice.hardware, self.slice.cores, count_alone)
 
     def mesh(self, **axes: int) -> Mesh:
         """Return a mesh over the first devices of the slice."""
-        devices = np.array(self.slice.devices()[: int(np.prod(list(axes.values())))])
-        return Mesh(devices.reshape(*axes.values()), tuple(axes))
+        devices = self._devices[: int(np.prod(list(axes.values())))]
+        return Mesh(np.array(devices).reshape(*axes.values()), tuple(axes))
 
-    def price(self, mesh: Mesh, program: Program) -> Times:
-        """Return the seconds of a program that is given as a function and its abstract arguments."""
+    def cost(self, mesh: Mesh, program: Program) -> Cost:
+        """Return what a program costs that is given as a function and its abstract arguments."""
         function, arguments = program
         with jax.set_mesh(mesh):
-            text = jax.jit(function).lower(*arguments).compile().as_text()
+            text = jax.jit(function).lower(*arguments).compile().as_text() or ""
         cost = analyse(text, self.slice.hardware, interconnect_of(self.slice, mesh), kernel_cycles=self._kernels)
         if cost.unpriced:
             raise ValueError(f"not priced: {', '.join(cost.unpriced)}")
-        return cost.total
+        return cost
 
     def step(self, layers: int, of: Callable[[int], Program], mesh: Mesh) -> Times:
         """Return the seconds of a step of so many layers; of: the program with that many."""
-        few, more = (self.price(mesh, of(count)) for count in LAYERS)
+        few, more = (self.cost(mesh, of(count)).total for count in LAYERS)
         return few + (more + few * -1) * ((layers - LAYERS[0]) / (LAYERS[1] - LAYERS[0]))
 
 
@@ -91,11 +91,12 @@ def attention_alone(pricing: Pricing) -> Times:
     """Five heads of 75,600 tokens on one chip."""
     attend = jax_splash((3024, 2048, 1024))
     queries, keys = (jax.ShapeDtypeStruct((5, rows, 128), jnp.bfloat16) for rows in (25 * 3024, 37 * 2048))
-    return pricing.price(pricing.mesh(x=1), (attend, _on(pricing.mesh(x=1), (queries, keys, keys))))
+    mesh = pricing.mesh(x=1)
+    return pricing.cost(mesh, (attend, _on(mesh, (queries, keys, keys)))).total
 
 
 def all_to_alls(pricing: Pricing) -> Times:
-    """Four of 96.8 MB a chip over eight chips, one after the other: heads are exchanged for tokens, and back."""
+    """Four of 96.8 MB a chip over eight chips: heads are exchanged for tokens, and back; without the copies around."""
     mesh = pricing.mesh(x=8)
 
     def exchange(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -104,7 +105,7 @@ def all_to_alls(pricing: Pricing) -> Times:
 
     shape = jax.ShapeDtypeStruct((75_600, 40, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
     sharded = jax.shard_map(exchange, mesh=mesh, in_specs=(P("x"),) * 3, out_specs=P("x"), check_vma=False)
-    return pricing.price(mesh, (sharded, (shape,) * 3))
+    return pricing.cost(mesh, (sharded, (shape,) * 3)).by_category()["collectives"]
 
 
 def wan_step(attend: Attend) -> Callable[[Pricing], Times]:
@@ -191,16 +192,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pedia", type=Path, help="a checkout of github.com/yangwhale/gpu-tpu-pedia")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "wan-tpu" / "plan")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, too")
     parser.add_argument("--only", default="", help="rows that have this in their name")
     args = parser.parse_args()
+    os.environ["LIBTPU_INIT_ARGS"] = READABLE
     print("| what | slice | measured | floor | estimate | error of the floor | of the estimate |")
     print("|---|---|---|---|---|---|---|")
+    found = []
     for row in rows(args.pedia):
         if args.only in row.what:
-            found = row.predict(Pricing(row.slice, args.cache))
-            print(f"| {row.what} | {row.slice} | {_span(*row.measured)} | {found.floor:.4g} | {found.estimate:.4g} | "
-                  f"{_error(found.floor, row)} | {_error(found.estimate, row)} |")  # fmt: skip
+            times = row.predict(Pricing(row.slice, args.cache))
+            found.append((row, times))
+            seconds = f"{_span(*row.measured)} | {times.floor:.4g} | {times.estimate:.4g}"
+            print(
+                f"| {row.what} | {row.slice} | {seconds} | {_error(times.floor, row)} | {_error(times.estimate, row)} |"
+            )
             sys.stdout.flush()
+    if args.plot:
+        draw(found, args.plot)
+
+
+def draw(found: Sequence[tuple[Row, Times]], path: Path) -> None:
+    """Draw from floor to estimate, by what was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 0.5 * len(found) + 1.2))
+    for y, (row, times) in enumerate(reversed(found)):
+        least, most = row.measured
+        middle = (least + most) / 2
+        axes.barh(y, (most - least) / middle, left=least / middle, height=0.7, color="0.85")
+        axes.plot([times.floor / middle, times.estimate / middle], [y, y], "o-", color="C0", markersize=5)
+    axes.axvline(1, color="0.4", linewidth=1)
+    axes.set_yticks(range(len(found)), [row.what for row, _ in reversed(found)])
+    axes.set_xlabel("predicted, from floor to estimate / measured (grey: several were published)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def _span(least: float, most: float) -> str:

@@ -1,6 +1,7 @@
 """The folders import one way, and the package called kernels doesn't confuse transformers."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,7 @@ FORBIDDEN = {
 MODULES_OF_A_FOLDER = 12
 
 
+@functools.cache
 def names(file: Path) -> set[str]:
     """Return what a file imports, anywhere in it, by whole names: a.b.c of `import a.b.c` and `from a.b import c`."""
     found = set()
@@ -58,6 +60,7 @@ def imports(file: Path) -> set[str]:
     return {name.split(".")[0] for name in names(file)}
 
 
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     """Return which of our modules import which; a package stands for its __init__.py."""
     files = {}
@@ -72,9 +75,6 @@ def import_graph() -> dict[str, set[str]]:
         return name
 
     return {name: {module(used) for used in names(file)} - {name, ""} for name, file in files.items()}
-
-
-GRAPH = import_graph()
 
 
 def part_of(module: str) -> str:
@@ -111,9 +111,9 @@ def test_packages_import_one_way(package):
 
 
 def test_parts_of_actors_import_one_way():
-    parts = {part_of(name).removeprefix("actors.") for name in GRAPH if name.startswith("actors.")}
+    parts = {part_of(name).removeprefix("actors.") for name in import_graph() if name.startswith("actors.")}
     assert parts == set(ACTORS)
-    for name, others in GRAPH.items():
+    for name, others in import_graph().items():
         if name.startswith("actors."):
             part = part_of(name).removeprefix("actors.")
             found = {part_of(other).removeprefix("actors.") for other in others if other.startswith("actors.")}
@@ -121,13 +121,13 @@ def test_parts_of_actors_import_one_way():
 
 
 def test_no_files_import_in_a_circle():
-    assert circle(GRAPH) == []
+    assert circle(import_graph()) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_folders_import_in_a_circle(package):
     parts: dict[str, set[str]] = {}
-    for name, others in GRAPH.items():
+    for name, others in import_graph().items():
         if name.startswith(f"{package}."):
             mine = {part_of(other) for other in others if other.startswith(f"{package}.")}
             parts.setdefault(part_of(name), set()).update(mine - {part_of(name)})

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-import torchax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import Mesh, NamedSharding
@@ -55,7 +54,7 @@ def step(
     params = {name: _abstract(tensor, _spec(name, shardings), mesh) for name, tensor in named.items()}
 
     def run(params: dict[str, jax.Array], given: dict[str, jax.Array]) -> Any:
-        torchax.default_env().override_op_definition(
+        bridge.torchax.default_env().override_op_definition(
             torch.nn.functional.scaled_dot_product_attention, functools.partial(_sharded, mesh, attend)
         )
         return bridge.call(module, params, lambda model, given: model(**given, return_dict=False)[0], given)

@@ -79,6 +79,14 @@ def test_a_killed_replica(running, undisturbed):
     assert not host.is_running()
 
 
+def test_a_killed_decoder_costs_no_step(running, undisturbed):
+    made = running.start("decoder", REQUEST)
+    made.wait_for("denoise_low", ALL - 10)
+    [leader] = running.leaders("decoder")
+    kill(leader)
+    check(made, undisturbed)
+
+
 def test_lost_objects(running, undisturbed):
     """What one stage has made for the next dies with the encoder's leader and with the store of references."""
     made = running.start("objects", REQUEST)
