@@ -79,6 +79,8 @@ def exp2_splash(checkout: Path, tile: tuple[int, int, int] = TILE) -> Attend:
     assert found is not None and found.loader is not None
     kernel = importlib.util.module_from_spec(found)
     found.loader.exec_module(kernel)
+    if not hasattr(kernel.pltpu, "repeat"):  # JAX has dropped it since
+        kernel.pltpu.repeat = lambda x, times, axis: jnp.concatenate([x] * times, axis)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         sizes = kernel._BlockSizes(block_q=tile[0], block_kv=tile[1], block_kv_compute=tile[2])
