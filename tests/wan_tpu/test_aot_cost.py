@@ -172,6 +172,27 @@ def looping(x, y):
         y[...] = jax.lax.fori_loop(0, 7, lambda i, total: total * 2, y[...])
 
 
+def alternating(x, y):
+    """Four products at every grid step but the last of three, which has one; the first has one more."""
+
+    def product():
+        return jnp.broadcast_to(jnp.dot(x[...], x[...].T, preferred_element_type=jnp.float32).sum(), (8, 128))
+
+    step = pl.program_id(1)
+
+    @pl.when(step == 0)
+    def first():
+        y[...] = product()
+
+    @pl.when(step < 2)
+    def whole():
+        y[...] += sum(product() for _ in range(4))
+
+    @pl.when(step == 2)
+    def part():
+        y[...] += product()
+
+
 def test_a_kernels_loops_and_products_are_read():
     text = """
 ENTRY %main (x: f32[16,384]) -> f32[16,384] {
@@ -180,11 +201,13 @@ ENTRY %main (x: f32[16,384]) -> f32[16,384] {
 }
 """
     found = {}
-    for kernel in (copy, looping):
+    for kernel in (copy, looping, alternating):
         [item] = cost(text.replace("CONFIG", kernel_config(kernel)), kernel_cycles=lambda call: 0.0).items
         found[kernel] = item.kernel
     assert (found[copy].macs, found[copy].repeats) == (0, 1)
     assert (found[looping].macs, found[looping].repeats) == (5 * 8 * 128 * 8, 5)
+    assert (found[alternating].macs, found[alternating].busy) == (4 * 8 * 128 * 8, (4 + 1 + 4 + 1) / (3 * 4))
+    assert found[looping].busy == found[copy].busy == 1
     assert found[copy].steps_a_core(2) == 6  # neither axis is parallel
     assert found[copy].digest != found[looping].digest
 

@@ -4,11 +4,12 @@ import base64
 import hashlib
 import json
 import math
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src.interpreters import mlir  # JAX has no public reader of its own kernels
@@ -37,6 +38,7 @@ class KernelCall:
     operands, results  the arrays
     macs      multiply-adds of a grid step's matrix products: of the alternatives under conditions the largest; those
               of 8-bit numbers count half, which is what matrix units gain by them at most
+    busy      multiply-adds of all grid steps, by as many of the costliest: a last block may be a part of one
     repeats   iterations a grid step of its innermost loop of constant length, 1 without; loops under conditions, such
               as those over a last block, are not in it
     loops     how many loops run at every grid step
@@ -49,6 +51,7 @@ class KernelCall:
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
     macs: float
+    busy: float
     repeats: int
     loops: int
     config: str
@@ -79,21 +82,15 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
     """Return the kernel that a tpu_custom_call runs, from the Mosaic module that it carries."""
     start = instruction.attributes.index("backend_config=") + len("backend_config=")
     config, _ = json.JSONDecoder().raw_decode(instruction.attributes[start:])
-    text, macs, repeats, loops = _read_mosaic(base64.b64decode(config["custom_call_config"]["body"]))
-    bounds = re.search(r"iteration_bounds = array<i64: ([\d, ]+)>", text)
-    semantics = re.search(r"dimension_semantics = \[([^\]]*)\]", text)
+    mosaic = _read_mosaic(base64.b64decode(config["custom_call_config"]["body"]))
     for decided in _DECIDED:
         config["custom_call_config"].pop(decided, None)
     operands = [shape for name in instruction.operands for shape in computation.by_name[name].shapes]
     return KernelCall(
         name=instruction.stem,
-        grid=tuple(int(bound) for bound in bounds[1].split(",")) if bounds else (),
-        parallel=tuple("parallel" in axis for axis in semantics[1].split(",")) if semantics else (),
         operands=tuple((_DTYPES[shape.dtype], shape.dims) for shape in operands),
         results=tuple((_DTYPES[shape.dtype], shape.dims) for shape in instruction.shapes),
-        macs=macs,
-        repeats=repeats,
-        loops=loops,
+        **vars(mosaic),
         config=json.dumps({part: config[part] for part in _CONFIG if config.get(part)}),
     )
 
@@ -115,32 +112,93 @@ def saved(path: str) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     return run, operands
 
 
-def _read_mosaic(bytecode: bytes) -> tuple[str, float, int, int]:
-    """Return a Mosaic module as text, and of one grid step multiply-adds, innermost loop's iterations and loops."""
+@dataclass(frozen=True)
+class _Mosaic:
+    """What a kernel's own module says; the fields are those of `KernelCall`."""
+
+    grid: tuple[int, ...]
+    parallel: tuple[bool, ...]
+    macs: float
+    busy: float
+    repeats: int
+    loops: int
+
+
+def _read_mosaic(bytecode: bytes) -> _Mosaic:
     context = mlir.make_ir_context()
     tpu.register_dialect(context)
     context.allow_unregistered_dialects = True
     with context, ir.Location.unknown():
         module = ir.Module.parse(bytecode).operation
-        return str(module), _macs(module), _repeats(module), _loops(module)
+        text = str(module)
+        bounds = re.search(r"iteration_bounds = array<i64: ([\d, ]+)>", text)
+        semantics = re.search(r"dimension_semantics = \[([^\]]*)\]", text)
+        grid = tuple(int(bound) for bound in bounds[1].split(",")) if bounds else ()
+        macs = _macs(module, grid)
+        return _Mosaic(
+            grid,
+            tuple("parallel" in axis for axis in semantics[1].split(",")) if semantics else (),
+            macs.most,
+            macs.mean / macs.most if macs.most else 1.0,
+            _repeats(module),
+            _loops(module),
+        )
 
 
-def _macs(operation: Any) -> float:
-    """Count a product [M, K] x [K, N] -> [M, N] as MNK, the root of the product of the three arrays' sizes."""
+class _Macs(NamedTuple):
+    """Multiply-adds of a grid step: in the mean, and at most."""
+
+    mean: float
+    most: float
+
+
+def _macs(operation: Any, grid: tuple[int, ...]) -> _Macs:
+    """Count a product [M, K] x [K, N] -> [M, N] as MNK, the root of the product of the three arrays' sizes.
+
+    Of what stands under conditions that don't exclude each other for sure, the largest counts at most; in the mean each
+    as often as its condition on a grid index holds, or, where it is on something else, the largest always.
+    """
     if operation.name.endswith("tpu.matmul"):
         left, right = (_vector(operand.type) for operand in list(operation.operands)[:2])
         result, _ = _vector(operation.results[0].type)
-        return math.sqrt(left[0] * right[0] * result) * (0.5 if left[1] == 8 else 1.0)
-    always, alternatives = 0.0, [0.0]
+        count = math.sqrt(left[0] * right[0] * result) * (0.5 if left[1] == 8 else 1.0)
+        return _Macs(count, count)
+    regions, largest, unknown = [], 0.0, 0.0
     for region in operation.regions:
-        inner = [inner.operation for block in region for inner in block]
-        inside = sum(_macs(child) for child in inner if not _is(child, "scf.if"))
-        alternatives += [_macs(child) for child in inner if _is(child, "scf.if")]
-        if _is(operation, "scf.if"):
-            alternatives.append(inside)
-        else:
-            always += inside
-    return (always + max(alternatives)) * (_trips(operation) or 1)
+        mean = most = 0.0
+        for child in (inner.operation for block in region for inner in block):
+            inside = _macs(child, grid)
+            share = _share(child.operands[0], grid) if _is(child, "scf.if") else 1.0
+            if not _is(child, "scf.if"):
+                most += inside.most
+            largest = max(largest, inside.most if _is(child, "scf.if") else 0.0)
+            unknown = max(unknown, inside.mean if share is None else 0.0)
+            mean += inside.mean * (share or 0.0)
+        regions.append(_Macs(mean, most))
+    together = max if _is(operation, "scf.if") else sum
+    trips = _trips(operation) or 1
+    mean, most = (together([0.0, *counts]) for counts in zip(*regions, strict=True)) if regions else (0.0, 0.0)
+    return _Macs((mean + unknown) * trips, (most + largest) * trips)
+
+
+def _share(condition: Any, grid: tuple[int, ...]) -> float | None:
+    """Return in which part of all grid steps a condition holds, None where it isn't one on a grid index."""
+    operation = getattr(condition.owner, "operation", None)
+    if operation is None or not _is(operation, "arith.cmpi"):
+        return None
+    left, right = operation.operands
+    predicate, number = ir.IntegerAttr(operation.attributes["predicate"]).value, _constant(right)
+    if number is None:
+        return None
+    widened = getattr(left.owner, "operation", None)
+    if widened is not None:  # a truth value as an integer, which is not 0
+        same = predicate == 1 and number == 0 and _is(widened, "arith.extui")
+        return _share(widened.operands[0], grid) if same else None
+    axis = ir.BlockArgument(left).arg_number
+    if axis >= len(grid):
+        return None
+    holds = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+    return sum(holds[predicate](step, number) for step in range(grid[axis])) / grid[axis] if predicate < 6 else None
 
 
 def _repeats(operation: Any) -> int:

@@ -33,7 +33,8 @@ class KernelPrices:
     """Bundles a grid step of every kernel asked for, kept in a folder; call it to price a Pallas call.
 
     A TensorCore issues one bundle a cycle, so bundles of the grid's body x iterations is the time when nothing stalls;
-    products never take less than the matrix units need for their multiply-adds (on v5p that is more).
+    products never take less than the matrix units need for their multiply-adds (on v5p that is more). Grid steps
+    that do less than the costliest, such as those with a last block of keys that is a part of one, count by products.
     """
 
     def __init__(self, folder: Path, hardware: Hardware, cores: int, count: CountBundles) -> None:
@@ -51,7 +52,7 @@ class KernelPrices:
         except bundles.CompileError as error:
             _log.warning("kernel %s, grid %s can't be counted: %s", call.name, call.grid, error)
             return None
-        cycles = max(counted.products, call.macs / self._macs_a_cycle) + counted.rest
+        cycles = call.busy * max(counted.products, call.macs / self._macs_a_cycle) + counted.rest
         return cycles * call.steps_a_core(self._cores)
 
     def bundles(self, call: KernelCall) -> StepBundles:
