@@ -42,7 +42,9 @@ from wan_tpu.spec import DECODER, ENCODER
 log = logging.getLogger(__name__)
 
 SHAPES = 64  # that a leader is remembered to hold programs of, for routing
-LEFT = 256  # payloads that a leader remembers to have made: more don't wait at a time
+LEFT = (
+    64  # payloads that a leader remembers to have made: an encoder's three of sixteen requests wait at a time, and more
+)
 LEAVE_S = 0.5  # between the loss of a slice and the end of its leader: callers are told first
 SICK = 3  # different requests that fail in a row, none succeeding: the slice is replaced
 DRIVER_S = 5.0  # between two looks whether anybody still waits for a request

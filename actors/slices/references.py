@@ -20,6 +20,7 @@ import ray
 from actors.errors import InputLost, StageLost
 from cluster.gang.placement import off_hosts
 
+ADOPT_S = 10.0  # that one payload may take on its way to the store's own node: all others wait for it
 ENDED = 10_000  # requests that are remembered to have ended, so that a stage that was cancelled leaves nothing
 
 
@@ -111,7 +112,7 @@ class _RefStoreActor:
     def adopt(self, scope: int, key: str) -> None:
         there = self._scopes.get(scope, {})
         if key in there:
-            there[key] = ray.put(ray.get(there[key]))
+            there[key] = ray.put(ray.get(there[key], timeout=ADOPT_S))
 
     def drop(self, scope: int, keys: list[str]) -> None:
         for key in keys:
