@@ -106,11 +106,14 @@ class RequestRun:
     async def _decode(self, latents: RefHandle) -> bytes:
         pool = self._connection.stream(DECODER, self._plan.shapes[DECODER])
         video = await self._follow(DECODER, pool.decode.remote(self._sent, latents))
+        try:
+            with losses_explained():
+                [ref] = await self._scope.get(video.handle)
+                assert ref is not None
+                content = unpack(await ref)
+        except InputLost as lost:  # the video; the latents of it are still there
+            raise StageLost(str(lost)) from None
         self._scope.drop(latents)
-        with losses_explained():
-            [ref] = await self._scope.get(video.handle)
-            assert ref is not None
-            content = unpack(await ref)
         assert isinstance(content, EncodedVideo)
         return content.mp4.tobytes()
 

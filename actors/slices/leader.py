@@ -45,6 +45,7 @@ SHAPES = 64  # that a leader is remembered to hold programs of, for routing
 LEFT = (
     64  # payloads that a leader remembers to have made: an encoder's three of sixteen requests wait at a time, and more
 )
+FETCHED_S = 2.0  # that a payload may take to those who asked for it before it was adopted
 LEAVE_S = 0.5  # between the loss of a slice and the end of its leader: callers are told first
 SICK = 3  # different requests that fail in a row, none succeeding: the slice is replaced
 DRIVER_S = 5.0  # between two looks whether anybody still waits for a request
@@ -64,7 +65,7 @@ class SliceLeader:
         self._status = StatusActor.connect(settings.name)
         self._work: list[tuple[str, str]] = []  # stage and request, of what is computed or paused
         self._visits = itertools.count(1)
-        self._holding: set[str] = set()  # whose arrays the hosts hold: also while a result leaves
+        self._holding: set[str] = set()  # what keeps it here: arrays that the hosts hold, payloads on their way
         self._failing: dict[str, set[str]] = {}  # the requests that a stage has failed since it last succeeded
         self._left: deque[tuple[RequestScope, RefHandle]] = deque(maxlen=LEFT)  # payloads for their next stage
         self._ended = False
@@ -250,8 +251,7 @@ class SliceLeader:
             self._scheduler.evict(self._drain.moved)
             self._report("draining", f"its hosts are taken away in {left_s:.0f} s")
             log.warning("%s is being drained, %.0f s left", self._name, left_s)
-            for scope, handle in self._left:
-                await scope.adopt(handle)
+            self._adopting = asyncio.create_task(self._adopt())
         elif self._drain.begun and not self._holding and not self._work:
             self._hosts.close()
             self._end()
@@ -289,6 +289,22 @@ class SliceLeader:
             await scope.adopt(handle)
         return handle
 
+    async def _adopt(self) -> None:
+        """Have everything outlive this leader that still waits for its next stage."""
+        with self._staying():
+            await asyncio.gather(*(scope.adopt(handle) for scope, handle in self._left))
+            await asyncio.sleep(FETCHED_S)
+
+    @contextlib.contextmanager
+    def _staying(self) -> Iterator[None]:
+        """Don't end, though drained, before the block does."""
+        name = f"work {next(self._visits)}"
+        self._holding.add(name)
+        try:
+            yield
+        finally:
+            self._holding.remove(name)
+
     async def _hold(self, shape: str) -> None:
         self._drain.check()
         await self._programs(shape)
@@ -313,15 +329,16 @@ class SliceLeader:
         self, request: SliceRequest, stage: str, shape: str, method: str, *args: Any
     ) -> AsyncIterator[Event]:
         """Keep the devices for one call of the hosts; others' steps go on after it."""
-        async with self._scheduler.device:
-            self._drain.check()
-            with self._working(request.key, stage):
-                start = time.time()
-                (compile_s, warnings), ref = await self._slice.call(method, *args, like=shape)
-                spans = self._computed(request.key, stage, start, compile_s)
-        for span in spans:
-            yield span
-        yield StageResult(await self._leave(request.scope, ref), warnings=tuple(warnings))
+        with self._staying():
+            async with self._scheduler.device:
+                self._drain.check()
+                with self._working(request.key, stage):
+                    start = time.time()
+                    (compile_s, warnings), ref = await self._slice.call(method, *args, like=shape)
+                    spans = self._computed(request.key, stage, start, compile_s)
+            for span in spans:
+                yield span
+            yield StageResult(await self._leave(request.scope, ref), warnings=tuple(warnings))
 
     def _computed(self, key: str, stage: str, start_s: float, compile_s: float, step: int | None = None) -> list[Span]:
         """Return what the slice has done since then: compiled, which comes first or nearly so, and computed."""

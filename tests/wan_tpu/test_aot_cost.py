@@ -184,13 +184,7 @@ def alternating(x, y):
     def first():
         y[...] = product()
 
-    @pl.when(step < 2)
-    def whole():
-        y[...] += sum(product() for _ in range(4))
-
-    @pl.when(step == 2)
-    def part():
-        y[...] += product()
+    y[...] += jax.lax.cond(step < 2, lambda: sum(product() for _ in range(4)), product)
 
 
 def test_a_kernels_loops_and_products_are_read():

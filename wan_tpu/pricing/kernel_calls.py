@@ -139,7 +139,7 @@ def _read_mosaic(bytecode: bytes) -> _Mosaic:
             grid,
             tuple("parallel" in axis for axis in semantics[1].split(",")) if semantics else (),
             macs.most,
-            macs.mean / macs.most if macs.most else 1.0,
+            min(1.0, macs.mean / macs.most) if macs.most else 1.0,
             _repeats(module),
             _loops(module),
         )
@@ -153,32 +153,39 @@ class _Macs(NamedTuple):
 
 
 def _macs(operation: Any, grid: tuple[int, ...]) -> _Macs:
-    """Count a product [M, K] x [K, N] -> [M, N] as MNK, the root of the product of the three arrays' sizes.
-
-    Of what stands under conditions that don't exclude each other for sure, the largest counts at most; in the mean each
-    as often as its condition on a grid index holds, or, where it is on something else, the largest always.
-    """
+    """Count a product [M, K] x [K, N] -> [M, N] as MNK, the root of the product of the three arrays' sizes."""
     if operation.name.endswith("tpu.matmul"):
         left, right = (_vector(operand.type) for operand in list(operation.operands)[:2])
         result, _ = _vector(operation.results[0].type)
         count = math.sqrt(left[0] * right[0] * result) * (0.5 if left[1] == 8 else 1.0)
         return _Macs(count, count)
-    regions, largest, unknown = [], 0.0, 0.0
-    for region in operation.regions:
-        mean = most = 0.0
-        for child in (inner.operation for block in region for inner in block):
-            inside = _macs(child, grid)
-            share = _share(child.operands[0], grid) if _is(child, "scf.if") else 1.0
-            if not _is(child, "scf.if"):
-                most += inside.most
-            largest = max(largest, inside.most if _is(child, "scf.if") else 0.0)
-            unknown = max(unknown, inside.mean if share is None else 0.0)
-            mean += inside.mean * (share or 0.0)
-        regions.append(_Macs(mean, most))
-    together = max if _is(operation, "scf.if") else sum
-    trips = _trips(operation) or 1
-    mean, most = (together([0.0, *counts]) for counts in zip(*regions, strict=True)) if regions else (0.0, 0.0)
-    return _Macs((mean + unknown) * trips, (most + largest) * trips)
+    regions = [_inside(region, grid) for region in operation.regions]
+    if not _is(operation, "scf.if"):
+        trips = _trips(operation) or 1
+        return _Macs(sum(found.mean for found in regions) * trips, sum(found.most for found in regions) * trips)
+    share = _share(operation.operands[0], grid)
+    weights = (1.0, 1.0) if share is None else (share, 1 - share)  # of what it holds for, and of what it doesn't
+    means = [weight * found.mean for weight, found in zip(weights, regions, strict=False)]
+    return _Macs(max(means) if share is None else sum(means), max(found.most for found in regions))
+
+
+def _inside(region: Any, grid: tuple[int, ...]) -> _Macs:
+    """Count what a region holds; of what stands under conditions the largest, in the mean each as often as it runs.
+
+    A condition that isn't on a grid index may hold always, but not two of them at once.
+    """
+    mean = most = largest = unknown = 0.0
+    for child in (inner.operation for block in region for inner in block):
+        found = _macs(child, grid)
+        if not _is(child, "scf.if"):
+            mean, most = mean + found.mean, most + found.most
+            continue
+        largest = max(largest, found.most)
+        if _share(child.operands[0], grid) is None:
+            unknown = max(unknown, found.mean)
+        else:
+            mean += found.mean
+    return _Macs(mean + unknown, most + largest)
 
 
 def _share(condition: Any, grid: tuple[int, ...]) -> float | None:
@@ -195,7 +202,7 @@ def _share(condition: Any, grid: tuple[int, ...]) -> float | None:
         same = predicate == 1 and number == 0 and _is(widened, "arith.extui")
         return _share(widened.operands[0], grid) if same else None
     axis = ir.BlockArgument(left).arg_number
-    if axis >= len(grid):
+    if not _is(left.owner.owner, "func.func") or axis >= len(grid):  # the counter of a loop, say
         return None
     holds = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
     return sum(holds[predicate](step, number) for step in range(grid[axis])) / grid[axis] if predicate < 6 else None
