@@ -29,6 +29,7 @@ pytestmark = pytest.mark.long
 
 SECONDS = float(os.environ.get("WAN_TPU_SPOT_S", "30"))
 AT_ONCE = 3  # requests
+STEPS = 1000 if SECONDS > 60 else 400  # of a request
 EVERY_S = (10, 25)  # between two notices
 AWAY_S = (1, 15)  # until there is a slice in place of one that is gone
 NONE_S = 20.0  # for which, half-way, there is no slice at all, and until all pools say so
@@ -41,7 +42,7 @@ pools:
   low: {stages: [denoise_low], slice: v5p-16}
 """
 REQUEST = GenerationRequest(
-    prompt="A cat looks into the camera", image=PHOTO, height=128, width=128, frames=9, steps=1000
+    prompt="A cat looks into the camera", image=PHOTO, height=128, width=128, frames=9, steps=STEPS
 )
 
 
