@@ -42,9 +42,7 @@ from wan_tpu.spec import DECODER, ENCODER
 log = logging.getLogger(__name__)
 
 SHAPES = 64  # that a leader is remembered to hold programs of, for routing
-LEFT = (
-    64  # payloads that a leader remembers to have made: an encoder's three of sixteen requests wait at a time, and more
-)
+LEFT = 64  # payloads that a leader remembers to have made: those of sixteen requests for an encoder are 48
 FETCHED_S = 2.0  # that a payload may take to those who asked for it before it was adopted
 LEAVE_S = 0.5  # between the loss of a slice and the end of its leader: callers are told first
 SICK = 3  # different requests that fail in a row, none succeeding: the slice is replaced
