@@ -32,13 +32,13 @@ SECONDS = 240
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    """The temporary folder of an emulated cluster, and the pipeline that runs there."""
+    """An emulated cluster, and the pipeline that runs there."""
     folder = tmp_path_factory.mktemp("soak")
     spec = soak.soak_spec(folder, step_s=0.02)
     with EmulatedCluster.start(emulated_slices(soak.LAYOUT), folder=folder) as cluster:
         connect(cluster.address)
         deploy(spec)
-        yield cluster.temp, spec
+        yield cluster, spec
         shut_down(spec.settings.name)
         leave()
 
@@ -47,8 +47,19 @@ def within(work):
     return asyncio.run(asyncio.wait_for(work, SECONDS))
 
 
+def slice_of(pool):
+    return next(found.name for found in slices_found() if (found.holder or "").startswith(f"{pool}/"))
+
+
+def kill_host_process(cluster, name):
+    [victim] = [p for p in processes(cluster.temp / f"{name}-0") if "HostActor" in p.name()]
+    os.kill(victim.pid, signal.SIGKILL)
+    return victim.pid
+
+
 def test_requests_leave_nothing_behind(running):
-    temp, spec = running
+    cluster, spec = running
+    temp = cluster.temp
     samples = within(soak.soak(spec, 60, temp=temp, image=PHOTO, a_round=10))
     assert len(samples) == 6
     # One request has 2.4 MiB of payloads in the store: a leak of one in ten would be 14 MiB after 60.
@@ -63,18 +74,14 @@ def test_requests_leave_nothing_behind(running):
 
 def test_a_stage_s_inputs_are_freed_while_it_runs_and_made_again_when_it_is_lost(running):
     """A host is killed after the inputs of its request have left the store."""
-    temp, spec = running
+    cluster, spec = running
     request = dataclasses.replace(soak.request(7, PHOTO), steps=100)  # half of them low: 1 s
     spans, killed = [], []
 
     def on_event(span):
         spans.append(span)
         if span.stage == "denoise_low" and span.what == "compute" and not killed:
-            lost = next(s.name for s in slices_found() if (s.holder or "").startswith("low/"))
-            victims = [p for p in processes(temp / f"{lost}-0") if "HostActor" in p.name()]
-            assert len(victims) == 1
-            os.kill(victims[0].pid, signal.SIGKILL)
-            killed.append(victims[0].pid)
+            killed.append(kill_host_process(cluster, slice_of("low")))
 
     async def make():
         return await PipelineDriver(spec).generate(request, id="lost", on_event=on_event)
@@ -109,6 +116,32 @@ def test_an_object_lives_in_the_store_until_it_is_dropped(running):
             await scope.get(late)
 
     within(use())
+
+
+def test_a_lost_host_and_its_payloads_cost_one_attempt(running, caplog):
+    """The ends' node is lost while the first expert computes: the second needs what was encoded there."""
+    cluster, spec = running
+    request = dataclasses.replace(soak.request(8, PHOTO), steps=400)  # half of them high: 4 s
+    spans = []
+
+    async def make():
+        work = asyncio.create_task(PipelineDriver(spec).generate(request, id="one", on_event=spans.append))
+        while not any(span.stage == "denoise_high" and span.what == "compute" for span in spans):
+            await asyncio.sleep(0.05)
+            assert not work.done()
+        name = await asyncio.to_thread(slice_of, "ends")
+        await asyncio.to_thread(kill_host_process, cluster, name)
+        await asyncio.to_thread(cluster.kill_host, name, 0)
+        await asyncio.to_thread(cluster.add_host, name, 0)
+        return await work
+
+    video = within(make())
+    assert video.mp4.startswith(simulated_video(request))
+    assert sum("; attempt " in record.message for record in caplog.records) == 1
+    encoded = [span for span in spans if span.stage == "encoder" and span.what == "compute"]
+    assert len(encoded) > 3, "what was encoded is lost with the node, and is encoded again"
+    steps = [span.step for span in spans if span.step is not None]
+    assert len(steps) == len(set(steps)), "what the first expert has done is handed over or kept in a snapshot"
 
 
 def _settled_mib(expected=None):
