@@ -287,7 +287,7 @@ class _Block:
             p = jnp.exp2(s)
         if not self._schedule.mxu_sums:
             head.acc_ref[head.width :, columns] += jnp.sum(p.reshape(-1, SUBLANES, p.shape[1]), axis=0)
-        head.acc_ref[: v.shape[0], columns] += _dot(v, p.astype(v.dtype), contract=(1, 0))
+        head.acc_ref[: v.shape[0], columns] += dot(v, p.astype(v.dtype), contract=(1, 0))
 
     def _logits(
         self, head: _Head, start: Index, columns: Any, real: Index | None, count: int | None = None
@@ -295,7 +295,7 @@ class _Block:
         """S^T [count or chunk, columns] float32 in powers of two; -inf for keys from `real` on."""
         k, q = self.k_ref[pl.ds(start, count or self._schedule.chunk), :], [ref[columns, :] for ref in head.q_refs]
         # Two terms are one product over 2 D: the MXU is 256 deep since v6e, so at D = 128 the second is nearly free.
-        s = _dot(jnp.concatenate([k] * len(q), axis=1), jnp.concatenate(q, axis=1), contract=(1, 1))
+        s = dot(jnp.concatenate([k] * len(q), axis=1), jnp.concatenate(q, axis=1), contract=(1, 1))
         if not (isinstance(head.factor, float) and math.isclose(head.factor, 1.0, rel_tol=1e-6)):
             s = s * head.factor
         return s if real is None else jnp.where(_is_key(s.shape, start, real), s, -jnp.inf)
@@ -320,7 +320,7 @@ class _Block:
         return [pl.ds(start, step) for start in range(0, self.tile.blocks.block_q, step)]
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """Contract one axis of each; exact products, float32 (int8: int32, then float32) sums."""
     whole = jnp.issubdtype(a.dtype, jnp.integer)
     return lax.dot_general(

@@ -1,13 +1,26 @@
 """A trace of what one host computes, by JAX's profiler, as XProf and TensorBoard read it."""
 
+import os
 import socket
 import tempfile
 from pathlib import Path
 
 import jax
+from ray.util.tpu import init_jax_profiler
 
 from wan_tpu.bucket import writable
 from wan_tpu.errors import InvalidInput
+
+PORT = "JAX_PROFILER_PORT"  # Ray's own name
+
+
+def open_to_dashboard() -> None:
+    """Let the dashboard of Ray trace this process, where `PORT` says at which of this machine's ports.
+
+    JAX's profiler listens there for whoever reaches the machine, and asks for no token.
+    """
+    if PORT in os.environ:
+        init_jax_profiler()
 
 
 class HostProfile:

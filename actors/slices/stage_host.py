@@ -21,7 +21,7 @@ import numpy as np
 from actors.observe.meters import ChipMeters
 from actors.slices.messages import HostProgress, Report, ReportedProgress
 from actors.slices.payloads import Payload, TextEmbedding, mp4, pack, unpack
-from actors.slices.profiling import HostProfile
+from actors.slices.profiling import HostProfile, open_to_dashboard
 from cluster.gang.protocol import Output, report
 from wan_tpu import stages
 from wan_tpu.aot.key import made_by
@@ -93,6 +93,7 @@ class StageHost:
         self._components = [name for stage in hosted for name in known[stage]]
         self._first = jax.process_index() == 0
         self._profile = HostProfile()
+        open_to_dashboard()
         if jax.default_backend() == "tpu":
             ChipMeters(hosted).start()
         self._work: dict[str, _Encoding | _Denoising | _Decoding] = {}

@@ -35,7 +35,6 @@ MACHINES: dict[tuple[str, int], str] = {
 }
 # Of every container.
 ENVIRONMENT = {
-    "ENABLE_PJRT_COMPATIBILITY": "true",
     # GKE takes a spot node away 15 s after it has said so; what drains then must have ended before.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "13",
     "RAY_JOB_STOP_WAIT_TIME_S": "60",  # a job that is stopped takes its pipeline down
@@ -43,6 +42,12 @@ ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+}
+_ENVIRONMENT_OF_PODS = ENVIRONMENT | {
+    "ENABLE_PJRT_COMPATIBILITY": "true",
+    # Ray's dashboard may trace a host: JAX's profiler listens there without a token, behind the NetworkPolicy.
+    "RAY_DASHBOARD_ENABLE_PROFILING": "1",
+    "JAX_PROFILER_PORT": "9999",
 }
 _HEALTHY: Object = {"path": "/api/local_raylet_healthz", "port": 52365}  # of Ray's agent on each node
 # What collects a pod's figures, by kind: GKE's own managed Prometheus, or the Prometheus operator.
@@ -254,7 +259,7 @@ def _container(target: Target, ports: Mapping[str, int], *, cpu: int, memory: st
         "name": "ray",
         "image": target.image,
         "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
-        "env": [{"name": name, "value": value} for name, value in ENVIRONMENT.items()],
+        "env": [{"name": name, "value": value} for name, value in _ENVIRONMENT_OF_PODS.items()],
         "resources": {"requests": requests, "limits": limits},
     }
     if target.secret is not None:

@@ -133,9 +133,7 @@ resources='{{"TPU": {kind.chips_per_host}}}'
 
 
 def _start(what: str, machines: Machines, variables: str, arguments: str) -> str:
-    environment = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("ENABLE_PJRT")} | {
-        "JAX_PLATFORMS": "tpu,cpu"
-    }
+    environment = ENVIRONMENT | {"JAX_PLATFORMS": "tpu,cpu"}
     return _START.format(
         what=what,
         variables=variables,

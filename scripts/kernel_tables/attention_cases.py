@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from kernels.blocks import BlockSizes, Schedule
 from kernels.flash_kernel import Tile, flash_tiles
+from kernels.sparse_attention import QUERIES, sparse_attention
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 D = 128
@@ -80,3 +81,10 @@ def tokamax(block_q: int, block_kv: int, chunk: int) -> Case:
 
 def _head(length: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, length, D), jnp.bfloat16)
+
+
+def sparse(tokens: int, blocks: int, *, heads: int = 1, width: int = D, softmax: str = "auto") -> Case:
+    """Return sparse_attention of `tokens` to themselves, by lists of that many blocks of keys."""
+    x = jax.ShapeDtypeStruct((1, tokens, heads * width), jnp.bfloat16)
+    lists = jax.ShapeDtypeStruct((1, heads, -(-tokens // QUERIES), blocks), jnp.int32)
+    return lambda q, k, v, lists: sparse_attention(q, k, v, lists, heads=heads, softmax=softmax), (x, x, x, lists)

@@ -1,6 +1,7 @@
 """One emulated cluster and one running pipeline for all tests of this folder."""
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ import safetensors.numpy
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
+from actors.slices.profiling import PORT
 from cluster.connect import connect, leave
+from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.gang.protocol import Timeouts
 from cluster.layout import Layout
@@ -72,7 +75,16 @@ def spec(layout: Layout, settings: PipelineSettings) -> PipelineSpec:
 
 
 @pytest.fixture(scope="package")
-def running(spec: PipelineSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def profiler_port() -> Iterator[int]:
+    """Where JAX's profiler listens in the hosts, outside of the range that sockets get a port from by chance."""
+    with pytest.MonkeyPatch.context() as patch:
+        port = 20_000 + os.getpid() % 10_000
+        patch.setitem(ray_nodes.ENVIRONMENT, PORT, str(port))
+        yield port
+
+
+@pytest.fixture(scope="package")
+def running(spec: PipelineSpec, profiler_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with EmulatedCluster.start(emulated_slices(spec.layout), folder=tmp_path_factory.mktemp("cluster")) as cluster:
         connect(cluster.address)
         try:

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import diffusers
 import numpy as np
+import psutil
 import pytest
 import torch
 from ray import serve
+from ray._private.ray_constants import KV_NAMESPACE_DASHBOARD
+from ray.experimental.internal_kv import _internal_kv_list
 
 from actors.cli import main
 from actors.errors import PipelineError, PipelineStartFailed, RequestFailed
@@ -254,6 +257,13 @@ def test_a_slice_is_traced_while_it_computes(running, undisturbed, tmp_path, cap
     assert len(traces) == 2 and all(b"XLA" in trace.read_bytes() for trace in traces)
     assert main(["profile", "nothing", *given]) == 2
     assert "there is no pool 'nothing'; this pipeline has encoder, high, low, decoder" in capsys.readouterr().err
+
+
+def test_ray_s_dashboard_finds_the_hosts_that_it_can_trace(running, profiler_port):
+    listening = {found.pid for found in psutil.net_connections("tcp") if found.laddr[1:] == (profiler_port,)}
+    assert listening and listening <= {process.pid for process in running.all_hosts()}
+    found = _internal_kv_list("jax_profiler_port:", namespace=KV_NAMESPACE_DASHBOARD)  # of hosts that were killed, too
+    assert listening <= {int(key.decode().rpartition(":")[2]) for key in found}
 
 
 def test_a_pool_that_waits_for_its_slice_is_taken_down_at_once(running, settings):
