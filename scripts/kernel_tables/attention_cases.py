@@ -4,7 +4,7 @@ Each function returns a function and its arguments. Imported in a compiler's chi
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +83,9 @@ def _head(length: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, length, D), jnp.bfloat16)
 
 
-def sparse(tokens: int, blocks: int, *, heads: int = 1, width: int = D, softmax: str = "auto") -> Case:
+def sparse(
+    tokens: int, blocks: int, *, heads: int = 1, width: int = D, softmax: Literal["auto", "online"] = "auto"
+) -> Case:
     """Return sparse_attention of `tokens` to themselves, by lists of that many blocks of keys."""
     x = jax.ShapeDtypeStruct((1, tokens, heads * width), jnp.bfloat16)
     lists = jax.ShapeDtypeStruct((1, heads, -(-tokens // QUERIES), blocks), jnp.int32)

@@ -1,0 +1,201 @@
+"""Linear attention with a softmax over channels: the part of sparse-linear attention (SLA) that sees every key.
+
+With phi(x) = softmax(x) over the D channels of a head, and eps = 1e-5,
+
+    out_i = P [ phi(q_i) sum_j phi(k_j)^T v_j / (eps + phi(q_i) . sum_j phi(k_j)) ] + b,
+
+where P [D, D] and b [D] are trained (arXiv 2509.24006, `proj_l`). What is summed over the keys doesn't depend on the
+query, so it is summed once (`key_summary`), P is multiplied into it, and a second kernel adds the result to the sparse
+part (`add_linear`). In that fraction phi(q) needs no sum of its own: with e = exp(q - max q), numerator and denominator
+are both divided by sum(e), if eps stands beside sum_j phi(k_j). Both kernels read and write each array once.
+
+Shapes: L tokens, N heads, D head width, S heads that share 128 lanes; token-major, [L, N * D].
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.blocks import LANES
+from kernels.flash_kernel import dot
+
+Ref = Any  # a Pallas reference to VMEM
+
+EPSILON = 1e-5
+ROWS = 1024  # of a grid step
+
+
+def add_linear(
+    sparse: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array,
+    *,
+    heads: int,
+    scale: float = 1.0,
+    kv_len: int | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Return `sparse` plus linear attention.
+
+    sparse, q [Lq, N * D]; k, v [Lk, N * D], all bfloat16 or all float32; weight [D (out), D (in)], bias [D].
+    scale   what q is to be multiplied with (its own, where attention's was folded into it)
+    kv_len  number of real keys; the rest of K and V is never looked at
+
+    D is a multiple of 128, or divides it where N * D is one. Raises ValueError for other widths.
+    """
+    width = q.shape[1] // heads
+    if width % LANES and (LANES % width or q.shape[1] % LANES):
+        raise ValueError(f"heads must be a multiple of {LANES} wide, or fill tiles of {LANES} lanes, got {width}")
+    tile = _Tile(width, LANES // width if width < LANES else 1, kv_len or k.shape[0], scale)
+    values, keys = _key_summary(k, v, tile, interpret)
+    together = _together(values, keys, weight, tile).astype(q.dtype)
+    row = jnp.tile(bias.astype(jnp.float32), tile.shared)[None]
+    rows = min(ROWS, -(-q.shape[0] // 8) * 8)
+    tokens = pl.BlockSpec((rows, tile.lanes), lambda t, i: (i, t))
+    return pl.pallas_call(
+        functools.partial(_add_kernel, tile=tile),
+        grid=(q.shape[1] // tile.lanes, -(-q.shape[0] // rows)),
+        in_specs=[
+            tokens,
+            tokens,
+            pl.BlockSpec((None, tile.lanes, 2 * tile.lanes), lambda t, i: (t, 0, 0)),
+            pl.BlockSpec((1, tile.lanes), lambda t, i: (0, 0)),
+        ],
+        out_specs=tokens,
+        out_shape=jax.ShapeDtypeStruct(sparse.shape, sparse.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * q.size * tile.lanes, transcendentals=q.size, bytes_accessed=3 * q.size * q.dtype.itemsize
+        ),
+        interpret=interpret,
+        name="linear_attention",
+    )(sparse, q, together, row)
+
+
+def add_linear_reference(
+    sparse: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array,
+    *,
+    heads: int,
+    scale: float = 1.0,
+    kv_len: int | None = None,
+) -> jax.Array:
+    """Compute the same in plain jnp, float32, as the formula stands; arguments as `add_linear`'s."""
+    q3, k3, v3 = (x.astype(jnp.float32).reshape(len(x), heads, -1) for x in (q * scale, k[:kv_len], v[:kv_len]))
+    q3, k3 = jax.nn.softmax(q3), jax.nn.softmax(k3)
+    values = jnp.einsum("knd,kne->nde", k3, v3, precision="highest")
+    below = EPSILON + jnp.einsum("qnd,nd->qn", q3, k3.sum(0), precision="highest")
+    out = jnp.einsum("qnd,nde->qne", q3, values, precision="highest") / below[..., None]
+    out = jnp.einsum("qne,fe->qnf", out, weight.astype(jnp.float32), precision="highest") + bias
+    return (sparse + out.reshape(q.shape)).astype(sparse.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """The static side of the kernels."""
+
+    width: int  # D
+    shared: int  # S
+    kv_len: int
+    scale: float
+
+    @property
+    def lanes(self) -> int:
+        return self.width * self.shared
+
+    def own(self, shape: tuple[int, ...]) -> list[jax.Array]:
+        """Return of each head of a tile where its lanes are."""
+        lane = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+        return [(lane >= i * self.width) & (lane < (i + 1) * self.width) for i in range(self.shared)]
+
+    def powers(self, x: jax.Array) -> jax.Array:
+        """Return exp of rows [L, S D] less each head's largest channel."""
+        if self.shared == 1:
+            return jnp.exp(x - jnp.max(x, axis=1, keepdims=True))
+        own = self.own(x.shape)
+        largest = [jnp.max(jnp.where(mine, x, -jnp.inf), axis=1, keepdims=True) for mine in own]
+        return jnp.exp(x - sum(jnp.where(mine, most, 0.0) for mine, most in zip(own, largest, strict=True)))
+
+    def sums(self, x: jax.Array) -> jax.Array:
+        """Return each head's sum over its channels of rows [L, S D], in all of its lanes."""
+        if self.shared == 1:
+            return jnp.sum(x, axis=1, keepdims=True)
+        own = self.own(x.shape)
+        parts = [jnp.where(mine, jnp.sum(jnp.where(mine, x, 0.0), axis=1, keepdims=True), 0.0) for mine in own]
+        return sum(parts, start=jnp.zeros_like(x))
+
+
+def _key_summary(k: jax.Array, v: jax.Array, tile: _Tile, interpret: Any) -> tuple[jax.Array, jax.Array]:
+    """Return sum_j phi(k_j)^T v_j [tiles, S D, S D], also of heads that aren't one another's, and sum_j phi(k_j)."""
+    tiles, rows = k.shape[1] // tile.lanes, min(ROWS, -(-k.shape[0] // 8) * 8)
+    tokens = pl.BlockSpec((rows, tile.lanes), lambda t, i: (i, t))
+    return pl.pallas_call(
+        functools.partial(_summary_kernel, tile=tile),
+        grid=(tiles, -(-tile.kv_len // rows)),
+        in_specs=[tokens, tokens],
+        out_specs=[
+            pl.BlockSpec((None, tile.lanes, tile.lanes), lambda t, i: (t, 0, 0)),
+            pl.BlockSpec((None, 1, tile.lanes), lambda t, i: (t, 0, 0)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((tiles, tile.lanes, tile.lanes), jnp.float32),
+            jax.ShapeDtypeStruct((tiles, 1, tile.lanes), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * k.size * tile.lanes, transcendentals=k.size, bytes_accessed=2 * k.size * k.dtype.itemsize
+        ),
+        interpret=interpret,
+        name="linear_attention_keys",
+    )(k, v)
+
+
+def _summary_kernel(k_ref: Ref, v_ref: Ref, values_ref: Ref, keys_ref: Ref, *, tile: _Tile) -> None:
+    """One grid step (t, i)."""
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        values_ref[...] = jnp.zeros_like(values_ref)
+        keys_ref[...] = jnp.zeros_like(keys_ref)
+
+    k, v = k_ref[...].astype(jnp.float32), v_ref[...]
+    real = tile.kv_len - pl.program_id(1) * k.shape[0]
+    if tile.kv_len % k.shape[0]:  # what lies behind the last key may be NaN
+        is_key = lax.broadcasted_iota(jnp.int32, k.shape, 0) < real
+        k, v = jnp.where(is_key, k, 0.0), jnp.where(is_key, v, jnp.zeros_like(v))
+    powers = tile.powers(k)
+    phi = powers / tile.sums(powers)
+    if tile.kv_len % k.shape[0]:
+        phi = jnp.where(is_key, phi, 0.0)
+    values_ref[...] += dot(phi.astype(v.dtype), v, contract=(0, 0))
+    keys_ref[...] += jnp.sum(phi, axis=0, keepdims=True)
+
+
+def _together(values: jax.Array, keys: jax.Array, weight: jax.Array, tile: _Tile) -> jax.Array:
+    """Return [tiles, S D, 2 S D]: what e is multiplied with for the numerator, times P, and for the denominator."""
+    same = jnp.kron(jnp.eye(tile.shared), jnp.ones((tile.width, tile.width)))
+    projected = jnp.kron(jnp.eye(tile.shared), weight.astype(jnp.float32).T)
+    above = jnp.einsum("tde,ef->tdf", values * same, projected, precision="highest")
+    below = (keys + EPSILON).swapaxes(1, 2) * same
+    return jnp.concatenate([above, below], axis=2)
+
+
+def _add_kernel(sparse_ref: Ref, q_ref: Ref, together_ref: Ref, bias_ref: Ref, out_ref: Ref, *, tile: _Tile) -> None:
+    """One grid step (t, i)."""
+    powers = tile.powers(q_ref[...].astype(jnp.float32) * tile.scale)
+    both = dot(powers.astype(together_ref.dtype), together_ref[...], contract=(1, 0))
+    linear = both[:, : tile.lanes] / both[:, tile.lanes :] + bias_ref[...]
+    out_ref[...] = (sparse_ref[...].astype(jnp.float32) + linear).astype(out_ref.dtype)

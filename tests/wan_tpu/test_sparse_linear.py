@@ -1,0 +1,109 @@
+"""Sparse-linear attention against its paper's formula in float64, by kernels (interpreted) and in plain XLA."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.linear_attention import EPSILON, add_linear, add_linear_reference
+from kernels.sparse_attention import KEYS, QUERIES
+from kernels.top_lists import top_lists, top_lists_reference
+from wan_tpu.ops.attention import query_scale
+from wan_tpu.ops.sparse_linear import SparseLinear, chosen_blocks, sparse_linear_attention
+
+
+def softmax(x):
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def by_formula(q, k, v, kept, weight, bias):
+    """arXiv 2509.24006 for one head, [L, D] float64: blocks by means, softmax over them, and the linear part."""
+    blocks = [np.arange(i, min(i + KEYS, len(k))) for i in range(0, len(k), KEYS)]
+    means = np.stack([(k - k.mean(0))[rows].mean(0) for rows in blocks])
+    out = np.empty_like(v)
+    for start in range(0, len(q), QUERIES):
+        rows = slice(start, start + QUERIES)
+        best = np.argsort(-(means @ q[rows].mean(0)), kind="stable")[: int(kept * len(blocks))]
+        keys = np.concatenate([blocks[i] for i in best])
+        out[rows] = softmax(q[rows] @ k[keys].T * q.shape[1] ** -0.5) @ v[keys]
+    phi_q, phi_k = softmax(q), softmax(k)
+    linear = phi_q @ (phi_k.T @ v) / (EPSILON + (phi_q * phi_k.sum(0)).sum(1, keepdims=True))
+    return out + linear @ weight.T + bias
+
+
+def drawn(tokens, heads, width, dtype, seed=0):
+    """q, k, v [L, N * D], and the linear part's weight and bias."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (np.asarray(jnp.asarray(rng.standard_normal((tokens, heads * width)), dtype), np.float64) for _ in "qkv")
+    return q, k, v, rng.standard_normal((width, width)) / 8, rng.standard_normal(width)
+
+
+@pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize(("heads", "width", "tokens"), [(2, 128, 900), (2, 64, 640)])
+def test_it_is_the_papers(heads, width, tokens, interpret):
+    """With padding behind the tokens, which is NaN, and tokens that fill no whole block."""
+    q, k, v, weight, bias = drawn(tokens, heads, width, jnp.float32)
+    scale, padding = query_scale(width), ((0, 1024 - tokens), (0, 0))
+    arrays = [jnp.asarray(np.pad(x, padding, constant_values=np.nan), jnp.float32) for x in (q * scale, k, v)]
+    got = sparse_linear_attention(
+        *arrays,
+        SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias)),
+        heads=heads,
+        kv_len=tokens,
+        query_scale=scale,
+        platform="cpu",
+        interpret=interpret,
+    )
+    for head in range(heads):
+        lanes = slice(head * width, (head + 1) * width)
+        expected = by_formula(q[:, lanes], k[:, lanes], v[:, lanes], 0.4, weight, bias)
+        np.testing.assert_allclose(got[:tokens, lanes], expected, rtol=0, atol=2e-5)
+
+
+def test_one_block_is_kept_at_least():
+    q, k, *_ = drawn(300, 1, 128, jnp.float32)
+    lists = chosen_blocks(jnp.asarray(q), jnp.asarray(k), 0.01, heads=1, kv_len=300, kernels=False)
+    assert lists.shape == (1, 1, 3, 1)
+    assert chosen_blocks(jnp.asarray(q), jnp.asarray(k), 1, heads=1, kv_len=300, kernels=False).shape == (1, 1, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"), [((2, 300, 150), 7), ((1, 130, 20), 130), ((1, 1182, 130), 177), ((2, 64, 1), 1)]
+)
+def test_the_largest_of_many(shape, count):
+    """With many that are equal, of which the first count, all of a column, and negative ones and infinities."""
+    rng = np.random.default_rng(count)
+    scores = rng.standard_normal(shape).astype(np.float32)
+    scores[:, :, ::3] = np.round(scores[:, :, ::3])
+    scores[:, :, 0] = -1
+    scores[:, 1, ::2], scores[:, 3, ::2] = np.inf, -np.inf
+    found = np.asarray(top_lists(jnp.asarray(scores), count, interpret=True))
+    np.testing.assert_array_equal(found, top_lists_reference(jnp.asarray(scores), count))
+    for i, j in ((0, 0), (shape[0] - 1, shape[2] - 1)):
+        order = np.argsort(-scores[i, :, j], kind="stable")[:count]
+        np.testing.assert_array_equal(found[i, j], np.sort(order))
+
+
+def test_a_count_that_cannot_be_is_refused():
+    for count in (0, 5):
+        with pytest.raises(ValueError, match=f"from 1 to 4, the scores of a list, got {count}"):
+            top_lists(jnp.zeros((1, 4, 1)), count)
+
+
+@pytest.mark.parametrize(("heads", "width"), [(2, 128), (4, 64)])
+@pytest.mark.parametrize("kv_len", [1024, 1400])
+def test_the_linear_part_in_bfloat16(heads, width, kv_len):
+    """Of several blocks of keys, whole ones and others; large logits, whose powers need their maximum."""
+    q, k, v, weight, bias = drawn(1500, heads, width, jnp.bfloat16)
+    sparse, *_ = drawn(1500, heads, width, jnp.bfloat16, seed=1)
+    given = [jnp.asarray(x, jnp.bfloat16) for x in (sparse, 60 * q, k, v)]
+    given[2:] = [x.at[kv_len:].set(jnp.nan) for x in given[2:]]
+    given += [jnp.asarray(weight), jnp.asarray(bias)]
+    got = add_linear(*given, heads=heads, kv_len=kv_len, interpret=True)
+    expected = add_linear_reference(*given, heads=heads, kv_len=kv_len)
+    largest = np.abs(np.asarray(expected, np.float32)).max()
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(expected, np.float32), rtol=0, atol=2**-7 * largest
+    )
+    with pytest.raises(ValueError, match="lanes, got 96"):
+        add_linear(*(x[:, :192] for x in given[:4]), *given[4:], heads=2)

@@ -1,0 +1,82 @@
+"""Sparse-linear attention (SLA, arXiv 2509.24006) of some heads on one device: few keys exactly, all keys linearly.
+
+Which keys a block of 128 queries attends to is told by means: the blocks of 64 keys whose mean key has the largest
+product with the mean query. (The paper subtracts the mean of all keys first, which adds the same to all of a query's
+products and chooses the same blocks.) What softmax attention over those misses, linear attention over all keys makes
+up for, through a matrix that was trained for it.
+
+Shapes: L tokens, N heads, D head width; token-major, [L, N * D].
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels.linear_attention import add_linear, add_linear_reference
+from kernels.sparse_attention import KEYS, QUERIES, sparse_attention, sparse_attention_reference
+from kernels.top_lists import top_lists, top_lists_reference
+
+
+@dataclass(frozen=True)
+class SparseLinear:
+    """How a layer attends: the share of blocks of keys that are kept; weight [D, D], bias [D] of the linear part."""
+
+    kept: float
+    weight: jax.Array
+    bias: jax.Array
+
+
+def sparse_linear_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    how: SparseLinear,
+    *,
+    heads: int,
+    kv_len: int,
+    query_scale: float,
+    platform: str,
+    interpret: Any = False,
+) -> jax.Array:
+    """Return sparse attention plus linear attention; q, k, v [L, N * D] -> [L, N * D].
+
+    query_scale  what q has been multiplied with, as `wan_tpu.ops.attention.query_scale`: sparse attention is softmax to
+                 the base of two, and the linear part wants q as it was
+    kv_len       tokens that count, from the first on
+    """
+    kernels = platform == "tpu" or bool(interpret)
+    lists = chosen_blocks(q, k, how.kept, heads=heads, kv_len=kv_len, kernels=kernels, interpret=interpret)
+    sparse = {"heads": heads, "scale": math.log(2), "kv_len": kv_len}
+    linear = {"heads": heads, "scale": 1 / query_scale, "kv_len": kv_len}
+    if not kernels:
+        out = sparse_attention_reference(q[None], k[None], v[None], lists, **sparse)[0]  # type: ignore[arg-type]
+        return add_linear_reference(out, q, k, v, how.weight, how.bias, **linear)  # type: ignore[arg-type]
+    out = sparse_attention(q[None], k[None], v[None], lists, interpret=interpret, **sparse)[0]  # type: ignore[arg-type]
+    return add_linear(out, q, k, v, how.weight, how.bias, interpret=interpret, **linear)  # type: ignore[arg-type]
+
+
+def chosen_blocks(
+    q: jax.Array, k: jax.Array, kept: float, *, heads: int, kv_len: int, kernels: bool, interpret: Any = False
+) -> jax.Array:
+    """Return the blocks of keys of each block of queries, as `sparse_attention` takes them, [1, N, Lq / 128, n].
+
+    n is the whole part of `kept` of all blocks that hold a key that counts, one at least. q may be scaled by any number
+    above zero.
+    """
+    blocks = -(-kv_len // KEYS)
+    count = min(blocks, max(1, int(kept * blocks)))
+    queries, keys = (_means(x, size, kv_len, heads) for x, size in ((q, QUERIES), (k, KEYS)))
+    scores = jnp.einsum("knd,qnd->nkq", keys[:blocks], queries, precision="highest")
+    return (top_lists(scores, count, interpret=interpret) if kernels else top_lists_reference(scores, count))[None]
+
+
+def _means(x: jax.Array, size: int, real: int, heads: int) -> jax.Array:
+    """Return the mean of each `size` rows of x [L, N * D], of those before `real`: [ceil(L / size), N, D], float32."""
+    blocks = -(-len(x) // size)
+    counted = jnp.clip(real - jnp.arange(blocks) * size, 1, size)
+    x = jnp.where((jnp.arange(len(x)) < real)[:, None], x, jnp.zeros_like(x)) if real < len(x) else x
+    x = jnp.pad(x, ((0, blocks * size - len(x)), (0, 0))).reshape(blocks, size, -1)
+    return (x.sum(axis=1, dtype=jnp.float32) / counted[:, None]).reshape(blocks, heads, -1)
