@@ -68,6 +68,8 @@ def sparse_attention(
     _check(q, k, v, blocks, heads, kv_len)
     (batch, rows, channels), real = q.shape, kv_len or k.shape[1]
     width, steps, count = channels // heads, -(-rows // STEP), blocks.shape[-1]
+    if width % LANES and (LANES % width or channels % LANES):
+        raise ValueError(f"heads must be a multiple of {LANES} wide, or fill tiles of {LANES} lanes, got {width}")
     tile = _Tile(
         width=width,
         shared=LANES // width if width < LANES else 1,
@@ -324,9 +326,6 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array, heads: i
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}, {heads} heads"
     if q.ndim != 3 or k.shape != v.shape or k.shape[::2] != q.shape[::2] or q.shape[2] % heads:
         raise ValueError(f"q, k, v must be [B, L, N * D], k and v of one shape, got {shapes}")
-    width = q.shape[2] // heads
-    if width % LANES and (LANES % width or q.shape[2] % LANES):
-        raise ValueError(f"heads must be a multiple of {LANES} wide, or fill tiles of {LANES} lanes, got {shapes}")
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"q, k, v must all be bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}")
     if kv_len is not None and not 1 <= kv_len <= k.shape[1]:

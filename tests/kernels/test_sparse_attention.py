@@ -140,7 +140,7 @@ def test_simulated_tpu_memory(width):
     ("change", "message"),
     [
         ({"channels": 129}, r"\[B, L, N \* D\]"),
-        ({"channels": 384, "heads": 4}, "fill tiles of 128 lanes"),
+        ({"channels": 384, "heads": 4, "blocks": (1, 4, 3, 5)}, "fill tiles of 128 lanes"),
         ({"kv_len": 701}, "from 1 to 700"),
         ({"blocks": (1, 2, 2, 5)}, r"int32 \[1, 2, 3, '1 to 11'\], got int32 \[1, 2, 2, 5\]"),
         ({"blocks": (1, 2, 3, 12)}, "1 to 11"),

@@ -50,7 +50,6 @@ def test_it_is_the_papers(heads, width, tokens, interpret):
         SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias)),
         heads=heads,
         kv_len=tokens,
-        query_scale=scale,
         platform="cpu",
         interpret=interpret,
     )

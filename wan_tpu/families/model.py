@@ -166,12 +166,38 @@ class Model(abc.ABC):
 
     def initial_noise(self, request: ResolvedRequest) -> np.ndarray:
         """Return what diffusers draws for a request's seed, float32 [1, C, T, H, W]."""
-        generator = torch.Generator("cpu").manual_seed(request.seed)
-        return torch.randn(self.spec.latent_shape(request), generator=generator, dtype=torch.float32).numpy()
+        return self._drawn(request, torch.Generator("cpu").manual_seed(request.seed))
 
     def step_noise(self, request: ResolvedRequest) -> Callable[[int], np.ndarray]:
-        """Return what draws a step's fresh noise, float32 [1, C, T, H, W]; asked for where its schedule wants some."""
-        raise NotImplementedError
+        """Return what draws a step's fresh noise, float32 [1, C, T, H, W], as diffusers does from the same generator.
+
+        Asked for where the schedule wants some, steps in order; for one that comes earlier than the last all are drawn
+        again.
+        """
+        draws = self.spec.schedule(request).draws
+        drawn, generator = 0, self._step_generator(request)
+
+        def noise(step: int) -> np.ndarray:
+            nonlocal drawn, generator
+            needed = sum(draws[: step + 1])
+            if needed <= drawn:
+                drawn, generator = 0, self._step_generator(request)
+            for _ in range(needed - drawn):
+                latest = self._drawn(request, generator)
+            drawn = needed
+            return latest
+
+        return noise
+
+    def _step_generator(self, request: ResolvedRequest) -> torch.Generator:
+        """Return the request's generator as it is before the first step."""
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        self._drawn(request, generator)
+        return generator
+
+    def _drawn(self, request: ResolvedRequest, generator: torch.Generator) -> np.ndarray:
+        """Draw noise, float32 [1, C, T, H, W]."""
+        return torch.randn(self.spec.latent_shape(request), generator=generator, dtype=torch.float32).numpy()
 
     @abc.abstractmethod
     def text_keys(

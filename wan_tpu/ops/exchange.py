@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from kernels.blocks import LANES
 from kernels.flash_attention import repeated_if
 from wan_tpu.ops.attention import attention_part
+from wan_tpu.ops.sparse_linear import SparseLinear, sparse_linear_attention
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.mesh import AXES, axis_size
 
@@ -99,15 +100,18 @@ def exchanged_attention(
     platform: str,
     beside: Sequence[Params] = (),
     others: Others | None = None,
+    sparse: SparseLinear | None = None,
 ) -> Mixed:
     """Attend with what `make` makes of this device's rows [t, C].
 
     token_axes  mesh axes the tokens lie on, slowest first, `head_axes` last (`TokenLayout`)
     kv_len      tokens that count, of all devices together and the others; padding lies behind them
     beside      weights of what follows, by rounds: whatever gathers them goes on while a round is computed
+    sparse      not to all keys; then there is one round (one part of keys), a number of tokens and no others
     """
     assert token_axes[-len(head_axes) :] == head_axes
     given = _sent(rows, make, heads, kv_len, token_axes[: -len(head_axes)], head_axes, platform, others)
+    given = dataclasses.replace(given, sparse=sparse)
     found: list[_Back] = []
     right, gathered = [], dict[str, jax.Array]()
     for number in range(len(given.rounds)):
@@ -120,7 +124,7 @@ def exchanged_attention(
         gathered |= weights
     for weights in beside[len(given.rounds) :]:
         gathered |= weights
-    if platform != "tpu":
+    if platform != "tpu" or sparse is not None:  # which repeats what is wrong by itself: nothing is exchanged in it
         return _joined(found, gathered)
     # All devices repeat it or none does: there are exchanges in it.
     wrong = jax.lax.psum((~jnp.stack(right).all()).astype(jnp.int32), AXES) > 0
@@ -147,6 +151,7 @@ class _Given:
     width: int
     kv_len: int | jax.Array
     platform: str
+    sparse: SparseLinear | None = None
 
     @property
     def rounds(self) -> list[int]:
@@ -155,6 +160,8 @@ class _Given:
 
     def attend(self, number: int, softmax: Literal["optimistic", "online"]) -> tuple[_Back, jax.Array]:
         """Return a round's result, [L, columns] and the others', and whether it is right."""
+        if self.sparse is not None:
+            return (self._sparse(self.sparse), None), jnp.asarray(True)
         first = sum(self.rounds[:number])
         part, first_key = (self.k[1], first - self.rounds[0]) if number else (self.k[0], 0)
 
@@ -177,6 +184,11 @@ class _Given:
         # By themselves: few, but to append them to the queries and to cut them off again moves all of these.
         other, fine = attended(self.others)
         return (mixed, other), right & fine
+
+    def _sparse(self, how: SparseLinear) -> jax.Array:
+        [heads], [k] = self.rounds, self.k
+        assert self.others is None and isinstance(self.kv_len, int)
+        return sparse_linear_attention(self.q, k, self.v, how, heads=heads, kv_len=self.kv_len, platform=self.platform)
 
 
 def _sent(

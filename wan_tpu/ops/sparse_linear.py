@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from kernels.linear_attention import add_linear, add_linear_reference
 from kernels.sparse_attention import KEYS, QUERIES, sparse_attention, sparse_attention_reference
 from kernels.top_lists import top_lists, top_lists_reference
+from wan_tpu.ops.attention import query_scale
 
 
 @dataclass(frozen=True)
@@ -37,20 +38,18 @@ def sparse_linear_attention(
     *,
     heads: int,
     kv_len: int,
-    query_scale: float,
     platform: str,
     interpret: Any = False,
 ) -> jax.Array:
-    """Return sparse attention plus linear attention; q, k, v [L, N * D] -> [L, N * D].
+    """Return sparse attention plus linear attention.
 
-    query_scale  what q has been multiplied with, as `wan_tpu.ops.attention.query_scale`: sparse attention is softmax to
-                 the base of two, and the linear part wants q as it was
-    kv_len       tokens that count, from the first on
+    q [L, N * D], times `query_scale`; k, v [L, N * D] -> [L, N * D], in the dtype of q. Tokens from `kv_len` on don't
+    count. interpret: the kernels, on any platform, as pallas_call's.
     """
     kernels = platform == "tpu" or bool(interpret)
     lists = chosen_blocks(q, k, how.kept, heads=heads, kv_len=kv_len, kernels=kernels, interpret=interpret)
     sparse = {"heads": heads, "scale": math.log(2), "kv_len": kv_len}
-    linear = {"heads": heads, "scale": 1 / query_scale, "kv_len": kv_len}
+    linear = {"heads": heads, "scale": 1 / query_scale(q.shape[1] // heads), "kv_len": kv_len}
     if not kernels:
         out = sparse_attention_reference(q[None], k[None], v[None], lists, **sparse)[0]  # type: ignore[arg-type]
         return add_linear_reference(out, q, k, v, how.weight, how.bias, **linear)  # type: ignore[arg-type]

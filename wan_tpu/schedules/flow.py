@@ -1,12 +1,15 @@
-"""Schedulers of flow-matching models: UniPC and Euler.
+"""Schedulers of flow-matching models: UniPC and Euler, and the sampling of distilled consistency models.
 
 With a flow model the velocity v gives the clean estimate x0 = x - sigma v.
 
 Sources: UniPC, Zhao et al. 2023 (arXiv 2302.04867), B(h) = expm1(h), order 2; its conventions for flow models
 (sigma grid, the first sigma, float32 rounding, lower order at the end) are those of diffusers'
-UniPCMultistepScheduler, Euler's those of FlowMatchEulerDiscreteScheduler.
+UniPCMultistepScheduler, Euler's those of FlowMatchEulerDiscreteScheduler. rCM (arXiv 2510.08431) as in
+github.com/thu-ml/TurboDiffusion, inference/wan2.2_i2v_infer.py: each step makes a whole clean estimate and adds fresh
+noise to it, which is FlowMatchEulerDiscreteScheduler's stochastic sampling.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -48,6 +51,25 @@ def euler_at(noise: tuple[float, ...], first: int = 0) -> Schedule:
     ratio = following / sigmas
     matrices = np.stack([ratio, 1 - ratio], axis=-1)[:, None, :]
     return schedule(sigmas * np.float32(TRAIN_TIMESTEPS), sigmas.astype(np.float64), matrices)
+
+
+RCM_ANGLES = (math.atan(200), 1.5, 1.4, 1.0)  # where the noise is sin, the video cos; its model was distilled for these
+
+
+def rcm(steps: int, shift: float, first: int = 0) -> Schedule:
+    """Return the schedule of rCM's sampling for one to four steps; a shift changes nothing."""
+    angles = RCM_ANGLES[:steps]
+    return rcm_at(tuple(math.sin(angle) / (math.sin(angle) + math.cos(angle)) for angle in angles))
+
+
+@functools.lru_cache(maxsize=64)
+def rcm_at(noise: tuple[float, ...], first: int = 0) -> Schedule:
+    """Return the schedule of rCM's sampling for its steps' noise levels; the last step ends at 0."""
+    sigmas = np.array(noise, np.float64)
+    following = np.append(sigmas[1:], 0.0)
+    matrices = np.stack([np.zeros_like(following), 1 - following, following], axis=-1)[:, None, :]
+    made = schedule(sigmas * TRAIN_TIMESTEPS, sigmas, matrices, draws=(1,) * len(sigmas))
+    return dataclasses.replace(made, start=float(sigmas[0]))
 
 
 def unipc(steps: int, shift: float, first: int = 0) -> Schedule:

@@ -24,6 +24,7 @@ class Schedule:
     draws           of each step: how many arrays of noise are drawn from the request's generator, of which the last N
                     are used
     following       float32 [S], the timestep after each step's, for a transformer that is told it too; else None
+    start           what the noise is multiplied with before the first step
     """
 
     timesteps: np.ndarray
@@ -33,6 +34,7 @@ class Schedule:
     guidance: np.ndarray
     draws: tuple[int, ...]
     following: np.ndarray | None = None
+    start: float = 1.0
 
     def __post_init__(self) -> None:
         arrays = (self.timesteps, self.alphas, self.sigmas, self.matrices, self.guidance, self.following)

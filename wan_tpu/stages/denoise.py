@@ -78,7 +78,7 @@ def initial_state(
     history = tuple(np.zeros(shape, np.float32) for _ in range(schedule.history_terms))
     drawn = model.initial_noise(request) if noise is None else _given_noise(noise, shape)
     if request.strength is None:
-        return DenoiseState(drawn, history)
+        return DenoiseState(np.float32(schedule.start) * drawn, history)
     if video is None:
         raise InvalidRequest("a video to begin with is asked for, and its latents are missing; run the encoder again")
     first = model.spec.first_step(request)

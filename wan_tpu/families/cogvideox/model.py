@@ -7,7 +7,7 @@ Shapes: B batch (guidance branches), T latent frames, H W latent height and widt
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -130,25 +130,11 @@ class CogVideoXModel(Model):
         """Return what diffusers draws for a request's seed, frames before channels; float32 [1, C, T, H, W]."""
         return self._draws(request)[1]
 
-    def step_noise(self, request: ResolvedRequest) -> Callable[[int], np.ndarray]:
-        """Return what draws a step's fresh noise, float32 [1, C, T, H, W], as diffusers does from the same generator.
+    def _step_generator(self, request: ResolvedRequest) -> torch.Generator:
+        return self._draws(request)[2]
 
-        Steps are asked for in order; for one that comes earlier than the last all are drawn again.
-        """
-        shape, draws = self.spec.latent_shape(request), self.spec.schedule(request).draws
-        drawn, generator = 0, self._generator(request)
-
-        def noise(step: int) -> np.ndarray:
-            nonlocal drawn, generator
-            needed = sum(draws[: step + 1])
-            if needed <= drawn:
-                drawn, generator = 0, self._generator(request)
-            for _ in range(needed - drawn):
-                latest = _video_noise(shape, generator)
-            drawn = needed
-            return latest
-
-        return noise
+    def _drawn(self, request: ResolvedRequest, generator: torch.Generator) -> np.ndarray:
+        return _video_noise(self.spec.latent_shape(request), generator)
 
     def text_keys(
         self,
@@ -200,10 +186,6 @@ class CogVideoXModel(Model):
         if "i2v" in self.spec.tasks:
             image = torch.randn(image.shape, generator=generator)
         return image.numpy(), _video_noise(shape, generator), generator
-
-    def _generator(self, request: ResolvedRequest) -> torch.Generator:
-        """Return the generator as it is when the first step begins."""
-        return self._draws(request)[2]
 
 
 def _video_noise(shape: tuple[int, ...], generator: torch.Generator) -> np.ndarray:

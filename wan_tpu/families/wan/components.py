@@ -1,6 +1,7 @@
 """The torch modules of a Wan model: how each is built, adapted, scanned and sharded."""
 
 import functools
+from typing import Any
 
 import torch
 import transformers
@@ -19,6 +20,7 @@ from wan_tpu.runtime.mesh import Rule
 
 # The names in Wan's own files, from github.com/Wan-Video/Wan2.2, wan/modules/model.py.
 ORIGINALS = (
+    (r"\.attn1\.proj_l\.", ".self_attn.attn_op.local_attn.proj_l."),
     (r"\.attn1\.", ".self_attn."),
     (r"\.attn2\.", ".cross_attn."),
     (r"_attn\.to_([qkv])\.", r"_attn.\1."),
@@ -46,6 +48,7 @@ _OF_IMAGES = (
     r"blocks[._]\d+[._](attn2|cross_attn)[._](add_[kv]_proj|norm_added_k|[kv]_img|norm_k_img)",
     r"(img_emb|condition_embedder[._]image_embedder)[._].*",
 )
+SPARSE = ("attention", "kept_blocks")  # of a configuration, beside diffusers' own
 WHOLE_RULES = (Rule(r".*", ()),)  # CLIP (0.6 G parameters): a copy on every device, as the VAE (0.13 to 0.7 G)
 
 
@@ -54,15 +57,26 @@ def transformer(config: WanConfig, folder: str) -> Component:
     paired = functools.partial(half_split, config.transformer["num_attention_heads"])
     return Component(
         folder=folder,
-        build=lambda: WanTransformer3DModel.from_config(config.transformer),
+        build=lambda: diffusers_expert(config.transformer),
         adapt=lambda module, mesh: None,
         scanned=("blocks",),
         rules=expert.RULES,
-        float32=tuple(WanTransformer3DModel._keep_in_fp32_modules),
+        float32=(*WanTransformer3DModel._keep_in_fp32_modules, "proj_l"),
         changes=((r"blocks\.\*\.attn1\.(to|norm)_[qk]\.(weight|bias)", paired),),
         originals=ORIGINALS,
         absent=_OF_IMAGES if config.transformer.get("image_dim") is None else (),
     )
+
+
+def diffusers_expert(settings: dict[str, Any]) -> WanTransformer3DModel:
+    """Return diffusers' module, and what sparse-linear attention adds to it where `settings` say so."""
+    module = WanTransformer3DModel.from_config({key: settings[key] for key in settings if key not in SPARSE})
+    if settings.get("attention") == "sla":
+        setattr(module, expert.KEPT, settings["kept_blocks"])
+        width = settings["attention_head_dim"]
+        for block in module.blocks:
+            block.attn1.proj_l = torch.nn.Linear(width, width)
+    return module
 
 
 def vae_half(config: WanConfig, *dropped: str) -> Component:

@@ -22,6 +22,7 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
             f"{checkpoint.source} has experts of different shapes: transformer/config.json and "
             "transformer_2/config.json must say the same"
         )
+    _check_attention(checkpoint)
     boundary = index.get("boundary_ratio") if two_experts else None
     if boundary is not None and not (isinstance(boundary, int | float) and 0 < boundary < 1):
         raise CheckpointError(f"{checkpoint.source} has boundary_ratio {boundary!r}; it lies between 0 and 1")
@@ -38,6 +39,21 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
         expand_timesteps=bool(index.get("expand_timesteps", False)),
         shift=_scheduler_shift(checkpoint),
     )
+
+
+def _check_attention(checkpoint: Checkpoint) -> None:
+    config = checkpoint.config("transformer")
+    attention, kept = config.get("attention"), config.get("kept_blocks")
+    if attention not in (None, "sla"):
+        raise CheckpointError(
+            f"{checkpoint.source} has attention {attention!r} in transformer/config.json; supported is 'sla', or none "
+            "for attention to all keys"
+        )
+    if attention is not None and not (isinstance(kept, int | float) and 0 < kept <= 1):
+        raise CheckpointError(
+            f"{checkpoint.source} has kept_blocks {kept!r} in transformer/config.json; with sla it is a share of the "
+            "blocks of keys, more than 0 and at most 1"
+        )
 
 
 def _shape(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """How much work the stages of a Wan model are, counted on diffusers' own modules."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -46,7 +47,12 @@ class WanFlops:
             images = 1 if config.get("pos_embed_seq_len") is None else 2
             image = torch.empty(images, patches, config["image_dim"], device="meta")
         build = components.transformer(self._config, "transformer").build
-        return branches * count(build, lambda module: module(latents, time, text, image))
+        found = count(build, lambda module: module(latents, time, text, image))
+        if self._config.kept_blocks is not None:  # diffusers' module attends to all keys
+            tokens = math.prod(n // p for n, p in zip(latent_shape[2:], config["patch_size"], strict=True))
+            channels = config["num_attention_heads"] * config["attention_head_dim"]
+            found -= int((1 - self._config.kept_blocks) * 4 * tokens**2 * channels * config["num_layers"])
+        return branches * found
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
         """Decoding latents [1, C, T, H, W]."""

@@ -30,6 +30,11 @@ class WanConfig:
     shift: float
 
     @property
+    def kept_blocks(self) -> float | None:
+        """The share of the blocks of keys that self-attention keeps (SLA); None where it is to all keys."""
+        return self.transformer["kept_blocks"] if self.transformer.get("attention") == "sla" else None
+
+    @property
     def two_experts(self) -> bool:
         """Whether one expert runs the steps before the boundary, another those after it."""
         return self.boundary_ratio is not None
@@ -45,6 +50,8 @@ TRANSFORMER_14B: dict[str, Any] = {
 TRANSFORMER_14B_I2V_21 = TRANSFORMER_14B | {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 TRANSFORMER_14B_FLF2V = TRANSFORMER_14B_I2V_21 | {"pos_embed_seq_len": 514}  # the features of two images
 TRANSFORMER_14B_I2V_22 = TRANSFORMER_14B | {"in_channels": 36}
+# TurboDiffusion's: arXiv 2512.16093, with the share of blocks that its script takes, inference/wan2.2_i2v_infer.py
+TRANSFORMER_14B_TURBO = TRANSFORMER_14B_I2V_22 | {"attention": "sla", "kept_blocks": 0.1}
 TRANSFORMER_1_3B = TRANSFORMER_14B | {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
 TRANSFORMER_5B = TRANSFORMER_14B | {
     "num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48,
@@ -121,6 +128,7 @@ PRESETS: dict[str, WanConfig] = {
     "wan2.2-t2v-a14b": _preset(TRANSFORMER_14B, 12.0, boundary_ratio=0.875),
     "wan2.2-i2v-a14b": _preset(TRANSFORMER_14B_I2V_22, 5.0, boundary_ratio=0.9),
     "wan2.2-ti2v-5b": _preset(TRANSFORMER_5B, 5.0, vae=VAE_22, expand_timesteps=True),
+    "turbowan2.2-i2v-a14b": _preset(TRANSFORMER_14B_TURBO, 5.0, boundary_ratio=0.9),
 }
 
 _FIELDS = ("height", "width", "frames", "fps", "steps", "guidance_scale", "guidance_scale_2")
@@ -133,6 +141,7 @@ _SAMPLING: dict[str, tuple[int, int, int, int, int, float, float]] = {
     "wan2.2-t2v-a14b": (720, 1280, 81, 16, 40, 4.0, 3.0),
     "wan2.2-i2v-a14b": (720, 1280, 81, 16, 40, 3.5, 3.5),
     "wan2.2-ti2v-5b": (704, 1280, 121, 24, 50, 5.0, 5.0),
+    "turbowan2.2-i2v-a14b": (720, 1280, 81, 16, 4, 1.0, 1.0),
 }
 
 
@@ -142,15 +151,20 @@ def recognise(config: WanConfig) -> str:
         same_transformer = all(config.transformer.get(k, v) == v for k, v in preset.transformer.items())
         same_rest = all(getattr(config, key) == getattr(preset, key) for key in ("boundary_ratio", "expand_timesteps"))
         same_shift = config.shift == preset.shift or not name.startswith("wan2.1-i2v")
-        both = [one.get("pos_embed_seq_len") for one in (config.transformer, preset.transformer)]
-        same_images = both[0] == both[1]
-        if same_transformer and same_images and same_rest and same_shift and config.vae["z_dim"] == preset.vae["z_dim"]:
+        both = [
+            (one.transformer.get("pos_embed_seq_len"), one.transformer.get("attention")) for one in (config, preset)
+        ]
+        same_kind = both[0] == both[1]
+        if same_transformer and same_kind and same_rest and same_shift and config.vae["z_dim"] == preset.vae["z_dim"]:
             return name
     return CUSTOM
 
 
-def defaults(preset: str, task: str, shift: float) -> Defaults:
+def defaults(preset: str, task: str, config: WanConfig) -> Defaults:
     """Return a model's published sampling settings; a custom model takes those of its nearest relative."""
     relative = "wan2.2-i2v-a14b" if task == "i2v" else "wan2.1-t2v-14b"
+    if config.kept_blocks is not None:
+        relative = "turbowan2.2-i2v-a14b"
     published = dict(zip(_FIELDS, _SAMPLING.get(preset, _SAMPLING[relative]), strict=True))
-    return Defaults(**published, shift=shift, solver="unipc")  # type: ignore[arg-type]
+    solver = "unipc" if config.kept_blocks is None else "rcm"
+    return Defaults(**published, shift=config.shift, solver=solver)  # type: ignore[arg-type]

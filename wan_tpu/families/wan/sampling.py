@@ -1,12 +1,14 @@
-"""Presets of the published Wan models: adapters distilled to four unguided steps.
+"""Presets of the published Wan models: distilled to four unguided steps, by adapters or whole.
 
 LightX2V trained them with Euler's method at sigma = shift s / (1 + (shift - 1) s), s = 1, 0.75, 0.5, 0.25 and shift 5,
 two steps on each expert of Wan 2.2: github.com/ModelTC/LightX2V, configs/distill; the files are those of
-huggingface.co/lightx2v/Wan2.2-Distill-Loras and Wan2.1-Distill-Loras.
+huggingface.co/lightx2v/Wan2.2-Distill-Loras and Wan2.1-Distill-Loras. TurboDiffusion's models are distilled themselves
+(`wan_tpu.schedules.flow.rcm`).
 """
 
 from wan_tpu.lora import Lora
 from wan_tpu.request import Preset
+from wan_tpu.schedules import flow
 
 _HUB = "https://huggingface.co/"
 _SHIFT = 5.0
@@ -38,6 +40,17 @@ def _one_expert(file: str) -> dict[str, Preset]:
     repository = "lightx2v/Wan2.1-Distill-Loras"
     return _lightning(repository, (Lora(f"{repository}/{file}_lora_rank64_lightx2v_4step.safetensors"),))
 
+
+TURBO = Preset(
+    "four steps without guidance, each with fresh noise: what this model was distilled for",
+    f"{_HUB}TurboDiffusion/TurboWan2.2-I2V-A14B-720P",
+    (
+        ("sigmas", tuple(flow.rcm(4, 1.0).sigmas.tolist())),
+        ("solver", "rcm"),
+        ("guidance_scale", 1.0),
+        ("guidance_scale_2", 1.0),
+    ),
+)
 
 PRESETS: dict[str, dict[str, Preset]] = {
     "wan2.2-i2v-a14b": _two_experts("i2v", "1022"),

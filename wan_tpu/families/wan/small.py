@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from wan_tpu.families.shared.tokenizer import train_tokenizer
+from wan_tpu.families.wan.components import SPARSE, diffusers_expert
 from wan_tpu.families.wan.presets import PRESETS, VAE_21, VAE_22, WanConfig
 
 _HEADS, _HEAD_WIDTH = 2, 24
@@ -59,10 +60,12 @@ def make_checkpoint(
         if preset.transformer["pos_embed_seq_len"] is not None:
             patches = (_IMAGE_ENCODER["image_size"] // _IMAGE_ENCODER["patch_size"]) ** 2
             settings |= {"pos_embed_seq_len": 2 * (patches + 1)}
+    if "kept_blocks" in settings:
+        settings |= {"kept_blocks": 0.3}  # of few
     settings |= transformer or {}
     residual = preset.vae is VAE_22
     for name in experts:
-        diffusers.WanTransformer3DModel.from_config(settings).save_pretrained(folder / name)
+        _save_expert(folder / name, settings)
     small_vae = (VAE_22 | {"base_dim": 8, "decoder_base_dim": 8, "num_res_blocks": 1}) if residual else VAE_21 | _VAE
     diffusers.AutoencoderKLWan.from_config(small_vae | (vae or {})).save_pretrained(folder / "vae")
     tokenizer = train_tokenizer()
@@ -77,6 +80,14 @@ def make_checkpoint(
     ).save_pretrained(folder / "scheduler")
     _write_index(folder, preset, clip=clip)
     return folder
+
+
+def _save_expert(folder: Path, settings: dict[str, Any]) -> None:
+    sparse = {key: settings[key] for key in SPARSE if key in settings}
+    diffusers_expert(settings).save_pretrained(folder)
+    if sparse:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | sparse, indent=2) + "\n")
 
 
 def _save_image_encoder(folder: Path) -> None:

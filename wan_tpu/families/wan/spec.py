@@ -22,6 +22,7 @@ from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
 SOLVERS: dict[str, tuple[Callable[..., Schedule], Callable[..., Schedule]]] = {
     "unipc": (flow.unipc, flow.unipc_at),
     "euler": (flow.euler, flow.euler_at),
+    "rcm": (flow.rcm, flow.rcm_at),
 }
 
 
@@ -66,13 +67,13 @@ class WanSpec(ModelSpec):
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]
         """The checkpoint's own sampling settings, else the published ones; the shift is the checkpoint's."""
-        published = presets.defaults(self.name, self.tasks[0], self.config.shift)
+        published = presets.defaults(self.name, self.tasks[0], self.config)
         return dataclasses.replace(published, **dict(self.own.defaults))  # type: ignore[arg-type]
 
     @property
     def solvers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """UniPC, as the published schedulers, and Euler."""
-        return tuple(SOLVERS)
+        """UniPC, as the published schedulers, and Euler; of models with sparse-linear attention, rCM before them."""
+        return ("unipc", "euler") if self.config.kept_blocks is None else ("rcm", "unipc", "euler")
 
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
@@ -132,7 +133,13 @@ class WanSpec(ModelSpec):
         return self.spatial_stride * self.patch[1]
 
     def check_size(self, request: ResolvedRequest) -> None:
-        """Raise `InvalidRequest` when this model can't make videos of a (resolved) request's size."""
+        """Raise `InvalidRequest` when this model can't make videos of a (resolved) request's size, or in its steps."""
+        most = len(flow.RCM_ANGLES)
+        if request.solver == "rcm" and request.sigmas is None and request.steps > most:
+            raise InvalidRequest(
+                f"steps is {request.steps}; rcm takes 1 to {most}, nearest {most}; more need sigmas of their own",
+                "steps",
+            )
         for name, patch in (("height", self.patch[1]), ("width", self.patch[2])):
             value, multiple = getattr(request, name), self.spatial_stride * patch
             if value % multiple:
@@ -167,8 +174,11 @@ class WanSpec(ModelSpec):
 
     @property
     def presets(self) -> Mapping[str, Preset]:
-        """Distilled adapters in four steps, for the published models that have some; and the checkpoint's own."""
-        return {**sampling.PRESETS.get(self.name, {}), **super().presets}
+        """Four steps: by distilled adapters, for the published models that have some; and the checkpoint's own."""
+        published = sampling.PRESETS.get(self.name, {})
+        if self.config.kept_blocks is not None:  # there are none that weren't distilled
+            published = {"turbo": sampling.TURBO}
+        return {**published, **super().presets}
 
     @property
     def curves(self) -> tuple[Curve, ...]:

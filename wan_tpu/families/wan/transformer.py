@@ -27,6 +27,7 @@ from wan_tpu.families.wan.tokens import rope_tables
 from wan_tpu.ops.attention import attention, query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
+from wan_tpu.ops.sparse_linear import SparseLinear
 from wan_tpu.runtime.bridge import Params, call, to_jax
 from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
 
@@ -34,6 +35,8 @@ from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight
 # embeddings and output (0.6 % of a 14B model), is whole on every device.
 _MATRICES = r"(attn[12]\.(to_q|to_k|to_v|to_out\.0|add_k_proj|add_v_proj)|ffn\.net\.(0\.proj|2))\.weight"
 RULES = (Rule(rf"blocks\..*\.{_MATRICES}", (SHARDS, None)), Rule(rf"(?!blocks\..*\.{_MATRICES}).*", ()))
+LINEAR = "attn1.proj_l"  # of a block: the trained matrix of sparse-linear attention, by its authors' name
+KEPT = "kept_blocks"  # attribute of a module with it: the share of the blocks of keys that are kept
 TextKeys = dict[str, jax.Array]  # "key", "value" [depth, B, 512, C], and "image_key", "image_value" with 257 tokens
 
 
@@ -128,7 +131,7 @@ def velocity(
         cut = patches(to_jax(latents), patch)
         layout = token_layout(mesh, keys["key"].shape[1], len(cut), module.config.num_attention_heads)
         tables = rope_tables(module, [n // p for n, p in zip(latents.shape[2:], patch, strict=True)])
-        return _Step(module.config, mesh, layout, first_tokens, len(cut)).run(
+        return _Step(module.config, mesh, layout, first_tokens, len(cut), getattr(module, KEPT, None)).run(
             Inputs(
                 tokens=padded(cut, layout.padded),
                 tables=tuple(padded(table, layout.padded) for table in tables),
@@ -164,12 +167,18 @@ class Inputs(NamedTuple):
 class _Step:
     """One step's blocks inside a `jax.shard_map`."""
 
-    def __init__(self, config: Any, mesh: Mesh, layout: TokenLayout, first_tokens: int, tokens: int) -> None:
+    def __init__(
+        self, config: Any, mesh: Mesh, layout: TokenLayout, first_tokens: int, tokens: int, kept: float | None
+    ) -> None:
+        """kept: of the blocks of keys, in sparse-linear attention; None: attention to all."""
         platform = mesh.devices.flat[0].platform
         self._mesh, self._layout, self._tokens, self._first = mesh, layout, tokens, first_tokens
         self._heads, self._eps, self._platform = config.num_attention_heads, config.eps, platform
         self._groups = head_groups(mesh, self._heads, layout.head_axes)
+        self._kept = kept
         self._key_parts = key_parts(mesh, self._heads, config.attention_head_dim, layout.head_axes)
+        if kept is not None:
+            self._key_parts = (sum(self._key_parts),)
         self._query_scale = query_scale(config.attention_head_dim)
         self._ops: Ops = ops_for(platform)
 
@@ -275,6 +284,7 @@ class _Step:
             head_axes=self._layout.head_axes,
             platform=self._platform,
             beside=[{name: w[name]} for name in _BESIDE],
+            sparse=None if self._kept is None else SparseLinear(self._kept, *(w[f"{LINEAR}.{one}"] for one in _AFFINE)),
         )
         w = w | gathered
         x = linear("attn1.to_out.0", mixed, residual=x, gate=gate, first_rows=first_rows)
@@ -298,6 +308,7 @@ class _Step:
 # Used before or right after self-attention, which takes most of a layer: gathered during that of the layer before.
 _AHEAD = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 _BESIDE = ("ffn.net.0.proj.weight", "ffn.net.2.weight")  # gathered while self-attention is computed
+_AFFINE = ("weight", "bias")
 _MADE_ONCE = ("attn2.to_k", "attn2.to_v", "attn2.norm_k", "attn2.add_", "attn2.norm_added_k")  # by `text_keys`
 
 

@@ -1,0 +1,104 @@
+"""A model with sparse-linear attention and its four steps, against diffusers with the paper's attention put into it."""
+
+import functools
+import json
+import math
+
+import diffusers
+import numpy as np
+import safetensors.torch
+import torch
+from diffusers.models.transformers import transformer_wan
+
+from kernels.sparse_attention import KEYS, QUERIES
+from tests.conftest import PHOTO
+from wan_tpu import GenerationRequest
+
+KIND = "turbowan2.2-i2v-a14b"
+TOLERANCE = 1e-4  # relative to the largest latent
+REQUEST = GenerationRequest(
+    prompt="A cat looks into the camera", image=PHOTO, height=128, width=192, frames=17, seed=3, preset="turbo"
+)  # 480 tokens: four blocks of queries, eight of keys, the last of each not full
+
+
+def paper_attention(query, key, value, kept, linear):
+    """arXiv 2509.24006 in torch: [B, L, N, D], as diffusers has them."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    tokens, blocks = q.shape[2], math.ceil(k.shape[2] / KEYS)
+
+    def means(x, size):
+        return torch.stack([part.mean(2) for part in x.split(size, dim=2)], dim=2)
+
+    scores = means(q, QUERIES) @ means(k - k.mean(2, keepdim=True), KEYS).mT
+    best = scores.topk(int(kept * blocks), dim=-1).indices
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+    mask = chosen.repeat_interleave(QUERIES, 2)[:, :, :tokens].repeat_interleave(KEYS, 3)[..., :tokens]
+    sparse = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    phi_q, phi_k = q.softmax(-1), k.softmax(-1)
+    below = 1e-5 + (phi_q * phi_k.sum(2, keepdim=True)).sum(-1, keepdim=True)
+    return (sparse + linear(phi_q @ (phi_k.mT @ v) / below)).transpose(1, 2)
+
+
+class PaperProcessor(transformer_wan.WanAttnProcessor):
+    """diffusers' self-attention, with the paper's in place of attention to all keys."""
+
+    def __init__(self, kept, linear, monkeypatch):
+        super().__init__()
+        self.kept, self.linear, self.monkeypatch = kept, linear, monkeypatch
+
+    def __call__(self, *args, **more):
+        def attend(query, key, value, **_):
+            return paper_attention(query, key, value, self.kept, self.linear)
+
+        with self.monkeypatch.context() as patch:
+            patch.setattr(transformer_wan, "dispatch_attention_fn", attend)
+            return super().__call__(*args, **more)
+
+
+def run_diffusers(folder, monkeypatch):
+    """Return pixels and the latents after each step, by diffusers' pipeline and its scheduler's stochastic sampling."""
+    pipe = diffusers.WanImageToVideoPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    for name in ("transformer", "transformer_2"):
+        kept = json.loads((folder / name / "config.json").read_text())["kept_blocks"]
+        [file] = (folder / name).glob("*.safetensors")
+        stored = safetensors.torch.load_file(file)
+        for index, block in enumerate(getattr(pipe, name).blocks):
+            linear = torch.nn.Linear(
+                block.attn1.inner_dim // block.attn1.heads, block.attn1.inner_dim // block.attn1.heads
+            )
+            given = {one: stored[f"blocks.{index}.attn1.proj_l.{one}"] for one in ("weight", "bias")}
+            linear.load_state_dict(given)
+            block.attn1.set_processor(PaperProcessor(kept, linear, monkeypatch))
+    # TurboDiffusion's numbers: its script has them as angles.
+    angles = np.array([math.atan(200), 1.5, 1.4, 1.0])
+    sigmas = np.sin(angles) / (np.sin(angles) + np.cos(angles))
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0, stochastic_sampling=True)
+    generator = torch.Generator().manual_seed(REQUEST.seed)
+    start = torch.randn(1, 16, 5, 16, 24, generator=generator)
+    plan = scheduler.set_timesteps
+    scheduler.set_timesteps = lambda steps, device=None: plan(sigmas=sigmas.tolist(), device=device)
+    scheduler.step = functools.partial(scheduler.step, generator=generator)
+    pipe.scheduler, latents = scheduler, []
+
+    def keep(pipe, i, t, values):
+        latents.append(values["latents"].numpy().copy())
+        return values
+
+    frames = pipe(
+        image=REQUEST.image, prompt=REQUEST.prompt, height=REQUEST.height, width=REQUEST.width,
+        num_frames=REQUEST.frames, num_inference_steps=4, guidance_scale=1.0, latents=float(sigmas[0]) * start,
+        callback_on_step_end=keep, output_type="np",
+    ).frames[0]  # fmt: skip
+    return frames, latents
+
+
+def test_a_video_is_that_of_diffusers_with_the_papers_attention(checkpoint, pipeline, monkeypatch):
+    expected, latents = run_diffusers(checkpoint(KIND), monkeypatch)
+    events = []
+    video = pipeline(KIND).generate(REQUEST, on_step=events.append)
+    assert [event.stage for event in events] == ["denoise_high"] * 2 + ["denoise_low"] * 2
+    for event, wanted in zip(events, latents, strict=True):
+        assert np.abs(event.latents - wanted).max() <= TOLERANCE * np.abs(wanted).max()
+    assert video.pixels.std() > 0.05
+    assert np.abs(video.pixels - expected).max() <= 2e-3
