@@ -132,12 +132,13 @@ class Checkpoint:
             self._fetch([pattern])
         return {file.name: on_disk(file) for file in self.folder.glob(pattern)}
 
-    def others(self) -> list[Path]:
-        """Return all files but weights, fetched when they aren't there."""
+    def others(self) -> dict[str, bytes]:
+        """Return what all files hold but weights, by names from the folder on; fetched when they aren't there."""
         if not self._here:
             self._fetch(OTHERS)
         found = {file for pattern in OTHERS for file in self.folder.rglob(pattern.rpartition("/")[2])}
-        return sorted(file for file in found if file.is_file() and ".safetensors." not in file.name)
+        found = {file for file in found if file.is_file() and ".safetensors." not in file.name}
+        return {str(file.relative_to(self.folder)): file.read_bytes() for file in sorted(found)}
 
     def _json(self, name: str) -> dict[str, Any]:
         try:

@@ -3,16 +3,24 @@
 import functools
 import json
 import math
+import re
+import shutil
 
 import diffusers
 import numpy as np
+import pytest
 import safetensors.torch
 import torch
 from diffusers.models.transformers import transformer_wan
 
+from actors.cli import main
 from kernels.sparse_attention import KEYS, QUERIES
 from tests.conftest import PHOTO
-from wan_tpu import GenerationRequest
+from wan_tpu import CheckpointError, GenerationRequest, InvalidRequest, load_pipeline
+from wan_tpu.families import open_spec
+from wan_tpu.families.wan.components import ORIGINALS
+from wan_tpu.families.wan.distilled import WithExperts
+from wan_tpu.tiny import make_checkpoint
 
 KIND = "turbowan2.2-i2v-a14b"
 TOLERANCE = 1e-4  # relative to the largest latent
@@ -102,3 +110,96 @@ def test_a_video_is_that_of_diffusers_with_the_papers_attention(checkpoint, pipe
         assert np.abs(event.latents - wanted).max() <= TOLERANCE * np.abs(wanted).max()
     assert video.pixels.std() > 0.05
     assert np.abs(video.pixels - expected).max() <= 2e-3
+
+
+# ---- TurboDiffusion's files
+
+
+def as_published(folder, name, path):
+    """Write an expert as TurboDiffusion does: Wan's own names, a matrix for the patches, torch.save."""
+    [file] = (folder / name).glob("*.safetensors")
+    found = {}
+    for key, value in safetensors.torch.load_file(file).items():
+        for pattern, replacement in ORIGINALS:
+            key = re.sub(pattern, replacement, key)
+        found[key] = value.flatten(1) if key == "patch_embedding.weight" else value
+    assert "blocks.1.self_attn.attn_op.local_attn.proj_l.weight" in found
+    torch.save(found, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def published(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("published")
+    return [as_published(checkpoint(KIND), name, folder / f"{name}.pth") for name in ("transformer", "transformer_2")]
+
+
+@pytest.fixture(scope="module")
+def dense(checkpoint, tmp_path_factory):
+    """What the experts are put into: the same model but for its own, which attend to all keys, in several files."""
+    folder = shutil.copytree(checkpoint(KIND), tmp_path_factory.mktemp("dense") / "model")
+    other = make_checkpoint(tmp_path_factory.mktemp("other"), "wan2.2-i2v-a14b", seed=1)
+    for name in ("transformer", "transformer_2"):
+        shutil.copytree(other / name, folder / name, dirs_exist_ok=True)
+        index = {"weight_map": {"proj_out.weight": "diffusion_pytorch_model-00001-of-00002.safetensors"}}
+        (folder / name / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_published_files_are_converted(published, dense, pipeline, tmp_path):
+    args = ["weights", "convert", str(dense), str(tmp_path / "turbo"), "--dtype", "float32", "--kept_blocks", "0.3"]
+    assert main([*args, "--experts", *map(str, published)]) == 0
+    assert open_spec(str(tmp_path / "turbo")).presets.keys() == {"turbo"}
+    config = json.loads((tmp_path / "turbo" / "transformer_2" / "config.json").read_text())
+    assert (config["attention"], config["kept_blocks"]) == ("sla", 0.3)
+    ours = load_pipeline(tmp_path / "turbo", dtype="float32", mesh=(1, 1, 1))
+    videos = [one.generate(REQUEST).pixels for one in (ours, pipeline(KIND))]
+    np.testing.assert_array_equal(*videos)
+
+
+def test_files_that_are_no_experts_are_refused(published, dense, tmp_path):
+    high, low = published
+    with pytest.raises(CheckpointError, match=r"has 2 experts .* and 1 are given"):
+        WithExperts(dense, [high], 0.1)
+    with pytest.raises(CheckpointError, match="is no file of torch"):
+        WithExperts(dense, [high, tmp_path / "low.safetensors"], 0.1)
+    with pytest.raises(CheckpointError, match="0 of the blocks can't be kept"):
+        WithExperts(dense, [high, low], 0)
+    cut = tmp_path / "cut.pth"
+    cut.write_bytes(high.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match="cut off"):
+        WithExperts(dense, [cut, low], 0.1)
+    for content, message in (
+        ({"blocks.0.ffn.0.int8_weight": torch.zeros(2)}, "without -quant"),
+        ({"blocks.0.ffn.0.weight": torch.zeros(4, 2).T}, "in several pieces"),
+        ([torch.zeros(2)], "no dictionary of tensors"),
+        ({"a": REQUEST}, "can't be read as weights alone"),
+    ):
+        torch.save(content, cut)
+        with pytest.raises(CheckpointError, match=message):
+            WithExperts(dense, [cut, low], 0.1)
+
+
+# ---- what it is asked for
+
+
+def test_more_steps_need_noise_levels_of_their_own(checkpoint):
+    spec = open_spec(str(checkpoint(KIND)))
+    plan = spec.plan(GenerationRequest(image=PHOTO))
+    assert (plan.request.steps, plan.request.solver, plan.request.guidance_scale) == (4, "rcm", 1.0)
+    assert spec.plan(GenerationRequest(image=PHOTO, preset="turbo")).request.sigmas == pytest.approx(
+        spec.schedule(plan.request).sigmas
+    )
+    with pytest.raises(InvalidRequest, match="rcm takes 1 to 4, nearest 4"):
+        spec.plan(GenerationRequest(image=PHOTO, steps=5))
+    spec.plan(GenerationRequest(image=PHOTO, steps=8, solver="unipc"))
+
+
+def test_a_configuration_that_says_another_attention_is_refused(checkpoint, tmp_path):
+    for change, message in (({"attention": "radial"}, "supported is 'sla'"), ({"kept_blocks": 2}, "kept_blocks 2")):
+        folder = make_checkpoint(tmp_path / message, KIND)
+        for name in ("transformer", "transformer_2"):
+            path = folder / name / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        with pytest.raises(CheckpointError, match=message):
+            open_spec(str(folder))

@@ -13,7 +13,7 @@ import torch
 
 from wan_tpu.adapters.files import ModuleChange, find, read, refuse
 from wan_tpu.runtime.bridge import ScannedBlocks
-from wan_tpu.runtime.components import Component, Loaded
+from wan_tpu.runtime.components import Component, Loaded, original_name
 from wan_tpu.runtime.weights import as_numpy
 
 log = logging.getLogger(__name__)
@@ -93,9 +93,7 @@ class Targets:
                 self._add(own, component.originals, _Slot(name, layer, shape, change))
 
     def _add(self, own: str, originals: Sequence[tuple[str, str]], slot: _Slot) -> None:
-        original = own
-        for pattern, replacement in originals:
-            original = re.sub(pattern, replacement, original)
+        original = original_name(own, originals)
         leaf = own.rpartition(".")[2]
         known = {(name.rpartition(".")[0], leaf) for name in (own, original)}
         if leaf not in ("weight", "bias"):  # a parameter that no module has for itself goes by its whole name too

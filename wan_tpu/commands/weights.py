@@ -14,6 +14,18 @@ def weights(argv: Sequence[str]) -> None:
     action = actions.add_parser("convert", help="write a checkpoint, for --model_id, from another one")
     action.add_argument("source", help="diffusers directory, one in gs://, or hub id; also one that was converted")
     action.add_argument("destination", help="folder or gs://bucket/folder; what it has of this source, whole, is kept")
+    action.add_argument(
+        "--experts",
+        nargs="+",
+        metavar="FILE",
+        help="Wan with other experts, from TurboDiffusion's .pth files, that of high noise first",
+    )
+    action.add_argument(
+        "--kept_blocks",
+        type=float,
+        default=0.1,
+        help="with sparse experts: the share of the blocks of keys that attention keeps; default %(default)s",
+    )
     action.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
     _convert(parser.parse_args(argv))
 
@@ -22,11 +34,12 @@ def _convert(args: argparse.Namespace) -> None:
     from wan_tpu.bucket import writable
     from wan_tpu.checkpoint import Checkpoint
     from wan_tpu.families.model import open_model
+    from wan_tpu.families.wan.distilled import WithExperts
     from wan_tpu.progress import Console
     from wan_tpu.runtime.converting import convert
 
     destination = writable(args.destination)
-    checkpoint = Checkpoint(args.source)
+    checkpoint = WithExperts(args.source, args.experts, args.kept_blocks) if args.experts else Checkpoint(args.source)
     if destination.address == checkpoint.source:
         raise InvalidInput(f"{args.destination} is the source itself; give another folder")
     kept = convert(checkpoint, open_model(checkpoint).components, args.dtype, destination, Console())

@@ -1,6 +1,7 @@
 """Read a checkpoint's components: torch modules without weights, and their weights on a mesh."""
 
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from wan_tpu.runtime.converted import Converted, Cut, cut
 from wan_tpu.runtime.mesh import Rule, replicated, rule_of, weight_spec
 from wan_tpu.runtime.program import place
 from wan_tpu.runtime.tensor_files import Stored, tensors
+from wan_tpu.runtime.torch_files import SUFFIXES, torch_tensors
 from wan_tpu.runtime.weights import Block, Show, Weight, read_weights
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -109,7 +111,7 @@ def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
             f"{checkpoint.source}/{component.folder}/config.json describes no such model ({reason}); fetch it again"
         ) from error
     converted = Converted.open(checkpoint, component.folder, dtype)
-    stored = {} if converted is not None else _index(checkpoint, component)
+    stored = {} if converted is not None else _index(checkpoint, component, module)
     if converted is None:
         _check(module, stored, component, checkpoint)
     component.adapt(module, mesh)
@@ -174,12 +176,24 @@ def _tied(module: torch.nn.Module) -> dict[str, str]:
     return getattr(module, "_tied_weights_keys", None) or {}
 
 
-def _index(checkpoint: Checkpoint, component: Component) -> dict[str, Stored]:
-    """Return every tensor of a component by the name the module uses, from the files' headers alone."""
+def original_name(name: str, originals: Sequence[tuple[str, str]]) -> str:
+    """Return the name that a parameter had where the model was first published: see `Component.originals`."""
+    for pattern, replacement in originals:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _index(checkpoint: Checkpoint, component: Component, module: torch.nn.Module) -> dict[str, Stored]:
+    """Return every tensor of a component by the name the module uses, from the files' headers alone.
+
+    The files may have the names of where the model was first published, and a convolution's weight as a matrix.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
+    known = {original_name(name, component.originals): name for name in shapes}
     files = checkpoint.weights(component.folder)
     folder = f"{checkpoint.source}/{component.folder}"
     indexes = sorted(checkpoint.path(component.folder).glob("*.safetensors.index.json"))
-    if indexes:
+    if indexes and not any(name.endswith(SUFFIXES) for name in files):  # of the files that these stand in for
         try:
             names = sorted(set(json.loads(indexes[0].read_text())["weight_map"].values()))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -195,10 +209,15 @@ def _index(checkpoint: Checkpoint, component: Component) -> dict[str, Stored]:
     for file in names:
         if file not in files:
             raise CheckpointError(f"{folder}/{file} is missing or can't be read; fetch the checkpoint again")
-        for name, tensor in tensors(files[file]).items():
+        read = torch_tensors if file.endswith(SUFFIXES) else tensors
+        for name, tensor in read(files[file]).items():
             renamed = name
             for pattern, replacement in component.renames:
                 renamed = re.sub(pattern, replacement, renamed)
+            renamed = renamed if renamed in shapes else known.get(renamed, renamed)
+            shape = shapes.get(renamed, ())
+            if len(shape) > 2 and tensor.shape == (shape[0], math.prod(shape[1:])):
+                tensor = tensor._replace(shape=shape)
             stored[renamed] = tensor
     return stored
 

@@ -56,8 +56,8 @@ def convert(
         folders.setdefault(component.folder, {}).update(
             {opened.plain[name]: (weight, opened.cuts[name]) for name, weight in opened.weights.items()}
         )
-    for file in checkpoint.others():
-        destination.write(str(file.relative_to(checkpoint.folder)), file.read_bytes())
+    for name, content in checkpoint.others().items():
+        destination.write(name, content)
     kept = []
     for folder, weights in folders.items():
         if _is_there(folder, weights, dtype, checkpoint.source, destination):
