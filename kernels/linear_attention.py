@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.blocks import LANES
 from kernels.flash_kernel import dot
+from kernels.sparse_attention import first_tiles
 
 Ref = Any  # a Pallas reference to VMEM
 
@@ -40,33 +41,34 @@ def add_linear(
     bias: jax.Array,
     *,
     heads: int,
+    first_heads: tuple[int, int, int] = (0, 0, 0),
     scale: float = 1.0,
     kv_len: int | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """Return `sparse` plus linear attention.
 
-    sparse, q [Lq, N * D]; k, v [Lk, N * D], all bfloat16 or all float32; weight [D (out), D (in)], bias [D].
+    sparse, q [Lq, N * D]; k, v [Lk, N * D], all bfloat16 or all float32; weight [D (out), D (in)], bias [D]. q, k and v
+        may hold more heads: see `kernels.sparse_attention`.
     scale   what q is to be multiplied with (its own, where attention's was folded into it)
     kv_len  number of real keys; the rest of K and V is never looked at
 
     D is a multiple of 128, or divides it where N * D is one. Raises ValueError for other widths.
     """
-    width = q.shape[1] // heads
-    if width % LANES and (LANES % width or q.shape[1] % LANES):
-        raise ValueError(f"heads must be a multiple of {LANES} wide, or fill tiles of {LANES} lanes, got {width}")
+    width, rows = sparse.shape[1] // heads, min(ROWS, -(-q.shape[0] // 8) * 8)
+    first_q, first_k, first_v = first_tiles(first_heads, heads, width)
     tile = _Tile(width, LANES // width if width < LANES else 1, kv_len or k.shape[0], scale)
-    values, keys = _key_summary(k, v, tile, interpret)
+    tiles = sparse.shape[1] // tile.lanes
+    values, keys = _key_summary(k, v, tile, tiles, (first_k, first_v), interpret)
     together = _together(values, keys, weight, tile).astype(q.dtype)
     row = jnp.tile(bias.astype(jnp.float32), tile.shared)[None]
-    rows = min(ROWS, -(-q.shape[0] // 8) * 8)
     tokens = pl.BlockSpec((rows, tile.lanes), lambda t, i: (i, t))
     return pl.pallas_call(
         functools.partial(_add_kernel, tile=tile),
-        grid=(q.shape[1] // tile.lanes, -(-q.shape[0] // rows)),
+        grid=(tiles, -(-q.shape[0] // rows)),
         in_specs=[
             tokens,
-            tokens,
+            pl.BlockSpec((rows, tile.lanes), lambda t, i: (i, first_q + t)),
             pl.BlockSpec((None, tile.lanes, 2 * tile.lanes), lambda t, i: (t, 0, 0)),
             pl.BlockSpec((1, tile.lanes), lambda t, i: (0, 0)),
         ],
@@ -74,7 +76,9 @@ def add_linear(
         out_shape=jax.ShapeDtypeStruct(sparse.shape, sparse.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         cost_estimate=pl.CostEstimate(
-            flops=4 * q.size * tile.lanes, transcendentals=q.size, bytes_accessed=3 * q.size * q.dtype.itemsize
+            flops=4 * sparse.size * tile.lanes,
+            transcendentals=sparse.size,
+            bytes_accessed=3 * sparse.size * q.dtype.itemsize,
         ),
         interpret=interpret,
         name="linear_attention",
@@ -138,14 +142,17 @@ class _Tile:
         return sum(parts, start=jnp.zeros_like(x))
 
 
-def _key_summary(k: jax.Array, v: jax.Array, tile: _Tile, interpret: Any) -> tuple[jax.Array, jax.Array]:
+def _key_summary(
+    k: jax.Array, v: jax.Array, tile: _Tile, tiles: int, first: tuple[int, int], interpret: Any
+) -> tuple[jax.Array, jax.Array]:
     """Return sum_j phi(k_j)^T v_j [tiles, S D, S D], also of heads that aren't one another's, and sum_j phi(k_j)."""
-    tiles, rows = k.shape[1] // tile.lanes, min(ROWS, -(-k.shape[0] // 8) * 8)
-    tokens = pl.BlockSpec((rows, tile.lanes), lambda t, i: (i, t))
+    rows, work = min(ROWS, -(-k.shape[0] // 8) * 8), k.shape[0] * tiles * tile.lanes
+    keys = pl.BlockSpec((rows, tile.lanes), lambda t, i: (i, first[0] + t))
+    values = pl.BlockSpec((rows, tile.lanes), lambda t, i: (i, first[1] + t))
     return pl.pallas_call(
         functools.partial(_summary_kernel, tile=tile),
         grid=(tiles, -(-tile.kv_len // rows)),
-        in_specs=[tokens, tokens],
+        in_specs=[keys, values],
         out_specs=[
             pl.BlockSpec((None, tile.lanes, tile.lanes), lambda t, i: (t, 0, 0)),
             pl.BlockSpec((None, 1, tile.lanes), lambda t, i: (t, 0, 0)),
@@ -156,7 +163,7 @@ def _key_summary(k: jax.Array, v: jax.Array, tile: _Tile, interpret: Any) -> tup
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=2 * k.size * tile.lanes, transcendentals=k.size, bytes_accessed=2 * k.size * k.dtype.itemsize
+            flops=2 * work * tile.lanes, transcendentals=work, bytes_accessed=2 * work * k.dtype.itemsize
         ),
         interpret=interpret,
         name="linear_attention_keys",

@@ -50,6 +50,8 @@ def sparse_attention(
     blocks: jax.Array,
     *,
     heads: int,
+    width: int | None = None,
+    first_heads: tuple[int, int, int] = (0, 0, 0),
     scale: float | None = None,
     kv_len: int | None = None,
     softmax: Literal["auto", "online"] = "auto",
@@ -58,6 +60,7 @@ def sparse_attention(
     """Compute softmax(scale Q K^T) V over the listed keys of each block of queries.
 
     q [B, Lq, N * D]; k, v [B, Lk, N * D] -> [B, Lq, N * D], token-major; bfloat16 or float32 (computed in float32).
+        Each may hold more heads of `width` D: of those the ones from its number in `first_heads` on are used, in place.
     blocks [B, N, ceil(Lq / 128), n], int32: which blocks of 64 keys the queries of a block attend to, in rising order,
         each once. Each must hold a real key. What isn't so is not noticed.
     scale, kv_len, interpret: as `kernels.flash_attention.flash_attention`'s; kv_len is a number.
@@ -65,11 +68,11 @@ def sparse_attention(
 
     D is a multiple of 128, or divides it where N * D is one. Raises ValueError for shapes that don't fit.
     """
-    _check(q, k, v, blocks, heads, kv_len)
     (batch, rows, channels), real = q.shape, kv_len or k.shape[1]
-    width, steps, count = channels // heads, -(-rows // STEP), blocks.shape[-1]
-    if width % LANES and (LANES % width or channels % LANES):
-        raise ValueError(f"heads must be a multiple of {LANES} wide, or fill tiles of {LANES} lanes, got {width}")
+    width = channels // heads if width is None else width
+    first = first_tiles(first_heads, heads, width)
+    _check(q, k, v, blocks, heads, width, kv_len)
+    steps, count = -(-rows // STEP), blocks.shape[-1]
     tile = _Tile(
         width=width,
         shared=LANES // width if width < LANES else 1,
@@ -85,11 +88,11 @@ def sparse_attention(
     q = jnp.pad(q, ((0, 0), (0, max(0, STEP - rows)), (0, 0)))
 
     def online() -> jax.Array:
-        return _tiles(q, k, v, lists, dataclasses.replace(tile, online=True), heads, interpret)[0]
+        return _tiles(q, k, v, lists, dataclasses.replace(tile, online=True), heads, first, interpret)[0]
 
     if softmax == "online" or tile.chunks == 1:  # of which the maximum is the rows' at once
         return online()[:, :rows]
-    out, check = _tiles(q, k, v, lists, tile, heads, interpret)
+    out, check = _tiles(q, k, v, lists, tile, heads, first, interpret)
     return repeated_if(~jnp.all(jnp.isfinite(check)), out, online)[:, :rows]
 
 
@@ -104,9 +107,9 @@ def sparse_attention_reference(
     kv_len: int | None = None,
 ) -> jax.Array:
     """Compute the same in plain jnp, float32, as dense attention with a mask; arguments as `sparse_attention`'s."""
-    _check(q, k, v, blocks, heads, kv_len)
     batch, rows, channels = q.shape
     width, real = channels // heads, kv_len or k.shape[1]
+    _check(q, k, v, blocks, heads, width, kv_len)
     q4, k4, v4 = (x.astype(jnp.float32).reshape(batch, -1, heads, width) for x in (q, k[:, :real], v[:, :real]))
     chosen = jnp.any(blocks[..., None] == jnp.arange(-(-real // KEYS)), axis=-2)  # [B, N, query blocks, key blocks]
     mask = jnp.repeat(jnp.repeat(chosen, QUERIES, axis=2), KEYS, axis=3)[:, :, :rows, :real]
@@ -136,20 +139,42 @@ class _Tile:
         return -(-self.count // TOGETHER)
 
 
+def first_tiles(first_heads: Sequence[int], heads: int, width: int) -> tuple[int, int, int]:
+    """Return the tiles of 128 lanes that arrays' first heads begin; raises ValueError where there is none."""
+    shared = LANES // width if width < LANES else 1
+    if width % LANES and (LANES % width or heads * width % LANES):
+        raise ValueError(f"heads must be a multiple of {LANES} wide, or fill tiles of {LANES} lanes, got {width}")
+    if any(first % shared for first in first_heads):
+        raise ValueError(f"first heads must begin a tile of {shared} heads, got {[*first_heads]}")
+    q, k, v = (first // shared for first in first_heads)
+    return q, k, v
+
+
 def _tiles(
-    q: jax.Array, k: jax.Array, v: jax.Array, lists: jax.Array, tile: _Tile, heads: int, interpret: Any
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lists: jax.Array,
+    tile: _Tile,
+    heads: int,
+    first: tuple[int, int, int],
+    interpret: Any,
 ) -> list[jax.Array]:
     """Run the kernel; q [B, at least 512, N * D], lists [B * N * steps, 2, 2 n]: of each pair A's, then B's.
 
+    first  tiles of q, k and v that come before those that are used
+
     Returns the output [B, Lq, N * D]; unless online also a check [B * N, 1, Lq] float32, NaN where a row isn't finite.
     """
-    (batch, rows, channels), kv_rows, lanes, shared = q.shape, k.shape[1], tile.lanes, tile.shared
+    (batch, rows, _), kv_rows, lanes, shared = q.shape, k.shape[1], tile.lanes, tile.shared
     steps, tiles = -(-rows // STEP), heads // shared
     needed = 2 * kv_rows * lanes * k.dtype.itemsize  # K and V of a tile
     buffers = 2 if 2 * needed + 16 * MIB < _vmem_bytes() else 1
     whole = functools.partial(pl.BlockSpec, pipeline_mode=pl.Buffered(buffers))
-    queries = pl.BlockSpec((None, STEP, lanes), lambda b, t, i, s: (b, i, t))
-    keys = whole((None, kv_rows, lanes), lambda b, t, i, s: (b, 0, t))
+    queries = pl.BlockSpec((None, STEP, lanes), lambda b, t, i, s: (b, i, first[0] + t))
+    keys = whole((None, kv_rows, lanes), lambda b, t, i, s: (b, 0, first[1] + t))
+    values = whole((None, kv_rows, lanes), lambda b, t, i, s: (b, 0, first[2] + t))
+    results = pl.BlockSpec((None, STEP, lanes), lambda b, t, i, s: (b, i, t))
     lists_of = pl.BlockSpec(
         (None, PAIRS, lists.shape[2]),
         lambda b, t, i, s: (((b * tiles + t) * shared + s) * steps + i, 0, 0),
@@ -161,8 +186,8 @@ def _tiles(
     return pl.pallas_call(
         functools.partial(_kernel, tile=tile),
         grid=(batch, tiles, steps, shared),
-        in_specs=[lists_of, queries, keys, keys],
-        out_specs=[queries, flags][:outputs],
+        in_specs=[lists_of, queries, keys, values],
+        out_specs=[results, flags][:outputs],
         scratch_shapes=[
             pltpu.VMEM((PAIRS, PAIR, 2 * lanes), q.dtype),
             pltpu.VMEM((PAIRS, lanes, PAIR), jnp.float32),
@@ -170,7 +195,7 @@ def _tiles(
             pltpu.VMEM((PAIRS, SUBLANES, PAIR), jnp.float32),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, rows, channels), v.dtype),
+            jax.ShapeDtypeStruct((batch, rows, heads * tile.width), v.dtype),
             jax.ShapeDtypeStruct((batch * heads, 1, rows), jnp.float32),
         ][:outputs],
         compiler_params=pltpu.CompilerParams(
@@ -180,7 +205,7 @@ def _tiles(
         cost_estimate=pl.CostEstimate(
             flops=4 * scores * tile.width,
             transcendentals=scores,
-            bytes_accessed=2 * (q.size + k.size) * q.dtype.itemsize + lists.size * 4,
+            bytes_accessed=2 * batch * (rows + kv_rows) * heads * tile.width * q.dtype.itemsize + lists.size * 4,
         ),
         interpret=interpret,
         name="sparse_attention" + ("_online" if tile.online else ""),
@@ -322,10 +347,13 @@ class _Pair:
         )
 
 
-def _check(q: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array, heads: int, kv_len: int | None) -> None:
+def _check(
+    q: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array, heads: int, width: int, kv_len: int | None
+) -> None:
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}, {heads} heads"
-    if q.ndim != 3 or k.shape != v.shape or k.shape[::2] != q.shape[::2] or q.shape[2] % heads:
-        raise ValueError(f"q, k, v must be [B, L, N * D], k and v of one shape, got {shapes}")
+    lengths = {x.ndim == 3 and x.shape[:2] for x in (k, v)} | {q.ndim == 3 and (q.shape[0], k.shape[1])}
+    if len(lengths) > 1 or any(x.shape[2] % width or x.shape[2] < heads * width for x in (q, k, v)):
+        raise ValueError(f"q, k, v must be [B, L, N * D], k and v of one length, got {shapes}")
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"q, k, v must all be bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}")
     if kv_len is not None and not 1 <= kv_len <= k.shape[1]:

@@ -82,7 +82,7 @@ def test_the_check_sees_overflow():
         case, lists = adversarial(name, 512, 704), drawn(512, 704, 8)
         tile = module._Tile(D, 1, 704, 8, D**-0.5 * np.log2(np.e))
         q, k, v = (jnp.asarray(x, jnp.bfloat16)[None] for x in case)
-        check = module._tiles(q, k, v, jnp.asarray(lists.reshape(1, 2, -1)), tile, 1, True)[1]
+        check = module._tiles(q, k, v, jnp.asarray(lists.reshape(1, 2, -1)), tile, 1, (0, 0, 0), True)[1]
         found.append(bool(jnp.isnan(check).any()))
     assert found == [True, False]
 

@@ -59,6 +59,18 @@ def test_it_is_the_papers(heads, width, tokens, interpret):
         np.testing.assert_allclose(got[:tokens, lanes], expected, rtol=0, atol=2e-5)
 
 
+def test_some_heads_of_many_are_used_in_place():
+    q, k, v, weight, bias = drawn(700, 3, 128, jnp.float32)
+    how = SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias))
+    given = [jnp.asarray(x, jnp.float32) for x in (q * query_scale(128), k, v)]
+    more = {"kv_len": 700, "platform": "cpu"}
+    whole = sparse_linear_attention(*given, how, heads=3, **more)
+    for interpret in (False, True):
+        arrays = given[0], given[1][:, 128:], given[2]
+        some = sparse_linear_attention(*arrays, how, heads=1, first_heads=(2, 1, 2), interpret=interpret, **more)
+        np.testing.assert_allclose(some, whole[:, 256:], rtol=0, atol=2e-5)
+
+
 def test_one_block_is_kept_at_least():
     q, k, *_ = drawn(300, 1, 128, jnp.float32)
     lists = chosen_blocks(jnp.asarray(q), jnp.asarray(k), 0.01, heads=1, kv_len=300, kernels=False)

@@ -107,7 +107,7 @@ def exchanged_attention(
     token_axes  mesh axes the tokens lie on, slowest first, `head_axes` last (`TokenLayout`)
     kv_len      tokens that count, of all devices together and the others; padding lies behind them
     beside      weights of what follows, by rounds: whatever gathers them goes on while a round is computed
-    sparse      not to all keys; then there is one round (one part of keys), a number of tokens and no others
+    sparse      not to all keys; kv_len is a number then, and there are no others
     """
     assert token_axes[-len(head_axes) :] == head_axes
     given = _sent(rows, make, heads, kv_len, token_axes[: -len(head_axes)], head_axes, platform, others)
@@ -160,10 +160,21 @@ class _Given:
 
     def attend(self, number: int, softmax: Literal["optimistic", "online"]) -> tuple[_Back, jax.Array]:
         """Return a round's result, [L, columns] and the others', and whether it is right."""
-        if self.sparse is not None:
-            return (self._sparse(self.sparse), None), jnp.asarray(True)
         first = sum(self.rounds[:number])
         part, first_key = (self.k[1], first - self.rounds[0]) if number else (self.k[0], 0)
+        if self.sparse is not None:
+            assert self.others is None and isinstance(self.kv_len, int)
+            mixed = sparse_linear_attention(
+                self.q,
+                part,
+                self.v,
+                self.sparse,
+                heads=self.rounds[number],
+                first_heads=(first, first_key, first),
+                kv_len=self.kv_len,
+                platform=self.platform,
+            )
+            return (mixed, None), jnp.asarray(True)
 
         def attended(q: jax.Array) -> tuple[jax.Array, jax.Array]:
             return attention_part(
@@ -184,11 +195,6 @@ class _Given:
         # By themselves: few, but to append them to the queries and to cut them off again moves all of these.
         other, fine = attended(self.others)
         return (mixed, other), right & fine
-
-    def _sparse(self, how: SparseLinear) -> jax.Array:
-        [heads], [k] = self.rounds, self.k
-        assert self.others is None and isinstance(self.kv_len, int)
-        return sparse_linear_attention(self.q, k, self.v, how, heads=heads, kv_len=self.kv_len, platform=self.platform)
 
 
 def _sent(

@@ -37,24 +37,30 @@ def sparse_linear_attention(
     how: SparseLinear,
     *,
     heads: int,
+    first_heads: tuple[int, int, int] = (0, 0, 0),
     kv_len: int,
     platform: str,
     interpret: Any = False,
 ) -> jax.Array:
     """Return sparse attention plus linear attention.
 
-    q [L, N * D], times `query_scale`; k, v [L, N * D] -> [L, N * D], in the dtype of q. Tokens from `kv_len` on don't
-    count. interpret: the kernels, on any platform, as pallas_call's.
+    q [L, at least N * D], times `query_scale`; k, v [L, at least N * D] -> [L, N * D], in the dtype of q. Tokens from
+    `kv_len` on don't count. first_heads are those of q, k and v from which on they count. interpret: the kernels, on
+    any platform, as pallas_call's.
     """
-    kernels = platform == "tpu" or bool(interpret)
-    lists = chosen_blocks(q, k, how.kept, heads=heads, kv_len=kv_len, kernels=kernels, interpret=interpret)
-    sparse = {"heads": heads, "scale": math.log(2), "kv_len": kv_len}
-    linear = {"heads": heads, "scale": 1 / query_scale(q.shape[1] // heads), "kv_len": kv_len}
+    kernels, width = platform == "tpu" or bool(interpret), len(how.bias)
+    own_q, own_k, own_v = (x[:, n * width : (n + heads) * width] for x, n in zip((q, k, v), first_heads, strict=True))
+    lists = chosen_blocks(own_q, own_k, how.kept, heads=heads, kv_len=kv_len, kernels=kernels, interpret=interpret)
     if not kernels:
-        out = sparse_attention_reference(q[None], k[None], v[None], lists, **sparse)[0]  # type: ignore[arg-type]
-        return add_linear_reference(out, q, k, v, how.weight, how.bias, **linear)  # type: ignore[arg-type]
-    out = sparse_attention(q[None], k[None], v[None], lists, interpret=interpret, **sparse)[0]  # type: ignore[arg-type]
-    return add_linear(out, q, k, v, how.weight, how.bias, interpret=interpret, **linear)  # type: ignore[arg-type]
+        scale = 1 / query_scale(width)
+        out = sparse_attention_reference(
+            own_q[None], own_k[None], own_v[None], lists, heads=heads, scale=math.log(2), kv_len=kv_len
+        )[0]
+        more = how.weight, how.bias
+        return add_linear_reference(out, own_q, own_k, own_v, *more, heads=heads, scale=scale, kv_len=kv_len)
+    given: dict[str, Any] = {"heads": heads, "first_heads": first_heads, "kv_len": kv_len, "interpret": interpret}
+    out = sparse_attention(q[None], k[None], v[None], lists, width=width, scale=math.log(2), **given)[0]
+    return add_linear(out, q, k, v, how.weight, how.bias, scale=1 / query_scale(width), **given)
 
 
 def chosen_blocks(

@@ -66,7 +66,8 @@ class _Channels:
 
 def _kernel_category(name: str) -> str:
     """Return what a kernel is counted as, by its name: of `kernels/`, or another attention (splash)."""
-    known = {"linear": "matmul", "causal_conv": "convolution", "flash": "attention", "splash": "attention"}
+    known = {"attention": "attention", "top_lists": "attention", "splash": "attention"}
+    known |= {"linear": "matmul", "causal_conv": "convolution"}
     return next((category for start, category in known.items() if start in name), "vector")
 
 

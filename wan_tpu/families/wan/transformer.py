@@ -177,8 +177,6 @@ class _Step:
         self._groups = head_groups(mesh, self._heads, layout.head_axes)
         self._kept = kept
         self._key_parts = key_parts(mesh, self._heads, config.attention_head_dim, layout.head_axes)
-        if kept is not None:
-            self._key_parts = (sum(self._key_parts),)
         self._query_scale = query_scale(config.attention_head_dim)
         self._ops: Ops = ops_for(platform)
 
