@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels.block_means import block_means, block_means_reference
 from kernels.linear_attention import EPSILON, add_linear, add_linear_reference
 from kernels.sparse_attention import KEYS, QUERIES
 from kernels.top_lists import top_lists, top_lists_reference
@@ -72,10 +73,11 @@ def test_some_heads_of_many_are_used_in_place():
 
 
 def test_one_block_is_kept_at_least():
-    q, k, *_ = drawn(300, 1, 128, jnp.float32)
-    lists = chosen_blocks(jnp.asarray(q), jnp.asarray(k), 0.01, heads=1, kv_len=300, kernels=False)
-    assert lists.shape == (1, 1, 3, 1)
-    assert chosen_blocks(jnp.asarray(q), jnp.asarray(k), 1, heads=1, kv_len=300, kernels=False).shape == (1, 1, 3, 5)
+    q, k, _, weight, bias = drawn(300, 1, 128, jnp.float32)
+    for kept, count in ((0.01, 1), (1, 5)):
+        how = SparseLinear(kept, jnp.asarray(weight), jnp.asarray(bias))
+        lists = chosen_blocks(jnp.asarray(q), jnp.asarray(k), how, heads=1, kv_len=300, kernels=False)
+        assert lists.shape == (1, 1, 3, count)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,19 @@ def test_the_largest_of_many(shape, count):
     for i, j in ((0, 0), (shape[0] - 1, shape[2] - 1)):
         order = np.argsort(-scores[i, :, j], kind="stable")[:count]
         np.testing.assert_array_equal(found[i, j], np.sort(order))
+
+
+@pytest.mark.parametrize(("rows", "real"), [(300, 300), (5000, 4100), (4096, 4096)])
+def test_means_of_blocks(rows, real):
+    x = np.random.default_rng(rows).standard_normal((rows, 384)).astype(np.float32)
+    x[real:] = np.nan
+    for size in (64, 128):
+        found = block_means(jnp.asarray(x), size, real=real, tiles=2, lanes=128, first=1, interpret=True)
+        blocks = [x[i : min(i + size, real), 128:] for i in range(0, rows, size)]
+        expected = np.stack([block.mean(0) if len(block) else np.zeros(256) for block in blocks])
+        np.testing.assert_allclose(np.concatenate([*found], axis=1), expected, rtol=0, atol=1e-5)
+        plain = block_means_reference(jnp.asarray(x), size, real=real, tiles=2, lanes=128, first=1)
+        np.testing.assert_allclose(found, plain, rtol=0, atol=1e-5)
 
 
 def test_a_count_that_cannot_be_is_refused():

@@ -8,6 +8,7 @@ up for, through a matrix that was trained for it.
 Shapes: L tokens, N heads, D head width; token-major, [L, N * D].
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels.block_means import block_means, block_means_reference
+from kernels.blocks import LANES
 from kernels.linear_attention import add_linear, add_linear_reference
 from kernels.sparse_attention import KEYS, QUERIES, sparse_attention, sparse_attention_reference
 from kernels.top_lists import top_lists, top_lists_reference
@@ -49,39 +52,44 @@ def sparse_linear_attention(
     any platform, as pallas_call's.
     """
     kernels, width = platform == "tpu" or bool(interpret), len(how.bias)
-    own_q, own_k, own_v = (x[:, n * width : (n + heads) * width] for x, n in zip((q, k, v), first_heads, strict=True))
-    lists = chosen_blocks(own_q, own_k, how.kept, heads=heads, kv_len=kv_len, kernels=kernels, interpret=interpret)
-    if not kernels:
-        scale = 1 / query_scale(width)
-        out = sparse_attention_reference(
-            own_q[None], own_k[None], own_v[None], lists, heads=heads, scale=math.log(2), kv_len=kv_len
-        )[0]
-        more = how.weight, how.bias
-        return add_linear_reference(out, own_q, own_k, own_v, *more, heads=heads, scale=scale, kv_len=kv_len)
-    given: dict[str, Any] = {"heads": heads, "first_heads": first_heads, "kv_len": kv_len, "interpret": interpret}
-    out = sparse_attention(q[None], k[None], v[None], lists, width=width, scale=math.log(2), **given)[0]
-    return add_linear(out, q, k, v, how.weight, how.bias, scale=1 / query_scale(width), **given)
+    first_q, first_k, _ = first_heads
+    some: dict[str, Any] = {"heads": heads, "kv_len": kv_len}
+    choice: dict[str, Any] = {"first_heads": (first_q, first_k), "kernels": kernels, "interpret": interpret}
+    lists = chosen_blocks(q, k, how, **some, **choice)
+    if kernels:
+        more = some | {"first_heads": first_heads, "interpret": interpret}
+        out = sparse_attention(q[None], k[None], v[None], lists, width=width, scale=math.log(2), **more)[0]
+        return add_linear(out, q, k, v, how.weight, how.bias, scale=1 / query_scale(width), **more)
+    q, k, v = (x[:, n * width : (n + heads) * width] for x, n in zip((q, k, v), first_heads, strict=True))
+    out = sparse_attention_reference(q[None], k[None], v[None], lists, scale=math.log(2), **some)[0]
+    return add_linear_reference(out, q, k, v, how.weight, how.bias, scale=1 / query_scale(width), **some)
 
 
 def chosen_blocks(
-    q: jax.Array, k: jax.Array, kept: float, *, heads: int, kv_len: int, kernels: bool, interpret: Any = False
+    q: jax.Array,
+    k: jax.Array,
+    how: SparseLinear,
+    *,
+    heads: int,
+    first_heads: tuple[int, int] = (0, 0),
+    kv_len: int,
+    kernels: bool,
+    interpret: Any = False,
 ) -> jax.Array:
     """Return the blocks of keys of each block of queries, as `sparse_attention` takes them, [1, N, Lq / 128, n].
 
-    n is the whole part of `kept` of all blocks that hold a key that counts, one at least. q may be scaled by any number
-    above zero.
+    n is the whole part of `how.kept` of all blocks that hold a key that counts, one at least. q may be scaled by any
+    number above zero; arguments are `sparse_linear_attention`'s.
     """
-    blocks = -(-kv_len // KEYS)
-    count = min(blocks, max(1, int(kept * blocks)))
-    queries, keys = (_means(x, size, kv_len, heads) for x, size in ((q, QUERIES), (k, KEYS)))
-    scores = jnp.einsum("knd,qnd->nkq", keys[:blocks], queries, precision="highest")
+    blocks, width = -(-kv_len // KEYS), len(how.bias)
+    count = min(blocks, max(1, int(how.kept * blocks)))
+    shared = max(1, LANES // width) if kernels else 1
+    means = functools.partial(block_means, interpret=interpret) if kernels else block_means_reference
+    queries, keys = (
+        means(x, size, real=kv_len, tiles=heads // shared, lanes=width * shared, first=first // shared)
+        for x, size, first in zip((q, k), (QUERIES, KEYS), first_heads, strict=True)
+    )
+    queries, keys = (x.reshape(*x.shape[:2], shared, width) for x in (queries, keys))
+    scores = jnp.einsum("tksd,tqsd->tskq", keys[:, :blocks], queries, precision="highest")
+    scores = scores.reshape(heads, *scores.shape[2:])
     return (top_lists(scores, count, interpret=interpret) if kernels else top_lists_reference(scores, count))[None]
-
-
-def _means(x: jax.Array, size: int, real: int, heads: int) -> jax.Array:
-    """Return the mean of each `size` rows of x [L, N * D], of those before `real`: [ceil(L / size), N, D], float32."""
-    blocks = -(-len(x) // size)
-    counted = jnp.clip(real - jnp.arange(blocks) * size, 1, size)
-    x = jnp.where((jnp.arange(len(x)) < real)[:, None], x, jnp.zeros_like(x)) if real < len(x) else x
-    x = jnp.pad(x, ((0, blocks * size - len(x)), (0, 0))).reshape(blocks, size, -1)
-    return (x.sum(axis=1, dtype=jnp.float32) / counted[:, None]).reshape(blocks, heads, -1)

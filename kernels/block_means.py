@@ -1,0 +1,64 @@
+"""Means of blocks of rows: what tells which blocks of keys a block of queries attends to."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+Ref = Any  # a Pallas reference to VMEM
+
+ROWS = 2048  # of a grid step
+
+
+def block_means(
+    x: jax.Array, size: int, *, real: int, tiles: int, lanes: int, first: int = 0, interpret: Any = False
+) -> jax.Array:
+    """Return the mean of every `size` rows, float32, of each tile of `lanes` columns: [tiles, ceil(L / size), lanes].
+
+    x [L, at least (first + tiles) * lanes]; of its columns the tiles from `first` on, in place. Rows from `real` on
+    are never looked at; the mean of none is zero. size divides 2048, so that XLA needn't write x in float32 first.
+    """
+    rows, blocks = x.shape[0], -(-x.shape[0] // size)
+    x = jnp.pad(x, ((0, max(0, ROWS - rows)), (0, 0)))
+    return pl.pallas_call(
+        functools.partial(_kernel, size=size, real=real),
+        grid=(tiles, -(-rows // ROWS)),
+        in_specs=[pl.BlockSpec((ROWS, lanes), lambda t, i: (i, first + t))],
+        out_specs=pl.BlockSpec((None, ROWS // size, lanes), lambda t, i: (t, i, 0)),
+        out_shape=jax.ShapeDtypeStruct((tiles, max(blocks, ROWS // size), lanes), jnp.float32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=pl.CostEstimate(
+            flops=rows * tiles * lanes, transcendentals=0, bytes_accessed=rows * tiles * lanes * x.dtype.itemsize
+        ),
+        interpret=interpret,
+        name="block_means",
+    )(x)[:, :blocks]
+
+
+def block_means_reference(x: jax.Array, size: int, *, real: int, tiles: int, lanes: int, first: int = 0) -> jax.Array:
+    """Compute the same in plain jnp."""
+    blocks = -(-len(x) // size)
+    x = x[:, first * lanes : (first + tiles) * lanes].astype(jnp.float32)
+    x = jnp.where((jnp.arange(len(x)) < real)[:, None], x, 0)
+    sums = jnp.pad(x, ((0, blocks * size - len(x)), (0, 0))).reshape(blocks, size, tiles, lanes).sum(axis=1)
+    return (sums / _counted(real, jnp.arange(blocks), size)[:, None, None]).swapaxes(0, 1)
+
+
+def _kernel(x_ref: Ref, out_ref: Ref, *, size: int, real: int) -> None:
+    """One grid step (t, i)."""
+    start, blocks = pl.program_id(1) * ROWS, ROWS // size
+    x = x_ref[...].astype(jnp.float32)
+    if real % ROWS:
+        x = jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) + start < real, x, 0.0)
+    sums = jnp.sum(x.reshape(blocks, size, x.shape[1]), axis=1)
+    block = lax.broadcasted_iota(jnp.int32, sums.shape, 0) + pl.program_id(1) * blocks
+    out_ref[...] = sums / _counted(real, block, size)
+
+
+def _counted(real: int, block: jax.Array, size: int) -> jax.Array:
+    """How many rows of a block count, at least one."""
+    return jnp.clip(real - block * size, 1, size).astype(jnp.float32)
