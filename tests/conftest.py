@@ -47,14 +47,17 @@ def starts_clusters(nodeid: str) -> bool:
     return nodeid.startswith(("tests/cluster/", "tests/actors/")) and not nodeid.startswith(computing)
 
 
+PLAN = "tests/wan_tpu/test_plan_command.py"  # two minutes of one core: beside clusters it would starve if it gave way
+
+
 class Scheduling(LoadFileScheduling):
     """Runs the tests that start clusters in two of pytest-xdist's processes, and the others file by file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if not starts_clusters(nodeid):
+        if not starts_clusters(nodeid) and not nodeid.startswith(PLAN):
             return super()._split_scope(nodeid)
-        of_slices = nodeid.startswith(("tests/actors/slices/", "tests/actors/on_slices/"))
-        return "clusters: slices" if of_slices else "clusters: all others"  # about as long
+        first = ("tests/actors/slices/", "tests/actors/on_slices/", "tests/actors/test_spot.py", PLAN)
+        return "clusters: slices" if nodeid.startswith(first) else "clusters: all others"  # about as long
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -68,13 +71,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     And last what loads libtpu into this process: with it, JAX's profiler crashes on a machine without a TPU.
     """
-    longest = "tests/wan_tpu/test_plan_command.py"  # minutes of one core: nothing should wait for it at the end
     heavy = ("tests/wan_tpu/", "tests/quality/", "tests/actors/slices/test_stage_host.py")
     items.sort(
         key=lambda item: (
             not starts_clusters(item.nodeid),
             item.get_closest_marker("loads_libtpu") is not None,
-            not item.nodeid.startswith(longest),
             not item.nodeid.startswith(heavy),
         )
     )
@@ -82,7 +83,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Let what computes give way, in several processes, to what starts clusters: that waits half of its time."""
-    if "PYTEST_XDIST_WORKER" in os.environ and not starts_clusters(item.nodeid) and os.nice(0) == 0:
+    computes = not starts_clusters(item.nodeid) and not item.nodeid.startswith(PLAN)
+    if "PYTEST_XDIST_WORKER" in os.environ and computes and os.nice(0) == 0:
         os.nice(10)
 
 

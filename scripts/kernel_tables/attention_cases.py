@@ -3,8 +3,10 @@
 Each function returns a function and its arguments. Imported in a compiler's child process: jax and kernels only.
 """
 
+import functools
+import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,10 +85,9 @@ def _head(length: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, length, D), jnp.bfloat16)
 
 
-def sparse(
-    tokens: int, blocks: int, *, heads: int = 1, width: int = D, softmax: Literal["auto", "online"] = "auto"
-) -> Case:
+def sparse(tokens: int, blocks: int, *, heads: int = 1) -> Case:
     """Return sparse_attention of `tokens` to themselves, by lists of that many blocks of keys."""
-    x = jax.ShapeDtypeStruct((1, tokens, heads * width), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1, tokens, heads * D), jnp.bfloat16)
     lists = jax.ShapeDtypeStruct((1, heads, -(-tokens // QUERIES), blocks), jnp.int32)
-    return lambda q, k, v, lists: sparse_attention(q, k, v, lists, heads=heads, softmax=softmax), (x, x, x, lists)
+    attend = functools.partial(sparse_attention, heads=heads, scale=math.log(2))
+    return attend, (x, x, x, lists)

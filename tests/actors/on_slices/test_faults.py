@@ -18,7 +18,7 @@ from actors.pipeline.driver import PipelineDriver
 from actors.slices.snapshots import Snapshots
 from tests.actors.on_slices.conftest import REQUEST, SHORT
 from tests.actors.on_slices.running import kill, title
-from tests.cluster.conftest import drain, wait_for
+from tests.cluster.conftest import wait_for
 from tests.conftest import PHOTO, ROOT
 
 pytestmark = pytest.mark.long
@@ -96,23 +96,6 @@ def test_lost_objects(running, undisturbed):
         kill(process)
     check(made, undisturbed, again=(0, EVERY))
     assert sum(span.stage == "encoder" and span.what == "compute" for span in made.spans) > 3  # prompts and image
-
-
-def test_a_drained_slice_hands_its_work_over(running):
-    whole = running.start("whole", LONG)
-    expected = whole.video()
-    made = running.start("drained", LONG)
-    made.wait_for("denoise_high", 1)
-    [found] = running.slices("high")
-    drain(running.cluster, found.hosts[0].node_id, 3)
-    assert made.video() == expected
-    assert made.steps("denoise_high") == whole.steps("denoise_high")  # no step ran twice
-    slices = {span.slice for span in made.spans if span.stage == "denoise_high"}
-    assert len(slices) == 2, "it was over before it could be moved"
-    [moved] = running.slices("high")
-    assert moved.name != found.name
-    running.cluster.kill_host(found.name, 0)  # as the cloud does when the time is over
-    running.cluster.add_host(found.name, 0)
 
 
 def test_a_pool_grows_under_load_and_shrinks_after(running, spec):

@@ -1,4 +1,7 @@
-"""Every family's kinds of models with one expert on two pools, the ends' and its own: the video of one process."""
+"""Models with one expert on two pools, the ends' and its own: the video of one process.
+
+CogVideoX on pools, in a service: tests/actors/test_other_families.py.
+"""
 
 import asyncio
 import dataclasses
@@ -24,11 +27,7 @@ pools:
   experts: {{stages: [{experts}], slice: v6e-1}}
 """
 KINDS = {
-    "wan2.1-t2v-1.3b": GenerationRequest(prompt="A cat", height=64, width=64, frames=9, steps=6),
     "wan2.2-ti2v-5b": GenerationRequest(prompt="A dog runs", image=PHOTO, height=64, width=64, frames=9, steps=6),
-    "cogvideox1.5-5b-i2v": GenerationRequest(
-        prompt="A cat", image=PHOTO, height=64, width=64, frames=9, steps=6, solver="dpm"
-    ),
     "hunyuanvideo1.5-480p-i2v": GenerationRequest(
         prompt='A cat holds "hello"', image=PHOTO, height=64, width=64, frames=9, steps=6
     ),
