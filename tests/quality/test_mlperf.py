@@ -1,0 +1,88 @@
+"""MLPerf's LoadGen asks a small model for videos; what VBench would judge is there, and so is its verdict."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from scripts import mlperf
+from wan_tpu.cli import run
+from wan_tpu.media.reading import read_frames
+
+PROMPTS = ["a cat", "a dog / a bird", "rain"]
+SMALL = [f"--change={field}={value}" for field, value in {"height": 64, "width": 96, "frames": 5, "steps": 2}.items()]
+
+
+@pytest.fixture
+def asked(checkpoint, tmp_path):
+    """Arguments of a test with three prompts on a small model."""
+    prompts = tmp_path / "samples.txt"
+    prompts.write_text("\n".join(PROMPTS) + "\n\n")
+    folder = str(checkpoint("wan2.2-t2v-a14b"))
+    given = ["--model_id", folder, "--prompts", prompts, "--output", tmp_path / "out", "--dtype", "float32", *SMALL]
+    return ["run", *map(str, given)]
+
+
+def test_loadgen_asks_for_every_prompt_once(asked, tmp_path, capsys):
+    assert run(mlperf.main, [*asked, "--trial", "3", "--accuracy"]) == 0
+    videos = tmp_path / "out" / "videos"
+    names = {f"{prompt.replace('/', '-')}-0.mp4" for prompt in PROMPTS}
+    assert {path.name for path in videos.iterdir()} == names
+    said = json.loads((tmp_path / "out" / "mlperf_log_accuracy.json").read_text())
+    found = {one["qsl_idx"]: bytes.fromhex(one["data"]) for one in said}
+    for index, prompt in enumerate(PROMPTS):
+        file = videos / f"{prompt.replace('/', '-')}-0.mp4"
+        assert found[index] == hashlib.sha256(file.read_bytes()).digest()
+        assert len(read_frames(file, 5)) == 5
+    assert "this is no result" in capsys.readouterr().out
+
+
+def test_it_is_timed_from_the_same_latents(asked, pipeline, tmp_path, capsys):
+    noise = torch.randn(1, 16, 2, 8, 12, generator=torch.Generator().manual_seed(1))
+    torch.save(noise, tmp_path / "fixed_latent.pt")
+    more = ["--trial", "2", "--scenario", "SingleStream", "--fixed_latent", str(tmp_path / "fixed_latent.pt")]
+    assert run(mlperf.main, [*asked, *more]) == 0
+    assert "90.0th percentile latency" in capsys.readouterr().out
+    file, *_ = (tmp_path / "out" / "videos").iterdir()  # LoadGen draws what it asks for
+    prompt = next(one for one in PROMPTS if file.name == f"{one.replace('/', '-')}-0.mp4")
+    request = mlperf.requests_of([prompt], {"height": 64, "width": 96, "frames": 5, "steps": 2})[0]
+    assert (request.guidance_scale, request.guidance_scale_2, request.seed, request.fps) == (4.0, 3.0, 42, 25)
+    alone = pipeline("wan2.2-t2v-a14b").generate(request, noise=noise.numpy()).save(tmp_path / "alone.mp4")
+    np.testing.assert_array_equal(*([np.asarray(frame) for frame in read_frames(path, 5)] for path in (file, alone)))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--pools"], "or --pools"),
+        (["--prompts", "/nowhere"], "/nowhere can't be read"),
+        (["--change", "height=63"], "height is 63"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(asked, more, message, capsys):
+    assert run(mlperf.main, [*asked, *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+EVALUATE = """
+import argparse, json
+parser = argparse.ArgumentParser()
+for name in ("videos_path", "output_path", "load_ckpt_from_local"):
+    parser.add_argument("--" + name)
+parser.add_argument("--dimension", nargs="+")
+args = parser.parse_args()
+import pathlib
+pathlib.Path(args.output_path).mkdir(exist_ok=True)
+scores = {name: [SCORE, []] for name in args.dimension}
+pathlib.Path(args.output_path, "results_1_eval_results.json").write_text(json.dumps(scores))
+"""  # in the form of VBench's own, whose models have gigabytes
+
+
+@pytest.mark.parametrize(("score", "code"), [(0.70, 0), (0.69, 1)])
+def test_the_verdict_is_that_of_the_rules(score, code, tmp_path, capsys):
+    (tmp_path / "evaluate.py").write_text(EVALUATE.replace("SCORE", str(score)))
+    given = ["score", "--videos", str(tmp_path / "videos"), "--vbench", str(tmp_path)]
+    assert run(mlperf.main, given) == code
+    assert f"{100 * score:7.2f}, {'not ' * code}enough: at least 69.7752" in capsys.readouterr().out
