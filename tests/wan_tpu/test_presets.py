@@ -36,7 +36,8 @@ def test_every_preset_resolves_for_its_model():
     assert len(found) >= 5
     for name, preset in found:
         resolved = plan(preset_spec(name), preset=preset).request
-        assert resolved.loras and resolved.sigmas and preset_spec(name).presets[preset].source.startswith("https://")
+        assert resolved.sigmas and preset_spec(name).presets[preset].source.startswith("https://")
+        assert bool(resolved.loras) == (preset != "turbo")  # which is weights of its own
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.block_means import block_means, block_means_reference
-from kernels.linear_attention import EPSILON, add_linear, add_linear_reference
+from kernels.sla.block_means import block_means, block_means_reference
+from kernels.sla.linear_attention import EPSILON, add_linear, add_linear_reference
+from kernels.sla.top_lists import top_lists, top_lists_reference
 from kernels.sparse_attention import KEYS, QUERIES
-from kernels.top_lists import top_lists, top_lists_reference
 from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.sparse_linear import SparseLinear, chosen_blocks, sparse_linear_attention
 

@@ -18,7 +18,7 @@ def weights(argv: Sequence[str]) -> None:
         "--experts",
         nargs="+",
         metavar="FILE",
-        help="Wan with other experts, from TurboDiffusion's .pth files, that of high noise first",
+        help="other experts, from files of torch.save (TurboDiffusion's .pth), that of high noise first",
     )
     action.add_argument(
         "--kept_blocks",
@@ -33,15 +33,20 @@ def weights(argv: Sequence[str]) -> None:
 def _convert(args: argparse.Namespace) -> None:
     from wan_tpu.bucket import writable
     from wan_tpu.checkpoint import Checkpoint
+    from wan_tpu.families import family_of
     from wan_tpu.families.model import open_model
-    from wan_tpu.families.wan.distilled import WithExperts
     from wan_tpu.progress import Console
     from wan_tpu.runtime.converting import convert
 
     destination = writable(args.destination)
-    checkpoint = WithExperts(args.source, args.experts, args.kept_blocks) if args.experts else Checkpoint(args.source)
+    checkpoint = Checkpoint(args.source)
     if destination.address == checkpoint.source:
         raise InvalidInput(f"{args.destination} is the source itself; give another folder")
+    if args.experts:
+        family = family_of(checkpoint)
+        if family.with_experts is None:
+            raise InvalidInput(f"{family.title} has no experts in files of their own; leave --experts out")
+        checkpoint = family.part(family.with_experts)(args.source, args.experts, args.kept_blocks)
     kept = convert(checkpoint, open_model(checkpoint).components, args.dtype, destination, Console())
     for folder in kept:
         print(f"{folder} was there already")

@@ -21,6 +21,8 @@ class Family:
     open         a checkpoint -> its `ModelSpec`; raises `CheckpointError` for what the family doesn't run
     model        "module:class" of its `wan_tpu.families.model.Model`, which needs JAX and torch
     small        "module:function" that writes small checkpoints (`wan_tpu.tiny`), which needs diffusers
+    with_experts "module:class" of a checkpoint with other experts, from files of another form: (source, files, share of
+                 the blocks of keys that sparse ones keep); None: the family has none
     """
 
     name: str
@@ -32,6 +34,7 @@ class Family:
     open: Callable[[Checkpoint], ModelSpec]
     model: str
     small: str
+    with_experts: str | None = None
 
     def part(self, where: str) -> Any:
         """Return what "module:name" names, imported now."""

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels.block_means import block_means, block_means_reference
 from kernels.blocks import LANES
-from kernels.linear_attention import add_linear, add_linear_reference
+from kernels.sla.block_means import block_means, block_means_reference
+from kernels.sla.linear_attention import add_linear, add_linear_reference
+from kernels.sla.top_lists import top_lists, top_lists_reference
 from kernels.sparse_attention import KEYS, QUERIES, sparse_attention, sparse_attention_reference
-from kernels.top_lists import top_lists, top_lists_reference
 from wan_tpu.ops.attention import query_scale
 
 
@@ -48,8 +48,8 @@ def sparse_linear_attention(
     """Return sparse attention plus linear attention.
 
     q [L, at least N * D], times `query_scale`; k, v [L, at least N * D] -> [L, N * D], in the dtype of q. Tokens from
-    `kv_len` on don't count. first_heads are those of q, k and v from which on they count. interpret: the kernels, on
-    any platform, as pallas_call's.
+    `kv_len` on don't count. first_heads are those of q, k and v from which on they count. interpret: the kernels,
+    interpreted, on any platform.
     """
     kernels, width = platform == "tpu" or bool(interpret), len(how.bias)
     first_q, first_k, _ = first_heads

@@ -14,4 +14,5 @@ FAMILY = Family(
     open=WanSpec.open,
     model="wan_tpu.families.wan.model:WanModel",
     small="wan_tpu.families.wan.small:make_checkpoint",
+    with_experts="wan_tpu.families.wan.distilled:WithExperts",
 )

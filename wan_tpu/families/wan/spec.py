@@ -10,7 +10,7 @@ import numpy as np
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.families.wan import magcache, presets, sampling
+from wan_tpu.families.wan import presets, sampling
 from wan_tpu.families.wan.config import read_config
 from wan_tpu.families.wan.presets import WanConfig
 from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, Defaults, Own, Preset, ResolvedRequest, nearest_multiple
@@ -183,7 +183,7 @@ class WanSpec(ModelSpec):
     @property
     def curves(self) -> tuple[Curve, ...]:
         """The checkpoint's own, before the published one."""
-        published = magcache.CURVES.get(self.name)
+        published = sampling.CURVES.get(self.name)
         return self.own.curves if published is None else (*self.own.curves, published)
 
     def _unguided(self, request: ResolvedRequest) -> Schedule:
