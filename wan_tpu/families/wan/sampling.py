@@ -1,7 +1,7 @@
 """Ways to sample the published Wan models: presets of four unguided steps, and curves for MagCache.
 
-LightX2V trained its adapters with Euler's method at sigma = shift s / (1 + (shift - 1) s), s = 1, 0.75, 0.5, 0.25 and shift 5,
-two steps on each expert of Wan 2.2: github.com/ModelTC/LightX2V, configs/distill; the files are those of
+LightX2V trained its adapters with Euler's method at sigma = shift s / (1 + (shift - 1) s), s = 1, 0.75, 0.5, 0.25 and
+shift 5, two steps on each expert of Wan 2.2: github.com/ModelTC/LightX2V, configs/distill; the files are those of
 huggingface.co/lightx2v/Wan2.2-Distill-Loras and Wan2.1-Distill-Loras. TurboDiffusion's models are distilled themselves
 (`wan_tpu.schedules.flow.rcm`).
 
