@@ -36,7 +36,7 @@ Ref = Any  # a Pallas reference to VMEM or SMEM
 
 QUERIES, KEYS = 128, 64  # of a block
 PAIR = 2 * QUERIES  # queries that are computed at once
-PAIRS = 2  # of a grid step: by the compiler 4 to 6 % faster than one
+PAIRS = 2  # of a grid step: by the compiler 3 to 5 % faster than one
 STEP = PAIRS * PAIR
 TOGETHER = 4  # blocks of keys that are computed at once, a chunk: 256 keys, as deep as the matrix unit
 UNROLLED = 48  # chunks: longer lists are a loop of so many
@@ -170,6 +170,11 @@ def _tiles(
     steps, tiles = -(-rows // STEP), heads // shared
     needed = 2 * kv_rows * lanes * k.dtype.itemsize  # K and V of a tile
     buffers = 2 if 2 * needed + 16 * MIB < _vmem_bytes() else 1
+    if needed + 16 * MIB > _vmem_bytes():
+        raise ValueError(
+            f"K and V of {kv_rows} tokens are {needed / MIB:.0f} MiB, and this chip's VMEM is "
+            f"{_vmem_bytes() / MIB:.0f} MiB: at most {(_vmem_bytes() - 16 * MIB) // (needed // kv_rows)} tokens"
+        )
     whole = functools.partial(pl.BlockSpec, pipeline_mode=pl.Buffered(buffers))
     queries = pl.BlockSpec((None, STEP, lanes), lambda b, t, i, s: (b, i, first[0] + t))
     keys = whole((None, kv_rows, lanes), lambda b, t, i, s: (b, 0, first[1] + t))

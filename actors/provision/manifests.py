@@ -42,6 +42,7 @@ def manifests(argv: Sequence[str]) -> int:
         capacity=args.capacity,
         queue=args.queue,
         monitor=None if args.monitor == "none" else args.monitor,
+        traces=args.dashboard_traces,
         idle_s=args.idle_s,
     )
     comments = (
@@ -75,6 +76,11 @@ def _add_arguments(parser: Parser) -> None:
         choices=(*kubernetes.MONITORS, "none"),
         default="PodMonitoring",
         help="what collects figures: GKE itself (default) or, with PodMonitor, the Prometheus operator",
+    )
+    group.add_argument(
+        "--dashboard_traces",
+        action="store_true",
+        help="let Ray's dashboard trace hosts, on a port that asks for no token; wants an image with dashboard-traces",
     )
     group.add_argument(
         "--idle_s", type=int, default=600, help="until a slice that nobody holds is given back; default %(default)s"

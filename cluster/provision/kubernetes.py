@@ -43,12 +43,8 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
 }
-_ENVIRONMENT_OF_PODS = ENVIRONMENT | {
-    "ENABLE_PJRT_COMPATIBILITY": "true",
-    # Ray's dashboard may trace a host: JAX's profiler listens there without a token, behind the NetworkPolicy.
-    "RAY_DASHBOARD_ENABLE_PROFILING": "1",
-    "JAX_PROFILER_PORT": "9999",
-}
+# Where Ray's dashboard may trace a host: JAX's profiler listens there, and asks for no token.
+_TRACES = {"RAY_DASHBOARD_ENABLE_PROFILING": "1", "JAX_PROFILER_PORT": "9999"}
 _HEALTHY: Object = {"path": "/api/local_raylet_healthz", "port": 52365}  # of Ray's agent on each node
 # What collects a pod's figures, by kind: GKE's own managed Prometheus, or the Prometheus operator.
 MONITORS = {"PodMonitoring": "monitoring.googleapis.com/v1", "PodMonitor": "monitoring.coreos.com/v1"}
@@ -66,6 +62,7 @@ class Target:
     queue     Kueue's local queue that it waits in; a cluster that waits so has all its slices from the start, since
               Kueue admits none that scales
     monitor   which of `MONITORS` collects its figures, None: nothing does
+    traces    whether Ray's dashboard may trace a host, whose image then has TensorFlow
     idle_s    until a slice that nobody holds is given back
     """
 
@@ -78,6 +75,7 @@ class Target:
     capacity: str = "on-demand"
     queue: str | None = None
     monitor: str | None = "PodMonitoring"
+    traces: bool = False
     idle_s: int = 600
 
     @property
@@ -255,11 +253,12 @@ def _container(target: Target, ports: Mapping[str, int], *, cpu: int, memory: st
         requests["google.com/tpu"] = limits["google.com/tpu"] = str(tpu)
     else:
         limits = dict(requests)
+    environment = {"ENABLE_PJRT_COMPATIBILITY": "true"} | ENVIRONMENT | (_TRACES if target.traces else {})
     found: Object = {
         "name": "ray",
         "image": target.image,
         "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
-        "env": [{"name": name, "value": value} for name, value in _ENVIRONMENT_OF_PODS.items()],
+        "env": [{"name": name, "value": value} for name, value in environment.items()],
         "resources": {"requests": requests, "limits": limits},
     }
     if target.secret is not None:

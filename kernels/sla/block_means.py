@@ -15,19 +15,26 @@ ROWS = 2048  # of a grid step
 
 
 def block_means(
-    x: jax.Array, size: int, *, real: int, tiles: int, lanes: int, first: int = 0, interpret: Any = False
+    x: jax.Array,
+    size: int,
+    *,
+    real: int | jax.Array,
+    tiles: int,
+    lanes: int,
+    first: int = 0,
+    interpret: Any = False,
 ) -> jax.Array:
     """Return the mean of every `size` rows, float32, of each tile of `lanes` columns: [tiles, ceil(L / size), lanes].
 
     x [L, at least (first + tiles) * lanes]; of its columns the tiles from `first` on, in place. Rows from `real` on
-    are never looked at; the mean of none is zero. size divides 2048, so that XLA needn't write x in float32 first.
+    don't count; the mean of none is zero. size divides 2048, so that XLA needn't write x in float32 first.
     """
     rows, blocks = x.shape[0], -(-x.shape[0] // size)
     x = jnp.pad(x, ((0, max(0, ROWS - rows)), (0, 0)))
     return pl.pallas_call(
-        functools.partial(_kernel, size=size, real=real),
+        functools.partial(_kernel, size=size),
         grid=(tiles, -(-rows // ROWS)),
-        in_specs=[pl.BlockSpec((ROWS, lanes), lambda t, i: (i, first + t))],
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec((ROWS, lanes), lambda t, i: (i, first + t))],
         out_specs=pl.BlockSpec((None, ROWS // size, lanes), lambda t, i: (t, i, 0)),
         out_shape=jax.ShapeDtypeStruct((tiles, max(blocks, ROWS // size), lanes), jnp.float32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
@@ -36,10 +43,12 @@ def block_means(
         ),
         interpret=interpret,
         name="block_means",
-    )(x)[:, :blocks]
+    )(jnp.asarray(real, jnp.int32).reshape(1), x)[:, :blocks]
 
 
-def block_means_reference(x: jax.Array, size: int, *, real: int, tiles: int, lanes: int, first: int = 0) -> jax.Array:
+def block_means_reference(
+    x: jax.Array, size: int, *, real: int | jax.Array, tiles: int, lanes: int, first: int = 0
+) -> jax.Array:
     """Compute the same in plain jnp."""
     blocks = -(-len(x) // size)
     x = x[:, first * lanes : (first + tiles) * lanes].astype(jnp.float32)
@@ -48,17 +57,26 @@ def block_means_reference(x: jax.Array, size: int, *, real: int, tiles: int, lan
     return (sums / _counted(real, jnp.arange(blocks), size)[:, None, None]).swapaxes(0, 1)
 
 
-def _kernel(x_ref: Ref, out_ref: Ref, *, size: int, real: int) -> None:
+def _kernel(real_ref: Ref, x_ref: Ref, out_ref: Ref, *, size: int) -> None:
     """One grid step (t, i)."""
-    start, blocks = pl.program_id(1) * ROWS, ROWS // size
-    x = x_ref[...].astype(jnp.float32)
-    if real % ROWS:
-        x = jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) + start < real, x, 0.0)
-    sums = jnp.sum(x.reshape(blocks, size, x.shape[1]), axis=1)
-    block = lax.broadcasted_iota(jnp.int32, sums.shape, 0) + pl.program_id(1) * blocks
-    out_ref[...] = sums / _counted(real, block, size)
+    real, blocks = real_ref[0], ROWS // size
+    start, first_block = pl.program_id(1) * ROWS, pl.program_id(1) * blocks
+
+    def sums(x: jax.Array) -> jax.Array:
+        return jnp.sum(x.reshape(blocks, size, x.shape[1]), axis=1)
+
+    @pl.when(start + ROWS <= real)
+    def _() -> None:
+        out_ref[...] = sums(x_ref[...].astype(jnp.float32)) / size
+
+    @pl.when(start + ROWS > real)
+    def _() -> None:
+        x = x_ref[...].astype(jnp.float32)
+        found = sums(jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) + start < real, x, 0.0))
+        block = lax.broadcasted_iota(jnp.int32, found.shape, 0) + first_block
+        out_ref[...] = found / _counted(real, block, size)
 
 
-def _counted(real: int, block: jax.Array, size: int) -> jax.Array:
+def _counted(real: int | jax.Array, block: jax.Array, size: int) -> jax.Array:
     """How many rows of a block count, at least one."""
     return jnp.clip(real - block * size, 1, size).astype(jnp.float32)

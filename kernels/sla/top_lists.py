@@ -27,7 +27,7 @@ Ref = Any  # a Pallas reference to VMEM
 def top_lists(scores: jax.Array, count: int, *, interpret: Any = False) -> jax.Array:
     """Return where the `count` largest scores of each column are, in rising order.
 
-    scores [N, K, Q] float32 -> [N, Q, count] int32. Of equal scores the first ones are taken; NaN is the largest.
+    scores [N, K, Q] float32 -> [N, Q, count] int32. Of equal scores the first ones are taken; NaN is as large as inf.
     Raises ValueError for a count that doesn't lie between 1 and K.
     """
     lists, rows, columns = scores.shape
@@ -52,13 +52,15 @@ def top_lists(scores: jax.Array, count: int, *, interpret: Any = False) -> jax.A
 
 def top_lists_reference(scores: jax.Array, count: int) -> jax.Array:
     """Compute the same by sorting."""
+    scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
     order = jnp.argsort(-scores, axis=1, stable=True)[:, :count]
     return jnp.sort(order, axis=1).swapaxes(1, 2).astype(jnp.int32)
 
 
 def _kernel(scores_ref: Ref, out_ref: Ref, sums_ref: Ref, lists_ref: Ref, *, count: int) -> None:
     """One grid step (i, j): 128 lists."""
-    bits = lax.bitcast_convert_type(scores_ref[...], jnp.int32)
+    scores = scores_ref[...]
+    bits = lax.bitcast_convert_type(jnp.where(jnp.isnan(scores), jnp.inf, scores), jnp.int32)
     key = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)  # in the order of the scores
     place = lax.broadcasted_iota(jnp.int32, key.shape, 0)
     row = (1, key.shape[1])

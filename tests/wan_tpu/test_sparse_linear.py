@@ -72,6 +72,18 @@ def test_some_heads_of_many_are_used_in_place():
         np.testing.assert_allclose(some, whole[:, 256:], rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernels"])
+def test_queries_may_begin_behind_the_first_key(interpret):
+    """As on a device that has a part of the tokens, the last of which is padding."""
+    q, k, v, weight, bias = drawn(1024, 1, 128, jnp.float32)
+    how = SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias))
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q * query_scale(128), k, v))
+    more = {"heads": 1, "kv_len": 900, "platform": "cpu", "interpret": interpret}
+    whole = sparse_linear_attention(q, k, v, how, **more)
+    part = sparse_linear_attention(q[512:], k, v, how, first_query=jnp.int32(512), **more)
+    np.testing.assert_allclose(part[: 900 - 512], whole[512:900], rtol=0, atol=2e-5)
+
+
 def test_one_block_is_kept_at_least():
     q, k, _, weight, bias = drawn(300, 1, 128, jnp.float32)
     for kept, count in ((0.01, 1), (1, 5)):
@@ -90,10 +102,12 @@ def test_the_largest_of_many(shape, count):
     scores[:, :, ::3] = np.round(scores[:, :, ::3])
     scores[:, :, 0] = -1
     scores[:, 1, ::2], scores[:, 3, ::2] = np.inf, -np.inf
+    scores[:, 5, ::4], scores[:, 7, ::4] = np.nan, -np.nan  # either sign: as large as inf
     found = np.asarray(top_lists(jnp.asarray(scores), count, interpret=True))
     np.testing.assert_array_equal(found, top_lists_reference(jnp.asarray(scores), count))
     for i, j in ((0, 0), (shape[0] - 1, shape[2] - 1)):
-        order = np.argsort(-scores[i, :, j], kind="stable")[:count]
+        column = np.where(np.isnan(scores[i, :, j]), np.inf, scores[i, :, j])
+        order = np.argsort(-column, kind="stable")[:count]
         np.testing.assert_array_equal(found[i, j], np.sort(order))
 
 

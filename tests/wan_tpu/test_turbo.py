@@ -1,10 +1,14 @@
 """A model with sparse-linear attention and its four steps, against diffusers with the paper's attention put into it."""
 
+import dataclasses
 import functools
 import json
 import math
 import re
 import shutil
+import subprocess
+import sys
+import zipfile
 
 import diffusers
 import numpy as np
@@ -15,9 +19,9 @@ from diffusers.models.transformers import transformer_wan
 
 from actors.cli import main
 from kernels.sparse_attention import KEYS, QUERIES
-from tests.conftest import PHOTO
+from tests.conftest import PHOTO, ROOT, with_devices
 from wan_tpu import CheckpointError, GenerationRequest, InvalidRequest, load_pipeline
-from wan_tpu.families import open_spec
+from wan_tpu.families import open_spec, preset_spec
 from wan_tpu.families.wan.components import ORIGINALS
 from wan_tpu.families.wan.distilled import WithExperts
 from wan_tpu.tiny import make_checkpoint
@@ -112,6 +116,33 @@ def test_a_video_is_that_of_diffusers_with_the_papers_attention(checkpoint, pipe
     assert np.abs(video.pixels - expected).max() <= 2e-3
 
 
+ON_MESHES = """
+import sys
+import numpy as np
+from wan_tpu import GenerationRequest, load_pipeline
+request = GenerationRequest(prompt="A cat", image=sys.argv[3], height=128, width=192, frames=17, seed=3)
+found = {}
+for mesh in [(1, 1, 1), (1, 2, 2), (2, 2, 1), (1, 4, 1)]:
+    pipe = load_pipeline(sys.argv[1], dtype="float32", mesh=mesh)
+    resolved = pipe.resolve(request)
+    made = pipe.denoise(resolved, pipe.encode(resolved), pipe.initial_state(resolved))
+    found["x".join(map(str, mesh))] = made.latents
+np.savez(sys.argv[2], **found)
+"""
+
+
+@pytest.mark.long
+def test_meshes_give_the_latents_of_one_device(checkpoint, tmp_path):
+    """480 tokens lie on four devices in blocks of 128, so that the last one's end is padding."""
+    command = [sys.executable, "-c", ON_MESHES, str(checkpoint(KIND)), str(tmp_path / "latents.npz"), str(PHOTO)]
+    subprocess.run(command, check=True, cwd=ROOT, env=with_devices(4), timeout=300)
+    found = np.load(tmp_path / "latents.npz")
+    expected = found["1x1x1"]
+    assert len(found) == 4
+    for latents in found.values():
+        assert np.abs(latents - expected).max() <= TOLERANCE * np.abs(expected).max()
+
+
 # ---- TurboDiffusion's files
 
 
@@ -147,9 +178,12 @@ def dense(checkpoint, tmp_path_factory):
 
 
 def test_published_files_are_converted(published, dense, pipeline, tmp_path):
+    (dense / "wan_tpu.json").write_text('{"defaults": {"steps": 40}}')  # of the dense model
     args = ["weights", "convert", str(dense), str(tmp_path / "turbo"), "--dtype", "float32", "--kept_blocks", "0.3"]
+    assert main(args) == 2, "of nothing"
     assert main([*args, "--experts", *map(str, published)]) == 0
-    assert open_spec(str(tmp_path / "turbo")).presets.keys() == {"turbo"}
+    spec = open_spec(str(tmp_path / "turbo"))
+    assert spec.presets.keys() == {"turbo"} and spec.defaults.steps == 4
     config = json.loads((tmp_path / "turbo" / "transformer_2" / "config.json").read_text())
     assert (config["attention"], config["kept_blocks"]) == ("sla", 0.3)
     ours = load_pipeline(tmp_path / "turbo", dtype="float32", mesh=(1, 1, 1))
@@ -169,6 +203,19 @@ def test_files_that_are_no_experts_are_refused(published, dense, tmp_path):
     cut.write_bytes(high.read_bytes()[:5000])
     with pytest.raises(CheckpointError, match="cut off"):
         WithExperts(dense, [cut, low], 0.1)
+    with zipfile.ZipFile(high) as whole, zipfile.ZipFile(cut, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in whole.namelist():
+            packed.writestr(name, whole.read(name))
+    with pytest.raises(CheckpointError, match="packed by something else"):
+        WithExperts(dense, [cut, low], 0.1)
+    torch.save({"blocks.0.ffn.0.weight": torch.zeros(2)}, cut)
+    with pytest.raises(CheckpointError, match="attends to all keys"):
+        WithExperts(dense, [cut, low], 0.1)
+    video = shutil.copytree(dense, tmp_path / "t2v")
+    index = json.loads((video / "model_index.json").read_text()) | {"_class_name": "WanPipeline"}
+    (video / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="supported for image to video"):
+        WithExperts(video, [high, low])
     for content, message in (
         ({"blocks.0.ffn.0.int8_weight": torch.zeros(2)}, "without -quant"),
         ({"blocks.0.ffn.0.weight": torch.zeros(4, 2).T}, "in several pieces"),
@@ -193,6 +240,12 @@ def test_more_steps_need_noise_levels_of_their_own(checkpoint):
     with pytest.raises(InvalidRequest, match="rcm takes 1 to 4, nearest 4"):
         spec.plan(GenerationRequest(image=PHOTO, steps=5))
     spec.plan(GenerationRequest(image=PHOTO, steps=8, solver="unipc"))
+
+
+def test_a_model_keeps_its_name_however_many_blocks_it_keeps():
+    spec = preset_spec(KIND)
+    more = dataclasses.replace(spec.config, transformer=spec.config.transformer | {"kept_blocks": 0.15})
+    assert dataclasses.replace(spec, config=more).name == KIND == spec.name
 
 
 def test_a_configuration_that_says_another_attention_is_refused(checkpoint, tmp_path):

@@ -23,8 +23,7 @@ def weights(argv: Sequence[str]) -> None:
     action.add_argument(
         "--kept_blocks",
         type=float,
-        default=0.1,
-        help="with sparse experts: the share of the blocks of keys that attention keeps; default %(default)s",
+        help="with sparse experts: the share of the blocks of keys that attention keeps; default 0.1",
     )
     action.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
     _convert(parser.parse_args(argv))
@@ -42,6 +41,10 @@ def _convert(args: argparse.Namespace) -> None:
     checkpoint = Checkpoint(args.source)
     if destination.address == checkpoint.source:
         raise InvalidInput(f"{args.destination} is the source itself; give another folder")
+    if args.kept_blocks is not None and not args.experts:
+        raise InvalidInput(
+            "--kept_blocks is of sparse --experts; in a checkpoint that has some, transformer/config.json"
+        )
     if args.experts:
         family = family_of(checkpoint)
         if family.with_experts is None:

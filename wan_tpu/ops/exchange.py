@@ -111,7 +111,10 @@ def exchanged_attention(
     """
     assert token_axes[-len(head_axes) :] == head_axes
     given = _sent(rows, make, heads, kv_len, token_axes[: -len(head_axes)], head_axes, platform, others)
-    given = dataclasses.replace(given, sparse=sparse)
+    if sparse is not None:
+        apart = token_axes[: -len(head_axes)]
+        before = jax.lax.axis_index(apart) * len(given.q) if apart else 0
+        given = dataclasses.replace(given, sparse=sparse, first_query=before)
     found: list[_Back] = []
     right, gathered = [], dict[str, jax.Array]()
     for number in range(len(given.rounds)):
@@ -152,6 +155,7 @@ class _Given:
     kv_len: int | jax.Array
     platform: str
     sparse: SparseLinear | None = None
+    first_query: int | jax.Array = 0  # of all tokens, the one that is the first of q
 
     @property
     def rounds(self) -> list[int]:
@@ -172,6 +176,7 @@ class _Given:
                 heads=self.rounds[number],
                 first_heads=(first, first_key, first),
                 kv_len=self.kv_len,
+                first_query=self.first_query,
                 platform=self.platform,
             )
             return (mixed, None), jnp.asarray(True)

@@ -20,8 +20,10 @@ from kernels.blocks import LANES
 from kernels.sla.block_means import block_means, block_means_reference
 from kernels.sla.linear_attention import add_linear, add_linear_reference
 from kernels.sla.top_lists import top_lists, top_lists_reference
-from kernels.sparse_attention import KEYS, QUERIES, sparse_attention, sparse_attention_reference
+from kernels.sparse_attention import KEYS, QUERIES, first_tiles, sparse_attention, sparse_attention_reference
 from wan_tpu.ops.attention import query_scale
+
+QUERY_BLOCK = QUERIES  # tokens that attend to the same blocks of keys
 
 
 @dataclass(frozen=True)
@@ -42,20 +44,24 @@ def sparse_linear_attention(
     heads: int,
     first_heads: tuple[int, int, int] = (0, 0, 0),
     kv_len: int,
+    first_query: int | jax.Array = 0,
     platform: str,
     interpret: Any = False,
 ) -> jax.Array:
     """Return sparse attention plus linear attention.
 
     q [L, at least N * D], times `query_scale`; k, v [L, at least N * D] -> [L, N * D], in the dtype of q. Tokens from
-    `kv_len` on don't count. first_heads are those of q, k and v from which on they count. interpret: the kernels,
-    interpreted, on any platform.
+    `kv_len` on don't count. first_heads are those of q, k and v from which on they count. first_query is the token that
+    q begins with, a whole number of blocks behind the first one of k. interpret: the kernels, interpreted, on any
+    platform.
     """
     kernels, width = platform == "tpu" or bool(interpret), len(how.bias)
+    if kernels:
+        first_tiles(first_heads, heads, width)  # says what heads there can't be
     first_q, first_k, _ = first_heads
     some: dict[str, Any] = {"heads": heads, "kv_len": kv_len}
     choice: dict[str, Any] = {"first_heads": (first_q, first_k), "kernels": kernels, "interpret": interpret}
-    lists = chosen_blocks(q, k, how, **some, **choice)
+    lists = chosen_blocks(q, k, how, first_query=first_query, **some, **choice)
     if kernels:
         more = some | {"first_heads": first_heads, "interpret": interpret}
         out = sparse_attention(q[None], k[None], v[None], lists, width=width, scale=math.log(2), **more)[0]
@@ -73,6 +79,7 @@ def chosen_blocks(
     heads: int,
     first_heads: tuple[int, int] = (0, 0),
     kv_len: int,
+    first_query: int | jax.Array = 0,
     kernels: bool,
     interpret: Any = False,
 ) -> jax.Array:
@@ -85,10 +92,10 @@ def chosen_blocks(
     count = min(blocks, max(1, int(how.kept * blocks)))
     shared = max(1, LANES // width) if kernels else 1
     means = functools.partial(block_means, interpret=interpret) if kernels else block_means_reference
-    queries, keys = (
-        means(x, size, real=kv_len, tiles=heads // shared, lanes=width * shared, first=first // shared)
-        for x, size, first in zip((q, k), (QUERIES, KEYS), first_heads, strict=True)
-    )
+    some: dict[str, Any] = {"tiles": heads // shared, "lanes": width * shared}
+    first_q, first_k = (first // shared for first in first_heads)
+    queries = means(q, QUERIES, real=jnp.clip(kv_len - first_query, 0, len(q)), first=first_q, **some)
+    keys = means(k, KEYS, real=kv_len, first=first_k, **some)
     queries, keys = (x.reshape(*x.shape[:2], shared, width) for x in (queries, keys))
     scores = jnp.einsum("tksd,tqsd->tskq", keys[:, :blocks], queries, precision="highest")
     scores = scores.reshape(heads, *scores.shape[2:])

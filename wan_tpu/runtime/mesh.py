@@ -174,11 +174,12 @@ class TokenLayout(NamedTuple):
         return P(self.branch_axis, self.token_axes)
 
 
-def token_layout(mesh: Mesh, branches: int, tokens: int, heads: int = 0) -> TokenLayout:
+def token_layout(mesh: Mesh, branches: int, tokens: int, heads: int = 0, block: int = 1) -> TokenLayout:
     """Return where `tokens` tokens of `branches` branches go: 'dp' splits branches, or tokens if they are too few.
 
     heads  of self-attention: 'dp' splits these, too, where it splits tokens and they divide. To gather keys and values
            over 'dp' instead takes three times as long as the exchange (docs/benchmarks.md)
+    block  tokens that lie on one device, whatever the mesh
     """
     split = branches % mesh.shape["dp"] == 0
     axes = SHARDS if split else AXES
@@ -186,5 +187,5 @@ def token_layout(mesh: Mesh, branches: int, tokens: int, heads: int = 0) -> Toke
     if not split and heads and heads % (mesh.shape["dp"] * mesh.shape["tp"]) == 0:
         axes, of_heads = ("sp", "dp", "tp"), ("dp", "tp")
     # 128: a bfloat16 tile has 16 rows, and 8 of them make the blocks of all kernels come out whole more often.
-    unit = axis_size(mesh, axes) * (128 if mesh.devices.flat[0].platform == "tpu" else 1)
+    unit = axis_size(mesh, axes) * math.lcm(block, 128 if mesh.devices.flat[0].platform == "tpu" else 1)
     return TokenLayout("dp" if split else None, axes, -(-tokens // unit) * unit, of_heads)

@@ -1,6 +1,5 @@
 """Which tensors a file of torch.save holds, and where, without reading any."""
 
-import pickle
 import zipfile
 
 import torch
@@ -21,11 +20,14 @@ def torch_tensors(file: WeightFile) -> dict[str, Stored]:
     """
     if not zipfile.is_zipfile(file.address):
         raise CheckpointError(f"{file.address} is no file of torch.save (since 1.6), or cut off; fetch it again")
+    with zipfile.ZipFile(file.address) as archive:
+        if any(one.compress_type != zipfile.ZIP_STORED for one in archive.infolist()):
+            raise CheckpointError(f"{file.address} was packed by something else than torch.save; fetch it again")
     try:
         with FakeTensorMode():  # by which torch.load tells where storages lie, in place of reading them
             found = torch.load(file.address, weights_only=True, map_location="cpu")
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # whatever a damaged pickle makes of it
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{file.address} can't be read as weights alone ({reason})") from None
     if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
         found = found["state_dict"]

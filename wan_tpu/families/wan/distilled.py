@@ -6,19 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from wan_tpu.bucket import WeightFile
-from wan_tpu.checkpoint import Checkpoint, on_disk
+from wan_tpu.checkpoint import OWN, Checkpoint, on_disk
 from wan_tpu.errors import CheckpointError
 from wan_tpu.runtime.torch_files import SUFFIXES, torch_tensors
 
 FOLDERS = ("transformer", "transformer_2")
 _LINEAR = ".proj_l.weight"  # of sparse-linear attention
+_KEPT = 0.1  # as inference/wan2.2_i2v_infer.py of github.com/thu-ml/TurboDiffusion
+_PIPELINE = "WanImageToVideoPipeline"
 
 
 class WithExperts(Checkpoint):
     """A checkpoint whose experts are read from files; all else, their sizes too, is the base's."""
 
-    def __init__(self, base: str | Path, experts: Sequence[str | Path], kept_blocks: float) -> None:
-        """base: as `Checkpoint` takes it; experts: files, that of high noise first; kept_blocks: see `WanConfig`.
+    def __init__(self, base: str | Path, experts: Sequence[str | Path], kept_blocks: float | None = None) -> None:
+        """base: as `Checkpoint` takes it; experts: files, that of high noise first.
+
+        kept_blocks: of sparse ones, see `WanConfig`; as published if left out.
 
         Raises `CheckpointError` when base can't have these experts.
         """
@@ -31,7 +35,7 @@ class WithExperts(Checkpoint):
             )
         if unread := [str(path) for path in experts if Path(path).suffix not in SUFFIXES]:
             raise CheckpointError(f"{unread[0]} is no file of torch.save ({' or '.join(SUFFIXES)})")
-        if not 0 < kept_blocks <= 1:
+        if kept_blocks is not None and not 0 < kept_blocks <= 1:
             raise CheckpointError(f"{kept_blocks:g} of the blocks can't be kept; give more than 0, and at most 1")
         self._experts = {name: on_disk(Path(path)) for name, path in zip(wanted, experts, strict=True)}
         self._more: dict[str, dict[str, Any]] = {}
@@ -40,12 +44,24 @@ class WithExperts(Checkpoint):
             if any(one.endswith(".int8_weight") for one in names):
                 raise CheckpointError(f"{file.address} is quantised; give the file without -quant in its name")
             sparse = any(one.endswith(_LINEAR) for one in names)
-            self._more[name] = {"attention": "sla", "kept_blocks": kept_blocks} if sparse else {}
-        self.source = f"{self.source} with {' and '.join(file.address for file in self._experts.values())}"
+            if kept_blocks is not None and not sparse:
+                raise CheckpointError(f"{file.address} attends to all keys; leave kept_blocks out")
+            if sparse and self.index.get("_class_name") != _PIPELINE:
+                raise CheckpointError(
+                    f"{self.source} is a {self.index.get('_class_name')}; sparse experts are supported for image to "
+                    f"video ({_PIPELINE}), whose four steps those of other models aren't"
+                )
+            self._more[name] = {"attention": "sla", "kept_blocks": kept_blocks or _KEPT} if sparse else {}
+        files = " and ".join(f"{file.address} ({file.version})" for file in self._experts.values())
+        self.source = f"{self.source} with {files}"
 
     def config(self, component: str, file: str = "config.json") -> dict[str, Any]:
         """Return a component's configuration."""
         return super().config(component, file) | self._more.get(component, {})
+
+    def own(self, *others: str) -> dict[str, Any]:
+        """Return wan_tpu.json; not of sparse experts, whose steps and curves are others than the base's."""
+        return {} if any(self._more.values()) else super().own(*others)
 
     def weights(self, component: str) -> dict[str, WeightFile]:
         """Return a component's files by name."""
@@ -57,5 +73,7 @@ class WithExperts(Checkpoint):
     def others(self) -> dict[str, bytes]:
         """Return what all files hold but weights, by names from the folder on."""
         found = super().others()
+        if any(self._more.values()):
+            found.pop(OWN, None)
         changed = {f"{name}/config.json": self.config(name) for name, more in self._more.items() if more}
         return found | {name: json.dumps(config, indent=2).encode() for name, config in changed.items()}

@@ -148,7 +148,8 @@ _SAMPLING: dict[str, tuple[int, int, int, int, int, float, float]] = {
 def recognise(config: WanConfig) -> str:
     """Return the name of the published model that a configuration is, or `CUSTOM`."""
     for name, preset in PRESETS.items():
-        same_transformer = all(config.transformer.get(k, v) == v for k, v in preset.transformer.items())
+        fixed = {key: value for key, value in preset.transformer.items() if key != "kept_blocks"}
+        same_transformer = all(config.transformer.get(key, value) == value for key, value in fixed.items())
         same_rest = all(getattr(config, key) == getattr(preset, key) for key in ("boundary_ratio", "expand_timesteps"))
         same_shift = config.shift == preset.shift or not name.startswith("wan2.1-i2v")
         both = [

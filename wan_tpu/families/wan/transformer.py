@@ -27,7 +27,7 @@ from wan_tpu.families.wan.tokens import rope_tables
 from wan_tpu.ops.attention import attention, query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
-from wan_tpu.ops.sparse_linear import SparseLinear
+from wan_tpu.ops.sparse_linear import QUERY_BLOCK, SparseLinear
 from wan_tpu.runtime.bridge import Params, call, to_jax
 from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
 
@@ -101,7 +101,8 @@ class Reuse(NamedTuple):
 
 def residual_shape(mesh: Mesh, config: Any, branches: int, tokens: int, dtype: Any) -> jax.ShapeDtypeStruct:
     """Return shape and sharding of `Reuse.residual`."""
-    layout = token_layout(mesh, branches, tokens, config["num_attention_heads"])
+    block = 1 if config.get("attention") is None else QUERY_BLOCK
+    layout = token_layout(mesh, branches, tokens, config["num_attention_heads"], block)
     shape = (branches, layout.padded, config["num_attention_heads"] * config["attention_head_dim"])
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, layout.spec))
 
@@ -129,9 +130,11 @@ def velocity(
         embedding, modulation = _embed_time(module, times, latents.dtype)
         patch = module.config.patch_size
         cut = patches(to_jax(latents), patch)
-        layout = token_layout(mesh, keys["key"].shape[1], len(cut), module.config.num_attention_heads)
+        kept = getattr(module, KEPT, None)
+        block = 1 if kept is None else QUERY_BLOCK
+        layout = token_layout(mesh, keys["key"].shape[1], len(cut), module.config.num_attention_heads, block)
         tables = rope_tables(module, [n // p for n, p in zip(latents.shape[2:], patch, strict=True)])
-        return _Step(module.config, mesh, layout, first_tokens, len(cut), getattr(module, KEPT, None)).run(
+        return _Step(module.config, mesh, layout, first_tokens, len(cut), kept).run(
             Inputs(
                 tokens=padded(cut, layout.padded),
                 tables=tuple(padded(table, layout.padded) for table in tables),
