@@ -17,6 +17,7 @@ else in this process, one after the other. VBench needs a checkout and its own p
 
 import argparse
 import asyncio
+import dataclasses
 import hashlib
 import json
 import os
@@ -95,6 +96,8 @@ def test(args: argparse.Namespace) -> int:
         prompts = [line.strip() for line in args.prompts.read_text().splitlines() if line.strip()][: args.trial]
     except (OSError, UnicodeError) as error:
         raise InvalidInput(f"--prompts {args.prompts} can't be read ({error})") from None
+    if not prompts:
+        raise InvalidInput(f"--prompts {args.prompts} has none; give a prompt a line")
     changed = {name: _value(text) for name, _, text in (one.partition("=") for one in args.change)}
     requests = requests_of(prompts, changed)
     videos = args.output / "videos"
@@ -130,7 +133,10 @@ def _value(text: str) -> Any:
 
 def requests_of(prompts: Sequence[str], changed: Mapping[str, Any]) -> list[GenerationRequest]:
     """Return what the benchmark asks for; changed: fields that differ from its setting."""
-    return [GenerationRequest(prompt=prompt, fps=FPS, **{**SETTINGS, **changed}) for prompt in prompts]
+    allowed = sorted(field.name for field in dataclasses.fields(GenerationRequest))
+    if unknown := sorted(set(changed) - set(allowed)):
+        raise InvalidInput(f"--change {unknown[0]} is no field of a request; allowed are {', '.join(allowed)}")
+    return [GenerationRequest(**{"prompt": prompt, "fps": FPS, **SETTINGS, **changed}) for prompt in prompts]
 
 
 def _settings(args: argparse.Namespace, count: int) -> loadgen.TestSettings:
@@ -248,7 +254,13 @@ def judge(videos: Path, vbench: Path, processes: int) -> int:
     results = videos.parent / "vbench"
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
     command += [str(vbench / "evaluate.py"), f"--videos_path={videos}", f"--output_path={results}"]
-    subprocess.run([*command, "--load_ckpt_from_local=True", "--dimension", *DIMENSIONS], check=True)
+    if not (vbench / "evaluate.py").is_file() or not videos.is_dir():
+        raise InvalidInput(
+            f"there is no {vbench}/evaluate.py, or no folder {videos}; give a checkout and a run's videos/"
+        )
+    done = subprocess.run([*command, "--load_ckpt_from_local=True", "--dimension", *DIMENSIONS], check=False)
+    if done.returncode:
+        raise InvalidInput(f"VBench ended with {done.returncode}; see its own output above")
     found = sorted(results.glob("results_*_eval_results.json"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise InvalidInput(f"VBench has written no results to {results}; see its own output")

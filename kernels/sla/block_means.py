@@ -1,4 +1,7 @@
-"""Means of blocks of rows: what tells which blocks of keys a block of queries attends to."""
+"""Means of blocks of rows: what tells which blocks of keys a block of queries attends to.
+
+XLA would write all rows in float32 first. Shapes: L rows.
+"""
 
 import functools
 from typing import Any
@@ -27,7 +30,7 @@ def block_means(
     """Return the mean of every `size` rows, float32, of each tile of `lanes` columns: [tiles, ceil(L / size), lanes].
 
     x [L, at least (first + tiles) * lanes]; of its columns the tiles from `first` on, in place. Rows from `real` on
-    don't count; the mean of none is zero. size divides 2048, so that XLA needn't write x in float32 first.
+    don't count; the mean of none is zero. size divides ROWS.
     """
     rows, blocks = x.shape[0], -(-x.shape[0] // size)
     x = jnp.pad(x, ((0, max(0, ROWS - rows)), (0, 0)))

@@ -5,7 +5,7 @@ With phi(x) = softmax(x) over the D channels of a head, and eps = 1e-5,
     out_i = P [ phi(q_i) sum_j phi(k_j)^T v_j / (eps + phi(q_i) . sum_j phi(k_j)) ] + b,
 
 where P [D, D] and b [D] are trained (arXiv 2509.24006, `proj_l`). What is summed over the keys doesn't depend on the
-query, so it is summed once (`key_summary`), P is multiplied into it, and a second kernel adds the result to the sparse
+query, so it is summed once (`_key_summary`), P is multiplied into it, and a second kernel adds the result to the sparse
 part (`add_linear`). In that fraction phi(q) needs no sum of its own: with e = exp(q - max q), numerator and denominator
 are both divided by sum(e), if eps stands beside sum_j phi(k_j). Both kernels read and write each array once.
 
@@ -98,8 +98,8 @@ def add_linear_reference(
     kv_len: int | None = None,
 ) -> jax.Array:
     """Compute the same in plain jnp, float32, as the formula stands; arguments as `add_linear`'s."""
-    q3, k3, v3 = (x.astype(jnp.float32).reshape(len(x), heads, -1) for x in (q * scale, k[:kv_len], v[:kv_len]))
-    q3, k3 = jax.nn.softmax(q3), jax.nn.softmax(k3)
+    q3, k3, v3 = (x.astype(jnp.float32).reshape(len(x), heads, -1) for x in (q, k[:kv_len], v[:kv_len]))
+    q3, k3 = jax.nn.softmax(q3 * scale), jax.nn.softmax(k3)
     values = jnp.einsum("knd,kne->nde", k3, v3, precision="highest")
     below = EPSILON + jnp.einsum("qnd,nd->qn", q3, k3.sum(0), precision="highest")
     out = jnp.einsum("qnd,nde->qne", q3, values, precision="highest") / below[..., None]

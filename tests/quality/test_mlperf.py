@@ -66,6 +66,8 @@ def test_it_is_timed_from_the_same_latents(scenario, said, asked, pipeline, tmp_
         (["--pools"], "or --pools"),
         (["--prompts", "/nowhere"], "/nowhere can't be read"),
         (["--change", "height=63"], "height is 63"),
+        (["--change", "size=3"], "--change size is no field of a request"),
+        (["--prompts", "/dev/null"], "/dev/null has none"),
     ],
 )
 def test_what_cannot_be_asked_is_said(asked, more, message, capsys):
@@ -91,5 +93,8 @@ pathlib.Path(args.output_path, "results_1_eval_results.json").write_text(json.du
 def test_the_verdict_is_that_of_the_rules(score, code, tmp_path, capsys):
     (tmp_path / "evaluate.py").write_text(EVALUATE.replace("SCORE", str(score)))
     given = ["score", "--videos", str(tmp_path / "videos"), "--vbench", str(tmp_path)]
+    assert run(mlperf.main, given) == 2
+    assert "or no folder" in capsys.readouterr().err
+    (tmp_path / "videos").mkdir()
     assert run(mlperf.main, given) == code
     assert f"{100 * score:7.2f}, {'not ' * code}enough: at least 69.7752" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Which tensors a file holds, and where, by its header alone: of safetensors, and of torch.save.
+"""Which tensors a safetensors file holds, and where, by its header alone.
 
 Source: github.com/huggingface/safetensors, "Format".
 """

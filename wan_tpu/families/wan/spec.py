@@ -132,14 +132,18 @@ class WanSpec(ModelSpec):
         """What heights and widths are multiples of, pixels."""
         return self.spatial_stride * self.patch[1]
 
-    def check_size(self, request: ResolvedRequest) -> None:
-        """Raise `InvalidRequest` when this model can't make videos of a (resolved) request's size, or in its steps."""
+    def check(self, request: ResolvedRequest, *, image: bool, last: bool) -> None:
+        """Raise `InvalidRequest` as every model, and for steps that rCM has no noise levels for."""
         most = len(flow.RCM_ANGLES)
         if request.solver == "rcm" and request.sigmas is None and request.steps > most:
             raise InvalidRequest(
                 f"steps is {request.steps}; rcm takes 1 to {most}, nearest {most}; more need sigmas of their own",
                 "steps",
             )
+        super().check(request, image=image, last=last)
+
+    def check_size(self, request: ResolvedRequest) -> None:
+        """Raise `InvalidRequest` when this model can't make videos of a (resolved) request's size."""
         for name, patch in (("height", self.patch[1]), ("width", self.patch[2])):
             value, multiple = getattr(request, name), self.spatial_stride * patch
             if value % multiple:
