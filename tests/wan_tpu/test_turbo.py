@@ -120,7 +120,7 @@ ON_MESHES = """
 import sys
 import numpy as np
 from wan_tpu import GenerationRequest, load_pipeline
-request = GenerationRequest(prompt="A cat", image=sys.argv[3], height=128, width=192, frames=17, seed=3)
+request = GenerationRequest(prompt="A cat", image=sys.argv[3], height=128, width=160, frames=17, seed=3)
 found = {}
 for mesh in [(1, 1, 1), (1, 2, 2), (2, 2, 1), (1, 4, 1)]:
     pipe = load_pipeline(sys.argv[1], dtype="float32", mesh=mesh)
@@ -133,7 +133,7 @@ np.savez(sys.argv[2], **found)
 
 @pytest.mark.long
 def test_meshes_give_the_latents_of_one_device(checkpoint, tmp_path):
-    """480 tokens lie on four devices in blocks of 128, so that the last one's end is padding."""
+    """400 tokens lie on four devices in blocks of 128, of which the last one has 16 and padding."""
     command = [sys.executable, "-c", ON_MESHES, str(checkpoint(KIND)), str(tmp_path / "latents.npz"), str(PHOTO)]
     subprocess.run(command, check=True, cwd=ROOT, env=with_devices(4), timeout=300)
     found = np.load(tmp_path / "latents.npz")
