@@ -5,12 +5,14 @@ Shapes: L rows (tokens), C channels.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.low_precision import LANES, Rounded, round_rows_reference, to_8_bits
 from kernels.modulation import modulation_row
 from kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
@@ -25,40 +27,54 @@ def layer_norm(
     *,
     eps: float,
     first_rows: jax.Array | int = 0,
+    rounded: Any = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> jax.Array | Rounded:
     """Return (x - mean) / sqrt(variance + eps) * scale + shift, computed in float32, in the dtype of x.
 
     x             [L, C]
     scale, shift  [1 or 2, C]: of two, the first is for rows before `first_rows`
+    rounded       an 8-bit type: return `Rounded` rows of it
     """
     rows, channels = x.shape
-    block = even_block(rows, ROWS, sublanes(x.dtype))
+    block = even_block(rows, ROWS, sublanes(rounded or x.dtype))
     tile = pl.BlockSpec((block, channels), lambda i: (i, 0))
     whole = pl.BlockSpec(scale.shape, lambda i: (0, 0))
-    return pl.pallas_call(
+    out = [jax.ShapeDtypeStruct(x.shape, rounded or x.dtype)]
+    out_specs = [tile]
+    if rounded is not None:
+        out.append(jax.ShapeDtypeStruct((rows, LANES), jnp.float32))
+        out_specs.append(pl.BlockSpec((block, LANES), lambda i: (i, 0)))
+    found = pl.pallas_call(
         functools.partial(_kernel, eps=eps),
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        out_shape=out,
         grid=(pl.cdiv(rows, block),),
         in_specs=[tile, whole, whole, pl.BlockSpec(memory_space=pltpu.SMEM)],
-        out_specs=tile,
+        out_specs=out_specs,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=vmem_bytes(interpret=interpret)
         ),
         cost_estimate=pass_over(x),
-        name="layer_norm",
+        name="layer_norm" if rounded is None else "layer_norm_rounded",
         interpret=interpret,
     )(x, scale.astype(jnp.float32), shift.astype(jnp.float32), jnp.asarray(first_rows, jnp.int32).reshape(1))
+    return found[0] if rounded is None else Rounded(*found)
 
 
 def layer_norm_reference(
-    x: jax.Array, scale: jax.Array, shift: jax.Array, *, eps: float, first_rows: jax.Array | int = 0
-) -> jax.Array:
+    x: jax.Array,
+    scale: jax.Array,
+    shift: jax.Array,
+    *,
+    eps: float,
+    first_rows: jax.Array | int = 0,
+    rounded: Any = None,
+) -> jax.Array | Rounded:
     """Return the same as `layer_norm`, in plain jnp."""
     rows = x.shape[0]
     normed = _normalise(x.astype(jnp.float32), eps)
     scaled = normed * modulation_row(scale, 0, rows, first_rows) + modulation_row(shift, 0, rows, first_rows)
-    return scaled.astype(x.dtype)
+    return scaled.astype(x.dtype) if rounded is None else round_rows_reference(scaled, rounded)
 
 
 def _normalise(x: jax.Array, eps: float) -> jax.Array:
@@ -66,7 +82,7 @@ def _normalise(x: jax.Array, eps: float) -> jax.Array:
     return centred * jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + eps)
 
 
-def _kernel(x_ref, scale_ref, shift_ref, first_rows_ref, o_ref, *, eps):  # type: ignore[no-untyped-def]
+def _kernel(x_ref, scale_ref, shift_ref, first_rows_ref, o_ref, *scales, eps):  # type: ignore[no-untyped-def]
     first = pl.program_id(0) * x_ref.shape[0]
 
     def rows(start: jax.Array, count: int) -> None:
@@ -74,6 +90,12 @@ def _kernel(x_ref, scale_ref, shift_ref, first_rows_ref, o_ref, *, eps):  # type
         normed = _normalise(x_ref[here, :].astype(jnp.float32), eps)
         scale = modulation_row(scale_ref[...], first + start, count, first_rows_ref[0])
         shift = modulation_row(shift_ref[...], first + start, count, first_rows_ref[0])
-        o_ref[here, :] = (normed * scale + shift).astype(o_ref.dtype)
+        scaled = normed * scale + shift
+        if scales:
+            values, size = to_8_bits(scaled, o_ref.dtype)
+            scales[0][here, :] = jnp.broadcast_to(size, (count, LANES))
+        else:
+            values = scaled.astype(o_ref.dtype)
+        o_ref[here, :] = values
 
-    by_rows(x_ref.shape[0], ROWS_AT_ONCE, sublanes(x_ref.dtype), rows)
+    by_rows(x_ref.shape[0], ROWS_AT_ONCE, sublanes(o_ref.dtype), rows)

@@ -9,12 +9,14 @@ Shapes: L rows (tokens), I inputs, O outputs, G column groups.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.low_precision import LANES, Rounded
 from kernels.modulation import modulation_row
 from kernels.tiles import even_block, vmem_bytes
 
@@ -22,6 +24,9 @@ from kernels.tiles import even_block, vmem_bytes
 # of weights, half of what HBM delivers in that time.
 ROWS, OUTPUTS, INPUTS = 1184, 1536, 5120
 MXU_COLUMNS = 256  # of v6e and v7x (v5p: 128): 1152 outputs take as long as 1280
+# In 8 bits, half as many bytes and half as many cycles of the MXU: twice as many outputs hide the end of a loop as well,
+# and all inputs at once keep the sums in the MXU.
+OUTPUTS_8, INPUTS_8, COLUMNS_8 = 2560, 16384, 512
 ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
     None: lambda y: y,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -29,10 +34,11 @@ ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
 
 
 def linear(
-    x: jax.Array | tuple[jax.Array, ...],
+    x: jax.Array | tuple[jax.Array, ...] | Rounded,
     weight: jax.Array,
     bias: jax.Array,
     *,
+    scales: jax.Array | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
     gate: jax.Array | None = None,
@@ -44,16 +50,21 @@ def linear(
 
     x           [L, I], or laid out as kernels/columns.py has it: an array for each part of every group's columns
     weight      [O, I]; bias [O]; what follows the products is computed in float32
+    scales      [O] float32, what the rows of a weight in 8 bits are multiplied with: x is `Rounded` then, the result
+                bfloat16, and so is what an activation is computed in
     activation  None or "gelu_tanh"
     residual    [L, O]; gate (with it only) [1 or 2, O], ones when left out: of two, the first is for rows before
                 `first_rows`
     groups      more than 1: return [groups, L, O/groups] instead of [L, O]
     """
     inputs, outputs = weight.shape[1], weight.shape[0]
-    parts = x if isinstance(x, tuple) else (x,)
-    joined, (rows, _), dtype = parts[0].ndim == 3, parts[0].shape[-2:], parts[0].dtype
+    assert isinstance(x, Rounded) == (scales is not None)
+    rounded = x if isinstance(x, Rounded) else None
+    parts = (x.values,) if isinstance(x, Rounded) else x if isinstance(x, tuple) else (x,)
+    joined, (rows, _), given = parts[0].ndim == 3, parts[0].shape[-2:], parts[0].dtype
+    dtype = given if rounded is None else jnp.dtype(jnp.bfloat16)
     block_rows, block_outputs, block_inputs = _tile(
-        rows, outputs // groups, inputs, dtype.itemsize, vmem_bytes(interpret=interpret), joined=joined
+        rows, outputs // groups, inputs, given.itemsize, vmem_bytes(interpret=interpret), joined=joined
     )
     steps = inputs // block_inputs
     per_group = pl.cdiv(outputs // groups, block_outputs)
@@ -64,11 +75,14 @@ def linear(
 
     columns = pl.BlockSpec((1, block_outputs), lambda i, j, k: (0, j))
     if joined:
-        x_specs = [pl.BlockSpec((len(x), block_rows, x.shape[2]), lambda i, j, k: (0, i, 0)) for x in parts]
+        x_specs = [pl.BlockSpec((len(part), block_rows, part.shape[2]), lambda i, j, k: (0, i, 0)) for part in parts]
     else:
         x_specs = [pl.BlockSpec((block_rows, block_inputs), lambda i, j, k: (i, k))]
     specs = [*x_specs, pl.BlockSpec((block_outputs, block_inputs), lambda i, j, k: (j, k)), columns]
     arrays = [*parts, weight, bias[None].astype(jnp.float32)]
+    if rounded is not None and scales is not None:
+        specs += [pl.BlockSpec((block_rows, LANES), lambda i, j, k: (i, 0)), columns]
+        arrays += [rounded.scales, scales[None].astype(jnp.float32)]
     if residual is not None:
         assert groups == 1
         gate = jnp.ones((1, outputs)) if gate is None else gate
@@ -82,7 +96,7 @@ def linear(
     if joined:
         scratch.append(pltpu.VMEM((block_rows, inputs), dtype))
     if steps > 1:
-        scratch.append(pltpu.VMEM((block_rows, block_outputs), jnp.float32))
+        scratch.append(pltpu.VMEM((block_rows, block_outputs), _sum_type(given)))
     out_block = (block_rows, block_outputs) if groups == 1 else (None, block_rows, block_outputs)
     out_shape = (rows, outputs) if groups == 1 else (groups, rows, outputs // groups)
     return pl.pallas_call(
@@ -91,6 +105,7 @@ def linear(
             steps=steps,
             parts=len(parts) if joined else 0,
             activation=activation,
+            rounded=rounded is not None,
             fused_residual=residual is not None,
             precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
         ),
@@ -106,18 +121,19 @@ def linear(
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * outputs * inputs,
             transcendentals=0 if activation is None else rows * outputs,
-            bytes_accessed=dtype.itemsize * (rows * (inputs + outputs) + inputs * outputs),
+            bytes_accessed=given.itemsize * (rows + outputs) * inputs + dtype.itemsize * rows * outputs,
         ),
-        name="linear" + ("" if activation is None else f"_{activation}") + ("" if residual is None else "_residual"),
+        name="linear" + ("" if rounded is None else "_8") + ("" if activation is None else f"_{activation}") + ("" if residual is None else "_residual"),
         interpret=interpret,
     )(*arrays)
 
 
 def linear_reference(
-    x: jax.Array | tuple[jax.Array, ...],
+    x: jax.Array | tuple[jax.Array, ...] | Rounded,
     weight: jax.Array,
     bias: jax.Array,
     *,
+    scales: jax.Array | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
     gate: jax.Array | None = None,
@@ -125,19 +141,30 @@ def linear_reference(
     groups: int = 1,
 ) -> jax.Array:
     """Return the same as `linear`, in plain jnp."""
-    x = jnp.concatenate(x, axis=-1) if isinstance(x, tuple) else x
-    x = x if x.ndim == 2 else x.transpose(1, 0, 2).reshape(x.shape[1], -1)
-    product = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    y = ACTIVATIONS[activation](product + bias.astype(jnp.float32))
+    if isinstance(x, Rounded):
+        assert scales is not None
+        wide = (one.astype(jnp.float32) for one in (x.values, weight))  # which has their products
+        product = jax.lax.dot_general(*wide, (((1,), (1,)), ((), ()))) * x.scales[:, :1] * scales
+        dtype = jnp.dtype(jnp.bfloat16)
+        y = product + bias.astype(jnp.float32)
+        y = y if activation is None else ACTIVATIONS[activation](y.astype(dtype)).astype(jnp.float32)
+        rows = len(product)
+    else:
+        x = jnp.concatenate(x, axis=-1) if isinstance(x, tuple) else x
+        x = x if x.ndim == 2 else x.transpose(1, 0, 2).reshape(x.shape[1], -1)
+        rows, dtype = len(x), x.dtype
+        product = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        y = ACTIVATIONS[activation](product + bias.astype(jnp.float32))
     if residual is not None:
-        y = y if gate is None else modulation_row(gate, 0, x.shape[0], first_rows) * y
+        y = y if gate is None else modulation_row(gate, 0, rows, first_rows) * y
         y = residual.astype(jnp.float32) + y
-    y = y.astype(x.dtype)
+    y = y.astype(dtype)
     return y if groups == 1 else y.reshape(y.shape[0], groups, -1).transpose(1, 0, 2)
 
 
-def _kernel(*refs, steps, parts, activation, fused_residual, precision):  # type: ignore[no-untyped-def]
+def _kernel(*refs, steps, parts, activation, rounded, fused_residual, precision):  # type: ignore[no-untyped-def]
     x_refs, (w_ref, b_ref, *others) = refs[: parts or 1], refs[parts or 1 :]
+    scale_refs, others = (others[:2], others[2:]) if rounded else ([], others)
     given, others = (others[:3], others[3:]) if fused_residual else ([], others)
     o_ref, *scratch = others
     if parts:
@@ -165,13 +192,18 @@ def _kernel(*refs, steps, parts, activation, fused_residual, precision):  # type
             w_ref[here, :],
             (((1,), (1,)), ((), ())),
             precision=precision,
-            preferred_element_type=jnp.float32,
+            preferred_element_type=_sum_type(w_ref.dtype),
         )
         if steps > 1:
             (sum_ref,) = scratch
             total = jnp.where(step == 0, total, sum_ref[:, here] + total)
             sum_ref[:, here] = total
-        y = ACTIVATIONS[activation](total + b_ref[:, here])
+        if rounded:
+            row_scales, column_scales = scale_refs
+            total = total.astype(jnp.float32) * (row_scales[:, :1] * column_scales[:, here])
+        y = total + b_ref[:, here]
+        if activation is not None:
+            y = ACTIVATIONS[activation](y.astype(o_ref.dtype) if rounded else y)
         if fused_residual:
             residual_ref, gate_ref, first_rows_ref = given
             gate = modulation_row(gate_ref[:, here], first_row, y.shape[0], first_rows_ref[0])
@@ -179,8 +211,12 @@ def _kernel(*refs, steps, parts, activation, fused_residual, precision):  # type
         o_ref[:, here] = y.astype(o_ref.dtype)
 
     outputs = w_ref.shape[0]
-    chunk = MXU_COLUMNS if outputs % MXU_COLUMNS == 0 else outputs
+    chunk = next((n for n in ([COLUMNS_8] if rounded else []) + [MXU_COLUMNS] if outputs % n == 0), outputs)
     jax.lax.fori_loop(0, outputs // chunk, lambda index, _: columns(index), None)
+
+
+def _sum_type(dtype: Any) -> Any:
+    return jnp.int32 if dtype == jnp.int8 else jnp.float32
 
 
 def _tile(rows: int, outputs: int, inputs: int, itemsize: int, vmem: int, *, joined: bool) -> tuple[int, int, int]:
@@ -188,15 +224,18 @@ def _tile(rows: int, outputs: int, inputs: int, itemsize: int, vmem: int, *, joi
 
     joined: groups of columns are put side by side in VMEM, all inputs at once
     """
-    parts = next((n for n in range(1, inputs // 128 + 1) if inputs % n == 0 and inputs // n <= INPUTS), 1)
+    most_outputs, most_inputs, columns = (
+        (OUTPUTS_8, INPUTS_8, COLUMNS_8) if itemsize == 1 else (OUTPUTS, INPUTS, MXU_COLUMNS)
+    )
+    parts = next((n for n in range(1, inputs // 128 + 1) if inputs % n == 0 and inputs // n <= most_inputs), 1)
     if joined or inputs // parts % 128:
         parts = 1  # a part of 128 lanes can't be addressed: take them whole
     block_inputs = inputs // parts
     for shrink in (1, 2, 4, 8):
-        for block_outputs in (even_block(outputs, OUTPUTS // n, MXU_COLUMNS) for n in (1, 2, 3, 6)):
+        for block_outputs in (even_block(outputs, most_outputs // n, columns) for n in (1, 2, 3, 6)):
             block_rows = even_block(rows, ROWS // shrink, 32 // itemsize)
             streamed = 2 * itemsize * (block_rows + block_outputs) * block_inputs
-            produced = block_rows * block_outputs * (4 * itemsize + 2 * 4)
+            produced = block_rows * block_outputs * (4 * max(itemsize, 2) + 2 * 4)
             rows_again = (1 + joined) * itemsize * block_rows * block_inputs  # the compiler's copy, and the joined one
             if streamed + produced + rows_again <= vmem:
                 return block_rows, block_outputs, block_inputs

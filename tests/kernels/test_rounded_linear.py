@@ -1,0 +1,105 @@
+"""Linear layers in 8 bits in Pallas' interpreter, against numpy in float64, at sizes that don't fill their tiles."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kernels import layer_norm as layer_norms
+from kernels import linear as linears
+from kernels import low_precision
+from kernels.layer_norm import layer_norm, layer_norm_reference
+from kernels.linear import ACTIVATIONS, linear, linear_reference
+from kernels.low_precision import Rounded, round_rows, round_rows_reference
+
+DTYPES = {"int8": 127, "float8_e4m3fn": 448}
+TOLERANCE = 2**-7  # the result is bfloat16, and so is what the activation takes
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several tiles and ragged last ones at sizes an interpreter can bear."""
+    monkeypatch.setattr(linears, "ROWS", 64)
+    monkeypatch.setattr(linears, "OUTPUTS_8", 512)
+    monkeypatch.setattr(linears, "INPUTS_8", 256)
+    for module in (layer_norms, low_precision):
+        monkeypatch.setattr(module, "ROWS", 64)
+        monkeypatch.setattr(module, "ROWS_AT_ONCE", 32)
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def in_8_bits(x, dtype):
+    """Rows as the nearest numbers of a type, by numpy: values and scales [L, 1]."""
+    x = np.asarray(x, np.float32)
+    scales = np.abs(x).max(-1, keepdims=True) / np.float32(DTYPES[dtype])
+    scaled = np.divide(x, scales, out=np.zeros_like(x), where=scales > 0)
+    return np.rint(scaled) if dtype == "int8" else scaled.astype(ml_dtypes.float8_e4m3fn), scales
+
+
+def close(got, expected, tolerance):
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert got.shape == expected.shape
+    assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
+
+
+def same_rows(found, x, dtype):
+    """Check rounded rows: scales that fit, and values that are the nearest, or the next one where two are as near."""
+    values, scales = in_8_bits(x, dtype)
+    assert found.values.dtype == dtype and found.scales.shape == (len(x), 128)
+    np.testing.assert_allclose(found.scales, np.broadcast_to(scales, found.scales.shape), rtol=1e-6)
+    got, expected = (np.asarray(one, np.float64) for one in (found.values, values))
+    assert np.abs(got).max() == DTYPES[dtype]
+    step = 1 if dtype == "int8" else np.maximum(np.abs(expected) / 8, 2**-9)
+    assert (np.abs(got - expected) <= step).all()
+    assert (got != expected).mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [128, 100, 5])
+def test_rows_are_rounded_to_the_nearest(rows, dtype):
+    x = normal(0, rows, 768, dtype=jnp.bfloat16) * jnp.exp(3 * normal(1, rows, 1)).astype(jnp.bfloat16)
+    x = x.at[3].set(0)
+    grouped = x.reshape(rows, 2, 384).transpose(1, 0, 2)
+    for function in (round_rows_reference, lambda *args: round_rows(*args, interpret=True)):
+        for given in (x, grouped, (grouped[..., :128], grouped[..., 128:])):
+            found = function(given, jnp.dtype(dtype))
+            same_rows(found, x, dtype)
+            assert not np.asarray(found.values[3], np.float32).any() and not np.asarray(found.scales[3]).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [128, 50, 5])
+def test_a_norm_gives_rounded_rows(rows, dtype):
+    x, scale, shift = normal(0, rows, 256, dtype=jnp.bfloat16) * 3 + 1, normal(1, 2, 256), normal(2, 2, 256)
+    more = {"eps": 1e-6, "first_rows": 3}
+    plain = layer_norm_reference(x.astype(jnp.float32), scale, shift, **more)
+    for function in (layer_norm_reference, lambda *args, **more: layer_norm(*args, **more, interpret=True)):
+        same_rows(function(x, scale, shift, **more, rounded=jnp.dtype(dtype)), plain, dtype)
+
+
+SIZES = {"whole": (128, 256, 512), "ragged, in parts": (100, 768, 640), "tiny": (7, 144, 64)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_linear_layer_multiplies_what_was_rounded(size, activation, dtype):
+    rows, inputs, outputs = SIZES[size]
+    (x, sizes), (weight, scales) = (in_8_bits(normal(n, m, inputs), dtype) for n, m in ((0, rows), (1, outputs)))
+    given = Rounded(jnp.asarray(x, dtype), jnp.broadcast_to(jnp.asarray(sizes), (rows, 128)))
+    bias, residual, gate = normal(2, outputs), normal(3, rows, outputs, dtype=jnp.bfloat16), normal(4, 2, outputs)
+    y = (x.astype(np.float64) @ weight.astype(np.float64).T) * sizes * scales.T + np.asarray(bias, np.float64)
+    y = np.asarray(ACTIVATIONS[activation](jnp.asarray(y, jnp.float32)), np.float64)
+    gates = np.where(np.arange(rows)[:, None] < 5, np.asarray(gate[0], np.float64), np.asarray(gate[1], np.float64))
+    args, how = (given, jnp.asarray(weight, dtype), bias), {"scales": scales[:, 0], "activation": activation}
+    for function in (linear_reference, lambda *args, **more: linear(*args, **more, interpret=True)):
+        found = function(*args, **how)
+        assert found.dtype == jnp.bfloat16
+        close(found, y, TOLERANCE)
+        more = {"residual": residual, "gate": gate, "first_rows": 5}
+        close(function(*args, **how, **more), np.asarray(residual, np.float64) + gates * y, TOLERANCE)
+        groups = function(*args, **how, groups=2)
+        close(groups.transpose(1, 0, 2).reshape(rows, outputs), y, TOLERANCE)
