@@ -24,7 +24,7 @@ from kernels.tiles import even_block, vmem_bytes
 # of weights, half of what HBM delivers in that time.
 ROWS, OUTPUTS, INPUTS = 1184, 1536, 5120
 MXU_COLUMNS = 256  # of v6e and v7x (v5p: 128): 1152 outputs take as long as 1280
-# In 8 bits, half as many bytes and half as many cycles of the MXU: twice as many outputs hide the end of a loop as well,
+# In 8 bits, half as many bytes and half as many cycles of the MXU: twice as many outputs hide as well how a loop ends,
 # and all inputs at once keep the sums in the MXU.
 OUTPUTS_8, INPUTS_8, COLUMNS_8 = 2560, 16384, 512
 ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
@@ -97,6 +97,9 @@ def linear(
         scratch.append(pltpu.VMEM((block_rows, inputs), dtype))
     if steps > 1:
         scratch.append(pltpu.VMEM((block_rows, block_outputs), _sum_type(given)))
+    named = ["8_bits"] if rounded is not None else []
+    named += [activation] if activation is not None else []
+    named += ["residual"] if residual is not None else []
     out_block = (block_rows, block_outputs) if groups == 1 else (None, block_rows, block_outputs)
     out_shape = (rows, outputs) if groups == 1 else (groups, rows, outputs // groups)
     return pl.pallas_call(
@@ -123,7 +126,7 @@ def linear(
             transcendentals=0 if activation is None else rows * outputs,
             bytes_accessed=given.itemsize * (rows + outputs) * inputs + dtype.itemsize * rows * outputs,
         ),
-        name="linear" + ("" if rounded is None else "_8") + ("" if activation is None else f"_{activation}") + ("" if residual is None else "_residual"),
+        name="_".join(["linear", *named]),
         interpret=interpret,
     )(*arrays)
 
@@ -143,8 +146,8 @@ def linear_reference(
     """Return the same as `linear`, in plain jnp."""
     if isinstance(x, Rounded):
         assert scales is not None
-        wide = (one.astype(jnp.float32) for one in (x.values, weight))  # which has their products
-        product = jax.lax.dot_general(*wide, (((1,), (1,)), ((), ()))) * x.scales[:, :1] * scales
+        values, wide = x.values.astype(jnp.float32), weight.astype(jnp.float32)  # which has their products
+        product = jax.lax.dot_general(values, wide, (((1,), (1,)), ((), ()))) * x.scales[:, :1] * scales
         dtype = jnp.dtype(jnp.bfloat16)
         y = product + bias.astype(jnp.float32)
         y = y if activation is None else ACTIVATIONS[activation](y.astype(dtype)).astype(jnp.float32)

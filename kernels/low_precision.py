@@ -23,7 +23,7 @@ class Rounded(NamedTuple):
     """Rows in 8 bits.
 
     values  [L, C] int8, at most 127 in size, or float8_e4m3fn, at most 448
-    scales  [L, 128] float32, what a row's values are multiplied with, in all lanes: so that a kernel reads whole registers
+    scales  [L, 128] float32, what a row's values are multiplied with, in all lanes: a kernel reads whole registers
     """
 
     values: jax.Array
