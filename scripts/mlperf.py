@@ -35,7 +35,7 @@ import numpy as np
 from actors.commands.arguments import add_cluster_arguments, gcs_address
 from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.cli import run as run_command
-from wan_tpu.commands.parser import Parser
+from wan_tpu.commands.parser import Parser, add_precision
 from wan_tpu.errors import InvalidInput
 
 MODEL = "wan-2.2-t2v-a14b"  # LoadGen's name for it
@@ -78,7 +78,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scenario", choices=SCENARIOS, default="Offline", help="default %(default)s")
     parser.add_argument("--accuracy", action="store_true", help="each prompt once, to be judged; else for time")
     parser.add_argument("--fixed_latent", type=Path, help="fixed_latent.pt; not with --pools")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
+    add_precision(parser)
     parser.add_argument("--user_conf", type=Path, help="LoadGen's settings of a submitter (target rates)")
     parser.add_argument("--pools", action="store_true", help="those of a running pipeline, --name of --address")
     parser.add_argument("--trial", type=int, metavar="N", help="N prompts alone, for no time: not a result")

@@ -20,6 +20,7 @@ from actors.planning.described import described, run
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
 from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.commands.parser import add_precision
 from wan_tpu.families import published
 from wan_tpu.request import GenerationRequest, parse_size
 
@@ -89,7 +90,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size", help="HEIGHT*WIDTH")
     parser.add_argument("--frames", type=int)
     parser.add_argument("--guidance_scale", type=float)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add_precision(parser)
     for axis in ("dp", "sp", "tp"):
         parser.add_argument(f"--{axis}", type=int)
     parser.add_argument("folder", help="or gs://bucket/folder")

@@ -19,6 +19,8 @@ from demo_model.mistakes import MISTAKES, fallen, mistaken
 from demo_model.score import psnr
 from demo_model.ways import WAYS
 
+from wan_tpu.commands.parser import add_precision
+
 # Shares, and decibels: what the model card promises.
 LIMITS = {
     "vae_db": 28.0,
@@ -102,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("build/quality"))
     parser.add_argument("--through", choices=list(WAYS), default="process", help="which way the requests are made")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    add_precision(parser, default="float32")
     parser.add_argument("--steps", type=int, default=default.steps)
     parser.add_argument("--guidance", type=float, default=default.guidance)
     parser.add_argument("--shift", type=float, help="the checkpoint's when left out")

@@ -12,11 +12,10 @@ from wan_tpu.aot import key
 from wan_tpu.aot.executables import Executables
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.data import Conditioning, DenoiseState, Video
-from wan_tpu.errors import InvalidInput, InvalidRequest
+from wan_tpu.errors import InvalidRequest
 from wan_tpu.families.model import Model, open_model
 from wan_tpu.progress import Progress, Silent
 from wan_tpu.request import GenerationRequest, ResolvedRequest
-from wan_tpu.runtime.components import DTYPES
 from wan_tpu.runtime.mesh import MeshLike, make_mesh
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.schedules.schedule import Schedule
@@ -35,7 +34,8 @@ def load_pipeline(
     """Open a checkpoint; its weights are read when a stage first needs them.
 
     path_or_id    diffusers directory, or hub id, OWNER/NAME
-    dtype         "bfloat16" or "float32", of weights and activations; latents are float32 in both
+    dtype         "bfloat16" or "float32", of weights and activations; latents are float32 in all; "int8" and "float8":
+                  bfloat16, and the matrices of the transformer's linear layers, and what they multiply, in 8 bits
     mesh          (dp, sp, tp), {"dp": ..., "sp": ..., "tp": ...} or a jax Mesh with these axes; what is None or left
                   out takes the default of `mesh.fill_shape`
     keep_weights  False frees each component after its stage: one request in the least memory
@@ -144,8 +144,6 @@ def open_runtime(
     progress: Progress = Silent(),  # noqa: B008 (has no state)
 ) -> Runtime[Model]:
     """Open a checkpoint for a mesh; arguments and errors are those of `load_pipeline`."""
-    if dtype not in DTYPES:
-        raise InvalidInput(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
     model = open_model(Checkpoint(path_or_id))
     placed = make_mesh(mesh, heads=model.spec.heads)
     stored = None if executables is None else Executables(executables, key.settings(model.config, dtype))

@@ -11,6 +11,7 @@ from cluster.connect import connect
 from cluster.emulation.cluster import EmulatedCluster, default_folder
 from cluster.errors import ClusterNotFound, LayoutError
 from cluster.layout import Layout, shipped
+from wan_tpu.commands.parser import add_precision
 from wan_tpu.errors import InvalidInput
 from wan_tpu.families import open_spec
 from wan_tpu.request import GenerationRequest
@@ -44,7 +45,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, about: str = "") -> 
         type=absolute_model,
         help="diffusers directory, the same path on every host, one in gs://, or hub id",
     )
-    group.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
+    add_precision(group)
     group.add_argument(
         "--executables", type=absolute, help="gs://, or a folder at the same path on every host, of programs"
     )

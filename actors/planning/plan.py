@@ -17,7 +17,7 @@ from cluster.costs.capacity import Costs, Estimate, StageCost, Terms
 from cluster.costs.prices import Prices
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
-from wan_tpu.commands.parser import Parser
+from wan_tpu.commands.parser import Parser, add_precision
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.families import preset_spec, published
 from wan_tpu.request import GenerationRequest, ResolvedRequest, parse_size
@@ -265,7 +265,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cache", help="skipped steps, such as magcache")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--guidance_scale", type=float)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add_precision(parser)
     for axis in ("dp", "sp", "tp"):
         parser.add_argument(f"--{axis}", type=int)
     parser.add_argument(

@@ -13,7 +13,7 @@ import torch
 
 from wan_tpu.adapters.files import ModuleChange, find, read, refuse
 from wan_tpu.runtime.bridge import ScannedBlocks
-from wan_tpu.runtime.components import Component, Loaded, original_name
+from wan_tpu.runtime.components import DTYPES, MATRICES, SCALE, Component, Loaded, original_name
 from wan_tpu.runtime.weights import as_numpy
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,8 @@ _LEAVES = {"diff": "weight", "diff_b": "bias", "up_bias": "bias", "diff_m": _MOD
 class Factors:
     """What is added to a weight: gain * (up @ down), in each layer of a stack. R ranks, O outputs, I inputs.
 
-    up, down  [depth, O, R] and [depth, R, I], without depth where the weight has none; in the weight's dtype
+    up, down  [depth, O, R] and [depth, R, I], without depth where the weight has none; in the weight's dtype, bfloat16
+              where that has 8 bits
     gain      float32 [depth, R]; zero where a layer has less ranks, or none
     """
 
@@ -62,7 +63,7 @@ class _Slot(NamedTuple):
 
 
 class _Weight(NamedTuple):
-    """A weight of the program; depth of its stack, None without."""
+    """A weight of the program; dtype of its factors, depth of its stack, None without."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -80,10 +81,14 @@ class Targets:
             path: module.depth for path, module in loaded.module.named_modules() if isinstance(module, ScannedBlocks)
         }
         for name, _ in loaded.module.named_parameters():
+            if name.endswith(SCALE):
+                continue
             array: Any = loaded.params[name]
             path = next((path for path in depths if name.startswith(f"{path}.template.")), None)
             depth = None if path is None else depths[path]
-            self._weights[name] = _Weight(tuple(array.shape), np.dtype(array.dtype), depth)
+            kind = np.dtype(array.dtype)
+            kind = DTYPES["bfloat16"] if kind in MATRICES.values() else kind
+            self._weights[name] = _Weight(tuple(array.shape), kind, depth)
             rest = name if path is None else name.removeprefix(f"{path}.template.")
             plain = name if path is None else f"{path}.*.{rest}"
             change = next((change for pattern, change in component.changes if re.fullmatch(pattern, plain)), None)

@@ -16,10 +16,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kernels.low_precision import to_8_bits
 from wan_tpu.adapters.adapter import Adapter, Factors, Targets
 from wan_tpu.adapters.files import find, read
 from wan_tpu.lora import Lora
-from wan_tpu.runtime.components import Component, Loaded
+from wan_tpu.runtime.bridge import Params
+from wan_tpu.runtime.components import DTYPES, SCALE, Component, Loaded
 from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import Runtime
 
@@ -73,7 +75,7 @@ class Adapters:
         self._make_room(runtime, name, base)
         params = base.params if not keep else dict(base.params)
         for weight in sorted({weight for one, _ in adapters for weight in (*one.factors, *one.differences)}):
-            params[weight] = _changed(runtime, params[weight], weight, adapters)
+            params |= _changed(runtime, params, weight, adapters)
         found = Loaded(base.module, params)
         with self._lock:
             self._merged[name, loras] = found
@@ -100,10 +102,9 @@ class Adapters:
         return memory["bytes_limit"] - max(memory["peak_bytes_in_use"], memory["bytes_in_use"]) > needed
 
 
-def _changed(
-    runtime: Runtime[Any], base: jax.Array, weight: str, adapters: Sequence[tuple[Adapter, float]]
-) -> jax.Array:
-    """Return one weight with all adapters applied, laid out as it is."""
+def _changed(runtime: Runtime[Any], params: Params, weight: str, adapters: Sequence[tuple[Adapter, float]]) -> Params:
+    """Return one weight with all adapters applied, laid out as it is; with its scales, where it is in 8 bits."""
+    base, scales = params[weight], params.get(weight + SCALE)
     mesh, spec = runtime.mesh, _spec(base)
     factors = [(one.factors[weight], scale) for one, scale in adapters if weight in one.factors]
     differences = [one.differences[weight] * np.float32(scale) for one, scale in adapters if weight in one.differences]
@@ -114,49 +115,56 @@ def _changed(
         placed[:3] = (_place(one, mesh, lies) for one, lies in zip(joined, specs, strict=True))
     if differences:
         placed[3] = _place(functools.reduce(np.add, differences), mesh, spec)
-    return merge_program(runtime, base.sharding)(base, *placed)
+    found = merge_program(runtime, base, scales)(base, scales, *placed)
+    return dict(zip((weight, weight + SCALE), found, strict=False))
 
 
-def abstract_merge(runtime: Runtime[Any], base: Any, ranks: int) -> tuple[Program, tuple[Any, ...]]:
+def abstract_merge(runtime: Runtime[Any], base: Any, scales: Any, ranks: int) -> tuple[Program, tuple[Any, ...]]:
     """Return the program that changes a weight, given as its shape, and the shapes of what it is given."""
     outputs, inputs = base.shape[-2:]
-    stack = base.shape[:-2]
+    stack, wide = base.shape[:-2], DTYPES[runtime.dtype]
     shapes = (
-        ((*stack, outputs, ranks), base.dtype),
-        ((*stack, ranks, inputs), base.dtype),
+        ((*stack, outputs, ranks), wide),
+        ((*stack, ranks, inputs), wide),
         ((*stack, ranks), np.float32),
     )
     factors = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(runtime.mesh, lies))
         for (shape, dtype), lies in zip(shapes, _factor_specs(_spec(base), base.ndim), strict=True)
     ]
-    return merge_program(runtime, base.sharding), (base, *factors, None)
+    return merge_program(runtime, base, scales), (base, scales, *factors, None)
 
 
-def merge_program(runtime: Runtime[Any], sharding: Any) -> Program:
-    """Return the jitted (base, up, down, gain, difference) -> weight; factors or the difference may be None.
+def merge_program(runtime: Runtime[Any], base: Any, scales: Any) -> Program:
+    """Return the jitted (base, scales, up, down, gain, difference) -> [weight], or [weight, scales] in 8 bits.
 
     base [depth, O, I...] or without depth, up [depth, O, R], down [depth, R, I], gain [depth, R], difference as base.
-    Recompiles for each shape of a weight, and number of ranks.
+    Scales [depth, O], factors or the difference may be None. Recompiles for each shape of a weight and number of ranks.
     """
 
-    def one(base: jax.Array, up: Any, down: Any, gain: Any, difference: Any) -> jax.Array:
+    def one(base: jax.Array, scales: Any, up: Any, down: Any, gain: Any, difference: Any) -> list[jax.Array]:
         total = base.astype(jnp.float32)
+        if scales is not None:
+            total *= scales[:, None]
         if up is not None:
             product = jnp.dot(up.astype(jnp.float32) * gain, down.astype(jnp.float32))
             total += product.reshape(base.shape)
         if difference is not None:
             total += difference
-        return total.astype(base.dtype)
+        if scales is None:
+            return [total.astype(base.dtype)]
+        values, sizes = to_8_bits(total, base.dtype)
+        return [values, sizes[:, 0]]
 
-    def merge(base: jax.Array, up: Any, down: Any, gain: Any, difference: Any) -> jax.Array:
-        if up is None or up.ndim == 2:
-            return one(base, up, down, gain, difference)
-        return jax.lax.map(
-            lambda layer: one(*layer), (base, up, down, gain, difference)
-        )  # float32 of a layer at a time
+    def merge(base: jax.Array, scales: Any, up: Any, down: Any, gain: Any, difference: Any) -> list[jax.Array]:
+        whole = base, scales, up, down, gain, difference
+        if not (scales is not None and scales.ndim == 2 if up is None else up.ndim == 3):
+            return one(*whole)
+        return jax.lax.map(lambda layer: one(*layer), whole)  # float32 of a layer at a time
 
-    return runtime.program(f"apply adapters {sharding.spec}", merge, sharding)
+    shardings = [base.sharding] if scales is None else [base.sharding, scales.sharding]
+    name = f"apply adapters {base.sharding.spec}" + ("" if scales is None else " in 8 bits")
+    return runtime.program(name, merge, shardings)
 
 
 def _spec(base: Any) -> P:

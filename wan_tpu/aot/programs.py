@@ -13,7 +13,7 @@ from wan_tpu.aot.executables import Executables
 from wan_tpu.families.model import Model
 from wan_tpu.lora import Lora
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.runtime.components import DTYPES, Loaded, abstract_component
+from wan_tpu.runtime.components import DTYPES, SCALE, Loaded, abstract_component
 from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import Runtime
@@ -107,11 +107,15 @@ def _adapters(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) ->
     for expert in mine:
         if not request.loras_for(expert.stage):
             continue
-        for weight, base in runtime.component(expert.stage).params.items():
+        params = runtime.component(expert.stage).params
+        for weight, base in params.items():
             if base.ndim != 3 or not weight.endswith(".weight"):
                 continue
             name = f"{ADAPTERS} {list(base.shape)}"  # a rule has one sharding for all matrices of a shape
-            program, arguments, calls = found.get(name) or (*abstract_merge(runtime, base, RANK), 0)
+            program, arguments, calls = found.get(name) or (
+                *abstract_merge(runtime, base, params.get(weight + SCALE), RANK),
+                0,
+            )
             found[name] = program, arguments, calls + 1
     return found
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wan_tpu.commands.parser import add_precision
 from wan_tpu.errors import OutputError
 from wan_tpu.families import FAMILIES
 from wan_tpu.media.video import check_ffmpeg, check_output
@@ -33,7 +34,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_device_arguments(group: argparse._ActionsContainer) -> None:
     """Where and how; the mesh takes all devices unless told."""
-    group.add_argument("--dtype", choices=("bfloat16", "float32"), help="of weights and activations; default bfloat16")
+    add_precision(group, default=None)
     group.add_argument(
         "--executables", help="folder, or gs://, of compiled programs, from scripts/precompile.py: one that you trust"
     )

@@ -6,6 +6,8 @@ from typing import Any, NoReturn
 
 from wan_tpu.errors import InvalidInput
 
+PRECISIONS = ("bfloat16", "float32", "int8", "float8")
+
 
 class Parser(argparse.ArgumentParser):
     """Reports wrong arguments like all bad input: in one line. Takes no abbreviations, which a later option breaks."""
@@ -21,6 +23,19 @@ class Parser(argparse.ArgumentParser):
     def given(self, args: argparse.Namespace) -> dict[str, Any]:
         """Return the arguments that aren't their defaults, by name."""
         return {name: value for name, value in vars(args).items() if value != self.get_default(name)}
+
+
+def add_precision(to: argparse._ActionsContainer, default: str | None = "bfloat16", about: str = "") -> None:
+    """Add --precision, by its older name --dtype too."""
+    to.add_argument(
+        "--precision",
+        "--dtype",
+        dest="dtype",
+        choices=PRECISIONS,
+        default=default,
+        help=f"{about or 'of weights and activations'}; int8 (v5e, v5p, v6e) and float8 (v7x): the linear layers of "
+        "transformers in 8 bits, all else in bfloat16; default bfloat16",
+    )
 
 
 def words(given: Mapping[str, Any]) -> list[str]:

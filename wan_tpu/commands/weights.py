@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from wan_tpu.commands.parser import Parser
+from wan_tpu.commands.parser import Parser, add_precision
 from wan_tpu.errors import InvalidInput
 
 
@@ -25,7 +25,7 @@ def weights(argv: Sequence[str]) -> None:
         type=float,
         help="with sparse experts: the share of the blocks of keys that attention keeps; default 0.1",
     )
-    action.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
+    add_precision(action, about="to write; to be given again to what reads it")
     _convert(parser.parse_args(argv))
 
 

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-ROWS = 16  # of a bfloat16 tile: in blocks of whole tiles nothing is laid out anew
+TILE_BYTES = 32  # of a column in a tile of registers (16 rows of bfloat16): in whole tiles nothing is laid out anew
 
 
 def gather_rows(x: jax.Array, axes: tuple[str, ...], platform: str) -> jax.Array:
@@ -18,9 +18,10 @@ def gather_rows(x: jax.Array, axes: tuple[str, ...], platform: str) -> jax.Array
     count = math.prod(jax.lax.axis_size(axis) for axis in axes)
     if count == 1:
         return x
-    if platform != "tpu" or x.shape[0] % ROWS:
+    rows = TILE_BYTES // x.dtype.itemsize
+    if platform != "tpu" or x.shape[0] % rows:
         return jax.lax.all_gather(x, axes, axis=0, tiled=True)
-    blocks = x.reshape(-1, ROWS, x.shape[1])
+    blocks = x.reshape(-1, rows, x.shape[1])
     size = blocks.shape[0]
     sizes = jnp.full(count, size, jnp.int32)
     place = jnp.full(count, jax.lax.axis_index(axes) * size, jnp.int32)

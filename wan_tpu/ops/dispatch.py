@@ -12,6 +12,7 @@ import jax
 from kernels.head_norm_rope import head_norm_rope, head_norm_rope_reference
 from kernels.layer_norm import layer_norm, layer_norm_reference
 from kernels.linear import linear, linear_reference
+from kernels.low_precision import Rounded, round_rows, round_rows_reference
 from kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
 from kernels.vae.causal_conv import causal_conv, causal_conv_reference
 from kernels.vae.group_norm import (
@@ -26,7 +27,8 @@ class Ops(NamedTuple):
     """The operations for one platform; each is documented at the kernel of its name."""
 
     linear: Callable[..., jax.Array]
-    layer_norm: Callable[..., jax.Array]
+    layer_norm: Callable[..., Any]
+    round_rows: Callable[..., Rounded]
     rms_norm_rope: Callable[..., Any]
     head_norm_rope: Callable[..., Any]
     causal_conv: Callable[..., jax.Array]
@@ -37,10 +39,13 @@ class Ops(NamedTuple):
 def ops_for(platform: str) -> Ops:
     """Return the operations for "tpu", "gpu" or "cpu"."""
     if platform == "tpu":
-        return Ops(linear, layer_norm, rms_norm_rope, head_norm_rope, causal_conv, channel_moments, norm_silu)
+        return Ops(
+            linear, layer_norm, round_rows, rms_norm_rope, head_norm_rope, causal_conv, channel_moments, norm_silu
+        )
     return Ops(
         linear_reference,
         layer_norm_reference,
+        round_rows_reference,
         rms_norm_rope_reference,
         head_norm_rope_reference,
         causal_conv_reference,

@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -52,16 +52,16 @@ def key_parts(mesh: Mesh, heads: int, width: int, axes: tuple[str, ...] = ("tp",
 
 @dataclass(frozen=True)
 class Projections:
-    """What makes queries, keys and values of rows [t, C].
+    """What makes queries, keys and values of rows [t, C], which may be `kernels.low_precision.Rounded`.
 
     query, value  -> [G, t, N*D/G], queries times `query_scale`: heads in groups, one for each device that splits them
                   ([t, N*D] where that is one)
     key           -> the same in one part or two, as `key_parts` has it: of every group a part of its heads
     """
 
-    query: Callable[[jax.Array], jax.Array]
-    key: Callable[[jax.Array], tuple[jax.Array, ...]]
-    value: Callable[[jax.Array], jax.Array]
+    query: Callable[[Any], jax.Array]
+    key: Callable[[Any], tuple[jax.Array, ...]]
+    value: Callable[[Any], jax.Array]
 
 
 class Others(NamedTuple):
@@ -90,7 +90,7 @@ class Mixed(NamedTuple):
 
 
 def exchanged_attention(
-    rows: jax.Array,
+    rows: Any,
     make: Projections,
     *,
     heads: int,
@@ -203,7 +203,7 @@ class _Given:
 
 
 def _sent(
-    rows: jax.Array,
+    rows: Any,
     make: Projections,
     heads: int,
     kv_len: int | jax.Array,

@@ -26,7 +26,15 @@ from wan_tpu.runtime.tensor_files import Stored, tensors
 from wan_tpu.runtime.torch_files import SUFFIXES, torch_tensors
 from wan_tpu.runtime.weights import Block, Show, Weight, read_weights
 
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+# By precision: of activations and most weights, and of large matrices where those are in 8 bits.
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "int8": np.dtype(ml_dtypes.bfloat16),
+    "float8": np.dtype(ml_dtypes.bfloat16),
+}
+MATRICES = {"int8": np.dtype(np.int8), "float8": np.dtype(ml_dtypes.float8_e4m3fn)}
+SCALE = "_scale"  # appended to the name of a weight in 8 bits: float32, one for each of its rows
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class Component:
               of adapters have either. Several of one name were one matrix there, its rows in the module's order
     absent    patterns of modules that this model's siblings have, and it has nothing that they would work on: changes
               of them have no effect, and are no error
+    matrices  pattern of the weights [O, I] that may be in 8 bits, with a scale for each output; "": none
     """
 
     folder: str
@@ -57,6 +66,15 @@ class Component:
     changes: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = ()
     originals: tuple[tuple[str, str], ...] = ()
     absent: tuple[str, ...] = ()
+    matrices: str = ""
+
+    def kept_as(self, precision: str) -> str:
+        """Return the precision that this component has in a model of that one."""
+        return precision if self.matrices or precision not in MATRICES else DTYPES[precision].name
+
+    def rounded(self, plain: str, precision: str) -> bool:
+        """Whether a weight is in 8 bits."""
+        return precision in MATRICES and bool(self.matrices) and re.fullmatch(self.matrices, plain) is not None
 
 
 @dataclass(frozen=True)
@@ -110,18 +128,18 @@ def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
         raise CheckpointError(
             f"{checkpoint.source}/{component.folder}/config.json describes no such model ({reason}); fetch it again"
         ) from error
-    converted = Converted.open(checkpoint, component.folder, dtype)
+    converted = Converted.open(checkpoint, component.folder, component.kept_as(dtype))
     stored = {} if converted is not None else _index(checkpoint, component, module)
     if converted is None:
         _check(module, stored, component, checkpoint)
     component.adapt(module, mesh)
     opened = Opened(module, {}, {}, {}, {})
-    for name, weight in _weights(module, _scan(module, component.scanned), component, dtype, mesh):
+    for name, weight in _weights(module, component, dtype, mesh):
         if isinstance(weight, torch.Tensor):
             opened.tables[name] = weight
             continue
         if converted is None:
-            blocks, change = _blocks(name, weight, stored), _change(component, weight.plain)
+            blocks, change = _blocks(name, weight, stored), _change(component, weight.plain, dtype)
         else:
             blocks, change = converted.blocks(weight.plain, weight.shape), None
         opened.weights[name] = Weight(weight.shape, weight.kind, weight.sharding, blocks, change)
@@ -131,8 +149,12 @@ def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
 
 
 def _blocks(name: str, weight: "_Weight", stored: dict[str, Stored]) -> tuple[Block, ...]:
-    """Return where a weight lies in the checkpoint's own files: of a stack, each layer is a tensor."""
-    names = [name] if weight.depth is None else [weight.plain.replace("*", str(i), 1) for i in range(weight.depth)]
+    """Return where a weight lies in the checkpoint's own files: of a stack, each layer is a tensor.
+
+    Scales are made of the weights that they belong to.
+    """
+    name, plain = name.removesuffix(SCALE), weight.plain.removesuffix(SCALE)
+    names = [name] if weight.depth is None else [plain.replace("*", str(i), 1) for i in range(weight.depth)]
     shape = weight.shape if weight.depth is None else (1, *weight.shape[1:])
     blocks = []
     for layer, tensor in enumerate(stored[name] for name in names):
@@ -141,8 +163,26 @@ def _blocks(name: str, weight: "_Weight", stored: dict[str, Stored]) -> tuple[Bl
     return tuple(blocks)
 
 
-def _change(component: Component, plain: str) -> Callable[[np.ndarray], np.ndarray] | None:
-    return next((change for pattern, change in component.changes if re.fullmatch(pattern, plain)), None)
+def _change(component: Component, plain: str, precision: str) -> Callable[[np.ndarray], np.ndarray] | None:
+    whole = plain.removesuffix(SCALE)
+    change = next((change for pattern, change in component.changes if re.fullmatch(pattern, whole)), None)
+    if not component.rounded(whole, precision):
+        return change
+    part = int(plain != whole)
+    return lambda value: in_8_bits(value if change is None else change(value), MATRICES[precision])[part]
+
+
+def in_8_bits(value: np.ndarray, kind: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Return a matrix in 8 bits, the nearest numbers, and the float32 [O] that its rows are to be multiplied with.
+
+    A row that isn't finite has a scale that isn't.
+    """
+    most = float(np.iinfo(kind).max if kind == np.int8 else ml_dtypes.finfo(kind).max)
+    wide = value.astype(np.float32)
+    scales = np.abs(wide).max(axis=1) / np.float32(most)
+    with np.errstate(invalid="ignore"):
+        scaled = wide / np.where(scales == 0, 1, scales)[:, None]
+        return (np.rint(scaled) if kind == np.int8 else scaled).astype(kind), scales
 
 
 def abstract_component(component: Component, dtype: str, mesh: Mesh) -> Loaded:
@@ -150,7 +190,7 @@ def abstract_component(component: Component, dtype: str, mesh: Mesh) -> Loaded:
     module = _build(component)
     component.adapt(module, mesh)
     params: dict[str, Any] = {}
-    for name, weight in _weights(module, _scan(module, component.scanned), component, dtype, mesh):
+    for name, weight in _weights(module, component, dtype, mesh):
         if isinstance(weight, torch.Tensor):
             kind = jax.dtypes.canonicalize_dtype(weight.numpy().dtype)  # as JAX keeps it: int32 of torch's int64
             weight = _Weight(name, None, tuple(weight.shape), kind, replicated(mesh), None)
@@ -279,21 +319,29 @@ class _Weight(NamedTuple):
 
 
 def _weights(
-    module: torch.nn.Module, depths: dict[str, int], component: Component, dtype: str, mesh: Mesh
+    module: torch.nn.Module, component: Component, dtype: str, mesh: Mesh
 ) -> Iterator[tuple[str, _Weight | torch.Tensor]]:
-    """Yield what `functional_call` needs by name: weights, and the tables that the module made for itself.
+    """Stack a module's blocks; yield what `functional_call` needs by name: weights, and tables of the module's own.
 
     Non-persistent buffers are included, tied duplicates left out.
     """
+    depths = _scan(module, component.scanned)
+    for name, tensor in list(module.named_parameters()):
+        if component.rounded(_plain_name(name, depths)[0], dtype):
+            owner, _, leaf = name.rpartition(".")
+            scales = torch.nn.Parameter(torch.empty(len(tensor), device="meta"), requires_grad=False)
+            module.get_submodule(owner).register_parameter(leaf + SCALE, scales)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not tensor.is_meta:
             yield name, tensor
             continue
         plain, depth = _plain_name(name, depths)
-        exact = not set(component.float32).isdisjoint(plain.split("."))
+        exact = not set(component.float32).isdisjoint(plain.split(".")) or plain.endswith(SCALE)
+        kind = DTYPES["float32" if exact else dtype]
+        kind = MATRICES[dtype] if component.rounded(plain, dtype) else kind
         stacked = depth is not None
         rule = rule_of(component.rules, plain)
         axis = next((i + stacked for i, axes in enumerate(rule.spec) if axes is not None), None)
         sharding = NamedSharding(mesh, weight_spec(mesh, component.rules, plain, tensor.shape, stacked=stacked))
         shape = tuple(tensor.shape) if depth is None else (depth, *tensor.shape)
-        yield name, _Weight(plain, depth, shape, DTYPES["float32" if exact else dtype], sharding, axis)
+        yield name, _Weight(plain, depth, shape, kind, sharding, axis)

@@ -107,7 +107,9 @@ class Converted:
         if layout != LAYOUT:
             raise CheckpointError(f"{where} was converted for layout {layout}, this version reads {LAYOUT}; {AGAIN}")
         if kind != dtype:
-            raise CheckpointError(f"{where} was converted to {kind}; for {dtype} give the original")
+            raise CheckpointError(
+                f"{where} was converted to {kind}; give --precision {kind}, or for {dtype} the original"
+            )
         if size != files[FILE].size:
             raise CheckpointError(f"{where}/{FILE} has {files[FILE].size} bytes of {size}; {AGAIN}")
         return cls(where, tensors(files[FILE]), manifest["tensors"])

@@ -18,6 +18,7 @@ from wan_tpu.runtime.components import Component, open_component
 from wan_tpu.runtime.converted import FILE, MANIFEST, Cut, described
 from wan_tpu.runtime.weights import Block, Weight, read_weights
 
+_KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # as safetensors has them
 _HEADER_ALIGNED = 4096  # bytes: where the weights begin
 
 
@@ -51,7 +52,9 @@ def convert(
     """
     mesh = Mesh(np.array(jax.local_devices(backend="cpu")[:1]).reshape(1, 1, 1), ("dp", "sp", "tp"))
     folders: dict[str, dict[str, tuple[Weight, Cut]]] = {}
+    kinds: dict[str, str] = {}
     for component in components.values():
+        kinds[component.folder] = component.kept_as(dtype)
         opened = open_component(checkpoint, component, dtype, mesh)
         folders.setdefault(component.folder, {}).update(
             {opened.plain[name]: (weight, opened.cuts[name]) for name, weight in opened.weights.items()}
@@ -60,10 +63,10 @@ def convert(
         destination.write(name, content)
     kept = []
     for folder, weights in folders.items():
-        if _is_there(folder, weights, dtype, checkpoint.source, destination):
+        if _is_there(folder, weights, kinds[folder], checkpoint.source, destination):
             kept.append(folder)
             continue
-        manifest = _write(f"{folder}/{FILE}", weights, dtype, checkpoint.source, destination, progress)
+        manifest = _write(f"{folder}/{FILE}", weights, kinds[folder], checkpoint.source, destination, progress)
         destination.write(f"{folder}/{MANIFEST}", manifest)  # last: with it, the component is whole
     return kept
 
@@ -114,9 +117,9 @@ def _header(weights: Mapping[str, tuple[Weight, Cut]]) -> tuple[bytes, int]:
     offset = 0
     for name, (weight, cut) in weights.items():
         nbytes = math.prod(weight.shape) * weight.kind.itemsize
-        kind = "F32" if weight.kind == np.float32 else "BF16"
-        tensors[name] = {"dtype": kind, "shape": list(cut.stored), "data_offsets": [offset, offset + nbytes]}
-        offset += nbytes
+        kind, end = _KINDS[weight.kind.name], offset + nbytes
+        tensors[name] = {"dtype": kind, "shape": list(cut.stored), "data_offsets": [offset, end]}
+        offset = end
     content = json.dumps(tensors, separators=(",", ":")).encode()
     content += b" " * (-(8 + len(content)) % _HEADER_ALIGNED)
     return len(content).to_bytes(8, "little") + content, 8 + len(content) + offset

@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
+import jax
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
 from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import InvalidInput
 from wan_tpu.lora import Lora
 from wan_tpu.progress import BYTES, Progress, Silent
-from wan_tpu.runtime.components import Component, Loaded, load_component, open_component
+from wan_tpu.runtime.components import DTYPES, MATRICES, Component, Loaded, load_component, open_component
 from wan_tpu.runtime.program import ExecutableStore, Program
 
 
@@ -41,6 +44,24 @@ class AdapterStore(Protocol):
         """Let go of what was merged of a component."""
 
 
+def _check_precision(model: HasComponents, precision: str, mesh: Mesh) -> None:
+    if precision not in DTYPES:
+        raise InvalidInput(f"dtype {precision!r} is unknown; choose one of {', '.join(DTYPES)}")
+    if precision not in MATRICES:
+        return
+    if not any(component.matrices for component in model.components.values()):
+        raise InvalidInput(f"this model's linear layers aren't computed in {precision}; choose bfloat16 or float32")
+    device = mesh.devices.flat[0]
+    if device.platform == "tpu":
+        with jax.set_mesh(mesh):  # of a TPU that is here, or only described
+            chip = pltpu.get_tpu_info()
+        able = [name for name, kind in MATRICES.items() if chip.is_matmul_supported(kind, kind)]
+        if precision not in able:
+            raise InvalidInput(
+                f"{device.device_kind} doesn't multiply {precision}; choose {' or '.join([*able, 'bfloat16'])}"
+            )
+
+
 M = TypeVar("M", bound=HasComponents)
 
 
@@ -62,12 +83,15 @@ class Runtime(Generic[M]):
         adapters: AdapterStore | None = None,
         progress: Progress = Silent(),  # noqa: B008 (has no state)
     ) -> None:
-        """keep_weights: keep a component's weights after its stage (a server), or free them (one request).
+        """Raise `InvalidInput` for a precision that the model or the chip doesn't have.
+
+        keep_weights: keep a component's weights after its stage (a server), or free them (one request).
 
         executables  where compiled programs are looked for before they are compiled
         adapters     applies adapters; without, there are none
         progress     shows the bytes of weights that are read
         """
+        _check_precision(model, dtype, mesh)
         self.model = model
         self.mesh = mesh
         self.dtype = dtype

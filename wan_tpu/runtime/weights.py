@@ -22,6 +22,10 @@ from wan_tpu.runtime.tensor_files import Stored
 RANGE_BYTES = 16 * 2**20  # of what is read at once: much larger ones aren't read faster
 RING_BYTES = 256 * 2**20  # of ranges that are under way, at most; less where there is little to read
 
+# What weights are in, as numpy and as torch have it; numpy has the last ones from ml_dtypes.
+_ELSEWHERE = {np.dtype(ml_dtypes.bfloat16): torch.bfloat16, np.dtype(ml_dtypes.float8_e4m3fn): torch.float8_e4m3fn}
+_TORCH = {np.dtype(np.float32): torch.float32, np.dtype(np.int8): torch.int8} | _ELSEWHERE
+
 Limits = tuple[tuple[int, int], ...]  # start and stop in each dimension
 Show = Callable[[int], Bar]  # given how many bytes there are to read
 
@@ -223,18 +227,23 @@ def _aligned(limits: Limits, kind: np.dtype) -> torch.Tensor:
     size = math.prod(shape) * kind.itemsize
     room = torch.empty(size + 64, dtype=torch.uint8)
     start = -room.data_ptr() % 64
-    return room[start : start + size].view(torch.bfloat16 if kind == ml_dtypes.bfloat16 else torch.float32).view(shape)
+    return room[start : start + size].view(_TORCH[kind]).view(shape)
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return the same memory as numpy sees it, which has bfloat16 from elsewhere."""
-    if tensor.dtype != torch.bfloat16:
+    """Return the same memory as numpy sees it, which has small floating-point numbers from elsewhere."""
+    if tensor.dtype not in _ELSEWHERE.values():
         return tensor.numpy()
-    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    kind = next(kind for kind, known in _ELSEWHERE.items() if known == tensor.dtype)
+    return tensor.view(_whole(tensor.dtype.itemsize)).numpy().view(kind)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
     array = np.ascontiguousarray(array)
-    if array.dtype != ml_dtypes.bfloat16:
+    if array.dtype not in _ELSEWHERE:
         return torch.from_numpy(array)
-    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array.view(f"i{array.itemsize}")).view(_ELSEWHERE[array.dtype])
+
+
+def _whole(itemsize: int) -> torch.dtype:
+    return torch.int16 if itemsize == 2 else torch.int8

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from kernels.low_precision import Rounded
 from wan_tpu.ops.collectives import gather_rows
+from wan_tpu.ops.dispatch import Ops
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.mesh import SHARDS
 
@@ -46,6 +48,22 @@ def scan_layers(
         return (layer(hidden, weights, index), early), None
 
     return jax.lax.scan(step, (hidden, gathered(ahead, 0)), jnp.arange(depth))[0][0]
+
+
+def linear(ops: Ops, weights: Params, name: str, x: Any, **more: Any) -> jax.Array:
+    """Return what the linear layer of a name makes of rows, rounded first if they aren't and its weight is in 8 bits.
+
+    x, more  as `kernels.linear.linear` takes them
+    """
+    weight, scales = weights[f"{name}.weight"], weights.get(f"{name}.weight_scale")
+    if scales is not None and not isinstance(x, Rounded):
+        x = ops.round_rows(x, weight.dtype)
+    return ops.linear(x, weight, weights[f"{name}.bias"], scales=scales, **more)
+
+
+def rounded_to(weights: Params, name: str) -> Any:
+    """Return the 8-bit type that the inputs of a linear layer are rounded to, None where its weight isn't in 8 bits."""
+    return weights[f"{name}.weight"].dtype if f"{name}.weight_scale" in weights else None
 
 
 def each(function: Callable[[Any], jax.Array], branches: Any) -> jax.Array:

@@ -65,6 +65,7 @@ def transformer(config: WanConfig, folder: str) -> Component:
         changes=((r"blocks\.\*\.attn1\.(to|norm)_[qk]\.(weight|bias)", paired),),
         originals=ORIGINALS,
         absent=_OF_IMAGES if config.transformer.get("image_dim") is None else (),
+        matrices=expert.MATRICES,
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.families.shared.layers import each, scan_layers
+from wan_tpu.families.shared.layers import each, linear, rounded_to, scan_layers
 from wan_tpu.families.shared.tokens import padded, patches
 from wan_tpu.families.wan.tokens import rope_tables
 from wan_tpu.ops.attention import attention, query_scale
@@ -33,8 +33,8 @@ from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight
 
 # [O, I]: the outputs split over the devices of one branch, gathered layer by layer. All that is not a large matrix, and
 # embeddings and output (0.6 % of a 14B model), is whole on every device.
-_MATRICES = r"(attn[12]\.(to_q|to_k|to_v|to_out\.0|add_k_proj|add_v_proj)|ffn\.net\.(0\.proj|2))\.weight"
-RULES = (Rule(rf"blocks\..*\.{_MATRICES}", (SHARDS, None)), Rule(rf"(?!blocks\..*\.{_MATRICES}).*", ()))
+MATRICES = r"blocks\..*\.(attn[12]\.(to_q|to_k|to_v|to_out\.0|add_k_proj|add_v_proj)|ffn\.net\.(0\.proj|2))\.weight"
+RULES = (Rule(MATRICES, (SHARDS, None)), Rule(rf"(?!{MATRICES}$).*", ()))
 LINEAR = "attn1.proj_l"  # of a block: the trained matrix of sparse-linear attention, by its authors' name
 KEPT = "kept_blocks"  # attribute of a module with it: the share of the blocks of keys that are kept
 TextKeys = dict[str, jax.Array]  # "key", "value" [depth, B, 512, C], and "image_key", "image_value" with 257 tokens
@@ -58,9 +58,9 @@ def text_keys(
 
         def keys(context: jax.Array, weights: Params, key: str, value: str, norm: str) -> list[jax.Array]:
             flat = context.reshape(-1, context.shape[-1])
-            made = ops.linear(flat, weights[f"{key}.weight"], weights[f"{key}.bias"])
+            made = linear(ops, weights, key, flat)
             made = ops.rms_norm_rope(made, weights[f"{norm}.weight"], None, eps=eps)
-            values = ops.linear(flat, weights[f"{value}.weight"], weights[f"{value}.bias"])
+            values = linear(ops, weights, value, flat)
             return [x.reshape(*context.shape[:2], -1) for x in (made, values)]
 
         def layer(_: None, weights: Params) -> tuple[None, TextKeys]:
@@ -264,20 +264,23 @@ class _Step:
         ops, eps = self._ops, self._eps
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (table[:, i] for i in range(6))
 
-        def linear(name: str, x: jax.Array | tuple[jax.Array, ...], **more: Any) -> jax.Array:
-            return ops.linear(x, w[f"{name}.weight"], w[f"{name}.bias"], **more)
+        def of(name: str, x: Any, **more: Any) -> jax.Array:
+            return linear(ops, w, name, x, **more)
 
-        def turned(name: str, rows: jax.Array, factor: float, **more: Any) -> Any:
+        def norm(x: jax.Array, scale: jax.Array, shift: jax.Array, name: str, **more: Any) -> Any:
+            return ops.layer_norm(x, scale, shift, eps=eps, rounded=rounded_to(w, name), **more)
+
+        def turned(name: str, rows: Any, factor: float, **more: Any) -> Any:
             weight = w[f"attn1.norm_{name}.weight"].astype(jnp.float32) * factor
             rest = {"eps": eps, "groups": self._groups} | more
-            return ops.rms_norm_rope(linear(f"attn1.to_{name}", rows), weight, tables, **rest)
+            return ops.rms_norm_rope(of(f"attn1.to_{name}", rows), weight, tables, **rest)
 
         mixed, _, gathered = exchanged_attention(
-            ops.layer_norm(x, 1 + scale, shift, eps=eps, first_rows=first_rows),
+            norm(x, 1 + scale, shift, "attn1.to_q", first_rows=first_rows),
             Projections(
                 query=lambda rows: turned("q", rows, self._query_scale),
                 key=lambda rows: turned("k", rows, 1, parts=self._key_parts),
-                value=lambda rows: linear("attn1.to_v", rows, groups=self._groups),
+                value=lambda rows: of("attn1.to_v", rows, groups=self._groups),
             ),
             heads=self._heads,
             kv_len=self._tokens,
@@ -288,22 +291,22 @@ class _Step:
             sparse=None if self._kept is None else SparseLinear(self._kept, *(w[f"{LINEAR}.{one}"] for one in _AFFINE)),
         )
         w = w | gathered
-        x = linear("attn1.to_out.0", mixed, residual=x, gate=gate, first_rows=first_rows)
+        x = of("attn1.to_out.0", mixed, residual=x, gate=gate, first_rows=first_rows)
 
         normed = x
         if "norm2.weight" in w:
-            normed = ops.layer_norm(x, w["norm2.weight"][None], w["norm2.bias"][None], eps=eps)
+            normed = norm(x, w["norm2.weight"][None], w["norm2.bias"][None], "attn2.to_q")
         weight = w["attn2.norm_q.weight"].astype(jnp.float32) * self._query_scale
-        q = ops.rms_norm_rope(linear("attn2.to_q", normed), weight, None, eps=eps)
+        q = ops.rms_norm_rope(of("attn2.to_q", normed), weight, None, eps=eps)
         told = attention(q, keys["key"], keys["value"], heads=self._heads, platform=self._platform)
         if "image_key" in keys:
             image = keys["image_key"], keys["image_value"]
             told = told + attention(q, *image, heads=self._heads, platform=self._platform)
-        x = linear("attn2.to_out.0", told, residual=x)
+        x = of("attn2.to_out.0", told, residual=x)
 
-        normed = ops.layer_norm(x, 1 + ffn_scale, ffn_shift, eps=eps, first_rows=first_rows)
-        inner = linear("ffn.net.0.proj", normed, activation="gelu_tanh")
-        return linear("ffn.net.2", inner, residual=x, gate=ffn_gate, first_rows=first_rows)
+        normed = norm(x, 1 + ffn_scale, ffn_shift, "ffn.net.0.proj", first_rows=first_rows)
+        inner = of("ffn.net.0.proj", normed, activation="gelu_tanh")
+        return of("ffn.net.2", inner, residual=x, gate=ffn_gate, first_rows=first_rows)
 
 
 # Used before or right after self-attention, which takes most of a layer: gathered during that of the layer before.
