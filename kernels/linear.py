@@ -51,7 +51,7 @@ def linear(
     x           [L, I], or laid out as kernels/columns.py has it: an array for each part of every group's columns
     weight      [O, I]; bias [O]; what follows the products is computed in float32
     scales      [O] float32, what the rows of a weight in 8 bits are multiplied with: x is `Rounded` then, the result
-                bfloat16, and so is what an activation is computed in
+                in the dtype of the bias, and so is what an activation is computed in
     activation  None or "gelu_tanh"
     residual    [L, O]; gate (with it only) [1 or 2, O], ones when left out: of two, the first is for rows before
                 `first_rows`
@@ -62,7 +62,7 @@ def linear(
     rounded = x if isinstance(x, Rounded) else None
     parts = (x.values,) if isinstance(x, Rounded) else x if isinstance(x, tuple) else (x,)
     joined, (rows, _), given = parts[0].ndim == 3, parts[0].shape[-2:], parts[0].dtype
-    dtype = given if rounded is None else jnp.dtype(jnp.bfloat16)
+    dtype = given if rounded is None else bias.dtype
     block_rows, block_outputs, block_inputs = _tile(
         rows, outputs // groups, inputs, given.itemsize, vmem_bytes(interpret=interpret), joined=joined
     )
@@ -148,7 +148,7 @@ def linear_reference(
         assert scales is not None
         values, wide = x.values.astype(jnp.float32), weight.astype(jnp.float32)  # which has their products
         product = jax.lax.dot_general(values, wide, (((1,), (1,)), ((), ()))) * x.scales[:, :1] * scales
-        dtype = jnp.dtype(jnp.bfloat16)
+        dtype = bias.dtype
         y = product + bias.astype(jnp.float32)
         y = y if activation is None else ACTIVATIONS[activation](y.astype(dtype)).astype(jnp.float32)
         rows = len(product)

@@ -90,7 +90,7 @@ def test_a_linear_layer_multiplies_what_was_rounded(size, activation, dtype):
     rows, inputs, outputs = SIZES[size]
     (x, sizes), (weight, scales) = (in_8_bits(normal(n, m, inputs), dtype) for n, m in ((0, rows), (1, outputs)))
     given = Rounded(jnp.asarray(x, dtype), jnp.broadcast_to(jnp.asarray(sizes), (rows, 128)))
-    bias, residual, gate = normal(2, outputs), normal(3, rows, outputs, dtype=jnp.bfloat16), normal(4, 2, outputs)
+    bias, residual, gate = normal(2, outputs, dtype=jnp.bfloat16), normal(3, rows, outputs, dtype=jnp.bfloat16), normal(4, 2, outputs)
     y = (x.astype(np.float64) @ weight.astype(np.float64).T) * sizes * scales.T + np.asarray(bias, np.float64)
     y = np.asarray(ACTIVATIONS[activation](jnp.asarray(y, jnp.float32)), np.float64)
     gates = np.where(np.arange(rows)[:, None] < 5, np.asarray(gate[0], np.float64), np.asarray(gate[1], np.float64))

@@ -1,0 +1,190 @@
+"""Linear layers in 8 bits: weights as torch rounds them, videos near diffusers' with each layer rounded by torch."""
+
+import dataclasses
+import re
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from actors.cli import main
+from tests.wan_tpu import adapter_files as files
+from tests.wan_tpu.test_parity import run_diffusers
+from wan_tpu import GenerationRequest, load_pipeline
+from wan_tpu.adapters.merging import Adapters
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError, InvalidInput
+from wan_tpu.families.model import open_model
+from wan_tpu.families.wan.transformer import MATRICES
+from wan_tpu.lora import lora_of
+from wan_tpu.runtime import components, converted
+from wan_tpu.runtime.components import in_8_bits, load_component
+from wan_tpu.runtime.mesh import make_mesh
+
+KIND = "wan2.2-t2v-a14b"
+TORCH = {"int8": (torch.int8, 127), "float8": (torch.float8_e4m3fn, 448)}
+REQUEST = GenerationRequest(
+    prompt="A cat looks into the camera",
+    negative_prompt="ugly",
+    height=64,
+    width=96,
+    frames=9,
+    steps=6,
+    guidance_scale=3.5,
+    guidance_scale_2=2.5,
+    shift=5.0,
+    solver="unipc",
+)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh((1, 1, 1), heads=4)
+
+
+def rounded(x, precision):
+    """Rows of a tensor as the nearest numbers of 8 bits, times their scale: by torch."""
+    kind, most = TORCH[precision]
+    scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / most
+    scaled = x / scales
+    return (scaled.round() if kind == torch.int8 else scaled.to(kind).to(x.dtype)) * scales
+
+
+class RoundedLinear(torch.nn.Module):
+    """A linear layer that rounds its weight and what it is given."""
+
+    def __init__(self, linear, precision):
+        super().__init__()
+        self.weight, self.bias, self.precision = rounded(linear.weight, precision), linear.bias, precision
+
+    def forward(self, x):
+        return torch.nn.functional.linear(rounded(x, self.precision), self.weight, self.bias)
+
+
+def by_diffusers(folder, precision, monkeypatch):
+    """Latents after each step, by diffusers' pipeline, with linear layers rounded unless precision is None."""
+    read = diffusers.WanTransformer3DModel.from_pretrained.__func__
+
+    def with_rounded_layers(cls, *args, **more):
+        module = read(cls, *args, **more)
+        for name, linear in list(module.named_modules()):
+            if precision and re.fullmatch(MATRICES, f"{name}.weight"):
+                owner, _, leaf = name.rpartition(".")
+                setattr(module.get_submodule(owner), leaf, RoundedLinear(linear, precision))
+        return module
+
+    with monkeypatch.context() as patch:
+        patch.setattr(diffusers.WanTransformer3DModel, "from_pretrained", classmethod(with_rounded_layers))
+        noise = np.random.default_rng(0).standard_normal((1, 16, 3, 8, 12)).astype(np.float32)
+        return noise, run_diffusers(folder, REQUEST, "t2v", noise)[1]
+
+
+def apart(a, b):
+    return np.sqrt(np.square(a - b).mean()) / b.std()
+
+
+@pytest.mark.parametrize("precision", TORCH)
+def test_latents_are_those_of_diffusers_with_rounded_layers(precision, checkpoint, monkeypatch):
+    """With float32 in the place of bfloat16: what differs is what lies amid two numbers of 8 bits."""
+    exact = by_diffusers(checkpoint(KIND), None, monkeypatch)[1]
+    noise, expected = by_diffusers(checkpoint(KIND), precision, monkeypatch)
+    monkeypatch.setitem(components.DTYPES, precision, components.DTYPES["float32"])
+    found = []
+    pipe = load_pipeline(checkpoint(KIND), precision, (1, 1, 1))
+    pipe.generate(REQUEST, noise=noise, on_step=lambda event: found.append(event.latents))
+    assert len(found) == len(expected)
+    for step, (ours, theirs, dense) in enumerate(zip(found, expected, exact, strict=True)):
+        assert apart(ours, theirs) <= (0.5 if step else 0.1) * apart(theirs, dense)
+
+
+@pytest.mark.parametrize("precision", TORCH)
+def test_weights_are_rounded_by_output_and_all_others_kept(precision, checkpoint, mesh):
+    source = Checkpoint(checkpoint(KIND))
+    for name, component in open_model(source).components.items():
+        found = load_component(source, component, precision, mesh).params
+        plain = load_component(source, component, "bfloat16", mesh).params
+        exact = load_component(source, component, "float32", mesh).params
+        assert {one for one in found if one not in plain} == {f"{one}_scale" for one in matrices(name, plain)}
+        for one, array in plain.items():
+            if one not in matrices(name, plain):
+                assert np.array_equal(np.asarray(found[one]), np.asarray(array)), one
+                continue
+            assert found[one].dtype == components.MATRICES[precision]
+            ours = np.asarray(found[one], np.float32) * np.asarray(found[f"{one}_scale"])[..., None]
+            theirs = rounded(torch.from_numpy(np.array(exact[one])), precision).numpy()
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+def matrices(component, params):
+    if not component.startswith("denoise"):
+        return set()
+    parts = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
+    return {name for name in params if name.endswith(".weight") and any(f".{part}.weight" in name for part in parts)}
+
+
+def test_what_is_not_finite_stays_so():
+    value = np.array([[1, np.nan], [np.inf, 1], [0, 0], [2, -4]], np.float32)
+    for kind in components.MATRICES.values():
+        values, scales = in_8_bits(value, kind)
+        wide = values.astype(np.float32) * scales[:, None]
+        assert not np.isfinite(wide[:2]).all(axis=1).any()
+        assert np.array_equal(wide[2], [0, 0]) and np.allclose(wide[3], [2, -4], rtol=0.07)
+
+
+@pytest.mark.parametrize("precision", TORCH)
+def test_converted_once_it_is_read_as_it_is(precision, checkpoint, tmp_path, mesh, capsys):
+    source, written = checkpoint(KIND), str(tmp_path / precision)
+    assert main(["weights", "convert", str(source), written, "--precision", precision]) == 0
+    for component in open_model(Checkpoint(written)).components.values():
+        ours = load_component(Checkpoint(written), component, precision, mesh).params
+        expected = load_component(Checkpoint(source), component, precision, mesh).params
+        assert ours.keys() == expected.keys()
+        for name, array in ours.items():
+            assert array.dtype == expected[name].dtype
+            assert np.array_equal(np.asarray(array).view(np.uint8), np.asarray(expected[name]).view(np.uint8)), name
+    main(["weights", "convert", str(source), str(tmp_path / "plain")])
+    for folder in ("text_encoder", "vae"):  # which have no 8 bits
+        one, other = ((tmp_path / place / folder / converted.FILE).read_bytes() for place in (precision, "plain"))
+        assert one == other
+    with pytest.raises(CheckpointError, match=f"converted to {precision}; give --precision {precision}, or for bfl"):
+        load_pipeline(written, "bfloat16", (1, 1, 1)).check_components()
+
+
+def test_adapters_are_added_to_what_8_bits_hold(checkpoint, pipeline, tmp_path):
+    transformer = diffusers.WanTransformer3DModel.from_pretrained(checkpoint(KIND), subfolder="transformer")
+    names = files.blocks(transformer, files.WAN)
+    made = files.factors(transformer, names)
+    adapter = files.save(files.named(made, names, "diffusion_model.", alpha=4), tmp_path / "adapter.safetensors")
+    exact, loras = Adapters(), (lora_of(f"{adapter}:0.5"),)
+    for precision in TORCH:
+        runtime = pipeline(KIND, precision).runtime
+        base = runtime.component("denoise_high").params
+        changed = runtime.component("denoise_high", loras).params
+        factors = exact.read(runtime.model.components["denoise_high"], runtime.component("denoise_high"), loras[0])
+        assert set(factors.factors) == matrices("denoise_high", base)
+        for name, (up, down, gain) in ((name, dataclasses.astuple(one)) for name, one in factors.factors.items()):
+            delta = (up.astype(np.float32) * gain[:, None] * 0.5) @ down.astype(np.float32)
+            whole = wide(base, name) + delta
+            values, scales = (
+                np.stack(one) for one in zip(*(in_8_bits(x, base[name].dtype) for x in whole), strict=True)
+            )
+            np.testing.assert_allclose(changed[f"{name}_scale"], scales, rtol=1e-5)
+            step = np.abs(values.astype(np.float32)) / 8 if precision == "float8" else 1
+            assert (np.abs(np.asarray(changed[name], np.float32) - values.astype(np.float32)) <= step).all()
+            assert (np.asarray(changed[name]) == values).mean() > 0.99
+        untouched = runtime.component("denoise_high", (lora_of(f"{adapter}:0"),)).params
+        for name in factors.factors:
+            assert np.array_equal(np.asarray(untouched[name]).view(np.uint8), np.asarray(base[name]).view(np.uint8))
+            np.testing.assert_allclose(untouched[f"{name}_scale"], base[f"{name}_scale"], rtol=1e-6)
+
+
+def wide(params, name):
+    return np.asarray(params[name], np.float32) * np.asarray(params[f"{name}_scale"])[..., None]
+
+
+def test_what_has_no_8_bits_is_refused(checkpoint):
+    with pytest.raises(InvalidInput, match="this model's linear layers aren't computed in int8; choose bfloat16"):
+        load_pipeline(checkpoint("cogvideox1.5-5b"), "int8", (1, 1, 1))
+    with pytest.raises(InvalidInput, match="'int4' is unknown; choose one of float32, bfloat16, int8, float8"):
+        load_pipeline(checkpoint(KIND), "int4", (1, 1, 1))
