@@ -26,7 +26,7 @@ conditional gives in either case XLA would copy.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 import jax
@@ -35,7 +35,7 @@ from jax import lax
 
 from kernels.blocks import LANES, BlockSizes, plan_blocks
 from kernels.flash_kernel import Tile, flash_tiles
-from kernels.low_precision import quantize, smooth
+from kernels.low_precision import mean_key, round_blocks
 
 Softmax = Literal["auto", "bounded", "optimistic", "online"]
 LowPrecision = Literal["int8", "float8_e4m3fn"]
@@ -106,6 +106,7 @@ def flash_attention_unchecked(
     scale: float,
     kv_len: int | jax.Array,
     softmax: Literal["optimistic", "online"] = "optimistic",
+    qk: LowPrecision | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute softmax(scale Q K^T) V in one way, and say whether it is right: that of a false one isn't.
@@ -119,9 +120,9 @@ def flash_attention_unchecked(
         q, k, v = (
             x[:, first * width : (first + heads) * width] for x, first in zip((q, k, v), first_heads, strict=True)
         )
-        out = flash_attention(q, k, v, heads=heads, scale=scale, kv_len=kv_len, interpret=interpret)
+        out = flash_attention(q, k, v, heads=heads, scale=scale, kv_len=kv_len, qk=qk, interpret=interpret)
         return out, jnp.asarray(True)
-    call = _Call(heads, width, shared, scale, *_keys(kv_len, len(k)), None, None, interpret)
+    call = _Call(heads, width, shared, scale, *_keys(kv_len, len(k)), qk, None, interpret)
     first_q, first_k, first_v = (first // shared for first in first_heads)
     out, check = call.once(q[None], k[None], v[None], softmax, (first_q, first_k, first_v))
     return out[0], jnp.asarray(True) if check is None else jnp.all(jnp.isfinite(check))
@@ -162,6 +163,11 @@ class _Call:
     interpret: Any
 
     @property
+    def lanes(self) -> int:
+        """Columns of a tile."""
+        return self.width * self.shared
+
+    @property
     def multiplier(self) -> float:
         """Of q.k, to powers of two."""
         return self.scale * math.log2(math.e)
@@ -170,13 +176,19 @@ class _Call:
         self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: str, first: tuple[int, int, int]
     ) -> tuple[jax.Array, jax.Array | None]:
         """Return what one way gives, with its check if it has one; first: tiles of Q, K and V."""
-        plan = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=q.dtype)
+        plan = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=self.qk or q.dtype)
         blocks, rows = plan().blocks, q.shape[1]
         if self.kv_len <= blocks.online.chunk:
             softmax = "online"
-        elif softmax == "online":
+        elif softmax == "online" and not self.qk:  # 8-bit logits' scales belong to blocks, so these stay
             blocks = plan(fallback=True).blocks
-        out, *check = self._tiles([_at_least(q, blocks.block_q)], k, v, None, blocks, softmax, first)
+        terms, scales = [q], None
+        if self.qk:
+            mean = mean_key(k[..., first[1] * self.lanes :][..., : self.heads * self.width], self.kv_len)
+            terms, k, scales = self._rounded(q, k, mean, blocks, self.qk, first)
+            first = (0, 0, first[2])
+        terms = [_at_least(term, blocks.block_q) for term in terms]
+        out, *check = self._tiles(terms, k, v, scales, blocks, softmax, first)
         return out[:, :rows], check[0] if check else None
 
     def run(self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: Softmax) -> jax.Array:
@@ -184,13 +196,12 @@ class _Call:
         blocks = self.block_sizes or given().blocks
         # The scales of 8-bit logits belong to blocks, so there the fallback has the same.
         spare = blocks if self.block_sizes or self.qk else given(fallback=True).blocks
-        if self.qk:
-            k = smooth(k[:, : self.kv_len])
+        mean = mean_key(k, self.kv_len) if self.qk else None
         unshifted = softmax == "bounded" or (softmax == "auto" and self.qk is not None)
-        bounded = self._bound_holds(q, k, v) if unshifted else None
+        bounded = self._bound_holds(q, k if mean is None else k - mean, v) if unshifted else None
         terms, scales, rows = [q], None, q.shape[1]
-        if self.qk:
-            terms, k, scales = self._quantize(q, k, blocks, self.qk)
+        if self.qk and mean is not None:
+            terms, k, scales = self._rounded(q, k, mean, blocks, self.qk)
         terms = [_at_least(term, blocks.block_q) for term in terms]
 
         def way(name: str, blocks: BlockSizes = blocks) -> list[jax.Array]:
@@ -240,13 +251,19 @@ class _Call:
         x = x[:, : self.kv_len]
         return x if self.count is None else jnp.where((jnp.arange(self.kv_len) < self.count)[:, None], x, 0)
 
-    def _quantize(
-        self, q: jax.Array, k: jax.Array, blocks: BlockSizes, dtype: str
+    def _rounded(
+        self, q: jax.Array, k: jax.Array, mean: jax.Array, blocks: BlockSizes, dtype: str, first: Sequence[int] = (0, 0)
     ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-        """Return Q's terms and K in 8 bits, and what multiplies each block of logits [B * N, Q blocks * K blocks]."""
+        """Return Q's terms and K in 8 bits, and what multiplies each block of logits [B * N, Q blocks * K blocks].
+
+        first  tiles of Q and K that are the first to be used, and all that is in what is returned
+        """
         terms = 1 if dtype == "int8" else 2  # e4m3 has 3 bits of mantissa: one operand must be better than that
-        q_terms, q_scale = quantize(q, self.heads, blocks.block_q, dtype, terms)
-        [k], k_scale = quantize(k, self.heads, blocks.block_kv, dtype)
+        which: dict[str, Any] = {"tiles": self.heads // self.shared, "width": self.width, "shared": self.shared}
+        which |= {"dtype": jnp.dtype(dtype), "interpret": self.interpret}
+        q_terms, q_scale = round_blocks(q, blocks.block_q, first=first[0], terms=terms, **which)
+        [k], k_scale = round_blocks(k, blocks.block_kv, first=first[1], real=self.kv_len, mean=mean, **which)
+        k_scale = k_scale[..., : -(-self.kv_len // blocks.block_kv)]
         scales = self.multiplier * q_scale[..., :, None] * k_scale[..., None, :]  # [B, N, query blocks, key blocks]
         return q_terms, k, scales.reshape(q.shape[0] * self.heads, -1)
 

@@ -3,6 +3,7 @@
 Shapes: L rows (tokens), C channels; B batch, N heads, D head width.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.tiles import by_rows, even_block, vmem_bytes
 
-LANES = 128  # of a register
+SUBLANES, LANES = 8, 128  # of a register
 ROWS = 256  # of a tile
 ROWS_AT_ONCE = 32  # of the loop inside: a register of 8 bits has as many
 # Added to a float32 of less than 2^22 in size it leaves the nearest whole number, ties to even, in the last bits.
@@ -38,11 +39,15 @@ def largest(dtype: Any) -> float:
 def to_8_bits(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return rows [L, C] float32 divided by a scale each and rounded to dtype, and the scales [L, 1]."""
     size = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    scaled = x * jnp.where(size > 0, largest(dtype) / size, 0.0)
+    return to_nearest(x * jnp.where(size > 0, largest(dtype) / size, 0.0), dtype), size / largest(dtype)
+
+
+def to_nearest(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return float32 numbers, at most `largest` in size, as the nearest ones of an 8-bit type."""
     if jnp.issubdtype(dtype, jnp.integer):
-        whole = jax.lax.bitcast_convert_type(scaled + _TO_WHOLE, jnp.int32)
-        scaled = whole - jax.lax.bitcast_convert_type(jnp.float32(_TO_WHOLE), jnp.int32)
-    return scaled.astype(dtype), size / largest(dtype)
+        whole = jax.lax.bitcast_convert_type(x + _TO_WHOLE, jnp.int32)
+        x = whole - jax.lax.bitcast_convert_type(jnp.float32(_TO_WHOLE), jnp.int32)
+    return x.astype(dtype)
 
 
 def round_rows(x: jax.Array | tuple[jax.Array, ...], dtype: Any, *, interpret: bool = False) -> Rounded:
@@ -108,37 +113,121 @@ def _round_kernel(*refs):  # type: ignore[no-untyped-def]
     by_rows(values_ref.shape[0], ROWS_AT_ONCE, 32, rows)
 
 
-def smooth(k: jax.Array) -> jax.Array:
-    """Subtract from K [B, Lk, N * D] its mean over the keys; float32.
+def mean_key(k: jax.Array, kv_len: int) -> jax.Array:
+    """Return the mean of the first `kv_len` keys, [B, 1, N * D] float32 of K [B, Lk, N * D].
 
-    Each query's logits all move by q.mean(K), which softmax does not see. What is left needs fewer bits where channels
-    have a bias, as K of trained models has (SageAttention, arXiv:2410.02367, section 4.2).
+    Without it each query's logits all move by as much, which softmax does not see. What is left of K needs fewer bits
+    where channels have a bias, as K of trained models has (SageAttention, arXiv:2410.02367, section 4.2).
     """
-    k = k.astype(jnp.float32)
-    return k - jnp.mean(k, axis=1, keepdims=True)
+    return jnp.mean(k[:, :kv_len].astype(jnp.float32), axis=1, keepdims=True)
 
 
-def quantize(x: jax.Array, heads: int, block: int, dtype: str, terms: int = 1) -> tuple[list[jax.Array], jax.Array]:
+def round_blocks(
+    x: jax.Array,
+    block: int,
+    dtype: Any,
+    *,
+    tiles: int,
+    width: int,
+    shared: int = 1,
+    first: int = 0,
+    real: int | None = None,
+    mean: jax.Array | None = None,
+    terms: int = 1,
+    interpret: Any = False,
+) -> tuple[list[jax.Array], jax.Array]:
     """Divide each head's blocks of `block` tokens by a scale and round to dtype ("int8", "float8_e4m3fn").
 
-    x [B, L, N * D] -> terms [B, L, N * D] each of dtype, and scales [B, N, ceil(L / block)] float32: the sum of the
-    terms times the scales is near x, with two terms twice as many bits of it.
+    x       [B, L, at least (first + tiles) * shared * D], heads of width D, `shared` of them in a tile: those of the
+            tiles from `first` on
+    real    tokens that count; what the others hold is nothing to a scale
+    mean    [B, 1, tiles * shared * D], subtracted
+    terms   whose sum times the scales is near x: with two of floating-point numbers twice as many bits
 
-    Heads stay side by side in the last axis, and blocks are slices, not a reshape of padded rows: both would make XLA
-    copy the whole array.
+    Returns the terms, [B, L, N * D] each, and scales [B, N, ceil(L / block)] float32.
     """
-    length, d = x.shape[1], x.shape[2] // heads
-    target = jnp.dtype(dtype)
-    whole = jnp.issubdtype(target, jnp.integer)
-    by_column = [
-        jnp.max(jnp.abs(x[:, start : start + block].astype(jnp.float32)), axis=1) for start in range(0, length, block)
-    ]
-    columns = jnp.stack(by_column, axis=1)  # [B, blocks, N * D]
-    scales = jnp.max(columns.reshape(*columns.shape[:2], heads, d), axis=-1) / largest(target)
-    scales = jnp.where(scales > 0, scales, 1.0)
-    rest = x.astype(jnp.float32) / jnp.repeat(jnp.repeat(scales, d, axis=2), block, axis=1)[:, :length]
+    (batch, length, _), lanes, blocks = x.shape, width * shared, pl.cdiv(x.shape[1], block)
+    tile = pl.BlockSpec((None, block, lanes), lambda b, t, i: (b, i, t))
+    row = pl.BlockSpec((None, 1, lanes), lambda b, t, i: (b, 0, t))
+    *values, scales = pl.pallas_call(
+        functools.partial(_block_kernel, width=width, real=length if real is None else real, centred=mean is not None),
+        grid=(batch, tiles, blocks),
+        in_specs=[
+            pl.BlockSpec((None, block, lanes), lambda b, t, i: (b, i, first + t)),
+            *([] if mean is None else [row]),
+        ],
+        out_specs=[
+            *[tile] * terms,
+            pl.BlockSpec((None, None, None, SUBLANES, lanes), lambda b, t, i: (b, t, i, 0, 0)),
+        ],
+        out_shape=[
+            *[jax.ShapeDtypeStruct((batch, length, tiles * lanes), dtype)] * terms,
+            jax.ShapeDtypeStruct((batch, tiles, blocks, SUBLANES, lanes), jnp.float32),
+        ],
+        scratch_shapes=[pltpu.VMEM((SUBLANES, lanes), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+        cost_estimate=pl.CostEstimate(
+            flops=8 * batch * length * tiles * lanes,
+            transcendentals=0,
+            bytes_accessed=batch * length * tiles * lanes * (x.dtype.itemsize + terms),
+        ),
+        name="round_blocks",
+        interpret=interpret,
+    )(x, *([] if mean is None else [mean]))
+    by_head = scales[..., 0, ::width].transpose(0, 1, 3, 2)  # [B, tiles, shared, blocks]
+    return values, by_head.reshape(batch, tiles * shared, blocks)
+
+
+def round_blocks_reference(
+    x: jax.Array, block: int, dtype: Any, *, heads: int, real: int | None = None, terms: int = 1
+) -> tuple[list[jax.Array], jax.Array]:
+    """Return the same as `round_blocks` of all heads, x [B, L, N * D] without a mean, in plain jnp."""
+    batch, length, _ = x.shape
+    blocks = -(-length // block)
+    padded = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, blocks * block - length), (0, 0)))
+    rest = padded.reshape(batch, blocks, block, heads, -1)
+    counts = (jnp.arange(blocks * block) < (length if real is None else real)).reshape(1, blocks, block, 1, 1)
+    sizes = jnp.max(jnp.where(counts, jnp.abs(rest), 0), axis=(2, 4), keepdims=True)
+    rest = rest * jnp.where(sizes > 0, largest(dtype) / sizes, 0.0)
     values = []
     for _ in range(terms):
-        values.append((jnp.round(rest) if whole else rest).astype(target))
-        rest = rest - values[-1].astype(jnp.float32)
-    return values, scales.transpose(0, 2, 1)
+        nearest = to_nearest(rest, dtype)
+        values.append(nearest.reshape(batch, blocks * block, -1)[:, :length])
+        rest = rest - nearest.astype(jnp.float32)
+    return values, sizes[:, :, 0, :, 0].swapaxes(1, 2) / largest(dtype)
+
+
+def _block_kernel(x_ref, *refs, width, real, centred):  # type: ignore[no-untyped-def]
+    mean_ref, refs = (refs[0], refs[1:]) if centred else (None, refs)
+    *values, scale_ref, most_ref = refs
+    block, lanes = x_ref.shape
+    behind = real - pl.program_id(2) * block
+
+    def read(here: Any) -> jax.Array:
+        x = x_ref[here, :].astype(jnp.float32)
+        return x if mean_ref is None else x - mean_ref[...]
+
+    def find(start: jax.Array, count: int) -> None:
+        row = start + jax.lax.broadcasted_iota(jnp.int32, (count, lanes), 0)
+        x = jnp.where(row < behind, jnp.abs(read(pl.ds(start, count))), 0.0)
+        most_ref[...] = jnp.maximum(most_ref[...], jnp.max(x.reshape(-1, SUBLANES, lanes), axis=0))
+
+    most_ref[...] = jnp.zeros_like(most_ref)
+    by_rows(block, 16 * ROWS_AT_ONCE, ROWS_AT_ONCE, find)
+    lane = jax.lax.broadcasted_iota(jnp.int32, most_ref.shape, 1)
+    sizes = jnp.zeros_like(most_ref)
+    for start in range(0, lanes, width):
+        own = (lane >= start) & (lane < start + width)
+        sizes = jnp.where(own, jnp.max(jnp.where(own, most_ref[...], 0.0)), sizes)
+    dtype = values[0].dtype
+    scale_ref[...] = sizes / largest(dtype)
+    inverse = jnp.where(sizes > 0, largest(dtype) / sizes, 0.0)[:1]
+
+    def write(start: jax.Array, count: int) -> None:
+        here = pl.ds(start, count)
+        rest = read(here) * inverse
+        for ref in values:
+            ref[here, :] = to_nearest(rest, dtype)
+            rest = rest - ref[here, :].astype(jnp.float32)
+
+    by_rows(block, 4 * ROWS_AT_ONCE, ROWS_AT_ONCE, write)

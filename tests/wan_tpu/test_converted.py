@@ -150,7 +150,11 @@ def damaged(folder):
         (lambda f: spoil(f, {"layout": 0}), "bfloat16", f"converted for layout 0, this version reads {LAYOUT}"),
         (lambda f: spoil(f, {"bytes": 7}), "bfloat16", "bytes of 7; convert the checkpoint again"),
         (lambda f: spoil(f, {"tensors": {}}), "bfloat16", "lacks .*; convert the checkpoint again"),
-        (lambda f: None, "float32", "was converted to bfloat16; give --precision bfloat16, or for float32 the original"),
+        (
+            lambda f: None,
+            "float32",
+            "was converted to bfloat16; give --precision bfloat16, or for float32 the original",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(spoiled, dtype, message, folder, tmp_path, mesh):

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from wan_tpu.errors import InvalidInput
 
-PRECISIONS = ("bfloat16", "float32", "int8", "float8")
+PRECISIONS = ("bfloat16", "float32", "int8", "float8", "int8-attention", "float8-attention")
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,7 +34,7 @@ def add_precision(to: argparse._ActionsContainer, default: str | None = "bfloat1
         choices=PRECISIONS,
         default=default,
         help=f"{about or 'of weights and activations'}; int8 (v5e, v5p, v6e) and float8 (v7x): the linear layers of "
-        "transformers in 8 bits, all else in bfloat16; default bfloat16",
+        "transformers in 8 bits, all else in bfloat16; with -attention its logits, too; default bfloat16",
     )
 
 

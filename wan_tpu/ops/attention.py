@@ -10,7 +10,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from kernels.flash_attention import flash_attention, flash_attention_unchecked
+from kernels.blocks import plan_blocks
+from kernels.flash_attention import LowPrecision, flash_attention, flash_attention_unchecked
+from kernels.low_precision import mean_key, round_blocks_reference
 
 # Query rows whose scores are formed at once on CPU: with 2,000 keys 256 rows of float32 scores are 2 MB, which
 # stays in the cache of one core. Measured: 55 ms against 125 ms in one piece (2x4 heads, 2,000 tokens, D=128).
@@ -51,17 +53,34 @@ def attention_part(
     kv_len: int | jax.Array,
     platform: str,
     softmax: Literal["optimistic", "online"] = "optimistic",
+    qk: LowPrecision | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the attention of some heads of width D, and whether it is right: if not, "online" gives it.
 
     q [Lq, at least N*D], times `query_scale`; k, v [Lk, at least N*D] -> [Lq, N*D]; first_heads are those of q, k and v
-    from which on they count.
+    from which on they count. qk: an 8-bit type, that logits are computed in; kv_len is a number then.
     """
     if platform == "tpu":
         given = {"heads": heads, "first_heads": first_heads, "width": width, "scale": math.log(2), "kv_len": kv_len}
-        return flash_attention_unchecked(q, k, v, softmax=softmax, **given)  # type: ignore[arg-type]
-    mine = (x[:, n * width : (n + heads) * width] for x, n in zip((q, k, v), first_heads, strict=True))
-    return attention(*mine, heads=heads, platform=platform, kv_len=kv_len), jnp.asarray(True)
+        return flash_attention_unchecked(q, k, v, softmax=softmax, qk=qk, **given)  # type: ignore[arg-type]
+    q, k, v = (x[:, n * width : (n + heads) * width] for x, n in zip((q, k, v), first_heads, strict=True))
+    if qk is not None:
+        assert isinstance(kv_len, int)
+        q, k = _in_8_bits(q, k, heads, kv_len, qk)
+    return attention(q, k, v, heads=heads, platform=platform, kv_len=kv_len), jnp.asarray(True)
+
+
+def _in_8_bits(q: jax.Array, k: jax.Array, heads: int, kv_len: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """Return queries and keys as 8 bits hold them, the mean key apart, which softmax does not see."""
+    blocks = plan_blocks(len(q), kv_len, dtype=dtype).blocks
+    centred = k[None] - mean_key(k[None], kv_len)
+    found = []
+    for x, block, terms in ((q[None], blocks.block_q, 1 if dtype == "int8" else 2), (centred, blocks.block_kv, 1)):
+        values, scales = round_blocks_reference(x, block, jnp.dtype(dtype), heads=heads, real=kv_len, terms=terms)
+        rows = jnp.repeat(scales[0], block, axis=1)[:, : x.shape[1]].T  # [L, N]
+        whole = jnp.stack([one[0].astype(jnp.float32) for one in values]).sum(axis=0).reshape(x.shape[1], heads, -1)
+        found.append((whole * rows[..., None]).reshape(x.shape[1:]))
+    return found[0], found[1]
 
 
 def _gpu(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kernels.blocks import LANES
-from kernels.flash_attention import repeated_if
+from kernels.flash_attention import LowPrecision, repeated_if
 from wan_tpu.ops.attention import attention_part
 from wan_tpu.ops.sparse_linear import SparseLinear, sparse_linear_attention
 from wan_tpu.runtime.bridge import Params
@@ -101,6 +101,7 @@ def exchanged_attention(
     beside: Sequence[Params] = (),
     others: Others | None = None,
     sparse: SparseLinear | None = None,
+    qk: LowPrecision | None = None,
 ) -> Mixed:
     """Attend with what `make` makes of this device's rows [t, C].
 
@@ -108,9 +109,11 @@ def exchanged_attention(
     kv_len      tokens that count, of all devices together and the others; padding lies behind them
     beside      weights of what follows, by rounds: whatever gathers them goes on while a round is computed
     sparse      not to all keys; kv_len is a number then, and there are no others
+    qk          8-bit logits; kv_len is a number then
     """
     assert token_axes[-len(head_axes) :] == head_axes
     given = _sent(rows, make, heads, kv_len, token_axes[: -len(head_axes)], head_axes, platform, others)
+    given = dataclasses.replace(given, qk=qk)
     if sparse is not None:
         apart = token_axes[: -len(head_axes)]
         before = jax.lax.axis_index(apart) * len(given.q) if apart else 0
@@ -156,6 +159,7 @@ class _Given:
     platform: str
     sparse: SparseLinear | None = None
     first_query: int | jax.Array = 0  # of all tokens, the one that is the first of q
+    qk: LowPrecision | None = None
 
     @property
     def rounds(self) -> list[int]:
@@ -192,6 +196,7 @@ class _Given:
                 kv_len=self.kv_len,
                 platform=self.platform,
                 softmax=softmax,
+                qk=self.qk,
             )
 
         mixed, right = attended(self.q)

@@ -26,14 +26,13 @@ from wan_tpu.runtime.tensor_files import Stored, tensors
 from wan_tpu.runtime.torch_files import SUFFIXES, torch_tensors
 from wan_tpu.runtime.weights import Block, Show, Weight, read_weights
 
+_BFLOAT16, _INT8, _FLOAT8 = (np.dtype(kind) for kind in (ml_dtypes.bfloat16, np.int8, ml_dtypes.float8_e4m3fn))
+_AND_ATTENTION = "-attention"  # of a precision: attention's logits are in 8 bits, too
 # By precision: of activations and most weights, and of large matrices where those are in 8 bits.
-DTYPES = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "int8": np.dtype(ml_dtypes.bfloat16),
-    "float8": np.dtype(ml_dtypes.bfloat16),
-}
-MATRICES = {"int8": np.dtype(np.int8), "float8": np.dtype(ml_dtypes.float8_e4m3fn)}
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": _BFLOAT16}
+DTYPES |= dict.fromkeys(("int8", "float8", "int8-attention", "float8-attention"), _BFLOAT16)
+MATRICES = {"int8": _INT8, "float8": _FLOAT8, "int8-attention": _INT8, "float8-attention": _FLOAT8}
+LOGITS = "logits"  # attribute of a module with the type of its 8-bit logits
 SCALE = "_scale"  # appended to the name of a weight in 8 bits: float32, one for each of its rows
 
 
@@ -54,6 +53,7 @@ class Component:
     absent    patterns of modules that this model's siblings have, and it has nothing that they would work on: changes
               of them have no effect, and are no error
     matrices  pattern of the weights [O, I] that may be in 8 bits, with a scale for each output; "": none
+    logits    whether those of its attention may be, as `LOGITS` of the module says
     """
 
     folder: str
@@ -67,10 +67,17 @@ class Component:
     originals: tuple[tuple[str, str], ...] = ()
     absent: tuple[str, ...] = ()
     matrices: str = ""
+    logits: bool = False
+
+    def offers(self, precision: str) -> bool:
+        """Whether a model of this component has a precision."""
+        return bool(self.matrices) and (self.logits or not precision.endswith(_AND_ATTENTION))
 
     def kept_as(self, precision: str) -> str:
         """Return the precision that this component has in a model of that one."""
-        return precision if self.matrices or precision not in MATRICES else DTYPES[precision].name
+        if precision not in MATRICES:
+            return precision
+        return precision.removesuffix(_AND_ATTENTION) if self.matrices else DTYPES[precision].name
 
     def rounded(self, plain: str, precision: str) -> bool:
         """Whether a weight is in 8 bits."""
@@ -319,15 +326,17 @@ class _Weight(NamedTuple):
 
 
 def _weights(
-    module: torch.nn.Module, component: Component, dtype: str, mesh: Mesh
+    module: torch.nn.Module, component: Component, precision: str, mesh: Mesh
 ) -> Iterator[tuple[str, _Weight | torch.Tensor]]:
     """Stack a module's blocks; yield what `functional_call` needs by name: weights, and tables of the module's own.
 
     Non-persistent buffers are included, tied duplicates left out.
     """
     depths = _scan(module, component.scanned)
+    if component.logits and precision.endswith(_AND_ATTENTION):
+        setattr(module, LOGITS, MATRICES[precision].name)
     for name, tensor in list(module.named_parameters()):
-        if component.rounded(_plain_name(name, depths)[0], dtype):
+        if component.rounded(_plain_name(name, depths)[0], precision):
             owner, _, leaf = name.rpartition(".")
             scales = torch.nn.Parameter(torch.empty(len(tensor), device="meta"), requires_grad=False)
             module.get_submodule(owner).register_parameter(leaf + SCALE, scales)
@@ -337,8 +346,8 @@ def _weights(
             continue
         plain, depth = _plain_name(name, depths)
         exact = not set(component.float32).isdisjoint(plain.split(".")) or plain.endswith(SCALE)
-        kind = DTYPES["float32" if exact else dtype]
-        kind = MATRICES[dtype] if component.rounded(plain, dtype) else kind
+        kind = DTYPES["float32" if exact else precision]
+        kind = MATRICES[precision] if component.rounded(plain, precision) else kind
         stacked = depth is not None
         rule = rule_of(component.rules, plain)
         axis = next((i + stacked for i, axes in enumerate(rule.spec) if axes is not None), None)

@@ -49,17 +49,16 @@ def _check_precision(model: HasComponents, precision: str, mesh: Mesh) -> None:
         raise InvalidInput(f"dtype {precision!r} is unknown; choose one of {', '.join(DTYPES)}")
     if precision not in MATRICES:
         return
-    if not any(component.matrices for component in model.components.values()):
-        raise InvalidInput(f"this model's linear layers aren't computed in {precision}; choose bfloat16 or float32")
+    offered = [one for one in DTYPES if one not in MATRICES or any(c.offers(one) for c in model.components.values())]
+    if precision not in offered:
+        raise InvalidInput(f"this model isn't computed in {precision}; choose one of {', '.join(offered)}")
     device = mesh.devices.flat[0]
     if device.platform == "tpu":
         with jax.set_mesh(mesh):  # of a TPU that is here, or only described
             chip = pltpu.get_tpu_info()
-        able = [name for name, kind in MATRICES.items() if chip.is_matmul_supported(kind, kind)]
+        able = [one for one in offered if one not in MATRICES or chip.is_matmul_supported(*[MATRICES[one]] * 2)]
         if precision not in able:
-            raise InvalidInput(
-                f"{device.device_kind} doesn't multiply {precision}; choose {' or '.join([*able, 'bfloat16'])}"
-            )
+            raise InvalidInput(f"{device.device_kind} doesn't compute in {precision}; choose one of {', '.join(able)}")
 
 
 M = TypeVar("M", bound=HasComponents)

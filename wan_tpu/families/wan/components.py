@@ -66,6 +66,7 @@ def transformer(config: WanConfig, folder: str) -> Component:
         originals=ORIGINALS,
         absent=_OF_IMAGES if config.transformer.get("image_dim") is None else (),
         matrices=expert.MATRICES,
+        logits="attention" not in config.transformer,
     )
 
 

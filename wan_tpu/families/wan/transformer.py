@@ -29,6 +29,7 @@ from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
 from wan_tpu.ops.sparse_linear import QUERY_BLOCK, SparseLinear
 from wan_tpu.runtime.bridge import Params, call, to_jax
+from wan_tpu.runtime.components import LOGITS
 from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
 
 # [O, I]: the outputs split over the devices of one branch, gathered layer by layer. All that is not a large matrix, and
@@ -134,7 +135,7 @@ def velocity(
         block = 1 if kept is None else QUERY_BLOCK
         layout = token_layout(mesh, keys["key"].shape[1], len(cut), module.config.num_attention_heads, block)
         tables = rope_tables(module, [n // p for n, p in zip(latents.shape[2:], patch, strict=True)])
-        return _Step(module.config, mesh, layout, first_tokens, len(cut), kept).run(
+        return _Step(module, mesh, layout, first_tokens, len(cut), kept).run(
             Inputs(
                 tokens=padded(cut, layout.padded),
                 tables=tuple(padded(table, layout.padded) for table in tables),
@@ -171,10 +172,11 @@ class _Step:
     """One step's blocks inside a `jax.shard_map`."""
 
     def __init__(
-        self, config: Any, mesh: Mesh, layout: TokenLayout, first_tokens: int, tokens: int, kept: float | None
+        self, module: Any, mesh: Mesh, layout: TokenLayout, first_tokens: int, tokens: int, kept: float | None
     ) -> None:
         """kept: of the blocks of keys, in sparse-linear attention; None: attention to all."""
-        platform = mesh.devices.flat[0].platform
+        platform, config = mesh.devices.flat[0].platform, module.config
+        self._logits = getattr(module, LOGITS, None)
         self._mesh, self._layout, self._tokens, self._first = mesh, layout, tokens, first_tokens
         self._heads, self._eps, self._platform = config.num_attention_heads, config.eps, platform
         self._groups = head_groups(mesh, self._heads, layout.head_axes)
@@ -288,6 +290,7 @@ class _Step:
             head_axes=self._layout.head_axes,
             platform=self._platform,
             beside=[{name: w[name]} for name in _BESIDE],
+            qk=self._logits,
             sparse=None if self._kept is None else SparseLinear(self._kept, *(w[f"{LINEAR}.{one}"] for one in _AFFINE)),
         )
         w = w | gathered

@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits in Pallas' interpreter, against numpy in float64, at sizes that don't fill their tiles."""
+"""8 bits in Pallas' interpreter: linear layers, attention's logits; against numpy, at sizes that don't fill tiles."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -8,9 +8,17 @@ import pytest
 from kernels import layer_norm as layer_norms
 from kernels import linear as linears
 from kernels import low_precision
+from kernels.flash_attention import flash_attention_reference, flash_attention_unchecked
 from kernels.layer_norm import layer_norm, layer_norm_reference
 from kernels.linear import ACTIVATIONS, linear, linear_reference
-from kernels.low_precision import Rounded, round_rows, round_rows_reference
+from kernels.low_precision import (
+    Rounded,
+    mean_key,
+    round_blocks,
+    round_blocks_reference,
+    round_rows,
+    round_rows_reference,
+)
 
 DTYPES = {"int8": 127, "float8_e4m3fn": 448}
 TOLERANCE = 2**-7  # the result is bfloat16, and so is what the activation takes
@@ -90,7 +98,11 @@ def test_a_linear_layer_multiplies_what_was_rounded(size, activation, dtype):
     rows, inputs, outputs = SIZES[size]
     (x, sizes), (weight, scales) = (in_8_bits(normal(n, m, inputs), dtype) for n, m in ((0, rows), (1, outputs)))
     given = Rounded(jnp.asarray(x, dtype), jnp.broadcast_to(jnp.asarray(sizes), (rows, 128)))
-    bias, residual, gate = normal(2, outputs, dtype=jnp.bfloat16), normal(3, rows, outputs, dtype=jnp.bfloat16), normal(4, 2, outputs)
+    bias, residual, gate = (
+        normal(2, outputs, dtype=jnp.bfloat16),
+        normal(3, rows, outputs, dtype=jnp.bfloat16),
+        normal(4, 2, outputs),
+    )
     y = (x.astype(np.float64) @ weight.astype(np.float64).T) * sizes * scales.T + np.asarray(bias, np.float64)
     y = np.asarray(ACTIVATIONS[activation](jnp.asarray(y, jnp.float32)), np.float64)
     gates = np.where(np.arange(rows)[:, None] < 5, np.asarray(gate[0], np.float64), np.asarray(gate[1], np.float64))
@@ -103,3 +115,49 @@ def test_a_linear_layer_multiplies_what_was_rounded(size, activation, dtype):
         close(function(*args, **how, **more), np.asarray(residual, np.float64) + gates * y, TOLERANCE)
         groups = function(*args, **how, groups=2)
         close(groups.transpose(1, 0, 2).reshape(rows, outputs), y, TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "shared"), [(128, 1), (64, 2), (40, 1)])
+def test_blocks_of_heads_are_rounded_to_the_nearest(width, shared, dtype):
+    """Of six heads, the last four; the last of three blocks is a part of one, and holds what doesn't count."""
+    heads, block, length, real = (6 if shared == 2 else 3), 64, 150, 140
+    x = normal(0, 2, length, heads * width) * jnp.exp(normal(1, 1, 1, heads * width))
+    x = x.at[:, real:].set(1e6)
+    first, own = (1, slice(shared * width, None)) if width != 40 else (0, slice(0, width))
+    tiles = (heads // shared - first) if width != 40 else 1
+    mean = mean_key(x, real)
+    which = {"tiles": tiles, "width": width, "shared": shared, "first": first, "interpret": True}
+    for terms in (1, 2) if dtype == "float8_e4m3fn" else (1,):
+        found, scales = round_blocks(x, block, jnp.dtype(dtype), real=real, mean=mean[..., own], terms=terms, **which)
+        plain = (x - mean)[..., own]
+        expected, sizes = round_blocks_reference(
+            plain, block, jnp.dtype(dtype), heads=tiles * shared, real=real, terms=terms
+        )
+        np.testing.assert_allclose(scales, sizes, rtol=1e-6)
+        assert scales.shape == (2, tiles * shared, 3)
+        rows = np.repeat(np.repeat(np.asarray(scales), block, axis=2)[:, :, :length], width, axis=1).swapaxes(1, 2)
+        error = sum(np.asarray(one, np.float32) for one in found) * rows - np.asarray(plain)
+        bits = {"int8": 127 * 2, "float8_e4m3fn": 16}[dtype]  # a number's neighbours are 1 / bits of the largest away
+        assert (np.abs(error[:, :real]) <= 1.01 * rows[:, :real] * DTYPES[dtype] / bits**terms).all()
+        for one, other in zip(found, expected, strict=True):
+            assert (np.asarray(one, np.float32) == np.asarray(other, np.float32))[:, :real].mean() > 0.99
+
+
+@pytest.mark.parametrize("softmax", ["optimistic", "online"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_some_heads_with_logits_in_8_bits(dtype, softmax):
+    heads, width, length, kv_len = 3, 128, 600, 580
+    q, k, v = (normal(seed, length, heads * width, dtype=jnp.bfloat16) for seed in range(3))
+    k = (k.astype(jnp.float32).at[:, ::7].add(8)).astype(jnp.bfloat16).at[kv_len:].set(jnp.nan)
+    first = (1, 0, 1)
+    found, right = flash_attention_unchecked(
+        q, k, v, heads=2, first_heads=first, width=width, scale=width**-0.5, kv_len=kv_len, softmax=softmax,
+        qk=dtype, interpret=True,
+    )  # fmt: skip
+    assert right
+    mine = (x[:, n * width : (n + 2) * width] for x, n in zip((q, k, v), first, strict=True))
+    expected = np.asarray(flash_attention_reference(*mine, heads=2, kv_len=kv_len), np.float64)
+    got = np.asarray(found, np.float64)
+    cosine = (got * expected).sum() / np.linalg.norm(got) / np.linalg.norm(expected)
+    assert 0.9995 <= cosine < 0.99998
