@@ -26,7 +26,7 @@ conditional gives in either case XLA would copy.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_args
 
 import jax
@@ -34,8 +34,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels.blocks import LANES, BlockSizes, plan_blocks
-from kernels.flash_kernel import Tile, flash_tiles
-from kernels.low_precision import mean_key, round_blocks
+from kernels.flash_kernel import MAGIC, Tile, flash_tiles
+from kernels.low_precision import round_keys, round_queries
 
 Softmax = Literal["auto", "bounded", "optimistic", "online"]
 LowPrecision = Literal["int8", "float8_e4m3fn"]
@@ -44,7 +44,6 @@ T = TypeVar("T")
 BOUND = 64.0  # powers of two, see the module's docstring
 LARGEST_VALUE = 2.0**31
 ROUNDING_SLACK = 1.02  # squares are summed from bfloat16, 2^-9 off each; float32 roundings are nothing beside it
-QUANTIZED_SLACK = 1.25  # 8 bits lengthen a vector of D <= 512 by at most 1 + sqrt(D) / 254 (int8) or 1 + 2^-4 (e4m3)
 
 
 def flash_attention(
@@ -72,10 +71,10 @@ def flash_attention(
     kv_len: number of real keys; the rest of K and V is never looked at. None: all. A number is compiled in; an int32
         scalar is known only when the program runs, from 1 to the keys given, and not to be had with `qk`.
     softmax: "bounded" where its proof holds at run time, else "online"; "optimistic", repeated with "online" where it
-        overflowed; "online"; "auto", the fastest: "optimistic", with 8-bit logits "bounded" before it (without, the
-        proof's passes over Q, K and V cost what it saves). All are exact.
-    qk: compute Q K^T from int8 or float8 (per-block scales, mean of K subtracted first, which softmax does not see).
-        An approximation; off by default.
+        overflowed; "online"; "auto", the fastest: "optimistic" (the proof's passes over Q, K and V cost what "bounded"
+        saves). All are exact.
+    qk: compute Q K^T from int8 or float8: Q with a scale for each row, K with one a head, the mean of K subtracted
+        first, which softmax does not see. An approximation; off by default, and not to be had with "bounded".
     block_sizes: None takes `plan_blocks`. interpret: as pallas_call's.
 
     Under `jax.vmap` the run-time choices become selects, and every way is computed: give the batch axis instead.
@@ -180,32 +179,22 @@ class _Call:
         blocks, rows = plan().blocks, q.shape[1]
         if self.kv_len <= blocks.online.chunk:
             softmax = "online"
-        elif softmax == "online" and not self.qk:  # 8-bit logits' scales belong to blocks, so these stay
+        elif softmax == "online":
             blocks = plan(fallback=True).blocks
-        terms, scales = [q], None
-        if self.qk:
-            mean = mean_key(k[..., first[1] * self.lanes :][..., : self.heads * self.width], self.kv_len)
-            terms, k, scales = self._rounded(q, k, mean, blocks, self.qk, first)
-            first = (0, 0, first[2])
-        terms = [_at_least(term, blocks.block_q) for term in terms]
-        out, *check = self._tiles(terms, k, v, scales, blocks, softmax, first)
+        terms, k, rows_of, first = self._rounded(q, k, first)
+        out, *check = self._tiles(terms, k, v, rows_of, blocks, softmax, first)
         return out[:, :rows], check[0] if check else None
 
     def run(self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: Softmax) -> jax.Array:
         given = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=self.qk or q.dtype)
         blocks = self.block_sizes or given().blocks
-        # The scales of 8-bit logits belong to blocks, so there the fallback has the same.
-        spare = blocks if self.block_sizes or self.qk else given(fallback=True).blocks
-        mean = mean_key(k, self.kv_len) if self.qk else None
-        unshifted = softmax == "bounded" or (softmax == "auto" and self.qk is not None)
-        bounded = self._bound_holds(q, k if mean is None else k - mean, v) if unshifted else None
-        terms, scales, rows = [q], None, q.shape[1]
-        if self.qk and mean is not None:
-            terms, k, scales = self._rounded(q, k, mean, blocks, self.qk)
-        terms = [_at_least(term, blocks.block_q) for term in terms]
+        spare = self.block_sizes or given(fallback=True).blocks
+        bounded = self._bound_holds(q, k, v) if softmax == "bounded" else None
+        rows = q.shape[1]
+        terms, k, rows_of, _ = self._rounded(q, k, (0, 0, 0))
 
         def way(name: str, blocks: BlockSizes = blocks) -> list[jax.Array]:
-            return self._tiles(terms, k, v, scales, blocks, name)
+            return self._tiles(terms, k, v, rows_of, blocks, name)
 
         def online() -> jax.Array:
             return way("online", spare)[0]
@@ -220,8 +209,7 @@ class _Call:
         elif bounded is None:
             out = optimistic()
         else:
-            otherwise = optimistic if softmax == "auto" else online
-            out = lax.cond(bounded, lambda: way("bounded")[0], otherwise)
+            out = lax.cond(bounded, lambda: way("bounded")[0], online)
         return out[:, :rows]
 
     def _tiles(
@@ -229,7 +217,7 @@ class _Call:
         terms: list[jax.Array],
         k: jax.Array,
         v: jax.Array,
-        scales: jax.Array | None,
+        rows_of: jax.Array | None,
         blocks: BlockSizes,
         softmax: str,
         first: tuple[int, int, int] = (0, 0, 0),
@@ -237,13 +225,15 @@ class _Call:
         counted = self.count is not None
         tile = Tile(blocks, softmax, self.kv_len, self.multiplier, self.width, self.shared, counted)
         k, v = (_at_least(x, blocks.block_kv) for x in (k, v))
-        return flash_tiles(terms, k, v, scales, tile, self.heads, self.interpret, first, self.count)
+        terms = [_at_least(term, blocks.block_q) for term in terms]
+        if rows_of is not None:
+            rows_of = jnp.pad(rows_of, ((0, 0), (0, 0), (0, max(0, blocks.block_q - rows_of.shape[2]))))
+        return flash_tiles(terms, k, v, rows_of, tile, self.heads, self.interpret, first, self.count)
 
     def _bound_holds(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Whether all exponents and sums of every head stay in range without a shift; a boolean scalar."""
-        slack = QUANTIZED_SLACK if self.qk else ROUNDING_SLACK
         k, v = self._real(k), self._real(v)
-        largest = abs(self.multiplier) * slack * _largest_norm(q, self.heads) * _largest_norm(k, self.heads)
+        largest = abs(self.multiplier) * ROUNDING_SLACK * _largest_norm(q, self.heads) * _largest_norm(k, self.heads)
         return jnp.all(largest <= BOUND) & (jnp.max(jnp.abs(v)) <= LARGEST_VALUE)
 
     def _real(self, x: jax.Array) -> jax.Array:
@@ -252,20 +242,18 @@ class _Call:
         return x if self.count is None else jnp.where((jnp.arange(self.kv_len) < self.count)[:, None], x, 0)
 
     def _rounded(
-        self, q: jax.Array, k: jax.Array, mean: jax.Array, blocks: BlockSizes, dtype: str, first: Sequence[int] = (0, 0)
-    ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-        """Return Q's terms and K in 8 bits, and what multiplies each block of logits [B * N, Q blocks * K blocks].
-
-        first  tiles of Q and K that are the first to be used, and all that is in what is returned
-        """
-        terms = 1 if dtype == "int8" else 2  # e4m3 has 3 bits of mantissa: one operand must be better than that
-        which: dict[str, Any] = {"tiles": self.heads // self.shared, "width": self.width, "shared": self.shared}
-        which |= {"dtype": jnp.dtype(dtype), "interpret": self.interpret}
-        q_terms, q_scale = round_blocks(q, blocks.block_q, first=first[0], terms=terms, **which)
-        [k], k_scale = round_blocks(k, blocks.block_kv, first=first[1], real=self.kv_len, mean=mean, **which)
-        k_scale = k_scale[..., : -(-self.kv_len // blocks.block_kv)]
-        scales = self.multiplier * q_scale[..., :, None] * k_scale[..., None, :]  # [B, N, query blocks, key blocks]
-        return q_terms, k, scales.reshape(q.shape[0] * self.heads, -1)
+        self, q: jax.Array, k: jax.Array, first: tuple[int, int, int]
+    ) -> tuple[list[jax.Array], jax.Array, jax.Array | None, tuple[int, int, int]]:
+        """Return Q's terms and K as they are multiplied, `rows_of` of `flash_tiles`, and the first tiles of Q, K, V."""
+        if self.qk is None:
+            return [q], k, None, first
+        dtype = jnp.dtype(self.qk)
+        which: dict[str, Any] = {"width": self.width, "shared": self.shared, "interpret": self.interpret}
+        k, unit = round_keys(k, self.kv_len, dtype, tiles=self.heads // self.shared, first=first[1], **which)
+        terms, scales = round_queries(q, self.multiplier * unit, dtype, first=first[0], **which)
+        if dtype == jnp.int8:
+            scales = lax.bitcast_convert_type(MAGIC * scales, jnp.int32)
+        return terms, k, scales, (0, 0, first[2])
 
 
 def _keys(kv_len: int | jax.Array | None, given: int) -> tuple[int, jax.Array | None]:
@@ -335,6 +323,8 @@ def _check(
         raise ValueError(f"kv_len must be from 1 to {k.shape[-2]}, the keys given, got {kv_len}")
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"q, k, v must all be bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if qk is not None and softmax == "bounded":
+        raise ValueError(f"with qk={qk!r} softmax must be 'auto', 'optimistic' or 'online', got {softmax!r}")
     for name, value, allowed in (("softmax", softmax, get_args(Softmax)), ("qk", qk, (None, *get_args(LowPrecision)))):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

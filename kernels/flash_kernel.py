@@ -37,6 +37,7 @@ Index = int | jax.Array
 HEADROOM = 32.0
 
 FIRST_KEYS = 256  # whose largest logit is the optimistic shift; they are multiplied twice, so not many
+MAGIC = 1.5 * 2.0**23  # a float32 whose last bit is 1: a whole number below 2^22 added to its bits is added to it
 SUBLANES = 8  # rows of one float32 vector register
 
 
@@ -67,7 +68,7 @@ def flash_tiles(
     q: Sequence[jax.Array],
     k: jax.Array,
     v: jax.Array,
-    scales: jax.Array | None,
+    rows_of: jax.Array | None,
     tile: Tile,
     heads: int,
     interpret: Any,
@@ -76,8 +77,10 @@ def flash_tiles(
 ) -> list[jax.Array]:
     """Run the kernel over all tiles.
 
-    q: one or two terms whose sum Q is, [B, Lq, N * D] each; k, v [B, Lk, N * D]; Lq and Lk at least one block; scales
-    [B * N, query blocks * key blocks] float32, which multiply a block's logits (in place of the multiplier), or None.
+    q: one or two terms whose sum Q is, [B, Lq, N * D] each; k, v [B, Lk, N * D]; Lq and Lk at least one block; rows_of
+    [B * N / S, S, Lq] of 8-bit logits: float32, which each query's are multiplied with (in place of the multiplier), or
+    int32, which is added to the whole numbers that they are, and makes a float32 of them: `MAGIC` times their scale, a
+    power of two, as its bits. What it adds to all logits of a query is no matter to softmax.
     Each may hold more heads: of those of Q, K and V, the ones of its tiles from `first` on are used.
     count  of a counted tile, how many keys are real, int32 [1]; blocks behind them are neither fetched nor computed
     Returns the output [B, Lq, N * D]; with softmax "optimistic" also a check [B * N / S, 1, Lq] float32, zero where the
@@ -96,11 +99,12 @@ def flash_tiles(
     keys = pl.BlockSpec((None, blocks.block_kv, lanes), lambda b, h, i, j, *n: (b, real(j, n), first[1] + h))
     values = pl.BlockSpec((None, blocks.block_kv, lanes), lambda b, h, i, j, *n: (b, real(j, n), first[2] + h))
     flags = pl.BlockSpec((None, 1, blocks.block_q), lambda b, h, i, j, *_: (b * tiles + h, 0, i))
-    table = [] if scales is None else [pl.BlockSpec(memory_space=pltpu.SMEM)]
+    own_rows = pl.BlockSpec((None, tile.shared, blocks.block_q), lambda b, h, i, j, *_: (b * tiles + h, 0, i))
+    table = [] if rows_of is None else [own_rows]
     outputs = 2 if tile.softmax == "optimistic" else 1
     dtype = q[0].dtype
     return pl.pallas_call(
-        functools.partial(_kernel, tile=tile, terms=len(q), scaled=scales is not None),
+        functools.partial(_kernel, tile=tile, terms=len(q), scaled=rows_of is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=int(tile.counted),
             grid=grid,
@@ -123,7 +127,7 @@ def flash_tiles(
         cost_estimate=_cost(q, k, tile, heads),
         interpret=interpret,
         name=f"flash_attention_{tile.softmax}" + ("" if dtype == jnp.bfloat16 else f"_{dtype.name}"),
-    )(*([] if count is None else [count]), *q, k, v, *([] if scales is None else [scales]))
+    )(*([] if count is None else [count]), *q, k, v, *([] if rows_of is None else [rows_of]))
 
 
 def _cost(q: Sequence[jax.Array], k: jax.Array, tile: Tile, heads: int) -> pl.CostEstimate:
@@ -142,17 +146,14 @@ def _kernel(*refs: Ref, tile: Tile, terms: int, scaled: bool) -> None:
     """One grid step (b, h, i, j)."""
     counts, refs = refs[: tile.counted], refs[tile.counted :]
     q_refs, (k_ref, v_ref), refs = refs[:terms], refs[terms : terms + 2], refs[terms + 2 :]
-    scale_ref = refs[0] if scaled else None
+    rows_ref = refs[0] if scaled else None
     outputs = 2 if tile.softmax == "optimistic" else 1
     (o_ref, *check_ref), (acc_ref, shift_ref, *apart) = refs[scaled:][:outputs], refs[scaled:][outputs:]
     step, last = pl.program_id(3), tile.kv_steps - 1
-    first = (pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)) * tile.shared
     d = o_ref.shape[1] // tile.shared
 
     def head(index: int) -> _Head:
-        factor: float | jax.Array = tile.multiplier
-        if scale_ref is not None:
-            factor = scale_ref[first + index, pl.program_id(2) * tile.kv_steps + step]
+        factor = tile.multiplier if rows_ref is None else rows_ref.at[index : index + 1]
         own = [apart[0].at[index, term] for term in range(terms)] if apart else q_refs
         return _Head(own, acc_ref.at[index], shift_ref.at[index], factor, slice(index * d, (index + 1) * d))
 
@@ -190,13 +191,14 @@ class _Head:
     """One head of a block of queries: q_refs, terms of [bq, S * D], zero in the lanes of others.
 
     acc_ref [D + 8, bq] float32 holds O^T and below it the sum of the weights, as 8 rows yet to be added up; shift_ref
-    [8, bq] float32 what is subtracted from the logits, 8 times the same row; lanes are this head's of a tile.
+    [8, bq] float32 what is subtracted from the logits, 8 times the same row; factor a number, or [1, bq]: `rows_of` of
+    `flash_tiles`; lanes are this head's of a tile.
     """
 
     q_refs: Sequence[Ref]
     acc_ref: Ref
     shift_ref: Ref
-    factor: float | jax.Array
+    factor: Any
     lanes: slice
 
     @property
@@ -296,7 +298,11 @@ class _Block:
         k, q = self.k_ref[pl.ds(start, count or self._schedule.chunk), :], [ref[columns, :] for ref in head.q_refs]
         # Two terms are one product over 2 D: the MXU is 256 deep since v6e, so at D = 128 the second is nearly free.
         s = dot(jnp.concatenate([k] * len(q), axis=1), jnp.concatenate(q, axis=1), contract=(1, 1))
-        if not (isinstance(head.factor, float) and math.isclose(head.factor, 1.0, rel_tol=1e-6)):
+        if s.dtype == jnp.int32:
+            s = lax.bitcast_convert_type(s + head.factor[:, columns], jnp.float32)
+        elif not isinstance(head.factor, float):
+            s = s * head.factor[:, columns]
+        elif not math.isclose(head.factor, 1.0, rel_tol=1e-6):
             s = s * head.factor
         return s if real is None else jnp.where(_is_key(s.shape, start, real), s, -jnp.inf)
 
@@ -321,7 +327,7 @@ class _Block:
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Contract one axis of each; exact products, float32 (int8: int32, then float32) sums."""
+    """Contract one axis of each; exact products, float32 (int8: int32) sums."""
     whole = jnp.issubdtype(a.dtype, jnp.integer)
     return lax.dot_general(
         a,
@@ -329,7 +335,7 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
         (((contract[0],), (contract[1],)), ((), ())),
         precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
         preferred_element_type=jnp.int32 if whole else jnp.float32,
-    ).astype(jnp.float32)
+    )
 
 
 def _is_key(shape: tuple[int, ...], start: Index, real: Index) -> jax.Array:

@@ -16,6 +16,8 @@ from kernels.tiles import by_rows, even_block, vmem_bytes
 SUBLANES, LANES = 8, 128  # of a register
 ROWS = 256  # of a tile
 ROWS_AT_ONCE = 32  # of the loop inside: a register of 8 bits has as many
+QUERIES, QUERIES_AT_ONCE = 2048, 256  # the same of one head's
+SMALLEST = 2.0**-100  # scale: of queries that are nothing but zeros
 # Added to a float32 of less than 2^22 in size it leaves the nearest whole number, ties to even, in the last bits.
 _TO_WHOLE = 1.5 * 2**23
 
@@ -113,121 +115,196 @@ def _round_kernel(*refs):  # type: ignore[no-untyped-def]
     by_rows(values_ref.shape[0], ROWS_AT_ONCE, 32, rows)
 
 
-def mean_key(k: jax.Array, kv_len: int) -> jax.Array:
-    """Return the mean of the first `kv_len` keys, [B, 1, N * D] float32 of K [B, Lk, N * D].
-
-    Without it each query's logits all move by as much, which softmax does not see. What is left of K needs fewer bits
-    where channels have a bias, as K of trained models has (SageAttention, arXiv:2410.02367, section 4.2).
-    """
-    return jnp.mean(k[:, :kv_len].astype(jnp.float32), axis=1, keepdims=True)
-
-
-def round_blocks(
-    x: jax.Array,
-    block: int,
+def round_keys(
+    k: jax.Array,
+    kv_len: int,
     dtype: Any,
     *,
     tiles: int,
     width: int,
     shared: int = 1,
     first: int = 0,
-    real: int | None = None,
-    mean: jax.Array | None = None,
-    terms: int = 1,
     interpret: Any = False,
-) -> tuple[list[jax.Array], jax.Array]:
-    """Divide each head's blocks of `block` tokens by a scale and round to dtype ("int8", "float8_e4m3fn").
+) -> tuple[jax.Array, jax.Array]:
+    """Return keys without their mean in 8 bits, one scale a head.
 
-    x       [B, L, at least (first + tiles) * shared * D], heads of width D, `shared` of them in a tile: those of the
-            tiles from `first` on
-    real    tokens that count; what the others hold is nothing to a scale
-    mean    [B, 1, tiles * shared * D], subtracted
-    terms   whose sum times the scales is near x: with two of floating-point numbers twice as many bits
+    k  [B, Lk, at least (first + tiles) * shared * D], as Q of `round_queries`; rows from `kv_len` on don't count
 
-    Returns the terms, [B, L, N * D] each, and scales [B, N, ceil(L / block)] float32.
+    Returns [B, Lk, N * D] of dtype, and scales [B, N * D] float32.
+
+    Without the mean key each query's logits all move by as much, which softmax does not see. What is left needs fewer
+    bits where channels have a bias, as K of trained models has (SageAttention, arXiv:2410.02367, section 4.2).
     """
-    (batch, length, _), lanes, blocks = x.shape, width * shared, pl.cdiv(x.shape[1], block)
-    tile = pl.BlockSpec((None, block, lanes), lambda b, t, i: (b, i, t))
+    (batch, rows, _), lanes = k.shape, width * shared
+    block = _query_block(rows, ROWS_AT_ONCE)
+    tile = pl.BlockSpec((None, block, lanes), lambda b, t, i: (b, i, first + t))
+    grid, passed = (batch, tiles, pl.cdiv(rows, block)), batch * rows * tiles * lanes
+    parts = pl.pallas_call(
+        functools.partial(_key_range_kernel, kv_len=kv_len),
+        grid=grid,
+        in_specs=[tile],
+        out_specs=pl.BlockSpec((None, 3, SUBLANES, lanes), lambda b, t, i: (b, 0, 0, t)),
+        out_shape=jax.ShapeDtypeStruct((batch, 3, SUBLANES, tiles * lanes), jnp.float32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(flops=4 * passed, transcendentals=0, bytes_accessed=passed * k.dtype.itemsize),
+        name="key_range",
+        interpret=interpret,
+    )(k)
+    mean, most, least = parts[:, 0].sum(axis=1) / kv_len, parts[:, 1].max(axis=1), parts[:, 2].min(axis=1)
+    scales, inverse = _head_scales(jnp.maximum(most - mean, mean - least), width, dtype)
     row = pl.BlockSpec((None, 1, lanes), lambda b, t, i: (b, 0, t))
-    *values, scales = pl.pallas_call(
-        functools.partial(_block_kernel, width=width, real=length if real is None else real, centred=mean is not None),
-        grid=(batch, tiles, blocks),
-        in_specs=[
-            pl.BlockSpec((None, block, lanes), lambda b, t, i: (b, i, first + t)),
-            *([] if mean is None else [row]),
-        ],
-        out_specs=[
-            *[tile] * terms,
-            pl.BlockSpec((None, None, None, SUBLANES, lanes), lambda b, t, i: (b, t, i, 0, 0)),
-        ],
-        out_shape=[
-            *[jax.ShapeDtypeStruct((batch, length, tiles * lanes), dtype)] * terms,
-            jax.ShapeDtypeStruct((batch, tiles, blocks, SUBLANES, lanes), jnp.float32),
-        ],
-        scratch_shapes=[pltpu.VMEM((SUBLANES, lanes), jnp.float32)],
+    values = pl.pallas_call(
+        _key_kernel,
+        grid=grid,
+        in_specs=[tile, row, row],
+        out_specs=pl.BlockSpec((None, block, lanes), lambda b, t, i: (b, i, t)),
+        out_shape=jax.ShapeDtypeStruct((batch, rows, tiles * lanes), dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
         cost_estimate=pl.CostEstimate(
-            flops=8 * batch * length * tiles * lanes,
-            transcendentals=0,
-            bytes_accessed=batch * length * tiles * lanes * (x.dtype.itemsize + terms),
+            flops=4 * passed, transcendentals=0, bytes_accessed=passed * (k.dtype.itemsize + 1)
         ),
-        name="round_blocks",
+        name="round_keys",
         interpret=interpret,
-    )(x, *([] if mean is None else [mean]))
-    by_head = scales[..., 0, ::width].transpose(0, 1, 3, 2)  # [B, tiles, shared, blocks]
-    return values, by_head.reshape(batch, tiles * shared, blocks)
+    )(k, mean[:, None], inverse[:, None])
+    return values, scales
 
 
-def round_blocks_reference(
-    x: jax.Array, block: int, dtype: Any, *, heads: int, real: int | None = None, terms: int = 1
-) -> tuple[list[jax.Array], jax.Array]:
-    """Return the same as `round_blocks` of all heads, x [B, L, N * D] without a mean, in plain jnp."""
-    batch, length, _ = x.shape
-    blocks = -(-length // block)
-    padded = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, blocks * block - length), (0, 0)))
-    rest = padded.reshape(batch, blocks, block, heads, -1)
-    counts = (jnp.arange(blocks * block) < (length if real is None else real)).reshape(1, blocks, block, 1, 1)
-    sizes = jnp.max(jnp.where(counts, jnp.abs(rest), 0), axis=(2, 4), keepdims=True)
-    rest = rest * jnp.where(sizes > 0, largest(dtype) / sizes, 0.0)
-    values = []
-    for _ in range(terms):
-        nearest = to_nearest(rest, dtype)
-        values.append(nearest.reshape(batch, blocks * block, -1)[:, :length])
-        rest = rest - nearest.astype(jnp.float32)
-    return values, sizes[:, :, 0, :, 0].swapaxes(1, 2) / largest(dtype)
+def round_keys_reference(k: jax.Array, kv_len: int, dtype: Any, *, heads: int) -> tuple[jax.Array, jax.Array]:
+    """Return the same as `round_keys` of all heads, in plain jnp."""
+    real = k[:, :kv_len].astype(jnp.float32)
+    mean = real.mean(axis=1, keepdims=True)
+    scales, inverse = _head_scales(jnp.max(jnp.abs(real - mean), axis=1), k.shape[2] // heads, dtype)
+    return to_nearest((k.astype(jnp.float32) - mean) * inverse[:, None], dtype), scales
 
 
-def _block_kernel(x_ref, *refs, width, real, centred):  # type: ignore[no-untyped-def]
-    mean_ref, refs = (refs[0], refs[1:]) if centred else (None, refs)
-    *values, scale_ref, most_ref = refs
-    block, lanes = x_ref.shape
-    behind = real - pl.program_id(2) * block
+def _query_block(rows: int, unit: int) -> int:
+    """Return the rows of a tile: whole units, where there are any, and no more than there are rows."""
+    return even_block(rows, min(QUERIES, max(unit, rows // unit * unit)), unit)
 
-    def read(here: Any) -> jax.Array:
-        x = x_ref[here, :].astype(jnp.float32)
-        return x if mean_ref is None else x - mean_ref[...]
 
-    def find(start: jax.Array, count: int) -> None:
+def _head_scales(sizes: jax.Array, width: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """sizes [B, N * D] of channels -> of each one's head, the scales, and what is multiplied with."""
+    by_head = sizes.reshape(len(sizes), -1, width)
+    sizes = jnp.broadcast_to(by_head.max(axis=2, keepdims=True), by_head.shape).reshape(sizes.shape)
+    return sizes / largest(dtype), jnp.where(sizes > 0, largest(dtype) / sizes, 0.0)
+
+
+def _key_range_kernel(k_ref, range_ref, *, kv_len):  # type: ignore[no-untyped-def]
+    block, lanes = k_ref.shape
+    step = pl.program_id(2)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        range_ref[0] = jnp.zeros((SUBLANES, lanes), jnp.float32)
+        range_ref[1] = jnp.full((SUBLANES, lanes), -jnp.inf)
+        range_ref[2] = jnp.full((SUBLANES, lanes), jnp.inf)
+
+    def rows(start: jax.Array, count: int, real: jax.Array | None = None) -> None:
+        k = k_ref[pl.ds(start, count), :].astype(jnp.float32)
         row = start + jax.lax.broadcasted_iota(jnp.int32, (count, lanes), 0)
-        x = jnp.where(row < behind, jnp.abs(read(pl.ds(start, count))), 0.0)
-        most_ref[...] = jnp.maximum(most_ref[...], jnp.max(x.reshape(-1, SUBLANES, lanes), axis=0))
 
-    most_ref[...] = jnp.zeros_like(most_ref)
-    by_rows(block, 16 * ROWS_AT_ONCE, ROWS_AT_ONCE, find)
-    lane = jax.lax.broadcasted_iota(jnp.int32, most_ref.shape, 1)
-    sizes = jnp.zeros_like(most_ref)
-    for start in range(0, lanes, width):
-        own = (lane >= start) & (lane < start + width)
-        sizes = jnp.where(own, jnp.max(jnp.where(own, most_ref[...], 0.0)), sizes)
-    dtype = values[0].dtype
-    scale_ref[...] = sizes / largest(dtype)
-    inverse = jnp.where(sizes > 0, largest(dtype) / sizes, 0.0)[:1]
+        def counted(otherwise: float) -> jax.Array:
+            return (k if real is None else jnp.where(row < real, k, otherwise)).reshape(-1, SUBLANES, lanes)
 
-    def write(start: jax.Array, count: int) -> None:
+        range_ref[0] += jnp.sum(counted(0.0), axis=0)
+        range_ref[1] = jnp.maximum(range_ref[1], jnp.max(counted(-jnp.inf), axis=0))
+        range_ref[2] = jnp.minimum(range_ref[2], jnp.min(counted(jnp.inf), axis=0))
+
+    real = kv_len - step * block
+    pl.when(real >= block)(lambda: by_rows(block, QUERIES_AT_ONCE, ROWS_AT_ONCE, rows))
+    some = functools.partial(rows, real=real)
+    pl.when((real > 0) & (real < block))(lambda: by_rows(block, QUERIES_AT_ONCE, ROWS_AT_ONCE, some))
+
+
+def _key_kernel(k_ref, mean_ref, inverse_ref, o_ref):  # type: ignore[no-untyped-def]
+    def rows(start: jax.Array, count: int) -> None:
         here = pl.ds(start, count)
-        rest = read(here) * inverse
-        for ref in values:
-            ref[here, :] = to_nearest(rest, dtype)
-            rest = rest - ref[here, :].astype(jnp.float32)
+        scaled = (k_ref[here, :].astype(jnp.float32) - mean_ref[...]) * inverse_ref[...]
+        o_ref[here, :] = to_nearest(scaled, o_ref.dtype)
 
-    by_rows(block, 4 * ROWS_AT_ONCE, ROWS_AT_ONCE, write)
+    by_rows(k_ref.shape[0], QUERIES_AT_ONCE, ROWS_AT_ONCE, rows)
+
+
+def round_queries(
+    q: jax.Array,
+    unit: jax.Array,
+    dtype: Any,
+    *,
+    width: int,
+    shared: int = 1,
+    first: int = 0,
+    interpret: Any = False,
+) -> tuple[list[jax.Array], jax.Array]:
+    """Return queries times `unit` in 8 bits, with a scale for each row and head.
+
+    q     [B, Lq, at least (first + tiles) * shared * D], heads of width D, `shared` of them in a tile: those of the
+          tiles from `first` on
+    unit  [B, tiles * shared * D] float32
+
+    Returns the terms whose sum times the scales is near what is rounded, [B, Lq, N * D] each: of int8 one, of float8,
+    with its 3 bits of mantissa, two. And the scales [B * tiles, shared, Lq] float32, of int8 powers of two.
+    """
+    (batch, rows, _), lanes, terms = q.shape, width * shared, 1 if dtype == jnp.int8 else 2
+    tiles = unit.shape[1] // lanes
+    block = _query_block(rows, LANES)
+    tile = pl.BlockSpec((None, block, lanes), lambda b, t, i: (b, i, t))
+    *values, scales = pl.pallas_call(
+        functools.partial(_query_kernel, width=width),
+        grid=(batch, tiles, pl.cdiv(rows, block)),
+        in_specs=[
+            pl.BlockSpec((None, block, lanes), lambda b, t, i: (b, i, first + t)),
+            pl.BlockSpec((None, 1, lanes), lambda b, t, i: (b, 0, t)),
+        ],
+        out_specs=[*[tile] * terms, pl.BlockSpec((None, shared, block), lambda b, t, i: (b * tiles + t, 0, i))],
+        out_shape=[
+            *[jax.ShapeDtypeStruct((batch, rows, tiles * lanes), dtype)] * terms,
+            jax.ShapeDtypeStruct((batch * tiles, shared, rows), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+        cost_estimate=pl.CostEstimate(
+            flops=8 * batch * rows * tiles * lanes,
+            transcendentals=0,
+            bytes_accessed=batch * rows * tiles * lanes * (q.dtype.itemsize + terms),
+        ),
+        name="round_queries",
+        interpret=interpret,
+    )(q, unit[:, None])
+    return values, scales
+
+
+def round_queries_reference(
+    q: jax.Array, unit: jax.Array, dtype: Any, *, heads: int
+) -> tuple[list[jax.Array], jax.Array]:
+    """Return the same as `round_queries` of all heads, with scales [B, N, Lq], in plain jnp."""
+    scaled = (q.astype(jnp.float32) * unit[:, None]).reshape(*q.shape[:2], heads, -1)
+    values, scales = _rounded_heads(scaled, dtype)
+    return [value.reshape(q.shape) for value in values], scales[..., 0].swapaxes(1, 2)
+
+
+def _rounded_heads(x: jax.Array, dtype: Any) -> tuple[list[jax.Array], jax.Array]:
+    """Round over the last axis, which the scales have one of."""
+    scales = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / largest(dtype), SMALLEST)
+    if dtype == jnp.int8:  # the next power of two
+        bits = jax.lax.bitcast_convert_type(scales, jnp.int32) + 0x7FFFFF
+        scales = jax.lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
+    rest, values = x * (1 / scales), []
+    for _ in range(1 if dtype == jnp.int8 else 2):
+        values.append(to_nearest(rest, dtype))
+        rest = rest - values[-1].astype(jnp.float32)
+    return values, scales
+
+
+def _query_kernel(q_ref, unit_ref, *refs, width):  # type: ignore[no-untyped-def]
+    *value_refs, scale_ref = refs
+
+    def rows(start: jax.Array, count: int) -> None:
+        here = pl.ds(start, count)
+        scaled = q_ref[here, :].astype(jnp.float32) * unit_ref[...]
+        for head in range(scale_ref.shape[0]):
+            lanes = slice(head * width, (head + 1) * width)
+            values, scales = _rounded_heads(scaled[:, lanes], value_refs[0].dtype)
+            for ref, value in zip(value_refs, values, strict=True):
+                ref[here, lanes] = value
+            scale_ref[head : head + 1, here] = jnp.broadcast_to(scales, (count, LANES)).T[:1]
+
+    by_rows(q_ref.shape[0], QUERIES_AT_ONCE, LANES, rows)

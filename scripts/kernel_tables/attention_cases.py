@@ -55,8 +55,8 @@ def ours(
         return lambda q, k, v, n: flash_tiles(q, k, v, None, tile, shared, False, count=n), (*shapes, count)
     if qk is None:
         return lambda q, k, v: flash_tiles(q, k, v, None, tile, shared, False), shapes
-    scales = jax.ShapeDtypeStruct((shared, STEPS * STEPS), jnp.float32)
-    return lambda q, k, v, scales: flash_tiles(q, k, v, scales, tile, shared, False), (*shapes, scales)
+    rows_of = jax.ShapeDtypeStruct((1, shared, STEPS * block_q), jnp.int32 if qk == "int8" else jnp.float32)
+    return lambda q, k, v, rows_of: flash_tiles(q, k, v, rows_of, tile, shared, False), (*shapes, rows_of)
 
 
 def splash(block_q: int, block_kv: int, chunk: int) -> Case:

@@ -36,7 +36,7 @@ def table(chip: str) -> Iterator[Row]:
         yield ours(chip, softmax, None)
     yield ours(chip, "optimistic", None, width=64)
     yield ours(chip, "optimistic", None, counted=True)
-    yield ours(chip, "bounded", LOW_PRECISION[chip])
+    yield ours(chip, "optimistic", LOW_PRECISION[chip])
     for kept in (118, 177):  # 10 and 15 % of 75,600 tokens
         yield sparse(chip, kept)
     for peer in ("splash", "tokamax"):

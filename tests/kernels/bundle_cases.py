@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from kernels.layer_norm import layer_norm
+from kernels.linear import linear
+from kernels.low_precision import LANES, Rounded
 
 
 def layer_norm_rows(rows, channels):
@@ -11,3 +13,18 @@ def layer_norm_rows(rows, channels):
     x = jax.ShapeDtypeStruct((rows, channels), jnp.bfloat16)
     row = jax.ShapeDtypeStruct((1, channels), jnp.float32)
     return lambda x, scale, shift: layer_norm(x, scale, shift, eps=1e-6), (x, row, row)
+
+
+def linear_8_bits(inputs, outputs, activation=None, residual=False):
+    """Return a linear layer in int8 of a 14B on one of eight devices, and the shapes of its arguments."""
+    rows, of = 4736, jax.ShapeDtypeStruct
+    given = Rounded(of((rows, inputs), jnp.int8), of((rows, LANES), jnp.float32))
+    shapes = [given, of((outputs, inputs), jnp.int8), of((outputs,), jnp.float32), of((outputs,), jnp.bfloat16)]
+    if residual:
+        shapes += [of((rows, outputs), jnp.bfloat16), of((1, outputs), jnp.float32)]
+
+    def run(x, weight, scales, bias, *added):
+        more = dict(zip(("residual", "gate"), added, strict=False))
+        return linear(x, weight, bias, scales=scales, activation=activation, **more)
+
+    return run, shapes

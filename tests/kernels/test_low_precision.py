@@ -13,9 +13,10 @@ from kernels.layer_norm import layer_norm, layer_norm_reference
 from kernels.linear import ACTIVATIONS, linear, linear_reference
 from kernels.low_precision import (
     Rounded,
-    mean_key,
-    round_blocks,
-    round_blocks_reference,
+    round_keys,
+    round_keys_reference,
+    round_queries,
+    round_queries_reference,
     round_rows,
     round_rows_reference,
 )
@@ -119,29 +120,49 @@ def test_a_linear_layer_multiplies_what_was_rounded(size, activation, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "shared"), [(128, 1), (64, 2), (40, 1)])
-def test_blocks_of_heads_are_rounded_to_the_nearest(width, shared, dtype):
-    """Of six heads, the last four; the last of three blocks is a part of one, and holds what doesn't count."""
-    heads, block, length, real = (6 if shared == 2 else 3), 64, 150, 140
-    x = normal(0, 2, length, heads * width) * jnp.exp(normal(1, 1, 1, heads * width))
-    x = x.at[:, real:].set(1e6)
-    first, own = (1, slice(shared * width, None)) if width != 40 else (0, slice(0, width))
-    tiles = (heads // shared - first) if width != 40 else 1
-    mean = mean_key(x, real)
-    which = {"tiles": tiles, "width": width, "shared": shared, "first": first, "interpret": True}
-    for terms in (1, 2) if dtype == "float8_e4m3fn" else (1,):
-        found, scales = round_blocks(x, block, jnp.dtype(dtype), real=real, mean=mean[..., own], terms=terms, **which)
-        plain = (x - mean)[..., own]
-        expected, sizes = round_blocks_reference(
-            plain, block, jnp.dtype(dtype), heads=tiles * shared, real=real, terms=terms
-        )
-        np.testing.assert_allclose(scales, sizes, rtol=1e-6)
-        assert scales.shape == (2, tiles * shared, 3)
-        rows = np.repeat(np.repeat(np.asarray(scales), block, axis=2)[:, :, :length], width, axis=1).swapaxes(1, 2)
-        error = sum(np.asarray(one, np.float32) for one in found) * rows - np.asarray(plain)
-        bits = {"int8": 127 * 2, "float8_e4m3fn": 16}[dtype]  # a number's neighbours are 1 / bits of the largest away
-        assert (np.abs(error[:, :real]) <= 1.01 * rows[:, :real] * DTYPES[dtype] / bits**terms).all()
-        for one, other in zip(found, expected, strict=True):
-            assert (np.asarray(one, np.float32) == np.asarray(other, np.float32))[:, :real].mean() > 0.99
+def test_queries_are_rounded_by_row_and_head(width, shared, dtype):
+    heads, rows, first = 6, 150, 0 if width == 40 else 1
+    if width == 40:
+        heads = 1
+    tiles = heads // shared - first
+    q = normal(0, 2, rows, heads * width) * jnp.exp(normal(1, 2, rows, 1))
+    q = q.at[:, 3].set(0)
+    own = q[..., first * shared * width :]
+    unit = jnp.exp(normal(2, 2, own.shape[2]))
+    given = {"width": width, "shared": shared, "first": first, "interpret": True}
+    found, scales = round_queries(q, unit, jnp.dtype(dtype), **given)
+    expected, sizes = round_queries_reference(own, unit, jnp.dtype(dtype), heads=tiles * shared)
+    scales = np.asarray(scales).reshape(2, tiles * shared, rows)
+    np.testing.assert_allclose(scales, sizes, rtol=1e-6)
+    assert len(found) == len(expected) == (1 if dtype == "int8" else 2)
+    assert dtype != "int8" or (np.frexp(scales)[0] == 0.5).all()  # powers of two
+    spread = np.repeat(scales, width, axis=1).swapaxes(1, 2)
+    error = sum(np.asarray(one, np.float32) for one in found) * spread - np.asarray(own * unit[:, None])
+    assert (np.abs(error) <= spread * (0.501 if dtype == "int8" else 448 / 16**2)).all()
+    for one, other in zip(found, expected, strict=True):
+        assert (np.asarray(one, np.float32) == np.asarray(other, np.float32)).mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "shared", "first"), [(128, 1, 1), (64, 2, 1), (40, 1, 0)])
+def test_keys_are_rounded_without_their_mean(width, shared, first, dtype, monkeypatch):
+    monkeypatch.setattr(low_precision, "QUERIES", 64)
+    monkeypatch.setattr(low_precision, "QUERIES_AT_ONCE", 32)
+    k = normal(0, 2, 150, (first + 1) * width * shared) + 20 * normal(1, 1, 1, (first + 1) * width * shared)
+    k, own = k.at[:, 130:].set(jnp.nan), slice(first * width * shared, None)
+    real = np.asarray(k, np.float64)[:, :130, own]
+    plain = real - real.mean(axis=1, keepdims=True)
+    by_head = np.abs(plain).reshape(2, 130, shared, width).max(axis=(1, 3)) / DTYPES[dtype]
+    given = {"tiles": 1, "width": width, "shared": shared, "first": first, "interpret": True}
+    for values, scales in (
+        round_keys(k, 130, jnp.dtype(dtype), **given),
+        round_keys_reference(k[..., own], 130, jnp.dtype(dtype), heads=shared),
+    ):
+        assert values.shape == (2, 150, width * shared) and values.dtype == dtype
+        np.testing.assert_allclose(scales, np.repeat(by_head, width, axis=1), rtol=1e-5)
+        found = np.asarray(values, np.float64)[:, :130]
+        step = 0.501 if dtype == "int8" else np.maximum(np.abs(found) / 16, 2**-9)
+        assert (np.abs(found * np.asarray(scales)[:, None] - plain) <= step * 1.01 * np.asarray(scales)[:, None]).all()
 
 
 @pytest.mark.parametrize("softmax", ["optimistic", "online"])

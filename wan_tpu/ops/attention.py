@@ -10,9 +10,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from kernels.blocks import plan_blocks
 from kernels.flash_attention import LowPrecision, flash_attention, flash_attention_unchecked
-from kernels.low_precision import mean_key, round_blocks_reference
+from kernels.low_precision import round_keys_reference, round_queries_reference
 
 # Query rows whose scores are formed at once on CPU: with 2,000 keys 256 rows of float32 scores are 2 MB, which
 # stays in the cache of one core. Measured: 55 ms against 125 ms in one piece (2x4 heads, 2,000 tokens, D=128).
@@ -72,15 +71,11 @@ def attention_part(
 
 def _in_8_bits(q: jax.Array, k: jax.Array, heads: int, kv_len: int, dtype: str) -> tuple[jax.Array, jax.Array]:
     """Return queries and keys as 8 bits hold them, the mean key apart, which softmax does not see."""
-    blocks = plan_blocks(len(q), kv_len, dtype=dtype).blocks
-    centred = k[None] - mean_key(k[None], kv_len)
-    found = []
-    for x, block, terms in ((q[None], blocks.block_q, 1 if dtype == "int8" else 2), (centred, blocks.block_kv, 1)):
-        values, scales = round_blocks_reference(x, block, jnp.dtype(dtype), heads=heads, real=kv_len, terms=terms)
-        rows = jnp.repeat(scales[0], block, axis=1)[:, : x.shape[1]].T  # [L, N]
-        whole = jnp.stack([one[0].astype(jnp.float32) for one in values]).sum(axis=0).reshape(x.shape[1], heads, -1)
-        found.append((whole * rows[..., None]).reshape(x.shape[1:]))
-    return found[0], found[1]
+    keys, unit = round_keys_reference(k[None], kv_len, jnp.dtype(dtype), heads=heads)
+    terms, scales = round_queries_reference(q[None], unit, jnp.dtype(dtype), heads=heads)
+    whole = jnp.stack([term[0].astype(jnp.float32) for term in terms]).sum(axis=0)
+    rows = jnp.repeat(scales[0].T, q.shape[1] // heads, axis=1)  # [Lq, N * D]
+    return whole * rows, keys[0].astype(jnp.float32)
 
 
 def _gpu(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
