@@ -27,6 +27,8 @@ def transformer(config: CogVideoXConfig) -> Component:
         adapt=_adapt,
         scanned=("transformer_blocks",),
         rules=expert.RULES,
+        matrices=expert.MATRICES,
+        logits=True,
         changes=(
             ((projections, functools.partial(half_split, heads)), (norms, functools.partial(half_split, 1)))
             if rotary

@@ -21,18 +21,20 @@ from jax.sharding import PartitionSpec as P
 
 from wan_tpu.families.cogvideox.positions import rope_angles, sums_of_sines
 from wan_tpu.families.cogvideox.presets import TEXT_TOKENS
-from wan_tpu.families.shared.layers import SPLIT, each, scan_layers
+from wan_tpu.families.shared.layers import SPLIT, each, linear, rounded_to, scan_layers
 from wan_tpu.families.shared.tokens import on_grid, padded, patches
 from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
 from wan_tpu.runtime.bridge import Params, call, to_jax
+from wan_tpu.runtime.components import LOGITS
 from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
 
-_MATRICES = r"(attn1\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2)|norm[12]\.linear)\.weight"
+MATRICES = r"transformer_blocks\..*\.(attn1\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))\.weight"
+_SPLIT = rf"({MATRICES}|transformer_blocks\..*\.norm[12]\.linear\.weight)"
 RULES = (
-    Rule(rf"transformer_blocks\..*\.{_MATRICES}", (SHARDS, None)),
-    Rule(rf"(?!transformer_blocks\..*\.{_MATRICES}).*", ()),
+    Rule(_SPLIT, (SHARDS, None)),
+    Rule(rf"(?!{_SPLIT}$).*", ()),
 )
 # Used before or right after attention, which takes most of a layer: gathered during that of the layer before.
 _AHEAD = tuple(f"attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
@@ -72,7 +74,7 @@ def predict(
         grid = [n // p for n, p in zip(latents.shape[2:], patch, strict=True)]
         values = jnp.pad(patches(to_jax(latents), patch), ((TEXT_TOKENS, 0), (0, 0)))
         layout = token_layout(mesh, text.shape[0], len(values))
-        step = _Step(config, mesh, layout, len(values))
+        step = _Step(module, mesh, layout, len(values))
         found = step.run(
             Inputs(
                 values=padded(values, layout.padded),
@@ -119,7 +121,8 @@ class Inputs(NamedTuple):
 class _Step:
     """One step's blocks inside a `jax.shard_map`."""
 
-    def __init__(self, config: Any, mesh: Mesh, layout: TokenLayout, tokens: int) -> None:
+    def __init__(self, module: Any, mesh: Mesh, layout: TokenLayout, tokens: int) -> None:
+        config, self._logits = module.config, getattr(module, LOGITS, None)
         self._mesh, self._layout, self._tokens = mesh, layout, tokens
         self._heads, self._eps = config.num_attention_heads, config.norm_eps
         self._platform = mesh.devices.flat[0].platform
@@ -221,35 +224,36 @@ class _Step:
         """
         ops = self._ops
 
-        def linear(name: str, x: jax.Array | tuple[jax.Array, ...], **more: Any) -> jax.Array:
-            return ops.linear(x, w[f"{name}.weight"], w[f"{name}.bias"], **more)
+        def of(name: str, x: Any, **more: Any) -> jax.Array:
+            return linear(ops, w, name, x, **more)
 
-        def normed(name: str, table: jax.Array) -> jax.Array:
+        def normed(name: str, table: jax.Array, feeds: str) -> Any:
             folded = _folded(w[f"{name}.norm.weight"], w[f"{name}.norm.bias"], table[:, 1], table[:, 0])
-            return ops.layer_norm(x, *folded, eps=self._eps, first_rows=of_text)
+            return ops.layer_norm(x, *folded, eps=self._eps, first_rows=of_text, rounded=rounded_to(w, feeds))
 
-        def turned(name: str, rows: jax.Array, scale: float, **more: Any) -> Any:
+        def turned(name: str, rows: Any, scale: float, **more: Any) -> Any:
             vectors = (w[f"attn1.norm_{name}.{part}"].astype(jnp.float32) * scale for part in ("weight", "bias"))
             rest = {"eps": _HEAD_EPS, "groups": self._groups} | more
-            return ops.head_norm_rope(linear(f"attn1.to_{name}", rows), *vectors, tables, **rest)
+            return ops.head_norm_rope(of(f"attn1.to_{name}", rows), *vectors, tables, **rest)
 
         mixed, _, gathered = exchanged_attention(
-            normed("norm1", attention_table),
+            normed("norm1", attention_table, "attn1.to_q"),
             Projections(
                 query=lambda rows: turned("q", rows, self._query_scale),
                 key=lambda rows: turned("k", rows, 1, parts=self._key_parts),
-                value=lambda rows: linear("attn1.to_v", rows, groups=self._groups),
+                value=lambda rows: of("attn1.to_v", rows, groups=self._groups),
             ),
             heads=self._heads,
             kv_len=self._tokens,
             token_axes=self._layout.token_axes,
             platform=self._platform,
             beside=[{name: w[name]} for name in _BESIDE],
+            qk=self._logits,
         )
         w = w | gathered
-        x = linear("attn1.to_out.0", mixed, residual=x, gate=attention_table[:, 2], first_rows=of_text)
-        inner = linear("ff.net.0.proj", normed("norm2", feed_forward_table), activation="gelu_tanh")
-        return linear("ff.net.2", inner, residual=x, gate=feed_forward_table[:, 2], first_rows=of_text)
+        x = of("attn1.to_out.0", mixed, residual=x, gate=attention_table[:, 2], first_rows=of_text)
+        inner = of("ff.net.0.proj", normed("norm2", feed_forward_table, "ff.net.0.proj"), activation="gelu_tanh")
+        return of("ff.net.2", inner, residual=x, gate=feed_forward_table[:, 2], first_rows=of_text)
 
 
 def _folded(weight: jax.Array, bias: jax.Array, scale: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -81,6 +81,7 @@ def transformer(config: HunyuanConfig) -> Component:
         adapt=lambda module, mesh: None,
         scanned=("transformer_blocks",),
         rules=expert.RULES,
+        matrices=expert.MATRICES,
         changes=((projections, functools.partial(half_split, heads)), (norms, functools.partial(half_split, 1))),
         originals=_ORIGINALS,
     )

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from wan_tpu.families.hunyuan15.context import Given, context, embed_time
-from wan_tpu.families.shared.layers import SPLIT, scan_layers
+from wan_tpu.families.shared.layers import SPLIT, linear, rounded_to, scan_layers
 from wan_tpu.families.shared.tokens import on_grid, padded, patches
 from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
@@ -28,15 +28,17 @@ from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
 from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
 
 _BLOCK = r"transformer_blocks\..*\."
-_VIDEO = r"(attn\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2)|norm1\.linear|norm1_context\.linear)\.weight"
+_LINEAR = r"attn\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2)"
+_VIDEO = rf"({_LINEAR}|norm1\.linear|norm1_context\.linear)\.weight"
 _HEADS = r"(attn\.add_(q|k|v)_proj|ff_context\.net\.0\.proj)"  # split by outputs
 _SUMS = r"(attn\.to_add_out|ff_context\.net\.2)\.weight"  # split by inputs, the outputs of those
+MATRICES = rf"{_BLOCK}({_LINEAR}|{_HEADS})\.weight"
 RULES = (
     Rule(rf"{_BLOCK}{_VIDEO}", (SHARDS, None)),
     Rule(rf"{_BLOCK}{_HEADS}\.weight", ("tp", None)),
-    Rule(rf"{_BLOCK}{_HEADS}\.bias", ("tp",)),
+    Rule(rf"{_BLOCK}{_HEADS}\.(bias|weight_scale)", ("tp",)),
     Rule(rf"{_BLOCK}{_SUMS}", (None, "tp")),
-    Rule(rf"(?!{_BLOCK}({_VIDEO}|{_HEADS}\.(weight|bias)|{_SUMS})).*", ()),
+    Rule(rf"(?!{_BLOCK}({_VIDEO}|{_HEADS}\.(weight|bias|weight_scale)|{_SUMS})$).*", ()),
 )
 # Used before or right after attention, which takes most of a layer: gathered during that of the layer before.
 _AHEAD = tuple(f"attn.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0"))
@@ -188,12 +190,16 @@ class _Step:
         ops = self._ops
         of_video, of_context = ([row[None] for row in table] for table in modulations)
 
-        def linear(name: str, x: jax.Array | tuple[jax.Array, ...], **more: Any) -> jax.Array:
-            return ops.linear(x, w[f"{name}.weight"], w[f"{name}.bias"], **more)
+        def of(name: str, x: Any, **more: Any) -> jax.Array:
+            return linear(ops, w, name, x, **more)
 
-        def turned(name: str, norm: str, rows: jax.Array, scale: float, **more: Any) -> Any:
+        def normed(x: jax.Array, table: list[jax.Array], feeds: str) -> Any:
+            """Normalise, with the shift and the scale that a table begins with."""
+            return ops.layer_norm(x, 1 + table[1], table[0], eps=_EPS, rounded=rounded_to(w, feeds))
+
+        def turned(name: str, norm: str, rows: Any, scale: float, **more: Any) -> Any:
             weight = w[f"attn.{norm}.weight"].astype(jnp.float32) * scale
-            return ops.head_norm_rope(linear(f"attn.{name}", rows), weight, None, eps=_EPS, **more)
+            return ops.head_norm_rope(of(f"attn.{name}", rows), weight, None, eps=_EPS, **more)
 
         def summed(name: str, x: jax.Array, residual: jax.Array, gate: jax.Array) -> jax.Array:
             """Residual and what this device's heads or hidden units, and all others', add to it."""
@@ -203,9 +209,9 @@ class _Step:
             product = product + w[f"{name}.bias"].astype(jnp.float32)
             return (residual.astype(jnp.float32) + gate * product).astype(x.dtype)
 
-        normed = ops.layer_norm(around, 1 + of_context[1], of_context[0], eps=_EPS)
+        context = normed(around, of_context, "attn.add_q_proj")
         mixed, other, gathered = exchanged_attention(
-            ops.layer_norm(x, 1 + of_video[1], of_video[0], eps=_EPS),
+            normed(x, of_video, "attn.to_q"),
             Projections(
                 query=lambda rows: turned(
                     "to_q", "norm_q", rows, self._query_scale, tables=tables, groups=self._groups
@@ -213,7 +219,7 @@ class _Step:
                 key=lambda rows: turned(
                     "to_k", "norm_k", rows, 1, tables=tables, groups=self._groups, parts=self._key_parts
                 ),
-                value=lambda rows: linear("attn.to_v", rows, groups=self._groups),
+                value=lambda rows: of("attn.to_v", rows, groups=self._groups),
             ),
             heads=self._heads,
             kv_len=self._tokens + count,
@@ -221,22 +227,20 @@ class _Step:
             platform=self._platform,
             beside=[{name: w[name]} for name in _BESIDE],
             others=Others(
-                turned("add_q_proj", "norm_added_q", normed, self._query_scale, tables=None),
-                turned("add_k_proj", "norm_added_k", normed, 1, tables=None),
-                linear("attn.add_v_proj", normed),
+                turned("add_q_proj", "norm_added_q", context, self._query_scale, tables=None),
+                turned("add_k_proj", "norm_added_k", context, 1, tables=None),
+                of("attn.add_v_proj", context),
                 after=self._tokens,
             ),
         )
         w = w | gathered
         assert other is not None
-        x = linear("attn.to_out.0", mixed, residual=x, gate=of_video[2])
-        inner = linear(
-            "ff.net.0.proj", ops.layer_norm(x, 1 + of_video[4], of_video[3], eps=_EPS), activation="gelu_tanh"
-        )
-        x = linear("ff.net.2", inner, residual=x, gate=of_video[5])
+        x = of("attn.to_out.0", mixed, residual=x, gate=of_video[2])
+        inner = of("ff.net.0.proj", normed(x, of_video[3:], "ff.net.0.proj"), activation="gelu_tanh")
+        x = of("ff.net.2", inner, residual=x, gate=of_video[5])
         around = summed("attn.to_add_out", other, around, of_context[2])
-        normed = ops.layer_norm(around, 1 + of_context[4], of_context[3], eps=_EPS)
-        inner = linear("ff_context.net.0.proj", normed, activation="gelu_tanh")
+        context = normed(around, of_context[3:], "ff_context.net.0.proj")
+        inner = of("ff_context.net.0.proj", context, activation="gelu_tanh")
         around = summed("ff_context.net.2", inner, around, of_context[5])
         return x, around
 
