@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -16,10 +16,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from demo_model import gate, intervals
 from demo_model.cheaper import cheaper
 from demo_model.mistakes import MISTAKES, fallen, mistaken
+from demo_model.rounding import EIGHT_BITS, errors_of_layers
 from demo_model.score import psnr
 from demo_model.ways import WAYS
 
-from wan_tpu.commands.parser import add_precision
+from wan_tpu.commands.parser import PRECISIONS, add_precision
 
 # Shares, and decibels: what the model card promises.
 LIMITS = {
@@ -49,19 +50,24 @@ def main() -> int:
     if args.mistakes:
         _try_mistakes(args, made)
     if args.cheaper:
-        _try_cheaper(args, made)
+        _compare({name: (sampling, args.dtype) for name, sampling in cheaper(args.checkpoint).items()}, args, made)
+    if args.precisions:
+        _compare({name: (sampling, name) for name in args.precisions}, args, made)
+        print(errors_of_layers(args.checkpoint, [name for name in args.precisions if name in EIGHT_BITS]))
     return 1 if failed else 0
 
 
-def _try_cheaper(args: argparse.Namespace, right: Sequence[gate.Made]) -> None:
-    """Print, as a table for docs/quality.md, what fewer and cheaper steps make of the figures."""
+def _compare(
+    ways: Mapping[str, tuple[gate.Sampling, str]], args: argparse.Namespace, right: Sequence[gate.Made]
+) -> None:
+    """Print, as a table for docs/quality.md, what cheaper ways, sampling and precision, make of the figures."""
     lines = [
         "| way | score (95 % interval) | likeness | like the model's own clip | what it lowers |",
         "|---|---|---|---|---|",
     ]
-    for name, sampling in cheaper(args.checkpoint).items():
+    for name, (sampling, precision) in ways.items():
         print(f"{name}:")
-        with WAYS[args.through](args.checkpoint, args.dtype) as generate:
+        with WAYS[args.through](args.checkpoint, precision) as generate:
             made = gate.make(generate, gate.held_out_scenes(args.requests), sampling)
         found = gate.figures(made)
         gate.write(args.out / name.replace(" ", "-"), made, found)
@@ -110,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shift", type=float, help="the checkpoint's when left out")
     parser.add_argument("--no-opposites", action="store_true", help="half the time, without the figure for sentences")
     parser.add_argument("--cheaper", action="store_true", help="then with four steps, adapters, a cache: what it costs")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, help="then in each of these: what it costs")
     parser.add_argument("--mistakes", action="store_true", help="then make each known mistake, and say what it costs")
     return parser
 
