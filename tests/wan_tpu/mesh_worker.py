@@ -75,6 +75,20 @@ for shape in [(1, 1, 1), (2, 1, 4), (2, 2, 2), (1, 1, 16)]:
         assert value.sharding == base[name].sharding, name
         merged.setdefault(name, np.asarray(value))
         np.testing.assert_allclose(np.asarray(value), merged[name], rtol=1e-6, atol=1e-6)
+# In 8 bits: the same matrices wherever they lie, adapters applied, and logits as far from exact as those of one device.
+eight, bits = [], []
+for shape in [(1, 1, 1), (2, 2, 2)]:
+    pipe = load_pipeline(folder, "int8-attention", shape)
+    resolved = pipe.resolve(request)
+    eight.append(pipe.denoise(resolved, conditioning, pipe.initial_state(resolved)).latents)
+    base = pipe.runtime.component("denoise_high").params
+    changed = pipe.runtime.component("denoise_high", loras_of([f"{adapter}:0.5"])).params
+    assert all(value.sharding == base[name].sharding for name, value in changed.items())
+    bits.append({name: np.asarray(value) for name, value in changed.items() if f"{name}_scale" in changed})
+    assert len(bits[-1]) == len(adapter_files.WAN)
+spread = np.abs(eight[1] - eight[0]).max(), np.abs(eight[0] - latents["1x1x1"]).max()
+assert spread[0] < 2 * spread[1] < 0.1 * np.abs(eight[0]).max(), spread
+assert all((value == bits[0][name]).mean() > 0.999 for name, value in bits[1].items())
 for mesh, expected in [((1, 1, 32), "32 devices"), ((1, 0, 1), "positive")]:
     with pytest.raises(MeshError, match=expected):
         load_pipeline(folder, mesh=mesh)
@@ -90,7 +104,7 @@ q, k, v = (rng.standard_normal((2 * 8 * 3, 40 * 8)).astype(np.float32) for _ in 
 k[-9:], v[-9:] = 100, 1e6
 
 
-def spread_attention(mesh, q, k, v, *, heads, kv_len, platform="cpu"):
+def spread_attention(mesh, q, k, v, *, heads, kv_len, platform="cpu", qk=None):
     """Attention over tokens [L, N*D] that are spread over all devices; each projection picks a third of the columns."""
     groups, parts = head_groups(mesh, heads), key_parts(mesh, heads, q.shape[1] // heads)
     weight = {"late": np.arange(16.0).reshape(16, 1)}
@@ -107,6 +121,7 @@ def spread_attention(mesh, q, k, v, *, heads, kv_len, platform="cpu"):
             token_axes=SHARDS,
             platform=platform,
             beside=[{name: jnp.asarray(value)} for name, value in weight.items()],
+            qk=qk,
         )
         np.testing.assert_array_equal(list(gathered), ["late"])
         return jnp.concatenate(mixed, axis=-1)
@@ -143,3 +158,7 @@ for shape, heads, width, late in (
         got, parts = spread_attention(mesh, q, k, v, heads=heads, kv_len=len(k) - 9, platform=platform)
         assert parts == (128, heads // shape[2] * width - 128)
         np.testing.assert_allclose(got, expected, atol=1e-4)
+        if late == 1:
+            few, _ = spread_attention(mesh, q, k, v, heads=heads, kv_len=len(k) - 9, platform=platform, qk="int8")
+            cosine = (few * expected).sum() / np.linalg.norm(few) / np.linalg.norm(expected)
+            assert 0.9995 < cosine < 1 - 1e-6, cosine

@@ -184,7 +184,10 @@ def wide(params, name):
 
 
 def test_what_has_no_8_bits_is_refused(checkpoint):
-    with pytest.raises(InvalidInput, match=r"this model isn't computed in int8-attention; choose one of float32, bfloat16, int8, float8$"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"this model isn't computed in int8-attention; choose one of float32, bfloat16, int8, float8$",
+    ):
         load_pipeline(checkpoint("hunyuanvideo1.5-480p-t2v"), "int8-attention", (1, 1, 1))
     with pytest.raises(InvalidInput, match="'int4' is unknown; choose one of float32, bfloat16, int8, float8, int8-"):
         load_pipeline(checkpoint(KIND), "int4", (1, 1, 1))
