@@ -110,7 +110,7 @@ def linear(
             activation=activation,
             rounded=rounded is not None,
             fused_residual=residual is not None,
-            precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+            precision=jax.lax.Precision.HIGHEST if given == jnp.float32 else None,
         ),
         out_shape=jax.ShapeDtypeStruct(out_shape, dtype),
         grid=grid,
@@ -235,7 +235,7 @@ def _tile(rows: int, outputs: int, inputs: int, itemsize: int, vmem: int, *, joi
         parts = 1  # a part of 128 lanes can't be addressed: take them whole
     block_inputs = inputs // parts
     for shrink in (1, 2, 4, 8):
-        for block_outputs in (even_block(outputs, most_outputs // n, columns) for n in (1, 2, 3, 6)):
+        for block_outputs in (even_block(outputs, max(columns, most_outputs // n), columns) for n in (1, 2, 3, 6)):
             block_rows = even_block(rows, ROWS // shrink, 32 // itemsize)
             streamed = 2 * itemsize * (block_rows + block_outputs) * block_inputs
             produced = block_rows * block_outputs * (4 * max(itemsize, 2) + 2 * 4)
