@@ -13,12 +13,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cluster.slice_spec import SliceSpec
+from wan_tpu import GenerationRequest
 from wan_tpu.aot.executables import SUFFIX, Executables
+from wan_tpu.aot.programs import AbstractRuntime, stage_programs
 from wan_tpu.errors import DoesNotFit, InvalidInput
+from wan_tpu.families.model import preset_model
 from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.compiling import refusal
 from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
+from wan_tpu.runtime.components import abstract_component
+from wan_tpu.runtime.mesh import make_mesh
 from wan_tpu.runtime.program import GIB, Program
 
 pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
@@ -148,3 +153,35 @@ def test_what_does_not_fit_is_refused_and_by_how_much():
     found = refusal(caught.value, seconds=(1.0, 1.0), weights=GIB)
     assert 40 * GIB <= found.total_bytes < 41 * GIB
     assert 8 * GIB <= found.over_bytes < 10 * GIB
+
+
+@pytest.mark.long
+def test_a_step_in_8_bits_is_kernels_on_half_the_weights(v6e_4):
+    """Of the 1.3B model, with so many tokens that attention takes its keys in several chunks."""
+    model = preset_model("wan2.1-t2v-1.3b")
+    mesh = make_mesh((2, 1, 2), heads=model.spec.heads, devices=v6e_4.devices())
+    request = GenerationRequest(height=256, width=256, frames=17).resolve(model.spec.defaults)
+    program, arguments, _ = stage_programs(AbstractRuntime(model, mesh, "int8-attention"), request)["denoise step"]
+    plain = abstract_component(model.components["denoise"], "bfloat16", mesh).params
+    eight, sixteen = (sum(x.size * x.dtype.itemsize for x in params.values()) for params in (arguments[0], plain))
+    assert eight < 0.6 * sixteen
+    text = program.compile(*arguments).as_text()
+    for kernel in ("linear_8_bits_gelu_tanh", "linear_8_bits_residual", "layer_norm_rounded", "round_rows"):
+        assert kernel in text
+    for kernel in ("key_range", "round_keys", "round_queries", "flash_attention_optimistic_int8"):
+        assert kernel in text
+    assert '"linear_residual' not in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "able"),
+    [
+        ("v6e-4", "float8", "float32, bfloat16, int8, int8-attention"),
+        ("v7x-4", "int8-attention", "float32, bfloat16, float8, float8-attention"),
+    ],
+)
+def test_a_chip_refuses_8_bits_that_it_does_not_multiply(kind, precision, able):
+    model = preset_model("wan2.1-t2v-1.3b")
+    mesh = make_mesh(None, heads=model.spec.heads, devices=described(SliceSpec(kind)).devices())
+    with pytest.raises(InvalidInput, match=f"^TPU.* doesn't compute in {precision}; choose one of {able}$"):
+        AbstractRuntime(model, mesh, precision)
