@@ -72,6 +72,30 @@ def test_a_loop_costs_its_body_times_its_trips():
     assert found.loops() == [("body", 4.0)]
 
 
+def test_a_slice_of_a_stack_that_is_read_as_other_tiles_is_a_slice():
+    """As XLA has it: a fusion in the fusion changes nothing but how the stack's memory is read."""
+    again = """
+%other_tiles (input: f32[8,4,128]) -> f32[8,4,128] {
+  %input = f32[8,4,128]{2,1,0:T(4,128)} parameter(0)
+  ROOT %same = f32[8,4,128]{2,1,0:T(2,128)} copy(%input)
+}
+
+%slice_body"""
+    aliased = LOOP.replace("\n%slice_body", again, 1).replace(
+        "  %i = s32[] parameter(1)\n",
+        "  %seen = f32[8,4,128]{2,1,0:T(2,128)} fusion(%stack), kind=kLoop, "
+        "output_to_operand_aliasing={{}: (0, {})}, calls=%other_tiles\n  %i = s32[] parameter(1)\n",
+        1,
+    )
+    aliased = aliased.replace("dynamic-slice(%stack,", "dynamic-slice(%seen,")
+    assert aliased.count("%seen") == 2
+    copies, expected = (cost(text).by_category()["copies"] for text in (aliased, LOOP))
+    assert copies == expected
+    assert (
+        cost(aliased.replace("output_to_operand_aliasing={{}: (0, {})}, ", "")).seconds.floor > cost(LOOP).seconds.floor
+    )
+
+
 def test_matrix_products_keep_their_estimate_at_the_floor_and_count_their_operations():
     found = cost(LOOP)
     assert (found.by_category()["matmul"].estimate, found.by_category()["matmul"].floor) == (50, 50)

@@ -19,6 +19,7 @@ MOVES = frozenset(
      "broadcast", "iota", "gather", "scatter")
 )  # fmt: skip
 _RENAMES = ("bitcast", "reshape")
+_ALIASED = "output_to_operand_aliasing={{}: (0, {})}"  # of a fusion in a fusion: the same memory, read as other tiles
 _PARTIAL = ("dynamic-slice", "slice", "gather")
 
 
@@ -123,9 +124,9 @@ def _read(parameter: Instruction, body: Computation, module: Module, whole: floa
 
 
 def _users(instruction: Instruction, body: Computation) -> Iterator[tuple[Instruction, str]]:
-    """Yield who uses a value, and under which name, looking through bitcasts."""
+    """Yield who uses a value, and under which name, looking through what renames it."""
     for user in body.users.get(instruction.name, []):
-        if user.opcode in _RENAMES:
+        if user.opcode in _RENAMES or _ALIASED in user.attributes:
             yield from _users(user, body)
         else:
             yield user, instruction.name
