@@ -38,6 +38,11 @@ def largest(dtype: Any) -> float:
     return float(jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max)
 
 
+def multiplied(dtype: Any) -> bool:
+    """Return whether the TPU of the current mesh multiplies an 8-bit type."""
+    return pltpu.get_tpu_info().is_matmul_supported(dtype, dtype)
+
+
 def to_8_bits(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return rows [L, C] float32 divided by a scale each and rounded to dtype, and the scales [L, 1]."""
     size = jnp.max(jnp.abs(x), axis=-1, keepdims=True)

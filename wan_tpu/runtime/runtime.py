@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 import jax
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
+from kernels.low_precision import multiplied
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import InvalidInput
 from wan_tpu.lora import Lora
@@ -55,8 +55,7 @@ def _check_precision(model: HasComponents, precision: str, mesh: Mesh) -> None:
     device = mesh.devices.flat[0]
     if device.platform == "tpu":
         with jax.set_mesh(mesh):  # of a TPU that is here, or only described
-            chip = pltpu.get_tpu_info()
-        able = [one for one in offered if one not in MATRICES or chip.is_matmul_supported(*[MATRICES[one]] * 2)]
+            able = [one for one in offered if one not in MATRICES or multiplied(MATRICES[one])]
         if precision not in able:
             raise InvalidInput(f"{device.device_kind} doesn't compute in {precision}; choose one of {', '.join(able)}")
 
