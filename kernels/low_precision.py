@@ -43,9 +43,18 @@ def multiplied(dtype: Any) -> bool:
     return pltpu.get_tpu_info().is_matmul_supported(dtype, dtype)
 
 
+def largest_size(x: jax.Array, axis: int) -> jax.Array:
+    """Return max |x| over an axis, which is kept; NaN where there is one (XLA's own maximum of many rows loses it on CPU).
+
+    Without their sign, float32 numbers are in the order of their bits, and infinity and NaN come last.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=axis, keepdims=True), jnp.float32)
+
+
 def to_8_bits(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return rows [L, C] float32 divided by a scale each and rounded to dtype, and the scales [L, 1]."""
-    size = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    size = largest_size(x, -1)
     return to_nearest(x * jnp.where(size > 0, largest(dtype) / size, 0.0), dtype), size / largest(dtype)
 
 
@@ -178,7 +187,7 @@ def round_keys_reference(k: jax.Array, kv_len: int, dtype: Any, *, heads: int) -
     """Return the same as `round_keys` of all heads, in plain jnp."""
     real = k[:, :kv_len].astype(jnp.float32)
     mean = real.mean(axis=1, keepdims=True)
-    scales, inverse = _head_scales(jnp.max(jnp.abs(real - mean), axis=1), k.shape[2] // heads, dtype)
+    scales, inverse = _head_scales(largest_size(real - mean, 1)[:, 0], k.shape[2] // heads, dtype)
     return to_nearest((k.astype(jnp.float32) - mean) * inverse[:, None], dtype), scales
 
 
@@ -190,7 +199,7 @@ def _query_block(rows: int, unit: int) -> int:
 def _head_scales(sizes: jax.Array, width: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """sizes [B, N * D] of channels -> of each one's head, the scales, and what is multiplied with."""
     by_head = sizes.reshape(len(sizes), -1, width)
-    sizes = jnp.broadcast_to(by_head.max(axis=2, keepdims=True), by_head.shape).reshape(sizes.shape)
+    sizes = jnp.broadcast_to(largest_size(by_head, 2), by_head.shape).reshape(sizes.shape)
     return sizes / largest(dtype), jnp.where(sizes > 0, largest(dtype) / sizes, 0.0)
 
 
@@ -288,10 +297,11 @@ def round_queries_reference(
 
 def _rounded_heads(x: jax.Array, dtype: Any) -> tuple[list[jax.Array], jax.Array]:
     """Round over the last axis, which the scales have one of."""
-    scales = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / largest(dtype), SMALLEST)
+    scales = jnp.maximum(largest_size(x, -1) / largest(dtype), SMALLEST)
     if dtype == jnp.int8:  # the next power of two
         bits = jax.lax.bitcast_convert_type(scales, jnp.int32) + 0x7FFFFF
-        scales = jax.lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
+        power = jax.lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
+        scales = jnp.where(jnp.isfinite(scales), power, jnp.nan)
     rest, values = x * (1 / scales), []
     for _ in range(1 if dtype == jnp.int8 else 2):
         values.append(to_nearest(rest, dtype))

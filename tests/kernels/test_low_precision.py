@@ -165,6 +165,25 @@ def test_keys_are_rounded_without_their_mean(width, shared, first, dtype, monkey
         assert (np.abs(found * np.asarray(scales)[:, None] - plain) <= step * 1.01 * np.asarray(scales)[:, None]).all()
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_is_not_rounded_to_something_finite(dtype, wrong):
+    x, weight = normal(0, 40, 256).at[7, 3].set(wrong), jnp.asarray(np.ones((128, 256)), dtype)
+    more = {"scales": jnp.ones(128), "interpret": True}
+    for rounded in (round_rows(x, jnp.dtype(dtype), interpret=True), round_rows_reference(x, jnp.dtype(dtype))):
+        found = np.asarray(linear(rounded, weight, jnp.zeros(128), **more))
+        assert not np.isfinite(found[7]).any() and np.isfinite(np.delete(found, 7, axis=0)).all()
+    q, k, v = (normal(seed, 300, 128, dtype=jnp.bfloat16) for seed in range(3))
+    how = {"heads": 1, "width": 128, "scale": 0.1, "kv_len": 300, "qk": dtype, "interpret": True}
+    for softmax in ("optimistic", "online"):
+        found, right = flash_attention_unchecked(q.at[7, 3].set(wrong), k, v, softmax=softmax, **how)
+        assert not np.isfinite(np.asarray(found[7], np.float32)).any()
+        assert np.isfinite(np.delete(np.asarray(found, np.float32), 7, axis=0)).all()
+        assert softmax == "online" or not right
+        found, _ = flash_attention_unchecked(q, k.at[7, 3].set(wrong), v, softmax=softmax, **how)
+        assert not np.isfinite(np.asarray(found, np.float32)).any()
+
+
 @pytest.mark.parametrize("softmax", ["optimistic", "online"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_of_some_heads_with_logits_in_8_bits(dtype, softmax):
