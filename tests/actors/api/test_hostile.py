@@ -248,7 +248,8 @@ def test_however_many_follow_a_job_it_is_looked_at_once(settings, monkeypatch, e
             asyncio.TaskGroup() as group,
         ):
             told = [group.create_task(http.get(f"/v1/videos/{job}/events")) for _ in range(50)]
-            await asyncio.sleep(1)
+            while len(looks) <= 5:  # as long as that takes on a slow machine
+                await asyncio.sleep(0.05)
             engine.go.set()
         return [answer.result().text for answer in told]
 
@@ -258,7 +259,7 @@ def test_however_many_follow_a_job_it_is_looked_at_once(settings, monkeypatch, e
         start = time.monotonic()
         told = asyncio.run(follow(address, job))
     assert all(text.rstrip().split("\n\n")[-1].startswith("event: completed") for text in told)
-    assert 5 < len(looks) <= (time.monotonic() - start) / 0.1 + 1 and all(one == [job] for one in looks)
+    assert len(looks) <= (time.monotonic() - start) / 0.1 + 1 and all(one == [job] for one in looks)
 
 
 def test_a_page_goes_on_after_its_last_video_was_deleted(http):
