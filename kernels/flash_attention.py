@@ -34,8 +34,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels.blocks import LANES, BlockSizes, plan_blocks
-from kernels.flash_kernel import MAGIC, Tile, flash_tiles
-from kernels.low_precision import round_keys, round_queries
+from kernels.flash_kernel import Tile, flash_tiles
+from kernels.low_precision import MAGIC, round_keys, round_queries
 
 Softmax = Literal["auto", "bounded", "optimistic", "online"]
 LowPrecision = Literal["int8", "float8_e4m3fn"]
@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 BOUND = 64.0  # powers of two, see the module's docstring
 LARGEST_VALUE = 2.0**31
+LARGEST_WIDTH = 256  # of heads with 8-bit logits: 127 * 127 * 256 < 2^22, see `low_precision.MAGIC`
 ROUNDING_SLACK = 1.02  # squares are summed from bfloat16, 2^-9 off each; float32 roundings are nothing beside it
 
 
@@ -323,6 +324,8 @@ def _check(
         raise ValueError(f"kv_len must be from 1 to {k.shape[-2]}, the keys given, got {kv_len}")
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"q, k, v must all be bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if qk is not None and q.shape[-1] // (heads or 1) > LARGEST_WIDTH:
+        raise ValueError(f"with qk={qk!r} heads must be at most {LARGEST_WIDTH} wide, got {shapes}, {heads or 1} heads")
     if qk is not None and softmax == "bounded":
         raise ValueError(f"with qk={qk!r} softmax must be 'auto', 'optimistic' or 'online', got {softmax!r}")
     for name, value, allowed in (("softmax", softmax, get_args(Softmax)), ("qk", qk, (None, *get_args(LowPrecision)))):

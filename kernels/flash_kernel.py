@@ -37,7 +37,6 @@ Index = int | jax.Array
 HEADROOM = 32.0
 
 FIRST_KEYS = 256  # whose largest logit is the optimistic shift; they are multiplied twice, so not many
-MAGIC = 1.5 * 2.0**23  # a float32 whose last bit is 1: a whole number below 2^22 added to its bits is added to it
 SUBLANES = 8  # rows of one float32 vector register
 
 
@@ -79,8 +78,8 @@ def flash_tiles(
 
     q: one or two terms whose sum Q is, [B, Lq, N * D] each; k, v [B, Lk, N * D]; Lq and Lk at least one block; rows_of
     [B * N / S, S, Lq] of 8-bit logits: float32, which each query's are multiplied with (in place of the multiplier), or
-    int32, which is added to the whole numbers that they are, and makes a float32 of them: `MAGIC` times their scale, a
-    power of two, as its bits. What it adds to all logits of a query is no matter to softmax.
+    int32, which is added to the whole numbers that they are, and makes a float32 of them: `low_precision.MAGIC` times
+    their scale, a power of two, as its bits. What it adds to all logits of a query is no matter to softmax.
     Each may hold more heads: of those of Q, K and V, the ones of its tiles from `first` on are used.
     count  of a counted tile, how many keys are real, int32 [1]; blocks behind them are neither fetched nor computed
     Returns the output [B, Lq, N * D]; with softmax "optimistic" also a check [B * N / S, 1, Lq] float32, zero where the

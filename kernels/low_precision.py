@@ -16,10 +16,11 @@ from kernels.tiles import by_rows, even_block, vmem_bytes
 SUBLANES, LANES = 8, 128  # of a register
 ROWS = 256  # of a tile
 ROWS_AT_ONCE = 32  # of the loop inside: a register of 8 bits has as many
-QUERIES, QUERIES_AT_ONCE = 2048, 256  # the same of one head's
-SMALLEST = 2.0**-100  # scale: of queries that are nothing but zeros
-# Added to a float32 of less than 2^22 in size it leaves the nearest whole number, ties to even, in the last bits.
-_TO_WHOLE = 1.5 * 2**23
+TOKENS, TOKENS_AT_ONCE = 2048, 256  # the same of one head's queries and keys
+SMALLEST = 2.0**-100  # what smaller sizes are taken for, where something is divided by them
+# A float32 whose last bit is worth 1: a number of less than 2^22 in size added to it leaves the nearest whole one,
+# ties to even, in its last bits; and a whole number added to its bits is added to it.
+MAGIC = 1.5 * 2.0**23
 
 
 class Rounded(NamedTuple):
@@ -44,7 +45,7 @@ def multiplied(dtype: Any) -> bool:
 
 
 def largest_size(x: jax.Array, axis: int) -> jax.Array:
-    """Return max |x| over an axis, which is kept; NaN where there is one (XLA's own maximum of many rows loses it on CPU).
+    """Return max |x| over an axis, which is kept; NaN where there is one, which XLA's own maximum may lose on CPU.
 
     Without their sign, float32 numbers are in the order of their bits, and infinity and NaN come last.
     """
@@ -55,14 +56,14 @@ def largest_size(x: jax.Array, axis: int) -> jax.Array:
 def to_8_bits(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return rows [L, C] float32 divided by a scale each and rounded to dtype, and the scales [L, 1]."""
     size = largest_size(x, -1)
-    return to_nearest(x * jnp.where(size > 0, largest(dtype) / size, 0.0), dtype), size / largest(dtype)
+    return to_nearest(x * (largest(dtype) / jnp.maximum(size, SMALLEST)), dtype), size / largest(dtype)
 
 
 def to_nearest(x: jax.Array, dtype: Any) -> jax.Array:
     """Return float32 numbers, at most `largest` in size, as the nearest ones of an 8-bit type."""
     if jnp.issubdtype(dtype, jnp.integer):
-        whole = jax.lax.bitcast_convert_type(x + _TO_WHOLE, jnp.int32)
-        x = whole - jax.lax.bitcast_convert_type(jnp.float32(_TO_WHOLE), jnp.int32)
+        whole = jax.lax.bitcast_convert_type(x + MAGIC, jnp.int32)
+        x = whole - jax.lax.bitcast_convert_type(jnp.float32(MAGIC), jnp.int32)
     return x.astype(dtype)
 
 
@@ -144,13 +145,14 @@ def round_keys(
 
     k  [B, Lk, at least (first + tiles) * shared * D], as Q of `round_queries`; rows from `kv_len` on don't count
 
-    Returns [B, Lk, N * D] of dtype, and scales [B, N * D] float32.
+    Returns [B, Lk, N * D] of dtype, of 32 rows at least, and scales [B, N * D] float32.
 
     Without the mean key each query's logits all move by as much, which softmax does not see. What is left needs fewer
     bits where channels have a bias, as K of trained models has (SageAttention, arXiv:2410.02367, section 4.2).
     """
+    k = jnp.pad(k, ((0, 0), (0, max(0, ROWS_AT_ONCE - k.shape[1])), (0, 0)))
     (batch, rows, _), lanes = k.shape, width * shared
-    block = _query_block(rows, ROWS_AT_ONCE)
+    block = _token_block(rows, ROWS_AT_ONCE)
     tile = pl.BlockSpec((None, block, lanes), lambda b, t, i: (b, i, first + t))
     grid, passed = (batch, tiles, pl.cdiv(rows, block)), batch * rows * tiles * lanes
     parts = pl.pallas_call(
@@ -191,16 +193,16 @@ def round_keys_reference(k: jax.Array, kv_len: int, dtype: Any, *, heads: int) -
     return to_nearest((k.astype(jnp.float32) - mean) * inverse[:, None], dtype), scales
 
 
-def _query_block(rows: int, unit: int) -> int:
+def _token_block(rows: int, unit: int) -> int:
     """Return the rows of a tile: whole units, where there are any, and no more than there are rows."""
-    return even_block(rows, min(QUERIES, max(unit, rows // unit * unit)), unit)
+    return even_block(rows, min(TOKENS, max(unit, rows // unit * unit)), unit)
 
 
 def _head_scales(sizes: jax.Array, width: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """sizes [B, N * D] of channels -> of each one's head, the scales, and what is multiplied with."""
     by_head = sizes.reshape(len(sizes), -1, width)
     sizes = jnp.broadcast_to(largest_size(by_head, 2), by_head.shape).reshape(sizes.shape)
-    return sizes / largest(dtype), jnp.where(sizes > 0, largest(dtype) / sizes, 0.0)
+    return sizes / largest(dtype), largest(dtype) / jnp.maximum(sizes, SMALLEST)
 
 
 def _key_range_kernel(k_ref, range_ref, *, kv_len):  # type: ignore[no-untyped-def]
@@ -225,9 +227,9 @@ def _key_range_kernel(k_ref, range_ref, *, kv_len):  # type: ignore[no-untyped-d
         range_ref[2] = jnp.minimum(range_ref[2], jnp.min(counted(jnp.inf), axis=0))
 
     real = kv_len - step * block
-    pl.when(real >= block)(lambda: by_rows(block, QUERIES_AT_ONCE, ROWS_AT_ONCE, rows))
+    pl.when(real >= block)(lambda: by_rows(block, TOKENS_AT_ONCE, ROWS_AT_ONCE, rows))
     some = functools.partial(rows, real=real)
-    pl.when((real > 0) & (real < block))(lambda: by_rows(block, QUERIES_AT_ONCE, ROWS_AT_ONCE, some))
+    pl.when((real > 0) & (real < block))(lambda: by_rows(block, TOKENS_AT_ONCE, ROWS_AT_ONCE, some))
 
 
 def _key_kernel(k_ref, mean_ref, inverse_ref, o_ref):  # type: ignore[no-untyped-def]
@@ -236,7 +238,7 @@ def _key_kernel(k_ref, mean_ref, inverse_ref, o_ref):  # type: ignore[no-untyped
         scaled = (k_ref[here, :].astype(jnp.float32) - mean_ref[...]) * inverse_ref[...]
         o_ref[here, :] = to_nearest(scaled, o_ref.dtype)
 
-    by_rows(k_ref.shape[0], QUERIES_AT_ONCE, ROWS_AT_ONCE, rows)
+    by_rows(k_ref.shape[0], TOKENS_AT_ONCE, ROWS_AT_ONCE, rows)
 
 
 def round_queries(
@@ -260,7 +262,7 @@ def round_queries(
     """
     (batch, rows, _), lanes, terms = q.shape, width * shared, 1 if dtype == jnp.int8 else 2
     tiles = unit.shape[1] // lanes
-    block = _query_block(rows, LANES)
+    block = _token_block(rows, LANES)
     tile = pl.BlockSpec((None, block, lanes), lambda b, t, i: (b, i, t))
     *values, scales = pl.pallas_call(
         functools.partial(_query_kernel, width=width),
@@ -322,4 +324,4 @@ def _query_kernel(q_ref, unit_ref, *refs, width):  # type: ignore[no-untyped-def
                 ref[here, lanes] = value
             scale_ref[head : head + 1, here] = jnp.broadcast_to(scales, (count, LANES)).T[:1]
 
-    by_rows(q_ref.shape[0], QUERIES_AT_ONCE, LANES, rows)
+    by_rows(q_ref.shape[0], TOKENS_AT_ONCE, LANES, rows)

@@ -35,7 +35,8 @@ def load_pipeline(
 
     path_or_id    diffusers directory, or hub id, OWNER/NAME
     dtype         "bfloat16" or "float32", of weights and activations; latents are float32 in all; "int8" and "float8":
-                  bfloat16, and the matrices of the transformer's linear layers, and what they multiply, in 8 bits
+                  bfloat16, and the matrices of the transformer's linear layers, and what they multiply, in 8 bits;
+                  "int8-attention", "float8-attention": attention's logits, too
     mesh          (dp, sp, tp), {"dp": ..., "sp": ..., "tp": ...} or a jax Mesh with these axes; what is None or left
                   out takes the default of `mesh.fill_shape`
     keep_weights  False frees each component after its stage: one request in the least memory

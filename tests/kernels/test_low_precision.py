@@ -8,7 +8,7 @@ import pytest
 from kernels import layer_norm as layer_norms
 from kernels import linear as linears
 from kernels import low_precision
-from kernels.flash_attention import flash_attention_reference, flash_attention_unchecked
+from kernels.flash_attention import flash_attention, flash_attention_reference, flash_attention_unchecked
 from kernels.layer_norm import layer_norm, layer_norm_reference
 from kernels.linear import ACTIVATIONS, linear, linear_reference
 from kernels.low_precision import (
@@ -146,8 +146,8 @@ def test_queries_are_rounded_by_row_and_head(width, shared, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "shared", "first"), [(128, 1, 1), (64, 2, 1), (40, 1, 0)])
 def test_keys_are_rounded_without_their_mean(width, shared, first, dtype, monkeypatch):
-    monkeypatch.setattr(low_precision, "QUERIES", 64)
-    monkeypatch.setattr(low_precision, "QUERIES_AT_ONCE", 32)
+    monkeypatch.setattr(low_precision, "TOKENS", 64)
+    monkeypatch.setattr(low_precision, "TOKENS_AT_ONCE", 32)
     k = normal(0, 2, 150, (first + 1) * width * shared) + 20 * normal(1, 1, 1, (first + 1) * width * shared)
     k, own = k.at[:, 130:].set(jnp.nan), slice(first * width * shared, None)
     real = np.asarray(k, np.float64)[:, :130, own]
@@ -182,6 +182,31 @@ def test_what_is_not_finite_is_not_rounded_to_something_finite(dtype, wrong):
         assert softmax == "online" or not right
         found, _ = flash_attention_unchecked(q, k.at[7, 3].set(wrong), v, softmax=softmax, **how)
         assert not np.isfinite(np.asarray(found, np.float32)).any()
+
+
+def test_rows_of_tiny_numbers_are_rounded_to_something_finite():
+    x = jnp.asarray([[1e-37, -1e-38, 0, 2e-37], [0, 0, 0, 0]], jnp.float32)
+    for dtype in DTYPES:
+        values, scales = round_rows_reference(x, jnp.dtype(dtype))
+        found = np.asarray(values, np.float32) * np.asarray(scales)[:, :1]
+        assert np.isfinite(found).all() and np.abs(found - np.asarray(x)).max() < 3e-37
+
+
+@pytest.mark.parametrize("length", [5, 20, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_keys(length, dtype):
+    q, k, v = (normal(seed, length, 256) for seed in range(3))
+    got = np.asarray(flash_attention(q, k, v, heads=2, qk=dtype, interpret=True), np.float64)
+    expected = np.asarray(flash_attention_reference(q, k, v, heads=2), np.float64)
+    assert (got * expected).sum() / np.linalg.norm(got) / np.linalg.norm(expected) > 0.999
+
+
+def test_what_8_bit_logits_can_not_be_is_refused():
+    wide = jnp.zeros((8, 512))
+    with pytest.raises(ValueError, match="heads must be at most 256 wide"):
+        flash_attention(wide, wide, wide, heads=1, qk="int8", interpret=True)
+    with pytest.raises(ValueError, match="softmax must be 'auto', 'optimistic' or 'online', got 'bounded'"):
+        flash_attention(wide, wide, wide, heads=4, qk="int8", softmax="bounded", interpret=True)
 
 
 @pytest.mark.parametrize("softmax", ["optimistic", "online"])

@@ -76,7 +76,7 @@ for shape in [(1, 1, 1), (2, 1, 4), (2, 2, 2), (1, 1, 16)]:
         merged.setdefault(name, np.asarray(value))
         np.testing.assert_allclose(np.asarray(value), merged[name], rtol=1e-6, atol=1e-6)
 # In 8 bits: the same matrices wherever they lie, adapters applied, and logits as far from exact as those of one device.
-eight, bits = [], []
+eight, bits, scales = [], [], []
 for shape in [(1, 1, 1), (2, 2, 2)]:
     pipe = load_pipeline(folder, "int8-attention", shape)
     resolved = pipe.resolve(request)
@@ -84,11 +84,15 @@ for shape in [(1, 1, 1), (2, 2, 2)]:
     base = pipe.runtime.component("denoise_high").params
     changed = pipe.runtime.component("denoise_high", loras_of([f"{adapter}:0.5"])).params
     assert all(value.sharding == base[name].sharding for name, value in changed.items())
-    bits.append({name: np.asarray(value) for name, value in changed.items() if f"{name}_scale" in changed})
-    assert len(bits[-1]) == len(adapter_files.WAN)
+    rounded = [name for name in changed if f"{name}_scale" in changed]
+    assert len(rounded) == len(adapter_files.WAN)
+    bits.append({name: np.asarray(changed[name]) for name in rounded})
+    scales.append({name: np.asarray(changed[f"{name}_scale"]) for name in rounded})
 spread = np.abs(eight[1] - eight[0]).max(), np.abs(eight[0] - latents["1x1x1"]).max()
 assert spread[0] < 2 * spread[1] < 0.1 * np.abs(eight[0]).max(), spread
 assert all((value == bits[0][name]).mean() > 0.999 for name, value in bits[1].items())
+for name, value in scales[1].items():
+    np.testing.assert_allclose(value, scales[0][name], rtol=1e-5)
 for mesh, expected in [((1, 1, 32), "32 devices"), ((1, 0, 1), "positive")]:
     with pytest.raises(MeshError, match=expected):
         load_pipeline(folder, mesh=mesh)

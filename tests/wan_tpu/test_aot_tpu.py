@@ -156,19 +156,23 @@ def test_what_does_not_fit_is_refused_and_by_how_much():
 
 
 @pytest.mark.long
-def test_a_step_in_8_bits_is_kernels_on_half_the_weights(v6e_4):
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("v6e-4", "int8-attention"), ("v7x-1", "float8-attention"), ("v5p-8", "int8-attention")]
+)
+def test_a_step_in_8_bits_is_kernels_on_half_the_weights(kind, precision):
     """Of the 1.3B model, with so many tokens that attention takes its keys in several chunks."""
     model = preset_model("wan2.1-t2v-1.3b")
-    mesh = make_mesh((2, 1, 2), heads=model.spec.heads, devices=v6e_4.devices())
+    mesh = make_mesh(None, heads=model.spec.heads, devices=described(SliceSpec(kind)).devices())
     request = GenerationRequest(height=256, width=256, frames=17).resolve(model.spec.defaults)
-    program, arguments, _ = stage_programs(AbstractRuntime(model, mesh, "int8-attention"), request)["denoise step"]
+    program, arguments, _ = stage_programs(AbstractRuntime(model, mesh, precision), request)["denoise step"]
     plain = abstract_component(model.components["denoise"], "bfloat16", mesh).params
     eight, sixteen = (sum(x.size * x.dtype.itemsize for x in params.values()) for params in (arguments[0], plain))
     assert eight < 0.6 * sixteen
     text = program.compile(*arguments).as_text()
     for kernel in ("linear_8_bits_gelu_tanh", "linear_8_bits_residual", "layer_norm_rounded", "round_rows"):
         assert kernel in text
-    for kernel in ("key_range", "round_keys", "round_queries", "flash_attention_optimistic_int8"):
+    logits = {"int8-attention": "int8", "float8-attention": "float8_e4m3fn"}[precision]
+    for kernel in ("key_range", "round_keys", "round_queries", f"flash_attention_optimistic_{logits}"):
         assert kernel in text
     assert '"linear_residual' not in text
 
@@ -184,4 +188,5 @@ def test_a_chip_refuses_8_bits_that_it_does_not_multiply(kind, precision, able):
     model = preset_model("wan2.1-t2v-1.3b")
     mesh = make_mesh(None, heads=model.spec.heads, devices=described(SliceSpec(kind)).devices())
     with pytest.raises(InvalidInput, match=f"^TPU.* doesn't compute in {precision}; choose one of {able}$"):
-        AbstractRuntime(model, mesh, precision)
+        AbstractRuntime(model, mesh, precision).component("denoise")
+    assert AbstractRuntime(model, mesh, precision).component("text_encoder").params  # which has no 8 bits

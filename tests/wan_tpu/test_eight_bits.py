@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from actors.cli import main
+from tests.conftest import PHOTO
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.test_parity import run_diffusers
 from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.adapters.merging import Adapters
 from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.commands.parser import PRECISIONS
 from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.families.model import open_model
 from wan_tpu.families.wan.transformer import MATRICES
@@ -135,8 +137,10 @@ def test_what_is_not_finite_stays_so():
 
 @pytest.mark.parametrize("precision", TORCH)
 def test_converted_once_it_is_read_as_it_is(precision, checkpoint, tmp_path, mesh, capsys):
+    """For the precision with 8-bit logits as well, which are no matter to weights."""
     source, written = checkpoint(KIND), str(tmp_path / precision)
-    assert main(["weights", "convert", str(source), written, "--precision", precision]) == 0
+    assert main(["weights", "convert", str(source), written, "--precision", f"{precision}-attention"]) == 0
+    load_pipeline(written, f"{precision}-attention", (1, 1, 1)).check_components()
     for component in open_model(Checkpoint(written)).components.values():
         ours = load_component(Checkpoint(written), component, precision, mesh).params
         expected = load_component(Checkpoint(source), component, precision, mesh).params
@@ -157,6 +161,8 @@ def test_adapters_are_added_to_what_8_bits_hold(checkpoint, pipeline, tmp_path):
     names = files.blocks(transformer, files.WAN)
     made = files.factors(transformer, names)
     adapter = files.save(files.named(made, names, "diffusion_model.", alpha=4), tmp_path / "adapter.safetensors")
+    difference = torch.randn(transformer.blocks[1].ffn.net[2].weight.shape, generator=torch.Generator().manual_seed(0))
+    other = files.save({"diffusion_model.blocks.1.ffn.2.diff": difference / 10}, tmp_path / "other.safetensors")
     exact, loras = Adapters(), (lora_of(f"{adapter}:0.5"),)
     for precision in TORCH:
         runtime = pipeline(KIND, precision).runtime
@@ -179,12 +185,55 @@ def test_adapters_are_added_to_what_8_bits_hold(checkpoint, pipeline, tmp_path):
             assert np.array_equal(np.asarray(untouched[name]).view(np.uint8), np.asarray(base[name]).view(np.uint8))
             np.testing.assert_allclose(untouched[f"{name}_scale"], base[f"{name}_scale"], rtol=1e-6)
 
+        name = "blocks.template.ffn.net.2.weight"
+        changed = runtime.component("denoise_high", (lora_of(other),)).params
+        expected = wide(base, name) + np.stack([np.zeros_like(difference), difference.numpy() / 10])
+        step = {"int8": 127 * 2, "float8": 16}[precision]
+        np.testing.assert_allclose(wide(changed, name), expected, atol=1.01 * np.abs(expected).max() / step)
+        assert np.array_equal(np.asarray(changed[name][0]).view(np.uint8), np.asarray(base[name][0]).view(np.uint8))
+        assert {one for one in base if changed[one] is not base[one]} == {name, f"{name}_scale"}
+
 
 def wide(params, name):
     return np.asarray(params[name], np.float32) * np.asarray(params[f"{name}_scale"])[..., None]
 
 
-def test_what_has_no_8_bits_is_refused(checkpoint):
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        ("wan2.1-i2v-14b-480p", "int8"),  # keys of an image, too
+        ("cogvideox1.5-5b", "int8"),
+        ("cogvideox1.5-5b", "float8-attention"),
+        ("hunyuanvideo1.5-480p-t2v", "int8"),
+        ("turbowan2.2-i2v-a14b", "int8"),
+    ],
+)
+def test_every_family_has_8_bits(kind, precision, pipeline):
+    """Near the latents in float32, and not those in bfloat16."""
+    request = GenerationRequest(
+        prompt="a cat", image=PHOTO if "i2v" in kind else None, height=64, width=64, frames=9, steps=2, seed=3
+    )
+    made = {}
+    for each in ("float32", "bfloat16", precision):
+        steps = []
+        pipeline(kind, each).generate(request, on_step=lambda event, steps=steps: steps.append(event.latents))
+        made[each] = steps[-1]
+    assert 0 < apart(made[precision], made["float32"]) < 0.05
+    assert not np.array_equal(made[precision], made["bfloat16"])
+
+
+def test_commands_know_every_precision():
+    assert set(PRECISIONS) == set(components.DTYPES)
+
+
+def test_what_has_no_8_bits_is_refused(checkpoint, tmp_path, capsys):
+    hunyuan = str(checkpoint("hunyuanvideo1.5-480p-t2v"))
+    assert main(["weights", "convert", hunyuan, str(tmp_path / "to"), "--precision", "int8-attention"]) == 2
+    assert "this model isn't computed in int8-attention" in capsys.readouterr().err and not (tmp_path / "to").exists()
+    with pytest.raises(
+        InvalidInput, match=r"isn't computed in int8-attention; choose one of float32, bfloat16, int8, f"
+    ):
+        load_pipeline(checkpoint("turbowan2.2-i2v-a14b"), "int8-attention", (1, 1, 1))
     with pytest.raises(
         InvalidInput,
         match=r"this model isn't computed in int8-attention; choose one of float32, bfloat16, int8, float8$",

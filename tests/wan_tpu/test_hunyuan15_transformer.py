@@ -127,5 +127,12 @@ def test_eight_devices_predict_what_one_does(folder, tmp_path):
     command = [sys.executable, "-m", "tests.wan_tpu.hunyuan15_worker", folder, file, out]
     subprocess.run(command, env=with_devices(8), cwd=ROOT, check=True)
     found = np.load(out)
+    assert len(found.files) == 6
     for name in found.files:
-        assert np.abs(found[name] - found["1x1x1"]).max() <= 1e-4 * np.abs(found["1x1x1"]).max(), name
+        precision, _ = name.split()
+        alone = found[f"{precision} 1x1x1"]
+        # In 8 bits sums in another order round to other numbers of bfloat16, and those to others of int8.
+        tolerance = {"float32": 1e-4, "int8": 0.02}[precision]
+        assert np.abs(found[name] - alone).max() <= tolerance * np.abs(alone).max(), name
+    far = np.abs(found["int8 1x1x1"] - found["float32 1x1x1"]).max()
+    assert 1e-4 < far / np.abs(found["float32 1x1x1"]).max() < 0.05

@@ -122,7 +122,7 @@ def _changed(runtime: Runtime[Any], params: Params, weight: str, adapters: Seque
 def abstract_merge(runtime: Runtime[Any], base: Any, scales: Any, ranks: int) -> tuple[Program, tuple[Any, ...]]:
     """Return the program that changes a weight, given as its shape, and the shapes of what it is given."""
     outputs, inputs = base.shape[-2:]
-    stack, wide = base.shape[:-2], DTYPES[runtime.dtype]
+    stack, wide = base.shape[:-2], base.dtype if scales is None else DTYPES[runtime.dtype]
     shapes = (
         ((*stack, outputs, ranks), wide),
         ((*stack, ranks, inputs), wide),
@@ -158,7 +158,8 @@ def merge_program(runtime: Runtime[Any], base: Any, scales: Any) -> Program:
 
     def merge(base: jax.Array, scales: Any, up: Any, down: Any, gain: Any, difference: Any) -> list[jax.Array]:
         whole = base, scales, up, down, gain, difference
-        if not (scales is not None and scales.ndim == 2 if up is None else up.ndim == 3):
+        stacked = base.ndim == 3 if up is None and scales is not None else up is not None and up.ndim == 3
+        if not stacked:
             return one(*whole)
         return jax.lax.map(lambda layer: one(*layer), whole)  # float32 of a layer at a time
 

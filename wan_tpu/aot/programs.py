@@ -111,7 +111,8 @@ def _adapters(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) ->
         for weight, base in params.items():
             if base.ndim != 3 or not weight.endswith(".weight"):
                 continue
-            name = f"{ADAPTERS} {list(base.shape)}"  # a rule has one sharding for all matrices of a shape
+            # A rule has one sharding for all matrices of a shape.
+            name = f"{ADAPTERS} {list(base.shape)}" + (" in 8 bits" if weight + SCALE in params else "")
             program, arguments, calls = found.get(name) or (
                 *abstract_merge(runtime, base, params.get(weight + SCALE), RANK),
                 0,

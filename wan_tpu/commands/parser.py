@@ -34,7 +34,8 @@ def add_precision(to: argparse._ActionsContainer, default: str | None = "bfloat1
         choices=PRECISIONS,
         default=default,
         help=f"{about or 'of weights and activations'}; int8 (v5e, v5p, v6e) and float8 (v7x): the linear layers of "
-        "transformers in 8 bits, all else in bfloat16; with -attention its logits, too; default bfloat16",
+        "transformers in 8 bits, all else in bfloat16; with -attention its logits, too; "
+        f"default {default or 'bfloat16'}",
     )
 
 

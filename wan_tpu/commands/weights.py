@@ -36,6 +36,7 @@ def _convert(args: argparse.Namespace) -> None:
     from wan_tpu.families.model import open_model
     from wan_tpu.progress import Console
     from wan_tpu.runtime.converting import convert
+    from wan_tpu.runtime.runtime import check_precision
 
     destination = writable(args.destination)
     checkpoint = Checkpoint(args.source)
@@ -50,7 +51,9 @@ def _convert(args: argparse.Namespace) -> None:
         if family.with_experts is None:
             raise InvalidInput(f"{family.title} has no experts in files of their own; leave --experts out")
         checkpoint = family.part(family.with_experts)(args.source, args.experts, args.kept_blocks)
-    kept = convert(checkpoint, open_model(checkpoint).components, args.dtype, destination, Console())
+    model = open_model(checkpoint)
+    check_precision(model, args.dtype)
+    kept = convert(checkpoint, model.components, args.dtype, destination, Console())
     for folder in kept:
         print(f"{folder} was there already")
     print(f"{destination.address} is ready for --model_id")

@@ -113,11 +113,9 @@ def exchanged_attention(
     """
     assert token_axes[-len(head_axes) :] == head_axes
     given = _sent(rows, make, heads, kv_len, token_axes[: -len(head_axes)], head_axes, platform, others)
-    given = dataclasses.replace(given, qk=qk)
-    if sparse is not None:
-        apart = token_axes[: -len(head_axes)]
-        before = jax.lax.axis_index(apart) * len(given.q) if apart else 0
-        given = dataclasses.replace(given, sparse=sparse, first_query=before)
+    apart = token_axes[: -len(head_axes)]
+    before = jax.lax.axis_index(apart) * len(given.q) if apart else 0
+    given = dataclasses.replace(given, qk=qk, sparse=sparse, first_query=before)
     found: list[_Back] = []
     right, gathered = [], dict[str, jax.Array]()
     for number in range(len(given.rounds)):

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding
 
+from kernels.low_precision import multiplied
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.errors import CheckpointError
+from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.progress import Silent
 from wan_tpu.runtime.bridge import Params, scan_blocks
 from wan_tpu.runtime.converted import Converted, Cut, cut
@@ -311,6 +312,17 @@ def _plain_name(name: str, depths: dict[str, int]) -> tuple[str, int | None]:
     return name, None
 
 
+def _check_chip(component: Component, precision: str, mesh: Mesh) -> None:
+    """Raise `InvalidInput` for 8 bits that a TPU doesn't multiply, one that is here or only described."""
+    device = mesh.devices.flat[0]
+    if device.platform != "tpu" or not component.matrices or precision not in MATRICES:
+        return
+    with jax.set_mesh(mesh):
+        able = [one for one in DTYPES if one not in MATRICES or (component.offers(one) and multiplied(MATRICES[one]))]
+    if precision not in able:
+        raise InvalidInput(f"{device.device_kind} doesn't compute in {precision}; choose one of {', '.join(able)}")
+
+
 class _Weight(NamedTuple):
     """A weight as the mesh holds it; plain and depth as `_plain_name` returns them.
 
@@ -332,6 +344,7 @@ def _weights(
 
     Non-persistent buffers are included, tied duplicates left out.
     """
+    _check_chip(component, precision, mesh)
     depths = _scan(module, component.scanned)
     if component.logits and precision.endswith(_AND_ATTENTION):
         setattr(module, LOGITS, MATRICES[precision].name)

@@ -6,10 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
-import jax
 from jax.sharding import Mesh
 
-from kernels.low_precision import multiplied
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import InvalidInput
 from wan_tpu.lora import Lora
@@ -44,20 +42,13 @@ class AdapterStore(Protocol):
         """Let go of what was merged of a component."""
 
 
-def _check_precision(model: HasComponents, precision: str, mesh: Mesh) -> None:
+def check_precision(model: HasComponents, precision: str) -> None:
+    """Raise `InvalidInput` for a precision that a model doesn't have."""
     if precision not in DTYPES:
         raise InvalidInput(f"dtype {precision!r} is unknown; choose one of {', '.join(DTYPES)}")
-    if precision not in MATRICES:
-        return
     offered = [one for one in DTYPES if one not in MATRICES or any(c.offers(one) for c in model.components.values())]
     if precision not in offered:
         raise InvalidInput(f"this model isn't computed in {precision}; choose one of {', '.join(offered)}")
-    device = mesh.devices.flat[0]
-    if device.platform == "tpu":
-        with jax.set_mesh(mesh):  # of a TPU that is here, or only described
-            able = [one for one in offered if one not in MATRICES or multiplied(MATRICES[one])]
-        if precision not in able:
-            raise InvalidInput(f"{device.device_kind} doesn't compute in {precision}; choose one of {', '.join(able)}")
 
 
 M = TypeVar("M", bound=HasComponents)
@@ -81,7 +72,7 @@ class Runtime(Generic[M]):
         adapters: AdapterStore | None = None,
         progress: Progress = Silent(),  # noqa: B008 (has no state)
     ) -> None:
-        """Raise `InvalidInput` for a precision that the model or the chip doesn't have.
+        """Raise `InvalidInput` for a precision that the model doesn't have.
 
         keep_weights: keep a component's weights after its stage (a server), or free them (one request).
 
@@ -89,7 +80,7 @@ class Runtime(Generic[M]):
         adapters     applies adapters; without, there are none
         progress     shows the bytes of weights that are read
         """
-        _check_precision(model, dtype, mesh)
+        check_precision(model, dtype)
         self.model = model
         self.mesh = mesh
         self.dtype = dtype
