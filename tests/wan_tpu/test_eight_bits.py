@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from actors.cli import main
+from scripts.demo_model.rounding import EIGHT_BITS, rounded
 from tests.conftest import PHOTO
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.test_parity import run_diffusers
@@ -25,7 +26,6 @@ from wan_tpu.runtime.components import in_8_bits, load_component
 from wan_tpu.runtime.mesh import make_mesh
 
 KIND = "wan2.2-t2v-a14b"
-TORCH = {"int8": (torch.int8, 127), "float8": (torch.float8_e4m3fn, 448)}
 REQUEST = GenerationRequest(
     prompt="A cat looks into the camera",
     negative_prompt="ugly",
@@ -43,14 +43,6 @@ REQUEST = GenerationRequest(
 @pytest.fixture(scope="module")
 def mesh():
     return make_mesh((1, 1, 1), heads=4)
-
-
-def rounded(x, precision):
-    """Rows of a tensor as the nearest numbers of 8 bits, times their scale: by torch."""
-    kind, most = TORCH[precision]
-    scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / most
-    scaled = x / scales
-    return (scaled.round() if kind == torch.int8 else scaled.to(kind).to(x.dtype)) * scales
 
 
 class RoundedLinear(torch.nn.Module):
@@ -86,7 +78,7 @@ def apart(a, b):
     return np.sqrt(np.square(a - b).mean()) / b.std()
 
 
-@pytest.mark.parametrize("precision", TORCH)
+@pytest.mark.parametrize("precision", EIGHT_BITS)
 def test_latents_are_those_of_diffusers_with_rounded_layers(precision, checkpoint, monkeypatch):
     """With float32 in the place of bfloat16: what differs is what lies amid two numbers of 8 bits."""
     exact = by_diffusers(checkpoint(KIND), None, monkeypatch)[1]
@@ -100,7 +92,7 @@ def test_latents_are_those_of_diffusers_with_rounded_layers(precision, checkpoin
         assert apart(ours, theirs) <= (0.5 if step else 0.1) * apart(theirs, dense)
 
 
-@pytest.mark.parametrize("precision", TORCH)
+@pytest.mark.parametrize("precision", EIGHT_BITS)
 def test_weights_are_rounded_by_output_and_all_others_kept(precision, checkpoint, mesh):
     source = Checkpoint(checkpoint(KIND))
     for name, component in open_model(source).components.items():
@@ -135,7 +127,7 @@ def test_what_is_not_finite_stays_so():
         assert np.array_equal(wide[2], [0, 0]) and np.allclose(wide[3], [2, -4], rtol=0.07)
 
 
-@pytest.mark.parametrize("precision", TORCH)
+@pytest.mark.parametrize("precision", EIGHT_BITS)
 def test_converted_once_it_is_read_as_it_is(precision, checkpoint, tmp_path, mesh, capsys):
     """For the precision with 8-bit logits as well, which are no matter to weights."""
     source, written = checkpoint(KIND), str(tmp_path / precision)
@@ -164,7 +156,7 @@ def test_adapters_are_added_to_what_8_bits_hold(checkpoint, pipeline, tmp_path):
     difference = torch.randn(transformer.blocks[1].ffn.net[2].weight.shape, generator=torch.Generator().manual_seed(0))
     other = files.save({"diffusion_model.blocks.1.ffn.2.diff": difference / 10}, tmp_path / "other.safetensors")
     exact, loras = Adapters(), (lora_of(f"{adapter}:0.5"),)
-    for precision in TORCH:
+    for precision in EIGHT_BITS:
         runtime = pipeline(KIND, precision).runtime
         base = runtime.component("denoise_high").params
         changed = runtime.component("denoise_high", loras).params

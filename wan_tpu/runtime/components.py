@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding
 
-from kernels.low_precision import multiplied
+from kernels.low_precision import largest, multiplied
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.progress import Silent
@@ -185,9 +185,8 @@ def in_8_bits(value: np.ndarray, kind: np.dtype) -> tuple[np.ndarray, np.ndarray
 
     A row that isn't finite has a scale that isn't.
     """
-    most = float(np.iinfo(kind).max if kind == np.int8 else ml_dtypes.finfo(kind).max)
     wide = value.astype(np.float32)
-    scales = np.abs(wide).max(axis=1) / np.float32(most)
+    scales = np.abs(wide).max(axis=1) / np.float32(largest(kind))
     with np.errstate(invalid="ignore"):
         scaled = wide / np.where(scales == 0, 1, scales)[:, None]
         return (np.rint(scaled) if kind == np.int8 else scaled).astype(kind), scales
