@@ -105,6 +105,11 @@ def test_matrix_products_keep_their_estimate_at_the_floor_and_count_their_operat
     assert top.hbm_bytes == 2 * (16 * 128 + 128 * 256 + 16 * 256)
 
 
+def test_a_fusion_that_the_compiler_cannot_estimate_counts_by_its_bytes():
+    unknown = f'"estimated_cycles":"{2**63 - 1}"'
+    assert cost(LOOP.replace('"estimated_cycles":"7"', unknown)).total.estimate < 1e6
+
+
 def test_the_report_names_what_costs():
     text = describe(cost(LOOP), top=3)
     assert "product" in text
@@ -146,6 +151,55 @@ def test_only_what_no_work_hides_is_exposed():
     assert found["fetched"].seconds.floor == 512
     assert found["looked"].seconds.floor == 512  # what a SparseCore looks up, from the update on
     assert found["fetched"].category == "copies"
+
+
+CARRIED = f"""
+%begun (w: f32[128]) -> (f32[128], f32[256], s32[2], u32[]) {{
+  %w = f32[128]{{0:T(128)}} parameter(0)
+  %gather.1 = f32[256]{{0:T(128)}} all-gather(%w), channel_id=5, replica_groups={{{{0,1}}}}, dimensions={{0}}
+  %place = s32[2]{{0:S(4)}} constant({{0, 0}})
+  %flag = u32[]{{:S(2)}} constant(0)
+  ROOT %all = (f32[128]{{0:T(128)}}, f32[256]{{0:T(128)}}, s32[2]{{0:S(4)}}, u32[]{{:S(2)}}) tuple(%w, %gather.1, %place, %flag)
+}}
+
+%async_collective_fusion.7 (v: f32[128], g: f32[256], y: f32[32]) -> (f32[32], f32[128], f32[256]) {{
+  %v = f32[128]{{0:T(128)}} parameter(0)
+  %g = f32[256]{{0:T(128)}} parameter(1)
+  %y = f32[32]{{0:T(32)}} parameter(2)
+  %sine = f32[32]{{0:T(32)}} sine(%y)
+  %gather.2 = f32[256]{{0:T(128)}} all-gather(%v), channel_id=5, replica_groups={{{{0,1}}}}, dimensions={{0}}
+  ROOT %both = (f32[32]{{0:T(32)}}, f32[128]{{0:T(128)}}, f32[256]{{0:T(128)}}) tuple(%sine, %v, %gather.2)
+}}
+
+%ended (u: f32[128], h: f32[256]) -> f32[256] {{
+  %u = f32[128]{{0:T(128)}} parameter(0)
+  %h = f32[256]{{0:T(128)}} parameter(1)
+  ROOT %gather.3 = f32[256]{{0:T(128)}} all-gather(%u), channel_id=5, replica_groups={{{{0,1}}}}, dimensions={{0}}
+}}
+
+  ENTRY %main (x: f32[128], z: f32[32]) -> f32[256] {{
+  %x = f32[128]{{0:T(128)}} parameter(0)
+  %z = f32[32]{{0:T(32)}} parameter(1)
+  %async-collective-start = (f32[128]{{0:T(128)}}, f32[256]{{0:T(128)}}, s32[2]{{0:S(4)}}, u32[]{{:S(2)}}) fusion(%x), kind=kCustom, calls=%begun
+  %held = f32[128]{{0:T(128)}} get-tuple-element(%async-collective-start), index=0
+  %half = f32[256]{{0:T(128)}} get-tuple-element(%async-collective-start), index=1
+  %waves = (f32[32]{{0:T(32)}}, f32[128]{{0:T(128)}}, f32[256]{{0:T(128)}}) fusion(%held, %half, %z), kind=kOutput, calls=%async_collective_fusion.7, {CYCLES.format(200)}
+  %held.1 = f32[128]{{0:T(128)}} get-tuple-element(%waves), index=1
+  %half.1 = f32[256]{{0:T(128)}} get-tuple-element(%waves), index=2
+  ROOT %async-collective-done = f32[256]{{0:T(128)}} fusion(%held.1, %half.1), kind=kCustom, calls=%ended
+}}
+"""  # noqa: E501
+
+
+def test_fusions_that_carry_a_collective_hide_it():
+    found = {item.name: item for item in cost(CARRIED).items}
+    assert {name: item.category for name, item in found.items()} == {
+        "waves": "vector",
+        "async-collective-done": "collectives",
+    }
+    assert found["waves"].seconds.estimate == 200
+    assert found["waves"].seconds.floor == 2 * 32 * 4  # its own, not what is gathered
+    assert found["async-collective-done"].seconds.estimate == 512 - 200
 
 
 TWO_CORES_A_CHIP = """

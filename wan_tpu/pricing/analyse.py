@@ -18,6 +18,7 @@ from wan_tpu.pricing.hlo import Computation, Instruction, Module, parse
 from wan_tpu.pricing.ici import Interconnect
 from wan_tpu.pricing.kernel_calls import KernelCall, read_kernel_call
 
+UNKNOWN = 2**63 - 1  # the compiler's estimate of a fusion that it can't estimate
 KernelCycles = Callable[[KernelCall], float | None]
 
 
@@ -154,6 +155,8 @@ class _Run:
             return walk.run(walk.branch(instruction), self.executions)
         if opcode == "call":
             return walk.run(instruction.called("to_apply")[0], self.executions)
+        if instruction.name.startswith(traffic.DONE):
+            return self._wait(instruction, traffic.chain(instruction, walk.module), self.links, "collectives")
         kind = traffic.collective_kind(instruction, walk.module)
         if kind is not None:
             return self._collective(instruction, kind)
@@ -176,6 +179,9 @@ class _Run:
         inner = next(i for i in inside if i.opcode.removesuffix("-start") == kind)
         volume = traffic.collective_bytes(instruction, self.computation, kind)
         busy = self.walk.interconnect.busy(kind, ici.parse_groups(kind, inner.attributes), volume)
+        if instruction.name.startswith(traffic.START):
+            self.links.start(traffic.chain(instruction, self.walk.module), self.now, busy)
+            return ZERO
         self.links.start(instruction.name, self.now, busy)
         if instruction.opcode.endswith("-start"):
             return ZERO
@@ -196,10 +202,14 @@ class _Run:
             alone = max(walk.seconds_of_kernel(call), moving_s)
             what = _kernel_category(call.name)
             return self._add(instruction, what, Times(alone, alone), hbm_bytes=moved_in_all, kernel=call)
-        estimate = (instruction.estimated_cycles or 0) / hardware.clock_hz
+        flops = traffic.flops(instruction, self.computation, walk.module)
+        if instruction.estimated_cycles == UNKNOWN:
+            estimate = max(moving_s, flops / hardware.peak_flops)
+        else:
+            estimate = (instruction.estimated_cycles or 0) / hardware.clock_hz
         seconds = Times(estimate, estimate if category == "matmul" else moving_s)
-        flops = traffic.flops(instruction, self.computation, walk.module) * self.executions
-        return self._add(instruction, category, seconds, hbm_bytes=moved_in_all, flops=flops)
+        more = {"hbm_bytes": moved_in_all, "flops": flops * self.executions}
+        return self._add(instruction, category, seconds, **more)
 
     def _add(self, instruction: Instruction, category: str, seconds: Times, **more: Any) -> Times:
         """Add an item; seconds are those of one execution, `more` the fields of all of them. Return the seconds."""

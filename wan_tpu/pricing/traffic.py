@@ -20,6 +20,7 @@ MOVES = frozenset(
 )  # fmt: skip
 _RENAMES = ("bitcast", "reshape")
 _ALIASED = "output_to_operand_aliasing={{}: (0, {})}"  # of a fusion in a fusion: the same memory, read as other tiles
+START, DONE = "async-collective-start", "async-collective-done"  # XLA's names of what fusions in between carry
 _PARTIAL = ("dynamic-slice", "slice", "gather")
 
 
@@ -31,6 +32,8 @@ def free(instruction: Instruction) -> bool:
 def category(instruction: Instruction, module: Module) -> str:
     """Return matmul, kernel, copies, collectives or vector."""
     opcodes = {inner.opcode for inner in inside(instruction, module)}
+    if carries(instruction):
+        opcodes -= set(ici.KINDS)
     if opcodes & {"dot", "convolution"}:
         return "matmul"
     if instruction.opcode == "custom-call":
@@ -51,11 +54,27 @@ def inside(instruction: Instruction, module: Module) -> Iterator[Instruction]:
 
 def collective_kind(instruction: Instruction, module: Module) -> str | None:
     """Return which collective an instruction runs or starts, if it does."""
+    if carries(instruction) or instruction.name.startswith(DONE):
+        return None
     for inner in inside(instruction, module):
         opcode = inner.opcode.removesuffix("-start")
         if opcode in ici.KINDS:
             return opcode
     return None
+
+
+def carries(instruction: Instruction) -> bool:
+    """Whether a fusion computes something while it sees to a collective that was started before it."""
+    return instruction.opcode == "fusion" and instruction.called("calls")[0].startswith("async_collective_fusion")
+
+
+def chain(instruction: Instruction, module: Module) -> str:
+    """Return what start and end of a collective have in common that fusions in between carry: its channel."""
+    for inner in inside(instruction, module):
+        found = re.search(r"channel_id=(\d+)", inner.attributes)
+        if inner.opcode in ici.KINDS and found:
+            return f"channel {found[1]}"
+    return instruction.name
 
 
 def collective_bytes(instruction: Instruction, computation: Computation, kind: str) -> float:
@@ -69,8 +88,9 @@ def collective_bytes(instruction: Instruction, computation: Computation, kind: s
     if kind != "all-gather":
         return put_in
     # An asynchronous start returns its operands and its results.
-    produced = sum(shape.bytes for shape in instruction.shapes if shape.dtype != "u32")
-    return produced - put_in if instruction.opcode.endswith("-start") else produced
+    produced = sum(shape.bytes for shape in instruction.shapes if shape.dtype not in ("u32", "s32"))
+    started = instruction.opcode.endswith("-start") or instruction.name.startswith(START)
+    return produced - put_in if started else produced
 
 
 def hbm_bytes(instruction: Instruction, computation: Computation, module: Module) -> float:
@@ -102,6 +122,8 @@ def _fusion_bytes(fusion: Instruction, computation: Computation, module: Module)
     roots = [body.by_name[name] for name in body.root.operands] if body.root.opcode == "tuple" else [body.root]
     for root, shape in zip(roots, fusion.shapes, strict=True):
         made = _renamed(root, body)
+        if made.opcode == "parameter" or made.opcode in ici.KINDS:
+            continue  # passed on, or what the links bring
         if shape.in_hbm and made.opcode == "dynamic-update-slice":
             total += sum(update.bytes for update in _shapes(made.operands[1], body))
         else:
@@ -118,6 +140,8 @@ def _read(parameter: Instruction, body: Computation, module: Module, whole: floa
         elif user.opcode == "fusion":
             inner = module.computations[user.called("calls")[0]]
             total += _read(inner.parameters()[user.operands.index(seen_as)], inner, module, whole)
+        elif user.opcode in ici.KINDS or (user is body.root and user.opcode == "tuple"):
+            continue
         elif user.opcode != "dynamic-update-slice" or user.operands[0] != seen_as:
             return whole
     return min(total, whole)

@@ -1,0 +1,90 @@
+"""What compiles a published program for a slice and prices it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+from actors.planning.described import described
+from cluster.slice_spec import SliceSpec
+from wan_tpu.pricing.analyse import analyse
+from wan_tpu.pricing.cost import Cost, Times
+from wan_tpu.pricing.ici import interconnect_of
+from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
+
+LAYERS = 2, 4  # that are compiled; a step of all goes on from these in a straight line
+
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Something measured, and how the same is predicted.
+
+    measured  seconds, the least and the most where several were published
+    predict   given what compiles and prices on that slice
+    """
+
+    what: str
+    slice: str
+    measured: tuple[float, float]
+    source: str
+    predict: Callable[["Pricing"], Times]
+
+
+class Pricing:
+    """Compiles programs for one described slice, and prices them."""
+
+    def __init__(self, kind: str, cache: Path) -> None:
+        """cache: where bundles of kernels are kept."""
+        self.slice = described(SliceSpec(kind))
+        self._devices = self.slice.devices()
+        self._kernels = KernelPrices(cache, self.slice.hardware, self.slice.cores, count_alone)
+
+    def mesh(self, **axes: int) -> Mesh:
+        """Return a mesh over the first devices of the slice."""
+        devices = self._devices[: int(np.prod(list(axes.values())))]
+        return Mesh(np.array(devices).reshape(*axes.values()), tuple(axes))
+
+    def jax_mesh(self, **axes: int) -> Mesh:
+        """Return a mesh over all devices in the order that JAX gives them."""
+        return Mesh(mesh_utils.create_device_mesh(tuple(axes.values()), self._devices), tuple(axes))
+
+    def cost(
+        self,
+        mesh: Mesh,
+        program: Program,
+        *,
+        legacy: bool = False,
+        flags: Mapping[str, Any] | None = None,
+        prefer: Sequence[str] = (),
+    ) -> Cost:
+        """Return what a program costs that is given as a function and its abstract arguments.
+
+        legacy  whether the mesh is set as JAX did before `jax.set_mesh`
+        flags   of libtpu; prefer: as `analyse` takes it
+        """
+        function, arguments = program
+        with mesh if legacy else jax.set_mesh(mesh):
+            lowered = jax.jit(function).lower(*arguments)
+        text = lowered.compile(compiler_options=dict(flags or {})).as_text() or ""
+        cost = analyse(
+            text,
+            self.slice.hardware,
+            interconnect_of(self.slice, mesh),
+            kernel_cycles=self._kernels,
+            prefer=prefer,
+        )
+        if cost.unpriced:
+            raise ValueError(f"not priced: {', '.join(cost.unpriced)}")
+        return cost
+
+    def step(self, layers: int, of: Callable[[int], Program], mesh: Mesh) -> Times:
+        """Return the seconds of a step of so many layers; of: the program with that many."""
+        few, more = (self.cost(mesh, of(count)).total for count in LAYERS)
+        return few + (more + few * -1) * ((layers - LAYERS[0]) / (LAYERS[1] - LAYERS[0]))
