@@ -5,6 +5,7 @@ and shardings, rules of axes, both branches of guidance in one batch) is done he
 """
 
 import dataclasses
+import functools
 import importlib
 import re
 import sys
@@ -42,12 +43,14 @@ class Setting:
     attention  by its registered name
     tile       `flash_block_sizes`
     ulysses    devices that exchange heads, of those along 'context'; the others form a ring
+    uniform    whether every head takes the fixed shift: what its kernel else asks the data, and what bundles can't tell
     channels   of the latents, with those of a picture
     """
 
     attention: str
     tile: dict[str, int]
     ulysses: int = -1
+    uniform: bool = False
     channels: int = 16
     config: str = "base_wan_27b.yml"
 
@@ -63,6 +66,9 @@ def step(checkout: Path, mesh: Mesh, setting: Setting) -> tuple[Callable[..., An
     nnx, linen = (importlib.import_module(f"flax.{name}") for name in ("nnx", "linen"))
     transformers = importlib.import_module("maxdiffusion.models.wan.transformers.transformer_wan")
     package = Path(transformers.__file__ or "").parents[3]
+    if setting.uniform:
+        kernels = importlib.import_module("maxdiffusion.kernels.custom_splash_attention")
+        kernels._flash_attention_kernel = functools.partial(kernels._flash_attention_kernel, uniform_fixed_m=True)
     config = yaml.safe_load((package / "configs" / setting.config).read_text())
     rules = (*BEFORE, *(tuple(_tuples(rule)) for rule in config["logical_axis_rules"]), *AFTER)
 

@@ -94,23 +94,25 @@ def test_an_unknown_chip_is_refused():
 BUNDLES = """
 // Start region 1
   0x0 : { nop }
+  0x1 LB: > { nop }
 // Start region 2
-  0x1 : { nop }
-  0x2 : { nop }
+  0x2 : > { nop }
+  0x3 : > { nop }
 // End region 2
+  0x4 : > { nop }
 // Start region 3
-  0x3 : { nop }
+  0x5 : > { nop }
 // End region 3
 // End region 1
-  0x4 : { nop }
+  0x6 : { nop }
 """
 
 
 def test_regions_are_counted_with_what_they_hold():
     regions, total = read_regions(BUNDLES)
-    assert [(r.number, r.bundles, r.nested) for r in regions] == [("2", 2, 0), ("3", 1, 0), ("1", 4, 3)]
-    assert total == 5
-    assert hot_bundles(regions, total) == 2
+    assert [(r.number, r.bundles, r.nested) for r in regions] == [("2", 2, 0), ("3", 1, 0), ("1", 6, 3)]
+    assert total == 7
+    assert hot_bundles(regions, total) == (2, 2)  # what stands in the loop with it, and in neither region
 
 
 def test_bundles_count_as_often_as_the_loops_around_them_run():

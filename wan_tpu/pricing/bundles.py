@@ -31,6 +31,7 @@ COMPILER_ENVIRONMENT = {
 }
 ROOT = str(Path(__file__).parents[2])
 # Every pass writes its text unless told which: 2.5 times the compile time and 200 MB a kernel.
+_BUNDLE = re.compile(r"\s*0x[0-9a-f]+\s+(\w+)?:\s*(>*)")  # its label, and how many loops are around it
 PASSES = "final_bundles|final_hlo-static-per-bundle-utilization"
 
 
@@ -39,6 +40,7 @@ class KernelBundles:
     """The schedule of one kernel, in bundles.
 
     hot: bundles of the largest innermost region: the body of the kernel's main loop, or of its main grid step.
+    around: bundles of the loops around it, in no other region: what a grid step takes to fetch tiles and to go on.
     slot_bound: the most instructions any issue slot must take, divided by its capacity: no schedule is shorter.
     slots: share of each slot's capacity that is used.
     loops: bundles by the iterations of the loops around them, outermost first (that of the grid, where it has several
@@ -48,6 +50,7 @@ class KernelBundles:
     name: str
     total: int
     hot: int
+    around: int
     slot_bound: int
     slots: Mapping[str, float]
     loops: Mapping[tuple[int, ...], int]
@@ -89,23 +92,33 @@ def _read(folder: Path) -> list[KernelBundles]:
         text = file.read_text(errors="replace")
         regions, total = read_regions(text)
         slots, bound = slot_use(use.read_text())
-        kernels.append(KernelBundles(match[2], total, hot_bundles(regions, total), bound, slots, read_loops(text)))
+        hot, around = hot_bundles(regions, total)
+        kernels.append(KernelBundles(match[2], total, hot, around, bound, slots, read_loops(text)))
     return sorted(kernels, key=lambda kernel: -kernel.total)
 
 
 @dataclasses.dataclass
 class Region:
-    """What is under one `pl.when` or in one loop (a loop's body is counted once); nested regions are counted in."""
+    """What is under one `pl.when` or in one loop (a loop's body is counted once); nested regions are counted in.
+
+    looped  bundles in a loop and in no nested region
+    """
 
     number: str
     start: int
     bundles: int = 0
     nested: int = 0
+    looped: int = 0
 
     @property
     def innermost(self) -> bool:
         """Whether nearly all is its own; a few bundles of bounds checks and waits form regions too."""
         return self.nested * 10 <= self.bundles
+
+    def holds(self, other: "Region") -> bool:
+        """Whether another is nested in it."""
+        ends = self.start + self.bundles >= other.start + other.bundles
+        return self is not other and self.start <= other.start and ends
 
 
 def read_regions(text: str) -> tuple[list[Region], int]:
@@ -114,7 +127,10 @@ def read_regions(text: str) -> tuple[list[Region], int]:
     closed: list[Region] = []
     count = 0
     for line in text.splitlines():
-        count += bool(re.match(r"\s*0x[0-9a-f]+", line))
+        bundle = _BUNDLE.match(line)
+        count += bundle is not None
+        if bundle and bundle[2] and opened:
+            opened[-1].looped += 1
         for event, number in re.findall(r"(Start|End) region (\d+)", line):
             if event == "Start":
                 opened.append(Region(number, count))
@@ -141,7 +157,7 @@ def read_loops(text: str) -> dict[tuple[int, ...], int]:
     found: dict[tuple[int, ...], int] = {}
     around: list[int] = []
     for line in text.splitlines():
-        bundle = re.match(r"\s*0x[0-9a-f]+\s+(\w+)?:\s*(>*)", line)
+        bundle = _BUNDLE.match(line)
         if not bundle:
             continue
         depth = len(bundle[2])
@@ -153,9 +169,13 @@ def read_loops(text: str) -> dict[tuple[int, ...], int]:
     return found
 
 
-def hot_bundles(regions: list[Region], total: int) -> int:
-    """Return the bundles of the largest innermost region."""
-    return max((region.bundles for region in regions if region.innermost), default=total)
+def hot_bundles(regions: list[Region], total: int) -> tuple[int, int]:
+    """Return the bundles of the largest innermost region, and those of the loops around it."""
+    innermost = [region for region in regions if region.innermost]
+    if not innermost:
+        return total, 0
+    hot = max(innermost, key=lambda region: region.bundles)
+    return hot.bundles, sum(region.looped for region in regions if region.holds(hot))
 
 
 def slot_use(text: str) -> tuple[dict[str, float], int]:

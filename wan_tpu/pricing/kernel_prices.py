@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepBundles:
-    """Bundles of one grid step: in its costliest loop, which holds the matrix products, and outside of it."""
+    """Bundles of one grid step: where its matrix products are, and the rest, which runs at every step, too."""
 
     products: int
     rest: int = 0
@@ -76,8 +76,8 @@ def _counted_by() -> str:
 def count_alone(call: KernelCall, chip: str, steps: int) -> StepBundles:
     """Compile a call alone for a chip, whose core runs `steps` grid steps, and return the bundles of one.
 
-    That is the hot region; where it is the body of a loop, which stands in the code once, it is run again and again;
-    of several loops in a step each counts as often as it runs.
+    That is the hot region and what stands around it in the grid's loop. Where the hot region is the body of a loop,
+    which stands in the code once, it is run again and again; several loops in a step count as often as each runs.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "call.json"
@@ -87,7 +87,7 @@ def count_alone(call: KernelCall, chip: str, steps: int) -> StepBundles:
     if call.loops > 1:
         return step_bundles(kernel.loops, steps)
     if call.repeats == 1:
-        return StepBundles(kernel.hot)
+        return StepBundles(kernel.hot, kernel.around)
     return StepBundles(kernel.total + kernel.hot * (call.repeats - 1))
 
 
