@@ -84,9 +84,7 @@ class Pricing:
             raise ValueError(f"not priced: {', '.join(cost.unpriced)}")
         return cost
 
-    def step(
-        self, layers: int, of: Callable[[int], Program], mesh: Mesh, flags: Mapping[str, Any] | None = None
-    ) -> Times:
+    def step(self, layers: int, of: Callable[[int], Program], mesh: Mesh) -> Times:
         """Return the seconds of a step of so many layers; of: the program with that many."""
-        few, more = (self.cost(mesh, of(count), flags=flags).total for count in LAYERS)
+        few, more = (self.cost(mesh, of(count)).total for count in LAYERS)
         return few + (more + few * -1) * ((layers - LAYERS[0]) / (LAYERS[1] - LAYERS[0]))

@@ -17,6 +17,7 @@ from published.pricing import Pricing, Program, Row
 from published.torchax_steps import (
     COGVIDEOX,
     HUNYUAN,
+    HUNYUAN_SPLASH,
     HUNYUAN_TILE,
     WAN,
     Attention,
@@ -128,8 +129,7 @@ def hunyuan_step(attention: Attention) -> Callable[[Pricing], Times]:
             module = _on_meta(HunyuanVideo15Transformer3DModel, config | {"num_layers": layers})
             return step(module, HUNYUAN, mesh, inputs, attention, hunyuan)
 
-        # Their tiles need a little more VMEM than this compiler gives a kernel unasked.
-        return pricing.step(config["num_layers"], of, mesh, {"xla_tpu_scoped_vmem_limit_kib": "65536"})
+        return pricing.step(config["num_layers"], of, mesh)
 
     return predict
 
@@ -215,7 +215,7 @@ def torchax_rows(pedia: Path | None) -> Iterator[Row]:
         wan_step(Attention(jax_splash())),
     )
     hunyuan15 = "HunyuanVideo-1.5, 720x1280, 121 frames, a guided step"
-    splash = Attention(jax_splash(HUNYUAN_TILE), HUNYUAN_TILE, centred=False)
+    splash = Attention(jax_splash(HUNYUAN_SPLASH), HUNYUAN_SPLASH, centred=False)
     yield Row(
         f"{hunyuan15}, splash", "v6e-8", (7.29, 7.29), f"{PEDIA} tpu/HunyuanVideo-1.5/README.md", hunyuan_step(splash)
     )

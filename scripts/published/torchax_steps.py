@@ -25,6 +25,7 @@ from wan_tpu.runtime import bridge
 
 TILE = (3328, 2816, 256)  # queries and keys of a tile, keys at once
 HUNYUAN_TILE = (3072, 2048, 1024)
+HUNYUAN_SPLASH = (3072, 2048, 512)  # 1,024 there: a compiler of 2026 finds 1 % too little VMEM for that
 COLUMNS, ROWS = ("tp",), (None, "tp")
 # What is sharded and how, by the name of a weight; all else is whole on every device.
 WAN = {
