@@ -20,12 +20,14 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own accelerators stay untouched
 
+import jax
 from published.pricing import Pricing, Row
 from published.rows import rows
 
 from actors.planning.described import run
 from wan_tpu.pricing.compiling import READABLE
 from wan_tpu.pricing.cost import Times
+from wan_tpu.versions import version
 
 
 def main() -> None:
@@ -54,6 +56,9 @@ def main() -> None:
                 f"| {row.what} | {row.slice} | {seconds} | {_error(times.floor, row)} | {_error(times.estimate, row)} |"
             )
             sys.stdout.flush()
+    print(f"\nWhat differs, besides versions of JAX (here {jax.__version__}, libtpu {version('libtpu')}):")
+    for row, _ in found:
+        print(f"- {row.what} ({row.source}): {'; '.join(row.differs) or 'nothing known'}")
     if args.plot:
         draw(found, args.plot)
 
@@ -65,7 +70,7 @@ def draw(found: Sequence[tuple[Row, Times]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 0.5 * len(found) + 1.2))
+    figure, axes = pyplot.subplots(figsize=(11, 0.42 * len(found) + 1.2))
     for y, (row, times) in enumerate(reversed(found)):
         least, most = row.measured
         middle = (least + most) / 2

@@ -67,7 +67,7 @@ def step(checkout: Path, mesh: Mesh, setting: Setting) -> tuple[Callable[..., An
     transformers = importlib.import_module("maxdiffusion.models.wan.transformers.transformer_wan")
     package = Path(transformers.__file__ or "").parents[3]
     if setting.uniform:
-        kernels = importlib.import_module("maxdiffusion.kernels.custom_splash_attention")
+        kernels: Any = importlib.import_module("maxdiffusion.kernels.custom_splash_attention")
         kernels._flash_attention_kernel = functools.partial(kernels._flash_attention_kernel, uniform_fixed_m=True)
     config = yaml.safe_load((package / "configs" / setting.config).read_text())
     rules = (*BEFORE, *(tuple(_tuples(rule)) for rule in config["logical_axis_rules"]), *AFTER)

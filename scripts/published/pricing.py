@@ -28,6 +28,7 @@ class Row:
 
     measured  seconds, the least and the most where several were published
     predict   given what compiles and prices on that slice
+    differs   what is known to be other than there, besides versions of JAX and libtpu
     """
 
     what: str
@@ -35,6 +36,7 @@ class Row:
     measured: tuple[float, float]
     source: str
     predict: Callable[["Pricing"], Times]
+    differs: tuple[str, ...] = ()
 
 
 class Pricing:

@@ -29,7 +29,9 @@ from published.torchax_steps import (
 from wan_tpu.pricing.cost import Cost, Times
 
 PEDIA, PEER = "gpu-tpu-pedia", "maxdiffusion"
-PROFILE = f"{PEDIA} tpu/Wan2.2/docs/wan_tpu_optimization_guide.md"
+WAN_14B = "Wan 2.1 14B, 720x1280, 81 frames, a guided step"
+A14B = "Wan 2.2 A14B, 720x1280, 81 frames, a guided step"
+HUNYUAN_720P = "HunyuanVideo-1.5, 720x1280, 121 frames, a guided step"
 
 
 def attention_alone(pricing: Pricing) -> Times:
@@ -158,6 +160,11 @@ def ring_hop(cost: Callable[[Pricing], Cost]) -> Callable[[Pricing], Times]:
     return predict
 
 
+def total(cost: Callable[[Pricing], Cost]) -> Callable[[Pricing], Times]:
+    """Return what a whole program takes."""
+    return lambda pricing: cost(pricing).total
+
+
 def rows(pedia: Path | None, peer: Path | None) -> Iterator[Row]:
     """Yield what can be predicted here.
 
@@ -170,71 +177,75 @@ def rows(pedia: Path | None, peer: Path | None) -> Iterator[Row]:
 
 def maxdiffusion_rows(checkout: Path) -> Iterator[Row]:
     """Yield what was published of maxdiffusion: kernels and steps."""
-    ring = {"block_q": 6400, "block_kv": 2048, "block_kv_compute": 2048, "block_kv_compute_in": 1024}
-    plain = {"block_q": 9472, "block_kv": 1024, "block_kv_compute": 1024, "block_kv_compute_in": 1024}
-    splash = {"block_q": 3024, "block_kv": 2048, "block_kv_compute": 1024, "block_q_dkv": 3024, "block_kv_dkv": 2048}
-    splash |= {"block_kv_dkv_compute": 2048, "block_q_dq": 3024, "block_kv_dq": 2048}
     vmem = {"vmem_limit_bytes": 64 << 20}
-    fixed = maxdiffusion(checkout, Setting("ulysses_ring_custom_fixed_m", ring | vmem, ulysses=2))
-    online = maxdiffusion(checkout, Setting("ulysses_ring_custom", plain | vmem, ulysses=2))
-    a14b = "Wan 2.2 A14B, a guided step"
-    yield Row("a hop of ring attention, fixed shift", "v7x-4", (0.02115, 0.02115), f"{PEER}#452", ring_hop(fixed))
-    yield Row("the same, online", "v7x-4", (0.02265, 0.02265), f"{PEER}#452", ring_hop(online))
-    for what, kind, measured, source, cost in (
-        ("ring of 2 x Ulysses of 2, fixed shift", "v7x-4", (2.633, 2.633), 452, fixed),
-        ("ring of 2 x Ulysses of 2, online", "v7x-4", (2.733, 2.733), 452, online),
-        (
-            "Ulysses, fixed shift",
-            "v6e-8",
-            (3.41, 3.45),
-            479,
-            maxdiffusion(checkout, Setting("ulysses_custom_fixed_m", ring | vmem, uniform=True)),
-        ),
-        (
-            "Ulysses, splash",
-            "v6e-8",
-            (6.29, 6.29),
-            376,
-            maxdiffusion(checkout, Setting("ulysses", splash, channels=36, config="base_wan_i2v_27b.yml")),
-        ),
+    large = {"block_q": 6400, "block_kv": 2048, "block_kv_compute": 2048, "block_kv_compute_in": 1024} | vmem
+    wide = {"block_q": 9472, "block_kv": 1024, "block_kv_compute": 1024, "block_kv_compute_in": 1024} | vmem
+    splash = {"block_q": 3024, "block_kv": 2048, "block_kv_compute": 1024}
+    splash |= {"block_q_dkv": 3024, "block_kv_dkv": 2048, "block_kv_dkv_compute": 2048}
+    splash |= {"block_q_dq": 3024, "block_kv_dq": 2048}
+    fixed = maxdiffusion(checkout, Setting("ulysses_ring_custom_fixed_m", large, ulysses=2))
+    online = maxdiffusion(checkout, Setting("ulysses_ring_custom", wide, ulysses=2))
+    pure = maxdiffusion(checkout, Setting("ulysses_custom_fixed_m", large, uniform=True))
+    of_image = Setting("ulysses", splash, channels=36, config="base_wan_i2v_27b.yml")
+
+    all_fixed = "every head takes the fixed shift, which depends on the data"
+    for what, measured, cost, differs in (
+        ("fixed shift", (0.02115, 2.633), fixed, (all_fixed,)),
+        ("online", (0.02265, 2.733), online, ()),
     ):
-        yield Row(f"{a14b}, {what}", kind, measured, f"{PEER}#{source}", lambda pricing, cost=cost: cost(pricing).total)
+        hop, step = measured
+        source = f"{PEER}#452"
+        yield Row(f"a hop of ring attention, {what}", "v7x-4", (hop, hop), source, ring_hop(cost), differs)
+        yield Row(f"{A14B}, ring 2 x Ulysses 2, {what}", "v7x-4", (step, step), source, total(cost), differs)
+    yield Row(
+        f"{A14B}, Ulysses, fixed shift", "v6e-8", (3.41, 3.45), f"{PEER}#479", total(pure),
+        (all_fixed, f"{PEER} 7cfb8801, older than that pull request", "tiles and flags are those published for v7x"),
+    )  # fmt: skip
+    yield Row(
+        f"{A14B} I2V, Ulysses, splash", "v6e-8", (251.45 / 40,) * 2, f"{PEER}#376",
+        total(maxdiffusion(checkout, of_image)),
+        ("published as 251.45 s a run of 40 steps, with all that isn't a step", f"{PEER} 7cfb8801, four months newer"),
+    )  # fmt: skip
 
 
 def torchax_rows(pedia: Path | None) -> Iterator[Row]:
     """Yield what was published of torchax programs; without a checkout those with JAX's own kernel."""
-    yield Row(
-        "JAX's splash attention, 5 heads of 75,600", "v6e-1", (0.04393, 0.04393), f"{PROFILE}, 4.1", attention_alone
+    guide = f"{PEDIA} tpu/Wan2.2/docs/wan_tpu_optimization_guide.md"
+    wan, hunyuan15, cogvideox = (
+        f"{PEDIA} tpu/{name}/README.md" for name in ("Wan2.1", "HunyuanVideo-1.5", "CogVideoX")
     )
-    yield Row("four all-to-alls of a layer, 8 chips", "v6e-8", (0.0044, 0.0044), f"{PROFILE}, 6.2", all_to_alls)
+    line = "two and four layers are compiled, all others follow in a straight line"
+    unsaid = "which attention kernel it was isn't said"
+    diffusers = "diffusers' transformer in place of Tencent's; the texts' own embedders are left out"
+
+    yield Row("JAX's splash attention, 5 heads of 75,600", "v6e-1", (0.04393,) * 2, f"{guide}, 4.1", attention_alone)
+    yield Row("four all-to-alls of a layer, 8 chips", "v6e-8", (0.0044,) * 2, f"{guide}, 6.2", all_to_alls)
     yield Row(
-        "Wan 2.1 14B, a guided step, splash",
-        "v6e-8",
-        (5.3, 5.9),
-        f"{PEDIA} tpu/Wan2.1/README.md",
-        wan_step(Attention(jax_splash())),
-    )
-    hunyuan15 = "HunyuanVideo-1.5, 720x1280, 121 frames, a guided step"
-    splash = Attention(jax_splash(HUNYUAN_SPLASH), HUNYUAN_SPLASH, centred=False)
+        f"{WAN_14B}, splash", "v6e-8", (5.3, 5.9), wan, wan_step(Attention(jax_splash())), (line, unsaid)
+    )  # fmt: skip
+    attention = Attention(jax_splash(HUNYUAN_SPLASH), HUNYUAN_SPLASH, centred=False)
     yield Row(
-        f"{hunyuan15}, splash", "v6e-8", (7.29, 7.29), f"{PEDIA} tpu/HunyuanVideo-1.5/README.md", hunyuan_step(splash)
-    )
+        f"{HUNYUAN_720P}, splash", "v6e-8", (7.29,) * 2, hunyuan15, hunyuan_step(attention),
+        (line, diffusers, "512 keys at once, not 1,024"),
+    )  # fmt: skip
     if pedia is None:
         return
-    exp2 = Attention(exp2_splash(pedia, HUNYUAN_TILE), HUNYUAN_TILE, centred=False, by_token=True)
+    attention = Attention(exp2_splash(pedia, HUNYUAN_TILE), HUNYUAN_TILE, centred=False, by_token=True)
     yield Row(
-        f"{hunyuan15}, exp2", "v6e-8", (5.81, 5.81), f"{PEDIA} tpu/HunyuanVideo-1.5/README.md", hunyuan_step(exp2)
-    )
-    attend = Attention(exp2_splash(pedia))
+        f"{HUNYUAN_720P}, exp2", "v6e-8", (5.81,) * 2, hunyuan15, hunyuan_step(attention), (line, diffusers)
+    )  # fmt: skip
+    attention = Attention(exp2_splash(pedia))
+    yield Row(f"{WAN_14B}, exp2", "v6e-8", (4.59,) * 2, wan, wan_step(attention), (line,))
+    whole = "of the MLP the first matrix is whole on every chip: the rule given there names another"
     yield Row(
-        "Wan 2.1 14B, a guided step, exp2", "v6e-8", (4.59, 4.59), f"{PEDIA} tpu/Wan2.1/README.md", wan_step(attend)
-    )
-    # The second is published as of 81 frames, at 8 a second, where fewer pixels took 2.08 s: five seconds of 8 are 41.
-    for height, width, frames, measured in ((720, 1280, 81, (2.08, 2.13)), (768, 1360, 41, (1.13, 1.13))):
-        yield Row(
-            f"CogVideoX 1.5 5B, {height}x{width}, {frames} frames, a guided step, exp2", "v6e-8", measured,
-            f"{PEDIA} tpu/CogVideoX/README.md", cogvideox_step(height, width, frames, attend),
-        )  # fmt: skip
+        "CogVideoX 1.5 5B, 720x1280, 81 frames, a guided step, exp2", "v6e-8", (2.08, 2.13), cogvideox,
+        cogvideox_step(720, 1280, 81, attention), (line, whole),
+    )  # fmt: skip
+    frames = "published as 81 frames at 8 a second; fewer pixels took 2.08 s, and five seconds of 8 are 41"
+    yield Row(
+        "CogVideoX 1.5 5B, 768x1360, 41 frames, a guided step, exp2", "v6e-8", (1.13,) * 2, cogvideox,
+        cogvideox_step(768, 1360, 41, attention), (line, whole, frames),
+    )  # fmt: skip
 
 
 def _on_meta(kind: Any, config: dict[str, Any]) -> torch.nn.Module:
