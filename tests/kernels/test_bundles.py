@@ -91,28 +91,20 @@ def test_an_unknown_chip_is_refused():
         count_bundles("file.py:function", chip="v99")
 
 
-BUNDLES = """
-// Start region 1
-  0x0 : { nop }
-  0x1 LB: > { nop }
-// Start region 2
-  0x2 : > { nop }
-  0x3 : > { nop }
-// End region 2
-  0x4 : > { nop }
-// Start region 3
-  0x5 : > { nop }
-// End region 3
-// End region 1
-  0x6 : { nop }
-"""
+NOP, LOOPED = "  0x0 : { nop }\n", "  0x1 : > { nop }\n"
+BUNDLES = (
+    "// Start region 1\n" + NOP + LOOPED
+    + "// Start region 4 :: Start region 2\n" + LOOPED + "// End region 4\n" + 19 * LOOPED + "// End region 2\n"
+    + LOOPED + "// Start region 3 :: Start region 5\n" + 6 * LOOPED + "// End region 3\n" + "// End region 1\n" + NOP
+)  # fmt: skip
 
 
 def test_regions_are_counted_with_what_they_hold():
-    regions, total = read_regions(BUNDLES)
-    assert [(r.number, r.bundles, r.nested) for r in regions] == [("2", 2, 0), ("3", 1, 0), ("1", 6, 3)]
-    assert total == 7
-    assert hot_bundles(regions, total) == (2, 2)  # what stands in the loop with it, and in neither region
+    """Named in any order where they begin together; one has no end."""
+    regions, depths = read_regions(BUNDLES)
+    assert [(region.start, region.end) for region in regions] == [(0, 29), (2, 22), (2, 3), (23, 29)]
+    assert depths == [0] + 28 * [1] + [0]
+    assert hot_bundles(regions, depths) == (20, 2)  # what stands in the loop with it, and in no region without it
 
 
 def test_bundles_count_as_often_as_the_loops_around_them_run():

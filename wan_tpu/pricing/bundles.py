@@ -40,7 +40,7 @@ class KernelBundles:
     """The schedule of one kernel, in bundles.
 
     hot: bundles of the largest innermost region: the body of the kernel's main loop, or of its main grid step.
-    around: bundles of the loops around it, in no other region: what a grid step takes to fetch tiles and to go on.
+    around: bundles of the loops around it that run whenever it does: what a grid step takes to go on.
     slot_bound: the most instructions any issue slot must take, divided by its capacity: no schedule is shorter.
     slots: share of each slot's capacity that is used.
     loops: bundles by the iterations of the loops around them, outermost first (that of the grid, where it has several
@@ -90,60 +90,50 @@ def _read(folder: Path) -> list[KernelBundles]:
             continue  # the program around the kernels
         [use] = folder.glob(f"{glob.escape(match[1])}-*-final_hlo-static-per-bundle-utilization.txt")
         text = file.read_text(errors="replace")
-        regions, total = read_regions(text)
+        regions, depths = read_regions(text)
         slots, bound = slot_use(use.read_text())
-        hot, around = hot_bundles(regions, total)
-        kernels.append(KernelBundles(match[2], total, hot, around, bound, slots, read_loops(text)))
+        hot, around = hot_bundles(regions, depths)
+        kernels.append(KernelBundles(match[2], len(depths), hot, around, bound, slots, read_loops(text)))
     return sorted(kernels, key=lambda kernel: -kernel.total)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Region:
-    """What is under one `pl.when` or in one loop (a loop's body is counted once); nested regions are counted in.
+    """What is under one `pl.when` or in one loop (a loop's body is counted once), from one bundle to before another."""
 
-    looped  bundles in a loop and in no nested region
-    """
-
-    number: str
     start: int
-    bundles: int = 0
-    nested: int = 0
-    looped: int = 0
+    end: int
 
     @property
-    def innermost(self) -> bool:
-        """Whether nearly all is its own; a few bundles of bounds checks and waits form regions too."""
-        return self.nested * 10 <= self.bundles
+    def bundles(self) -> int:
+        """How many it has, those of nested regions too."""
+        return self.end - self.start
 
     def holds(self, other: "Region") -> bool:
         """Whether another is nested in it."""
-        ends = self.start + self.bundles >= other.start + other.bundles
-        return self is not other and self.start <= other.start and ends
+        return self != other and self.start <= other.start and other.end <= self.end
 
 
-def read_regions(text: str) -> tuple[list[Region], int]:
-    """Return the regions of a final_bundles file in the order they end, and all its bundles."""
-    opened: list[Region] = []
-    closed: list[Region] = []
-    count = 0
+def read_regions(text: str) -> tuple[list[Region], list[int]]:
+    """Return the regions of a final_bundles file by their start, and of every bundle how many loops are around it.
+
+    Regions that begin together are named in any order; a few bundles of waits may begin one that doesn't end.
+    """
+    starts: dict[str, int] = {}
+    found: set[Region] = set()
+    depths: list[int] = []
     for line in text.splitlines():
         bundle = _BUNDLE.match(line)
-        count += bundle is not None
-        if bundle and bundle[2] and opened:
-            opened[-1].looped += 1
+        if bundle:
+            depths.append(len(bundle[2]))
         for event, number in re.findall(r"(Start|End) region (\d+)", line):
             if event == "Start":
-                opened.append(Region(number, count))
-                continue
-            while any(region.number == number for region in opened):  # one opened within may lack an end of its own
-                region = opened.pop()
-                region.bundles = count - region.start
-                if opened:
-                    opened[-1].nested += region.bundles
-                closed.append(region)
-                if region.number == number:
-                    break
-    return closed, count
+                starts[number] = len(depths)
+            elif number in starts:
+                found.add(Region(starts.pop(number), len(depths)))
+    return sorted(
+        (region for region in found if region.bundles), key=lambda region: (region.start, -region.end)
+    ), depths
 
 
 def read_loops(text: str) -> dict[tuple[int, ...], int]:
@@ -169,13 +159,28 @@ def read_loops(text: str) -> dict[tuple[int, ...], int]:
     return found
 
 
-def hot_bundles(regions: list[Region], total: int) -> tuple[int, int]:
-    """Return the bundles of the largest innermost region, and those of the loops around it."""
-    innermost = [region for region in regions if region.innermost]
+def hot_bundles(regions: list[Region], depths: list[int]) -> tuple[int, int]:
+    """Return the bundles of the largest innermost region, and those of the loops around it that always run with it.
+
+    Innermost is what has nearly all for itself: a few bundles of bounds checks and waits form regions, too.
+    """
+    innermost = [region for region in regions if 10 * _nested(region, regions) <= region.bundles]
     if not innermost:
-        return total, 0
+        return len(depths), 0
     hot = max(innermost, key=lambda region: region.bundles)
-    return hot.bundles, sum(region.looped for region in regions if region.holds(hot))
+    elsewhere = [region for region in regions if not region.holds(hot)]
+    alone = (not any(region.start <= i < region.end for region in elsewhere) for i in range(len(depths)))
+    return hot.bundles, sum(depth > 0 and runs for depth, runs in zip(depths, alone, strict=True))
+
+
+def _nested(region: Region, regions: list[Region]) -> int:
+    """Return how many bundles of a region are in others that it holds."""
+    count, end = 0, region.start
+    for inner in regions:
+        if region.holds(inner) and inner.end > end:
+            count += inner.end - max(inner.start, end)
+            end = inner.end
+    return count
 
 
 def slot_use(text: str) -> tuple[dict[str, float], int]:
