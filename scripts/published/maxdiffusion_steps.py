@@ -117,8 +117,8 @@ def step(checkout: Path, mesh: Mesh, setting: Setting) -> tuple[Callable[..., An
 
 def flags(checkout: Path) -> dict[str, Any]:
     """Return libtpu's flags of that repository's own script for fast inference, as JAX's compiler options."""
-    script = (checkout / "end_to_end" / "tpu" / "run_wan_fast_inference.sh").read_text()
-    given = re.search(r'^export LIBTPU_INIT_ARGS="(--[^"]*)"$', script, re.MULTILINE)
+    script = checkout / "end_to_end" / "tpu" / "run_wan_fast_inference.sh"
+    given = re.search(r'^export LIBTPU_INIT_ARGS="(--[^"]*)"$', script.read_text(), re.MULTILINE)
     if given is None:
         raise ValueError(f"no flags of libtpu in {script}")
     pairs = (argument.removeprefix("--").split("=") for argument in f"{given[1]} {READABLE}".split())
