@@ -55,10 +55,12 @@ def test_a_plan_says_what_fits_and_what_does_not(plan):
 
 
 def test_a_plan_says_both_figures_and_both_paths_of_attention(plan):
-    [optimistic, online] = [line for line in describe(plan).splitlines() if "/" in line and "GiB" not in line]
+    lines = describe(plan).splitlines()
+    [optimistic, online] = [line for line in lines if "/" in line and "GiB" not in line and "docs" not in line]
     assert optimistic.split()[:4] == ["denoise", "step", "2.000", "1.500"]
     assert online.split()[:5] == ["all", "heads", "online", "2.500", "2.000"]
     assert "2.00    1.50      2.50    2.00" in compare([plan])
+    assert any("up to 7 % longer" in line for line in lines)
 
 
 def test_seconds_and_shares_are_of_the_whole_video(plan):

@@ -10,6 +10,8 @@ from wan_tpu.pricing.cost import CATEGORIES
 from wan_tpu.pricing.plan import STEP, Plan, Prediction, ProgramPlan, share_of_peak
 from wan_tpu.runtime.program import GIB
 
+SHORT = "predicted; kernels that were measured took up to 7 % longer: docs/performance.md, published measurements"
+
 
 def describe(plan: Plan) -> str:
     """Return a plan for people."""
@@ -32,6 +34,8 @@ def describe(plan: Plan) -> str:
             continue
         share = share_of_peak(stage, plan)
         lines.append(f"{stage.name:<20}{seconds.estimate:>9.2f}{seconds.floor:>8.2f}{share:>10.1%}")
+    if any(stage.seconds for stage in plan.stages):
+        lines.append(SHORT)
     lines += ["", *_verdict(plan, memory)]
     return "\n".join(lines)
 
