@@ -4,7 +4,6 @@ Of that package only the transformer is imported: what its `pyconfig` and `WanPi
 and shardings, rules of axes, both branches of guidance in one batch) is done here by the same rules.
 """
 
-import dataclasses
 import functools
 import importlib
 import re
@@ -129,8 +128,7 @@ def _sizes(setting: Setting) -> Any:
     """Return the tile as the kernel of that name takes it."""
     if "custom" in setting.attention:
         return importlib.import_module("maxdiffusion.max_utils").CustomFlashBlockSizes(**setting.tile)
-    splash = importlib.import_module("maxdiffusion.common_types").BlockSizes
-    return splash(**{key: setting.tile.get(key) for key in (field.name for field in dataclasses.fields(splash))})
+    return importlib.import_module("maxdiffusion.common_types").BlockSizes(**setting.tile)
 
 
 def _abstract(name: str, value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
