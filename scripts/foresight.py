@@ -7,8 +7,8 @@ Needs libtpu, no TPU. Rows that were measured with others' own code compile it f
 without: github.com/yangwhale/gpu-tpu-pedia (its attention kernel), github.com/AI-Hypercomputer/maxdiffusion (its
 transformer and its kernels). The latter wants packages that this environment lacks:
 
-    pip install --no-deps --target folder flax aqtp chex einops etils humanize ml_collections nest_asyncio optax \\
-        orbax-checkpoint simplejson tensorboardX tensorstore toolz treescope
+    pip install --no-deps --target folder absl-py aqtp chex einops etils flax humanize ml_collections nest_asyncio \\
+        optax orbax-checkpoint simplejson tensorboardX tensorstore toolz treescope
 """
 
 import argparse

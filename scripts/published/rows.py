@@ -144,7 +144,7 @@ def maxdiffusion(checkout: Path, setting: Setting) -> Callable[[Pricing], Cost]:
         mesh = pricing.jax_mesh(data=2, fsdp=1, context=4, tensor=1)
         program = maxdiffusion_steps.step(checkout, mesh, setting)
         flags = maxdiffusion_steps.flags(checkout)
-        # Where a head's bound on its logits can't be proven safe another kernel runs: of all heads it is taken to be.
+        # A condition's true side: all heads go the shifted way, as the bound on their logits allows; else online.
         return pricing.cost(mesh, program, legacy=True, flags=flags, prefer=("branch_1",))
 
     return cost
