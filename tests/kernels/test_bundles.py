@@ -107,6 +107,12 @@ def test_regions_are_counted_with_what_they_hold():
     assert hot_bundles(regions, depths) == (20, 2)  # what stands in the loop with it, and in no region without it
 
 
+def test_a_body_that_stands_in_the_loop_itself_is_what_counts():
+    waits = "// Start region 2\n" + 3 * LOOPED + "// End region 2\n"
+    text = "// Start region 1\n" + NOP + 10 * LOOPED + waits + 10 * LOOPED + "// End region 1\n" + NOP
+    assert hot_bundles(*read_regions(text)) == (21, 0)
+
+
 def test_bundles_count_as_often_as_the_loops_around_them_run():
     text = """
    0x0   :  { %s1 = smov.u32 0 }

@@ -39,7 +39,7 @@ PASSES = "final_bundles|final_hlo-static-per-bundle-utilization"
 class KernelBundles:
     """The schedule of one kernel, in bundles.
 
-    hot: bundles of the largest innermost region: the body of the kernel's main loop, or of its main grid step.
+    hot: bundles of the region that has most of its own: the body of the kernel's main loop, or of its main grid step.
     around: bundles of the loops around it that run whenever it does: what a grid step takes to go on.
     slot_bound: the most instructions any issue slot must take, divided by its capacity: no schedule is shorter.
     slots: share of each slot's capacity that is used.
@@ -160,17 +160,18 @@ def read_loops(text: str) -> dict[tuple[int, ...], int]:
 
 
 def hot_bundles(regions: list[Region], depths: list[int]) -> tuple[int, int]:
-    """Return the bundles of the largest innermost region, and those of the loops around it that always run with it.
+    """Return the bundles of the region with the most of its own, and those of the loops around that always run with it.
 
-    Innermost is what has nearly all for itself: a few bundles of bounds checks and waits form regions, too.
+    Where nearly all is its own, all of it counts: a few bundles of bounds checks and waits form regions, too.
     """
-    innermost = [region for region in regions if 10 * _nested(region, regions) <= region.bundles]
-    if not innermost:
+    if not regions:
         return len(depths), 0
-    hot = max(innermost, key=lambda region: region.bundles)
+    nested = {region: _nested(region, regions) for region in regions}
+    own = {region: region.bundles - (n if 10 * n > region.bundles else 0) for region, n in nested.items()}
+    hot = max(regions, key=lambda region: own[region])
     elsewhere = [region for region in regions if not region.holds(hot)]
     alone = (not any(region.start <= i < region.end for region in elsewhere) for i in range(len(depths)))
-    return hot.bundles, sum(depth > 0 and runs for depth, runs in zip(depths, alone, strict=True))
+    return own[hot], sum(depth > 0 and runs for depth, runs in zip(depths, alone, strict=True))
 
 
 def _nested(region: Region, regions: list[Region]) -> int:
