@@ -40,8 +40,10 @@ WAN = {
 COGVIDEOX = {r".*\.to_[qkv]\.weight": ROWS, r".*\.to_out\.\d+\.weight": COLUMNS, r".*\.ff\.net\.2\.weight": COLUMNS}
 # That program is Tencent's own, whose matrices these are in diffusers; the second of each pair is whole everywhere.
 HUNYUAN = {
-    r"transformer_blocks\.\d+\.attn\.(to_[qkv]|add_[qkv]_proj)\.weight": COLUMNS,
-    r"transformer_blocks\.\d+\.ff(_context)?\.net\.0\.proj\.weight": COLUMNS,
+    r"transformer_blocks\.\d+\.attn\.to_[qkv]\.weight": COLUMNS,
+    r"transformer_blocks\.\d+\.attn\.add_[qkv]_proj\.weight": COLUMNS,
+    r"transformer_blocks\.\d+\.ff\.net\.0\.proj\.weight": COLUMNS,
+    r"transformer_blocks\.\d+\.ff_context\.net\.0\.proj\.weight": COLUMNS,
 }
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q [N, Lq, D], k, v [N, Lk, D], whole tiles

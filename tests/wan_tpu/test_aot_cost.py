@@ -197,6 +197,8 @@ def test_fusions_that_carry_a_collective_hide_it():
         "waves": "vector",
         "async-collective-done": "collectives",
     }
+    moved = {item.name: item.category for item in cost(CARRIED.replace("sine(", "copy(")).items}
+    assert moved["waves"] == "copies"
     assert found["waves"].seconds.estimate == 200
     assert found["waves"].seconds.floor == 2 * 32 * 4  # its own, not what is gathered
     assert found["async-collective-done"].seconds.estimate == 512 - 200
