@@ -61,13 +61,14 @@ def step(checkout: Path, mesh: Mesh, setting: Setting) -> tuple[Callable[..., An
     """
     import yaml
 
-    sys.path.insert(0, str(checkout / "src"))
+    if (source := str(checkout / "src")) not in sys.path:
+        sys.path.insert(0, source)
     nnx, linen = (importlib.import_module(f"flax.{name}") for name in ("nnx", "linen"))
     transformers = importlib.import_module("maxdiffusion.models.wan.transformers.transformer_wan")
     package = Path(transformers.__file__ or "").parents[3]
-    if setting.uniform:
-        kernels: Any = importlib.import_module("maxdiffusion.kernels.custom_splash_attention")
-        kernels._flash_attention_kernel = functools.partial(kernels._flash_attention_kernel, uniform_fixed_m=True)
+    kernels: Any = importlib.import_module("maxdiffusion.kernels.custom_splash_attention")
+    kernel = getattr(kernels._flash_attention_kernel, "func", kernels._flash_attention_kernel)  # without what was set
+    kernels._flash_attention_kernel = functools.partial(kernel, uniform_fixed_m=True) if setting.uniform else kernel
     config = yaml.safe_load((package / "configs" / setting.config).read_text())
     rules = (*BEFORE, *(tuple(_tuples(rule)) for rule in config["logical_axis_rules"]), *AFTER)
 

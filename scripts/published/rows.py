@@ -30,7 +30,7 @@ from wan_tpu.pricing.cost import Cost, Times
 
 PEDIA, PEER = "gpu-tpu-pedia", "maxdiffusion"
 WAN_14B = "Wan 2.1 14B, 720x1280, 81 frames, a guided step"
-A14B = "Wan 2.2 A14B, 720x1280, 81 frames, a guided step"
+A14B = "Wan 2.2 {}A14B, 720x1280, 81 frames, a guided step"
 HUNYUAN_720P = "HunyuanVideo-1.5, 720x1280, 121 frames, a guided step"
 
 
@@ -196,13 +196,13 @@ def maxdiffusion_rows(checkout: Path) -> Iterator[Row]:
         hop, step = measured
         source = f"{PEER}#452"
         yield Row(f"a hop of ring attention, {what}", "v7x-4", (hop, hop), source, ring_hop(cost), differs)
-        yield Row(f"{A14B}, ring 2 x Ulysses 2, {what}", "v7x-4", (step, step), source, total(cost), differs)
+        yield Row(f"{A14B.format('')}, ring 2 x Ulysses 2, {what}", "v7x-4", (step, step), source, total(cost), differs)
     yield Row(
-        f"{A14B}, Ulysses, fixed shift", "v6e-8", (3.41, 3.45), f"{PEER}#479", total(pure),
+        f"{A14B.format('')}, Ulysses, fixed shift", "v6e-8", (3.41, 3.45), f"{PEER}#479", total(pure),
         (all_fixed, f"{PEER} 7cfb8801, older than that pull request", "tiles and flags are those published for v7x"),
     )  # fmt: skip
     yield Row(
-        f"{A14B} I2V, Ulysses, splash", "v6e-8", (251.45 / 40,) * 2, f"{PEER}#376",
+        f"{A14B.format('I2V ')}, Ulysses, splash", "v6e-8", (251.45 / 40,) * 2, f"{PEER}#376",
         total(maxdiffusion(checkout, of_image)),
         ("published as 251.45 s a run of 40 steps, with all that isn't a step", f"{PEER} 7cfb8801, four months newer"),
     )  # fmt: skip

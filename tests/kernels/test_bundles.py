@@ -111,6 +111,8 @@ def test_a_body_that_stands_in_the_loop_itself_is_what_counts():
     waits = "// Start region 2\n" + 3 * LOOPED + "// End region 2\n"
     text = "// Start region 1\n" + NOP + 10 * LOOPED + waits + 10 * LOOPED + "// End region 1\n" + NOP
     assert hot_bundles(*read_regions(text)) == (21, 0)
+    inner = "// Start region 2\n" + 6 * LOOPED.replace(">", ">>") + "// End region 2\n"  # a loop in it goes before
+    assert hot_bundles(*read_regions(text.replace(waits, inner))) == (6, 20)
 
 
 def test_bundles_count_as_often_as_the_loops_around_them_run():

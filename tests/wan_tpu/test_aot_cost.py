@@ -105,9 +105,11 @@ def test_matrix_products_keep_their_estimate_at_the_floor_and_count_their_operat
     assert top.hbm_bytes == 2 * (16 * 128 + 128 * 256 + 16 * 256)
 
 
-def test_a_fusion_that_the_compiler_cannot_estimate_counts_by_its_bytes():
+def test_a_fusion_that_the_compiler_cannot_estimate_counts_by_its_bytes_or_its_products():
     unknown = f'"estimated_cycles":"{2**63 - 1}"'
-    assert cost(LOOP.replace('"estimated_cycles":"7"', unknown)).total.estimate < 1e6
+    assert cost(LOOP.replace('"estimated_cycles":"7"', unknown)).total.estimate == cost(LOOP).total.floor
+    [product] = [item for item in cost(LOOP.replace('"estimated_cycles":"50"', unknown)).items if item.flops]
+    assert product.seconds.estimate == product.flops == 2 * 16 * 128 * 256
 
 
 def test_the_report_names_what_costs():
@@ -151,6 +153,8 @@ def test_only_what_no_work_hides_is_exposed():
     assert found["fetched"].seconds.floor == 512
     assert found["looked"].seconds.floor == 512  # what a SparseCore looks up, from the update on
     assert found["fetched"].category == "copies"
+    whole_numbers = {item.name: item for item in cost(OVERLAP.replace("f32[", "s32[")).items}
+    assert whole_numbers["gathered"].seconds == found["gathered"].seconds
 
 
 CARRIED = f"""

@@ -1,4 +1,4 @@
-"""Programs of others that foresight.py builds again: every rule of their sharding names weights of the model."""
+"""Programs of others that foresight.py builds again: rules of sharding name weights of the model, flags are read."""
 
 import re
 

@@ -155,7 +155,7 @@ class _Run:
             return walk.run(walk.branch(instruction), self.executions)
         if opcode == "call":
             return walk.run(instruction.called("to_apply")[0], self.executions)
-        if instruction.name.startswith(traffic.DONE):
+        if traffic.ends(instruction):
             return self._wait(instruction, traffic.chain(instruction, walk.module), self.links, "collectives")
         kind = traffic.collective_kind(instruction, walk.module)
         if kind is not None:
@@ -179,7 +179,7 @@ class _Run:
         inner = next(i for i in inside if i.opcode.removesuffix("-start") == kind)
         volume = traffic.collective_bytes(instruction, self.computation, kind)
         busy = self.walk.interconnect.busy(kind, ici.parse_groups(kind, inner.attributes), volume)
-        if instruction.name.startswith(traffic.START):
+        if traffic.begins(instruction):
             self.links.start(traffic.chain(instruction, self.walk.module), self.now, busy)
             return ZERO
         self.links.start(instruction.name, self.now, busy)

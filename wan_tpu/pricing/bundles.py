@@ -30,8 +30,8 @@ COMPILER_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 ROOT = str(Path(__file__).parents[2])
-# Every pass writes its text unless told which: 2.5 times the compile time and 200 MB a kernel.
 _BUNDLE = re.compile(r"\s*0x[0-9a-f]+\s+(\w+)?:\s*(>*)")  # its label, and how many loops are around it
+# Every pass writes its text unless told which: 2.5 times the compile time and 200 MB a kernel.
 PASSES = "final_bundles|final_hlo-static-per-bundle-utilization"
 
 
@@ -162,13 +162,19 @@ def read_loops(text: str) -> dict[tuple[int, ...], int]:
 def hot_bundles(regions: list[Region], depths: list[int]) -> tuple[int, int]:
     """Return the bundles of the region with the most of its own, and those of the loops around that always run with it.
 
-    Where nearly all is its own, all of it counts: a few bundles of bounds checks and waits form regions, too.
+    Where nearly all is its own, all of it counts: a few bundles of bounds checks and waits form regions, too. What
+    holds a loop is no such region, its loop may be.
     """
-    if not regions:
+    own: dict[Region, int] = {}
+    for region in regions:
+        nested = _nested(region, regions)
+        if 10 * nested <= region.bundles:
+            own[region] = region.bundles
+        elif len(set(depths[region.start : region.end]) - {0}) <= 1:
+            own[region] = region.bundles - nested
+    if not own:
         return len(depths), 0
-    nested = {region: _nested(region, regions) for region in regions}
-    own = {region: region.bundles - (n if 10 * n > region.bundles else 0) for region, n in nested.items()}
-    hot = max(regions, key=lambda region: own[region])
+    hot = max(own, key=lambda region: own[region])
     elsewhere = [region for region in regions if not region.holds(hot)]
     alone = (not any(region.start <= i < region.end for region in elsewhere) for i in range(len(depths)))
     return own[hot], sum(depth > 0 and runs for depth, runs in zip(depths, alone, strict=True))

@@ -41,6 +41,11 @@ class Shape:
         return "S(" not in self.layout
 
     @property
+    def is_data(self) -> bool:
+        """Whether it lies in HBM or VMEM, where data does; semaphores and what scalars keep lie elsewhere."""
+        return self.in_hbm or "S(1)" in self.layout
+
+    @property
     def bytes(self) -> float:
         """Bytes as stored, padded to whole tiles: T(8,128) pads the two minor dimensions."""
         dims = list(self.dims)

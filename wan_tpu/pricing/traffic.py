@@ -20,7 +20,6 @@ MOVES = frozenset(
 )  # fmt: skip
 _RENAMES = ("bitcast", "reshape")
 _ALIASED = "output_to_operand_aliasing={{}: (0, {})}"  # of a fusion in a fusion: the same memory, read as other tiles
-START, DONE = "async-collective-start", "async-collective-done"  # XLA's names of what fusions in between carry
 _PARTIAL = ("dynamic-slice", "slice", "gather")
 
 
@@ -54,13 +53,23 @@ def inside(instruction: Instruction, module: Module) -> Iterator[Instruction]:
 
 def collective_kind(instruction: Instruction, module: Module) -> str | None:
     """Return which collective an instruction runs or starts, if it does."""
-    if carries(instruction) or instruction.name.startswith(DONE):
+    if carries(instruction) or ends(instruction):
         return None
     for inner in inside(instruction, module):
         opcode = inner.opcode.removesuffix("-start")
         if opcode in ici.KINDS:
             return opcode
     return None
+
+
+def begins(instruction: Instruction) -> bool:
+    """Whether a fusion starts a collective that others carry."""
+    return instruction.opcode == "fusion" and instruction.name.startswith("async-collective-start")
+
+
+def ends(instruction: Instruction) -> bool:
+    """Whether a fusion waits for a collective that others have carried."""
+    return instruction.opcode == "fusion" and instruction.name.startswith("async-collective-done")
 
 
 def carries(instruction: Instruction) -> bool:
@@ -72,9 +81,9 @@ def chain(instruction: Instruction, module: Module) -> str:
     """Return what start and end of a collective have in common that fusions in between carry: its channel."""
     for inner in inside(instruction, module):
         found = re.search(r"channel_id=(\d+)", inner.attributes)
-        if inner.opcode in ici.KINDS and found:
+        if inner.opcode.removesuffix("-start") in ici.KINDS and found:
             return f"channel {found[1]}"
-    return instruction.name
+    raise ValueError(f"{instruction.name} is no part of a collective: it holds none with a channel")
 
 
 def collective_bytes(instruction: Instruction, computation: Computation, kind: str) -> float:
@@ -88,9 +97,8 @@ def collective_bytes(instruction: Instruction, computation: Computation, kind: s
     if kind != "all-gather":
         return put_in
     # An asynchronous start returns its operands and its results.
-    produced = sum(shape.bytes for shape in instruction.shapes if shape.dtype not in ("u32", "s32"))
-    started = instruction.opcode.endswith("-start") or instruction.name.startswith(START)
-    return produced - put_in if started else produced
+    produced = sum(shape.bytes for shape in instruction.shapes if shape.is_data)
+    return produced - put_in if instruction.opcode.endswith("-start") or begins(instruction) else produced
 
 
 def hbm_bytes(instruction: Instruction, computation: Computation, module: Module) -> float:
@@ -115,15 +123,20 @@ def hbm_bytes(instruction: Instruction, computation: Computation, module: Module
 def _fusion_bytes(fusion: Instruction, computation: Computation, module: Module) -> float:
     body = module.computations[fusion.called("calls")[0]]
     total = 0.0
+    passing = carries(fusion)  # what is gathered goes through: it is counted with the links
     for parameter, operand in zip(body.parameters(), fusion.operands, strict=True):
         shapes = _shapes(operand, computation)
+        if passing and all(
+            user is body.root or user.opcode in ici.KINDS for user in body.users.get(parameter.name, ())
+        ):
+            continue
         if any(shape.in_hbm for shape in shapes):
             total += _read(parameter, body, module, sum(map(_hbm, shapes)))
     roots = [body.by_name[name] for name in body.root.operands] if body.root.opcode == "tuple" else [body.root]
     for root, shape in zip(roots, fusion.shapes, strict=True):
         made = _renamed(root, body)
-        if made.opcode == "parameter" or made.opcode in ici.KINDS:
-            continue  # passed on, or what the links bring
+        if passing and (made.opcode == "parameter" or made.opcode in ici.KINDS):
+            continue
         if shape.in_hbm and made.opcode == "dynamic-update-slice":
             total += sum(update.bytes for update in _shapes(made.operands[1], body))
         else:
@@ -140,8 +153,6 @@ def _read(parameter: Instruction, body: Computation, module: Module, whole: floa
         elif user.opcode == "fusion":
             inner = module.computations[user.called("calls")[0]]
             total += _read(inner.parameters()[user.operands.index(seen_as)], inner, module, whole)
-        elif user.opcode in ici.KINDS or (user is body.root and user.opcode == "tuple"):
-            continue
         elif user.opcode != "dynamic-update-slice" or user.operands[0] != seen_as:
             return whole
     return min(total, whole)
