@@ -80,12 +80,12 @@ TABLE: dict[tuple[str, str], BlockSizes] = {
     ("v7x", "float8_e4m3fn"): BlockSizes(3328, 2560, _ahead(512, 2), _ahead(512, 4), 48 * MIB),
     # 3,561, 3,747, 4,076
     ("v5p", "bfloat16"): BlockSizes(3328, 2560, Schedule(1280), _ahead(512, 4, mxu_sums=False), 48 * MIB),
-    # 3,448, 3,529, 4,141, of which the matrix units need 3,906; tuned on 2026-11-26
+    # 2,756
+    ("v5p", "int8"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4, mxu_sums=False), 48 * MIB),
+    # 3,448, 3,529, 4,141 on 2026-11-26 with libtpu 0.0.42.1; the matrix units alone need 3,906
     ("v5e", "bfloat16"): BlockSizes(3328, 2560, _ahead(512, 4, mxu_sums=False), _ahead(512, 4), 48 * MIB),
     # 2,852
     ("v5e", "int8"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4), 48 * MIB),
-    # 2,756
-    ("v5p", "int8"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4, mxu_sums=False), 48 * MIB),
 }
 # Chips and dtypes that nobody tuned: small enough for the 16 MiB a kernel may use by default.
 DEFAULT = BlockSizes(512, 1024, Schedule(256), Schedule(256))
