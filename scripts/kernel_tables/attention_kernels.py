@@ -93,10 +93,10 @@ def _count(chip: str, function: str, block_q: int, block_kv: int, options: dict[
         chip,
         name,
         tile,
-        round(kernel.hot / scores, 1),
+        round(kernel.hot.bundles / scores, 1),
         round(kernel.slot_bound / scores, 1),
-        kernel.hot,
-        kernel.total - kernel.hot,
+        kernel.hot.bundles,
+        kernel.total - kernel.hot.bundles,
     )
 
 

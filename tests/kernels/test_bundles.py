@@ -7,7 +7,7 @@ import pytest
 
 from cluster.chips import V6E
 from scripts.kernel_tables.attention_kernels import CASES, ours, sparse
-from wan_tpu.pricing.bundles import CompileError, count_bundles, hot_bundles, read_loops, read_regions, slot_use
+from wan_tpu.pricing.bundles import Body, CompileError, count_bundles, hot_bundles, read_loops, read_regions, slot_use
 from wan_tpu.pricing.kernel_prices import StepBundles, step_bundles
 
 needs_libtpu = pytest.mark.skipif(
@@ -75,7 +75,7 @@ def test_a_norm_takes_fewer_cycles_than_its_bytes():
     """HBM bounds it: 64 rows a run of its loop, each read and written once, in bfloat16."""
     [kernel] = count_bundles(f"{NORMS}:layer_norm_rows", {"rows": 4096, "channels": 5120}, "v6e")
     bytes_ = 2 * 64 * 5120 * 2
-    assert 500 < kernel.hot <= bytes_ / V6E.hbm_bytes_per_s * V6E.clock_hz
+    assert 500 < kernel.hot.bundles <= bytes_ / V6E.hbm_bytes_per_s * V6E.clock_hz
 
 
 @needs_libtpu
@@ -101,39 +101,49 @@ BUNDLES = (
 
 def test_regions_are_counted_with_what_they_hold():
     """Named in any order where they begin together; one has no end."""
-    regions, depths = read_regions(BUNDLES)
+    regions, bundles = read_regions(BUNDLES)
     assert [(region.start, region.end) for region in regions] == [(0, 29), (2, 22), (2, 3), (23, 29)]
-    assert depths == [0] + 28 * [1] + [0]
-    assert hot_bundles(regions, depths) == (20, 2)  # what stands in the loop with it, and in no region without it
+    assert [bundle.depth for bundle in bundles] == [0] + 28 * [1] + [0]
+    # What stands in the loop with it, and in no region without it, is around it.
+    assert hot_bundles(regions, bundles) == (Body(20, idle=20), 2)
 
 
 def test_a_body_that_stands_in_the_loop_itself_is_what_counts():
     waits = "// Start region 2\n" + 3 * LOOPED + "// End region 2\n"
     text = "// Start region 1\n" + NOP + 10 * LOOPED + waits + 10 * LOOPED + "// End region 1\n" + NOP
-    assert hot_bundles(*read_regions(text)) == (21, 0)
+    assert hot_bundles(*read_regions(text)) == (Body(21, idle=21), 0)
     inner = "// Start region 2\n" + 6 * LOOPED.replace(">", ">>") + "// End region 2\n"  # a loop in it goes before
-    assert hot_bundles(*read_regions(text.replace(waits, inner))) == (6, 20)
+    assert hot_bundles(*read_regions(text.replace(waits, inner))) == (Body(6, idle=6), 20)
+
+
+def test_matrix_units_stand_still_before_the_first_product_and_after_the_last():
+    """A bundle may go over several lines."""
+    product = "  0x1 : > { %5 = vadd.f32 %3, %4 /* of\n two */ ;; %1 = vmatmul.bf16.gmra.mxu0 %2 }\n"
+    body = 3 * LOOPED + product + 7 * LOOPED + product + 2 * LOOPED
+    text = "// Start region 1\n" + NOP + "// Start region 2\n" + body + "// End region 2\n// End region 1\n"
+    assert hot_bundles(*read_regions(text)) == (Body(14, idle=5), 0)
+    assert read_loops(text.replace("0x1 :", "0x1 LB:", 1)) == {(): Body(1, idle=1), (1,): Body(14, idle=5)}
 
 
 def test_bundles_count_as_often_as_the_loops_around_them_run():
     text = """
    0x0   :  { %s1 = smov.u32 0 }
    0x1 LB: > { %s10 = sphi %s1, %s11  ;;  %s12 = sphi %s1, %s13 }
-   0x2 LB: >> { %s20_s5 = sphi %s1, %s21_s5 }
+   0x2 LB: >> { %s20_s5 = sphi %s1, %s21_s5  ;;  %7 = vmatmul.bf16.gmra.mxu0 %6 }
    0x3   : >> { %p2 = scmp.ge.s32.totalorder %s21_s5, 8 /* loop exit test */ }
    0x4   :  {}
    0x5   : > { %p1 = scmp.ge.s32.totalorder (%p2), %s13, 34 /* loop exit test */ }
    0x6   :  { %s9 = smov.u32 0 }
 """
     loops = read_loops(text)
-    assert loops == {(): 3, (34,): 2, (34, 8): 2}
-    assert step_bundles(loops, steps=32) == StepBundles(products=2 * 8, rest=2)  # the loop of 34 is the grid's
-    assert step_bundles(loops, steps=1) == StepBundles(products=34 * 2 * 8, rest=3 + 34 * 2)
+    assert loops == {(): Body(3, 3), (34,): Body(2, 2), (34, 8): Body(2, 1)}
+    assert step_bundles(loops, steps=32) == StepBundles(products=2 * 8, rest=2, idle=8)  # the loop of 34 is the grid's
+    assert step_bundles(loops, steps=1) == StepBundles(products=34 * 2 * 8, rest=3 + 34 * 2, idle=34 * 8)
     with pytest.raises(CompileError, match="no loop over 64 grid steps"):
         step_bundles(loops, steps=64)
     # Two loops on a grid of one axis, whose length libtpu 0.0.42.1 keeps no constant.
-    unknown = {(): 19, (1,): 79, (1, 32): 59, (1, 16): 521}
-    assert step_bundles(unknown, steps=80) == StepBundles(products=16 * 521, rest=79 + 32 * 59)
+    unknown = {(): Body(19, 19), (1,): Body(79, 79), (1, 32): Body(59, 59), (1, 16): Body(521, 40)}
+    assert step_bundles(unknown, steps=80) == StepBundles(products=16 * 521, rest=79 + 32 * 59, idle=16 * 40)
 
 
 def test_slots_are_shares_of_their_capacity():

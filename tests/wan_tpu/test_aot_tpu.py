@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cluster.slice_spec import SliceSpec
+from kernels.linear import linear
 from wan_tpu import GenerationRequest
 from wan_tpu.aot.executables import SUFFIX, Executables
 from wan_tpu.aot.programs import AbstractRuntime, stage_programs
@@ -140,6 +141,26 @@ def test_a_kernel_in_a_program_is_counted_alone(mesh, v6e_4, tmp_path):
         assert item.seconds.estimate == max(bundles_s, item.hbm_bytes / v6e_4.hardware.hbm_bytes_per_s)
     assert 1 < cycles[256] / cycles[128] < 2
     assert len(list(tmp_path.glob("kernel-v6e-*.json"))) == 2
+
+
+def test_products_that_wait_for_the_matrix_units_take_what_surrounds_them_too(tmp_path):
+    """v7x's compiler schedules them faster than its peak; v6e's, of as many matrix units, counts on their rate."""
+    x, weight, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2368, 1024), (1280, 1024), (1280,)))
+    of_peak = {}
+    for name in ("v6e-4", "v7x-4"):
+        where = described(SliceSpec(name))
+        one = Mesh(np.array(where.devices()[:1]), ("tp",))
+        whole = NamedSharding(one, P())
+        given = [jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=whole) for of in (x, weight, bias)]
+        text = Program(linear, one, exact=False).compile(*given).as_text()
+        prices = KernelPrices(tmp_path, where.hardware, where.cores, count_alone)
+        cost = analyse(text, where.hardware, interconnect_of(where, one), kernel_cycles=prices)
+        [kernel] = [item.kernel for item in cost.items if item.kernel is not None]
+        cycles = prices(kernel)
+        of_peak[name] = cycles / (2368 * 1280 * 1024 / (4 * 256 * 256))
+        scheduled = prices.bundles(kernel).products / kernel.macs * (4 * 256 * 256)
+        assert (scheduled < 1) == (name == "v7x-4")
+    assert 1.05 < of_peak["v7x-4"] == pytest.approx(of_peak["v6e-4"], rel=0.1)
 
 
 def test_what_does_not_fit_is_refused_and_by_how_much():

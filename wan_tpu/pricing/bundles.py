@@ -17,8 +17,9 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 # The smallest whole host of each chip, by the compiler's own names.
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
@@ -30,30 +31,38 @@ COMPILER_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 ROOT = str(Path(__file__).parents[2])
-_BUNDLE = re.compile(r"\s*0x[0-9a-f]+\s+(\w+)?:\s*(>*)")  # its label, and how many loops are around it
+_BUNDLE = re.compile(r"^\s*0x[0-9a-f]+\s+(\w+)?:\s*(>*)", re.MULTILINE)  # its label, how many loops are around it
+_PRODUCT = " vmatmul"  # the matrix units' instruction, on every chip
 # Every pass writes its text unless told which: 2.5 times the compile time and 200 MB a kernel.
 PASSES = "final_bundles|final_hlo-static-per-bundle-utilization"
+
+
+class Body(NamedTuple):
+    """Bundles that run one after the other; `idle` are those before the first matrix product and after the last."""
+
+    bundles: int
+    idle: int
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelBundles:
     """The schedule of one kernel, in bundles.
 
-    hot: bundles of the region that has most of its own: the body of the kernel's main loop, or of its main grid step.
+    hot: the region that has most of its own: the body of the kernel's main loop, or of its main grid step.
     around: bundles of the loops around it that run whenever it does: what a grid step takes to go on.
     slot_bound: the most instructions any issue slot must take, divided by its capacity: no schedule is shorter.
     slots: share of each slot's capacity that is used.
-    loops: bundles by the iterations of the loops around them, outermost first (that of the grid, where it has several
+    loops: bodies by the iterations of the loops around them, outermost first (that of the grid, where it has several
            steps, runs two more to fetch the first tiles and to store the last).
     """
 
     name: str
     total: int
-    hot: int
+    hot: Body
     around: int
     slot_bound: int
     slots: Mapping[str, float]
-    loops: Mapping[tuple[int, ...], int]
+    loops: Mapping[tuple[int, ...], Body]
 
 
 class CompileError(RuntimeError):
@@ -90,10 +99,10 @@ def _read(folder: Path) -> list[KernelBundles]:
             continue  # the program around the kernels
         [use] = folder.glob(f"{glob.escape(match[1])}-*-final_hlo-static-per-bundle-utilization.txt")
         text = file.read_text(errors="replace")
-        regions, depths = read_regions(text)
+        regions, bundles = read_regions(text)
         slots, bound = slot_use(use.read_text())
-        hot, around = hot_bundles(regions, depths)
-        kernels.append(KernelBundles(match[2], len(depths), hot, around, bound, slots, read_loops(text)))
+        hot, around = hot_bundles(regions, bundles)
+        kernels.append(KernelBundles(match[2], len(bundles), hot, around, bound, slots, read_loops(text)))
     return sorted(kernels, key=lambda kernel: -kernel.total)
 
 
@@ -114,80 +123,97 @@ class Region:
         return self != other and self.start <= other.start and other.end <= self.end
 
 
-def read_regions(text: str) -> tuple[list[Region], list[int]]:
-    """Return the regions of a final_bundles file by their start, and of every bundle how many loops are around it.
+class Bundle(NamedTuple):
+    """One bundle of a final_bundles file, which may go over several lines."""
+
+    label: str | None
+    depth: int  # loops around it
+    text: str
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it starts a matrix product."""
+        return _PRODUCT in self.text
+
+
+def _bundles(text: str) -> Iterator[Bundle]:
+    begins = list(_BUNDLE.finditer(text))
+    for match, end in zip(begins, [*(after.start() for after in begins[1:]), len(text)], strict=True):
+        yield Bundle(match[1], len(match[2]), text[match.start() : end])
+
+
+def read_regions(text: str) -> tuple[list[Region], list[Bundle]]:
+    """Return the regions of a final_bundles file by their start, and all its bundles.
 
     Regions that begin together are named in any order; a few bundles of waits may begin one that doesn't end.
     """
     starts: dict[str, int] = {}
     found: set[Region] = set()
-    depths: list[int] = []
-    for line in text.splitlines():
-        bundle = _BUNDLE.match(line)
-        if bundle:
-            depths.append(len(bundle[2]))
-        for event, number in re.findall(r"(Start|End) region (\d+)", line):
+    bundles = list(_bundles(text))
+    head = _BUNDLE.split(text, maxsplit=1)[0]
+    for index, part in enumerate([head, *(bundle.text for bundle in bundles)]):
+        for event, number in re.findall(r"(Start|End) region (\d+)", part):
             if event == "Start":
-                starts[number] = len(depths)
+                starts[number] = index
             elif number in starts:
-                found.add(Region(starts.pop(number), len(depths)))
-    return sorted(
-        (region for region in found if region.bundles), key=lambda region: (region.start, -region.end)
-    ), depths
+                found.add(Region(starts.pop(number), index))
+    some = (region for region in found if region.bundles)
+    return sorted(some, key=lambda region: (region.start, -region.end)), bundles
 
 
-def read_loops(text: str) -> dict[tuple[int, ...], int]:
-    """Return the bundles of a final_bundles file by the iterations of the loops around them, outermost first.
+def read_loops(text: str) -> dict[tuple[int, ...], Body]:
+    """Return the bodies of a final_bundles file by the iterations of the loops around them, outermost first.
 
     A loop whose iterations are not a constant of the program counts as one.
     """
     trips = {
         name: int(n) for name, n in re.findall(r"scmp\.ge\.s32\S* (?:\(%\w+\), )?%(s\w+), (\d+) /\* loop exit", text)
     }
-    found: dict[tuple[int, ...], int] = {}
+    found: dict[tuple[int, ...], list[Bundle]] = {}
     around: list[int] = []
-    for line in text.splitlines():
-        bundle = _BUNDLE.match(line)
-        if not bundle:
-            continue
-        depth = len(bundle[2])
-        if bundle[1] == "LB":
-            counters = re.findall(r"= sphi [^;]*?%\w+, %(s\w+)", line)
-            around = [*around[: depth - 1], next((trips[name] for name in counters if name in trips), 1)]
-        key = tuple(around[:depth])
-        found[key] = found.get(key, 0) + 1
-    return found
+    for bundle in _bundles(text):
+        if bundle.label == "LB":
+            counters = re.findall(r"= sphi [^;]*?%\w+, %(s\w+)", bundle.text)
+            around = [*around[: bundle.depth - 1], next((trips[name] for name in counters if name in trips), 1)]
+        found.setdefault(tuple(around[: bundle.depth]), []).append(bundle)
+    return {trips: _body(bundles) for trips, bundles in found.items()}
 
 
-def hot_bundles(regions: list[Region], depths: list[int]) -> tuple[int, int]:
-    """Return the bundles of the region with the most of its own, and those of the loops around that always run with it.
+def _body(bundles: list[Bundle]) -> Body:
+    products = [index for index, bundle in enumerate(bundles) if bundle.multiplies]
+    return Body(len(bundles), len(bundles) - (products[-1] + 1 - products[0] if products else 0))
+
+
+def hot_bundles(regions: list[Region], bundles: list[Bundle]) -> tuple[Body, int]:
+    """Return the region with the most bundles of its own, and how many of the loops around it always run with it.
 
     Where nearly all is its own, all of it counts: a few bundles of bounds checks and waits form regions, too. What
     holds a loop is no such region, its loop may be.
     """
-    own: dict[Region, int] = {}
+    own: dict[Region, list[Bundle]] = {}
     for region in regions:
-        nested = _nested(region, regions)
-        if 10 * nested <= region.bundles:
-            own[region] = region.bundles
-        elif len(set(depths[region.start : region.end]) - {0}) <= 1:
-            own[region] = region.bundles - nested
+        whole = bundles[region.start : region.end]
+        outside = _outside(region, [inner for inner in regions if region.holds(inner)], bundles)
+        if 10 * (len(whole) - len(outside)) <= len(whole):
+            own[region] = whole
+        elif len({bundle.depth for bundle in whole} - {0}) <= 1:
+            own[region] = outside
     if not own:
-        return len(depths), 0
-    hot = max(own, key=lambda region: own[region])
+        return _body(bundles), 0
+    hot = max(own, key=lambda region: len(own[region]))
     elsewhere = [region for region in regions if not region.holds(hot)]
-    alone = (not any(region.start <= i < region.end for region in elsewhere) for i in range(len(depths)))
-    return own[hot], sum(depth > 0 and runs for depth, runs in zip(depths, alone, strict=True))
+    around = _outside(Region(0, len(bundles)), elsewhere, bundles)
+    return _body(own[hot]), sum(bundle.depth > 0 for bundle in around)
 
 
-def _nested(region: Region, regions: list[Region]) -> int:
-    """Return how many bundles of a region are in others that it holds."""
-    count, end = 0, region.start
-    for inner in regions:
-        if region.holds(inner) and inner.end > end:
-            count += inner.end - max(inner.start, end)
-            end = inner.end
-    return count
+def _outside(region: Region, others: list[Region], bundles: list[Bundle]) -> list[Bundle]:
+    """Return the bundles of a region that are in none of the others, which are ordered by their start."""
+    found: list[Bundle] = []
+    end = region.start
+    for other in others:
+        found += bundles[end : max(end, other.start)]
+        end = max(end, other.end)
+    return found + bundles[end : region.end]
 
 
 def slot_use(text: str) -> tuple[dict[str, float], int]:

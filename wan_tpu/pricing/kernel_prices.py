@@ -12,6 +12,7 @@ from pathlib import Path
 from wan_tpu.aot import key
 from wan_tpu.aot.topology import Hardware
 from wan_tpu.pricing import bundles, kernel_calls
+from wan_tpu.pricing.bundles import Body
 from wan_tpu.pricing.kernel_calls import KernelCall
 from wan_tpu.versions import version
 
@@ -20,10 +21,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepBundles:
-    """Bundles of one grid step: where its matrix products are, and the rest, which runs at every step, too."""
+    """Bundles of one grid step: where its matrix products are, and the rest, which runs at every step, too.
+
+    idle: of the former, those before the first product and after the last of each run of a loop
+    """
 
     products: int
     rest: int = 0
+    idle: int = 0
 
 
 CountBundles = Callable[[KernelCall, str, int], StepBundles]
@@ -32,9 +37,10 @@ CountBundles = Callable[[KernelCall, str, int], StepBundles]
 class KernelPrices:
     """Bundles a grid step of every kernel asked for, kept in a folder; call it to price a Pallas call.
 
-    A TensorCore issues one bundle a cycle, so bundles of the grid's body x iterations is the time when nothing stalls;
-    products never take less than the matrix units need for their multiply-adds (on v5p that is more). Grid steps
-    that do less than the costliest, such as those with a last block of keys that is a part of one, count by products.
+    A TensorCore issues one bundle a cycle, so bundles of the grid's body x iterations is the time when nothing stalls.
+    On some chips the compiler schedules products faster than the matrix units take them at their peak (v5p, v5e; linear
+    layers on v7x): they wait for the units then, which stand still before the first product and after the last. Grid
+    steps that do less than the costliest, such as those with a part of a block of keys, count by products.
     """
 
     def __init__(self, folder: Path, hardware: Hardware, cores: int, count: CountBundles) -> None:
@@ -52,7 +58,9 @@ class KernelPrices:
         except bundles.CompileError as error:
             _log.warning("kernel %s, grid %s can't be counted: %s", call.name, call.grid, error)
             return None
-        cycles = call.busy * max(counted.products, call.macs / self._macs_a_cycle) + counted.rest
+        at_peak = call.macs / self._macs_a_cycle
+        products = counted.products if counted.products >= at_peak else at_peak + counted.idle
+        cycles = call.busy * products + counted.rest
         return cycles * call.steps_a_core(self._cores)
 
     def bundles(self, call: KernelCall) -> StepBundles:
@@ -83,15 +91,16 @@ def count_alone(call: KernelCall, chip: str, steps: int) -> StepBundles:
         path = Path(folder) / "call.json"
         call.save(path)
         counted = bundles.count_bundles(f"{kernel_calls.__file__}:saved", {"path": str(path)}, chip)
-    kernel = max(counted, key=lambda kernel: kernel.hot)
+    kernel = max(counted, key=lambda kernel: kernel.hot.bundles)
     if call.loops > 1:
         return step_bundles(kernel.loops, steps)
     if call.repeats == 1:
-        return StepBundles(kernel.hot, kernel.around)
-    return StepBundles(kernel.total + kernel.hot * (call.repeats - 1))
+        return StepBundles(kernel.hot.bundles, kernel.around, kernel.hot.idle)
+    once = kernel.total - kernel.hot.bundles
+    return StepBundles(once + kernel.hot.bundles * call.repeats, idle=once + kernel.hot.idle * call.repeats)
 
 
-def step_bundles(loops: Mapping[tuple[int, ...], int], steps: int) -> StepBundles:
+def step_bundles(loops: Mapping[tuple[int, ...], Body], steps: int) -> StepBundles:
     """Return the bundles of one of a core's `steps` grid steps, each as often as the loops around it run.
 
     The grid's loop is the outermost; some compilers keep its length no constant (it counts as 1 then).
@@ -99,11 +108,12 @@ def step_bundles(loops: Mapping[tuple[int, ...], int], steps: int) -> StepBundle
     """
     if steps > 1:
         for is_grids in (lambda trips: trips >= steps, lambda trips: trips == 1):
-            found = {trips[1:]: count for trips, count in loops.items() if trips and is_grids(trips[0])}
+            found = {trips[1:]: body for trips, body in loops.items() if trips and is_grids(trips[0])}
             if found:
                 break
         loops = found
     if not loops:
         raise bundles.CompileError(f"no loop over {steps} grid steps")
-    taken = [math.prod(trips) * count for trips, count in loops.items()]
-    return StepBundles(max(taken), sum(taken) - max(taken))
+    taken = [(math.prod(trips) * body.bundles, math.prod(trips) * body.idle) for trips, body in loops.items()]
+    products, idle = max(taken)
+    return StepBundles(products, sum(bundles for bundles, _ in taken) - products, idle)
