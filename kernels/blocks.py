@@ -10,8 +10,11 @@ from jax.experimental.pallas import tpu as pltpu
 MIB = 2**20
 LANES = 128
 FALLBACK = 2048, 1024
-# Rows of queries that take as long as a row of tiles' start and end: 2,117 bundles of 30 x 13,121 for 3,328 on v6e.
-BLOCK_ROWS = 18
+# Rows of queries that take as long as what a block of them takes in any case: 30 on v5p, 133 on v6e, where 37 x 2,048
+# keys take 551,914 bundles for 4,736 rows and 1,088,766 for 9,472, so 113 a row and 15,062 for none.
+BLOCK_ROWS = 64
+# Rows at most where heads share a tile's lanes: on v6e 1,452 bundles a million scores, 1,480 with 9,472 rows of each.
+SHARED_ROWS = 3328
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +69,15 @@ def _ahead(chunk: int, ahead: int, mxu_sums: bool = True) -> Schedule:
 
 
 # The largest useful blocks by (chip, dtype of Q and K); `plan_blocks` fits them to shorter lengths. Above each row: its
-# bundles a million scores, counted by `scripts/kernel_cycles.py --chip C` on 2026-11-23 with libtpu 0.0.50.1 (bounded,
-# optimistic, online; or 8-bit bounded). "Tuned" schedules are from `scripts/tune_attention.py --chip C --softmax S
-# --blocks 3328x2560` of 2026-11-21, others were compared by hand, a few of the same candidates each.
+# bundles a million scores, counted by `scripts/kernel_cycles.py --chip C` on 2026-11-26 with libtpu 0.0.50.1 (bounded,
+# optimistic, online; or 8-bit bounded). Schedules are from `scripts/tune_attention.py --chip C --softmax S` of
+# 2026-11-21 with tiles of 3,328 x 2,560. Of larger ones, maxdiffusion's among them, those of 9,472 rows gain on v6e.
 TABLE: dict[tuple[str, str], BlockSizes] = {
-    # 1,518, 1,540, 1,855; tuned for optimistic and online (1,843 in chunks of 256, but text of 512 is then two)
-    ("v6e", "bfloat16"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4), 64 * MIB),
-    # 1,347; tuned for bounded (1,345 with chunks of 256, 4 ahead)
-    ("v6e", "int8"): BlockSizes(3328, 2560, _ahead(512, 2), _ahead(512, 4), 64 * MIB),
-    # 1,469, 1,484, 1,790
+    # 1,497, 1,509, 1,806; online has 1,800 in chunks of 256, but text of 512 is then two
+    ("v6e", "bfloat16"): BlockSizes(9472, 2048, Schedule(512), _ahead(512, 4), 64 * MIB),
+    # 1,318
+    ("v6e", "int8"): BlockSizes(9472, 2048, _ahead(512, 2), _ahead(512, 4), 64 * MIB),
+    # 1,469, 1,484, 1,790; of 2,816 rows, as a video of 720p has them, 1,475 for optimistic; of 9,472 x 1,024 1,486
     ("v7x", "bfloat16"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4), 48 * MIB),
     # 1,235
     ("v7x", "float8_e4m3fn"): BlockSizes(3328, 2560, _ahead(512, 2), _ahead(512, 4), 48 * MIB),
@@ -101,9 +104,15 @@ def this_chip() -> str:
 
 
 def plan_blocks(
-    q_len: int, kv_len: int, *, dtype: Any = jnp.bfloat16, chip: str | None = None, fallback: bool = False
+    q_len: int,
+    kv_len: int,
+    *,
+    dtype: Any = jnp.bfloat16,
+    chip: str | None = None,
+    shared: int = 1,
+    fallback: bool = False,
 ) -> Plan:
-    """Choose blocks for q_len queries and kv_len keys.
+    """Choose blocks for q_len queries and kv_len keys of a head, or of `shared` heads that share a tile's lanes.
 
     A fallback, which "online" is when another way fails, hardly ever runs: it gets blocks of at most FALLBACK rows and
     keys, which compile in a quarter of the time (2.0 s of CPU against 8.1 for v6e) and run a twelfth slower.
@@ -113,6 +122,8 @@ def plan_blocks(
     block is not nearly empty.
     """
     row = TABLE.get((chip or this_chip(), jnp.dtype(dtype).name), DEFAULT)
+    if shared > 1:
+        row = dataclasses.replace(row, block_q=min(SHARED_ROWS, row.block_q))
     if fallback:
         largest_q, largest_kv = min(FALLBACK[0], row.block_q), min(FALLBACK[1], row.block_kv)
         row = dataclasses.replace(row, block_q=largest_q, block_kv=largest_kv, fixed=row.online)

@@ -176,7 +176,7 @@ class _Call:
         self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: str, first: tuple[int, int, int]
     ) -> tuple[jax.Array, jax.Array | None]:
         """Return what one way gives, with its check if it has one; first: tiles of Q, K and V."""
-        plan = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=self.qk or q.dtype)
+        plan = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=self.qk or q.dtype, shared=self.shared)
         blocks, rows = plan().blocks, q.shape[1]
         if self.kv_len <= blocks.online.chunk:
             softmax = "online"
@@ -187,7 +187,7 @@ class _Call:
         return out[:, :rows], check[0] if check else None
 
     def run(self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: Softmax) -> jax.Array:
-        given = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=self.qk or q.dtype)
+        given = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=self.qk or q.dtype, shared=self.shared)
         blocks = self.block_sizes or given().blocks
         spare = self.block_sizes or given(fallback=True).blocks
         bounded = self._bound_holds(q, k, v) if softmax == "bounded" else None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kernels.blocks import DEFAULT, LANES, TABLE, BlockSizes, Schedule
+from kernels.blocks import DEFAULT, LANES, SHARED_ROWS, TABLE, BlockSizes, Schedule
 from kernels.sparse_attention import KEYS, STEP
 from wan_tpu.pricing.bundles import CompileError, count_bundles
 
@@ -56,7 +56,10 @@ def ours(
 
     width  of a head; counted  whether the number of keys is known only when the kernel runs
     """
-    blocks = blocks or TABLE.get((chip, qk or "bfloat16"), DEFAULT)
+    if blocks is None:
+        blocks = TABLE.get((chip, qk or "bfloat16"), DEFAULT)
+        rows = min(SHARED_ROWS, blocks.block_q) if width < LANES else blocks.block_q
+        blocks = dataclasses.replace(blocks, block_q=rows)
     schedule: Schedule = blocks.online if softmax == "online" else blocks.fixed
     options = {
         "block_q": blocks.block_q,

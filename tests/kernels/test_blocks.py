@@ -21,11 +21,19 @@ def test_blocks_cover_both_lengths_without_an_empty_one(chip, dtype, q_len, kv_l
 
 
 def test_long_sequences_get_the_table_s_row_and_queries_in_blocks_that_fit():
-    row = TABLE["v6e", "bfloat16"]
-    assert plan_blocks(23 * 3328, 75_600, chip="v6e").blocks == row
-    plan = plan_blocks(75_776, 75_600, chip="v6e")  # 23 blocks of 3,328 would overhang by 768 rows
+    row = TABLE["v5p", "bfloat16"]
+    assert plan_blocks(23 * 3328, 75_600, chip="v5p").blocks == row
+    plan = plan_blocks(75_776, 75_600, chip="v5p")  # 23 blocks of 3,328 would overhang by 768 rows
     assert plan.blocks == dataclasses.replace(row, block_q=2816)
     assert plan.q_steps * 2816 - 75_776 == 256
+    whole = plan_blocks(75_776, 75_600, chip="v6e")
+    assert (whole.blocks, whole.q_steps, whole.kv_steps) == (TABLE["v6e", "bfloat16"], 8, 37)
+
+
+def test_heads_that_share_lanes_have_fewer_rows_each():
+    alone, sharing = (plan_blocks(75_776, 75_600, chip="v6e", shared=heads) for heads in (1, 2))
+    assert sharing.blocks.block_q <= 3328 < alone.blocks.block_q
+    assert sharing.q_steps * sharing.blocks.block_q >= 75_776
 
 
 def test_text_is_one_chunk():

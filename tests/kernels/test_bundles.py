@@ -15,14 +15,14 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 NORMS = str(Path(__file__).with_name("bundle_cases.py"))
-# Bundles a million scores on v6e, with the libtpu of every supported pair: 0.0.42.1 makes 1,520.8 of the first.
+# Bundles a million scores on v6e, with the libtpu of every supported pair: 0.0.42.1 makes 1,499.0 of the first.
 # A schedule cannot beat 1,455 in bfloat16: the MXU's issue slots.
 TARGETS = {
-    ("bounded", None, 128, False): 1521,
-    ("optimistic", None, 128, False): 1545,
-    ("optimistic", None, 128, True): 1545,  # a number of keys that only the program knows
-    ("online", None, 128, False): 2100,
-    ("optimistic", "int8", 128, False): 1400,
+    ("bounded", None, 128, False): 1500,
+    ("optimistic", None, 128, False): 1510,
+    ("optimistic", None, 128, True): 1510,  # a number of keys that only the program knows
+    ("online", None, 128, False): 1850,
+    ("optimistic", "int8", 128, False): 1350,
     ("optimistic", None, 64, False): 1460,  # of heads that share a register
 }
 
