@@ -17,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"  # else reading a video back forks in Python, beside JAX's threads
 
 import functools
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,8 @@ from wan_tpu.tiny import make_checkpoint
 
 # pytest-xdist's workers ignore Ctrl-C, and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+gc.set_threshold(20_000)  # as on a slice's hosts (cluster/gang/host_actor.py)
 
 ROOT = Path(__file__).parent.parent
 STAGES = ("encoder", "denoise_high", "denoise_low", "decoder")  # of a model of two experts
