@@ -20,7 +20,7 @@ from tests.conftest import ROOT, STAGES
 
 pytestmark = pytest.mark.long
 
-SECONDS = float(os.environ.get("WAN_TPU_ATTACK_S", "20"))
+SECONDS = float(os.environ.get("WAN_TPU_ATTACK_S", "10"))
 MIB = 2**20
 
 
