@@ -5,12 +5,13 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 BIN := .venv/bin
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test test-long lint bench clean
+.PHONY: help demo test test-long soak lint bench clean
 
 help:
 	@echo "make demo   a small model on four emulated slices: five videos, and which slice computed what when"
 	@echo "make test   run the tests"
-	@echo "make test-long   the slow ones: real kills, a soak, jobs on emulated clusters"
+	@echo "make test-long   the slow ones: real kills, jobs on emulated clusters"
+	@echo "make soak   random kills of a service, and attackers, for minutes"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  time the small model against diffusers on this CPU"
 	@echo "make clean  remove what the targets above made"
@@ -34,9 +35,16 @@ TESTS := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder tes
 test: .venv/installed
 	$(TESTS)
 
-# Kills, a soak, and the commands as processes of their own: minutes of waiting that every change needn't pay for.
+# Kills, and the commands as processes of their own: minutes of waiting that every change needn't pay for.
 test-long: .venv/installed
 	$(TESTS) -m long
+
+# As docs/benchmarks.md has their figures; each kind of kill and of attack is among the tests, too.
+soak: export WAN_TPU_CHAOS_JOBS ?= 120
+soak: export WAN_TPU_CHAOS_KILLS ?= 40
+soak: export WAN_TPU_ATTACK_S ?= 300
+soak: .venv/installed
+	$(BIN)/python -m pytest -s -m soak tests
 
 lint: .venv/installed
 	$(BIN)/ruff check .

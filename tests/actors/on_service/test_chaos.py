@@ -31,7 +31,7 @@ from tests.actors.on_service.conftest import deployed
 from tests.conftest import STAGES
 from wan_tpu.request import GenerationRequest
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.soak
 
 JOBS = int(os.environ.get("WAN_TPU_CHAOS_JOBS", "90"))  # at least: they are sent until enough has been killed
 KILLS = int(os.environ.get("WAN_TPU_CHAOS_KILLS", str(min(8, JOBS // 15))))

@@ -18,7 +18,7 @@ from scripts.simulation import soak
 from tests.actors.on_service.conftest import deployed
 from tests.conftest import ROOT, STAGES
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.soak
 
 SECONDS = float(os.environ.get("WAN_TPU_ATTACK_S", "10"))
 MIB = 2**20
