@@ -39,7 +39,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `wan-tpu COMMAND ...`; return the exit code."""
-    parser = argparse.ArgumentParser(prog="wan-tpu", description="Video generation on TPUs (CPU and CUDA work too).")
+    parser = argparse.ArgumentParser(prog="wan-tpu", description="Video generation on TPUs (works on CPUs; CUDA is not tried).")
     parser.add_argument("--version", action="version", version=summary())
     listed = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, _, about) in COMMANDS.items():

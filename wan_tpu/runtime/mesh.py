@@ -77,7 +77,7 @@ def _all_devices() -> list[jax.Device]:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise MeshError(
-            f"JAX finds no device ({reason}); set JAX_PLATFORMS=cpu, or install .[tpu] or .[cuda]"
+            f"JAX finds no device ({reason}); set JAX_PLATFORMS=cpu, or install .[tpu] (or .[cuda], not tried)"
         ) from None
 
 
