@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from wan_tpu import Pipeline, load_pipeline
+from wan_tpu import GenerationRequest, Pipeline, StepEvent, load_pipeline
 from wan_tpu.tiny import make_checkpoint
 
 # pytest-xdist's workers ignore Ctrl-C, and what they start would inherit that.
@@ -122,3 +123,12 @@ def pipeline(checkpoint: Callable[[str], Path]) -> Callable[..., Pipeline]:
         return load_pipeline(checkpoint(kind), dtype=dtype, mesh=(1, 1, 1))
 
     return loaded
+
+
+def denoised(pipe: Pipeline, request: GenerationRequest, noise: np.ndarray | None = None) -> list[StepEvent]:
+    """Return what is told of a request's steps, their latents among it. Nothing is decoded."""
+    resolved, events = pipe.resolve(request), list[StepEvent]()
+    conditioning = pipe.encode(resolved)
+    state = pipe.initial_state(resolved, noise, conditioning)
+    pipe.denoise(resolved, conditioning, state, on_step=events.append)
+    return events

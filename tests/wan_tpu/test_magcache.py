@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers.hooks.mag_cache import MagCacheConfig, apply_mag_cache
 
-from tests.conftest import PHOTO
+from tests.conftest import PHOTO, denoised
 from tests.wan_tpu.test_parity import LATENT_TOLERANCE
 from wan_tpu import GenerationRequest, cli, load_pipeline
 from wan_tpu.commands.calibrate import calibrate
@@ -144,10 +144,7 @@ def test_latents_are_those_of_diffusers_with_its_hook(folder, pipe):
         image=ours.image, prompt="a cat", height=64, width=96, num_frames=9, num_inference_steps=STEPS,
         guidance_scale=3.5, latents=torch.from_numpy(noise), callback_on_step_end=keep, output_type="latent",
     )  # fmt: skip
-    events = []
-    pipe.generate(request(), noise=noise, on_step=events.append)
-    exact = []
-    pipe.generate(request(cache=None), noise=noise, on_step=exact.append)
+    events, exact = (denoised(pipe, asked, noise) for asked in (request(), request(cache=None)))
     decided = spec.skipped(ours)
     assert 2 <= decided.all(1).sum() < STEPS and (decided[:, 0] != decided[:, 1]).any()
     assert [event.skipped for event in events] == decided.all(1).tolist()
@@ -189,17 +186,15 @@ def test_a_run_goes_on_from_the_latest_step_that_reuses_nothing(pipe):
 
 
 def test_it_is_another_program_and_leaves_the_exact_one_alone(pipe):
-    before = pipe.generate(request(cache=None, steps=3)).pixels
-    pipe.generate(request(steps=6))
-    assert np.array_equal(pipe.generate(request(cache=None, steps=3)).pixels, before)
+    before, _, after = (denoised(pipe, request(**of)) for of in ({"cache": None}, {}, {"cache": None}))
+    assert np.array_equal(before[-1].latents, after[-1].latents)
     spec = pipe.runtime.model.spec
     names = [spec.plan(request(cache=cache)).shapes["denoise_high"] for cache in ("magcache", None)]
     assert names[0] == f"{names[1]} cached"
 
 
 def test_unguided_experts_skip_by_the_prompts_branch(pipe):
-    events = []
-    pipe.generate(request(guidance_scale=1.0), on_step=events.append)
+    events = denoised(pipe, request(guidance_scale=1.0))
     decided = pipe.runtime.model.spec.skipped(pipe.resolve(request(guidance_scale=1.0)))
     assert [event.skipped for event in events] == decided[:, 0].tolist()
 
@@ -263,8 +258,7 @@ def test_given_sigmas_have_a_curve_of_their_own(folder, tmp_path):
     pipe = load_pipeline(copy, "float32", (1, 1, 1))
     given = {"steps": None, "guidance_scale": 1.0, "shift": None, "cache": "magcache:10,1,0"}
     given |= {"sigmas": [1, 0.9, 0.7, 0.4], "switch_step": 2, "solver": "euler"}
-    events = []
-    pipe.generate(request(**given), on_step=events.append)
+    events = denoised(pipe, request(**given))
     assert [event.skipped for event in events] == [False, True, False, True]
     for other in ({"switch_step": 1}, {"sigmas": [1, 0.9, 0.7, 0.3]}):
         with pytest.raises(InvalidRequest, match="these sigmas and this switch of experts"):
