@@ -39,11 +39,12 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `wan-tpu COMMAND ...`; return the exit code."""
-    parser = argparse.ArgumentParser(prog="wan-tpu", description="Video generation on TPUs (works on CPUs; CUDA is not tried).")
+    about = "Video generation on TPUs. It runs on CPUs, too; CUDA is not tried."
+    parser = argparse.ArgumentParser(prog="wan-tpu", description=about)
     parser.add_argument("--version", action="version", version=summary())
     listed = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (_, _, about) in COMMANDS.items():
-        listed.add_parser(name, help=about, add_help=False)
+    for name, (_, _, does) in COMMANDS.items():
+        listed.add_parser(name, help=does, add_help=False)
     argv = list(sys.argv[1:] if argv is None else argv)
     module, function, _ = COMMANDS[parser.parse_args(argv[:1]).command]
     gc.set_threshold(20_000)  # as on a slice's hosts (cluster/gang/host_actor.py)
