@@ -10,10 +10,10 @@ from jax.experimental.pallas import tpu as pltpu
 MIB = 2**20
 LANES = 128
 FALLBACK = 2048, 1024
-# Rows of queries that take as long as what a block of them takes in any case: 30 on v5p, 133 on v6e, where 37 x 2,048
-# keys take 551,914 bundles for 4,736 rows and 1,088,766 for 9,472, so 113 a row and 15,062 for none.
+# Rows of queries that take as long as what a block of them takes in any case, between 30 (v5p) and 133 (v6e, where
+# 37 x 2,048 keys take 551,914 bundles for 4,736 rows and 1,088,766 for 9,472, so 113 a row and 15,062 for none).
 BLOCK_ROWS = 64
-# Rows at most where heads share a tile's lanes: on v6e 1,452 bundles a million scores, 1,480 with 9,472 rows of each.
+# Rows at most where heads share a tile's lanes: on v6e 1,453 bundles a million scores, 1,480 with 9,472 rows of each.
 SHARED_ROWS = 3328
 
 
@@ -115,7 +115,7 @@ def plan_blocks(
     """Choose blocks for q_len queries and kv_len keys of a head, or of `shared` heads that share a tile's lanes.
 
     A fallback, which "online" is when another way fails, hardly ever runs: it gets blocks of at most FALLBACK rows and
-    keys, which compile in a quarter of the time (2.0 s of CPU against 8.1 for v6e) and run a twelfth slower.
+    keys, which compile in an eighth of the time (2.0 s of CPU against 16 for v6e) and run a ninth slower.
 
     dtype is that of Q and K as the kernel gets them (int8 or float8 with low-precision logits); chip None is the
     present one. Lengths below a block get one block of whole lanes; longer ones are divided evenly, so that the last

@@ -33,6 +33,7 @@ def test_long_sequences_get_the_table_s_row_and_queries_in_blocks_that_fit():
 def test_heads_that_share_lanes_have_fewer_rows_each():
     alone, sharing = (plan_blocks(75_776, 75_600, chip="v6e", shared=heads) for heads in (1, 2))
     assert sharing.blocks.block_q <= 3328 < alone.blocks.block_q
+    assert sharing.blocks == dataclasses.replace(alone.blocks, block_q=sharing.blocks.block_q)
     assert sharing.q_steps * sharing.blocks.block_q >= 75_776
 
 

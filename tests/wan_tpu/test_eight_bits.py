@@ -199,7 +199,7 @@ def wide(params, name):
     ],
 )
 def test_every_family_has_8_bits(kind, precision, pipeline):
-    """Near the latents in bfloat16, and not those."""
+    """Near bfloat16's latents, but not equal."""
     request = GenerationRequest(
         prompt="a cat", image=PHOTO if "i2v" in kind else None, height=64, width=64, frames=9, steps=2, seed=3
     )

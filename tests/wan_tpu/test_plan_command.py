@@ -26,8 +26,9 @@ REFUSED = [
 ]
 
 
-# Of a step of A14B on v6e-8 at 720x1280, 81 frames: most seconds, and GiB a chip, by the libtpu of a supported pair.
-STEP = {"0.0.50.1": (2.68, 9.9), "0.0.42.1": (2.81, 10.0)}
+# Of a step of A14B on v7x-4 at 720x1280, 81 frames: most seconds, and GiB a device, by the libtpu of a supported pair.
+# (v6e's tiles of attention take twice as long to compile, and tests/kernels/test_bundles.py has them.)
+STEP = {"0.0.50.1": (2.16, 9.8), "0.0.42.1": (2.40, 10.1)}
 SMALL = ["--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4", "--size", "64*64", "--frames", "5"]
 
 
@@ -44,7 +45,7 @@ for argv in json.load(sys.stdin):
     print(json.dumps([code, out.getvalue(), err.getvalue()]))
 """
     twice = [*SMALL, "--program", "text keys", "--compiled", str(tmp_path_factory.mktemp("plans"))]
-    full = ["--model", "wan2.2-i2v-a14b", "--slice", "v6e-8", "--size", "720*1280", "--frames", "81"]
+    full = ["--model", "wan2.2-i2v-a14b", "--slice", "v7x-4", "--size", "720*1280", "--frames", "81"]
     full += ["--program", "denoise step", "--json", "--compiled", twice[-1]]
     refused = [argv if "--model" in argv else [*full[:2], *argv] for argv, _ in REFUSED]
     asked = json.dumps([twice, twice, full, *refused])
@@ -70,8 +71,8 @@ def test_a_step_of_a14b_takes_what_the_docs_say(said):
     [plan] = json.loads(out)["plans"]
     [step] = [program for stage in plan["stages"] for program in stage["programs"]]
     seconds, gib = STEP[version("libtpu")]
-    assert 0.9 * seconds < step["optimistic"]["total"]["estimate"] <= seconds
-    assert 0.9 * gib < plan["largest_gib"] <= gib
+    assert 0.95 * seconds < step["optimistic"]["total"]["estimate"] <= seconds
+    assert 0.95 * gib < plan["largest_gib"] <= gib
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)), ids=[argv[-1] for argv, _ in REFUSED])

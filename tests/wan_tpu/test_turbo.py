@@ -187,6 +187,7 @@ def test_published_files_are_converted(published, dense, pipeline, tmp_path):
     config = json.loads((tmp_path / "turbo" / "transformer_2" / "config.json").read_text())
     assert (config["attention"], config["kept_blocks"]) == ("sla", 0.3)
     ours = load_pipeline(tmp_path / "turbo", dtype="float32", mesh=(1, 1, 1))
+    ours.check_components()
     np.testing.assert_array_equal(*(denoised(one, REQUEST)[-1].latents for one in (ours, pipeline(KIND))))
 
 

@@ -39,8 +39,9 @@ class KernelPrices:
 
     A TensorCore issues one bundle a cycle, so bundles of the grid's body x iterations is the time when nothing stalls.
     On some chips the compiler schedules products faster than the matrix units take them at their peak (v5p, v5e; linear
-    layers on v7x): they wait for the units then, which stand still before the first product and after the last. Grid
-    steps that do less than the costliest, such as those with a part of a block of keys, count by products.
+    layers on v7x): they wait for the units then, which stand still before the first product and after the last. A
+    schedule that is no shorter than its products at their peak is believed: on v6e it queues some of them. Grid steps
+    that do less than the costliest, such as those with a part of a block of keys, count by products.
     """
 
     def __init__(self, folder: Path, hardware: Hardware, cores: int, count: CountBundles) -> None:

@@ -28,7 +28,7 @@ from actors.slices.snapshots import Snapshots, name_of
 from cluster.emulation import ray_nodes
 from cluster.gang.protocol import Timeouts
 from cluster.layout import Layout
-from tests.actors.on_slices.conftest import POISON, REQUEST
+from tests.actors.on_slices.conftest import POISON, SHORT
 from tests.actors.on_slices.running import SECONDS, kill, title
 from tests.cluster.conftest import wait_for
 from tests.conftest import STAGES
@@ -43,7 +43,7 @@ HIGH, ALL = 36, 100  # steps
 @pytest.fixture(scope="module")
 def first(running):
     """The request when nothing happens."""
-    made = running.start("first", REQUEST)
+    made = running.start("first", SHORT)
     made.video()
     return made
 
@@ -69,10 +69,10 @@ def test_the_video_is_that_of_one_process(reference, first):
 
 
 def test_a_poisoned_request_fails_alone(running, undisturbed):
-    before = running.start("before", REQUEST)
-    impossible = running.start("impossible", dataclasses.replace(REQUEST, image=None))
-    poisoned = running.start("poisoned", dataclasses.replace(REQUEST, prompt=f"a cat {POISON}"))
-    after = running.start("after", REQUEST)
+    before = running.start("before", SHORT)
+    impossible = running.start("impossible", dataclasses.replace(SHORT, image=None))
+    poisoned = running.start("poisoned", dataclasses.replace(SHORT, prompt=f"a cat {POISON}"))
+    after = running.start("after", SHORT)
     with pytest.raises(RequestFailed, match="image") as raised:
         impossible.video()
     assert (type(raised.value), raised.value.code) == (RequestFailed, "invalid")
@@ -91,9 +91,8 @@ def test_a_request_has_its_own_adapters_and_others_have_none(running, undisturbe
     made = adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model.")
     path = adapter_files.save(made, tmp_path / "lora.safetensors")
     wrong = adapter_files.save(made | {"blocks.77.diff_m": torch.ones(3)}, tmp_path / "wrong.safetensors")
-    adapted = dataclasses.replace(REQUEST, loras=[f"{path}@high", f"{path}:-0.5@low"])
-    broken = dataclasses.replace(REQUEST, loras=[wrong])
-    asked = {"adapted": adapted, "plain": REQUEST, "broken": broken, "again": adapted}
+    adapted = dataclasses.replace(SHORT, loras=[f"{path}@high", f"{path}:-0.5@low"])
+    asked = {"adapted": adapted, "plain": SHORT, "broken": dataclasses.replace(SHORT, loras=[wrong]), "again": adapted}
     runs = {name: running.start(f"lora-{name}", request) for name, request in asked.items()}
     with pytest.raises(RequestFailed, match=r"blocks\.77\.diff_m isn't in this one") as raised:
         runs["broken"].video()
@@ -106,7 +105,7 @@ def saved(running, id, step, latents):
     """Leave a snapshot as if the request had been here before; return its name."""
     settings = running.pipeline.spec.settings
     model = load_pipeline(settings.checkpoint, "float32", (1, 1, 1))
-    resolved = model.resolve(REQUEST)
+    resolved = model.resolve(SHORT)
     state = model.initial_state(resolved)
     name = name_of(id, resolved, f"{settings.checkpoint} {settings.dtype}")
     state = DenoiseState(latents(state.latents), tuple(map(np.zeros_like, state.history)), step)
@@ -116,8 +115,8 @@ def saved(running, id, step, latents):
 
 def test_latents_that_are_nan_fail_their_request_on_both_hosts_and_no_other(running, undisturbed):
     saved(running, "nan", 50, lambda latents: latents * np.nan)
-    nan = running.start("nan", REQUEST)
-    beside = running.start("beside", REQUEST)
+    nan = running.start("nan", SHORT)
+    beside = running.start("beside", SHORT)
     with pytest.raises(RequestFailed, match=r"step: denoise_low, step 51 of 100") as raised:
         nan.video()
     assert raised.value.code == "unhealthy"
@@ -129,15 +128,15 @@ def test_a_damaged_snapshot_is_deleted_and_not_used(running, undisturbed, settin
     name = saved(running, "damaged", 50, lambda latents: latents)
     storage = Snapshots(settings.snapshots)._storage
     storage.write(f"{name}.0050.safetensors", storage.read(f"{name}.0050.safetensors")[:5000])
-    made = running.start("damaged", REQUEST)
+    made = running.start("damaged", SHORT)
     assert made.video() == undisturbed
     assert made.steps("denoise_low")[0] == HIGH + 1
 
 
 def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(running, undisturbed, settings):
-    long = dataclasses.replace(REQUEST, steps=1000, seed=7)
+    long = dataclasses.replace(SHORT, steps=1000, seed=7)
     cancelled = running.start("again", long)
-    waits = running.start("waits", REQUEST)
+    waits = running.start("waits", SHORT)
     cancelled.wait_for("denoise_high", 50)
     cancelled.cancel()
     start = time.time()
@@ -153,23 +152,23 @@ def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(runnin
     snapshots = Snapshots(settings.snapshots)
     before = set(snapshots.names("again"))
     assert before
-    other = running.start("again", REQUEST)
+    other = running.start("again", SHORT)
     other.wait_for("denoise_high", 30)
     other.cancel()
     with pytest.raises(asyncio.CancelledError):
         other.video()
     assert other.steps("denoise_high")[0] == 1
     wait_for(lambda: set(snapshots.names("again")) - before, 20, "its snapshot")
-    resumed = running.start("again", REQUEST)
+    resumed = running.start("again", SHORT)
     assert resumed.video() == undisturbed
     assert resumed.steps("denoise_high")[0] > 20  # snapshots are begun every twenty steps, and steps go on meanwhile
     assert not snapshots.names("again")
 
 
 def test_an_urgent_request_overtakes_between_two_steps_and_changes_no_bit(running, undisturbed):
-    asked = dataclasses.replace(REQUEST, prompt="A dog runs", height=32, steps=20)  # of another shape
+    asked = dataclasses.replace(SHORT, prompt="A dog runs", height=32, steps=20)  # of another shape
     expected = running.start("quiet", asked).video()
-    long = running.start("long", REQUEST)
+    long = running.start("long", SHORT)
     long.wait_for("denoise_high", 5)
     urgent = running.start("urgent", asked, priority=3)
     assert urgent.video() == expected
@@ -188,11 +187,11 @@ def test_more_requests_than_fit_wait(running, spec):
         return PipelineDriver(dataclasses.replace(spec, settings=settings))
 
     small = asyncio.run_coroutine_threadsafe(connect(), running.loop).result(SECONDS)
-    first = running.start("one", REQUEST, small)
+    first = running.start("one", SHORT, small)
     first.wait_for("denoise_high", 1)
-    twin = running.start("one", REQUEST, small)
-    second = running.start("two", REQUEST, small)
-    others = [running.start(f"more-{i}", REQUEST, small) for i in range(20)]
+    twin = running.start("one", SHORT, small)
+    second = running.start("two", SHORT, small)
+    others = [running.start(f"more-{i}", SHORT, small) for i in range(20)]
     with pytest.raises(RequestFailed, match="request one is under way already"):
         twin.video()
     assert not second.spans and not any(one.future.done() for one in others)
@@ -200,7 +199,7 @@ def test_more_requests_than_fit_wait(running, spec):
         made.cancel()
         with pytest.raises(asyncio.CancelledError):
             made.video()
-    fourth = running.start("four", REQUEST, small)
+    fourth = running.start("four", SHORT, small)
     fourth.wait_for("encoder")
     fourth.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -210,7 +209,7 @@ def test_more_requests_than_fit_wait(running, spec):
 
 def test_storage_that_takes_no_snapshots_costs_no_request(running, undisturbed, settings):
     """Neither while a pool denoises nor where it hands over to the next."""
-    made = running.start("uninsured", REQUEST)
+    made = running.start("uninsured", SHORT)
     made.wait_for("denoise_high", 1)
     folder = Path(settings.snapshots)
     aside = folder.rename(folder.with_name("aside"))
@@ -247,7 +246,7 @@ def test_a_status_actor_that_was_restarted_is_told_of_every_replica(running, spe
 
 
 def test_a_slice_is_traced_while_it_computes(running, undisturbed, tmp_path, capsys):
-    made = running.start("traced", REQUEST)
+    made = running.start("traced", SHORT)
     made.wait_for("denoise_low")  # on two hosts
     given = ["--address", running.cluster.address, "--output", str(tmp_path), "--seconds", "0.5"]
     assert main(["profile", "low", *given]) == 0
