@@ -39,7 +39,7 @@ test: .venv/installed
 test-long: .venv/installed
 	$(TESTS) -m long
 
-# As docs/benchmarks.md has their figures; each kind of kill and of attack is among the tests, too.
+# For as long as docs/benchmarks.md has figures of: a quarter of an hour.
 soak: export WAN_TPU_CHAOS_JOBS ?= 120
 soak: export WAN_TPU_CHAOS_KILLS ?= 40
 soak: export WAN_TPU_ATTACK_S ?= 300
