@@ -73,7 +73,9 @@ def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, 
             (FOLDER / name).unlink(missing_ok=True)
     live.tell("starts the cluster: a Ray node for each host")
     with contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(EmulatedCluster.start(emulated_slices(layout), folder=folder / "cluster"))
+        cluster = stack.enter_context(
+            EmulatedCluster.start(emulated_slices(layout), folder=folder / "cluster", imports="wan_tpu.imported")
+        )
         connect(cluster.address)
         stack.callback(leave)
         live.line("the cluster is up")

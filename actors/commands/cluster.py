@@ -28,7 +28,9 @@ def cluster(argv: Sequence[str]) -> None:
 def _up(args: argparse.Namespace) -> None:
     layout = Layout.load(args.emulate)
     slices = emulated_slices(layout)
-    running = EmulatedCluster.start(slices, Settings(dashboard=True), folder=args.folder, outlive=True)
+    running = EmulatedCluster.start(
+        slices, Settings(dashboard=True), folder=args.folder, outlive=True, imports="wan_tpu.imported"
+    )
     hosts = sum(s.spec.hosts for s in slices)
     print(f"emulated cluster of {len(slices)} slices, {hosts} hosts: RAY_ADDRESS={running.address}")
     print(f"jobs are taken at http://{running.dashboard}")

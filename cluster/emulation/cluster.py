@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.emulation import ray_nodes
+from cluster.emulation import fork_server, ray_nodes
 from cluster.errors import ClusterNotFound, ClusterStartFailed, LayoutError
 from cluster.layout import Layout
 from cluster.slice_spec import DEVICES, SliceSpec
@@ -106,11 +106,13 @@ class EmulatedCluster:
         *,
         folder: Path | None = None,
         outlive: bool = False,
+        imports: str | None = None,
     ) -> "EmulatedCluster":
         """Start head and hosts and return when all are registered.
 
         folder   for the state file, `default_folder()` when left out
         outlive  go on when this process ends; else the cluster ends with it, even if it is killed
+        imports  a module that workers have imported when they start: once for all of them (fork_server.py)
 
         Raises `ClusterNotFound` when one is running there already, `ClusterStartFailed` when a node doesn't come up.
         """
@@ -125,6 +127,8 @@ class EmulatedCluster:
             cluster._guard = _guard(folder)
         try:
             with ray_nodes.environment():
+                if imports is not None:
+                    fork_server.start(temp / ray_nodes.FORKS, imports)
                 head = ray_nodes.NodeSettings("head", HEAD_CPUS, settings.head_store_mib * 2**20)
                 cluster.address, cluster.dashboard = ray_nodes.start_head(temp, head, dashboard=settings.dashboard)
                 cluster._save()

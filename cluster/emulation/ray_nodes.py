@@ -1,15 +1,18 @@
 """Start Ray nodes on this machine as one start of a cluster needs them, and find their processes again.
 
-The one file that uses Ray's private classes: `ray start` takes three times as long for the same, and
-`ray.cluster_utils.Cluster` overwrites the address that other clusters of this machine are found by.
+With fork_server.py the only file that uses Ray's private classes: `ray start` takes three times as long for the same,
+and `ray.cluster_utils.Cluster` overwrites the address that other clusters of this machine are found by.
 """
 
 import contextlib
+import functools
 import logging
 import os
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +21,13 @@ from typing import Any
 import psutil
 
 from cluster.authentication import make_token
-from cluster.emulation import haproxy
+from cluster.emulation import fork_server, haproxy
 from cluster.errors import ClusterStartFailed
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+FORKS = "forks"  # where a cluster's fork server listens, in its folder, if it has one
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -76,7 +80,7 @@ def _start(
     from ray._private.node import Node
     from ray._private.utils import write_ray_address
 
-    services.ConsolePopen = _Started  # type: ignore[misc, assignment]
+    services.ConsolePopen = functools.partial(_Started, folder / FORKS)  # type: ignore[misc, assignment]
     temp = folder / settings.name  # a folder for each node: Ray's file names race when nodes start at once
     for last_try in (False, True):
         temp.mkdir(parents=True)
@@ -108,10 +112,16 @@ class _Started(subprocess.Popen):
     before it had become another program (a raylet without a log, twice in a row). Here it inherits that instead.
     """
 
-    def __init__(self, *args: Any, preexec_fn: object, **options: Any) -> None:
+    def __init__(self, forks: Path, command: list[str], *, preexec_fn: object, **options: Any) -> None:
+        if forks.exists():
+            worker, forked = (
+                f"--python_worker_command={shlex.join(python)} "
+                for python in ([sys.executable], fork_server.command(forks))
+            )
+            command = [argument.replace(worker, forked) for argument in command]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            super().__init__(*args, **options)
+            super().__init__(command, **options)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

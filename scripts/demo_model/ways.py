@@ -57,7 +57,9 @@ def on_slices(checkpoint: Path, dtype: str) -> Iterator[Generate]:
     layout = Layout.load(LAYOUT)
     with (
         tempfile.TemporaryDirectory(prefix="wan-gate-") as folder,
-        EmulatedCluster.start(emulated_slices(layout), folder=Path(folder) / "cluster") as cluster,
+        EmulatedCluster.start(
+            emulated_slices(layout), folder=Path(folder) / "cluster", imports="wan_tpu.imported"
+        ) as cluster,
         asyncio.Runner() as runner,
     ):
         connect(cluster.address)

@@ -77,7 +77,9 @@ def free_port():
 def deployed(settings, spec, folder, **drain):
     """Give a service on an emulated cluster of its own."""
     port = free_port()
-    with EmulatedCluster.start(emulated_slices(spec.layout), folder=folder / "cluster") as cluster:
+    with EmulatedCluster.start(
+        emulated_slices(spec.layout), folder=folder / "cluster", imports="wan_tpu.imported"
+    ) as cluster:
         connect(cluster.address)
         try:
             with LiveConsole() as live:

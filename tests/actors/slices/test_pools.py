@@ -36,7 +36,9 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     slices = emulated_slices(Layout.parse(LAYOUT, "the test's layout"))
-    with EmulatedCluster.start(slices, folder=tmp_path_factory.mktemp("cluster")) as cluster:
+    with EmulatedCluster.start(
+        slices, folder=tmp_path_factory.mktemp("cluster"), imports="wan_tpu.imported"
+    ) as cluster:
         connect(cluster.address)
         yield cluster
         leave()

@@ -1,0 +1,118 @@
+"""Workers that are forks of a process which has imported what they use: they are what they would be without."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from cluster.emulation import ray_nodes
+from cluster.emulation.cluster import EmulatedCluster
+from tests.conftest import ROOT
+
+WORKERS = textwrap.dedent(
+    """
+    import json, os, random, sys
+    import ray
+    from cluster.connect import connect
+
+    connect(sys.argv[1])
+
+    class Worker:
+        def said(self):
+            module = sys.modules.get("imported")
+            return {
+                "imported_by": module and module.PID,
+                "pid": os.getpid(),
+                "parent": os.getppid(),
+                "group": os.getpgrp(),
+                "job": ray.get_runtime_context().get_job_id(),
+                "told": os.environ.get("TOLD"),
+                "folder": os.getcwd(),
+                "nice": os.nice(0),
+                "random": random.random(),
+            }
+
+        def end(self):
+            os._exit(1)
+
+    options = [json.loads(given) for given in sys.argv[2:]]
+    workers = [ray.remote(num_cpus=0.1)(Worker).options(runtime_env=given).remote() for given in options]
+    said = ray.get([worker.said.remote() for worker in workers])
+    workers[0].end.remote()
+    try:
+        ray.get(workers[0].said.remote())
+    except ray.exceptions.ActorDiedError:
+        pass
+    alive = ray.get([worker.said.remote() for worker in workers[1:]])
+    assert [one["pid"] for one in alive] == [one["pid"] for one in said[1:]]
+    print(json.dumps(said))
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    path = tmp_path_factory.mktemp("modules") / "imported.py"
+    path.write_text("import os\n\nPID = os.getpid()\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def forking(imported, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{imported.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        with EmulatedCluster.start((), folder=tmp_path_factory.mktemp("cluster"), imports="imported") as running:
+            yield running
+
+
+def workers(cluster, *runtime_envs):
+    """Start a worker in each runtime_env, end the first one, and return what each has said of itself."""
+    command = [sys.executable, "-c", WORKERS, cluster.address, *map(json.dumps, runtime_envs)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def server(cluster):
+    [found] = [p for p in ray_nodes.processes(cluster.temp) if "cluster.emulation.fork_server" in p.cmdline()]
+    return found
+
+
+def test_a_fork_is_the_worker_that_it_stands_for(forking):
+    same, told, another = workers(
+        forking,
+        {},
+        {"env_vars": {"TOLD": "this"}},
+        {"env_vars": {"JAX_ENABLE_X64": "1"}},  # JAX reads it when it is imported
+    )
+    parent = server(forking).pid
+    assert same["imported_by"] == told["imported_by"] == same["parent"] == told["parent"] == parent
+    assert another["imported_by"] is None
+    assert (same["told"], told["told"]) == (None, "this")
+    assert all(one["group"] == one["pid"] for one in (same, told, another))  # which a raylet ends with the worker
+    for name in ("job", "folder", "nice"):
+        assert same[name] == another[name], name
+    assert same["random"] != told["random"]
+
+
+def test_code_that_has_changed_is_imported_anew(forking, imported):
+    assert workers(forking, {})[0]["imported_by"]
+    before = imported.stat()
+    os.utime(imported, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    try:
+        assert workers(forking, {})[0]["imported_by"] is None
+    finally:
+        os.utime(imported, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_workers_start_without_the_server(forking):
+    found = server(forking)
+    found.send_signal(signal.SIGKILL)
+    found.wait(10)
+    [alone] = workers(forking, {})
+    assert alone["imported_by"] is None
+    assert alone["group"] == alone["pid"]
