@@ -76,11 +76,10 @@ def _start(
 
     Ray gives each of its processes half a minute or less, and ends those that are late: the machine may be busy.
     """
-    from ray._private import services
     from ray._private.node import Node
     from ray._private.utils import write_ray_address
 
-    services.ConsolePopen = functools.partial(_Started, folder / FORKS)  # type: ignore[misc, assignment]
+    fork_workers(folder)
     temp = folder / settings.name  # a folder for each node: Ray's file names race when nodes start at once
     for last_try in (False, True):
         temp.mkdir(parents=True)
@@ -103,6 +102,13 @@ def _start(
     # As `ray start` does. A job asks this file for its cluster; without it, the processes of the machine for any.
     write_ray_address(node.gcs_address, str(temp))
     return node
+
+
+def fork_workers(folder: Path) -> None:
+    """Let raylets that this process starts have their workers forked, if the cluster in that folder has a server."""
+    from ray._private import services
+
+    services.ConsolePopen = functools.partial(_Started, folder / FORKS)  # type: ignore[misc, assignment]
 
 
 class _Started(subprocess.Popen):

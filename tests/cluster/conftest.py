@@ -21,7 +21,7 @@ CHIPS = sum(s.spec.chips for s in SLICES)
 
 @pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedCluster]:
-    with EmulatedCluster.start(SLICES, folder=tmp_path_factory.mktemp("cluster")) as running:
+    with EmulatedCluster.start(SLICES, folder=tmp_path_factory.mktemp("cluster"), imports="jax") as running:
         connect(running.address)
         yield running
         leave()
