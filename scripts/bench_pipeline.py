@@ -200,7 +200,7 @@ def whole(layout: Layout) -> Layout:
 def cluster(layout: Layout, folder: Path) -> Iterator[Path]:
     """Run an emulated cluster for a layout and join it; yield its temporary folder."""
     with EmulatedCluster.start(
-        emulated_slices(layout), Settings(host_store_mib=512), folder=folder, imports="wan_tpu.imported"
+        emulated_slices(layout), Settings(host_store_mib=512), folder=folder, imports="wan_tpu.aot.imported"
     ) as running:
         connect(running.address)
         try:

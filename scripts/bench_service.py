@@ -160,7 +160,7 @@ def simulated(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], floa
             queue_limit=100_000,
         )
         with EmulatedCluster.start(
-            emulated_slices(spec.layout), folder=folder / "cluster", imports="wan_tpu.imported"
+            emulated_slices(spec.layout), folder=folder / "cluster", imports="wan_tpu.aot.imported"
         ) as cluster:
             connect(cluster.address)
             try:

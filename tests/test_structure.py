@@ -167,7 +167,16 @@ def test_ray_s_private_classes_are_used_in_few_files_only():
         for file in (ROOT / package).rglob("*.py")
         if any(name.startswith("ray._private") for name in names(file))
     }
-    assert users == {f"cluster/{name}.py" for name in ("authentication", "connect", "draining", "emulation/ray_nodes")}
+    assert users == {
+        f"cluster/{name}.py"
+        for name in (
+            "authentication",
+            "connect",
+            "draining",
+            "emulation/fork_server",
+            "emulation/ray_nodes",
+        )
+    }
 
 
 def modules_after(code, *argv):

@@ -29,7 +29,7 @@ def _up(args: argparse.Namespace) -> None:
     layout = Layout.load(args.emulate)
     slices = emulated_slices(layout)
     running = EmulatedCluster.start(
-        slices, Settings(dashboard=True), folder=args.folder, outlive=True, imports="wan_tpu.imported"
+        slices, Settings(dashboard=True), folder=args.folder, outlive=True, imports="wan_tpu.aot.imported"
     )
     hosts = sum(s.spec.hosts for s in slices)
     print(f"emulated cluster of {len(slices)} slices, {hosts} hosts: RAY_ADDRESS={running.address}")

@@ -55,7 +55,7 @@ def test_operators_see_starts_replicas_requests_batches_and_chips(tmp_path, monk
     spec = soak.soak_spec(tmp_path, step_s=0.01)
     request = GenerationRequest(prompt="A cat", image=PHOTO, height=64, width=64, frames=9, steps=2, seed=1)
     with EmulatedCluster.start(
-        emulated_slices(spec.layout), folder=tmp_path / "cluster", imports="wan_tpu.imported"
+        emulated_slices(spec.layout), folder=tmp_path / "cluster", imports="wan_tpu.aot.imported"
     ) as cluster:
         connect(cluster.address)
         try:

@@ -30,7 +30,7 @@ class Other:
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("address")
     with contextlib.chdir(folder):  # in which its processes work
-        made = EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder / "cluster", imports="wan_tpu.imported")
+        made = EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder / "cluster", imports="wan_tpu.aot.imported")
     with made:
         connect(made.address)
         try:

@@ -62,7 +62,7 @@ def spec(checkpoint, tmp_path):
 
 @pytest.fixture
 def cluster(tmp_path):
-    with EmulatedCluster.start((), folder=tmp_path / "cluster", imports="wan_tpu.imported") as running:
+    with EmulatedCluster.start((), folder=tmp_path / "cluster", imports="wan_tpu.aot.imported") as running:
         connect(running.address)
         yield running
         leave()

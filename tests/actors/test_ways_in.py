@@ -108,7 +108,7 @@ def cluster(tmp_path_factory, checkpoint, emulator):  # its nodes find the emula
     layout.write_text(LAYOUT)
     slices = emulated_slices(Layout.load(layout))
     with EmulatedCluster.start(
-        slices, Settings(dashboard=True), folder=folder / "state", imports="wan_tpu.imported"
+        slices, Settings(dashboard=True), folder=folder / "state", imports="wan_tpu.aot.imported"
     ) as running:
         yield Cluster(running, layout, checkpoint("wan2.2-i2v-a14b"))
 

@@ -45,7 +45,7 @@ WORKERS = textwrap.dedent(
     workers[0].end.remote()
     try:
         ray.get(workers[0].said.remote())
-    except ray.exceptions.ActorDiedError:
+    except ray.exceptions.RayActorError:
         pass
     alive = ray.get([worker.said.remote() for worker in workers[1:]])
     assert [one["pid"] for one in alive] == [one["pid"] for one in said[1:]]

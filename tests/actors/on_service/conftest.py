@@ -78,7 +78,7 @@ def deployed(settings, spec, folder, **drain):
     """Give a service on an emulated cluster of its own."""
     port = free_port()
     with EmulatedCluster.start(
-        emulated_slices(spec.layout), folder=folder / "cluster", imports="wan_tpu.imported"
+        emulated_slices(spec.layout), folder=folder / "cluster", imports="wan_tpu.aot.imported"
     ) as cluster:
         connect(cluster.address)
         try:

@@ -86,7 +86,7 @@ def profiler_port() -> Iterator[int]:
 @pytest.fixture(scope="package")
 def running(spec: PipelineSpec, profiler_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with EmulatedCluster.start(
-        emulated_slices(spec.layout), folder=tmp_path_factory.mktemp("cluster"), imports="wan_tpu.imported"
+        emulated_slices(spec.layout), folder=tmp_path_factory.mktemp("cluster"), imports="wan_tpu.aot.imported"
     ) as cluster:
         connect(cluster.address)
         try:

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.long
 def cluster(tmp_path_factory):
     slices = emulated_slices(Layout.parse(LAYOUT, "the test's layout"))
     with EmulatedCluster.start(
-        slices, folder=tmp_path_factory.mktemp("cluster"), imports="wan_tpu.imported"
+        slices, folder=tmp_path_factory.mktemp("cluster"), imports="wan_tpu.aot.imported"
     ) as cluster:
         connect(cluster.address)
         yield cluster

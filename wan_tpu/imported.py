@@ -1,9 +1,0 @@
-"""Imports what computes: torch, JAX, diffusers and every family's models. Nothing of Ray's."""
-
-import wan_tpu.aot.programs
-import wan_tpu.media.mp4
-import wan_tpu.pipeline  # noqa: F401
-from wan_tpu.families import FAMILIES
-
-for _family in FAMILIES.values():
-    _family.part(_family.model)
