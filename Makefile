@@ -11,7 +11,7 @@ help:
 	@echo "make demo   a small model on four emulated slices: five videos, and which slice computed what when"
 	@echo "make test   run the tests"
 	@echo "make test-long   the slow ones: real kills, jobs on emulated clusters"
-	@echo "make soak   random kills of a service, and attackers, for minutes"
+	@echo "make soak   random kills of a service, attackers, a plan of full size: a quarter of an hour"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  time the small model against diffusers on this CPU"
 	@echo "make clean  remove what the targets above made"

@@ -199,9 +199,7 @@ def whole(layout: Layout) -> Layout:
 @contextmanager
 def cluster(layout: Layout, folder: Path) -> Iterator[Path]:
     """Run an emulated cluster for a layout and join it; yield its temporary folder."""
-    with EmulatedCluster.start(
-        emulated_slices(layout), Settings(host_store_mib=512), folder=folder, imports="wan_tpu.aot.imported"
-    ) as running:
+    with EmulatedCluster.start(emulated_slices(layout), Settings(host_store_mib=512), folder=folder) as running:
         connect(running.address)
         try:
             yield running.temp

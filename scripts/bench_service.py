@@ -159,9 +159,7 @@ def simulated(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], floa
             chips=dict.fromkeys(spec.model.stages, 1),
             queue_limit=100_000,
         )
-        with EmulatedCluster.start(
-            emulated_slices(spec.layout), folder=folder / "cluster", imports="wan_tpu.aot.imported"
-        ) as cluster:
+        with EmulatedCluster.start(emulated_slices(spec.layout), folder=folder / "cluster") as cluster:
             connect(cluster.address)
             try:
                 deploy_service(settings, spec, host="127.0.0.1", port=port, ingresses=args.ingresses)

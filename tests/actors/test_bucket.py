@@ -37,24 +37,24 @@ def downloads(emulator):
     return [line for line in emulator.seen if "alt=media" in line]
 
 
-def test_the_video_is_that_of_the_folder_and_weights_are_read_where_they_are(uploaded, checkpoint, emulator, tmp_path):
+def test_the_video_is_that_of_the_folder_and_weights_are_read_where_they_are(uploaded, pipeline, emulator, tmp_path):
     emulator.seen.clear()
     assert open_spec(uploaded).tasks == ("t2v",)
     assert not [line for line in downloads(emulator) if "safetensors" in line]
     made = load_pipeline(uploaded, dtype="float32", mesh=(1, 1, 1)).generate(ASKED)
-    expected = load_pipeline(checkpoint(KIND), dtype="float32", mesh=(1, 1, 1)).generate(ASKED)
-    assert np.array_equal(made.pixels, expected.pixels)
+    assert np.array_equal(made.pixels, pipeline(KIND).generate(ASKED).pixels)
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     emulator.seen.clear()
     Checkpoint(uploaded).path("transformer")
     assert not downloads(emulator)  # all else is here
 
 
-def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(uploaded, gcs_prefix, checkpoint, tmp_path):
+def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(uploaded, gcs_prefix, pipeline, tmp_path):
+    expected = pipeline(KIND, "bfloat16").generate(ASKED).pixels
     for destination in (f"{gcs_prefix}/converted", str(tmp_path / "converted")):
         assert main(["weights", "convert", uploaded, destination]) == 0
         made = load_pipeline(destination, mesh=(1, 1, 1)).generate(ASKED)
-        assert np.array_equal(made.pixels, load_pipeline(checkpoint(KIND), mesh=(1, 1, 1)).generate(ASKED).pixels)
+        assert np.array_equal(made.pixels, expected)
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
@@ -62,7 +62,8 @@ def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(uploaded, g
 def test_a_second_start_with_the_same_bucket_compiles_nothing(gcs_prefix, emulator, checkpoint, tmp_path):
     kept = f"{gcs_prefix}/executables"
     command = [sys.executable, "-m", "actors.cli", "generate", "--model_id", checkpoint(KIND), "--executables", kept]
-    command += ["--prompt", "a cat", "--size", "32*32", "--frames", "5", "--steps", "2", "--dtype", "float32"]
+    command += ["--prompt", "a cat", "--size", "32*32", "--frames", "1", "--steps", "2", "--dtype", "float32"]
+    command += ["--guidance_scale", "1"]
     environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     videos, objects = [], []
     for name in ("first", "second"):
@@ -71,7 +72,7 @@ def test_a_second_start_with_the_same_bucket_compiles_nothing(gcs_prefix, emulat
         videos.append(video.read_bytes())
         listed = storage.Client().list_blobs("videos", prefix=f"{kept.removeprefix('gs://videos/')}/compiled/")
         objects.append({blob.name for blob in listed if blob.name.endswith("-cache")})
-    assert len(objects[0]) >= 5 and objects[0] == objects[1]
+    assert len(objects[0]) >= 4 and objects[0] == objects[1]
     assert videos[0] == videos[1]
 
 

@@ -74,7 +74,8 @@ def workers(cluster, *runtime_envs):
     command = [sys.executable, "-c", WORKERS, cluster.address, *map(json.dumps, runtime_envs)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    [said] = [line for line in done.stdout.splitlines() if line.startswith("[{")]  # Ray says something, too
+    return json.loads(said)
 
 
 def server(cluster):

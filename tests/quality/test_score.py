@@ -10,7 +10,7 @@ from scripts.demo_model.finding import smooth
 from scripts.demo_model.scenes import draw_scene, opposite, render
 from scripts.demo_model.score import SUB_SCORES, psnr, score
 
-COUNT = 24
+COUNT = 8
 FEW = 3  # enough where all must be right
 
 

@@ -57,10 +57,9 @@ def test_learning_rate_rises_and_falls():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("width", [64, 96])
-def test_a_clip_at_once_is_what_diffusers_makes_in_chunks(width):
+def test_a_clip_at_once_is_what_diffusers_makes_in_chunks():
     model = vae.new_vae()["vae"]
-    pixels = torch.rand(1, 3, 17, 64, width) * 2 - 1
+    pixels = torch.rand(1, 3, 17, 64, 96) * 2 - 1
     in_chunks = model.encode(pixels).latent_dist
     latents = in_chunks.mean
     rebuilt = model.decode(latents).sample

@@ -78,10 +78,15 @@ def apart(a, b):
     return np.sqrt(np.square(a - b).mean()) / b.std()
 
 
+@pytest.fixture(scope="module")
+def exact(checkpoint):
+    with pytest.MonkeyPatch.context() as patch:
+        return by_diffusers(checkpoint(KIND), None, patch)[1]
+
+
 @pytest.mark.parametrize("precision", EIGHT_BITS)
-def test_latents_are_those_of_diffusers_with_rounded_layers(precision, checkpoint, monkeypatch):
+def test_latents_are_those_of_diffusers_with_rounded_layers(precision, exact, checkpoint, monkeypatch):
     """With float32 in the place of bfloat16: what differs is what lies amid two numbers of 8 bits."""
-    exact = by_diffusers(checkpoint(KIND), None, monkeypatch)[1]
     noise, expected = by_diffusers(checkpoint(KIND), precision, monkeypatch)
     monkeypatch.setitem(components.DTYPES, precision, components.DTYPES["float32"])
     found = [event.latents for event in denoised(load_pipeline(checkpoint(KIND), precision, (1, 1, 1)), REQUEST, noise)]

@@ -68,7 +68,7 @@ class PaperProcessor(transformer_wan.WanAttnProcessor):
 
 
 def run_diffusers(folder, monkeypatch):
-    """Return pixels and the latents after each step, by diffusers' pipeline and its scheduler's stochastic sampling."""
+    """Return the latents after each step, by diffusers' pipeline and its scheduler's stochastic sampling."""
     pipe = diffusers.WanImageToVideoPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     for name in ("transformer", "transformer_2"):
@@ -97,23 +97,25 @@ def run_diffusers(folder, monkeypatch):
         latents.append(values["latents"].numpy().copy())
         return values
 
-    frames = pipe(
+    pipe(
         image=REQUEST.image, prompt=REQUEST.prompt, height=REQUEST.height, width=REQUEST.width,
         num_frames=REQUEST.frames, num_inference_steps=4, guidance_scale=1.0, latents=float(sigmas[0]) * start,
-        callback_on_step_end=keep, output_type="np",
-    ).frames[0]  # fmt: skip
-    return frames, latents
+        callback_on_step_end=keep, output_type="latent",
+    )  # fmt: skip
+    return latents
 
 
-def test_a_video_is_that_of_diffusers_with_the_papers_attention(checkpoint, pipeline, monkeypatch):
-    expected, latents = run_diffusers(checkpoint(KIND), monkeypatch)
-    events = []
-    video = pipeline(KIND).generate(REQUEST, on_step=events.append)
-    assert [event.stage for event in events] == ["denoise_high"] * 2 + ["denoise_low"] * 2
-    for event, wanted in zip(events, latents, strict=True):
-        assert np.abs(event.latents - wanted).max() <= TOLERANCE * np.abs(wanted).max()
-    assert video.pixels.std() > 0.05
-    assert np.abs(video.pixels - expected).max() <= 2e-3
+@pytest.fixture(scope="module")
+def steps(pipeline):
+    return denoised(pipeline(KIND), REQUEST)
+
+
+def test_latents_are_those_of_diffusers_with_the_papers_attention(checkpoint, steps, monkeypatch):
+    latents = run_diffusers(checkpoint(KIND), monkeypatch)
+    assert [step.stage for step in steps] == ["denoise_high"] * 2 + ["denoise_low"] * 2
+    for step, wanted in zip(steps, latents, strict=True):
+        assert np.abs(step.latents - wanted).max() <= TOLERANCE * np.abs(wanted).max()
+    assert steps[-1].latents.std() > 0.05
 
 
 ON_MESHES = """
@@ -122,7 +124,7 @@ import numpy as np
 from wan_tpu import GenerationRequest, load_pipeline
 request = GenerationRequest(prompt="A cat", image=sys.argv[3], height=128, width=160, frames=17, seed=3)
 found = {}
-for mesh in [(1, 1, 1), (1, 2, 2), (2, 2, 1), (1, 4, 1)]:
+for mesh in [(1, 1, 1), (1, 2, 2), (2, 2, 1)]:
     pipe = load_pipeline(sys.argv[1], dtype="float32", mesh=mesh)
     resolved = pipe.resolve(request)
     made = pipe.denoise(resolved, pipe.encode(resolved), pipe.initial_state(resolved))
@@ -138,7 +140,7 @@ def test_meshes_give_the_latents_of_one_device(checkpoint, tmp_path):
     subprocess.run(command, check=True, cwd=ROOT, env=with_devices(4), timeout=300)
     found = np.load(tmp_path / "latents.npz")
     expected = found["1x1x1"]
-    assert len(found) == 4
+    assert len(found) == 3
     for latents in found.values():
         assert np.abs(latents - expected).max() <= TOLERANCE * np.abs(expected).max()
 
@@ -177,7 +179,7 @@ def dense(checkpoint, tmp_path_factory):
     return folder
 
 
-def test_published_files_are_converted(published, dense, pipeline, tmp_path):
+def test_published_files_are_converted(published, dense, steps, tmp_path):
     (dense / "wan_tpu.json").write_text('{"defaults": {"steps": 40}}')  # of the dense model
     args = ["weights", "convert", str(dense), str(tmp_path / "turbo"), "--dtype", "float32", "--kept_blocks", "0.3"]
     assert main(args) == 2, "of nothing"
@@ -188,7 +190,7 @@ def test_published_files_are_converted(published, dense, pipeline, tmp_path):
     assert (config["attention"], config["kept_blocks"]) == ("sla", 0.3)
     ours = load_pipeline(tmp_path / "turbo", dtype="float32", mesh=(1, 1, 1))
     ours.check_components()
-    np.testing.assert_array_equal(*(denoised(one, REQUEST)[-1].latents for one in (ours, pipeline(KIND))))
+    np.testing.assert_array_equal(denoised(ours, REQUEST)[-1].latents, steps[-1].latents)
 
 
 def test_files_that_are_no_experts_are_refused(published, dense, tmp_path):

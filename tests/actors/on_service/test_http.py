@@ -128,7 +128,7 @@ def test_each_part_comes_again(online, http, part):
     def again():
         return {process.pid for process in online.processes(part)} - {process.pid for process in killed}
 
-    while not (again() and time.monotonic() - start > 10 and gap < time.monotonic() - start - 5):
+    while not (again() and time.monotonic() - start > 7 and gap < time.monotonic() - start - 5):
         assert time.monotonic() - start < 2 * SECONDS, f"no {part} comes"
         try:
             answer = http.get("/v1/models", timeout=10)

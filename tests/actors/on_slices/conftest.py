@@ -91,7 +91,9 @@ def running(spec: PipelineSpec, profiler_port: int, tmp_path_factory: pytest.Tem
         connect(cluster.address)
         try:
             chips = ray.available_resources()["TPU"]
-            deploy(spec)
+            told: list[str] = []
+            deploy(spec, tell=told.append)
+            assert all(f"{pool.name}: " in told[0] for pool in spec.layout.pools)
             made = Running(cluster, spec.layout, PipelineDriver(spec))
             yield made
             made.close()

@@ -58,22 +58,20 @@ def test_a_killed_host_then_a_hung_one(running, undisturbed):
 
 
 def test_a_killed_node(running, undisturbed):
-    made, beside = running.start("node", REQUEST), running.start("beside", REQUEST)
-    made.wait_for("denoise_low", 130)  # half-way between two snapshots
     [found] = running.slices("low")
+    made = running.start("node", REQUEST)
+    made.wait_for("denoise_low", 130)  # half-way between two snapshots
     running.cluster.kill_host(found.name, 0)
-    time.sleep(12)  # longer than a leader looks for a slice: one has given up, and the requests wait all the same
+    time.sleep(9)  # longer than a leader looks for a slice: one has given up, and the request waits all the same
     assert not made.future.done()
     running.cluster.add_host(found.name, 0)
     check(made, undisturbed, again=(1, 2 * EVERY))
-    check(beside, undisturbed, again=(0, 2 * EVERY))
 
 
 def test_a_killed_replica(running, undisturbed):
+    [leader], host = running.leaders("high"), running.host("high")  # to find them takes as long as many steps
     made, beside = running.start("replica", REQUEST), running.start("beside", REQUEST)
     made.wait_for("denoise_high", 50)
-    [leader] = running.leaders("high")
-    host = running.host("high")
     kill(leader)
     check(made, undisturbed, again=(1, 2 * EVERY))
     check(beside, undisturbed, again=(0, 2 * EVERY))
@@ -81,18 +79,18 @@ def test_a_killed_replica(running, undisturbed):
 
 
 def test_a_killed_decoder_costs_no_step(running, undisturbed):
+    [leader] = running.leaders("decoder")
     made = running.start("decoder", REQUEST)
     made.wait_for("denoise_low", ALL - 10)
-    [leader] = running.leaders("decoder")
     kill(leader)
     check(made, undisturbed)
 
 
 def test_lost_objects(running, undisturbed):
     """What one stage has made for the next dies with the encoder's leader and with the store of references."""
+    [leader] = running.leaders("encoder")
     made = running.start("objects", REQUEST)
     made.wait_for("denoise_high", 5)
-    [leader] = running.leaders("encoder")
     for process in (leader, *(p for p in running.processes() if "_RefStoreActor" in title(p))):
         kill(process)
     check(made, undisturbed, again=(0, EVERY))
@@ -106,7 +104,7 @@ def test_a_pool_grows_under_load_and_shrinks_after(running, spec):
         return PipelineDriver(spec)
 
     before = asyncio.run_coroutine_threadsafe(connect(), running.loop).result(60)
-    running.start("before", SHORT, before).video()
+    running.start("before", replace(SHORT, steps=4), before).video()
     before.close()
     made = [running.start(f"many{i}", LONG) for i in range(16)]
     wait_for(lambda: len(running.slices("high")) == 2, 90, "a second slice")
@@ -131,19 +129,17 @@ def driver_command(running, spec, folder, steps, ids):
 
 def test_a_killed_driver(running, undisturbed, spec, tmp_path):
     """Run again it makes what is missing, from where it was; meanwhile the slices may still work for the first one."""
-    command = driver_command(running, spec, tmp_path, ALL, ("cat", "dog"))
+    command = driver_command(running, spec, tmp_path, ALL, ("cat",))
     snapshots = Snapshots(spec.settings.snapshots)
     with subprocess.Popen(command, cwd=ROOT) as driver:
-        wait_for(lambda: snapshots.names("cat") or snapshots.names("dog"), 60, "a snapshot")
+        wait_for(lambda: snapshots.names("cat"), 60, "a snapshot")
         driver.kill()
     done = subprocess.run(command, cwd=ROOT, timeout=90, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "2 made" in done.stdout
+    assert "1 made" in done.stdout
     first = [int(word) for word in done.stdout.partition("first steps")[2].split()]
-    assert first[-1] > 1  # one of them went on
-    out = tmp_path / "out"
-    assert sorted(path.name for path in out.glob("*.mp4")) == ["cat.mp4", "dog.mp4"]
-    assert (out / "cat.mp4").read_bytes() == (out / "dog.mp4").read_bytes() == undisturbed
+    assert first[-1] > 1  # it went on
+    assert (tmp_path / "out" / "cat.mp4").read_bytes() == undisturbed
     assert not snapshots.names("cat")
 
 

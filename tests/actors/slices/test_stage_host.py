@@ -12,7 +12,6 @@ import pytest
 
 from actors.slices.payloads import TextEmbedding, pack, unpack
 from actors.slices.stage_host import StageHost
-from tests.actors.slices.image_request import image_request
 from tests.conftest import PHOTO, ROOT
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, UnhealthyResult
 from wan_tpu.data import DenoiseState, ImageCondition
@@ -63,20 +62,9 @@ def embedding(values):
 @pytest.mark.parametrize("what", ["latents", "pixels", "mp4"])
 def test_two_hosts_make_the_video_of_one_bit_for_bit(runs, what):
     expected = runs[1, 0][what]
+    assert expected.std() > 0.05
     for rank in (0, 1):
         assert np.array_equal(runs[2, rank][what], expected), rank
-
-
-@pytest.mark.long
-def test_two_hosts_make_the_video_of_one_device(runs, pipeline):
-    request = image_request(PHOTO)
-    events = []
-    video = pipeline(KIND).generate(request, on_step=events.append)
-    # 1e-4: float32 sums in another order, over four steps and two experts
-    latents = events[-1].latents
-    assert np.abs(runs[2, 0]["latents"] - latents).max() <= 1e-4 * np.abs(latents).max()
-    assert np.abs(runs[2, 0]["pixels"] - video.pixels).max() <= 1e-4
-    assert video.pixels.std() > 0.05
 
 
 @pytest.mark.parametrize(
