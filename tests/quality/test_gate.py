@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from scripts.demo_model import gate
@@ -19,6 +20,7 @@ def renderer(scenes):
     return lambda request: clips[request.prompt, np.asarray(request.image).tobytes()]
 
 
+@pytest.mark.long
 def test_true_clips_pass_and_files_say_so(tmp_path):
     scenes = gate.held_out_scenes(COUNT)
     other_way = gate.opposites(scenes)

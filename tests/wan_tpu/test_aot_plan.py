@@ -102,6 +102,7 @@ def test_a_job_survives_the_way_to_its_process_and_its_key_says_what_changes_it(
     assert same.digest == job.digest
 
 
+@pytest.mark.long
 def test_what_a_crash_left_half_written_is_compiled_again(tmp_path):
     job = Job("unknown", STEP, SLICE, (2, 1, 2), SETTINGS, "bfloat16")
     kept = tmp_path / f"{job.digest}.hlo.gz"

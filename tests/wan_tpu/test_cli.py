@@ -64,6 +64,7 @@ def assert_cut(record):
     assert "the model reads 512: cut after" in warning
 
 
+@pytest.mark.long
 def test_adapters_and_sigmas_stage_by_stage(checkpoint, tmp_path):
     """As in one command; stage 2 may be told others."""
     folder, out = tmp_path / "stages", tmp_path / "video.mp4"

@@ -17,19 +17,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "devices"),
-    [
-        ("padded", 2),
-        pytest.param("whole", 2, marks=pytest.mark.long),
-    ],
-)
-def test_strips_give_the_pixels_and_latents_of_an_uncut_picture(name, devices, checkpoint, tmp_path):
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_strips_give_the_pixels_and_latents_of_an_uncut_picture(name, checkpoint, tmp_path):
     out, cases = tmp_path / "results.npz", CASES[name]
     arguments = [str(argument) for kind, *rest in cases for argument in (checkpoint(kind), *rest)]
     subprocess.run(
         [sys.executable, "-m", "tests.wan_tpu.vae_worker", out, *arguments],
-        env=with_devices(devices),
+        env=with_devices(2),
         cwd=ROOT,
         check=True,
     )
