@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import ROOT, with_devices
 
 UNCUT = "1x1x1"
-# 13 columns are padded to 14 on two devices; of 3 one device of four holds nothing but padding.
+# 13 columns are padded to 14 on two devices.
 # TI2V has shortcuts and pixel patches; 6 columns divide: no padding.
 CASES = {
     "padded": [("wan2.1-t2v-1.3b", "13", f"{UNCUT},1x1x2")],

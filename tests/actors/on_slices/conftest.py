@@ -93,7 +93,7 @@ def running(spec: PipelineSpec, profiler_port: int, tmp_path_factory: pytest.Tem
             chips = ray.available_resources()["TPU"]
             told: list[str] = []
             deploy(spec, tell=told.append)
-            assert all(f"{pool.name}: " in told[0] for pool in spec.layout.pools)
+            assert all(f"{pool.name}: " in told[1] for pool in spec.layout.pools)
             made = Running(cluster, spec.layout, PipelineDriver(spec))
             yield made
             made.close()
