@@ -160,7 +160,8 @@ def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(runnin
     wait_for(lambda: set(snapshots.names("again")) - before, 20, "its snapshot")
     resumed = running.start("again", SHORT)
     assert resumed.video() == undisturbed
-    assert resumed.steps("denoise_high")[0] > 20  # snapshots are begun every twenty steps, and steps go on meanwhile
+    # Snapshots are begun every twenty steps, and steps go on meanwhile, as many as the machine makes until it is told.
+    assert all(step > 20 for step in resumed.steps("denoise_high"))
     assert not snapshots.names("again")
 
 
