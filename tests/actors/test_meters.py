@@ -16,8 +16,8 @@ from cluster.connect import connect, leave
 from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from scripts.simulation import measure, soak
-from tests.actors.api.serving import wait_for
 from tests.conftest import PHOTO
+from tests.waiting import wait_for
 from wan_tpu import GenerationRequest
 
 pytestmark = pytest.mark.long
@@ -80,7 +80,7 @@ def test_operators_see_starts_replicas_requests_batches_and_chips(tmp_path, monk
                 seen = figures()
                 return seen if seen.keys() >= SHOWN else None
 
-            seen = wait_for(shown, 60, "the figures")
+            seen = wait_for(shown, "the figures")
             shut_down(spec.settings.name)
         finally:
             leave()

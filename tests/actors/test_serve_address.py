@@ -13,8 +13,8 @@ from actors.jobs.keys import make_key
 from actors.jobs.store import open_database
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
-from tests.actors.api.serving import wait_for
 from tests.actors.on_service.conftest import LAYOUT, free_port
+from tests.waiting import wait_for
 from wan_tpu.errors import InvalidInput
 
 pytestmark = pytest.mark.long
@@ -62,7 +62,7 @@ def test_it_starts_anew_elsewhere_unless_something_runs():
 
     start_http("127.0.0.1", port)
     run_other()
-    wait_for(lambda: listens("127.0.0.1", port), 60)
+    wait_for(lambda: listens("127.0.0.1", port))
     same = controller()
     start_http("127.0.0.1", port)
     for host, other_port in (("127.0.0.2", port), ("127.0.0.1", port + 1)):
@@ -75,7 +75,7 @@ def test_it_starts_anew_elsewhere_unless_something_runs():
     start_http("127.0.0.2", port)
     assert controller() != same
     run_other()
-    wait_for(lambda: listens("127.0.0.2", port) and not listens("127.0.0.1", port), 60)
+    wait_for(lambda: listens("127.0.0.2", port) and not listens("127.0.0.1", port))
     serve.delete("other")
 
 

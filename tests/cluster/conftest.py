@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -12,6 +11,7 @@ import ray
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, EmulatedSlice
 from cluster.slice_spec import SliceSpec
+from tests.waiting import SECONDS, wait_for
 
 ONE_HOST = SliceSpec("v6e-1")
 TWO_HOSTS = SliceSpec("v5p-16")
@@ -31,9 +31,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedCluste
 def all_free(cluster: EmulatedCluster) -> Iterator[Callable[..., None]]:
     """Waits until all chips are free and the processes given are gone; done once more after the test."""
 
-    def wait(*pids: int, chips: int = CHIPS, timeout_s: float = 15) -> None:
-        wait_for(lambda: ray.available_resources().get("TPU") == chips, timeout_s, "all chips free")
-        wait_for(lambda: not any(map(psutil.pid_exists, pids)), timeout_s, f"no process of {pids}")
+    def wait(*pids: int, chips: int = CHIPS) -> None:
+        wait_for(lambda: ray.available_resources().get("TPU") == chips, "all chips free")
+        wait_for(lambda: not any(map(psutil.pid_exists, pids)), f"no process of {pids}")
 
     yield wait
     wait()
@@ -44,12 +44,5 @@ def drain(cluster: EmulatedCluster, node_id: str, seconds: float) -> None:
     command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address]
     command += ["--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
     subprocess.run(
-        [*command, "--deadline-remaining-seconds", str(seconds)], check=True, timeout=60, capture_output=True
+        [*command, "--deadline-remaining-seconds", str(seconds)], check=True, timeout=SECONDS, capture_output=True
     )
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not so after {timeout_s} s"
-        time.sleep(0.05)

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -19,8 +18,8 @@ from cluster.emulation.cluster import EmulatedCluster, EmulatedSlice, Settings
 from cluster.errors import ClusterNotFound, ClusterStartFailed
 from cluster.inventory import HostFound, SliceFound
 from cluster.slice_spec import SliceSpec
-from tests.cluster.conftest import wait_for
 from tests.conftest import ROOT
+from tests.waiting import SECONDS, wait_for
 
 ONE_POOL = """
 emulate: {devices_per_host: 2}
@@ -31,7 +30,7 @@ pools:
 
 def run(*argv):
     done = subprocess.run(
-        [sys.executable, "-m", "actors.cli", *argv], capture_output=True, text=True, cwd=ROOT, timeout=90
+        [sys.executable, "-m", "actors.cli", *argv], capture_output=True, text=True, cwd=ROOT, timeout=SECONDS
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -93,8 +92,8 @@ def test_a_cluster_ends_with_its_owner(tmp_path):
     assert "raylet" in {process.name() for process in found}
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
-    wait_for(lambda: not any(process.is_running() for process in found), 20, "all of it gone")
-    wait_for(lambda: not temp.exists(), 10, "its files gone")
+    wait_for(lambda: not any(process.is_running() for process in found), "all of it gone")
+    wait_for(lambda: not temp.exists(), "its files gone")
 
 
 @pytest.mark.parametrize(
@@ -111,12 +110,10 @@ def test_a_cluster_ends_with_its_owner(tmp_path):
     ],
 )
 def test_errors_are_one_line(argv, message, tmp_path, capsys):
-    start = time.monotonic()
     assert cli.main([*argv, "--folder", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert re.search(message, err)
-    assert time.monotonic() - start < 5
 
 
 def test_a_damaged_state_file_is_named(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster
 from tests.conftest import ROOT
+from tests.waiting import SECONDS
 
 WORKERS = textwrap.dedent(
     """
@@ -72,10 +73,10 @@ def forking(imported, tmp_path_factory):
 def workers(cluster, *runtime_envs):
     """Start a worker in each runtime_env, end the first one, and return what each has said of itself."""
     command = [sys.executable, "-c", WORKERS, cluster.address, *map(json.dumps, runtime_envs)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
-    [said] = [line for line in done.stdout.splitlines() if line.startswith("[{")]  # Ray says something, too
-    return json.loads(said)
+    said = done.stdout[done.stdout.index("[{") :]  # Ray says something, too, sometimes before the line has ended
+    return json.JSONDecoder().raw_decode(said)[0]
 
 
 def server(cluster):

@@ -18,7 +18,7 @@ from ray.serve._private.haproxy import HAProxyApi, HAProxyConfig
 from ray.serve.config import HTTPOptions
 
 from cluster.emulation import haproxy
-from tests.cluster.conftest import wait_for
+from tests.waiting import wait_for
 
 STARTER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
 
@@ -62,7 +62,7 @@ def test_it_listens_where_it_was_told_to_and_nowhere_else(written, tmp_path):
         return bool(found and found[0].net_connections("inet"))
 
     try:
-        wait_for(started, 20, "its port")
+        wait_for(started, "its port")
         assert {(c.laddr.ip, c.laddr.port) for c in found[0].net_connections("inet")} == {("127.0.0.1", port)}
         with pytest.raises(urllib.error.HTTPError, match="503") as away:  # there is no application yet
             urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/videos/one", timeout=5)
@@ -70,7 +70,7 @@ def test_it_listens_where_it_was_told_to_and_nowhere_else(written, tmp_path):
     finally:
         os.kill(starter.pid, signal.SIGKILL)
         starter.wait()
-    wait_for(lambda: not found[0].is_running() or found[0].status() == psutil.STATUS_ZOMBIE, 10, "its end")
+    wait_for(lambda: not found[0].is_running() or found[0].status() == psutil.STATUS_ZOMBIE, "its end")
 
 
 def test_an_address_has_so_many_connections_and_headers_so_much_time(written, tmp_path, monkeypatch):
@@ -80,7 +80,7 @@ def test_an_address_has_so_many_connections_and_headers_so_much_time(written, tm
     started = subprocess.Popen([start, "-db", "-f", str(file), "-dR"], stderr=subprocess.DEVNULL)
     open_ = []
     try:
-        wait_for(lambda: started.poll() is None and answers(port), 20, "its port")
+        wait_for(lambda: started.poll() is None and answers(port), "its port")
         for _ in range(30):
             open_.append(socket.create_connection(("127.0.0.1", port)))
             with contextlib.suppress(ConnectionError):
@@ -88,7 +88,7 @@ def test_an_address_has_so_many_connections_and_headers_so_much_time(written, tm
         time.sleep(0.5)
         assert sum(is_open(one) for one in open_) == 20
         assert not answers(port)
-        wait_for(lambda: not any(is_open(one) for one in open_), 15, "the end of those whose headers never came")
+        wait_for(lambda: not any(is_open(one) for one in open_), "the end of those whose headers never came")
         assert answers(port)
     finally:
         started.kill()

@@ -25,7 +25,7 @@ from cluster.layout import Layout, shipped
 from cluster.provision import kubernetes
 from cluster.provision.kubernetes import CPU_GROUP, Target
 from cluster.slice_spec import POD_TYPE
-from tests.cluster.conftest import wait_for
+from tests.waiting import wait_for
 
 TARGET = Target("wan", "videos", "registry/wan-tpu:1", "2.60.0", account="wan@p.iam.gserviceaccount.com", secret="db")
 REAL = [name for name in shipped() if not name.startswith("emulated")]
@@ -135,7 +135,7 @@ def waiting(cluster):
     threads = [threading.Thread(target=wait, args=(kind,)) for kind in MISSING]
     for thread in threads:
         thread.start()
-    wait_for(pending, 20, "their requests")
+    wait_for(pending, "their requests")
     yield found
     for thread in threads:
         thread.join()

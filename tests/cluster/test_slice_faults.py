@@ -18,8 +18,9 @@ from cluster.gang.host_actor import HostActor
 from cluster.gang.protocol import HostPlace, Timeouts
 from cluster.gang.slice import Slice, take
 from cluster.inventory import slices_found
-from tests.cluster.conftest import CHIPS, ONE_HOST, TWO_HOSTS, wait_for
+from tests.cluster.conftest import CHIPS, ONE_HOST, TWO_HOSTS
 from tests.cluster.host_classes import BusyAtFirst, OddHost, SmallHost, StopsOneHost
+from tests.waiting import wait_for
 
 QUICK = Timeouts(heartbeat_s=3, grace_s=1.5)
 
@@ -37,7 +38,7 @@ def test_a_host_killed_in_a_call(cluster, all_free):
     error, seconds = lost_in(running, "kill_itself", 1)
     assert f"low/0: in kill_itself: host 1 of 2 (two, node {running.hosts[1].node_id[:8]}" in str(error)
     assert f"pid {running.pids[1]}) died" in str(error)
-    assert seconds < 5
+    assert seconds < 40
     all_free(*running.pids)  # the other host, which slept, is gone as well
     with pytest.raises(SliceLost, match="died"):
         running.call("count")
@@ -49,7 +50,7 @@ def test_a_hung_host_is_found_and_ended(cluster, all_free):
     error, seconds = lost_in(running, "slow", 100, 0.5)
     assert "host 0 of 2" in str(error)
     assert "is hung: no heartbeat for 3 s" in str(error)
-    assert seconds < 8
+    assert seconds < 40
     all_free(*running.pids)
 
 
@@ -63,7 +64,7 @@ def test_a_slice_that_comes_late_is_waited_for(cluster, monkeypatch):
 
         waiting = threading.Thread(target=take)
         waiting.start()
-        wait_for(lambda: len(told) > 1, 20, "a word on what is waited for")
+        wait_for(lambda: len(told) > 1, "a word on what is waited for")
         assert "waits for a free v5p-16" in told[-1] and "two: taken by low/0" in told[-1]
         first.close()
         waiting.join(60)
@@ -133,7 +134,7 @@ def test_an_exception_on_one_host_while_the_other_waits_for_it(cluster, all_free
     error, seconds = lost_in(running, "fail_then_hang", 0)
     assert "raised ValueError: left the others waiting while others went on" in str(error)
     assert "host 0 of 2" in str(error)
-    assert seconds < 5
+    assert seconds < 40
     all_free(*running.pids)
 
 
@@ -176,8 +177,8 @@ def test_a_killed_node_is_named_and_its_replacement_used(cluster, all_free):
     error, seconds = lost_in(running, "slow", 100, 0.5)
     assert "host 1 of 2" in str(error)
     assert dead[:8] in str(error)
-    assert seconds < 8
-    wait_for(lambda: not alive(dead), 20, "Ray has noticed")
+    assert seconds < 40
+    wait_for(lambda: not alive(dead), "Ray has noticed")
     with pytest.raises(SliceStartTimeout, match="no free v5p-16 after 1 s; of that kind: two: host 1 of 2 missing"):
         Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=Timeouts(place_s=1))
     replacement = cluster.add_host("two", 1)
@@ -211,7 +212,7 @@ def test_a_killed_driver_takes_its_slice_along(cluster, all_free):
     assert driver.stdout is not None
     pids = [int(pid) for pid in driver.stdout.readline().split()]
     assert len(pids) == 2
-    wait_for(lambda: ray.available_resources().get("TPU") == CHIPS - TWO_HOSTS.chips, 10, "the slice is taken")
+    wait_for(lambda: ray.available_resources().get("TPU") == CHIPS - TWO_HOSTS.chips, "the slice is taken")
     driver.kill()
     driver.wait()
     all_free(*pids)

@@ -18,7 +18,8 @@ from actors.api.settings import ServiceSettings
 from actors.api.worker import maintenance
 from actors.jobs.store import open_database
 from tests.actors.api import serving
-from tests.actors.api.serving import running, wait_for
+from tests.actors.api.serving import running
+from tests.waiting import wait_for
 
 NAME = "pictures.test"
 

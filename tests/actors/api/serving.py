@@ -20,6 +20,7 @@ from actors.api.worker.tools import Tools
 from actors.engine import GeneratedVideo
 from actors.observe.span import Span
 from actors.slices.snapshots import Snapshots
+from tests.waiting import wait_for
 from wan_tpu.families.wan.presets import PRESETS
 from wan_tpu.families.wan.spec import WanSpec
 from wan_tpu.media.video import VideoWriter
@@ -146,21 +147,13 @@ def working(settings: ServiceSettings, engine, *, name="worker-1", traces=None):
     tools.database.close()
 
 
-def wait_for(found, seconds=20.0, what="it"):
-    give_up = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < give_up, f"{what} doesn't come"
-        time.sleep(0.02)
-    return value
-
-
 def create(http, headers=None, **fields):
     return http.post("/v1/videos", json={"prompt": "a cat", **fields}, headers=headers or {})
 
 
-def done(http, job, seconds=20.0):
+def done(http, job):
     def ended():
         video = http.get(f"/v1/videos/{job}").json()
         return video["status"] in ("completed", "failed") and video
 
-    return wait_for(ended, seconds, "the end of the job")
+    return wait_for(ended, "the end of the job")

@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.actors.api.serving import served, wait_for, working
+from tests.actors.api.serving import served, working
+from tests.waiting import wait_for
 
 FEW = 10  # made up for each operation
 MANY = int(os.environ.get("WAN_TPU_EXAMPLES", 100))  # in the long tests; 700 are more than 5,000 requests

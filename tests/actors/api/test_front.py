@@ -15,11 +15,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from actors.api.http.front import Front, middlewares
 from actors.api.limits import Limits
 from cluster.provision import haproxy
-from tests.actors.api.serving import listening, wait_for
+from tests.actors.api.serving import listening
 from tests.actors.api.test_hostile import Sent
 from tests.actors.on_service.conftest import free_port
 from tests.actors.on_slices.running import title
 from tests.conftest import ROOT
+from tests.waiting import wait_for
 
 LIMITS = Limits(image_bytes=750_000, bodies_bytes=4_000_000, bodies=3, body_s=2.0, body_rate=1e6)  # a body: 2 MB
 
@@ -173,12 +174,12 @@ def test_serves_own_proxy_holds_no_more_of_bodies_than_its_limits(tmp_path):
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
             assert serving.stdout.readline() == b"listens\n"
-            wait_for(lambda: code(http.get("/")) == (503, "unavailable"), 60)
+            wait_for(lambda: code(http.get("/")) == (503, "unavailable"))
             serving.stdin.write(b"go on\n")
             serving.stdin.flush()
             assert serving.stdout.readline() == b"serves\n"
             image = bytes(20_000_000)
-            wait_for(lambda: http.post("/", content=image).text == "20000000", 60)
+            wait_for(lambda: http.post("/", content=image).text == "20000000")
             assert code(http.post("/", content=bytes(28_000_000))) == (413, "too_large")
             children = psutil.Process(serving.pid).children(recursive=True)
             two = [one for one in children if re.match("ray::(ProxyActor|ServeReplica:sizes)", title(one))]

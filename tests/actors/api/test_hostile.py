@@ -24,9 +24,10 @@ from actors.jobs.keys import KeyLimits, list_keys, make_key, revoke_key
 from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
 from tests.actors.api.conftest import NAME
-from tests.actors.api.serving import create, done, served, wait_for, working
+from tests.actors.api.serving import create, done, served, working
 from tests.actors.jobs.test_store import ask
 from tests.conftest import PHOTO
+from tests.waiting import wait_for
 
 
 @pytest.fixture

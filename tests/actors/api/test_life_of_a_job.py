@@ -24,8 +24,9 @@ from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
 from actors.observe.logs import JsonFormatter
 from actors.slices.snapshots import Snapshots
-from tests.actors.api.serving import create, done, served, wait_for, working
+from tests.actors.api.serving import create, done, served, working
 from tests.conftest import PHOTO, ROOT
+from tests.waiting import wait_for
 
 
 def test_events_agree_with_polling(http, worker, engine):
@@ -48,7 +49,7 @@ def test_events_agree_with_polling(http, worker, engine):
             elif line.startswith("data: "):
                 seen[-1].append(json.loads(line.removeprefix("data: ")))
                 if seen[-1][1]["step"]:  # it waits there until both have seen it
-                    wait_for(lambda: any(video["step"] for video in polled), what="a step")
+                    wait_for(lambda: any(video["step"] for video in polled), "a step")
                     engine.go.set()
     polling.join()
     names, videos = zip(*seen, strict=True)
@@ -200,7 +201,7 @@ def test_jobs_that_wait_for_a_compiler_are_counted(http, worker, engine):
     engine.compile_s = 90.0
     video = done(http, create(http).json()["id"])
     assert sum(video["stage_seconds"].values()) < 90  # which is what the job computes
-    text = wait_for(lambda: "wan_compile_seconds_count{" in (t := http.get("/metrics").text) and t, 30)
+    text = wait_for(lambda: "wan_compile_seconds_count{" in (t := http.get("/metrics").text) and t)
     [family] = [f for f in text_string_to_metric_families(text) if f.name == "wan_compile_seconds"]
     sums = {(s.labels["pool"], s.labels["stage"]): s.value for s in family.samples if s.name.endswith("_sum")}
     assert sums == {("high", "denoise_high"): 90.0}
@@ -211,7 +212,7 @@ def test_the_dashboard_asks_for_figures_that_there_are(http, worker, engine):
     engine.compile_s = 90.0
     done(http, create(http).json()["id"])
     there = ("wan_jobs_ended_total{", "wan_compile_seconds_count{")
-    text = wait_for(lambda: all(name in (t := http.get("/metrics").text) for name in there) and t, 30)
+    text = wait_for(lambda: all(name in (t := http.get("/metrics").text) for name in there) and t)
     families = list(text_string_to_metric_families(text))
     labels = {sample.name: set() for family in families for sample in family.samples}
     for family in families:

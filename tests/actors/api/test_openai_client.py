@@ -13,8 +13,9 @@ from PIL import Image
 
 from actors.errors import RequestFailed
 from actors.jobs.keys import KeyLimits, limit_key, make_key
-from tests.actors.api.serving import MODEL, create, done, served, wait_for, working
+from tests.actors.api.serving import MODEL, create, done, served, working
 from tests.conftest import PHOTO
+from tests.waiting import wait_for
 
 
 def frames_of(mp4):

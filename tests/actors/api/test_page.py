@@ -12,8 +12,9 @@ import pytest
 
 from actors.api.catalogue import Catalogue
 from actors.jobs.keys import make_key
-from tests.actors.api.serving import SPEC, create, served, wait_for, working
+from tests.actors.api.serving import SPEC, create, served, working
 from tests.conftest import PHOTO
+from tests.waiting import wait_for
 from wan_tpu.families import preset_spec
 from wan_tpu.lora import Lora
 from wan_tpu.request import Own, Preset

@@ -18,8 +18,9 @@ from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from actors.storage.local import LocalStorage
 from tests.actors.api import serving
-from tests.actors.api.serving import create, done, served, wait_for
+from tests.actors.api.serving import create, done, served
 from tests.conftest import PHOTO
+from tests.waiting import wait_for
 from wan_tpu.families import preset_spec
 
 

@@ -14,7 +14,8 @@ from actors.api.outbound.webhook import read_secret
 from actors.jobs.deliveries import Deliveries
 from actors.jobs.keys import make_key
 from tests.actors.api.conftest import NAME, OK
-from tests.actors.api.serving import create, done, served, wait_for, working
+from tests.actors.api.serving import create, done, served, working
+from tests.waiting import wait_for
 from wan_tpu.errors import InvalidInput
 
 NO = b"HTTP/1.1 503 Later\r\nContent-Length: 0\r\n\r\n"
@@ -119,5 +120,5 @@ def test_receivers_that_never_answer_hold_up_those_of_their_key_alone(hooked, ho
             create(http, mallory, webhook_url=f"https://{NAME}:{hook.port}/never")
         wait_for(lambda: len(hook.requests) == 4)
         create(http, ann, webhook_url=f"https://{NAME}:{hook.port}/ann")
-        wait_for(lambda: any(request.startswith(b"POST /ann") for request in hook.requests), 10)
+        wait_for(lambda: any(request.startswith(b"POST /ann") for request in hook.requests))
         assert len(hook.requests) == 5

@@ -26,9 +26,9 @@ from actors.jobs.values import JobSettings
 from cluster.gang.protocol import Timeouts
 from scripts.simulation import soak
 from scripts.simulation.simulated import simulated_video
-from tests.actors.api.serving import wait_for
 from tests.actors.on_service.conftest import deployed
 from tests.conftest import STAGES
+from tests.waiting import wait_for
 from wan_tpu.request import GenerationRequest
 
 pytestmark = pytest.mark.soak
@@ -37,7 +37,6 @@ JOBS = int(os.environ.get("WAN_TPU_CHAOS_JOBS", "90"))  # at least: they are sen
 KILLS = int(os.environ.get("WAN_TPU_CHAOS_KILLS", str(min(8, JOBS // 15))))
 A_SECOND = 3.0  # jobs are sent
 EVERY_S = 4.0  # something is killed
-SECONDS = 300.0  # for all to be done, once the killing has ended
 # What is killed, by the titles of its processes; each comes up again by itself, but for a node and the application.
 TITLES = {
     "ingress": ("Ingress",),
@@ -156,7 +155,7 @@ def test_nothing_is_lost_and_nothing_done_twice(online):
         counts = online.counts()
         return counts["queued"] + counts["in_progress"] == 0
 
-    wait_for(left, SECONDS, "the last job")
+    wait_for(left, "the last job")
     print(f"all ended after {time.monotonic() - start:.0f} s: {online.counts()}")
     assert online.counts() == {"queued": 0, "in_progress": 0, "completed": len(jobs), "failed": 0}
     for job, fields in jobs.items():

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import time
@@ -11,21 +12,21 @@ import httpx
 import psutil
 import pytest
 
-from tests.actors.api.serving import done, wait_for
+from tests.actors.api.serving import done
 from tests.actors.on_slices.running import title
 from tests.conftest import PHOTO
+from tests.waiting import SECONDS, wait_for
 
 pytestmark = pytest.mark.long
 
 JOB = {"num_frames": "9", "num_inference_steps": "2", "prompt": "a cat", "size": "64x64"}
 LOOPBACK = ("127.0.0.1", "::ffff:127.0.0.1")
 PARTS = ("haproxy", "HAProxyManager", "ProxyActor", "ServeController", "Ingress")
-SECONDS = 60  # for what died to be there again, and for programs to be compiled
 
 
 @pytest.fixture
 def http(online):
-    with httpx.Client(base_url=online.address, timeout=30) as made:
+    with httpx.Client(base_url=online.address, timeout=SECONDS) as made:
         yield made
 
 
@@ -33,7 +34,7 @@ def http(online):
 def connected(online):
     """Return a connection, to write requests by hand."""
     with contextlib.ExitStack() as stack:
-        yield lambda: stack.enter_context(socket.create_connection(("127.0.0.1", online.port), timeout=60))
+        yield lambda: stack.enter_context(socket.create_connection(("127.0.0.1", online.port), timeout=SECONDS))
 
 
 def listening(process):
@@ -82,17 +83,16 @@ def test_slow_clients_hold_nobody_up(http, connected):
         one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
     start = time.monotonic()
     assert http.get("/health").status_code == 200
-    assert time.monotonic() - start < 5
+    assert not select.select(slow, [], [], 0)[0]  # it was answered before anyone was given up
     assert {one.recv(30)[:12] for one in slow} == {b"HTTP/1.1 408"}
-    assert 8 < time.monotonic() - start < 30
+    assert time.monotonic() - start > 8
 
 
 def test_who_hangs_up_leaves_nothing_behind(online, http, connected):
     [ingress] = online.processes("Ingress")
-    made = http.post(
-        "/v1/videos", files={"input_reference": PHOTO.read_bytes()}, data=JOB | {"num_inference_steps": "900"}
-    )
-    job = made.json()["id"]
+    long = {"files": {"input_reference": PHOTO.read_bytes()}, "data": JOB | {"num_inference_steps": "1000"}}
+    jobs = [http.post("/v1/videos", **long).json()["id"] for _ in range(5)]
+    job = jobs[-1]  # which the others keep from ending
     before = len(ingress.net_connections("inet"))
     following = [connected() for _ in range(50)]
     for one in following:
@@ -101,13 +101,14 @@ def test_who_hangs_up_leaves_nothing_behind(online, http, connected):
     assert len(ingress.net_connections("inet")) > max(50, before + 20)  # some of those before had nothing to do
     for one in following:
         one.close()
-    wait_for(lambda: len(ingress.net_connections("inet")) < before + 10, SECONDS, "the end of connections")
-    http.post(f"/v1/videos/{job}/cancel")
+    wait_for(lambda: len(ingress.net_connections("inet")) < before + 10, "the end of connections")
+    for job in jobs:
+        http.post(f"/v1/videos/{job}/cancel")
 
 
 def test_parts_of_a_video(online, http):
     made = http.post("/v1/videos", files={"input_reference": PHOTO.read_bytes()}, data=JOB).json()
-    ended = done(http, made["id"], SECONDS)
+    ended = done(http, made["id"])
     assert ended["status"] == "completed", ended["error"]
     whole = http.get(f"/v1/videos/{made['id']}/content")
     part = http.get(f"/v1/videos/{made['id']}/content", headers={"Range": "bytes=100-199"})
@@ -119,7 +120,7 @@ def test_parts_of_a_video(online, http):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_each_part_comes_again(online, http, part):
-    wait_for(lambda: up(online, http), SECONDS, "the whole service")
+    wait_for(lambda: up(online, http), "the whole service")
     killed = online.processes(part)
     for process in killed:
         os.kill(process.pid, signal.SIGKILL)
@@ -131,7 +132,7 @@ def test_each_part_comes_again(online, http, part):
     while not (again() and time.monotonic() - start > 7 and gap < time.monotonic() - start - 5):
         assert time.monotonic() - start < 2 * SECONDS, f"no {part} comes"
         try:
-            answer = http.get("/v1/models", timeout=10)
+            answer = http.get("/v1/models")
             if answer.status_code == 200:
                 time.sleep(0.05)
                 continue
@@ -144,7 +145,6 @@ def test_each_part_comes_again(online, http, part):
     for status, after, text in answers:  # a 404 would say that there are no such jobs
         assert (status, bool(after), text[:8]) == (503, True, '{"error"'), (status, after, text)
     assert part in ("haproxy", "HAProxyManager", "Ingress") or missed == 0
-    assert gap < 20
 
 
 def up(online, http):

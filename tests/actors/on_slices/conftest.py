@@ -21,8 +21,8 @@ from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.gang.protocol import Timeouts
 from cluster.layout import Layout
 from tests.actors.on_slices.running import Running, in_one_process
-from tests.cluster.conftest import wait_for
 from tests.conftest import PHOTO, ROOT
+from tests.waiting import wait_for
 from wan_tpu import GenerationRequest
 from wan_tpu.families import open_spec
 
@@ -98,9 +98,9 @@ def running(spec: PipelineSpec, profiler_port: int, tmp_path_factory: pytest.Tem
             yield made
             made.close()
             shut_down(spec.settings.name)
-            wait_for(lambda: ray.available_resources().get("TPU") == chips, 20, "all chips are free")
-            wait_for(lambda: not made.all_hosts(), 20, "no process of a host is left")
-            wait_for(lambda: not any(map(made.leaders, ("encoder", "high", "low", "decoder"))), 20, "no leader")
+            wait_for(lambda: ray.available_resources().get("TPU") == chips, "all chips are free")
+            wait_for(lambda: not made.all_hosts(), "no process of a host is left")
+            wait_for(lambda: not any(map(made.leaders, ("encoder", "high", "low", "decoder"))), "no leader")
         finally:
             leave()
 

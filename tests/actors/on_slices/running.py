@@ -25,9 +25,8 @@ from cluster.emulation.cluster import EmulatedCluster
 from cluster.inventory import SliceFound, slices_found
 from cluster.layout import Layout
 from tests.conftest import ROOT
+from tests.waiting import SECONDS
 from wan_tpu import GenerationRequest
-
-SECONDS = 300  # that anything may take on a busy machine, a slice lost and built again included
 
 
 class Made:
@@ -52,8 +51,9 @@ class Made:
         """Return the first span of a stage, or of its step: what comes next is under way."""
 
         def found() -> Span | None:
-            assert not self.future.done(), f"{self.id} has ended: {self.future.exception() or 'done'}"
-            return next((s for s in self.spans if s.stage == stage and step in (None, s.step)), None)
+            span = next((s for s in self.spans if s.stage == stage and step in (None, s.step)), None)
+            assert span or not self.future.done(), f"{self.id} has ended: {self.future.exception() or 'done'}"
+            return span
 
         with self.told:
             assert self.told.wait_for(found, SECONDS), f"{stage} {step} of {self.id} doesn't come"

@@ -18,8 +18,8 @@ from actors.pipeline.driver import PipelineDriver
 from actors.slices.snapshots import Snapshots
 from tests.actors.on_slices.conftest import REQUEST, SHORT
 from tests.actors.on_slices.running import kill, title
-from tests.cluster.conftest import wait_for
 from tests.conftest import PHOTO, ROOT
+from tests.waiting import SECONDS, wait_for
 
 pytestmark = pytest.mark.long
 
@@ -37,14 +37,20 @@ def check(made, video, *, again=(0, 0)):
     assert again[0] <= repeated <= again[1], repeated
 
 
+def slices_of(made, stage):
+    return {span.slice for span in made.spans if span.stage == stage}
+
+
 def test_a_killed_host_then_a_hung_one(running, undisturbed):
     """Two losses under one request are too many for its two attempts, but for the progress made in between."""
+    victim = running.host("low", 1)  # to find one takes as long as many steps
     made = running.start("hosts", REQUEST)
     made.wait_for("denoise_low", 90)
-    kill(running.host("low", 1))
+    kill(victim)
     beside = running.start("beside", REQUEST)  # which may not get on between the two, and has two attempts as well
-    made.wait_for("denoise_low", 150)
+    wait_for(lambda: len(slices_of(made, "denoise_low")) == 2, "another slice goes on")
     stopped = running.host("low", 0)
+    made.wait_for("denoise_low", 120)
     os.kill(stopped.pid, signal.SIGSTOP)
     back = threading.Timer(60, lambda: stopped.is_running() and stopped.send_signal(signal.SIGCONT))
     back.daemon = True
@@ -54,13 +60,13 @@ def test_a_killed_host_then_a_hung_one(running, undisturbed):
     assert not stopped.is_running()  # long before it would have gone on
     back.cancel()
     assert Counter(made.steps("denoise_high")).total() == HIGH
-    assert len({span.slice for span in made.spans if span.stage == "denoise_low"}) == 3
+    assert len(slices_of(made, "denoise_low")) == 3
 
 
 def test_a_killed_node(running, undisturbed):
     [found] = running.slices("low")
     made = running.start("node", REQUEST)
-    made.wait_for("denoise_low", 130)  # half-way between two snapshots
+    made.wait_for("denoise_low", 90)  # half-way between two snapshots
     running.cluster.kill_host(found.name, 0)
     time.sleep(9)  # longer than a leader looks for a slice: one has given up, and the request waits all the same
     assert not made.future.done()
@@ -69,9 +75,9 @@ def test_a_killed_node(running, undisturbed):
 
 
 def test_a_killed_replica(running, undisturbed):
-    [leader], host = running.leaders("high"), running.host("high")  # to find them takes as long as many steps
+    [leader], host = running.leaders("high"), running.host("high")
     made, beside = running.start("replica", REQUEST), running.start("beside", REQUEST)
-    made.wait_for("denoise_high", 50)
+    made.wait_for("denoise_high", 45)
     kill(leader)
     check(made, undisturbed, again=(1, 2 * EVERY))
     check(beside, undisturbed, again=(0, 2 * EVERY))
@@ -89,9 +95,10 @@ def test_a_killed_decoder_costs_no_step(running, undisturbed):
 def test_lost_objects(running, undisturbed):
     """What one stage has made for the next dies with the encoder's leader and with the store of references."""
     [leader] = running.leaders("encoder")
+    stores = [process for process in running.processes() if "_RefStoreActor" in title(process)]
     made = running.start("objects", REQUEST)
     made.wait_for("denoise_high", 5)
-    for process in (leader, *(p for p in running.processes() if "_RefStoreActor" in title(p))):
+    for process in (leader, *stores):
         kill(process)
     check(made, undisturbed, again=(0, EVERY))
     assert sum(span.stage == "encoder" and span.what == "compute" for span in made.spans) > 3  # prompts and image
@@ -103,38 +110,36 @@ def test_a_pool_grows_under_load_and_shrinks_after(running, spec):
     async def connect():
         return PipelineDriver(spec)
 
-    before = asyncio.run_coroutine_threadsafe(connect(), running.loop).result(60)
+    before = asyncio.run_coroutine_threadsafe(connect(), running.loop).result(SECONDS)
     running.start("before", replace(SHORT, steps=4), before).video()
     before.close()
     made = [running.start(f"many{i}", LONG) for i in range(16)]
-    wait_for(lambda: len(running.slices("high")) == 2, 90, "a second slice")
-    wait_for(
-        lambda: len({s.slice for one in made for s in one.spans if s.stage == "denoise_high"}) == 2, 90, "it works"
-    )
+    wait_for(lambda: len(running.slices("high")) == 2, "a second slice")
+    wait_for(lambda: len(set().union(*(slices_of(one, "denoise_high") for one in made))) == 2, "it works")
     for one in made:
         one.cancel()
-    wait_for(lambda: len(running.slices("high")) == 1, 90, "it is given back")
+    wait_for(lambda: len(running.slices("high")) == 1, "it is given back")
     with pytest.raises(BaseException):  # noqa: B017, PT011
         made[-1].video()
 
 
-def driver_command(running, spec, folder, steps, ids):
+def driver_command(running, spec, folder, id, size, steps):
     """Return the command of a batch in a process of its own."""
     (folder / "told.pickle").write_bytes(pickle.dumps(spec))
-    line = {"prompt": REQUEST.prompt, "height": 64, "width": 64, "frames": 9, "steps": steps, "image": str(PHOTO)}
-    (folder / "manifest.jsonl").write_text("".join(json.dumps(line | {"id": i}) + "\n" for i in ids))
+    line = {"id": id, "prompt": REQUEST.prompt, "height": size, "width": size, "frames": 9, "steps": steps}
+    (folder / "manifest.jsonl").write_text(json.dumps(line | {"image": str(PHOTO)}))
     command = [sys.executable, "-m", "tests.actors.on_slices.batch_driver", running.cluster.address]
     return command + [str(folder / name) for name in ("told.pickle", "manifest.jsonl", "out")]
 
 
 def test_a_killed_driver(running, undisturbed, spec, tmp_path):
     """Run again it makes what is missing, from where it was; meanwhile the slices may still work for the first one."""
-    command = driver_command(running, spec, tmp_path, ALL, ("cat",))
+    command = driver_command(running, spec, tmp_path, "cat", 64, ALL)
     snapshots = Snapshots(spec.settings.snapshots)
     with subprocess.Popen(command, cwd=ROOT) as driver:
-        wait_for(lambda: snapshots.names("cat"), 60, "a snapshot")
+        wait_for(lambda: snapshots.names("cat"), "a snapshot")
         driver.kill()
-    done = subprocess.run(command, cwd=ROOT, timeout=90, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, timeout=SECONDS, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "1 made" in done.stdout
     first = [int(word) for word in done.stdout.partition("first steps")[2].split()]
@@ -144,12 +149,12 @@ def test_a_killed_driver(running, undisturbed, spec, tmp_path):
 
 
 def test_a_killed_driver_s_slices_are_soon_free(running, spec, tmp_path):
-    command = driver_command(running, spec, tmp_path, 5 * ALL, ("long",))
+    command = driver_command(running, spec, tmp_path, "long", 256, 5 * ALL)  # long after its driver is seen to be gone
     snapshots = Snapshots(spec.settings.snapshots)
     with subprocess.Popen(command, cwd=ROOT) as driver:
-        wait_for(lambda: snapshots.names("long"), 60, "a snapshot")
+        wait_for(lambda: snapshots.names("long"), "a snapshot")
         driver.kill()
-    wait_for(lambda: not running.ask("high", "held"), 60, "the slice is free")
+    wait_for(lambda: not running.ask("high", "held"), "the slice is free")
     reached = max(int(name.split(".")[-2]) for name in snapshots.names("long"))
     assert reached < 5 * HIGH  # it wasn't free because all was done
     snapshots.delete("long")

@@ -14,7 +14,7 @@ from actors.slices.payloads import EncodedVideo, Payload, TextEmbedding, mp4, pa
 from actors.slices.references import RefStore
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, Settings
-from tests.cluster.conftest import wait_for
+from tests.waiting import wait_for
 from wan_tpu.data import DenoiseState, ImageCondition
 
 RNG = np.random.default_rng(0)
@@ -132,7 +132,7 @@ def test_what_is_adopted_outlives_the_leader_that_made_it(store):
 
     scope.drop(dropped)
     ray.kill(leader)
-    wait_for(is_lost, 20, "it goes with its owner")
+    wait_for(is_lost, "it goes with its owner")
     with pytest.raises(InputLost):
         asyncio.run(found(dropped))
     [value] = asyncio.run(found(kept))

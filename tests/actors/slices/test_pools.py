@@ -17,10 +17,10 @@ from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.layout import Layout
 from tests.actors.on_slices.running import in_one_process
 from tests.conftest import PHOTO
+from tests.waiting import SECONDS
 from wan_tpu import GenerationRequest
 from wan_tpu.families import open_spec
 
-SECONDS = 150
 LAYOUT = """
 emulate: {devices_per_host: 1}
 pools:

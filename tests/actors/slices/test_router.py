@@ -22,8 +22,8 @@ from cluster.gang.protocol import Timeouts
 from cluster.layout import Layout
 from scripts.simulation import measure
 from scripts.simulation.simulated import MODEL, Planned
-from tests.cluster.conftest import wait_for
 from tests.conftest import PHOTO, STAGES
+from tests.waiting import wait_for
 from wan_tpu import GenerationRequest
 
 SLICES = 3
@@ -135,7 +135,7 @@ def test_a_slice_that_fails_everybody_or_hangs_is_replaced_and_costs_no_request(
     mark.touch()
     try:
         slices_of(running, *[dataclasses.replace(REQUEST, seed=seed) for seed in range(3 * SLICES)])  # all are made
-        wait_for(lambda: not ill.is_running(), 20, "the end of its host")
+        wait_for(lambda: not ill.is_running(), "the end of its host")
     finally:
         mark.unlink()
     wait_until_up(spec, print)

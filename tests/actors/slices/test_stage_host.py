@@ -13,12 +13,12 @@ import pytest
 from actors.slices.payloads import TextEmbedding, pack, unpack
 from actors.slices.stage_host import StageHost
 from tests.conftest import PHOTO, ROOT
+from tests.waiting import SECONDS
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, UnhealthyResult
 from wan_tpu.data import DenoiseState, ImageCondition
 from wan_tpu.errors import DoesNotFit
 
 KIND = "wan2.2-i2v-a14b"
-SECONDS = 900  # both runs take 50 s on two idle cores, and six times as long beside much else
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ from cluster.slice_spec import SliceSpec
 from scripts.simulation import soak
 from tests.cluster.conftest import drain
 from tests.conftest import PHOTO, ROOT
+from tests.waiting import SECONDS
 
 pytestmark = pytest.mark.long
 
-SECONDS = 120
 LAYOUT = Layout.parse(
     """
 emulate: {devices_per_host: 1}
@@ -109,7 +109,7 @@ def test_it_passes_all_that_wait_though_the_slice_is_full(running):
 
     async def run():
         making = Making(spec)
-        making.start("low0", 0, 60)
+        making.start("low0", 0, 100)
         await making.until(lambda: making.steps("low0"), "low0 steps")
         for i in range(1, 6):  # more than the slice takes
             making.start(f"low{i}", i, 5)
@@ -121,7 +121,7 @@ def test_it_passes_all_that_wait_though_the_slice_is_full(running):
     making = within(run())
     assert making.ended[:2] == ["urgent", "low0"]
     for i in range(6):
-        assert numbers(making.steps(f"low{i}")) == list(range(1, 6 if i else 61))
+        assert numbers(making.steps(f"low{i}")) == list(range(1, 6 if i else 101))
     urgent = making.steps("urgent")
     assert numbers(urgent) == list(range(1, 11))
     begun, ended = urgent[0].start_s, urgent[-1].end_s
@@ -137,7 +137,7 @@ def test_what_is_cancelled_while_it_is_paused_goes_on_from_there_later(running):
         making = Making(spec)
         making.start("low", 1, 40)
         await making.until(lambda: len(making.steps("low")) >= 5, "low steps")
-        making.start("urgent", 2, 30, priority=1)
+        making.start("urgent", 2, 1000, priority=1)
         await making.until(lambda: making.steps("urgent"), "urgent steps")
         kept = Snapshots(spec.settings.snapshots)
 
@@ -155,12 +155,12 @@ def test_what_is_cancelled_while_it_is_paused_goes_on_from_there_later(running):
         await making.until(gone, "its arrays are dropped")
         assert not making.tasks["urgent"].done()
         making.start("low", 1, 40)
-        await asyncio.gather(*making.tasks.values())
+        making.tasks["urgent"].cancel()
+        await making.tasks["low"]
         return making
 
     making = within(run())
     assert numbers(making.steps("low")) == list(range(1, 41))
-    assert numbers(making.steps("urgent")) == list(range(1, 31))
 
 
 def test_one_whose_driver_died_is_dropped_while_it_is_paused(running):
@@ -175,7 +175,7 @@ def test_one_whose_driver_died_is_dropped_while_it_is_paused(running):
                 return "abandoned" in await making.held()
 
             await making.until(begun, "the other driver's request is there")
-            making.start("urgent", 2, 300, priority=1)
+            making.start("urgent", 2, 1000, priority=1)
             await making.until(lambda: making.steps("urgent"), "urgent steps")
             assert await making.held() == {"abandoned", "urgent"}
         finally:
