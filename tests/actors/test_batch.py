@@ -206,8 +206,10 @@ def start(tmp_path, output, *, seconds, lines, more=(), through=()):
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("kind", ["folder", "gs"])
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [*(("folder", number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)), ("gs", signal.SIGKILL)],
+)
 def test_stopped_drivers_are_resumed(tmp_path, request, kind, number):
     stop_and_resume(tmp_path, request, kind, number)
 

@@ -51,10 +51,14 @@ def test_the_video_is_that_of_the_folder_and_weights_are_read_where_they_are(upl
 
 def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(uploaded, gcs_prefix, pipeline, tmp_path):
     expected = pipeline(KIND, "bfloat16").generate(ASKED).pixels
-    for destination in (f"{gcs_prefix}/converted", str(tmp_path / "converted")):
+    there, here = f"{gcs_prefix}/converted", tmp_path / "converted"
+    for destination in (there, str(here)):
         assert main(["weights", "convert", uploaded, destination]) == 0
-        made = load_pipeline(destination, mesh=(1, 1, 1)).generate(ASKED)
-        assert np.array_equal(made.pixels, expected)
+    made = load_pipeline(there, mesh=(1, 1, 1)).generate(ASKED)
+    assert np.array_equal(made.pixels, expected)
+    objects = open_storage(there)
+    files = {str(path.relative_to(here)): path.read_bytes() for path in here.rglob("*") if path.is_file()}
+    assert files == {name: objects.read(name) for name in objects.list()}
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 

@@ -88,9 +88,7 @@ CALLS = {
 
 
 # In bfloat16 what differs is the normalised input and the rounding of the result: with and without a second norm.
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float32") for name in CALLS), *((name, "bfloat16") for name in list(CALLS)[:2])]
-)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in CALLS), (next(iter(CALLS)), "bfloat16")])
 def test_causal_conv_is_torchs(name, dtype, monkeypatch):
     monkeypatch.setattr(shapes, "PIXELS", 32)  # several tiles, and several products in each
     monkeypatch.setattr(shapes, "PIXELS_AT_ONCE", 16)

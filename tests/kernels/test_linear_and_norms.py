@@ -79,8 +79,7 @@ def test_linear_takes_and_gives_columns_in_groups():
         close(function((x,), weight, bias), expected, 2e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [64, 50, 5])
+@pytest.mark.parametrize(("rows", "dtype"), [(64, "float32"), (50, "float32"), (5, "float32"), (50, "bfloat16")])
 def test_layer_norm_is_torchs(rows, dtype):
     x, scale, shift = normal(0, rows, 256, dtype=dtype) * 3 + 1, normal(1, 2, 256), normal(2, 2, 256)
     normed = torch.nn.functional.layer_norm(torch.from_numpy(np.array(x, np.float64)), (256,), eps=1e-6).numpy()
@@ -91,8 +90,7 @@ def test_layer_norm_is_torchs(rows, dtype):
             close(function(x, scale, shift, eps=1e-6, first_rows=first_rows), expected, DTYPES[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [64, 50, 5])
+@pytest.mark.parametrize(("rows", "dtype"), [(64, "float32"), (50, "float32"), (5, "float32"), (50, "bfloat16")])
 def test_rms_norm_rope_rotates_pairs_half_a_head_apart(rows, dtype):
     heads, width = 4, 128
     x, weight = normal(0, rows, heads * width, dtype=dtype), normal(1, heads * width)
@@ -109,16 +107,14 @@ def test_rms_norm_rope_rotates_pairs_half_a_head_apart(rows, dtype):
         close(np.concatenate([first, second], axis=1), rotated, DTYPES[dtype])
 
 
-HEADS = [(12, 64), (4, 128), (16, 32), (6, 64), (10, 16)]
+HEADS = [(12, 64), (4, 128), (6, 64), (10, 16), (16, 32)]
 
 
 @pytest.mark.parametrize(
     ("heads", "width", "kind", "dtype"),
     [
-        *((*heads, "layer", "float32") for heads in HEADS),
-        *((*heads, "rms", "bfloat16") for heads in HEADS[:3]),
-        (*HEADS[0], "layer", "bfloat16"),
-        (*HEADS[0], "rms", "float32"),
+        *((*heads, "layer", "float32") for heads in HEADS[:-1]),
+        *((*heads, "rms", "bfloat16") for heads in (HEADS[0], HEADS[-1])),
     ],
 )
 def test_head_norm_rope_is_torchs_norm_of_each_head(heads, width, kind, dtype):

@@ -15,7 +15,7 @@ from wan_tpu import load_pipeline as load_ours
 from wan_tpu.families import open_spec
 from wan_tpu.lora import Lora
 
-SCENES = [draw_zigzag(gate.SEED, i, held_out=True, width=64) for i in range(4)]
+SCENES = [draw_zigzag(gate.SEED, i, held_out=True, width=64) for i in range(3)]
 
 
 def test_a_zigzag_is_told_from_a_roll_and_from_its_mirror_image():
@@ -66,7 +66,7 @@ def test_the_zigzag_is_seen_with_its_adapter_alone():
     pipeline = load_ours(CHECKPOINT, "float32", (1, 1, 1))
     loras = [f"{CHECKPOINT}/adapters/zigzag.{side}.safetensors@{side}" for side in ("high", "low")]
     found = {}
-    for name, given, scenes in (("with", loras, SCENES), ("without", None, SCENES[:2])):
+    for name, given, scenes in (("with", loras, SCENES), ("without", None, SCENES[:1])):
         made = []
         for i, scene in enumerate(scenes):
             request = gate.request_of(scene, i, gate.Sampling(steps=STEPS, loras=given))

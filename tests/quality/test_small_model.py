@@ -19,7 +19,7 @@ from tests.quality.clips import make_clips
 
 EXAMPLES = ROOT / "examples"
 CHECKPOINT = EXAMPLES / "small-wan2.2-i2v"
-REQUESTS = 12
+REQUESTS = 8
 MISTAKE = "mask channels zeroed"  # one of those that docs/quality.md tries, all with a hundred requests
 
 

@@ -1,6 +1,6 @@
-"""Halves of HunyuanVideo-1.5's VAE on eight devices. Run by test_hunyuan15_vae.py with virtual CPU devices.
+"""Halves of HunyuanVideo-1.5's VAE on a mesh. Run by test_hunyuan15_vae.py with virtual CPU devices.
 
-Arguments: a checkpoint's folder, the npz of inputs, where to write what comes out.
+Arguments: a checkpoint's folder, the npz of inputs, where to write what comes out, (dp, sp, tp).
 """
 
 import sys
@@ -45,7 +45,7 @@ def cut(x, frames):
 
 
 if __name__ == "__main__":
-    folder, given, out = map(Path, sys.argv[1:])
+    folder, given, out = map(Path, sys.argv[1:4])
     inputs = np.load(given)
-    encode, decode = halves(folder, make_mesh((2, 2, 2), heads=4), inputs["latents"].shape[2])
+    encode, decode = halves(folder, make_mesh(tuple(map(int, sys.argv[4:])), heads=4), inputs["latents"].shape[2])
     np.savez(out, decoded=decode(cut(inputs["latents"], 1)), encoded=encode(cut(inputs["pixels"], 4)))

@@ -8,8 +8,10 @@ import torch
 from wan_tpu.ops.attention import CPU_QUERY_BLOCK, attention, query_scale
 
 
-@pytest.mark.parametrize("queries", [1, 127, 2 * CPU_QUERY_BLOCK, 2 * CPU_QUERY_BLOCK + 1, 1000])
-@pytest.mark.parametrize("keys", [1, 257, 1000])
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [*((n, 257) for n in (1, 127, 2 * CPU_QUERY_BLOCK, 2 * CPU_QUERY_BLOCK + 1, 1000)), (127, 1), (1000, 1000)],
+)
 def test_equals_torch_at_any_length(queries, keys):
     rng = np.random.default_rng(queries + keys)
     q, k, v = (rng.standard_normal((n, 3, 16)).astype(np.float32) for n in (queries, keys + 5, keys + 5))

@@ -22,8 +22,8 @@ from wan_tpu.runtime.mesh import make_mesh
 LATENT_TOLERANCE, PIXEL_TOLERANCE = 1e-4, 2e-3  # relative to the largest; half a level of 8 bits
 SIZE = {"height": 64, "width": 96, "frames": 9, "steps": 4}
 SCHEDULERS = {"ddim": diffusers.CogVideoXDDIMScheduler, "dpm": diffusers.CogVideoXDPMScheduler}
-NAMED = [("cogvideox1.5-5b", "ddim"), ("cogvideox1.5-5b-i2v", "dpm"), ("cogvideox-2b", "dpm")]
-OTHERS = [("cogvideox-5b", "ddim"), ("cogvideox-5b-i2v", "dpm")]
+NAMED = [("cogvideox1.5-5b-i2v", "dpm"), ("cogvideox-2b", "ddim")]
+OTHERS = [("cogvideox1.5-5b", "ddim"), ("cogvideox-2b", "dpm"), ("cogvideox-5b", "ddim"), ("cogvideox-5b-i2v", "dpm")]
 assert {kind for kind, _ in NAMED + OTHERS} == set(PRESETS)
 
 
@@ -90,8 +90,8 @@ def test_bfloat16_stays_within_its_bound(pipeline):
     bound = (2 * guidance - 1) * np.sqrt(3 * blocks + 6) * 2**-8 * np.pi / 2
     latents = {}
     for dtype in ("float32", "bfloat16"):
-        pipe = pipeline("cogvideox1.5-5b", dtype)
-        latents[dtype] = denoised(pipe, asked("cogvideox1.5-5b", "ddim"))[-1].latents
+        pipe = pipeline("cogvideox1.5-5b-i2v", dtype)
+        latents[dtype] = denoised(pipe, asked("cogvideox1.5-5b-i2v", "ddim"))[-1].latents
     error = latents["bfloat16"] - latents["float32"]
     assert np.sqrt((error**2).mean()) <= bound * np.sqrt((latents["float32"] ** 2).mean())
 

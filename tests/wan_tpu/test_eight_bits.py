@@ -198,7 +198,7 @@ def wide(params, name):
     [
         ("wan2.1-i2v-14b-480p", "int8"),  # keys of an image, too
         ("cogvideox1.5-5b", "int8"),
-        ("cogvideox1.5-5b", "float8-attention"),
+        pytest.param("cogvideox1.5-5b", "float8-attention", marks=pytest.mark.long),
         ("hunyuanvideo1.5-480p-t2v", "int8"),
         ("turbowan2.2-i2v-a14b", "int8"),
     ],

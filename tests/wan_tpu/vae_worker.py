@@ -13,7 +13,7 @@ from wan_tpu import load_pipeline
 from wan_tpu.runtime.program import place
 from wan_tpu.stages import vae_programs
 
-FRAMES, ROWS = 3, 3  # latent frames and rows
+FRAMES, ROWS = 2, 3  # latent frames and rows
 
 
 def run(runtime, component, chunks):

@@ -16,7 +16,7 @@ from tests.actors.api.serving import served, working
 from tests.waiting import wait_for
 
 FEW = 10  # made up for each operation
-MANY = int(os.environ.get("WAN_TPU_EXAMPLES", 100))  # in the long tests; 700 are more than 5,000 requests
+MANY = int(os.environ.get("WAN_TPU_EXAMPLES", 50))  # in the long tests; 700 are more than 5,000 requests
 SEED = os.environ.get("WAN_TPU_SEED", "7")
 # Not "positive_data_acceptance" and its kin: what fits the description may still not fit the model.
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"

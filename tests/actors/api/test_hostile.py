@@ -79,19 +79,19 @@ def half_a_body(http, headers, size=10_000, sent=100, kind="application/json"):
 
 LARGE = {
     "a data URL of options": lambda: (
-        b'{"prompt": "x", "input_reference": {"image_url": "data:' + b";" * 26_000_000 + b'"}}'
+        b'{"prompt": "x", "input_reference": {"image_url": "data:' + b";" * 9_000_000 + b'"}}'
     ),
-    "two million fields": lambda: b"{" + b",".join(b'"k%d":0' % i for i in range(2_000_000)) + b"}",
-    "nine million lists": lambda: b"[" + b"[]," * 8_800_000 + b"0]",
+    "many fields": lambda: b"{" + b",".join(b'"k%d":0' % i for i in range(700_000)) + b"}",
+    "many lists": lambda: b"[" + b"[]," * 3_000_000 + b"0]",
     "percents": lambda: (
-        b'{"prompt": "x", "input_reference": {"image_url": "data:image/png,' + b"%%%" * 8_000_000 + b'"}}'
+        b'{"prompt": "x", "input_reference": {"image_url": "data:image/png,' + b"%%%" * 3_000_000 + b'"}}'
     ),
 }
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_body_costs_the_service_neither_memory_nor_time(settings, name):
-    """27 MB of JSON took 4.6 GB, and froze all others for seconds."""
+    """27 MB of JSON took 4.6 GB, and froze all others for seconds; a third of it does as well to see that."""
     waits, ended = [], threading.Event()
     with asked(settings) as http:
 
@@ -112,7 +112,7 @@ def test_a_large_body_costs_the_service_neither_memory_nor_time(settings, name):
         poller.join()
     assert answer.status_code == 400 and len(answer.content) < 1000
     assert max(waits) < 2, "others waited"
-    assert most < 200_000_000
+    assert most < 80_000_000
 
 
 def test_images_are_stored_in_the_size_of_their_video(settings, database):

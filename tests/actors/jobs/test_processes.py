@@ -11,7 +11,7 @@ import pytest
 from actors.jobs.store import JobStore, open_database
 from actors.jobs.tables import Job
 
-JOBS, WORKERS, KILLS = 90, 3, 3
+JOBS, WORKERS, KILLS = 45, 3, 3
 PATIENCE_S = 120
 ROOT = Path(__file__).parents[3]
 

@@ -6,6 +6,7 @@ import time
 import pytest
 from sqlalchemy import select
 
+from actors.jobs import retention
 from actors.jobs.errors import JobNotFound
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore
@@ -111,11 +112,12 @@ def test_a_file_that_can_t_be_removed_holds_up_no_other(database, storage, tmp_p
     assert Retention(database, storage).sweep() == (0, 0)  # and tried again later
 
 
-def test_more_than_one_batch(database, storage):
+def test_more_than_one_batch(database, storage, monkeypatch):
+    monkeypatch.setattr(retention, "_BATCH", 10)
     store, work = JobStore(database), WorkQueue(database, AT_ONCE)
-    for _ in range(105):
+    for _ in range(15):
         store.submit(Job(owner="ann", request={}))
     while leased := work.claim("w"):
         work.complete(leased, {})
-    assert Retention(database, storage).sweep() == (105, 0)
+    assert Retention(database, storage).sweep() == (15, 0)
     assert store.list().jobs == ()

@@ -27,7 +27,11 @@ def add(name, latents, pixels):
     made.update({f"latents_{name}": latents, f"pixels_{name}": pixels, f"mp4_{name}": np.frombuffer(mp4, np.uint8)})
 
 
-if len(jax.devices()) > 1:
+if len(jax.devices()) == 1:
+    latents = []
+    video = one.generate(request, on_step=lambda event: latents.append(event.latents))
+    add("alone", latents[-1], video.pixels)
+else:
     # On the meshes of the layout: one device for each stage, and for the low-noise expert all.
     every = load_pipeline(checkpoint, "float32")
     made["mesh"] = str(every.runtime.mesh.shape)
@@ -37,7 +41,4 @@ if len(jax.devices()) > 1:
     state = every.denoise(resolved, conditioning, state)
     add("on_meshes", state.latents, np.concatenate(list(one.decode(state.latents))))
 
-latents = []
-video = one.generate(request, on_step=lambda event: latents.append(event.latents))
-add("alone", latents[-1], video.pixels)
 np.savez(output, **made)
