@@ -17,7 +17,7 @@ from google.auth import exceptions as auth
 from google.auth.credentials import Signing
 from google.auth.transport.requests import Request
 from google.cloud import storage
-from google.cloud.storage.exceptions import InvalidResponse
+from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 from google.cloud.storage.retry import DEFAULT_RETRY
 
 from actors.storage.base import GCS_SCHEME, Missing, StorageError, check_name
@@ -160,7 +160,7 @@ class GcsStorage:
                 f"can't {action} {where}: the service did not answer ({_first_line(error)}); "
                 "check the network (and STORAGE_EMULATOR_HOST, if set), and run this again"
             ) from None
-        except api.GoogleAPICallError as error:
+        except (api.GoogleAPICallError, DataCorruption) as error:
             raise StorageError(f"can't {action} {where} ({_first_line(error)}); run this again") from None
 
 

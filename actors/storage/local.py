@@ -55,14 +55,15 @@ class LocalStorage:
     def list(self, prefix: str = "") -> dict[str, int]:
         """Return files below the folder."""
         found: dict[str, int] = {}
-        for folder, folders, files in os.walk(self._folder):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            for file in files:
-                path = Path(folder, file)
-                name = path.relative_to(self._folder).as_posix()
-                if name.startswith(prefix) and not file.startswith("."):
-                    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                        found[name] = path.stat().st_size
+        with _reading(self._folder):
+            for folder, folders, files in os.walk(self._folder, onerror=_unless_missing):
+                folders[:] = [name for name in folders if not name.startswith(".")]
+                for file in files:
+                    path = Path(folder, file)
+                    name = path.relative_to(self._folder).as_posix()
+                    if name.startswith(prefix) and not file.startswith("."):
+                        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                            found[name] = path.stat().st_size
         return dict(sorted(found.items()))
 
     def delete(self, name: str) -> None:
@@ -154,6 +155,12 @@ def _reading(path: Path) -> Iterator[Path]:
         raise Missing(f"{path} does not exist; check the path") from None
     except OSError as error:
         raise StorageError(f"can't read {path} ({_reason(error)}); check the path and its permissions") from None
+
+
+def _unless_missing(error: OSError) -> None:
+    """Raise it, unless a folder isn't there yet or any more: what can't be listed now isn't empty."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _sync_folder(folder: Path) -> None:

@@ -143,6 +143,14 @@ def test_a_folder_of_somebody_else(told):
     assert error == f"can't write {told[1]}/nobody (Permission denied); choose a folder that can be written to"
 
 
+def test_a_folder_that_can_t_be_listed_isn_t_empty(tmp_path):
+    """As a file system that is away for a while: for a request it would say that it has no snapshot."""
+    assert LocalStorage(tmp_path / "not yet").list() == {}
+    (tmp_path / "away").write_text("no folder")
+    with pytest.raises(StorageError, match=r"can't read .*away"):
+        LocalStorage(tmp_path / "away").list()
+
+
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "out" / "cat.mp4").mkdir(parents=True)
