@@ -47,7 +47,11 @@ class StageFailed(StageLost):
     """A stage raised what no request is known to cause, or its devices failed: done again, until it is the request's.
 
     Whether request or slice is to blame shows elsewhere: a sick slice fails everybody, a bad request fails everywhere.
+
+    replica  Serve's name for the leader of that slice, once that is known
     """
+
+    replica: str | None = None
 
 
 class StageMoved(StageLost):

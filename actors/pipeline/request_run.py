@@ -1,6 +1,7 @@
 """One request on its way through the pools: what is lost is done again, from the newest snapshot."""
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -55,6 +56,8 @@ class RequestRun:
             try:
                 return GeneratedVideo(await self._go_through(), tuple(self._warnings))
             except (StageLost, InputLost) as lost:
+                if isinstance(lost, StageFailed) and lost.replica:
+                    self._sent = dataclasses.replace(self._sent, avoid=self._sent.avoid | {lost.replica})
                 if isinstance(lost, InputLost):  # one of them: all that was handed over is made again
                     self._drop_inputs()
                     self._scope.drop(self._latents)

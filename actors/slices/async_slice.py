@@ -14,7 +14,7 @@ from actors.errors import InputLost, RequestFailed, StageFailed, StageLost
 from cluster.errors import CallFailed, SliceLost
 from cluster.gang.protocol import Group
 from cluster.gang.slice import Returned, Slice
-from wan_tpu.errors import InvalidInput, UnhealthyResult, WanTpuError
+from wan_tpu.errors import DoesNotFit, InvalidInput, UnhealthyResult, WanTpuError
 
 THREADS = 32  # more than requests can be here: each waits in one, and a health check must not wait for them
 HUNG = 20.0  # times the fastest call of its kind
@@ -33,8 +33,9 @@ class AsyncSlice:
     async def call(self, method: str, *args: Any, group: Group = "lockstep", like: Hashable | None = None) -> Returned:
         """Run a method of the hosts, as `Slice.call` does.
 
-        like  what decides how long it takes, and whether something is compiled: one of several alike that takes
-              `HUNG` times as long as the fastest has hung, which ends the slice
+        like  what decides how long it takes, of a method whose value begins with the seconds that it has compiled for:
+              one of several alike that takes `HUNG` times as long as the fastest, which compiling doesn't count in, has
+              hung, which ends the slice
 
         Raises `RequestFailed` when it is the request's fault, `InputLost` when a payload is gone, `StageLost` when the
         slice is, `StageFailed` when there is no telling. When cancelled, waits until the call has ended: a step is
@@ -46,13 +47,15 @@ class AsyncSlice:
         run = functools.partial(self._slice.call, method, *args, group=group, timeout_s=limit_s)
         try:
             returned = await self.run(run)
-            self._fastest[method, like] = min(time.monotonic() - start, fastest or math.inf)
+            if like is not None:
+                self._fastest[method, like] = min(time.monotonic() - start - returned.value[0], fastest or math.inf)
             return returned
         except CallFailed as failed:
             cause = failed.__cause__
             if isinstance(cause, ray.exceptions.RayError):
                 raise InputLost(f"{self._slice.name}: {method} lost its input ({type(cause).__name__})") from None
-            if not isinstance(cause, WanTpuError):
+            # What has had room before has it still, on a slice that is well.
+            if not isinstance(cause, WanTpuError) or (isinstance(cause, DoesNotFit) and fastest is not None):
                 raise StageFailed(f"{self._slice.name}: {method}: {type(cause).__name__}: {cause}") from None
             code = "invalid" if isinstance(cause, InvalidInput) else "error"
             code = "unhealthy" if isinstance(cause, UnhealthyResult) else code

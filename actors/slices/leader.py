@@ -59,7 +59,8 @@ class SliceLeader:
         """
         self._leaving = contextlib.ExitStack()  # what is let go of with this leader
         self._settings, self._stages, self._pool = settings, pool.stages, pool.name
-        self._name = f"{self._pool}/{serve.get_replica_context().replica_id.unique_id}"
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._name = f"{self._pool}/{self._replica}"
         self._status = StatusActor.connect(settings.name)
         self._work: list[tuple[str, str]] = []  # stage and request, of what is computed or paused
         self._visits = itertools.count(1)
@@ -110,12 +111,18 @@ class SliceLeader:
     def _load(self) -> None:
         """Have the hosts read their weights, and compile what is asked for ahead of the first request."""
         start = time.time()
-        self._hosts.call("load", on_progress=lambda progress: self._report("loading", _shown(progress)))
+        limit_s = self._settings.timeouts.build_s  # without progress
+        self._hosts.call(
+            "load", timeout_s=limit_s, on_progress=lambda progress: self._report("loading", _shown(progress))
+        )
         self._start_s = self._hosts.start_s | {"read": time.time() - start}
         start = time.time()
         for request in self._settings.warm_up:
             self._hosts.call(
-                "warm_up", request, on_progress=lambda progress: self._report("compiling", _shown(progress))
+                "warm_up",
+                request,
+                timeout_s=limit_s,
+                on_progress=lambda progress: self._report("compiling", _shown(progress)),
             )
         if self._settings.warm_up:
             self._start_s["compiled"] = time.time() - start
@@ -132,7 +139,7 @@ class SliceLeader:
         shape = request.plan.shapes[ENCODER]
         await self._hold(shape)
         start = time.time()
-        async with self._held(request.key) as held:
+        async with self._held(request.key, ENCODER) as held:
             nbytes = (await self._slice.side("prepare_encode", held, given)).value
             yield self._span(request.key, ENCODER, "fetch", start)
             yield Prepared(time.time() - start, nbytes)
@@ -158,7 +165,7 @@ class SliceLeader:
         experts = tuple(expert for expert in plan.experts if expert.stage in self._stages)
         done, last = snapshot or experts[0].start, experts[-1].stop
         await self._hold(plan.shapes[experts[0].stage])
-        async with self._held(key) as held:
+        async with self._held(key, experts[0].stage) as held:
             start = time.time()
             refs = await scope.get(*inputs, state)
             if snapshot is not None:
@@ -204,7 +211,7 @@ class SliceLeader:
         plan = request.plan
         await self._hold(plan.shapes[DECODER])
         start = time.time()
-        async with self._held(request.key) as held:
+        async with self._held(request.key, DECODER) as held:
             [ref] = await request.scope.get(state)
             nbytes = (await self._slice.side("prepare_decode", held, plan.request, ref)).value
             del ref
@@ -308,15 +315,16 @@ class SliceLeader:
         await self._programs(shape)
 
     @contextlib.asynccontextmanager
-    async def _held(self, key: str) -> AsyncIterator[str]:
-        """Give the name under which the hosts hold a request's arrays, and drop them, however it ends.
+    async def _held(self, key: str, stage: str) -> AsyncIterator[str]:
+        """Give the name under which the hosts hold a request's arrays for a stage, and drop them, however it ends.
 
         A name for this visit only: somebody who has lost sight of the request may have sent it here once more.
         """
         held = f"{key} {next(self._visits)}"
         self._holding.add(held)
         try:
-            yield held
+            with self._doubting(stage, key):
+                yield held
         finally:
             self._holding.remove(held)
             await self._snapshotter.settle(held)
@@ -353,16 +361,8 @@ class SliceLeader:
         self._work.append((stage, key))
         self._report("busy")
         try:
-            with self._time.taken():
+            with self._doubting(stage, key), self._time.taken():
                 yield
-        except StageFailed:
-            self._doubt(stage, key)
-            raise
-        except RequestFailed as failed:
-            if failed.code == "unhealthy":
-                self._doubt(stage, key)
-            raise
-        else:
             self._failing.pop(stage, None)
         finally:
             self._work.remove((stage, key))
@@ -394,12 +394,25 @@ class SliceLeader:
         self._end()
         return (StageFailed if isinstance(lost, DeviceFailed) else StageLost)(str(lost))
 
-    def _doubt(self, stage: str, key: str) -> None:
-        """Note that a stage failed under a request; end the slice when it fails one after the other.
+    @contextlib.contextmanager
+    def _doubting(self, stage: str, key: str) -> Iterator[None]:
+        """Note when a stage fails under a request; end the slice when it fails one after the other.
 
         One request that fails so may be to blame itself, and is tried elsewhere. A slice on which several fail, and
         none succeeds in between, is taken to be sick: failing takes no time, so it would be given every request.
         """
+        try:
+            yield
+        except StageFailed as failed:
+            failed.replica = self._replica
+            self._doubt(stage, key)
+            raise
+        except RequestFailed as failed:
+            if failed.code == "unhealthy":
+                self._doubt(stage, key)
+            raise
+
+    def _doubt(self, stage: str, key: str) -> None:
         failing = self._failing.setdefault(stage, set())
         failing.add(key)
         if len(failing) >= SICK and not self._ended:

@@ -13,12 +13,16 @@ Report = Callable[[Any], object]
 
 @dataclass(frozen=True)
 class HostProgress:
-    """Reported while a method runs: `done` of `total` units; `item` is the stage, component or program at hand."""
+    """Reported while a method runs: `done` of `total` units; `item` is the stage, component or program at hand.
+
+    within_s  until the next one or the end, where that is longer than such a call may take otherwise: it compiles
+    """
 
     item: str
     done: int
     total: int
     unit: str = ""
+    within_s: float | None = None
 
 
 class ReportedProgress:
@@ -49,6 +53,7 @@ class SliceRequest:
     scope      where its payloads wait between two stages
     snapshots  the name of its snapshots (`actors.slices.snapshots.name_of`)
     priority   one of a higher one runs between two steps of this one
+    avoid      leaders, by Serve's names for replicas, whose slices have failed it: others are taken where there are any
     """
 
     key: str
@@ -56,6 +61,7 @@ class SliceRequest:
     scope: RequestScope
     snapshots: str
     priority: int = 0
+    avoid: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Which replica of a pool gets a call: the one with the fewest, and of those one that holds the shape's programs."""
+"""Which replica of a pool gets a call: the one with the fewest, and of those one that holds the shape's programs.
+
+Those whose slices have failed the call's request before come last.
+"""
 
 import asyncio
 import contextlib
@@ -6,6 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.request_router import FIFOMixin, MultiplexMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from actors.slices.messages import SliceRequest
 
 ARRIVES_S = 0.2  # a call that was given to a replica and isn't known to be there by then was cancelled, or is lost
 
@@ -40,13 +45,18 @@ class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
                 limits = {replica.replica_id: replica.max_ongoing_requests for replica in candidate_replicas}
                 if any(count < limits[name] for name, count in calls.items()):  # one of them will get this call
                     self._arrived.clear()
-        shape = ""
+        shape, avoid = "", frozenset[str]()
         if pending_request is not None:
             shape = pending_request.metadata.multiplexed_model_id
+            avoid = next((one.avoid for one in pending_request.args if isinstance(one, SliceRequest)), avoid)
             pending_request.routing_context.should_backoff = True  # or Serve asks again at once when all are full
         order = sorted(
             (replica for replica in candidate_replicas if replica.replica_id in calls),
-            key=lambda replica: (calls[replica.replica_id], shape not in replica.multiplexed_model_ids),
+            key=lambda replica: (
+                replica.replica_id.unique_id in avoid,
+                calls[replica.replica_id],
+                shape not in replica.multiplexed_model_ids,
+            ),
         )
         return [[replica] for replica in order]
 

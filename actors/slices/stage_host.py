@@ -34,6 +34,8 @@ from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.processes import same_everywhere
 from wan_tpu.spec import ENCODER, Expert, RequestPlan
 
+COMPILE_S = 1800.0  # that a program may take to compile
+
 
 @dataclasses.dataclass
 class _Denoising:
@@ -84,6 +86,8 @@ class StageHost:
         """
         self._report, self._progress = report, ReportedProgress(report)
         self._runtime = open_runtime(checkpoint, dtype, mesh, executables=executables, progress=self._progress)
+        self._runtime.on_compile = self._compiling
+        self._told = HostProgress("", 0, 1)
         self._spec, self._stages = self._runtime.model.spec, hosted
         known = self._spec.components
         unknown = [stage for stage in hosted if stage not in known]
@@ -128,11 +132,16 @@ class StageHost:
         seconds: dict[str, float] = {}
         with self._fits(plan.request):
             for i, (name, (program, args, _)) in enumerate(found):
-                self._report(HostProgress(name, i + 1, len(found)))
+                self._told = HostProgress(name, i + 1, len(found))
+                self._report(self._told)
                 before = program.compile_s
                 program.compile(*args)
                 seconds[name] = seconds.get(name, 0.0) + program.compile_s - before
         return seconds
+
+    def _compiling(self, program: str | None) -> None:
+        """Tell the leader, which would take this for a call that hangs."""
+        self._report(dataclasses.replace(self._told, within_s=COMPILE_S if program else None))
 
     def encode_text(self, prompt: str) -> Output:
         """Encode one prompt: ((compile_s, warnings), `TextEmbedding`).

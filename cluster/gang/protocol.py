@@ -21,7 +21,8 @@ class Timeouts:
     place_s      until a free slice with all its hosts is found; None: without end
     start_s      until every host's process answers
     join_s       until jax.distributed has joined them
-    build_s      until every host has built its object (reads weights, may compile)
+    build_s      until every host has built its object (reads weights, may compile), or reports how far it is, and then
+                 until the next report
     heartbeat_s  without an answer a host counts as hung; it answers while it computes
     grace_s      for the other hosts to raise too when one has; for a killed process to be gone
     hung_s       at least, of a call whose like has taken a small part of that, before the gang counts as hung: hosts
@@ -142,7 +143,10 @@ _runner: contextvars.ContextVar[GroupRunner | None] = contextvars.ContextVar("ru
 
 
 def report(value: Any) -> None:
-    """Tell the leader how far the running call is: a small picklable value. The leader may see only the latest."""
+    """Tell the leader how far the running call is: a small picklable value. The leader may see only the latest.
+
+    It may have an attribute `within_s`, see `cluster.gang.watch.Watch`.
+    """
     runner = _runner.get()
     if runner is not None:
         runner.report(value)

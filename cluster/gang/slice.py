@@ -135,7 +135,7 @@ class Slice:
         args   references to objects of the store are resolved on the hosts
         group  calls of one group come one after the other; "side" is for methods without collectives, which may run
                beside a call in "lockstep"
-        timeout_s    after which it has hung
+        timeout_s    without an end or a report, after which it has hung
         on_progress  gets what the method reports, perhaps not all of it
 
         Raises `CallFailed` when every host raised (the slice lives), `SliceLost` when the gang is destroyed: also

@@ -51,14 +51,17 @@ class Watch:
     ) -> None:
         """Prepare to follow.
 
-        outcomes  of type Outcome, one for each member
-        group     whose heartbeats are watched; None when the hosts can't answer any yet
+        outcomes   of type Outcome, one for each member
+        group      whose heartbeats are watched; None when the hosts can't answer any yet
+        timeout_s  that may pass until the end, or until rank 0 reports something, and from then on: a report that has
+                   an attribute `within_s`, not None, asks for so long in place of it until the next
         """
         now = time.monotonic()
         self._members = members
         self._pending = dict(zip(outcomes, range(len(members)), strict=True))
         self._timeouts = timeouts
         self._group = group
+        self._timeout_s = timeout_s
         self._deadline = None if timeout_s is None else now + timeout_s
         self._on_progress = on_progress
         self._outcomes: dict[int, Outcome] = {}
@@ -133,8 +136,13 @@ class Watch:
             raise GangFailed(self._members[rank], f"died ({telling_line(error)})", error) from None
 
     def _report(self, reports: int, progress: Any) -> None:
-        if reports > self._reports and self._on_progress is not None:
-            self._reports = reports
+        if reports <= self._reports:
+            return
+        self._reports = reports
+        if self._timeout_s is not None:
+            within_s = getattr(progress, "within_s", None)
+            self._deadline = time.monotonic() + (self._timeout_s if within_s is None else within_s)
+        if self._on_progress is not None:
             self._on_progress(progress)
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ class BusyAtFirst:
             raise ChipsBusy("process 7 has the chips")
 
 
+@dataclass(frozen=True)
+class Compiling:
+    within_s: float | None = None
+
+
 class SmallHost:
     """Does on its host what the test asks for."""
 
@@ -58,6 +64,14 @@ class SmallHost:
         for step in range(steps):
             report((step + 1, steps))
             time.sleep(step_s)
+        return "done"
+
+    def compiles(self, asked_s: float, compile_s: float, then_s: float) -> str:
+        """Say that it takes so long, take as long as it does, say that it is over, and take as long as any other."""
+        report(Compiling(asked_s))
+        time.sleep(compile_s)
+        report(Compiling())
+        time.sleep(then_s)
         return "done"
 
     def make(self, values: int) -> Output:

@@ -54,6 +54,16 @@ def test_a_hung_host_is_found_and_ended(cluster, all_free):
     all_free(*running.pids)
 
 
+def test_who_says_that_a_call_takes_longer_is_waited_for_and_no_longer_than_that(cluster, all_free):
+    """As a compiler does, a hundred times as long as what it compiles runs."""
+    running = Slice(ONE_HOST, SmallHost, name="low/0", timeouts=QUICK)
+    assert running.call("compiles", 600, 3, 0, timeout_s=2).value == "done"
+    assert running.call("slow", 15, 0.2, timeout_s=2).value == "done"  # it says all the time how far it is
+    with pytest.raises(DeviceFailed, match=r"compiles has hung: no answer from host 0 of 1 .* in 2 s"):
+        running.call("compiles", 600, 0, 600, timeout_s=2)
+    all_free(*running.pids)
+
+
 def test_a_slice_that_comes_late_is_waited_for(cluster, monkeypatch):
     monkeypatch.setattr(placement, "TELL_S", 0.2)
     told, made = [], []

@@ -29,6 +29,17 @@ def test_one_that_fails_when_its_result_is_awaited(mesh):
         fetch(result, "sum")
 
 
+def test_it_says_when_it_compiles(mesh):
+    told = []
+    program = Program(lambda x: x + 1, mesh, exact=True, name="one more", told=told.append)
+    for length in (2, 2, 3):
+        program(place(np.ones(length, np.float32), mesh))
+    assert told == ["one more", None] * 2
+    with pytest.raises(TypeError):
+        Program(lambda x: x + jnp.ones(3), mesh, exact=True, told=told.append)(place(np.ones(2, np.float32), mesh))
+    assert told[-1] is None
+
+
 def test_other_failures_stay_what_they_are(mesh):
     with pytest.raises(TypeError, match="incompatible shapes"):
         Program(lambda x: x + jnp.ones(3), mesh, exact=True)(place(np.ones(2, np.float32), mesh))

@@ -44,18 +44,20 @@ class Program:
         results: Any = None,
         name: str = "",
         executables: ExecutableStore | None = None,
+        told: Callable[[str | None], object] = lambda name: None,
     ) -> None:
         """exact: multiply float32 in float32; TPUs and GPUs otherwise take bfloat16 or TF32 passes.
 
         results      shardings, or formats, of what is returned, where they matter (a tree, or its beginning)
         executables  where compiled programs are looked for, under `name`, before one is compiled
+        told         given the name before it is compiled, and None after
         """
         self.function = function
         self._jit = jax.jit(function, out_shardings=results)
         self._mesh = mesh
         self._options = TPU_OPTIONS if mesh.devices.flat[0].platform == "tpu" else None
         self._precision = "highest" if exact else "default"
-        self._name = name
+        self._name, self._told = name, told
         self._executables = executables
         self._compiled: dict[Any, Any] = {}
         self._known: dict[Any, Any] = {}  # the same by shardings as they are spelt, which is quicker to look up
@@ -91,11 +93,14 @@ class Program:
 
     def _build(self, args: tuple[Any, ...]) -> Any:
         start = time.perf_counter()
+        self._told(self._name)
         try:
             with jax.default_matmul_precision(self._precision), jax.set_mesh(self._mesh), _memory(self._name, args):
                 compiled = self._jit.lower(*args).compile(compiler_options=self._options)
         except jax.errors.JaxRuntimeError as error:
             raise CompileFailed(f"{self._name} can't be compiled: {str(error).splitlines()[0]}") from error
+        finally:
+            self._told(None)
         self.compile_s += time.perf_counter() - start
         return compiled
 

@@ -57,8 +57,9 @@ M = TypeVar("M", bound=HasComponents)
 class Runtime(Generic[M]):
     """Weights and programs of one model on one mesh.
 
-    load_s    seconds spent reading weights, by component
-    programs  compiled programs by name; each knows the seconds its compilations took
+    load_s      seconds spent reading weights, by component
+    on_compile  given the name of a program before it is compiled, and None after
+    programs    compiled programs by name; each knows the seconds its compilations took
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Runtime(Generic[M]):
         self._checked: set[str] = set()
         self._loading = threading.Lock()
         self.programs: dict[str, Program] = {}
+        self.on_compile: Callable[[str | None], object] = lambda name: None
 
     def component(self, name: str, loras: tuple[Lora, ...] = ()) -> Loaded:
         """Return a component, read from the checkpoint if it isn't on the devices; loras: applied to it."""
@@ -144,7 +146,13 @@ class Runtime(Generic[M]):
         if name not in self.programs:
             exact = self.dtype == "float32"
             self.programs[name] = Program(
-                function, self.mesh, exact=exact, results=results, name=name, executables=self._executables
+                function,
+                self.mesh,
+                exact=exact,
+                results=results,
+                name=name,
+                executables=self._executables,
+                told=lambda program: self.on_compile(program),
             )
         return self.programs[name]
 

@@ -19,6 +19,7 @@ from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.gang.placement import off_hosts
 from cluster.gang.protocol import Timeouts
+from cluster.inventory import slices_found
 from cluster.layout import Layout
 from scripts.simulation import measure
 from scripts.simulation.simulated import MODEL, Planned
@@ -120,6 +121,28 @@ def test_a_handle_that_never_learns_of_its_pool_is_made_anew(running, monkeypatc
     monkeypatch.setattr(SharedRouterLongPollClient, "_register", interrupted)
     assert len(slices_of(running, REQUEST)) == 1
     assert not stopped[0]._request_router_initialized.is_set()
+
+
+def host_of(cluster, slice_name):
+    """Return the host's process of the slice that a replica has."""
+    [found] = [found for found in slices_found() if found.holder == slice_name]
+    folder = cluster.temp / cluster._host(found.name, 0).name
+    [process] = [process for process in ray_nodes.processes(folder) if "HostActor" in process.name()]
+    return process
+
+
+def test_a_request_that_a_slice_has_failed_goes_to_another(running):
+    """Which all those do that come one by one: none of them makes the slice a busy one."""
+    spec, cluster = running
+    [taken] = slices_of(running, REQUEST)
+    mark = Path(spec.settings.checkpoint).with_name(f"sick-{host_of(cluster, taken).pid}")
+    mark.touch()
+    try:
+        [other] = slices_of(running, dataclasses.replace(REQUEST, seed=1))
+    finally:
+        mark.unlink()
+    assert other != taken
+    slices_of(running, *[REQUEST] * SLICES)  # it was one request: the slice is there, and well
 
 
 @pytest.mark.parametrize("how", ["sick", "hung"])
