@@ -70,7 +70,7 @@ def deploy_service(
     `StorageError`, `PipelineStartFailed`, `PipelineExists`, `ServiceStartFailed`. Nothing that this has started is
     left then.
     """
-    if not _prepare_on_head(settings, host):
+    if not prepare_on_head(settings, host):
         log.warning(
             "Serve's own proxy runs on this cluster, and nothing bounds what its clients send: start Ray's nodes with "
             "RAY_SERVE_ENABLE_HA_PROXY=1, or RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=%s",
@@ -107,7 +107,7 @@ def deploy_service(
         raise
 
 
-def _prepare_on_head(settings: ServiceSettings, host: str) -> bool:
+def prepare_on_head(settings: ServiceSettings, host: str) -> bool:
     """Prepare what is of one machine on the head node, where ingress and worker will find it; raises as `prepare`.
 
     Returns whether something bounds what clients send there.

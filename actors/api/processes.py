@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 REQUESTS = 2000  # at an ingress at a time: most of them follow the events of a job, and cost nothing
 DRAIN_S = 30.0  # that an ingress which is replaced may go on answering, and a worker may take to give its jobs back
 _PARTING_S = 2.0  # between the end of a worker's jobs and its own: its slices are asked to stop meanwhile
-_THREADS = 32  # of Serve's five, slow writes to storage could keep all, and no lease would be renewed
+_THREADS = 32  # of Serve's five, slow reads of storage could keep all
 # Of Serve itself: two lines a request, of its proxy and of the replica, cost more than the answer to a poll.
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 # An ingress waits for nothing but in threads, so that it needs none of its own: a poll changes threads four times less.
@@ -64,7 +64,6 @@ class ServiceWorker:
         """Open the database and the storage, and begin to work."""
         os.umask(0o077)
         log_as_json()
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
         self._name, self._pipeline = process_name("worker"), PipelineClient(spec)
         self._traces = Traces.from_environment()
         snapshots, previews = Snapshots(spec.settings.snapshots), spec.settings.chips != "simulated"

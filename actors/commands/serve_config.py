@@ -8,7 +8,7 @@ from typing import Any
 import ray
 import yaml
 
-from actors.api.deploy import prepare
+from actors.api.deploy import prepare_on_head
 from actors.api.processes import QUIET, ingress_application, names, worker_application
 from actors.api.settings import ServiceSettings
 from actors.commands.arguments import pipeline_from
@@ -63,14 +63,14 @@ def pool(args: dict[str, Any]) -> Any:
 def worker(args: dict[str, Any]) -> Any:
     """Build the worker's application on the cluster."""
     settings, spec = _service(args)
-    prepare(settings, args["arguments"]["host"])
+    prepare_on_head(settings, args["arguments"]["host"])
     return worker_application(settings, spec)
 
 
 def ingress(args: dict[str, Any]) -> Any:
     """Build the ingress's application on the cluster."""
     settings, spec = _service(args)
-    prepare(settings, args["arguments"]["host"])
+    prepare_on_head(settings, args["arguments"]["host"])
     return ingress_application(settings, spec, replicas=int(args["arguments"].get("ingresses", 1)))
 
 

@@ -1,16 +1,19 @@
 """What a pipeline is doing right now: leaders and drivers report it, `wan-tpu status` reads it.
 
 A small actor: requests under way need nothing of it. Those who look for a pipeline find it by this actor, and whoever
-waits for its pools learns from it which are ready, so leaders tell again every few seconds what they do.
+waits for its pools learns from it which are ready, so leaders tell again every few seconds what they do. What the
+pipeline is lies in Ray's own store of keys, for an actor that is restarted.
 """
 
 import dataclasses
+import pickle
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
+from ray.experimental import internal_kv
 
 from actors.errors import PipelineNotFound
 from actors.observe.meters import PipelineMeters
@@ -94,7 +97,8 @@ class StatusActor:
             max_task_retries=-1,  # who asks while it is restarted waits for the new one
             label_selector=off_hosts(),
         )
-        return cls(pipeline, kind.remote(spec))
+        _keep(spec)
+        return cls(pipeline, kind.remote(pipeline))
 
     @classmethod
     def connect(cls, pipeline: str) -> "StatusActor":
@@ -114,7 +118,8 @@ class StatusActor:
 
     def changed(self, spec: PipelineSpec) -> None:
         """Replace what the pipeline is: another configuration was applied to it."""
-        ray.get(self._actor.changed.remote(spec))
+        _keep(spec)
+        ray.get(self._actor.changed.remote())
 
     def replica(
         self, name: str, pool: str, where: str, activity: Activity, detail: str, work: tuple[tuple[str, str], ...]
@@ -151,7 +156,7 @@ class StatusActor:
         return ray.get(self._actor.seen.remote(), timeout=30)
 
     def spec(self) -> PipelineSpec:
-        """Return what the actor was started with."""
+        """Return what the pipeline is."""
         return ray.get(self._actor.spec.remote(), timeout=30)
 
     def close(self) -> None:
@@ -162,16 +167,21 @@ class StatusActor:
             time.sleep(0.05)
 
 
+def _keep(spec: PipelineSpec) -> None:
+    internal_kv._internal_kv_put(spec.settings.name, pickle.dumps(spec), namespace=NAMESPACE)
+
+
 class _StatusActor:
-    def __init__(self, spec: PipelineSpec) -> None:
-        self._spec = spec  # Ray gives it again to an actor that it restarts
+    def __init__(self, pipeline: str) -> None:
+        self._pipeline = pipeline
         self._seen, self._meters = Seen(), PipelineMeters()
+        self.changed()
 
     def spec(self) -> PipelineSpec:
         return self._spec
 
-    def changed(self, spec: PipelineSpec) -> None:
-        self._spec = spec
+    def changed(self) -> None:
+        self._spec: PipelineSpec = pickle.loads(internal_kv._internal_kv_get(self._pipeline, namespace=NAMESPACE))
 
     def replica(self, name: str, seen: ReplicaSeen) -> None:
         before = self._seen.replicas.get(name)

@@ -4,16 +4,18 @@ import contextlib
 import socket
 
 import pytest
+import ray
 from ray import serve
 from ray.serve.config import ProxyLocation
 
-from actors.api.deploy import ServiceStartFailed, _prepare_on_head, start_http, take_down
+from actors.api.deploy import ServiceStartFailed, prepare_on_head, start_http, take_down
 from actors.api.settings import ServiceSettings
+from actors.commands import serve_config
 from actors.jobs.keys import make_key
 from actors.jobs.store import open_database
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
-from tests.actors.on_service.conftest import LAYOUT, free_port
+from tests.actors.on_service.conftest import LAYOUT, LAYOUT_TEXT, free_port
 from tests.waiting import wait_for
 from wan_tpu.errors import InvalidInput
 
@@ -96,6 +98,23 @@ def test_what_is_of_one_machine_is_made_where_the_service_will_look_for_it(tmp_p
     )
     make_key(open_database(settings.database), "ann")  # where the command runs, which says nothing of the head
     with pytest.raises(InvalidInput, match="has no API keys"):
-        _prepare_on_head(settings, "0.0.0.0")
-    _prepare_on_head(settings, "127.0.0.1")
+        prepare_on_head(settings, "0.0.0.0")
+    prepare_on_head(settings, "127.0.0.1")
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("jobs")] == []
+
+
+def test_a_config_s_applications_are_built_wherever_serve_does_it(tmp_path, checkpoint):
+    (tmp_path / "layout.yaml").write_text(LAYOUT_TEXT)
+    arguments = {"layout": str(tmp_path / "layout.yaml"), "model_id": str(checkpoint("wan2.2-i2v-a14b"))}
+    arguments |= {"database": str(tmp_path / "jobs.sqlite"), "results": str(tmp_path / "results")}
+    arguments |= {"snapshots": str(tmp_path / "snapshots"), "host": "127.0.0.1", "port": free_port()}
+
+    def build(builder, arguments):
+        return type(getattr(serve_config, builder)({"arguments": arguments})).__name__
+
+    task = ray.remote(build)
+    for builder in ("worker", "ingress"):
+        assert ray.get(task.remote(builder, arguments)) == "Application"
+    assert {"jobs.sqlite", "results"} <= {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(ray.exceptions.RayTaskError, match="has no API keys"):
+        ray.get(task.remote("ingress", arguments | {"host": "0.0.0.0"}))

@@ -122,8 +122,7 @@ class Attempt:
         while True:
             try:
                 self._job.progress = self._tracker.progress()
-                beat = asyncio.get_running_loop().run_in_executor
-                stop_code = await beat(self._tools.heartbeat_threads, self._queue.heartbeat, self._job)
+                stop_code = await asyncio.to_thread(self._queue.heartbeat, self._job)
             except LeaseLost:
                 self._lost = True
                 making.cancel()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from actors.api.worker.attempt import Attempt
 from actors.api.worker.maintenance import maintenance
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 _URGENT = 2  # jobs beyond `concurrency` that are taken when they are more urgent than one that is under way
 _LOOK_S = 0.5  # for a job, when none waited
 _AGAIN_S = 2.0  # when database or pipeline didn't answer
+_THREADS = 32  # beside one for each job: a storage that hangs takes those, and leases are renewed all the same
 
 
 class JobWorker:
@@ -27,11 +29,13 @@ class JobWorker:
         self._running: dict[str, tuple[asyncio.Task[None], int]] = {}  # job -> attempt, priority
         self._ended_one = asyncio.Event()
         self._paused_until = 0.0  # of time.monotonic()
-        self._doubtful = False  # whether the engine has failed, and is asked before the next claim
+        self._doubtful = True  # whether engine and storage are to be tried before the next claim: one of them failed
         self._claiming = asyncio.Lock()
 
     async def run(self) -> None:
         """Work until this is cancelled; what is under way is given back then, for another worker to go on with."""
+        threads = _THREADS + self._tools.settings.concurrency + _URGENT
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(maintenance(self.name, self._tools))
             while True:
@@ -57,8 +61,9 @@ class JobWorker:
         above = min(running) if len(running) >= most else None
         try:
             async with self._claiming:
-                if self._doubtful:  # no job's attempts are spent on finding out
+                if self._doubtful:  # neither a job's attempts nor hours of slices are spent on finding out
                     await self._tools.engine.ready()
+                    await asyncio.to_thread(self._tools.storage.probe)
                     self._doubtful = False
                 claim, model = self._tools.queue.claim, self._tools.settings.model
                 return await asyncio.to_thread(claim, self.name, above=above, model=model)

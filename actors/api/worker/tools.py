@@ -1,6 +1,5 @@
 """What a worker's process holds: the database, the storage, what makes the videos."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +17,6 @@ from actors.jobs.work import WorkQueue
 from actors.slices.snapshots import Snapshots
 from actors.storage.opening import open_storage
 
-_HEARTBEATS = 8  # renewals of leases at a time; each takes milliseconds
 _RECENT = 20  # jobs that completed before, from which is known what sizes take
 
 
@@ -26,7 +24,7 @@ class WorkerEngine(Engine, Protocol):
     """An engine that may be away for a while: `actors.pipeline.client.PipelineClient`."""
 
     async def ready(self) -> None:
-        """Raise when it can't be used now; asked after it has failed."""
+        """Raise when it can't be used now; asked before the first job, and after it has failed."""
 
 
 class Tools:
@@ -54,8 +52,6 @@ class Tools:
         self.storage = open_storage(settings.storage)
         self.queue = WorkQueue(self.database, settings.jobs)
         self.retention = Retention(self.database, self.storage, settings.jobs)
-        # Their own: a storage that hangs takes all others, and no lease would be renewed.
-        self.heartbeat_threads = ThreadPoolExecutor(_HEARTBEATS, thread_name_prefix="heartbeat")
         self.pace = Pace(self.store.recent(_RECENT))
         self.webhooks: Webhooks | None = None
         if settings.webhook_secret_file is not None:

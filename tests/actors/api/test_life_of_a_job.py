@@ -21,6 +21,7 @@ from actors.api.worker.traces import Traces
 from actors.errors import PipelineNotFound
 from actors.jobs.keys import make_key
 from actors.jobs.store import JobStore
+from actors.jobs.tables import Job
 from actors.jobs.work import WorkQueue
 from actors.observe.logs import JsonFormatter
 from actors.slices.snapshots import Snapshots
@@ -129,9 +130,10 @@ def test_a_worker_that_leaves_gives_its_jobs_back(http, settings, engine):
 def test_a_pipeline_that_is_away_costs_no_job(http, settings, engine, monkeypatch):
     async def ready():
         asked.append(None)
-        if len(asked) <= 2:
+        if len(asked) in (2, 3):  # after the first job has failed
             raise engine.failure
-        engine.failure = None  # it is back, and asked for no job before
+        if len(asked) > 3:
+            engine.failure = None  # it is back, and asked for no job before
 
     for module, name in ((attempt, "_PAUSE_S"), (job_worker, "_AGAIN_S")):
         monkeypatch.setattr(module, name, 0.1)
@@ -271,30 +273,66 @@ def test_a_job_is_a_trace_when_that_is_wanted(http, settings, engine):
     assert stages[1].attributes["computed_s"] == pytest.approx(0.5, abs=0.05)
 
 
-def test_a_result_that_can_t_be_stored_for_a_while_costs_no_job(http, settings, engine, monkeypatch):
-    """Nothing is computed that couldn't be stored either, and what is made isn't made again."""
-    monkeypatch.setattr(attempt, "_LONGEST_PAUSE_S", 0.5)
+@contextlib.contextmanager
+def unwritable(settings):
+    """A place for results that can't be written to, while the block lasts."""
     place = Path(settings.storage)
-    place.rmdir() if place.exists() else None
+    aside = place.rename(place.with_name("aside")) if place.exists() else None
     place.write_text("no folder")
-    jobs = [create(http, prompt=str(i)).json()["id"] for i in range(3)]
+    yield
+    place.unlink()
+    if aside:
+        aside.rename(place)
+
+
+def test_a_result_that_can_t_be_stored_for_a_while_costs_no_job(http, settings, engine, monkeypatch, caplog):
+    """What is made isn't made again, and nothing is begun that couldn't be stored either."""
+    monkeypatch.setattr(attempt, "_LONGEST_PAUSE_S", 0.5)
+    engine.go.clear()
+    jobs = [create(http).json()["id"]]
     with working(dataclasses.replace(settings, concurrency=1), engine):
-        wait_for(lambda: engine.asked and engine.under_way == 0)
-        time.sleep(2)
-        assert [http.get(f"/v1/videos/{job}").json()["status"] for job in jobs] == ["in_progress", "queued", "queued"]
-        place.unlink()
+        wait_for(lambda: http.get(f"/v1/videos/{jobs[0]}").json()["step"])
+        with unwritable(settings):
+            engine.go.set()
+            jobs += [create(http, prompt=str(i)).json()["id"] for i in range(2)]
+            wait_for(lambda: caplog.text.count("not stored yet") > 12)  # more than a read is tried
+            found = [http.get(f"/v1/videos/{job}").json()["status"] for job in jobs]
+            assert (found, len(engine.asked)) == (["in_progress", "queued", "queued"], 1)
         for job in jobs:
             assert done(http, job)["status"] == "completed"
     assert len(engine.asked) == 3
+
+
+def test_nothing_is_begun_while_results_have_no_place(http, settings, engine, caplog):
+    job = create(http).json()["id"]
+    with unwritable(settings), working(settings, engine):
+        wait_for(lambda: caplog.text.count("no claim") > 1)
+        assert not engine.asked
+    with working(settings, engine):
+        assert done(http, job)["status"] == "completed"
+
+
+def test_a_job_waits_for_a_worker_of_the_model_that_it_was_accepted_for(http, settings, database, engine):
+    job = create(http).json()["id"]
+    request = JobStore(database).get(job).request
+    with working(dataclasses.replace(settings, model="another"), engine, name="worker-of-another"):
+        other, _ = JobStore(database).submit(Job(owner="", request=request | {"model": "another"}))
+        wait_for(lambda: JobStore(database).get(other.id).status == "completed")
+        assert JobStore(database).get(job).status == "queued"  # though it came first
+    with working(settings, engine):
+        assert done(http, job)["status"] == "completed"
 
 
 def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
     """As many results as there are threads wait for a disk that hangs, for longer than a lease lasts."""
     quick = dataclasses.replace(settings, concurrency=40, jobs=dataclasses.replace(settings.jobs, lease_s=3.0))
     jobs = [create(http).json()["id"] for _ in range(40)]
+    engine.go.clear()
     with working(quick, engine) as tools:
+        wait_for(lambda: len(engine.asked) == len(jobs))
         with tools.storage._one_at_a_time:  # a write takes it first
-            wait_for(lambda: len(engine.asked) > 1)
+            engine.go.set()
+            wait_for(lambda: engine.under_way == 0)
             time.sleep(5)
             assert WorkQueue(database, quick.jobs).requeue_lost() == []  # as another worker looks for them
         assert [done(http, job)["attempts"] for job in jobs] == [1] * len(jobs)

@@ -26,14 +26,12 @@ from tests.actors.on_slices.running import title
 from tests.conftest import STAGES
 from wan_tpu.families import open_spec
 
-LAYOUT = Layout.parse(
-    """
+LAYOUT_TEXT = """
 emulate: {devices_per_host: 1}
 pools:
   all: {stages: [encoder, denoise_high, denoise_low, decoder], slice: v6e-1}
-""",
-    "the service's layout",
-)
+"""
+LAYOUT = Layout.parse(LAYOUT_TEXT, "the service's layout")
 
 
 class Online:

@@ -77,6 +77,7 @@ def test_a_poisoned_request_fails_alone(running, undisturbed):
     assert not poisoned.steps("denoise_high")
 
 
+@pytest.mark.long
 def test_a_request_has_its_own_adapters_and_others_have_none(running, undisturbed, tmp_path):
     """On the slice of two hosts, too; one that can't be applied fails alone, and says which tensor it is."""
     source = running.pipeline.spec.settings.checkpoint
@@ -215,8 +216,10 @@ def test_storage_that_takes_no_snapshots_costs_no_request(running, undisturbed, 
 
 
 def test_a_status_actor_that_was_restarted_is_told_of_every_replica(running, spec):
-    client = PipelineClient(spec)
+    client, status = PipelineClient(spec), StatusActor.connect(spec.settings.name)
     asyncio.run(client.ready())
+    other = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, in_flight=3))
+    status.changed(other)  # as a config that is applied to a running service does
     [process] = [process for process in running.processes() if "_StatusActor" in title(process)]
     kill(process)
     process.wait(10)
@@ -229,14 +232,12 @@ def test_a_status_actor_that_was_restarted_is_told_of_every_replica(running, spe
         return True
 
     wait_for(ready, "the pipeline")
-    status = StatusActor.connect(spec.settings.name)
     wait_for(lambda: len(status.seen().software) == 4, "what every replica computes with")
-    other = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, in_flight=3))
-    status.changed(other)  # as a config that is applied to a running service does
     assert pools.find_spec(spec.settings.name).settings.in_flight == 3
     status.changed(spec)
 
 
+@pytest.mark.long
 def test_a_slice_is_traced_while_it_computes(running, undisturbed, tmp_path, capsys):
     made = running.start("traced", SHORT)
     made.wait_for("denoise_low")  # on two hosts
@@ -258,6 +259,7 @@ def test_ray_s_dashboard_finds_the_hosts_that_it_can_trace(running, profiler_por
     assert listening <= {int(key.decode().rpartition(":")[2]) for key in found}
 
 
+@pytest.mark.long
 def test_a_pool_that_waits_for_its_slice_is_taken_down_at_once(running, settings):
     layout = Layout.parse(f"pools:\n  all:\n    stages: [{', '.join(STAGES)}]\n    slice: v6e-16\n", "tests")
     settings = dataclasses.replace(settings, name="late", timeouts=Timeouts())
