@@ -275,5 +275,6 @@ def _next_round(session: Session, owner: str, priority: int) -> int:
     waiting = (Job.status == _QUEUED) & (Job.priority == priority)
     last_own = session.scalar(select(func.max(Job.round)).where(waiting, Job.owner == owner))
     # One that came back into the queue has an old round: who follows it would pass all that came in between.
-    first = session.scalar(select(func.min(Job.round)).where(waiting, Job.attempts == 0))
+    new = func.min(Job.round).filter(Job.attempts == 0)
+    first = session.scalar(select(func.coalesce(new, func.min(Job.round))).where(waiting))
     return max(first or 0, 0 if last_own is None else last_own + 1)

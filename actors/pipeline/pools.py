@@ -105,13 +105,12 @@ def handle(pipeline: str, pool: str) -> Any:
     """
     _quiet()
     shared = serve.get_deployment_handle(pool, application(pipeline, pool))  # raises where there is none
-    made: Any = None
     for _ in range(_HANDLES):
-        made = DeploymentHandle(shared.deployment_name, shared.app_name)
+        made: Any = DeploymentHandle(shared.deployment_name, shared.app_name)
         if _told(made):
-            break
+            return made
         made.shutdown()
-    return made
+    raise PipelineStartFailed(f"pool {pool}: Ray Serve doesn't say which replicas it has; it may be starting")
 
 
 def _told(made: Any) -> bool:

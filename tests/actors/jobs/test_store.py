@@ -247,6 +247,7 @@ def test_an_address_s_own_limits_win(on_postgres):
     for database, limit in ((on_postgres, "15s"), (own, "3s")):
         with database.read() as session:
             assert session.scalar(text("SHOW lock_timeout")) == limit
+            assert session.scalar(text("SHOW statement_timeout")) == "30s"
             assert session.scalar(text("SHOW idle_in_transaction_session_timeout")) == "10s"
     own.close()
 

@@ -239,6 +239,16 @@ def test_who_follows_a_job_that_came_back_passes_nobody(store, work):
     assert claimed(work) == ["b0", "a10", "b1", "a11", "b2", "a12", "b3"]
 
 
+def test_new_jobs_pass_none_where_all_that_wait_came_back(store, work):
+    for i in range(13):
+        ask(store, "ann", f"a{i}")
+    for leased in [work.claim("w") for _ in range(13)][10:]:
+        work.release(leased)
+    for i in range(3):
+        ask(store, "bob", f"b{i}")
+    assert claimed(work) == ["a10", "b0", "a11", "b1", "a12", "b2"]
+
+
 def test_a_job_is_made_by_the_model_that_it_was_accepted_for(store, work):
     for model in ("wan", "other", "wan"):
         store.submit(Job(owner="ann", request={"model": model}))
