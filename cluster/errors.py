@@ -1,4 +1,4 @@
-"""The exceptions of this room: one small tree; every message says what was given and what would work."""
+"""The exceptions of this package: one small tree; every message says what was given and what would work."""
 
 
 class ClusterError(Exception):

@@ -168,9 +168,9 @@ class Batch:
 
     async def _all(self, engine: Engine, bar: Bar, on_event: OnEvent) -> None:
         waiting = iter(self.todo)
-        async with asyncio.TaskGroup() as workers:
+        async with asyncio.TaskGroup() as tasks:
             for _ in range(min(self.in_flight, len(self.todo))):
-                workers.create_task(self._work(waiting, bar, engine, on_event))
+                tasks.create_task(self._work(waiting, bar, engine, on_event))
 
     async def _work(self, waiting: Iterator[Entry], bar: Bar, engine: Engine, on_event: OnEvent) -> None:
         for entry in waiting:

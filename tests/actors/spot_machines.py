@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ class SpotSlice:
     def __init__(self, cluster: EmulatedCluster, kind: EmulatedSlice) -> None:
         self._cluster, self._kind = cluster, kind
         self._hosts: dict[str, subprocess.Popen] = {}  # by node name
+        self._settings: dict[str, ray_nodes.NodeSettings] = {}
         self._gone_at: float | None = None
 
     @property
@@ -36,6 +38,7 @@ class SpotSlice:
         machine = EmulatedSlice(name, self._kind.spec, self._kind.devices_per_host)
         for worker_id in range(machine.spec.hosts):
             host = machine.host(worker_id, Settings())
+            self._settings[host.name] = host
             self._hosts[host.name] = self._start(host)
 
     def notice(self) -> None:
@@ -45,16 +48,25 @@ class SpotSlice:
             host.send_signal(signal.SIGTERM)
 
     def look(self) -> bool:
-        """Take the machines away when their time is over; return whether there are none."""
+        """Take the machines away when their time is over; return whether there are none.
+
+        Ray ends a machine's processes when one of them starts too late, as on a busy machine: what brings them up on a
+        real one, Kubernetes or systemd, then does it again.
+        """
         if self._gone_at is not None and time.monotonic() >= self._gone_at:
             for name, host in self._hosts.items():
                 ray_nodes.kill(ray_nodes.processes(self._cluster.temp / name))
                 host.wait()
             self._hosts, self._gone_at = {}, None
+        for name, host in self._hosts.items():
+            if self._gone_at is None and host.poll() is not None:
+                ray_nodes.kill(ray_nodes.processes(self._cluster.temp / name))
+                self._hosts[name] = self._start(self._settings[name])
         return not self._hosts
 
     def _start(self, host: ray_nodes.NodeSettings) -> subprocess.Popen:
         folder = self._cluster.temp / host.name
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         command = [
             sys.executable,

@@ -1,4 +1,4 @@
-"""One emulated cluster for all tests of this room: two slices of one host, one of two hosts."""
+"""One emulated cluster for all tests of this package: two slices of one host, one of two hosts."""
 
 import subprocess
 import sys

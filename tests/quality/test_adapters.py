@@ -15,7 +15,7 @@ from wan_tpu import load_pipeline as load_ours
 from wan_tpu.families import open_spec
 from wan_tpu.lora import Lora
 
-SCENES = [draw_zigzag(gate.SEED, i, held_out=True, width=64) for i in range(3)]
+SCENES = [draw_zigzag(gate.SEED, i, held_out=True, width=64) for i in range(4)]
 
 
 def test_a_zigzag_is_told_from_a_roll_and_from_its_mirror_image():

@@ -143,6 +143,7 @@ def test_a_kernel_in_a_program_is_counted_alone(mesh, v6e_4, tmp_path):
     assert len(list(tmp_path.glob("kernel-v6e-*.json"))) == 2
 
 
+@pytest.mark.long
 def test_products_that_wait_for_the_matrix_units_take_what_surrounds_them_too(tmp_path):
     """v7x's compiler schedules them faster than its peak; v6e's, of as many matrix units, counts on their rate."""
     x, weight, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2368, 1024), (1280, 1024), (1280,)))

@@ -36,7 +36,7 @@ def random(*shape):
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("frames", [1, 4, 7])
+@pytest.mark.parametrize("frames", [1, 4, pytest.param(7, marks=pytest.mark.long)])
 def test_latents_are_decoded_as_diffusers_does(frames, theirs, ours):
     latents = random(1, 16, frames, HEIGHT, WIDTH)
     with torch.no_grad():

@@ -244,6 +244,7 @@ def test_calibration_measures_what_diffusers_does(checkpoint, tmp_path, capsys):
     assert cli.run(calibrate, [*argv, "--switch_step", "2"]) == 2
 
 
+@pytest.mark.long
 def test_given_sigmas_have_a_curve_of_their_own(folder, tmp_path):
     """As presets give them: measured without guidance, kept beside the model's own, and holding for nothing else."""
     copy = tmp_path / "model"

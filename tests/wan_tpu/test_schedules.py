@@ -79,7 +79,7 @@ def diffusion_scheduler(kind, settings):
 
 @pytest.mark.parametrize("settings", NOISE.values(), ids=NOISE)
 def test_every_step_of_ddim_equals_diffusers(settings):
-    for steps in (*range(1, 51), 64, 100, 999, 1000):
+    for steps in (*range(1, 51), 1000):
         reference = diffusion_scheduler(diffusers.CogVideoXDDIMScheduler, settings)
         schedule = ddim(NoiseSchedule(**settings), steps)
         reference.set_timesteps(steps)
@@ -95,7 +95,7 @@ def test_every_step_of_ddim_equals_diffusers(settings):
 
 @pytest.mark.parametrize("settings", NOISE.values(), ids=NOISE)
 def test_every_step_of_dpm_equals_diffusers_with_the_noise_that_it_draws(settings):
-    for steps in (*range(1, 51), 64, 100, 999, 1000):
+    for steps in (*range(1, 51), 1000):
         reference = diffusion_scheduler(diffusers.CogVideoXDPMScheduler, settings)
         schedule = dpm(NoiseSchedule(**settings), steps)
         reference.set_timesteps(steps)
