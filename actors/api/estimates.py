@@ -37,7 +37,7 @@ class Seconds:
 
 
 # Of Wan 2.2 A14B at 720p on v6e-8 (docs/performance.md, docs/benchmarks.md), until the first job has been measured.
-_FIRST = Seconds(encode=0.4, step=2.67, decode=0.35)
+_FIRST = Seconds(encode=0.4, step=2.62, decode=0.35)
 
 
 class Pace:

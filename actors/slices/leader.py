@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Hashable, Iterator
 from typing import Any
 
 import ray
@@ -37,7 +37,7 @@ from cluster.layout import Pool
 from wan_tpu.errors import InvalidInput
 from wan_tpu.progress import counted
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.spec import DECODER, ENCODER
+from wan_tpu.spec import DECODER, ENCODER, Expert, RequestPlan
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class SliceLeader:
                             start, before_s = time.time(), 0.0
                             if expert is None or done >= expert.stop:
                                 expert = next(one for one in experts if done < one.stop)
-                                kind = (plan.shapes[expert.stage], expert.stage, expert.guided)
+                                kind = _kind(plan, expert)
                                 before_s, expert = (await self._slice.call("begin", held, like=kind)).value
                             compile_s, done = (await self._slice.call("step", held, like=kind)).value
                             spans = self._computed(key, expert.stage, start, before_s + compile_s, done)
@@ -427,6 +427,12 @@ class SliceLeader:
             self._drain.begin(0.0)  # who comes before the end is sent on: the loss has cost its attempt already
             self._status.gone(self._name)
             asyncio.get_running_loop().call_later(LEAVE_S, os._exit, 1)
+
+
+def _kind(plan: RequestPlan, expert: Expert) -> Hashable | None:
+    """Return what decides how long a step takes and what it needs; None where some are left out, as a cache does."""
+    request = plan.request
+    return None if request.cache else (plan.shapes[expert.stage], expert.stage, expert.guided, request.loras)
 
 
 def _shown(progress: HostProgress) -> str:

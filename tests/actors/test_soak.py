@@ -35,7 +35,7 @@ def running(tmp_path_factory):
     """An emulated cluster, and the pipeline that runs there."""
     folder = tmp_path_factory.mktemp("soak")
     spec = soak.soak_spec(folder, step_s=0.02)
-    with EmulatedCluster.start(emulated_slices(soak.LAYOUT), folder=folder, imports="wan_tpu.aot.imported") as cluster:
+    with EmulatedCluster.start(emulated_slices(soak.LAYOUT), folder=folder) as cluster:
         connect(cluster.address)
         deploy(spec)
         yield cluster, spec

@@ -51,7 +51,7 @@ def test_side_work_runs_beside_a_call(two):
     ended = {}
 
     def call():
-        two.call("slow", 50, 0.2)
+        two.call("slow", 20, 0.2)
         ended["call"] = time.monotonic()
 
     thread = threading.Thread(target=call)

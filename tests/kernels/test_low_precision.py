@@ -178,7 +178,7 @@ def test_what_is_not_finite_is_not_rounded_to_something_finite(dtype):
     q, k, v = (normal(seed, 300, 128, dtype=jnp.bfloat16) for seed in range(3))
     how = {"heads": 1, "width": 128, "scale": 0.1, "kv_len": 300, "qk": dtype, "interpret": True}
     for softmax, key in (("optimistic", np.nan), ("online", np.inf)):
-        found, right = flash_attention_unchecked(q.at[rows, 3].set(wrong), k, v, softmax=softmax, **how)
+        found, right = flash_attention_unchecked(q.at[rows, 3].set(wrong.astype(q.dtype)), k, v, softmax=softmax, **how)
         assert not np.isfinite(np.asarray(found, np.float32)[rows]).any()
         assert np.isfinite(np.delete(np.asarray(found, np.float32), rows, axis=0)).all()
         assert softmax == "online" or not right

@@ -287,7 +287,8 @@ def unwritable(settings):
 
 def test_a_result_that_can_t_be_stored_for_a_while_costs_no_job(http, settings, engine, monkeypatch, caplog):
     """What is made isn't made again, and nothing is begun that couldn't be stored either."""
-    monkeypatch.setattr(attempt, "_LONGEST_PAUSE_S", 0.5)
+    for name in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):
+        monkeypatch.setattr(attempt, name, 0.1)
     engine.go.clear()
     jobs = [create(http).json()["id"]]
     with working(dataclasses.replace(settings, concurrency=1), engine):

@@ -50,7 +50,7 @@ def running(tmp_path_factory):
         str(plan), str(folder / "snapshots"), chips="simulated", host_class=host_class, timeouts=Timeouts(hung_s=4)
     )
     spec = PipelineSpec(LAYOUT, settings, MODEL, lasting=True)
-    with EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder, imports="wan_tpu.aot.imported") as cluster:
+    with EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder) as cluster:
         connect(cluster.address)
         try:
             deploy(spec)

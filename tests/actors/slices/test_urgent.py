@@ -52,7 +52,7 @@ def running(tmp_path_factory):
     folder = tmp_path_factory.mktemp("urgent")
     spec = soak.soak_spec(folder, 0.1, LAYOUT)
     slices = (*emulated_slices(LAYOUT), EmulatedSlice("spare", SliceSpec("v6e-1"), 1))
-    with EmulatedCluster.start(slices, folder=folder, imports="wan_tpu.aot.imported") as cluster:
+    with EmulatedCluster.start(slices, folder=folder) as cluster:
         connect(cluster.address)
         deploy(spec)
         yield cluster, folder, spec
