@@ -20,6 +20,7 @@ from ray.job_submission import JobSubmissionClient
 
 from actors.cli import main
 from actors.storage.opening import open_storage
+from cluster.connect import leave
 from cluster.emulation.cluster import EmulatedCluster, Settings, emulated_slices
 from cluster.layout import Layout
 from tests.conftest import PHOTO, ROOT
@@ -291,6 +292,7 @@ def test_a_cluster_behind_a_forwarded_port_has_a_python_of_its_own(cluster, tmp_
 )
 def test_errors_are_one_line(cluster, argv, message, capsys):
     code = main([*argv, "--folder", str(cluster.running.folder)])
+    leave()  # some have joined the cluster, and this process would end with it
     err = capsys.readouterr().err
     assert (code, err.count("\n")) == (2, 1), err
     assert message in err
