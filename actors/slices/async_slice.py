@@ -1,10 +1,14 @@
-"""A slice called from its leader's event loop: in threads, and with failures sorted by whose they are."""
+"""A slice called from its leader's event loop: in threads, and with failures sorted by whose they are.
+
+Of some failures there is no telling at once: `Doubts` counts them.
+"""
 
 import asyncio
+import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +22,7 @@ from wan_tpu.errors import DoesNotFit, InvalidInput, UnhealthyResult, WanTpuErro
 
 THREADS = 32  # more than requests can be here: each waits in one, and a health check must not wait for them
 HUNG = 20.0  # times the fastest call of its kind
+SICK = 3  # different requests that fail in a row, none succeeding: the slice is replaced
 
 
 class AsyncSlice:
@@ -82,3 +87,40 @@ class AsyncSlice:
         except asyncio.CancelledError:
             await asyncio.wait([work])
             raise
+
+
+class Doubts:
+    """The requests that a slice's stages have failed since they last succeeded.
+
+    One that fails may be to blame itself, and is tried elsewhere. A slice on which several fail, and none succeeds in
+    between, is taken to be sick: failing takes no time, so it would be given every request.
+    """
+
+    def __init__(self, replica: str, replace: Callable[[str], None]) -> None:
+        """replica: Serve's name for the slice's leader; replace: told why the slice is to be replaced."""
+        self._replica, self._replace = replica, replace
+        self._failing: dict[str, set[str]] = {}  # by stage
+
+    @contextlib.contextmanager
+    def about(self, stage: str, key: str) -> Iterator[None]:
+        """Note when the block fails under a request, for what may be the slice's fault."""
+        try:
+            yield
+        except StageFailed as failed:
+            failed.replica = self._replica
+            self._note(stage, key)
+            raise
+        except RequestFailed as failed:
+            if failed.code == "unhealthy":
+                self._note(stage, key)
+            raise
+
+    def end(self, stage: str) -> None:
+        """Forget them: the stage has succeeded."""
+        self._failing.pop(stage, None)
+
+    def _note(self, stage: str, key: str) -> None:
+        failing = self._failing.setdefault(stage, set())
+        failing.add(key)
+        if len(failing) >= SICK:
+            self._replace(f"{stage} failed for {', '.join(sorted(failing))} in a row")

@@ -23,7 +23,7 @@ from actors.errors import RequestFailed, StageFailed, StageLost, StageMoved
 from actors.observe.span import Span, What
 from actors.observe.status_actor import Activity, StatusActor
 from actors.pipeline_spec import PipelineSettings
-from actors.slices.async_slice import AsyncSlice
+from actors.slices.async_slice import AsyncSlice, Doubts
 from actors.slices.autoscaling import LOAD, SliceTime
 from actors.slices.drain import Drain
 from actors.slices.messages import Event, HostProgress, Prepared, SliceRequest, StageResult
@@ -45,7 +45,6 @@ SHAPES = 64  # that a leader is remembered to hold programs of, for routing
 LEFT = 64  # payloads that a leader remembers to have made: those of sixteen requests for an encoder are 48
 FETCHED_S = 2.0  # that a payload may take to those who asked for it before it was adopted
 LEAVE_S = 0.5  # between the loss of a slice and the end of its leader: callers are told first
-SICK = 3  # different requests that fail in a row, none succeeding: the slice is replaced
 DRIVER_S = 5.0  # between two looks whether anybody still waits for a request
 
 
@@ -59,13 +58,13 @@ class SliceLeader:
         """
         self._leaving = contextlib.ExitStack()  # what is let go of with this leader
         self._settings, self._stages, self._pool = settings, pool.stages, pool.name
-        self._replica = serve.get_replica_context().replica_id.unique_id
-        self._name = f"{self._pool}/{self._replica}"
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._name = f"{self._pool}/{replica}"
         self._status = StatusActor.connect(settings.name)
         self._work: list[tuple[str, str]] = []  # stage and request, of what is computed or paused
         self._visits = itertools.count(1)
         self._holding: set[str] = set()  # what keeps it here: arrays that the hosts hold, payloads on their way
-        self._failing: dict[str, set[str]] = {}  # the requests that a stage has failed since it last succeeded
+        self._doubts = Doubts(replica, self._replace)
         self._left: deque[tuple[RequestScope, RefHandle]] = deque(maxlen=LEFT)  # payloads for their next stage
         self._ended = False
         self._start_s: dict[str, float] = {}  # seconds of each phase of the start
@@ -323,7 +322,7 @@ class SliceLeader:
         held = f"{key} {next(self._visits)}"
         self._holding.add(held)
         try:
-            with self._doubting(stage, key):
+            with self._doubts.about(stage, key):
                 yield held
         finally:
             self._holding.remove(held)
@@ -361,9 +360,9 @@ class SliceLeader:
         self._work.append((stage, key))
         self._report("busy")
         try:
-            with self._doubting(stage, key), self._time.taken():
+            with self._doubts.about(stage, key), self._time.taken():
                 yield
-            self._failing.pop(stage, None)
+            self._doubts.end(stage)
         finally:
             self._work.remove((stage, key))
             self._report("busy" if self._work else "idle")
@@ -394,29 +393,9 @@ class SliceLeader:
         self._end()
         return (StageFailed if isinstance(lost, DeviceFailed) else StageLost)(str(lost))
 
-    @contextlib.contextmanager
-    def _doubting(self, stage: str, key: str) -> Iterator[None]:
-        """Note when a stage fails under a request; end the slice when it fails one after the other.
-
-        One request that fails so may be to blame itself, and is tried elsewhere. A slice on which several fail, and
-        none succeeds in between, is taken to be sick: failing takes no time, so it would be given every request.
-        """
-        try:
-            yield
-        except StageFailed as failed:
-            failed.replica = self._replica
-            self._doubt(stage, key)
-            raise
-        except RequestFailed as failed:
-            if failed.code == "unhealthy":
-                self._doubt(stage, key)
-            raise
-
-    def _doubt(self, stage: str, key: str) -> None:
-        failing = self._failing.setdefault(stage, set())
-        failing.add(key)
-        if len(failing) >= SICK and not self._ended:
-            log.error("%s is replaced: %s failed for %s in a row", self._name, stage, ", ".join(sorted(failing)))
+    def _replace(self, why: str) -> None:
+        if not self._ended:
+            log.error("%s is replaced: %s", self._name, why)
             self._hosts.close()
             self._end()
 

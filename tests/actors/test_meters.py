@@ -54,9 +54,7 @@ def test_operators_see_starts_replicas_requests_batches_and_chips(tmp_path, monk
     monkeypatch.setitem(ray_nodes.ENVIRONMENT, "RAY_metrics_report_interval_ms", "1000")
     spec = soak.soak_spec(tmp_path, step_s=0.01)
     request = GenerationRequest(prompt="A cat", image=PHOTO, height=64, width=64, frames=9, steps=2, seed=1)
-    with EmulatedCluster.start(
-        emulated_slices(spec.layout), folder=tmp_path / "cluster", imports="wan_tpu.aot.imported"
-    ) as cluster:
+    with EmulatedCluster.start(emulated_slices(spec.layout), folder=tmp_path / "cluster") as cluster:
         connect(cluster.address)
         try:
             deploy(spec)

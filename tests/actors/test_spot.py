@@ -29,7 +29,7 @@ pytestmark = pytest.mark.long
 
 SECONDS = float(os.environ.get("WAN_TPU_SPOT_S", "30"))
 AT_ONCE = 3  # requests
-STEPS = 1000 if SECONDS > 60 else 150  # of a request
+STEPS = 1000 if SECONDS > 60 else 250  # of a request
 EVERY_S = (10, 25)  # between two notices
 AWAY_S = (1, 15 if SECONDS > 60 else 8)  # until there is a slice in place of one that is gone
 NONE_S = 20.0 if SECONDS > 60 else 8.0  # for which, half-way, there is no slice at all, and until all pools say so

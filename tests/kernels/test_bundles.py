@@ -27,8 +27,13 @@ SMALL = BlockSizes(2048, 1024, Schedule(512), Schedule(512))
 
 
 @needs_libtpu
-@pytest.mark.long
-@pytest.mark.parametrize(("qk", "width"), TARGETS)
+@pytest.mark.parametrize(
+    ("qk", "width"),
+    [
+        pytest.param(qk, width, marks=pytest.mark.soak if qk else pytest.mark.long)  # a minute each
+        for qk, width in TARGETS
+    ],
+)
 def test_v6e_meets_its_targets(qk, width):
     row = ours("v6e", "optimistic", qk, width=width)
     assert row.per_million is not None, row.note
