@@ -410,8 +410,7 @@ class SliceLeader:
 
 def _kind(plan: RequestPlan, expert: Expert) -> Hashable | None:
     """Return what decides how long a step takes and what it needs; None where some are left out, as a cache does."""
-    request = plan.request
-    return None if request.cache else (plan.shapes[expert.stage], expert.stage, expert.guided, request.loras)
+    return None if plan.request.cache else (plan.shapes[expert.stage], expert.stage, expert.guided)
 
 
 def _shown(progress: HostProgress) -> str:
