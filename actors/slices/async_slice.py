@@ -8,9 +8,9 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -21,6 +21,7 @@ from cluster.gang.slice import Returned, Slice
 from wan_tpu.errors import DoesNotFit, InvalidInput, UnhealthyResult, WanTpuError
 
 THREADS = 32  # more than requests can be here: each waits in one, and a health check must not wait for them
+T = TypeVar("T")
 HUNG = 20.0  # times the fastest call of its kind
 SICK = 3  # different requests that fail in a row, none succeeding: the slice is replaced
 
@@ -81,12 +82,25 @@ class AsyncSlice:
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run any function in one of the threads; when cancelled, wait until it has ended."""
-        work = asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, function, *args))
+
+
+async def to_the_end(work: Awaitable[T]) -> T:
+    """Wait until work has ended, however often this is cancelled meanwhile, which shows then.
+
+    Serve cancels a call when its caller does, and once more when the replica or the stream is closed.
+    """
+    task, cancelled = asyncio.ensure_future(work), False
+    while not task.done():
         try:
-            return await asyncio.shield(work)
+            await asyncio.wait([task])
         except asyncio.CancelledError:
-            await asyncio.wait([work])
-            raise
+            cancelled = True
+    if cancelled:
+        if not task.cancelled():
+            task.exception()  # nobody else asks for it
+        raise asyncio.CancelledError
+    return task.result()
 
 
 class Doubts:

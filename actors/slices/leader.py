@@ -23,7 +23,7 @@ from actors.errors import RequestFailed, StageFailed, StageLost, StageMoved
 from actors.observe.span import Span, What
 from actors.observe.status_actor import Activity, StatusActor
 from actors.pipeline_spec import PipelineSettings
-from actors.slices.async_slice import AsyncSlice, Doubts
+from actors.slices.async_slice import AsyncSlice, Doubts, to_the_end
 from actors.slices.autoscaling import LOAD, SliceTime
 from actors.slices.drain import Drain
 from actors.slices.messages import Event, HostProgress, Prepared, SliceRequest, StageResult
@@ -326,9 +326,12 @@ class SliceLeader:
                 yield held
         finally:
             self._holding.remove(held)
-            await self._snapshotter.settle(held)
-            with contextlib.suppress(StageLost, RequestFailed):
-                await self._slice.side("drop", held)
+            await to_the_end(self._let_go(held))
+
+    async def _let_go(self, held: str) -> None:
+        await self._snapshotter.settle(held)
+        with contextlib.suppress(StageLost, RequestFailed):
+            await self._slice.side("drop", held)
 
     async def _compute(
         self, request: SliceRequest, stage: str, shape: str, method: str, *args: Any

@@ -119,6 +119,7 @@ def test_a_pool_grows_under_load_and_shrinks_after(running, spec):
     wait_for(lambda: len(set().union(*(slices_of(one, "denoise_high") for one in made))) == 2, "it works")
     for one in made:
         one.cancel()
+    wait_for(lambda: not running.ask("high", "held"), "nothing of them is left there")
     wait_for(lambda: len(running.slices("high")) == 1, "it is given back")
     with pytest.raises(BaseException):  # noqa: B017, PT011
         made[-1].video()

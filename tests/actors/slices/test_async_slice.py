@@ -1,0 +1,43 @@
+"""Work that others cancel again and again."""
+
+import asyncio
+
+import pytest
+
+from actors.slices.async_slice import to_the_end
+
+
+def test_what_is_to_be_done_is_done_however_often_it_is_cancelled():
+    """As arrays are dropped: a second cancel left them on the devices of a slice for ever."""
+
+    async def run():
+        go, done = asyncio.Event(), []
+
+        async def work():
+            await go.wait()
+            done.append(True)
+
+        waiting = asyncio.create_task(to_the_end(work()))
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert done
+
+    asyncio.run(run())
+
+
+def test_what_it_returns_or_raises_comes_through():
+    async def fails():
+        raise ValueError("no")
+
+    async def run():
+        assert await to_the_end(asyncio.sleep(0, "yes")) == "yes"
+        with pytest.raises(ValueError, match="no"):
+            await to_the_end(fails())
+
+    asyncio.run(run())
