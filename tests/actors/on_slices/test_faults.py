@@ -76,8 +76,9 @@ def test_a_killed_node(running, undisturbed):
 
 def test_a_killed_replica(running, undisturbed):
     [leader], host = running.leaders("high"), running.host("high")
+    snapshots = Snapshots(running.pipeline.spec.settings.snapshots)
     made, beside = running.start("replica", REQUEST), running.start("beside", REQUEST)
-    made.wait_for("denoise_high", 25)
+    wait_for(lambda: snapshots.names("replica"), "a snapshot")  # seen sooner than its steps, which come through Serve
     kill(leader)
     check(made, undisturbed, again=2 * EVERY)
     assert len(slices_of(made, "denoise_high")) == 2
