@@ -88,7 +88,7 @@ class AsyncSlice:
 async def to_the_end(work: Awaitable[T]) -> T:
     """Wait until work has ended, however often this is cancelled meanwhile, which shows then.
 
-    Serve cancels a call when its caller does, and once more when the replica or the stream is closed.
+    Serve may cancel a call more than once: when its caller does, when the stream or the replica is closed.
     """
     task, cancelled = asyncio.ensure_future(work), False
     while not task.done():

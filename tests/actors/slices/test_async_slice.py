@@ -8,7 +8,7 @@ from actors.slices.async_slice import to_the_end
 
 
 def test_what_is_to_be_done_is_done_however_often_it_is_cancelled():
-    """As arrays are dropped: a second cancel left them on the devices of a slice for ever."""
+    """As arrays are dropped: a second cancel would leave them on the devices of a slice for ever."""
 
     async def run():
         go, done = asyncio.Event(), []
