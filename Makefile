@@ -1,5 +1,6 @@
 # All a newcomer needs. Every target sets up what it uses, on a machine with make and a Python from 3.11 to 3.13.
 SUITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+unexport PYTHONDONTWRITEBYTECODE # where it is set, every process of a test would compile this project's modules again
 PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	$$python -c "$(SUITS)" 2> /dev/null && echo $$python && break; done)
 BIN := .venv/bin

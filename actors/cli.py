@@ -1,6 +1,7 @@
 """The `wan-tpu` command. It imports what a command needs when that is run: `wan-tpu generate` never imports Ray."""
 
 import argparse
+import atexit
 import gc
 import importlib
 import sys
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     module, function, _ = COMMANDS[parser.parse_args(argv[:1]).command]
     gc.set_threshold(20_000)  # as on a slice's hosts (cluster/gang/host_actor.py)
+    atexit.register(gc.freeze)  # else Python's last collections look through all of torch, for two seconds
     return run(getattr(importlib.import_module(module), function), argv[1:], expected=ClusterError)
 
 

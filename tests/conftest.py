@@ -86,6 +86,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
 
 
+def pytest_collection_finish() -> None:
+    """Have no garbage collection look at what was imported."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Nor the last ones, pytest's five and Python's own: they take seconds in each of pytest-xdist's processes."""
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Let what computes give way, in several processes, to what starts clusters: that waits half of its time."""
     computes = not starts_clusters(item.nodeid) and not item.nodeid.startswith(PLAN)

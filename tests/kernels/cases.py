@@ -1,7 +1,9 @@
 """Adversarial inputs, their float64 answer, and the error a correct kernel may make."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,6 +14,22 @@ SMALL = BlockSizes(256, 256, fixed=Schedule(128), online=Schedule(128, columns=1
 SWAPPED = BlockSizes(256, 256, fixed=SMALL.online, online=SMALL.fixed)
 
 D = 128
+
+
+def as_program(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """The function with these options, each call one compiled program, as in models: op by op it would be twenty."""
+
+    def call(*args, **more):
+        leaves, tree = jax.tree.flatten((args, options | more))
+        arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray | jax.Array)}
+
+        def program(arrays):
+            args, more = tree.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+            return function(*args, **more)
+
+        return jax.jit(program)(arrays)
+
+    return call
 
 
 class Case(NamedTuple):
@@ -53,7 +71,7 @@ NAMES = ("normal", "huge norms", "late key", "equal keys", "very negative rows",
 
 def rounded(case: Case, dtype) -> Case:
     """The values a kernel of that dtype is given, as float32."""
-    return Case(*(np.asarray(jnp.asarray(x, dtype), np.float32) for x in case))
+    return Case(*(x.astype(dtype).astype(np.float32) for x in case))
 
 
 def exact(case: Case) -> np.ndarray:

@@ -13,10 +13,11 @@ from kernels.vae import causal_conv as causal_conv_module
 from kernels.vae import conv_shape as shapes
 from kernels.vae.causal_conv import causal_conv, causal_conv_reference
 from scripts.kernel_tables.conv_cases import CASES
+from tests.kernels.cases import as_program
 from wan_tpu.pricing.bundles import count_bundles
 from wan_tpu.pricing.kernel_prices import step_bundles
 
-FUNCTIONS = {"kernel": lambda *args, **more: causal_conv(*args, **more, interpret=True), "jnp": causal_conv_reference}
+FUNCTIONS = {"kernel": as_program(causal_conv, interpret=True), "jnp": as_program(causal_conv_reference)}
 # Sums of a few hundred float32 terms; in bfloat16 the normalised input and the result are rounded.
 DTYPES = {"float32": 3e-6, "bfloat16": 2**-6}
 
@@ -26,17 +27,17 @@ class Call:
 
     def __init__(self, x, outputs, taps, *, past, before, stride=1, replicate=False, dtype="float32", pieces=""):
         rng = np.random.default_rng(0)
-        self.draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
+        self.draw = lambda *shape: rng.standard_normal(shape).astype(jnp.dtype(dtype))
         frames, _, rows, channels = x
         self.x, self.stride, self.before, self.replicate = self.draw(*x), stride, before, replicate
-        self.weight = (self.draw(*taps, channels, outputs) * (channels * np.prod(taps)) ** -0.5).astype(dtype)
+        self.weight = self.draw(*taps, channels, outputs) * jnp.dtype(dtype).type((channels * np.prod(taps)) ** -0.5)
         self.bias = self.draw(outputs)
         count = taps[0] - stride if past else 0
         out = ((count + frames - taps[0]) // stride + 1, *x[1:3], outputs)
         shapes = {"norm": (channels,), "norm_after": (outputs,), "residual": out}
         self.given = {name: self.draw(*shape) for name, shape in shapes.items() if name in pieces}
         self.past = self.draw(past, *x[1:]) if past else None
-        self.frames = jnp.concatenate([self.past[-count:], self.x]) if count else self.x
+        self.frames = np.concatenate([self.past[-count:], self.x]) if count else self.x
         edge = (self.frames.shape[0], 1, rows, channels)
         self.edges = (self.draw(*edge), self.draw(*edge)) if taps[1] > 1 else (None, None)
 
@@ -113,7 +114,7 @@ def test_no_tile_reads_what_another_has_not_written(monkeypatch):
     monkeypatch.setattr(shapes, "PIXELS", 32)
     call = Call((2, 4, 16, 8), 8, (3, 3, 3), past=2, before=(1, 1), pieces="norm residual")
     simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
-    out = call.run(lambda *args, **more: causal_conv(*args, **more, interpret=simulated))
+    out = call.run(FUNCTIONS["kernel"], interpret=simulated)
     close(out, call.expected(), DTYPES["float32"])
     assert not simulator.races.races_found
 
@@ -125,7 +126,7 @@ def test_weights_that_do_not_fit_are_fetched_in_parts(monkeypatch):
     found = shapes.conv_shape(call.x, call.weight, call.past, (1, 1), 1, 9 * 2**20, interpret=True)
     assert (found.o_block, found.steps) == (256, 2)
     simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
-    out = call.run(lambda *args, **more: causal_conv(*args, **more, interpret=simulated))
+    out = call.run(FUNCTIONS["kernel"], interpret=simulated)
     close(out, call.expected(), DTYPES["float32"])
     assert not simulator.races.races_found
 

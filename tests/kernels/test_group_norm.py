@@ -1,7 +1,5 @@
 """Group norm's kernels in Pallas' interpreter, and their references, against torch in float64."""
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,9 +15,10 @@ from kernels.vae.group_norm import (
     norm_silu,
     norm_silu_reference,
 )
+from tests.kernels.cases import as_program
 
-MOMENTS = {"kernel": functools.partial(channel_moments, interpret=True), "jnp": channel_moments_reference}
-NORMS = {"kernel": functools.partial(norm_silu, interpret=True), "jnp": norm_silu_reference}
+MOMENTS = {"kernel": as_program(channel_moments, interpret=True), "jnp": as_program(channel_moments_reference)}
+NORMS = {"kernel": as_program(norm_silu, interpret=True), "jnp": as_program(norm_silu_reference)}
 DTYPES = {"float32": 2e-6, "bfloat16": 2**-7}
 
 
@@ -30,7 +29,7 @@ def small_tiles(monkeypatch):
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
 
 
 def close(got, expected, tolerance):
@@ -57,8 +56,8 @@ def test_moments_are_those_of_the_picture(function, columns, rows):
 def test_parts_are_merged():
     parts = [np.asarray(normal(i, 5 + i, 7), np.float64) * 3 + 20 * i for i in range(3)]
     each = [(len(part), part.mean(0), ((part - part.mean(0)) ** 2).sum(0)) for part in parts]
-    counts, means, squares = (jnp.asarray(np.stack(found), jnp.float32) for found in zip(*each, strict=True))
-    total, mean, sums = merged(counts[:, None], means, squares)
+    counts, means, squares = (np.stack(found).astype(np.float32) for found in zip(*each, strict=True))
+    total, mean, sums = as_program(merged)(counts[:, None], means, squares)
     whole = np.concatenate(parts)
     assert total == len(whole)
     close(mean, whole.mean(0), 1e-6)
@@ -106,7 +105,8 @@ def test_simulated_tpu_memory():
 
     simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
     x, vectors, around = normal(0, 4, 8, 32, 64), (normal(1, 64), normal(2, 64)), normal(3, 2, 4, 16, 128)
-    close(norm_silu(x, *vectors, around, interpret=simulated), norm_silu_reference(x, *vectors, around), 2e-6)
-    for got, expected in zip(channel_moments(x, interpret=simulated), channel_moments_reference(x), strict=True):
+    given = (x, *vectors, around)
+    close(NORMS["kernel"](*given, interpret=simulated), NORMS["jnp"](*given), 2e-6)
+    for got, expected in zip(MOMENTS["kernel"](x, interpret=simulated), MOMENTS["jnp"](x), strict=True):
         close(got, expected, 2e-6)
     assert not simulator.races.races_found

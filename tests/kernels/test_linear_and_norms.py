@@ -14,6 +14,12 @@ from kernels.head_norm_rope import head_norm_rope, head_norm_rope_reference
 from kernels.layer_norm import layer_norm, layer_norm_reference
 from kernels.linear import linear, linear_reference
 from kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
+from tests.kernels.cases import as_program
+
+LINEARS = as_program(linear_reference), as_program(linear, interpret=True)
+LAYER_NORMS = as_program(layer_norm_reference), as_program(layer_norm, interpret=True)
+RMS_NORMS = as_program(rms_norm_rope_reference), as_program(rms_norm_rope, interpret=True)
+HEAD_NORMS = as_program(head_norm_rope_reference), as_program(head_norm_rope, interpret=True)
 
 DTYPES = {"float32": 2e-6, "bfloat16": 2**-7}  # tolerance: sums of a few hundred float32 terms; two bfloat16 roundings
 
@@ -32,7 +38,7 @@ def small_tiles(monkeypatch):
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
 
 
 def close(got, expected, tolerance):
@@ -57,21 +63,21 @@ def test_linear_is_torchs(size, activation, dtype):
     y = torch.nn.functional.linear(*wide)
     if activation:
         y = torch.nn.functional.gelu(y, approximate="tanh")
-    close(linear(x, weight, bias, activation=activation, interpret=True), y, DTYPES[dtype])
-    close(linear_reference(x, weight, bias, activation=activation), y, DTYPES[dtype])
+    for function in LINEARS:
+        close(function(x, weight, bias, activation=activation), y, DTYPES[dtype])
     gates = np.where(np.arange(rows)[:, None] < 5, np.asarray(gate[0], np.float64), np.asarray(gate[1], np.float64))
     more = {"activation": activation, "residual": residual, "gate": gate, "first_rows": 5}
     expected = np.asarray(residual, np.float64) + gates * y.numpy()
-    close(linear(x, weight, bias, **more, interpret=True), expected, DTYPES[dtype])
-    close(linear_reference(x, weight, bias, **more), expected, DTYPES[dtype])
+    for function in LINEARS:
+        close(function(x, weight, bias, **more), expected, DTYPES[dtype])
 
 
 def test_linear_takes_and_gives_columns_in_groups():
     x, weight, bias = normal(0, 50, 512), normal(1, 768, 512), normal(2, 768)
-    expected = linear_reference(x, weight, bias)
+    expected = LINEARS[0](x, weight, bias)
     grouped = x.reshape(50, 2, 256).transpose(1, 0, 2)
     parts = grouped[..., :128], grouped[..., 128:]
-    for function in (linear_reference, lambda *args, **more: linear(*args, **more, interpret=True)):
+    for function in LINEARS:
         close(function(grouped, weight, bias), expected, 2e-6)
         close(function(x, weight, bias, groups=3).transpose(1, 0, 2).reshape(50, 768), expected, 2e-6)
         for given in (grouped, parts):
@@ -81,12 +87,13 @@ def test_linear_takes_and_gives_columns_in_groups():
 
 @pytest.mark.parametrize(("rows", "dtype"), [(64, "float32"), (50, "float32"), (5, "float32"), (50, "bfloat16")])
 def test_layer_norm_is_torchs(rows, dtype):
-    x, scale, shift = normal(0, rows, 256, dtype=dtype) * 3 + 1, normal(1, 2, 256), normal(2, 2, 256)
+    x, scale, shift = normal(0, rows, 256), normal(1, 2, 256), normal(2, 2, 256)
+    x = (x * 3 + 1).astype(jnp.dtype(dtype))
     normed = torch.nn.functional.layer_norm(torch.from_numpy(np.array(x, np.float64)), (256,), eps=1e-6).numpy()
     for first_rows in (0, 3, rows):
         late = (np.arange(rows) >= first_rows).astype(int)
         expected = normed * np.asarray(scale, np.float64)[late] + np.asarray(shift, np.float64)[late]
-        for function in (layer_norm_reference, lambda *args, **more: layer_norm(*args, **more, interpret=True)):
+        for function in LAYER_NORMS:
             close(function(x, scale, shift, eps=1e-6, first_rows=first_rows), expected, DTYPES[dtype])
 
 
@@ -98,7 +105,7 @@ def test_rms_norm_rope_rotates_pairs_half_a_head_apart(rows, dtype):
     wide = np.asarray(x, np.float64)
     normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(weight, np.float64)
     rotated = turned(normed, heads, angles)
-    for function in (rms_norm_rope_reference, lambda *args, **more: rms_norm_rope(*args, **more, interpret=True)):
+    for function in RMS_NORMS:
         close(function(x, weight, None, eps=1e-6), normed, DTYPES[dtype])
         close(function(x, weight, tables, eps=1e-6), rotated, DTYPES[dtype])
         grouped = function(x, weight, tables, eps=1e-6, groups=2)
@@ -120,8 +127,8 @@ HEADS = [(12, 64), (4, 128), (6, 64), (10, 16), (16, 32)]
 def test_head_norm_rope_is_torchs_norm_of_each_head(heads, width, kind, dtype):
     """6 heads of 64 in two groups are one and a half registers each, 10 of 16 fill none."""
     rows = 50
-    x, weight, bias = normal(0, rows, heads * width, dtype=dtype) + 3, normal(1, width), normal(2, width)
-    x = x * jnp.linspace(1e-3, 30, heads * width, dtype=dtype)
+    x, weight, bias = normal(0, rows, heads * width) + 3, normal(1, width), normal(2, width)
+    x = (x * np.linspace(1e-3, 30, heads * width, dtype=np.float32)).astype(jnp.dtype(dtype))
     angles, tables = rotations(rows, width)
     each, *vectors = (torch.from_numpy(np.array(a, np.float64)) for a in (x, weight, bias))
     each = each.reshape(rows, heads, width)
@@ -132,7 +139,7 @@ def test_head_norm_rope_is_torchs_norm_of_each_head(heads, width, kind, dtype):
     normed = normed.reshape(rows, -1).numpy()
     # A head whose mean is hundreds of its deviations loses as many roundings of float32 in that mean.
     tolerance = DTYPES[dtype] * (20 if kind == "layer" and dtype == "float32" else 1)
-    for function in (head_norm_rope_reference, lambda *args, **more: head_norm_rope(*args, **more, interpret=True)):
+    for function in HEAD_NORMS:
         close(function(x, weight, bias, None, eps=1e-6), normed, tolerance)
         grouped = function(x, weight, bias, tables, eps=1e-6, groups=2)
         close(grouped.transpose(1, 0, 2).reshape(rows, -1), turned(normed, heads, angles), tolerance)
@@ -145,7 +152,7 @@ def rotations(rows, width):
     """Angles [rows, D/2], and the tables that kernels take."""
     angles = np.random.default_rng(2).uniform(-3, 3, (rows, width // 2))
     cos, sin = np.cos(angles), np.sin(angles)
-    return angles, tuple(jnp.asarray(np.concatenate(both, axis=1), jnp.float32) for both in ((cos, cos), (-sin, sin)))
+    return angles, tuple(np.concatenate(both, axis=1).astype(np.float32) for both in ((cos, cos), (-sin, sin)))
 
 
 def turned(normed, heads, angles):
@@ -161,14 +168,14 @@ def test_simulated_tpu_memory():
 
     simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
     x, weight, bias = normal(0, 50, 512), normal(1, 512, 512), normal(2, 512)
-    close(linear(x, weight, bias, interpret=simulated), linear_reference(x, weight, bias), 2e-6)
-    ones, zeros = jnp.ones((1, 512)), jnp.zeros((1, 512))
-    expected = layer_norm_reference(x, ones, zeros, eps=1e-6)
-    close(layer_norm(x, ones, zeros, eps=1e-6, interpret=simulated), expected, 2e-6)
+    ones, zeros = np.ones((1, 512), np.float32), np.zeros((1, 512), np.float32)
     tables = normal(3, 50, 128), normal(4, 50, 128)
-    got = rms_norm_rope(x, bias, tables, eps=1e-6, groups=2, interpret=simulated)
-    close(got, rms_norm_rope_reference(x, bias, tables, eps=1e-6, groups=2), 2e-6)
     narrow = normal(5, 64), normal(6, 64), (tables[0][:, :64], tables[1][:, :64])
-    got = head_norm_rope(x, *narrow, eps=1e-6, groups=2, interpret=simulated)
-    close(got, head_norm_rope_reference(x, *narrow, eps=1e-6, groups=2), 2e-6)
+    for (reference, kernel), args, more in (
+        (LINEARS, (weight, bias), {}),
+        (LAYER_NORMS, (ones, zeros), {"eps": 1e-6}),
+        (RMS_NORMS, (bias, tables), {"eps": 1e-6, "groups": 2}),
+        (HEAD_NORMS, narrow, {"eps": 1e-6, "groups": 2}),
+    ):
+        close(kernel(x, *args, **more, interpret=simulated), reference(x, *args, **more), 2e-6)
     assert not simulator.races.races_found

@@ -20,6 +20,13 @@ from kernels.low_precision import (
     round_rows,
     round_rows_reference,
 )
+from tests.kernels.cases import as_program
+
+ROUND_ROWS = as_program(round_rows_reference), as_program(round_rows, interpret=True)
+NORMS = as_program(layer_norm_reference), as_program(layer_norm, interpret=True)
+LINEARS = as_program(linear_reference), as_program(linear, interpret=True)
+REFERENCE = as_program(flash_attention_reference)
+UNCHECKED = as_program(flash_attention_unchecked, interpret=True)
 
 DTYPES = {"int8": 127, "float8_e4m3fn": 448}
 TOLERANCE = 2**-7  # the result is bfloat16, and so is what the activation takes
@@ -37,7 +44,7 @@ def small_tiles(monkeypatch):
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def in_8_bits(x, dtype):
@@ -69,10 +76,10 @@ def same_rows(found, x, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [128, 100, 5])
 def test_rows_are_rounded_to_the_nearest(rows, dtype):
-    x = normal(0, rows, 768, dtype=jnp.bfloat16) * jnp.exp(3 * normal(1, rows, 1)).astype(jnp.bfloat16)
-    x = x.at[3].set(0)
+    x = normal(0, rows, 768, dtype=jnp.bfloat16) * np.exp(3 * normal(1, rows, 1)).astype(jnp.bfloat16)
+    x[3] = 0
     grouped = x.reshape(rows, 2, 384).transpose(1, 0, 2)
-    for function in (round_rows_reference, lambda *args: round_rows(*args, interpret=True)):
+    for function in ROUND_ROWS:
         for given in (x, grouped, (grouped[..., :128], grouped[..., 128:])):
             found = function(given, jnp.dtype(dtype))
             same_rows(found, x, dtype)
@@ -82,10 +89,10 @@ def test_rows_are_rounded_to_the_nearest(rows, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [128, 50, 5])
 def test_a_norm_gives_rounded_rows(rows, dtype):
-    x, scale, shift = normal(0, rows, 256, dtype=jnp.bfloat16) * 3 + 1, normal(1, 2, 256), normal(2, 2, 256)
+    x, scale, shift = (normal(0, rows, 256) * 3 + 1).astype(jnp.bfloat16), normal(1, 2, 256), normal(2, 2, 256)
     more = {"eps": 1e-6, "first_rows": 3}
-    plain = layer_norm_reference(x.astype(jnp.float32), scale, shift, **more)
-    for function in (layer_norm_reference, lambda *args, **more: layer_norm(*args, **more, interpret=True)):
+    plain = NORMS[0](x.astype(jnp.float32), scale, shift, **more)
+    for function in NORMS:
         same_rows(function(x, scale, shift, **more, rounded=jnp.dtype(dtype)), plain, dtype)
 
 
@@ -100,17 +107,17 @@ SIZES = {"whole": (128, 256, 512), "ragged, in parts": (100, 768, 640), "tiny": 
 def test_a_linear_layer_multiplies_what_was_rounded(size, activation, dtype):
     rows, inputs, outputs = SIZES[size]
     (x, sizes), (weight, scales) = (in_8_bits(normal(n, m, inputs), dtype) for n, m in ((0, rows), (1, outputs)))
-    given = Rounded(jnp.asarray(x, dtype), jnp.broadcast_to(jnp.asarray(sizes), (rows, 128)))
+    given = Rounded(x.astype(dtype), np.broadcast_to(sizes, (rows, 128)))
     bias, residual, gate = (
         normal(2, outputs, dtype=jnp.bfloat16),
         normal(3, rows, outputs, dtype=jnp.bfloat16),
         normal(4, 2, outputs),
     )
     y = (x.astype(np.float64) @ weight.astype(np.float64).T) * sizes * scales.T + np.asarray(bias, np.float64)
-    y = np.asarray(ACTIVATIONS[activation](jnp.asarray(y, jnp.float32)), np.float64)
+    y = np.asarray(as_program(ACTIVATIONS[activation])(y.astype(np.float32)), np.float64)
     gates = np.where(np.arange(rows)[:, None] < 5, np.asarray(gate[0], np.float64), np.asarray(gate[1], np.float64))
-    args, how = (given, jnp.asarray(weight, dtype), bias), {"scales": scales[:, 0], "activation": activation}
-    for function in (linear_reference, lambda *args, **more: linear(*args, **more, interpret=True)):
+    args, how = (given, weight.astype(dtype), bias), {"scales": scales[:, 0], "activation": activation}
+    for function in LINEARS:
         found = function(*args, **how)
         assert found.dtype == jnp.bfloat16
         close(found, y, TOLERANCE)
@@ -127,19 +134,19 @@ def test_queries_are_rounded_by_row_and_head(width, shared, dtype):
     if width == 40:
         heads = 1
     tiles = heads // shared - first
-    q = normal(0, 2, rows, heads * width) * jnp.exp(normal(1, 2, rows, 1))
-    q = q.at[:, 3].set(0)
+    q = normal(0, 2, rows, heads * width) * np.exp(normal(1, 2, rows, 1))
+    q[:, 3] = 0
     own = q[..., first * shared * width :]
-    unit = jnp.exp(normal(2, 2, own.shape[2]))
+    unit = np.exp(normal(2, 2, own.shape[2]))
     given = {"width": width, "shared": shared, "first": first, "interpret": True}
-    found, scales = round_queries(q, unit, jnp.dtype(dtype), **given)
-    expected, sizes = round_queries_reference(own, unit, jnp.dtype(dtype), heads=tiles * shared)
+    found, scales = as_program(round_queries)(q, unit, jnp.dtype(dtype), **given)
+    expected, sizes = as_program(round_queries_reference)(own, unit, jnp.dtype(dtype), heads=tiles * shared)
     scales = np.asarray(scales).reshape(2, tiles * shared, rows)
     np.testing.assert_allclose(scales, sizes, rtol=1e-6)
     assert len(found) == len(expected) == (1 if dtype == "int8" else 2)
     assert dtype != "int8" or (np.frexp(scales)[0] == 0.5).all()  # powers of two
     spread = np.repeat(scales, width, axis=1).swapaxes(1, 2)
-    error = sum(np.asarray(one, np.float32) for one in found) * spread - np.asarray(own * unit[:, None])
+    error = sum(np.asarray(one, np.float32) for one in found) * spread - own * unit[:, None]
     assert (np.abs(error) <= spread * (0.501 if dtype == "int8" else 448 / 16**2)).all()
     for one, other in zip(found, expected, strict=True):
         assert (np.asarray(one, np.float32) == np.asarray(other, np.float32)).mean() > 0.99
@@ -151,14 +158,14 @@ def test_keys_are_rounded_without_their_mean(width, shared, first, dtype, monkey
     monkeypatch.setattr(low_precision, "TOKENS", 64)
     monkeypatch.setattr(low_precision, "TOKENS_AT_ONCE", 32)
     k = normal(0, 2, 150, (first + 1) * width * shared) + 20 * normal(1, 1, 1, (first + 1) * width * shared)
-    k, own = k.at[:, 130:].set(jnp.nan), slice(first * width * shared, None)
+    k[:, 130:], own = np.nan, slice(first * width * shared, None)
     real = np.asarray(k, np.float64)[:, :130, own]
     plain = real - real.mean(axis=1, keepdims=True)
     by_head = np.abs(plain).reshape(2, 130, shared, width).max(axis=(1, 3)) / DTYPES[dtype]
     given = {"tiles": 1, "width": width, "shared": shared, "first": first, "interpret": True}
     for values, scales in (
-        round_keys(k, 130, jnp.dtype(dtype), **given),
-        round_keys_reference(k[..., own], 130, jnp.dtype(dtype), heads=shared),
+        as_program(round_keys)(k, 130, jnp.dtype(dtype), **given),
+        as_program(round_keys_reference)(k[..., own], 130, jnp.dtype(dtype), heads=shared),
     ):
         assert values.shape == (2, 150, width * shared) and values.dtype == dtype
         np.testing.assert_allclose(scales, np.repeat(by_head, width, axis=1), rtol=1e-5)
@@ -169,42 +176,45 @@ def test_keys_are_rounded_without_their_mean(width, shared, first, dtype, monkey
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_is_not_rounded_to_something_finite(dtype):
-    wrong, rows = jnp.asarray([np.nan, np.inf]), np.asarray([7, 9])
-    x, weight = normal(0, 40, 256).at[rows, 3].set(wrong), jnp.asarray(np.ones((128, 256)), dtype)
-    more = {"scales": jnp.ones(128), "interpret": True}
-    for rounded in (round_rows(x, jnp.dtype(dtype), interpret=True), round_rows_reference(x, jnp.dtype(dtype))):
-        found = np.asarray(linear(rounded, weight, jnp.zeros(128), **more))
+    wrong, rows = np.asarray([np.nan, np.inf]), np.asarray([7, 9])
+    x, weight = normal(0, 40, 256), np.ones((128, 256), dtype)
+    x[rows, 3] = wrong
+    zeros, ones = np.zeros(128, np.float32), np.ones(128, np.float32)
+    for rounded in ROUND_ROWS:
+        found = np.asarray(LINEARS[1](rounded(x, jnp.dtype(dtype)), weight, zeros, scales=ones))
         assert not np.isfinite(found[rows]).any() and np.isfinite(np.delete(found, rows, axis=0)).all()
     q, k, v = (normal(seed, 300, 128, dtype=jnp.bfloat16) for seed in range(3))
-    how = {"heads": 1, "width": 128, "scale": 0.1, "kv_len": 300, "qk": dtype, "interpret": True}
+    how = {"heads": 1, "width": 128, "scale": 0.1, "kv_len": 300, "qk": dtype}
     for softmax, key in (("optimistic", np.nan), ("online", np.inf)):
-        found, right = flash_attention_unchecked(q.at[rows, 3].set(wrong.astype(q.dtype)), k, v, softmax=softmax, **how)
+        not_finite, odd = q.copy(), k.copy()
+        not_finite[rows, 3], odd[7, 3] = wrong, key
+        found, right = UNCHECKED(not_finite, k, v, softmax=softmax, **how)
         assert not np.isfinite(np.asarray(found, np.float32)[rows]).any()
         assert np.isfinite(np.delete(np.asarray(found, np.float32), rows, axis=0)).all()
         assert softmax == "online" or not right
-        found, _ = flash_attention_unchecked(q, k.at[7, 3].set(key), v, softmax=softmax, **how)
+        found, _ = UNCHECKED(q, odd, v, softmax=softmax, **how)
         assert not np.isfinite(np.asarray(found, np.float32)).any()
 
 
 def test_rows_of_tiny_numbers_are_rounded_to_something_finite():
-    x = jnp.asarray([[1e-37, -1e-38, 0, 2e-37], [0, 0, 0, 0]], jnp.float32)
+    x = np.asarray([[1e-37, -1e-38, 0, 2e-37], [0, 0, 0, 0]], np.float32)
     for dtype in DTYPES:
-        values, scales = round_rows_reference(x, jnp.dtype(dtype))
+        values, scales = ROUND_ROWS[0](x, jnp.dtype(dtype))
         found = np.asarray(values, np.float32) * np.asarray(scales)[:, :1]
-        assert np.isfinite(found).all() and np.abs(found - np.asarray(x)).max() < 3e-37
+        assert np.isfinite(found).all() and np.abs(found - x).max() < 3e-37
 
 
 @pytest.mark.parametrize("length", [5, 20, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_keys(length, dtype):
     q, k, v = (normal(seed, length, 256) for seed in range(3))
-    got = np.asarray(flash_attention(q, k, v, heads=2, qk=dtype, interpret=True), np.float64)
-    expected = np.asarray(flash_attention_reference(q, k, v, heads=2), np.float64)
+    got = np.asarray(as_program(flash_attention)(q, k, v, heads=2, qk=dtype, interpret=True), np.float64)
+    expected = np.asarray(REFERENCE(q, k, v, heads=2), np.float64)
     assert (got * expected).sum() / np.linalg.norm(got) / np.linalg.norm(expected) > 0.999
 
 
 def test_what_8_bit_logits_can_not_be_is_refused():
-    wide = jnp.zeros((8, 512))
+    wide = np.zeros((8, 512), np.float32)
     with pytest.raises(ValueError, match="heads must be at most 256 wide"):
         flash_attention(wide, wide, wide, heads=1, qk="int8", interpret=True)
     with pytest.raises(ValueError, match="softmax must be 'auto', 'optimistic' or 'online', got 'bounded'"):
@@ -216,15 +226,14 @@ def test_what_8_bit_logits_can_not_be_is_refused():
 def test_attention_of_some_heads_with_logits_in_8_bits(dtype, softmax):
     heads, width, length, kv_len = 3, 128, 600, 580
     q, k, v = (normal(seed, length, heads * width, dtype=jnp.bfloat16) for seed in range(3))
-    k = (k.astype(jnp.float32).at[:, ::7].add(8)).astype(jnp.bfloat16).at[kv_len:].set(jnp.nan)
+    k[:, ::7] += 8
+    k[kv_len:] = np.nan
     first = (1, 0, 1)
-    found, right = flash_attention_unchecked(
-        q, k, v, heads=2, first_heads=first, width=width, scale=width**-0.5, kv_len=kv_len, softmax=softmax,
-        qk=dtype, interpret=True,
-    )  # fmt: skip
+    how = {"width": width, "scale": width**-0.5, "kv_len": kv_len, "softmax": softmax, "qk": dtype}
+    found, right = UNCHECKED(q, k, v, heads=2, first_heads=first, **how)
     assert right
     mine = (x[:, n * width : (n + 2) * width] for x, n in zip((q, k, v), first, strict=True))
-    expected = np.asarray(flash_attention_reference(*mine, heads=2, kv_len=kv_len), np.float64)
+    expected = np.asarray(REFERENCE(*mine, heads=2, kv_len=kv_len), np.float64)
     got = np.asarray(found, np.float64)
     cosine = (got * expected).sum() / np.linalg.norm(got) / np.linalg.norm(expected)
     assert 0.9995 <= cosine < 0.99998

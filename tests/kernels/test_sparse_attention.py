@@ -10,15 +10,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels import sparse_attention as module
 from kernels.sparse_attention import KEYS, QUERIES, sparse_attention, sparse_attention_reference
-from tests.kernels.cases import Case, D, adversarial, error_bound, exact, normal, rounded
-
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+from tests.kernels.cases import Case, D, adversarial, as_program, error_bound, exact, normal, rounded
 
 
 @functools.cache
 def program(**options):
-    """One compiled program for each set of options and shapes, compiled in a hurry: it runs once."""
-    return jax.jit(functools.partial(sparse_attention, interpret=True, **options), compiler_options=FAST_COMPILE)
+    """One compiled program for each set of options and shapes."""
+    return jax.jit(functools.partial(sparse_attention, interpret=True, **options))
 
 
 def drawn(q_len: int, kv_len: int, count: int, heads: int = 1) -> np.ndarray:
@@ -31,7 +29,7 @@ def drawn(q_len: int, kv_len: int, count: int, heads: int = 1) -> np.ndarray:
 
 
 def run(case: Case, lists: np.ndarray, dtype=jnp.bfloat16, **options) -> np.ndarray:
-    arrays = (jnp.asarray(x, dtype)[None] for x in case)
+    arrays = (x.astype(dtype)[None] for x in case)
     return np.asarray(program(**{"heads": 1} | options)(*arrays, lists), np.float32)[0]
 
 
@@ -69,19 +67,19 @@ def test_longer_lists_are_a_loop(monkeypatch):
     monkeypatch.setattr(module, "UNROLLED", 2)
     case, lists = adversarial("late key", 130, 2100), drawn(130, 2100, 26)  # three rounds of two, and one
     # It overflows, and is computed again in the other way.
-    got = sparse_attention(*(jnp.asarray(x, jnp.bfloat16)[None] for x in case), lists, heads=1, interpret=True)
+    arrays = (x.astype(jnp.bfloat16)[None] for x in case)
+    got = as_program(sparse_attention, heads=1, interpret=True)(*arrays, lists)
     assert_exact(case, lists[0, 0], np.asarray(got, np.float32)[0])
 
 
 def test_the_check_sees_overflow():
     """Else the cases above might pass without the repeat they are meant to force."""
-    found = []
+    found, tile = [], module._Tile(D, 1, 704, 8, D**-0.5 * np.log2(np.e))
+    tiles = as_program(lambda *args: module._tiles(*args, tile, 1, (0, 0, 0), True))
     for name in ("late key", "sink"):
         case, lists = adversarial(name, 512, 704), drawn(512, 704, 8)
-        tile = module._Tile(D, 1, 704, 8, D**-0.5 * np.log2(np.e))
-        q, k, v = (jnp.asarray(x, jnp.bfloat16)[None] for x in case)
-        check = module._tiles(q, k, v, jnp.asarray(lists.reshape(1, 2, -1)), tile, 1, (0, 0, 0), True)[1]
-        found.append(bool(jnp.isnan(check).any()))
+        q, k, v = (x.astype(jnp.bfloat16)[None] for x in case)
+        found.append(bool(np.isnan(tiles(q, k, v, lists.reshape(1, 2, -1))[1]).any()))
     assert found == [True, False]
 
 
@@ -107,7 +105,7 @@ def test_each_head_has_lists_of_its_own(width):
 
 def test_a_batch():
     case, lists = normal(300, 700), drawn(300, 700, 6)
-    arrays = [jnp.asarray(np.stack([x, 2 * x]), jnp.bfloat16) for x in case]
+    arrays = [np.stack([x, 2 * x]).astype(jnp.bfloat16) for x in case]
     got = program(heads=1)(*arrays, np.concatenate([lists, lists[:, :, ::-1]]))
     assert_exact(case, lists[0, 0], np.asarray(got[0], np.float32))
     assert_exact(Case(*(2 * x for x in case)), lists[0, 0, ::-1], np.asarray(got[1], np.float32))
@@ -115,7 +113,7 @@ def test_a_batch():
 
 def test_reference_is_exact_too():
     case, lists = adversarial("sink"), drawn(300, 700, 6)
-    got = sparse_attention_reference(*(jnp.asarray(x)[None] for x in case), lists, heads=1)
+    got = as_program(sparse_attention_reference, heads=1)(*(x[None] for x in case), lists)
     assert_exact(case, lists[0, 0], np.asarray(got)[0], jnp.float32)
 
 
@@ -126,8 +124,9 @@ def test_simulated_tpu_memory(width):
 
     case, lists = normal(512, 512), drawn(512, 512, 6, heads=D // width)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
-    args = [jnp.asarray(x, jnp.bfloat16)[None] for x in case]
-    got = np.asarray(sparse_attention(*args, lists, heads=D // width, interpret=params), np.float32)[0]
+    args = [x.astype(jnp.bfloat16)[None] for x in case]
+    got = as_program(sparse_attention, heads=D // width, interpret=params)(*args, lists)
+    got = np.asarray(got, np.float32)[0]
     for head in range(D // width):
         lanes = slice(head * width, (head + 1) * width)
         assert_exact(Case(*(x[:, lanes] for x in case)), lists[0, head], got[:, lanes])

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _HEARTBEAT_S = 1.0  # how late a person sees a step, and a worker that it is to stop
 _PAUSE_S = 5.0  # before the next claim, when the pipeline as a whole can't be used
-_ATTEMPTS = 20  # of a job, while it is the pipeline that fails, not the job
+_ATTEMPTS = 20  # of a job, while it is the pipeline or the database that fails, not the job
 _READS = 8  # attempts to read an input, with growing pauses
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0  # between two attempts to store a result
 
@@ -58,13 +58,18 @@ class Attempt:
             await self._end(making)  # the lease is renewed until that is recorded
         except BaseException as error:  # the worker shuts down, or the end can't be recorded: another has a try
             making.cancel()
-            if isinstance(error, Exception):
+            refused = isinstance(error, Exception)
+            if refused:
                 await self._pause(_PAUSE_S)
             await asyncio.wait([making])
             heartbeats.cancel()
             with contextlib.suppress(LeaseLost, StoreUnavailable):
-                await asyncio.to_thread(self._queue.release, self._job)
-            log_event(log, "released", job=self._job.id, worker=self._job.worker)
+                if refused and self._job.attempts >= _ATTEMPTS:
+                    message = f"given up after {self._job.attempts} attempts; its end could not be recorded"
+                    await self._ended(await asyncio.to_thread(self._queue.fail, self._job, "internal_error", message))
+                else:
+                    await asyncio.to_thread(self._queue.release, self._job)
+                    log_event(log, "released", job=self._job.id, worker=self._job.worker)
             raise
         finally:
             heartbeats.cancel()

@@ -361,6 +361,14 @@ def test_an_end_that_can_t_be_recorded_is_tried_again(http, settings, database, 
     assert "IntegrityError" in caplog.text
 
 
+def test_an_end_that_is_always_refused_is_not_tried_without_end(http, settings, database, engine, monkeypatch):
+    monkeypatch.setattr(attempt, "_PAUSE_S", 0.1)
+    monkeypatch.setattr(attempt, "_ATTEMPTS", 2)
+    with refusing(database, "status", "new.status = 'completed'"), working(settings, engine):
+        job = done(http, create(http).json()["id"])
+    assert (job["status"], job["attempts"], job["error"]["code"]) == ("failed", 2, "internal_error")
+
+
 def test_a_heartbeat_that_fails_oddly_is_not_the_last(http, settings, database, engine, caplog):
     engine.go.clear()
     quick = dataclasses.replace(settings, jobs=dataclasses.replace(settings.jobs, lease_s=4.0))
