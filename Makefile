@@ -18,13 +18,14 @@ help:
 	@echo "make clean  remove what the targets above made"
 
 # PyTorch's own CPU wheels first: the default Linux wheel brings gigabytes of CUDA that no TPU host needs. pip passes
-# over an index that can't be reached.
+# over an index that can't be reached. It would compile modules on one core, half of its time; some are no Python.
 .venv/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python from 3.11 to 3.13 with its venv module is here. As root, on Debian 12, Debian 13 or \
 	Ubuntu 24.04: apt install python3-venv. Elsewhere: make PYTHON=/path/to/python3.13"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU) "torch>=2.13,<2.14"
-	$(BIN)/pip install --quiet --editable ".[tpu,dev]"
+	$(BIN)/pip install --quiet --no-compile --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU) "torch>=2.13,<2.14"
+	$(BIN)/pip install --quiet --no-compile --editable ".[tpu,dev]"
+	$(BIN)/python -m compileall -qq -j 0 -x /tests/ .venv/lib || true
 	touch $@
 
 demo: .venv/installed
@@ -50,7 +51,7 @@ soak: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy -n auto
 
 bench: .venv/installed
 	$(BIN)/python scripts/bench.py --against diffusers

@@ -8,8 +8,11 @@ from kernels.sla.block_means import block_means, block_means_reference
 from kernels.sla.linear_attention import EPSILON, add_linear, add_linear_reference
 from kernels.sla.top_lists import top_lists, top_lists_reference
 from kernels.sparse_attention import KEYS, QUERIES
+from tests.kernels.cases import as_program
 from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.sparse_linear import SparseLinear, chosen_blocks, sparse_linear_attention
+
+ATTENTION = as_program(sparse_linear_attention)
 
 
 def softmax(x):
@@ -35,7 +38,7 @@ def by_formula(q, k, v, kept, weight, bias):
 def drawn(tokens, heads, width, dtype, seed=0):
     """q, k, v [L, N * D], and the linear part's weight and bias."""
     rng = np.random.default_rng(seed)
-    q, k, v = (np.asarray(jnp.asarray(rng.standard_normal((tokens, heads * width)), dtype), np.float64) for _ in "qkv")
+    q, k, v = (rng.standard_normal((tokens, heads * width)).astype(dtype).astype(np.float64) for _ in "qkv")
     return q, k, v, rng.standard_normal((width, width)) / 8, rng.standard_normal(width)
 
 
@@ -45,8 +48,8 @@ def test_it_is_the_papers(heads, width, tokens, interpret):
     """With padding behind the tokens, which is NaN, and tokens that fill no whole block."""
     q, k, v, weight, bias = drawn(tokens, heads, width, jnp.float32)
     scale, padding = query_scale(width), ((0, 1024 - tokens), (0, 0))
-    arrays = [jnp.asarray(np.pad(x, padding, constant_values=np.nan), jnp.float32) for x in (q * scale, k, v)]
-    got = sparse_linear_attention(
+    arrays = [np.pad(x, padding, constant_values=np.nan).astype(np.float32) for x in (q * scale, k, v)]
+    got = ATTENTION(
         *arrays,
         SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias)),
         heads=heads,
@@ -63,13 +66,13 @@ def test_it_is_the_papers(heads, width, tokens, interpret):
 def test_some_heads_of_many_are_used_in_place():
     q, k, v, weight, bias = drawn(700, 3, 128, jnp.float32)
     how = SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias))
-    given = [jnp.asarray(x, jnp.float32) for x in (q * query_scale(128), k, v)]
+    given = [x.astype(np.float32) for x in (q * query_scale(128), k, v)]
     more = {"kv_len": 700, "platform": "cpu"}
     last = slice(256, None)
     expected = by_formula(q[:, last], k[:, last], v[:, last], 0.4, weight, bias)
     for interpret in (False, True):
         arrays = given[0], given[1][:, 128:], given[2]
-        some = sparse_linear_attention(*arrays, how, heads=1, first_heads=(2, 1, 2), interpret=interpret, **more)
+        some = ATTENTION(*arrays, how, heads=1, first_heads=(2, 1, 2), interpret=interpret, **more)
         np.testing.assert_allclose(some, expected, rtol=0, atol=2e-5)
 
 
@@ -79,9 +82,9 @@ def test_queries_may_begin_behind_the_first_key(interpret):
     q, k, v, weight, bias = drawn(1024, 1, 128, jnp.float32)
     how = SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias))
     expected = by_formula(q[:900], k[:900], v[:900], 0.4, weight, bias)[512:]
-    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q * query_scale(128), k, v))
+    q, k, v = (x.astype(np.float32) for x in (q * query_scale(128), k, v))
     more = {"heads": 1, "kv_len": 900, "platform": "cpu", "interpret": interpret}
-    part = sparse_linear_attention(q[512:], k, v, how, first_query=jnp.int32(512), **more)
+    part = ATTENTION(q[512:], k, v, how, first_query=jnp.int32(512), **more)
     np.testing.assert_allclose(part[: 900 - 512], expected, rtol=0, atol=2e-5)
 
 
@@ -89,7 +92,7 @@ def test_one_block_is_kept_at_least():
     q, k, _, weight, bias = drawn(300, 1, 128, jnp.float32)
     for kept, count in ((0.01, 1), (1, 5)):
         how = SparseLinear(kept, jnp.asarray(weight), jnp.asarray(bias))
-        lists = chosen_blocks(jnp.asarray(q), jnp.asarray(k), how, heads=1, kv_len=300, kernels=False)
+        lists = as_program(chosen_blocks)(q, k, how, heads=1, kv_len=300, kernels=False)
         assert lists.shape == (1, 1, 3, count)
 
 
@@ -104,8 +107,8 @@ def test_the_largest_of_many(shape, count):
     scores[:, :, 0] = -1
     scores[:, 1, ::2], scores[:, 3, ::2] = np.inf, -np.inf
     scores[:, 5, ::4], scores[:, 7, ::4] = np.nan, -np.nan  # either sign: as large as inf
-    found = np.asarray(top_lists(jnp.asarray(scores), count, interpret=True))
-    np.testing.assert_array_equal(found, top_lists_reference(jnp.asarray(scores), count))
+    found = np.asarray(as_program(top_lists)(scores, count, interpret=True))
+    np.testing.assert_array_equal(found, as_program(top_lists_reference)(scores, count))
     for i, j in ((0, 0), (shape[0] - 1, shape[2] - 1)):
         column = np.where(np.isnan(scores[i, :, j]), np.inf, scores[i, :, j])
         order = np.argsort(-column, kind="stable")[:count]
@@ -117,11 +120,12 @@ def test_means_of_blocks(rows, real):
     x = np.random.default_rng(rows).standard_normal((rows, 384)).astype(np.float32)
     x[real:] = np.nan
     for size in (64, 128):
-        found = block_means(jnp.asarray(x), size, real=real, tiles=2, lanes=128, first=1, interpret=True)
+        how = {"real": real, "tiles": 2, "lanes": 128, "first": 1}
+        found = as_program(block_means)(x, size, **how, interpret=True)
         blocks = [x[i : min(i + size, real), 128:] for i in range(0, rows, size)]
         expected = np.stack([block.mean(0) if len(block) else np.zeros(256) for block in blocks])
         np.testing.assert_allclose(np.concatenate([*found], axis=1), expected, rtol=0, atol=1e-5)
-        plain = block_means_reference(jnp.asarray(x), size, real=real, tiles=2, lanes=128, first=1)
+        plain = as_program(block_means_reference)(x, size, **how)
         np.testing.assert_allclose(found, plain, rtol=0, atol=1e-5)
 
 
@@ -137,11 +141,10 @@ def test_the_linear_part_in_bfloat16(heads, width, kv_len):
     """Of several blocks of keys, whole ones and others; large logits, whose powers need their maximum."""
     q, k, v, weight, bias = drawn(1500, heads, width, jnp.bfloat16)
     sparse, *_ = drawn(1500, heads, width, jnp.bfloat16, seed=1)
-    given = [jnp.asarray(x, jnp.bfloat16) for x in (sparse, 60 * q, k, v)]
-    given[2:] = [x.at[kv_len:].set(jnp.nan) for x in given[2:]]
-    given += [jnp.asarray(weight), jnp.asarray(bias)]
-    got = add_linear(*given, heads=heads, kv_len=kv_len, interpret=True)
-    expected = add_linear_reference(*given, heads=heads, kv_len=kv_len)
+    k[kv_len:], v[kv_len:] = np.nan, np.nan
+    given = [*(x.astype(jnp.bfloat16) for x in (sparse, 60 * q, k, v)), weight, bias]
+    got = as_program(add_linear)(*given, heads=heads, kv_len=kv_len, interpret=True)
+    expected = as_program(add_linear_reference)(*given, heads=heads, kv_len=kv_len)
     largest = np.abs(np.asarray(expected, np.float32)).max()
     np.testing.assert_allclose(
         np.asarray(got, np.float32), np.asarray(expected, np.float32), rtol=0, atol=2**-7 * largest

@@ -1,6 +1,7 @@
 """Three slices that each host the whole pipeline, simulated: which of them gets a request."""
 
 import asyncio
+import contextlib
 import dataclasses
 import random
 import time
@@ -60,32 +61,42 @@ def running(tmp_path_factory):
             leave()
 
 
-def slices_of(running, *requests):
-    """Make videos at once; return the slice that has denoised each."""
+@contextlib.contextmanager
+def driven(spec):
+    """Give a function that makes videos at once, and returns the slice that has denoised each."""
 
-    async def made():
-        pipeline = PipelineDriver(running[0])
+    async def made(requests):
         async with asyncio.timeout(120):
             load, _ = await measure.run(pipeline, {str(i): request for i, request in enumerate(requests)})
-        pipeline.close()
         return load
 
-    slices = {span.request: span.slice for span in asyncio.run(made()).spans if span.step is not None}
-    return [slices[str(i)] for i in range(len(requests))]
+    def slices_of(*requests):
+        spans = runner.run(made(requests)).spans
+        slices = {span.request: span.slice for span in spans if span.step is not None}
+        return [slices[str(i)] for i in range(len(requests))]
+
+    with asyncio.Runner() as runner, contextlib.closing(PipelineDriver(spec)) as pipeline:
+        yield slices_of
 
 
-def test_an_idle_slice_is_taken_before_a_busy_one_that_holds_the_shape(running):
-    slices_of(running, REQUEST)
+@pytest.fixture(scope="module")
+def slices_of(running):
+    with driven(running[0]) as slices_of:
+        yield slices_of
+
+
+def test_an_idle_slice_is_taken_before_a_busy_one_that_holds_the_shape(slices_of):
+    slices_of(REQUEST)
     time.sleep(KNOWN_S)
-    assert len(set(slices_of(running, *[REQUEST] * SLICES))) == SLICES
+    assert len(set(slices_of(*[REQUEST] * SLICES))) == SLICES
 
 
-def test_of_idle_slices_one_that_holds_the_shape_is_taken(running):
+def test_of_idle_slices_one_that_holds_the_shape_is_taken(slices_of):
     shapes = [dataclasses.replace(REQUEST, width=64 + 32 * i) for i in range(1, 1 + SLICES)]
-    held = slices_of(running, *shapes)
+    held = slices_of(*shapes)
     assert len(set(held)) == SLICES
     time.sleep(KNOWN_S)
-    assert [slices_of(running, shape)[0] for shape in shapes] == held
+    assert [slices_of(shape)[0] for shape in shapes] == held
 
 
 def test_many_at_once_are_spread_evenly(running):
@@ -119,7 +130,8 @@ def test_a_handle_that_never_learns_of_its_pool_is_made_anew(running, monkeypatc
             router.long_poll_client.stop()
 
     monkeypatch.setattr(SharedRouterLongPollClient, "_register", interrupted)
-    assert len(slices_of(running, REQUEST)) == 1
+    with driven(running[0]) as slices_of:
+        assert len(slices_of(REQUEST)) == 1
     assert not stopped[0]._request_router_initialized.is_set()
 
 
@@ -131,33 +143,33 @@ def host_of(cluster, slice_name):
     return process
 
 
-def test_a_request_that_a_slice_has_failed_goes_to_another(running):
+def test_a_request_that_a_slice_has_failed_goes_to_another(running, slices_of):
     """Which all those do that come one by one: none of them makes the slice a busy one."""
     spec, cluster = running
-    [taken] = slices_of(running, REQUEST)
+    [taken] = slices_of(REQUEST)
     mark = Path(spec.settings.checkpoint).with_name(f"sick-{host_of(cluster, taken).pid}")
     mark.touch()
     try:
-        [other] = slices_of(running, dataclasses.replace(REQUEST, seed=1))
+        [other] = slices_of(dataclasses.replace(REQUEST, seed=1))
     finally:
         mark.unlink()
     assert other != taken
-    slices_of(running, *[REQUEST] * SLICES)  # it was one request: the slice is there, and well
+    slices_of(*[REQUEST] * SLICES)  # it was one request: the slice is there, and well
 
 
 @pytest.mark.parametrize("how", ["sick", "hung"])
-def test_a_slice_that_fails_everybody_or_hangs_is_replaced_and_costs_no_request(running, how):
+def test_a_slice_that_fails_everybody_or_hangs_is_replaced_and_costs_no_request(running, slices_of, how):
     """One that fails does it in milliseconds: it always has the fewest calls, and would be given every request.
 
     One that hangs answers heartbeats for ever, as hosts do that wait for each other in a collective.
     """
     spec, cluster = running
-    slices_of(running, *[REQUEST] * SLICES)  # how long a step takes is known
+    slices_of(*[REQUEST] * SLICES)  # how long a step takes is known
     ill = random.choice([p for p in ray_nodes.processes(cluster.temp) if "HostActor" in p.name()])
     mark = Path(spec.settings.checkpoint).with_name(f"{how}-{ill.pid}")
     mark.touch()
     try:
-        slices_of(running, *[dataclasses.replace(REQUEST, seed=seed) for seed in range(3 * SLICES)])  # all are made
+        slices_of(*[dataclasses.replace(REQUEST, seed=seed) for seed in range(3 * SLICES)])  # all are made
         wait_for(lambda: not ill.is_running(), "the end of its host")
     finally:
         mark.unlink()
