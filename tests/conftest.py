@@ -33,7 +33,7 @@ from wan_tpu.tiny import make_checkpoint
 # pytest-xdist's workers ignore Ctrl-C, and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-gc.set_threshold(20_000)  # as on a slice's hosts (cluster/gang/host_actor.py)
+gc.set_threshold(100_000)  # JAX makes many objects that last: each look at them is for nothing
 
 ROOT = Path(__file__).parent.parent
 STAGES = ("encoder", "denoise_high", "denoise_low", "decoder")  # of a model of two experts
