@@ -45,9 +45,16 @@ def with_devices(count: int) -> dict[str, str]:
     return os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}"}
 
 
+# They share pipelines, each of which takes seconds to be traced and compiled.
+SHARING = ("tests/actors/test_bucket.py", "tests/actors/test_one_process.py") + tuple(
+    f"tests/wan_tpu/test_{name}.py"
+    for name in ("parity", "eight_bits", "adapters", "known_mistakes", "request", "stages", "cogvideox_parity")
+)
+
+
 def starts_clusters(nodeid: str) -> bool:
     """Whether a test is among those that start Ray clusters and clock them: tests/cluster, and most of tests/actors."""
-    computing = ("tests/actors/api/", "tests/actors/jobs/", "tests/actors/slices/test_stage_host.py")
+    computing = ("tests/actors/api/", "tests/actors/jobs/", "tests/actors/slices/test_stage_host.py", *SHARING)
     return nodeid.startswith(("tests/cluster/", "tests/actors/")) and not nodeid.startswith(computing)
 
 
@@ -55,9 +62,11 @@ PLAN = "tests/wan_tpu/test_plan_command.py"  # two minutes of one core: beside c
 
 
 class Scheduling(LoadFileScheduling):
-    """Runs the tests that start clusters in two of pytest-xdist's processes, and the others file by file."""
+    """Runs the tests that start clusters in two of pytest-xdist's processes, and most others file by file."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(SHARING):
+            return "pipelines"
         if not starts_clusters(nodeid) and not nodeid.startswith(PLAN):
             return super()._split_scope(nodeid)
         slices = ("slices/", "on_slices/", "test_spot.py", "test_soak.py", "test_meters.py")

@@ -200,7 +200,7 @@ def wide(params, name):
         ("cogvideox1.5-5b", "int8"),
         pytest.param("cogvideox1.5-5b", "float8-attention", marks=pytest.mark.long),
         ("hunyuanvideo1.5-480p-t2v", "int8"),
-        ("turbowan2.2-i2v-a14b", "int8"),
+        pytest.param("turbowan2.2-i2v-a14b", "int8", marks=pytest.mark.long),
     ],
 )
 def test_every_family_has_8_bits(kind, precision, pipeline):

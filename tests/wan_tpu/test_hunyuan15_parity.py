@@ -91,7 +91,7 @@ def test_a_prompt_of_another_length_compiles_nothing(pipe):
     assert before == made("a cat in the rain, " * 9, 'a "logo"') == made("", "blurred") > 0
 
 
-@pytest.mark.parametrize("folder", KINDS[1:], indirect=True)
+@pytest.mark.parametrize("folder", [pytest.param(KINDS[1], marks=pytest.mark.long), KINDS[2]], indirect=True)
 def test_a_run_goes_on_from_a_state_bit_for_bit(pipe):
     request = pipe.resolve(GenerationRequest(prompt="A cat", image=load_image(PHOTO), frames=9, steps=4))
     conditioning, start = pipe.encode(request), pipe.initial_state(request)

@@ -1,5 +1,6 @@
 """HunyuanVideo-1.5's transformer, against diffusers' module."""
 
+import functools
 import subprocess
 import sys
 
@@ -33,11 +34,27 @@ def theirs(request):
     return diffusers.HunyuanVideo15Transformer3DModel.from_config(settings).eval().requires_grad_(False)
 
 
+@pytest.fixture(scope="module")
+def ours(theirs):
+    """Our context and embedded time, [B, tokens, C], [B] and [B, C], by one program for prompts of any length."""
+
+    @jax.jit
+    def program(params, given, timestep, following):
+        def method(module):
+            found, count = context(module, given, timestep)
+            return to_torch((found, count, embed_time(module, timestep, following, torch.float32)))
+
+        return call(theirs, params, method)
+
+    params = {name: jnp.asarray(value.numpy()) for name, value in theirs.named_parameters()}
+    return functools.partial(program, params)
+
+
 @pytest.mark.parametrize(
     ("text", "glyphs", "image"),
     [((20, 3), (7, 0), False), ((20, 3), (7, 0), True), ((1, 20), (0, 0), False), ((5, 6), (1, 7), True)],
 )
-def test_the_context_is_that_of_diffusers_without_what_is_not_there(text, glyphs, image, theirs):
+def test_the_context_is_that_of_diffusers_without_what_is_not_there(text, glyphs, image, theirs, ours):
     """Two branches of other lengths, through one program."""
     seen = {}
 
@@ -57,18 +74,9 @@ def test_the_context_is_that_of_diffusers_without_what_is_not_there(text, glyphs
     )  # fmt: skip
     hook.remove()
 
-    @jax.jit
-    def ours(params, given, timestep, following):
-        def method(module):
-            found, count = context(module, given, timestep)
-            return to_torch((found, count, embed_time(module, timestep, following, torch.float32)))
-
-        return call(theirs, params, method)
-
-    params = {name: jnp.asarray(value.numpy()) for name, value in theirs.named_parameters()}
-    counts = [jnp.asarray(one, jnp.int32) for one in (text, glyphs)]
+    counts = [np.asarray(one, np.int32) for one in (text, glyphs)]
     given = Given(embeddings, counts[0], glyph_embeddings, counts[1], pictures if image else None)
-    found, count, time = ours(params, jax.tree.map(jnp.asarray, given), jnp.float32([640.5]), jnp.float32([300.0]))
+    found, count, time = map(np.asarray, ours(given, np.float32([640.5]), np.float32([300.0])))
     assert count.tolist() == [t + g + image * IMAGE for t, g in zip(text, glyphs, strict=True)]
     for branch, number in enumerate(count.tolist()):
         expected = seen["context"][branch].numpy()

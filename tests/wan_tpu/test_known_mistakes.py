@@ -13,6 +13,7 @@ import transformers
 from diffusers import AutoencoderKLWan
 
 from tests.conftest import PHOTO
+from tests.kernels.cases import as_program
 from wan_tpu import DenoiseState, GenerationRequest, load_pipeline
 from wan_tpu.families.model import StepInputs
 from wan_tpu.ops.attention import attention
@@ -50,10 +51,11 @@ def test_vae_statistics_come_from_the_checkpoint(tmp_path):
 def test_ragged_attention_blocks_give_no_nan():
     """A last block of keys that is half padding must not count; a row of padding must not divide by zero."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((777, 8)).astype(np.float32)) for _ in range(3))
-    whole = attention(q, k, v, heads=1, platform="cpu")
-    assert bool(jnp.isfinite(whole).all())
-    np.testing.assert_allclose(whole[:100], attention(q[:100], k, v, heads=1, platform="cpu"), atol=1e-6)
+    q, k, v = (rng.standard_normal((777, 8)).astype(np.float32) for _ in range(3))
+    attend = as_program(attention, heads=1, platform="cpu")
+    whole = np.asarray(attend(q, k, v))
+    assert np.isfinite(whole).all()
+    np.testing.assert_allclose(whole[:100], attend(q[:100], k, v), atol=1e-6)
 
 
 def test_float32_latents_enter_a_bfloat16_vae(pipeline):
@@ -86,7 +88,9 @@ def test_model_outputs_never_leak_out_of_the_bridge():
     ids = jnp.ones((1, 4), jnp.int32)
     with pytest.raises(TypeError, match="returned a BaseModelOutput"):
         bridge.call(module, params, lambda module, ids: module(ids), ids)
-    out = bridge.call(module, params, lambda module, ids: module(ids).last_hidden_state, ids)
+    out = jax.jit(lambda params, ids: bridge.call(module, params, lambda m, ids: m(ids).last_hidden_state, ids))(
+        params, ids
+    )
     expected = module(torch.ones(1, 4, dtype=torch.int32)).last_hidden_state.detach().numpy()
     np.testing.assert_allclose(out, expected, atol=1e-6)
 
