@@ -46,9 +46,16 @@ def with_devices(count: int) -> dict[str, str]:
 
 
 # They share pipelines, each of which takes seconds to be traced and compiled.
-SHARING = ("tests/actors/test_bucket.py", "tests/actors/test_one_process.py") + tuple(
-    f"tests/wan_tpu/test_{name}.py"
-    for name in ("parity", "eight_bits", "adapters", "known_mistakes", "request", "stages", "cogvideox_parity")
+SHARING = (
+    "tests/actors/test_bucket.py",
+    "tests/actors/test_one_process.py",
+    "tests/wan_tpu/test_adapters.py",
+    "tests/wan_tpu/test_cogvideox_parity.py",
+    "tests/wan_tpu/test_eight_bits.py",
+    "tests/wan_tpu/test_known_mistakes.py",
+    "tests/wan_tpu/test_parity.py",
+    "tests/wan_tpu/test_request.py",
+    "tests/wan_tpu/test_stages.py",
 )
 
 
