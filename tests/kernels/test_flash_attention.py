@@ -162,7 +162,12 @@ def test_layouts_agree(heads, width):
 
 @pytest.mark.parametrize(
     ("width", "softmax", "qk"),
-    [(64, "auto", None), (64, "online", None), (32, "auto", None), (64, "auto", "int8")],
+    [
+        (64, "auto", None),
+        pytest.param(64, "online", None, marks=pytest.mark.long),
+        (32, "auto", None),
+        (64, "auto", "int8"),
+    ],
 )
 def test_narrow_heads_share_a_tile(width, softmax, qk):
     """Each head is exact by itself, beside heads that force what it doesn't need."""

@@ -204,7 +204,7 @@ def test_rows_of_tiny_numbers_are_rounded_to_something_finite():
         assert np.isfinite(found).all() and np.abs(found - x).max() < 3e-37
 
 
-@pytest.mark.parametrize("length", [5, 20, 40])
+@pytest.mark.parametrize("length", [5, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_keys(length, dtype):
     q, k, v = (normal(seed, length, 256) for seed in range(3))

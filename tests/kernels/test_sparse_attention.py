@@ -57,7 +57,7 @@ def test_lists_of_any_length(count):
     assert_exact(case, lists[0, 0], run(case, lists, jnp.float32), jnp.float32)
 
 
-@pytest.mark.parametrize("length", [1, 640])
+@pytest.mark.parametrize("length", [1, pytest.param(640, marks=pytest.mark.long)])
 def test_any_number_of_queries(length):
     case, lists = normal(length, 700), drawn(length, 700, 5)
     assert_exact(case, lists[0, 0], run(case, lists))
@@ -90,7 +90,7 @@ def test_keys_beyond_kv_len_are_never_looked_at():
     assert_exact(Case(q, k[:520], v[:520]), lists[0, 0], run(Case(q, k, v), lists, kv_len=520))
 
 
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.long)])
 def test_each_head_has_lists_of_its_own(width):
     """Heads that share a tile too, beside others that force a repeat."""
     cases = [

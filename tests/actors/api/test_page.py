@@ -106,6 +106,7 @@ def test_from_the_prompt_to_the_video(page, worker, engine):
     assert asked == ["Delete this video for good?\nA cat looks up"] * 2
 
 
+@pytest.mark.long
 def test_a_preset_and_an_adapter_are_chosen(browser, settings, engine):
     """What a preset sets is left to it, and comes back with Reuse."""
     preset = Preset("in two steps", "https://here", (("sigmas", (1.0, 0.5)), ("loras", (Lora("x"),))))
@@ -132,6 +133,7 @@ def test_a_preset_and_an_adapter_are_chosen(browser, settings, engine):
         page.close()
 
 
+@pytest.mark.long
 def test_an_image_is_dropped_and_cancelled(page, worker, engine):
     engine.go.clear()
     page.locator("#file").set_input_files(PHOTO)
@@ -143,6 +145,7 @@ def test_an_image_is_dropped_and_cancelled(page, worker, engine):
     assert engine.asked[0].image is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "parts", "image", "settings_of_it"),
     [
@@ -212,6 +215,7 @@ def test_with_the_keyboard_alone(page, worker):
     plays(page)
 
 
+@pytest.mark.long
 def test_the_focus_stays_when_cards_change(page, worker, engine):
     engine.go.clear()
     make = page.get_by_role("button", name="Make it")
@@ -236,6 +240,7 @@ def test_the_focus_stays_when_cards_change(page, worker, engine):
     sync_api.expect(page.get_by_role("heading", name="Videos")).to_be_focused()
 
 
+@pytest.mark.long
 def test_older_ones_take_the_focus(page, http):
     for number in range(14):
         create(http, prompt=f"video {number}.")
@@ -252,6 +257,7 @@ def test_names_say_of_which_video(page):
     assert [bar.get_attribute(f"aria-value{end}") for end in ("min", "now", "max")] == ["0", "0", "100"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_controls_stand_out(page, scheme):
     page.emulate_media(color_scheme=scheme)
@@ -275,6 +281,7 @@ def contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
+@pytest.mark.long
 def test_on_a_phone_in_the_dark(page, worker):
     page.set_viewport_size(PHONE)
     page.emulate_media(color_scheme="dark")
