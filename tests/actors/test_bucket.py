@@ -49,6 +49,7 @@ def test_the_video_is_that_of_the_folder_and_weights_are_read_where_they_are(upl
     assert not downloads(emulator)  # all else is here
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(uploaded, gcs_prefix, pipeline, tmp_path):
     expected = pipeline(KIND, "bfloat16").generate(ASKED).pixels
     there, here = f"{gcs_prefix}/converted", tmp_path / "converted"

@@ -35,6 +35,7 @@ def run(*argv):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.long
 def test_up_status_down(tmp_path):
     layout = tmp_path / "mine.yaml"
     layout.write_text(ONE_POOL)

@@ -101,6 +101,7 @@ def test_a_fork_is_the_worker_that_it_stands_for(forking):
     assert same["random"] != told["random"]
 
 
+@pytest.mark.long
 def test_code_that_has_changed_is_imported_anew(forking, imported):
     before = imported.stat()
     os.utime(imported, ns=(before.st_atime_ns, before.st_mtime_ns + 1))

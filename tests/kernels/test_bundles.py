@@ -41,7 +41,7 @@ def test_v6e_meets_its_targets(qk, width):
 
 
 @needs_libtpu
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_number_of_keys_that_only_the_program_knows_costs_nothing():
     known, counted = (ours("v6e", "optimistic", None, SMALL, counted=counted).per_million for counted in (False, True))
     assert known is not None and counted == pytest.approx(known, rel=0.005)

@@ -76,9 +76,8 @@ def test_shorter_than_a_block(length):
     assert_exact(case, run(case, softmax="optimistic"))
 
 
-@pytest.mark.parametrize(
-    "softmax", ["optimistic", *(pytest.param(s, marks=pytest.mark.long) for s in ("bounded", "online"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("softmax", ["optimistic", "bounded", "online"])
 def test_as_many_keys_as_a_video_has(softmax):
     case = rounded(normal(8, 75_600), jnp.bfloat16)
     blocks = BlockSizes(8, 16_384, fixed=Schedule(4096), online=Schedule(4096))
@@ -164,9 +163,8 @@ def test_layouts_agree(heads, width):
     ("width", "softmax", "qk"),
     [
         (64, "auto", None),
-        pytest.param(64, "online", None, marks=pytest.mark.long),
-        (32, "auto", None),
         (64, "auto", "int8"),
+        *(pytest.param(*other, None, marks=pytest.mark.long) for other in ((64, "online"), (32, "auto"))),
     ],
 )
 def test_narrow_heads_share_a_tile(width, softmax, qk):

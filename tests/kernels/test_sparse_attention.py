@@ -63,6 +63,7 @@ def test_any_number_of_queries(length):
     assert_exact(case, lists[0, 0], run(case, lists))
 
 
+@pytest.mark.long
 def test_longer_lists_are_a_loop(monkeypatch):
     monkeypatch.setattr(module, "UNROLLED", 2)
     case, lists = adversarial("late key", 130, 2100), drawn(130, 2100, 26)  # three rounds of two, and one

@@ -197,8 +197,7 @@ def wide(params, name):
     ("kind", "precision"),
     [
         ("wan2.1-i2v-14b-480p", "int8"),  # keys of an image, too
-        ("cogvideox1.5-5b", "int8"),
-        pytest.param("cogvideox1.5-5b", "float8-attention", marks=pytest.mark.long),
+        *(pytest.param("cogvideox1.5-5b", each, marks=pytest.mark.long) for each in ("int8", "float8-attention")),
         ("hunyuanvideo1.5-480p-t2v", "int8"),
         pytest.param("turbowan2.2-i2v-a14b", "int8", marks=pytest.mark.long),
     ],

@@ -47,7 +47,7 @@ def pipe(folder):
     [
         (KINDS[0], "quoted"),
         *(pytest.param(KINDS[0], prompts, marks=pytest.mark.long) for prompts in ("plain", "nothing")),
-        (KINDS[1], "quoted"),
+        pytest.param(KINDS[1], "quoted", marks=pytest.mark.long),
         (KINDS[2], "plain"),
     ],
     indirect=["folder"],

@@ -23,7 +23,7 @@ CASES = [
     ("wan2.1-i2v-14b-720p", "i2v", "unipc"),
     ("wan2.2-t2v-a14b", "t2v", "unipc"),
     ("wan2.2-i2v-a14b", "i2v", "unipc"),
-    ("wan2.2-i2v-a14b", "i2v", "euler"),
+    pytest.param("wan2.2-i2v-a14b", "i2v", "euler", marks=pytest.mark.long),
     ("wan2.1-flf2v-14b-720p", "flf2v", "unipc"),
     ("wan2.2-i2v-a14b", "flf2v", "unipc"),
     ("wan2.2-ti2v-5b", "t2v", "unipc"),
