@@ -76,7 +76,7 @@ class Scheduling(LoadFileScheduling):
             return "pipelines"
         if not starts_clusters(nodeid) and not nodeid.startswith(PLAN):
             return super()._split_scope(nodeid)
-        slices = ("slices/", "on_slices/", "test_spot.py", "test_soak.py", "test_meters.py")
+        slices = ("slices/", "on_slices/", "test_spot.py", "test_meters.py")
         first = (*(f"tests/actors/{name}" for name in slices), PLAN)
         return "clusters: slices" if nodeid.startswith(first) else "clusters: all others"  # about as long
 

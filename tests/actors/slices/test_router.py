@@ -17,7 +17,6 @@ from actors.pipeline.pools import deploy, shut_down, wait_until_up
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
 from cluster.emulation import ray_nodes
-from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.gang.placement import off_hosts
 from cluster.gang.protocol import Timeouts
 from cluster.inventory import slices_found
@@ -43,7 +42,7 @@ REQUEST = GenerationRequest(prompt="A cat", image=PHOTO, height=64, width=64, fr
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory):
+def running(three_slices, tmp_path_factory):
     folder = tmp_path_factory.mktemp("routing")
     plan = Planned(0.0, 0.0, STEP_S, 0.0, text=(1, 8, 4), mp4_bytes=1000).save(folder / "plan.json")
     host_class = "tests.actors.slices.sick_host:SickHost"
@@ -51,14 +50,13 @@ def running(tmp_path_factory):
         str(plan), str(folder / "snapshots"), chips="simulated", host_class=host_class, timeouts=Timeouts(hung_s=4)
     )
     spec = PipelineSpec(LAYOUT, settings, MODEL, lasting=True)
-    with EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder) as cluster:
-        connect(cluster.address)
-        try:
-            deploy(spec)
-            yield spec, cluster
-            shut_down(settings.name)
-        finally:
-            leave()
+    connect(three_slices.address)
+    try:
+        deploy(spec)
+        yield spec, three_slices
+        shut_down(settings.name)
+    finally:
+        leave()
 
 
 @contextlib.contextmanager

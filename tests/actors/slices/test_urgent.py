@@ -12,10 +12,8 @@ from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, handle, shut_down
 from actors.slices.snapshots import Snapshots
 from cluster.connect import connect, leave
-from cluster.emulation.cluster import EmulatedCluster, EmulatedSlice, emulated_slices
 from cluster.inventory import slices_found
 from cluster.layout import Layout
-from cluster.slice_spec import SliceSpec
 from scripts.simulation import soak
 from tests.cluster.conftest import drain
 from tests.conftest import PHOTO, ROOT
@@ -47,17 +45,15 @@ asyncio.run(PipelineDriver(spec).generate(request(9, 400), id="abandoned"))
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    """An emulated cluster with a spare slice, its folder, and the pipeline that runs there."""
+def running(three_slices, tmp_path_factory):
+    """An emulated cluster with a spare slice, a folder, and the pipeline that runs there."""
     folder = tmp_path_factory.mktemp("urgent")
     spec = soak.soak_spec(folder, 0.1, LAYOUT)
-    slices = (*emulated_slices(LAYOUT), EmulatedSlice("spare", SliceSpec("v6e-1"), 1))
-    with EmulatedCluster.start(slices, folder=folder) as cluster:
-        connect(cluster.address)
-        deploy(spec)
-        yield cluster, folder, spec
-        shut_down(spec.settings.name)
-        leave()
+    connect(three_slices.address)
+    deploy(spec)
+    yield three_slices, folder, spec
+    shut_down(spec.settings.name)
+    leave()
 
 
 def request(seed, steps):

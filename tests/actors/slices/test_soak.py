@@ -18,7 +18,6 @@ from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down
 from actors.slices.references import RefStore
 from cluster.connect import connect, leave
-from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.emulation.ray_nodes import processes
 from cluster.inventory import slices_found
 from scripts.simulation import soak
@@ -31,16 +30,14 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory):
+def running(three_slices, tmp_path_factory):
     """An emulated cluster, and the pipeline that runs there."""
-    folder = tmp_path_factory.mktemp("soak")
-    spec = soak.soak_spec(folder, step_s=0.02)
-    with EmulatedCluster.start(emulated_slices(soak.LAYOUT), folder=folder) as cluster:
-        connect(cluster.address)
-        deploy(spec)
-        yield cluster, spec
-        shut_down(spec.settings.name)
-        leave()
+    spec = soak.soak_spec(tmp_path_factory.mktemp("soak"), step_s=0.02)
+    connect(three_slices.address)
+    deploy(spec)
+    yield three_slices, spec
+    shut_down(spec.settings.name)
+    leave()
 
 
 def within(work):
