@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from actors.observe.span import Span
-from wan_tpu.request import GenerationRequest
+from wan_tpu.spec import ModelSpec, RequestPlan
 
 OnEvent = Callable[[Span], object]
 
@@ -19,9 +19,12 @@ class GeneratedVideo:
 
 
 class Engine(Protocol):
-    """Makes one video at a call, several calls at a time."""
+    """Makes one video at a call, several calls at a time.
 
-    async def generate(
-        self, request: GenerationRequest, *, id: str, on_event: OnEvent, priority: int = 0
-    ) -> GeneratedVideo:
-        """Return the video of a request; `on_event` is told spans as they end, from any thread."""
+    model  who lets a request in plans it by this, once: `model.plan(request)` refuses what can't be made
+    """
+
+    model: ModelSpec
+
+    async def generate(self, plan: RequestPlan, *, id: str, on_event: OnEvent, priority: int = 0) -> GeneratedVideo:
+        """Return the video of a plan; `on_event` is told spans as they end, from any thread."""

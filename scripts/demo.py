@@ -62,12 +62,13 @@ def demo(argv: Sequence[str]) -> int:
     with ended_as_by_ctrl_c(), tempfile.TemporaryDirectory(prefix="wan-demo-") as folder, LiveConsole() as live:
         report, spans, seen = _run(layout, Path(folder), live)
     if report.exit_code == 0:
-        _say(spans, seen, time.monotonic() - start)
+        _say(report, spans, seen, time.monotonic() - start)
     return report.exit_code
 
 
 def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, list[Span], Seen]:
-    manifest = read_manifest(MANIFEST)
+    model = open_spec(CHECKPOINT)
+    manifest = read_manifest(MANIFEST, model.plan)
     for entry in manifest.entries:  # what the demo before has made
         for name in (entry.output, f"{entry.id}.json"):
             (FOLDER / name).unlink(missing_ok=True)
@@ -83,9 +84,9 @@ def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, 
             checkpoint=str(CHECKPOINT),
             snapshots=str(folder / "snapshots"),
             dtype="float32",
-            warm_up=(manifest.entries[0].request(),),  # all have one size
+            warm_up=(manifest.entries[0].plan.request,),  # all have one size
         )
-        spec = PipelineSpec(layout, settings, model=open_spec(CHECKPOINT), lasting=False)
+        spec = PipelineSpec(layout, settings, model=model, lasting=False)
         deploy(spec, tell=live.tell)
         live.line("the pipeline is up: weights are read, programs compiled")
         with contextlib.closing(PipelineDriver(spec)) as pipeline:
@@ -110,7 +111,7 @@ def _make(manifest: Manifest, pipeline: PipelineDriver, live: LiveConsole) -> tu
     return report, spans
 
 
-def _say(spans: list[Span], seen: Seen, seconds: float) -> None:
+def _say(report: BatchReport, spans: list[Span], seen: Seen, seconds: float) -> None:
     figures = figures_of(spans)
     alone = sum(span.seconds for span in spans if span.what == "compute")
     print(f"\nThe requests took {figures.text()}")
@@ -120,7 +121,7 @@ def _say(spans: list[Span], seen: Seen, seconds: float) -> None:
         print(f"Inputs went from the object store to the devices {len(handed)} times, on average in "
               f"{1000 * sum(handed) / len(handed):.0f} ms.")  # fmt: skip
     print(f"{seconds:.0f} s in all. In {FOLDER.relative_to(ROOT)}/:")
-    videos = [entry.output for entry in read_manifest(MANIFEST).entries]
+    videos = [Path(str(result.output)).name for result in report.results]
     print(f"  {', '.join(videos)}: the videos, each with its record")
     names = [f"zigzag{ending}.mp4" for ending in ("", "-without-adapter")]
     clips = [iio.imread(FOLDER / name, plugin="FFMPEG") for name in names]

@@ -193,7 +193,8 @@ class _Together:
         spec = find_spec(args.name)
         if spec is None:
             raise InvalidInput(f"there is no pipeline {args.name!r} on this cluster: wan-tpu status")
-        self._client, self._requests, self._kept = PipelineClient(spec), requests, kept
+        self._client, self._kept = PipelineClient(spec), kept
+        self._plans = [spec.model.plan(request) for request in requests]
         self._room = asyncio.Semaphore(spec.settings.in_flight)
         self._loop, self._asked = asyncio.new_event_loop(), 0
         self._run = uuid.uuid4().hex  # a name that was used before would go on from where that one was
@@ -212,7 +213,7 @@ class _Together:
         try:
             async with self._room:
                 name = f"mlperf-{self._run}-{number}"
-                made = await self._client.generate(self._requests[index], id=name, on_event=lambda span: None)
+                made = await self._client.generate(self._plans[index], id=name, on_event=lambda span: None)
             complete(id, await asyncio.to_thread(self._kept, index, made.mp4))
         except Exception as error:
             stop(error)

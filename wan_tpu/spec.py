@@ -68,6 +68,10 @@ class RequestPlan:
         steps = self.request.steps
         raise InvalidRequest(f"all {steps} steps of the request are done; collect its latents and decode them")
 
+    def with_images(self, image: Image.Image | None = None, last_image: Image.Image | None = None) -> "RequestPlan":
+        """Return it with those images in place of its own: it stays small while they aren't needed."""
+        return dataclasses.replace(self, request=dataclasses.replace(self.request, image=image, last_image=last_image))
+
     def without_image(self) -> "RequestPlan":
         """Return it without the images' pixels, 2.8 MB at 720p: experts and the decoder need none."""
         return dataclasses.replace(

@@ -29,8 +29,9 @@ from wan_tpu.errors import InvalidInput, WanTpuError
 from wan_tpu.lora import lora_of
 from wan_tpu.media.image import decode_image, load_image
 from wan_tpu.request import IMAGES, GenerationRequest
+from wan_tpu.spec import RequestPlan
 
-Check = Callable[[GenerationRequest], object]
+Planner = Callable[[GenerationRequest], RequestPlan]
 
 _REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(GenerationRequest))
 _FIELDS = ("id", "output", *_REQUEST_FIELDS)
@@ -44,12 +45,13 @@ class Entry:
     line: int  # from 1
     id: str
     output: str  # name of the mp4 in the output folder
-    fields: dict[str, Any]  # of GenerationRequest, as given; the image as an absolute path or gs://
-    digest: str  # of everything that decides the video, the image's bytes included
+    plan: RequestPlan  # without its images
+    images: dict[str, str]  # field -> absolute path or gs://
+    digest: str  # of everything that decides the video, the images' bytes included
 
-    def request(self) -> GenerationRequest:
-        """Return the request, its images read now; raises `WanTpuError` if that has gone meanwhile."""
-        return GenerationRequest(**self.fields | {name: _load_image(self.fields.get(name)) for name in IMAGES})
+    def loaded(self) -> RequestPlan:
+        """Return the plan, its images read now; raises `WanTpuError` if one has gone meanwhile."""
+        return self.plan.with_images(**{name: _load_image(location) for name, location in self.images.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,10 +71,10 @@ class Manifest:
     bad: tuple[BadLine, ...]
 
 
-def read_manifest(location: str | Path, check: Check | None = None) -> Manifest:
-    """Read and check every line, images included.
+def read_manifest(location: str | Path, planner: Planner) -> Manifest:
+    """Read, check and plan every line, images included.
 
-    check  raises `InvalidRequest` where a request doesn't fit the model: for example `Pipeline.resolve`
+    planner  the model's `ModelSpec.plan`, which raises `InvalidRequest` where it can't make what a line asks for
 
     Raises `StorageError` when the manifest itself can't be read, `InvalidInput` when it has no line.
     """
@@ -85,7 +87,7 @@ def read_manifest(location: str | Path, check: Check | None = None) -> Manifest:
     if not lines:
         raise InvalidInput(f"{where} has no requests; write one JSON object a line, such as {_EXAMPLE}")
     with ThreadPoolExecutor(_READERS) as readers:
-        read = list(readers.map(lambda line: _read_line(line[0], line[1], absolute(folder), check), lines))
+        read = list(readers.map(lambda line: _read_line(line[0], line[1], absolute(folder), planner), lines))
     entries, bad = _without_duplicates(read)
     return Manifest(entries=entries, bad=bad)
 
@@ -93,7 +95,7 @@ def read_manifest(location: str | Path, check: Check | None = None) -> Manifest:
 _EXAMPLE = '{"prompt": "A cat looks into the camera.", "image": "cat.png", "seed": 1}'
 
 
-def _read_line(number: int, line: bytes, folder: str, check: Check | None) -> Entry | BadLine:
+def _read_line(number: int, line: bytes, folder: str, planner: Planner) -> Entry | BadLine:
     given: dict[str, Any] = {}
     try:
         given = _parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
@@ -111,16 +113,16 @@ def _read_line(number: int, line: bytes, folder: str, check: Check | None) -> En
             fields["video"] = _resolve(fields["video"], folder)
         if isinstance(fields.get("loras"), list):
             fields["loras"] = [_beside(lora, folder) for lora in fields["loras"]]
-        images = {name: _load_image(fields.get(name)) for name in IMAGES}
-        request = GenerationRequest(**fields | images)
-        if check is not None:
-            check(request)
+        images = {name: fields.pop(name) for name in IMAGES if fields.get(name) is not None}
+        pixels = {name: _load_image(location) for name, location in images.items()}
+        request = GenerationRequest(**fields | pixels)
+        plan = planner(request).with_images()
     except WanTpuError as error:
         id_ = given.get("id") if isinstance(given.get("id"), str) else None
         return BadLine(line=number, id=id_, reason=shortened(str(error), 500))
     decides = request.to_json()
-    decides |= {name: None if image is None else image.info["sha256"] for name, image in images.items()}
-    return Entry(line=number, id=id_, output=output, fields=fields, digest=_digest(decides))
+    decides |= {name: image.info["sha256"] for name, image in pixels.items()}
+    return Entry(line=number, id=id_, output=output, plan=plan, images=images, digest=_digest(decides))
 
 
 def _beside(lora: object, folder: str) -> object:
@@ -256,10 +258,8 @@ def _read_bytes(location: str) -> bytes:
         raise StorageError(f"can't read {location} ({reason}); check the path and its permissions") from None
 
 
-def _load_image(location: str | None) -> Image.Image | None:
+def _load_image(location: str) -> Image.Image:
     """Return the image with the digest of its file in `info["sha256"]`."""
-    if location is None:
-        return None
     if location.startswith(GCS_SCHEME) or os.path.isfile(location):  # unlike Path.is_file, false for a name too long
         content = _read_bytes(location)
         image = decode_image(io.BytesIO(content), location)

@@ -13,8 +13,7 @@ from actors.observe.span import Span
 from actors.pipeline_spec import Chips
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import Pipeline
-from wan_tpu.request import GenerationRequest
-from wan_tpu.spec import DECODER, ENCODER
+from wan_tpu.spec import DECODER, ENCODER, RequestPlan
 from wan_tpu.stages import StepEvent
 
 
@@ -22,16 +21,15 @@ class OneProcessEngine:
     """Makes videos with a loaded `Pipeline`, one after another in a thread of its own."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
+        self._pipeline, self.model = pipeline, pipeline.runtime.model.spec
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         platform = pipeline.runtime.mesh.devices.flat[0].platform
         self._chips: Chips = "emulated" if platform == "cpu" else "real"
 
-    async def generate(
-        self, request: GenerationRequest, *, id: str, on_event: OnEvent, priority: int = 0
-    ) -> GeneratedVideo:
+    async def generate(self, plan: RequestPlan, *, id: str, on_event: OnEvent, priority: int = 0) -> GeneratedVideo:
         """Make one video; requests are taken in the order in which they come, whatever their priority.
 
+        plan      by `model`, of a request
         on_event  called from the engine's thread with a `Span` after each piece of work
 
         When it is cancelled, the work stops after the current step, before this returns. Raises as
@@ -39,7 +37,7 @@ class OneProcessEngine:
         """
         span = functools.partial(Span, slice="this process", request=id, chips=self._chips)
         run = _Run(self._pipeline, id, span, on_event)
-        work = self._thread.submit(run.make, request)
+        work = self._thread.submit(run.make, plan)
         ended = asyncio.wrap_future(work)
         try:
             return await asyncio.shield(ended)
@@ -75,20 +73,19 @@ class _Run:
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
     since: tuple[float, float, float] = (0, 0, 0)
 
-    def make(self, request: GenerationRequest) -> GeneratedVideo:
+    def make(self, plan: RequestPlan) -> GeneratedVideo:
         """Run all stages, and return the video."""
-        pipe, warnings = self.pipeline, list[str]()
+        pipe, request, warnings = self.pipeline, plan.request, list[str]()
         self._check()
-        resolved = pipe.resolve(request)
         pipe.check_components()
         self.since = self._now()
-        conditioning = pipe.encode(resolved, warnings.append)
-        state = pipe.initial_state(resolved, conditioning=conditioning)
+        conditioning = pipe.encode(request, warnings.append)
+        state = pipe.initial_state(request, conditioning=conditioning)
         self._tell(ENCODER)
-        for expert in pipe.experts(resolved):
+        for expert in plan.experts:
             on_step = functools.partial(self._tell_step, expert.stage)
-            state = pipe.denoise(resolved, conditioning, state, stop=expert.stop, on_step=on_step)
-        with Mp4(resolved.fps) as made:
+            state = pipe.denoise(request, conditioning, state, stop=expert.stop, on_step=on_step)
+        with Mp4(request.fps) as made:
             for planes in pipe.decode_planes(state.latents):
                 self._check()
                 made.add(planes)

@@ -249,8 +249,8 @@ async def _made(entry: Entry, engine: Engine, on_event: OnEvent) -> tuple[Genera
             stage_s[span.stage] += span.seconds
         on_event(span)
 
-    request = await asyncio.to_thread(entry.request)
-    video = await engine.generate(request, id=entry.id, on_event=note)
+    plan = await asyncio.to_thread(entry.loaded)
+    video = await engine.generate(plan, id=entry.id, on_event=note)
     if video.mp4[4:8] != b"ftyp":
         raise ValueError(f"the engine returned {len(video.mp4)} bytes that are no mp4")
     return video, {stage: round(seconds, 4) for stage, seconds in stage_s.items()}

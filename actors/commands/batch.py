@@ -29,9 +29,9 @@ def batch(argv: Sequence[str]) -> None:
     pipe = load_pipeline(
         args.model_id, args.dtype or "bfloat16", (args.dp, args.sp, args.tp), executables=args.executables
     )
-    manifest, output = read_manifest(args.manifest, pipe.resolve), open_storage(args.output)
-    spans: list[Span] = []
     engine = OneProcessEngine(pipe)
+    manifest, output = read_manifest(args.manifest, engine.model.plan), open_storage(args.output)
+    spans: list[Span] = []
     opening = open_batch(
         manifest, output, in_flight=args.in_flight, remake_changed=args.remake_changed, model=args.model_id
     )

@@ -35,6 +35,7 @@ def drive(argv: Sequence[str]) -> None:
 def _drive(args: argparse.Namespace, live: LiveConsole) -> "BatchReport":
     from actors.batch.manifest import read_manifest
     from actors.batch.run import open_batch
+    from actors.errors import PipelineNotFound
     from actors.observe.meters import BatchMeters
     from actors.observe.span import Span
     from actors.observe.status_actor import StatusActor
@@ -77,6 +78,8 @@ def _drive(args: argparse.Namespace, live: LiveConsole) -> "BatchReport":
         engine = None
         if opened.todo:  # bringing a pipeline up takes minutes
             up = stack.enter_context(acquire_pipeline(args.name, wanted, live.tell))
+            if up.settings.checkpoint != spec.settings.checkpoint:  # another was brought up since it was planned
+                raise PipelineNotFound(f"pipeline {args.name!r} has changed meanwhile; run this again")
             engine = stack.enter_context(contextlib.closing(PipelineDriver(up)))
             status = StatusActor.connect(args.name)
             live.look = lambda: under_way(status.seen())

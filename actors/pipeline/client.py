@@ -11,7 +11,7 @@ from actors.observe.status_actor import StatusActor
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import live_replicas
 from actors.pipeline_spec import PipelineSpec
-from wan_tpu.request import GenerationRequest
+from wan_tpu.spec import RequestPlan
 
 T = TypeVar("T")
 _READY_S = 20.0  # for what takes milliseconds where all is well
@@ -21,14 +21,12 @@ class PipelineClient:
     """The engine of the service's worker."""
 
     def __init__(self, spec: PipelineSpec) -> None:
-        self._spec = spec
+        self._spec, self.model = spec, spec.model
         self._lock = asyncio.Lock()
         self._current: PipelineDriver | None = None
         self._users: Counter[PipelineDriver] = Counter()  # one that was replaced is closed by the last
 
-    async def generate(
-        self, request: GenerationRequest, *, id: str, on_event: OnEvent, priority: int = 0
-    ) -> GeneratedVideo:
+    async def generate(self, plan: RequestPlan, *, id: str, on_event: OnEvent, priority: int = 0) -> GeneratedVideo:
         """Make one video, as `PipelineDriver.generate` does; raises `PipelineError` also where there is no pipeline."""
         async with self._lock:
             if self._current is None:
@@ -36,7 +34,7 @@ class PipelineClient:
             driver = self._current
         self._users[driver] += 1
         try:
-            return await driver.generate(request, id=id, on_event=on_event, priority=priority)
+            return await driver.generate(plan, id=id, on_event=on_event, priority=priority)
         except Exception as error:
             sound = isinstance(error, RequestFailed) and error.code != "lost"
             if driver is self._current and not sound:  # what others still do with it goes on

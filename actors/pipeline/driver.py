@@ -13,8 +13,7 @@ from actors.pipeline_spec import PipelineSpec
 from actors.slices.references import RefStore
 from actors.slices.scheduler import PriorityQueue
 from actors.storage.local import StorageError
-from wan_tpu.errors import InvalidRequest
-from wan_tpu.request import GenerationRequest
+from wan_tpu.spec import RequestPlan
 
 log = logging.getLogger(__name__)
 
@@ -24,17 +23,18 @@ class PipelineDriver:
 
     def __init__(self, spec: PipelineSpec) -> None:
         """The pools must run (`pools.deploy`)."""
-        self.spec = spec
+        self.spec, self.model = spec, spec.model
         self._connection = PipelineConnection(spec)
         self._ref_store = RefStore()
         self._queue = PriorityQueue(spec.settings.in_flight, spec.settings.urgent)
         self._inside: set[str] = set()
 
     async def generate(
-        self, request: GenerationRequest, *, id: str, on_event: OnEvent = lambda span: None, priority: int = 0
+        self, plan: RequestPlan, *, id: str, on_event: OnEvent = lambda span: None, priority: int = 0
     ) -> GeneratedVideo:
         """Make one video.
 
+        plan      by `model`, of a request
         id        names the request in spans, logs and snapshots; one that was left unfinished goes on where it was
         on_event  given a `Span` whenever a slice has done something for it
         priority  the higher goes first; at the experts' slices it runs between two steps of a lower one
@@ -45,10 +45,6 @@ class PipelineDriver:
             raise RequestFailed(
                 f"a request {id} is under way already; wait for it, or give this one another id", "invalid"
             )
-        try:
-            plan = self.spec.model.plan(request)
-        except InvalidRequest as error:
-            raise RequestFailed(str(error), "invalid") from None
         self._inside.add(id)
         outcome: Outcome = "cancelled"
         unfinished = True  # whoever tries again goes on from its snapshots

@@ -72,7 +72,7 @@ def on_slices(checkpoint: Path, dtype: str) -> Iterator[Generate]:
         def generate(request: GenerationRequest) -> np.ndarray:
             nonlocal made
             made += 1
-            video = runner.run(driver.generate(request, id=f"gate-{made}"))
+            video = runner.run(driver.generate(spec.model.plan(request), id=f"gate-{made}"))
             return iio.imread(video.mp4, extension=".mp4", plugin="FFMPEG").astype(np.float32) / 255
 
         try:

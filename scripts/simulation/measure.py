@@ -43,7 +43,8 @@ async def run(pipeline: PipelineDriver, requests: Mapping[str, GenerationRequest
     load, videos = Load(len(requests), pipeline.spec.settings.in_flight), {}
 
     async def one(key: str, request: GenerationRequest) -> None:
-        videos[key] = (await pipeline.generate(request, id=key, on_event=load.spans.append)).mp4
+        plan = pipeline.model.plan(request)
+        videos[key] = (await pipeline.generate(plan, id=key, on_event=load.spans.append)).mp4
         load.ended[key] = time.time()
 
     async with asyncio.TaskGroup() as group:

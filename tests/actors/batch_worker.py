@@ -11,6 +11,7 @@ from actors.batch.manifest import read_manifest
 from actors.batch.run import open_batch
 from actors.storage.opening import open_storage
 from tests.actors.engines import Engine, mp4
+from tests.actors.small_spec import SPEC
 from tests.actors.storage_worker import MountsRefused, mount
 from wan_tpu.cli import run
 
@@ -26,7 +27,7 @@ def main(argv):
         except MountsRefused as error:
             print(f"refused: {error}", file=sys.stderr)
             sys.exit(77)
-    with open_batch(read_manifest(manifest), open_storage(output), in_flight=2, model="test") as batch:
+    with open_batch(read_manifest(manifest, SPEC.plan), open_storage(output), in_flight=2, model="test") as batch:
         report = batch.run(Engine(float(seconds)))
     print(report.text())
     for result in report.results:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.engine import GeneratedVideo
+from tests.actors.small_spec import SPEC
 from wan_tpu.data import Video
 
 
@@ -27,12 +28,15 @@ class Engine:
     The prompt "cut" gives a warning.
     """
 
+    model = SPEC
+
     def __init__(self, seconds=0.01):
         self.seconds = seconds
         self.under_way = self.most = 0
         self.began = []
 
-    async def generate(self, request, *, id, on_event, priority=0):
+    async def generate(self, plan, *, id, on_event, priority=0):
+        request = plan.request
         self.began.append(id)
         self.under_way += 1
         self.most = max(self.most, self.under_way)

@@ -14,6 +14,7 @@ from actors.batch.run import open_batch
 from actors.storage.base import StorageError
 from actors.storage.opening import open_storage
 from tests.actors.engines import Engine, mp4
+from tests.actors.small_spec import SPEC
 from tests.conftest import ROOT
 from tests.waiting import SECONDS, wait_for
 
@@ -25,7 +26,7 @@ def batch(storage, tmp_path):
     def run(*lines, engine=None, tell=None, output=storage, **settings):
         path = tmp_path / "requests.jsonl"
         path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
-        manifest = read_manifest(path)
+        manifest = read_manifest(path, SPEC.plan)
         with open_batch(manifest, output, **settings, tell=tell or (lambda _: None)) as opened:
             return opened.run(engine or Engine())
 
@@ -157,11 +158,11 @@ def test_records_are_read_once_and_no_engine_is_needed_for_nothing(emulator, gcs
     """Whether there is anything to do is known before anything that makes videos is up."""
     path = tmp_path / "requests.jsonl"
     path.write_text(json.dumps(CAT))
-    with open_batch(read_manifest(path), gcs) as opened:
+    with open_batch(read_manifest(path, SPEC.plan), gcs) as opened:
         assert [entry.id for entry in opened.todo] == ["cat"]
         assert opened.run(Engine()).made == 1
     emulator.seen.clear()
-    with open_batch(read_manifest(path), gcs) as opened:
+    with open_batch(read_manifest(path, SPEC.plan), gcs) as opened:
         assert not opened.todo
         assert opened.run(None).text().startswith("1 requests: 0 made, 1 done before")
     assert sum("clips%2Fcat.json" in line and line.startswith("GET") for line in emulator.seen) == 1
@@ -179,7 +180,7 @@ def test_only_records_that_are_there_are_read(gcs, emulator, tmp_path):
     lines = tmp_path / "requests.jsonl"
     lines.write_text("\n".join(json.dumps({"id": name}) for name in ("cat", *map(str, range(50)))))
     emulator.seen.clear()
-    todo, settled = make_plan(gcs, read_manifest(lines).entries, model=None, remake_changed=False)
+    todo, settled = make_plan(gcs, read_manifest(lines, SPEC.plan).entries, model=None, remake_changed=False)
     assert (len(todo), len(settled)) == (50, 1)
     assert settled[0].error is not None
     asked = [line for line in emulator.seen if "/o" in line]  # the client also looks at the bucket, now and then

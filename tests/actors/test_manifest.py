@@ -10,8 +10,10 @@ from PIL import Image
 from actors.batch.manifest import read_manifest
 from actors.storage.base import StorageError
 from actors.storage.opening import open_storage
+from tests.actors.small_spec import SPEC
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, InvalidInput
+from wan_tpu.families import preset_spec
 
 
 def manifest(folder, *lines):
@@ -25,27 +27,28 @@ def test_good_lines(tmp_path):
     Image.open(PHOTO).save(tmp_path / "in" / "cat.png")
     first = {"id": "cat", "prompt": "A cat", "image": "in/cat.png", "height": 32, "width": 48, "seed": 3}
     read = read_manifest(
-        manifest(tmp_path, first, "", {"prompt": "A dog runs along the beach.", "output": "b/dog.mp4"})
+        manifest(tmp_path, first, "", {"prompt": "A dog runs along the beach.", "output": "b/dog.mp4"}), SPEC.plan
     )
     assert read.bad == ()
     cat, dog = read.entries
     assert (cat.line, cat.id, cat.output) == (1, "cat", "cat.mp4")
     assert (dog.line, dog.output) == (3, "b/dog.mp4")
     assert dog.id.startswith("a-dog-runs-along-")
-    request = cat.request()
     expected = GenerationRequest(**{name: value for name, value in first.items() if name != "id"} | {"image": PHOTO})
-    assert np.array_equal(np.asarray(request.image), np.asarray(expected.image))
-    for name in ("prompt", "height", "width", "seed", "steps", "solver"):
-        assert getattr(request, name) == getattr(expected, name)
+    assert cat.plan.request.image is None  # read when it is needed: a thousand would not fit in memory
+    assert np.array_equal(np.asarray(cat.loaded().request.image), np.asarray(expected.image))
+    planned = SPEC.plan(expected)
+    assert cat.loaded().without_image() == planned.without_image()
+    assert cat.plan.shapes != dog.plan.shapes
 
 
 def test_derived_ids_are_stable_and_differ(tmp_path):
     lines = [{"prompt": "A cat", "seed": 1}, {"prompt": "A cat", "seed": 2}, {"prompt": "猫"}]
-    ids = [entry.id for entry in read_manifest(manifest(tmp_path, *lines)).entries]
+    ids = [entry.id for entry in read_manifest(manifest(tmp_path, *lines), SPEC.plan).entries]
     assert len(set(ids)) == 3
     assert ids[2].startswith("request-")
     swapped = [dict(reversed(line.items())) for line in reversed(lines)]
-    assert [entry.id for entry in read_manifest(manifest(tmp_path, *swapped)).entries] == ids[::-1]
+    assert [entry.id for entry in read_manifest(manifest(tmp_path, *swapped), SPEC.plan).entries] == ids[::-1]
 
 
 def test_the_digest_is_of_what_decides_the_video(tmp_path):
@@ -53,7 +56,7 @@ def test_the_digest_is_of_what_decides_the_video(tmp_path):
     line = {"id": "cat", "image": "cat.png", "prompt": "A cat"}
 
     def digest(**changes):
-        return read_manifest(manifest(tmp_path, line | changes)).entries[0].digest
+        return read_manifest(manifest(tmp_path, line | changes), SPEC.plan).entries[0].digest
 
     same = digest()
     assert digest(seed=0) == same  # what is the default anyway
@@ -99,7 +102,7 @@ def test_the_digest_is_of_what_decides_the_video(tmp_path):
     ],
 )
 def test_bad_lines_are_told_and_do_not_stop_the_rest(tmp_path, emulator, line, reason):
-    read = read_manifest(manifest(tmp_path, {"id": "first"}, line, {"id": "last"}))
+    read = read_manifest(manifest(tmp_path, {"id": "first"}, line, {"id": "last"}), SPEC.plan)
     assert [entry.id for entry in read.entries] == ["first", "last"]
     (bad,) = read.bad
     assert bad.line == 2
@@ -108,7 +111,7 @@ def test_bad_lines_are_told_and_do_not_stop_the_rest(tmp_path, emulator, line, r
 
 
 def test_a_bad_line_does_not_take_an_id(tmp_path):
-    read = read_manifest(manifest(tmp_path, {"id": "cat", "steps": 0}, {"id": "cat", "frames": 5}))
+    read = read_manifest(manifest(tmp_path, {"id": "cat", "steps": 0}, {"id": "cat", "frames": 5}), SPEC.plan)
     assert [entry.line for entry in read.entries] == [2]
     assert [(bad.line, bad.id) for bad in read.bad] == [(1, "cat")]
 
@@ -116,15 +119,15 @@ def test_a_bad_line_does_not_take_an_id(tmp_path):
 def test_lines_that_are_no_text(tmp_path):
     path = tmp_path / "requests.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"id": "a"}\r\n{"id": "\xff"}\n{"id": "b"}')
-    read = read_manifest(path)
+    read = read_manifest(path, SPEC.plan)
     assert [entry.id for entry in read.entries] == ["a", "b"]
     assert "is no UTF-8" in read.bad[0].reason
 
 
-def test_the_model_has_its_say(tmp_path, pipeline):
-    check = pipeline("wan2.2-i2v-a14b").resolve
+def test_the_model_has_its_say(tmp_path):
+    planner = preset_spec("wan2.2-i2v-a14b").plan
     lines = [{"id": "no-image"}, {"id": "cat", "image": str(PHOTO), "height": 32, "width": 48, "frames": 5}]
-    read = read_manifest(manifest(tmp_path, *lines), check)
+    read = read_manifest(manifest(tmp_path, *lines), planner)
     assert [entry.id for entry in read.entries] == ["cat"]
     assert "image" in read.bad[0].reason
 
@@ -135,24 +138,24 @@ def test_from_gs(gcs, gcs_prefix):
     line += json.dumps({"id": "dog", "image": f"{gcs_prefix}/in/cat.png"}) + "\n"
     line += json.dumps({"id": "fox", "image": "../../../../cat.png"})
     gcs.write("jobs/requests.jsonl", line.encode())
-    read = read_manifest(gcs.location("jobs/requests.jsonl"))
+    read = read_manifest(gcs.location("jobs/requests.jsonl"), SPEC.plan)
     assert [entry.id for entry in read.entries] == ["cat", "dog"]
     assert read.entries[0].digest == read.entries[1].digest
-    assert read.entries[0].request().image.size == Image.open(PHOTO).size
+    assert read.entries[0].loaded().request.image.size == Image.open(PHOTO).size
     assert "outside of the bucket 'videos'" in read.bad[0].reason
 
 
 def test_no_manifest(tmp_path, gcs_prefix):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(InvalidInput, match="has no requests"):
-        read_manifest(tmp_path / "empty.jsonl")
+        read_manifest(tmp_path / "empty.jsonl", SPEC.plan)
     with pytest.raises(StorageError, match=r"can't read .*none.jsonl \(No such file"):
-        read_manifest(tmp_path / "none.jsonl")
+        read_manifest(tmp_path / "none.jsonl", SPEC.plan)
     with pytest.raises(StorageError, match=r"none.jsonl does not exist"):
-        read_manifest(f"{gcs_prefix}/none.jsonl")
+        read_manifest(f"{gcs_prefix}/none.jsonl", SPEC.plan)
     with pytest.raises(InvalidInput, match="is a folder"):
-        read_manifest("gs://videos/")
+        read_manifest("gs://videos/", SPEC.plan)
     with pytest.raises(StorageError, match=r"can't read .*Is a directory"):
-        read_manifest(tmp_path)
+        read_manifest(tmp_path, SPEC.plan)
     with pytest.raises(InvalidInput):
         open_storage("ftp://x/y")

@@ -12,7 +12,7 @@ from actors.engine import GeneratedVideo
 from actors.observe.timeline import figures_of
 from actors.storage.opening import open_storage
 from tests.conftest import PHOTO
-from wan_tpu import GenerationRequest, InvalidRequest, cli
+from wan_tpu import GenerationRequest, InvalidInput, cli
 
 KIND = "wan2.2-i2v-a14b"
 FIELDS = {"prompt": "A cat", "height": 32, "width": 48, "frames": 1, "steps": 4, "guidance_scale": 1, "fps": 8}
@@ -26,7 +26,8 @@ def engine(pipeline):
 
 
 def generate(engine, request, spans=None):
-    work = engine.generate(request, id="cat", on_event=(lambda _: None) if spans is None else spans.append)
+    plan, on_event = engine.model.plan(request), ([] if spans is None else spans).append
+    work = engine.generate(plan, id="cat", on_event=on_event)
     return asyncio.run(asyncio.wait_for(work, 120))
 
 
@@ -49,20 +50,20 @@ def test_it_makes_what_the_pipeline_makes(engine, pipeline, tmp_path):
 
 
 def test_what_a_stage_raises_reaches_the_caller(engine):
-    with pytest.raises(InvalidRequest, match="image"):
-        generate(engine, GenerationRequest(**FIELDS))
+    with pytest.raises(InvalidInput, match="/nowhere"):
+        generate(engine, GenerationRequest(**FIELDS, image=PHOTO, loras=["/nowhere.safetensors"]))
 
 
 def test_cancelled_work_ends_before_the_next_begins(engine):
     """Long enough not to end by itself in time; and the engine is free afterwards."""
-    request = GenerationRequest(**FIELDS | {"steps": 1000}, image=PHOTO)
+    plan = engine.model.plan(GenerationRequest(**FIELDS | {"steps": 1000}, image=PHOTO))
 
     async def cancel():
         spans = []
-        work = asyncio.ensure_future(engine.generate(request, id="long", on_event=spans.append))
+        work = asyncio.ensure_future(engine.generate(plan, id="long", on_event=spans.append))
         while not any(span.step for span in spans):
             await asyncio.sleep(0.02)
-        queued = asyncio.ensure_future(engine.generate(request, id="queued", on_event=spans.append))
+        queued = asyncio.ensure_future(engine.generate(plan, id="queued", on_event=spans.append))
         await asyncio.sleep(0.05)
         queued.cancel()
         start = time.monotonic()

@@ -81,9 +81,9 @@ class Attempt:
             request = await self._insist(_request, self._job, self._storage, self._tools.settings.catalogue)
         except StorageError as error:  # told as the pipeline's, or every job that waits would fail
             raise PipelineError("its image can't be read now") from error
-        video = await self._tools.engine.generate(
-            request, id=self._job.id, on_event=self._note, priority=self._job.priority
-        )
+        engine = self._tools.engine
+        plan = engine.model.plan(request)  # now: jobs outlive upgrades, and their adapters may have moved
+        video = await engine.generate(plan, id=self._job.id, on_event=self._note, priority=self._job.priority)
         made = {"video": video.mp4}
         if self._tools.previews:
             size = {name: int(self._job.request[name]) for name in ("height", "width", "frames")}

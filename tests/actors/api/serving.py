@@ -20,26 +20,11 @@ from actors.api.worker.tools import Tools
 from actors.engine import GeneratedVideo
 from actors.observe.span import Span
 from actors.slices.snapshots import Snapshots
+from tests.actors.small_spec import SPEC
 from tests.waiting import wait_for
-from wan_tpu.families.wan.presets import PRESETS
-from wan_tpu.families.wan.spec import WanSpec
 from wan_tpu.media.video import VideoWriter
-from wan_tpu.request import Defaults
 
 MODEL = "small-wan"
-DEFAULTS = Defaults(
-    height=64, width=96, frames=9, fps=16, steps=4, guidance_scale=3.5, guidance_scale_2=3.0, shift=5.0, solver="unipc"
-)
-
-
-class SmallSpec(WanSpec):
-    """A real model's spec with small defaults, which takes images or none."""
-
-    tasks = ("t2v", "i2v")
-    defaults = DEFAULTS
-
-
-SPEC = SmallSpec(PRESETS["wan2.2-t2v-a14b"])
 
 
 @contextlib.contextmanager
@@ -88,6 +73,8 @@ def listening(app):
 class Engine:
     """Makes real, small mp4 files: frames of one colour that changes, by the seed. Steps wait for `go`."""
 
+    model = SPEC
+
     def __init__(self, folder: Path):
         self._folder, self._files = folder, itertools.count()
         self.go = threading.Event()
@@ -102,7 +89,8 @@ class Engine:
     async def ready(self):
         pass
 
-    async def generate(self, request, *, id, on_event, priority):
+    async def generate(self, plan, *, id, on_event, priority):
+        request = plan.request
         self.asked.append(request)
         self.priorities.append(priority)
         self.under_way += 1

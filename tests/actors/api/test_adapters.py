@@ -8,6 +8,7 @@ import pytest
 from actors.api.catalogue import Catalogue
 from tests.actors.api import serving
 from tests.actors.api.serving import create, done, served
+from tests.actors.small_spec import SmallSpec
 from wan_tpu.errors import InvalidInput
 from wan_tpu.families import preset_spec
 from wan_tpu.lora import Lora
@@ -32,6 +33,7 @@ def offering(settings):
 
 @pytest.fixture
 def http(offering, spec, engine):
+    engine.model = spec
     with serving.working(offering, engine), served(offering, spec) as address:
         with httpx.Client(base_url=address, timeout=30) as made:
             yield made
@@ -105,7 +107,7 @@ def test_what_there_isnt_is_refused(fields, param, said, http):
 def test_a_cache_is_an_option_and_says_which_steps_it_skips(settings, engine):
     curve = Curve(((1, 1), (0.99, 0.99), (0.99, 0.99), (0.99, 0.99)), None, 5.0, None, MagCache(0.1, 1, 0.0))
     one = preset_spec("wan2.1-t2v-1.3b").config
-    spec = dataclasses.replace(serving.SmallSpec(one), own=Own(curves=(curve,)))
+    spec = engine.model = dataclasses.replace(SmallSpec(one), own=Own(curves=(curve,)))
     with serving.working(settings, engine), served(settings, spec) as address, httpx.Client(base_url=address) as http:
         assert http.get("/v1/models").json()["data"][0]["cache"] == "magcache:0.1,1,0"
         job = create(http, cache="magcache").json()

@@ -12,6 +12,7 @@ from actors.jobs.tables import File
 from tests.actors.api import serving
 from tests.actors.api.serving import create, done, served
 from tests.actors.api.test_service import as_data_url
+from tests.actors.small_spec import SmallSpec
 
 FIRST, LAST = (Image.effect_noise(size, 60).convert("RGB") for size in ((96, 64), (48, 32)))
 
@@ -22,13 +23,13 @@ def png(image):
     return out.getvalue()
 
 
-class LastFrames(serving.SmallSpec):
+class LastFrames(SmallSpec):
     last_images = "optional"
 
 
 @pytest.fixture
 def http(settings, engine):
-    spec = LastFrames(serving.SPEC.config)
+    spec = engine.model = LastFrames(serving.SPEC.config)
     with serving.working(settings, engine), served(settings, spec) as address:
         with httpx.Client(base_url=address, timeout=30) as made:
             yield made

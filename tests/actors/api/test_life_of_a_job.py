@@ -326,7 +326,7 @@ def test_a_job_waits_for_a_worker_of_the_model_that_it_was_accepted_for(http, se
 
 def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
     """As many results as there are threads wait for a disk that hangs, for longer than a lease lasts."""
-    quick = dataclasses.replace(settings, concurrency=40, jobs=dataclasses.replace(settings.jobs, lease_s=3.0))
+    quick = dataclasses.replace(settings, concurrency=40, jobs=dataclasses.replace(settings.jobs, lease_s=5.0))
     jobs = [create(http).json()["id"] for _ in range(40)]
     engine.go.clear()
     with working(quick, engine) as tools:
@@ -334,7 +334,7 @@ def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
         with tools.storage._one_at_a_time:  # a write takes it first
             engine.go.set()
             wait_for(lambda: engine.under_way == 0)
-            time.sleep(5)
+            time.sleep(6)
             assert WorkQueue(database, quick.jobs).requeue_lost() == []  # as another worker looks for them
         assert [done(http, job)["attempts"] for job in jobs] == [1] * len(jobs)
 

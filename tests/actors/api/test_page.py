@@ -110,7 +110,7 @@ def test_from_the_prompt_to_the_video(page, worker, engine):
 def test_a_preset_and_an_adapter_are_chosen(browser, settings, engine):
     """What a preset sets is left to it, and comes back with Reuse."""
     preset = Preset("in two steps", "https://here", (("sigmas", (1.0, 0.5)), ("loras", (Lora("x"),))))
-    spec = dataclasses.replace(SPEC, own=Own(presets=(("fast", preset),)))
+    spec = engine.model = dataclasses.replace(SPEC, own=Own(presets=(("fast", preset),)))
     offering = dataclasses.replace(settings, catalogue=Catalogue.of(["fast=/a/fast", "style=/a/style"]))
     with served(offering, spec) as address, working(offering, engine):
         page = browser.new_page()

@@ -16,9 +16,10 @@ from cluster.connect import connect
 
 def main(address, spec, manifest, output):
     connect(address)
-    spans = []
-    with open_batch(read_manifest(manifest), open_storage(output), model="test") as batch:
-        report = batch.run(PipelineDriver(pickle.loads(Path(spec).read_bytes())), on_event=spans.append)
+    spans, pipeline = [], PipelineDriver(pickle.loads(Path(spec).read_bytes()))
+    lines = read_manifest(manifest, pipeline.model.plan)
+    with open_batch(lines, open_storage(output), model="test") as batch:
+        report = batch.run(pipeline, on_event=spans.append)
     print(report.text())
     steps = {name: [s.step for s in spans if s.step and s.request == name] for name in {s.request for s in spans}}
     print("first steps", *sorted(map(min, steps.values())))

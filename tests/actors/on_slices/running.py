@@ -90,9 +90,9 @@ class Running:
         async def run() -> None:
             made.task = asyncio.current_task()
             try:
-                video = await (pipeline or self.pipeline).generate(
-                    request, id=id, on_event=made.on_event, priority=priority
-                )
+                driver = pipeline or self.pipeline
+                plan = driver.model.plan(request)
+                video = await driver.generate(plan, id=id, on_event=made.on_event, priority=priority)
             except BaseException as error:
                 made.future.set_exception(error)
             else:

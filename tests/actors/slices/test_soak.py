@@ -81,7 +81,7 @@ def test_a_stage_s_inputs_are_freed_while_it_runs_and_made_again_when_it_is_lost
             killed.append(kill_host_process(cluster, name))
 
     async def make():
-        return await PipelineDriver(spec).generate(request, id="lost", on_event=on_event)
+        return await PipelineDriver(spec).generate(spec.model.plan(request), id="lost", on_event=on_event)
 
     video = within(make())
     assert video.mp4.startswith(simulated_video(request))
@@ -122,7 +122,8 @@ def test_a_lost_host_and_its_payloads_cost_one_attempt(running, caplog):
     name, spans = slice_of("ends"), []
 
     async def make():
-        work = asyncio.create_task(PipelineDriver(spec).generate(request, id="one", on_event=spans.append))
+        making = PipelineDriver(spec).generate(spec.model.plan(request), id="one", on_event=spans.append)
+        work = asyncio.create_task(making)
         while not any(span.stage == "denoise_high" and span.what == "compute" for span in spans):
             await asyncio.sleep(0.05)
             assert not work.done()

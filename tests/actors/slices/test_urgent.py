@@ -40,7 +40,7 @@ from pathlib import Path
 address, folder = sys.argv[1:]
 connect(address)
 spec = soak.soak_spec(Path(folder), 0.1, LAYOUT)
-asyncio.run(PipelineDriver(spec).generate(request(9, 400), id="abandoned"))
+asyncio.run(PipelineDriver(spec).generate(spec.model.plan(request(9, 400)), id="abandoned"))
 """
 
 
@@ -72,7 +72,8 @@ class Making:
         spans = self.spans.setdefault(name, [])
 
         async def make():
-            made = await self.pipeline.generate(request(seed, steps), id=name, on_event=spans.append, priority=priority)
+            plan = self.pipeline.model.plan(request(seed, steps))
+            made = await self.pipeline.generate(plan, id=name, on_event=spans.append, priority=priority)
             self.ended.append(name)
             return made
 

@@ -1,0 +1,19 @@
+"""A spec for tests that need no weights: what its model makes is small, from a text or a picture."""
+
+from wan_tpu.families.wan.presets import PRESETS
+from wan_tpu.families.wan.spec import WanSpec
+from wan_tpu.request import Defaults
+
+DEFAULTS = Defaults(
+    height=64, width=96, frames=9, fps=16, steps=4, guidance_scale=3.5, guidance_scale_2=3.0, shift=5.0, solver="unipc"
+)
+
+
+class SmallSpec(WanSpec):
+    """A real model's spec with small defaults, which takes images or none."""
+
+    tasks = ("t2v", "i2v")
+    defaults = DEFAULTS
+
+
+SPEC = SmallSpec(PRESETS["wan2.2-t2v-a14b"])
