@@ -4,7 +4,6 @@ import logging
 import os
 import time
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +42,22 @@ def start_http(host: str, port: int) -> None:
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     client = _serve()
-    if client is not None and (found := _listens_at(client)) != (host, port):
-        applications = sorted(serve.status().applications)
-        if applications:
-            raise ServiceStartFailed(_taken(found, (host, port), applications))
+    if client is not None and _listens_at(client) != (host, port) and not serve.status().applications:
         serve.shutdown()
     serve.start(
         proxy_location=ProxyLocation.HeadOnly, http_options=HTTPOptions(host=host, port=port), logging_config=QUIET
     )
-    if (found := _listens_at(_serve())) != (host, port):  # another process has started it at the same moment
-        raise ServiceStartFailed(_taken(found, (host, port), sorted(serve.status().applications)))
+    if (found := _listens_at(_serve())) == (host, port):
+        return
+    # Something runs there, or another process has started it at the same moment.
+    does, remedy = "runs without HTTP, as wan-tpu pipeline up starts it,", "and have wan-tpu serve bring it up"
+    if found is not None:
+        does, remedy = f"listens at {found[0]} port {found[1]}", f"or ask for --host {found[0]} --port {found[1]}"
+    raise ServiceStartFailed(
+        f"Ray Serve of this cluster {does} until nothing runs on it any more "
+        f"({', '.join(sorted(serve.status().applications))}), so no service can be at {host} port {port}; take down "
+        f"what runs (wan-tpu serve --down, wan-tpu pipeline down), {remedy}"
+    )
 
 
 def deploy_service(
@@ -190,17 +195,3 @@ def _listens_at(client: Any) -> tuple[str, int] | None:
     if client.get_serve_details()["proxy_location"] == ProxyLocation.Disabled:
         return None
     return client.http_config.host, client.http_config.port
-
-
-def _taken(found: tuple[str, int] | None, wanted: tuple[str, int], applications: Sequence[str]) -> str:
-    """Return why a service can't be at the wanted host and port, and what to do."""
-    if found is None:
-        does, remedy = "runs without HTTP, as wan-tpu pipeline up starts it,", "and have wan-tpu serve bring it up"
-    else:
-        host, port = found
-        does, remedy = f"listens at {host} port {port}", f"or ask for --host {host} --port {port}"
-    return (
-        f"Ray Serve of this cluster {does} until nothing runs on it any more ({', '.join(applications)}), so no "
-        f"service can be at {wanted[0]} port {wanted[1]}; take down what runs (wan-tpu serve --down, wan-tpu pipeline "
-        f"down), {remedy}"
-    )

@@ -1,10 +1,9 @@
-"""What is let into the queue: requests that this model can make, of a size that the slices have memory for."""
+"""What is let into the queue: requests of a size that the slices have memory for."""
 
 from collections.abc import Sequence
 
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.request import FRAME_STRIDE, SIZE_MULTIPLE, GenerationRequest, ResolvedRequest
-from wan_tpu.spec import ModelSpec
+from wan_tpu.request import FRAME_STRIDE, SIZE_MULTIPLE, ResolvedRequest
 
 Size = tuple[int, int, int]  # height, width, frames
 
@@ -24,33 +23,18 @@ def frame(size: Size) -> int:
     return size[0] * size[1]
 
 
-def admit(
-    request: GenerationRequest,
-    spec: ModelSpec,
-    largest: Sequence[Size],
-    *,
-    image: bool = False,
-    last: bool = False,
-    picture: tuple[int, int] | None = None,
-) -> ResolvedRequest:
-    """Return a request with nothing left open; raises `InvalidRequest`.
+def check_size(request: ResolvedRequest, largest: Sequence[Size], step: int) -> None:
+    """Raise `InvalidRequest` where an operator has said what fits the slices' memory, and this is larger.
 
-    largest  sizes that fit the slices' memory, as an operator has said; empty where anything fits
-    image, last  whether there is a first, a last frame, neither of which is looked at before all else is fine
-    picture      then the first one's (height, width)
+    largest  sizes that fit; empty where anything does
+    step     how many frames a video of the model may be longer than another
     """
-    resolved = spec.plan(request, image=image, last=last, picture=picture).request
-    asked = (resolved.height, resolved.width, resolved.frames)
-    if largest and not fits(asked, largest):
-        raise _too_large(asked, largest, spec.frame_step)
-    return resolved
-
-
-def _too_large(asked: Size, largest: Sequence[Size], step: int) -> InvalidRequest:
-    height, width, frames = asked
+    asked = height, width, frames = request.height, request.width, request.frames
+    if not largest or fits(asked, largest):
+        return
     found = _nearest(asked, largest, step)
     remedy = "no size does" if found is None else "the nearest that does is {1}x{0} with {2} frames".format(*found)
-    return InvalidRequest(
+    raise InvalidRequest(
         f"{width}x{height} with {frames} frames is larger than what the operator of this service has said to fit the "
         f"memory of its slices; {remedy}",
         "size" if found is None or found[2] == frames else "frames",

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from sqlalchemy import delete, update
+from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from actors.jobs.tables import Delivery, File, Job
@@ -54,13 +54,6 @@ def delete_for_owner(session: Session, job: Job, now: float, settings: JobSettin
         end(session, job, now, settings, failure=(CANCELLED, "the job was deleted before it was made"))
     expire_files(session, job.id, now)
     job.deleted_at, job.idempotency_key = now, None
-
-
-def remove(session: Session, job: Job, now: float) -> None:
-    """Remove a job; its files are to be deleted."""
-    expire_files(session, job.id, now)
-    session.execute(delete(Delivery).where(Delivery.job_id == job.id))
-    session.delete(job)
 
 
 def expire_files(session: Session, job: str, when: float, keep: Collection[str] = ()) -> None:

@@ -5,8 +5,8 @@ import logging
 from sqlalchemy import delete, select, update
 
 from actors.jobs.database import Database
-from actors.jobs.ending import remove
-from actors.jobs.tables import File, Job
+from actors.jobs.ending import expire_files
+from actors.jobs.tables import Delivery, File, Job
 from actors.jobs.values import JobSettings
 from actors.storage.base import Storage, StorageError
 
@@ -28,19 +28,10 @@ class Retention:
             delete_at = self._database.now(session) + self._settings.abandoned_s
             session.add(File(name=name, delete_at=delete_at))
 
-    def discard(self, name: str) -> None:
-        """Remove an upload that became no job; what can't be removed now is removed later."""
-        self._remove(name)
-
     def sweep(self) -> tuple[int, int]:
         """Remove what is due; return how many jobs and files that were."""
-        expired = 0
-        while count := self._expire():
-            expired += count
-        removed = 0
-        while batch := self._due():
-            removed += sum(self._remove(name) for name in batch)
-        return expired, removed
+        expired = sum(iter(self._expire, 0))
+        return expired, sum(self.discard(name) for batch in iter(self._due, []) for name in batch)
 
     def _expire(self) -> int:
         """Remove rows of expired jobs, and expire their files in the same transaction."""
@@ -50,7 +41,9 @@ class Retention:
                 select(Job).where(Job.expires_at <= now).limit(_BATCH).with_for_update(skip_locked=True)
             ).all()
             for job in expired:
-                remove(session, job, now)
+                expire_files(session, job.id, now)
+                session.execute(delete(Delivery).where(Delivery.job_id == job.id))
+                session.delete(job)
         return len(expired)
 
     def _due(self) -> list[str]:
@@ -59,7 +52,8 @@ class Retention:
             query = select(File.name).where(File.delete_at <= now).order_by(File.delete_at).limit(_BATCH)
             return list(session.scalars(query))
 
-    def _remove(self, name: str) -> bool:
+    def discard(self, name: str) -> bool:
+        """Remove a file, such as an upload that became no job; return False where it is tried again later."""
         try:
             self._storage.delete(name)
         except StorageError as error:

@@ -29,13 +29,9 @@ def read_usage(
 
     first, last  days such as "2026-11-25", UTC
     """
-    names = ("videos", "failed", "chip_seconds", "dollars")
-    sums = [func.sum(getattr(Usage, name)).label(name) for name in names]
+    sums = [func.sum(getattr(Usage, name)).label(name) for name in ("videos", "failed", "chip_seconds", "dollars")]
     query = select(Usage.owner, *sums).where(Usage.day.between(first, last)).group_by(Usage.owner)
     if owner is not None:
         query = query.where(Usage.owner == owner)
     with database.read() as session:
-        return {
-            row.owner: Usage(owner=row.owner, day="", **{name: getattr(row, name) for name in names})
-            for row in session.execute(query)
-        }
+        return {row.owner: Usage(day="", **row._asdict()) for row in session.execute(query)}

@@ -1,10 +1,14 @@
 """What the service says of itself: one JSON object a line. Never a key, and no prompt at this level."""
 
+import asyncio
 import json
 import logging
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
+
+from wan_tpu.errors import WanTpuError
 
 _ROOM = "actors"
 
@@ -30,6 +34,18 @@ class JsonFormatter(logging.Formatter):
 def log_event(log: logging.Logger, event: str, level: int = logging.INFO, **fields: object) -> None:
     """Log an event with its fields: `job` is always the job's id."""
     log.log(level, event, extra={"fields": {name: value for name, value in fields.items() if value is not None}})
+
+
+async def repeated(log: logging.Logger, what: str, work: Callable[[], Awaitable[object]], every_s: float) -> None:
+    """Do work again and again until this is cancelled; what it raises is logged, under what it is about."""
+    while True:
+        try:
+            await work()
+        except WanTpuError as error:  # the database, the storage or the pipeline: they come back
+            log_event(log, what, logging.WARNING, reason=str(error))
+        except Exception:
+            log.exception(what)
+        await asyncio.sleep(every_s)
 
 
 def log_as_json() -> None:

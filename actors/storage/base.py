@@ -3,8 +3,8 @@
 A *name* is a relative path with forward slashes, such as "clips/cat.mp4". What is written appears whole or not at all.
 """
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from wan_tpu.errors import WanTpuError
@@ -45,23 +45,28 @@ class Storage(Protocol):
         """Remove a name; it is fine when nothing is there."""
 
     def clean(self, older_s: float) -> None:
-        """Remove what writers that were killed left half written, longer ago than that."""
+        """Remove what writers that were killed left half written, longer ago than that: in gs:// there is nothing."""
+        return
 
     def probe(self) -> None:
         """Write and remove a small file, so that a place that can't be written to is known before any work."""
 
     def free(self) -> int | None:
         """Return how many bytes can still be written; None where nobody knows an end."""
+        return None
 
     def url(self, name: str, seconds: float, filename: str) -> str | None:
         """Return an address from which anybody can download a name for so long; None where there is none."""
+        return None
 
-    def claim(self, names: Iterable[str]) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def claim(self, names: Iterable[str]) -> Iterator[None]:
         """Hold the place for one writer of `names`, and remove what a killed one left half written.
 
         Only a folder can be held (the lock ends with its process, however that ends); in gs:// nothing is ever half
-        written, and two writers do double work but no harm.
+        written, two writers do double work but no harm, and a lock there would outlive a killed process.
         """
+        yield
 
 
 def check_name(name: str, *, hidden: bool = False) -> str:

@@ -8,7 +8,7 @@ import contextlib
 import datetime
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import requests
@@ -20,7 +20,7 @@ from google.cloud import storage
 from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 from google.cloud.storage.retry import DEFAULT_RETRY
 
-from actors.storage.base import GCS_SCHEME, Missing, StorageError, check_name
+from actors.storage.base import GCS_SCHEME, Missing, Storage, StorageError, check_name
 from wan_tpu.errors import InvalidInput
 
 # https://cloud.google.com/storage/docs/buckets#naming
@@ -29,7 +29,7 @@ _CONTENT_TYPES = {".mp4": "video/mp4", ".json": "application/json", ".jsonl": "a
 _CONTENT_TYPES |= {".webp": "image/webp", ".jpg": "image/jpeg"}
 
 
-class GcsStorage:
+class GcsStorage(Storage):
     """The objects below gs://bucket/prefix."""
 
     def __init__(self, bucket: str, prefix: str = "") -> None:
@@ -92,19 +92,12 @@ class GcsStorage:
         with contextlib.suppress(Missing), self._explained("delete", self.location(check_name(name))):
             self._blob(name).delete(retry=DEFAULT_RETRY)
 
-    def clean(self, older_s: float) -> None:
-        """Do nothing: uploads leave nothing half written."""
-
     def probe(self) -> None:
         """Upload and remove a hidden object."""
         name = f".probe.{uuid.uuid4().hex[:12]}"
         with self._explained("write", self.location()):
             self._blob(name).upload_from_string(b"probe", retry=DEFAULT_RETRY)
             self._blob(name).delete(retry=DEFAULT_RETRY)
-
-    def free(self) -> int | None:
-        """Return None: a bucket is never full."""
-        return None
 
     def url(self, name: str, seconds: float, filename: str) -> str | None:
         """Return an address signed with a service account's key, or by IAM (iam.serviceAccounts.signBlob)."""
@@ -122,11 +115,6 @@ class GcsStorage:
                 response_disposition=f'inline; filename="{filename}"',
                 **signer,
             )
-
-    @contextlib.contextmanager
-    def claim(self, names: Iterable[str]) -> Iterator[None]:
-        """Do nothing: uploads leave nothing half written, and a lock here would outlive a killed process."""
-        yield
 
     def _blob(self, name: str) -> Any:
         return self._bucket.blob(f"{self._prefix}/{name}" if self._prefix else name)

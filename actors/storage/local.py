@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from actors.storage.base import Missing, StorageError, check_name
+from actors.storage.base import Missing, Storage, StorageError, check_name
 
 _LOCK = ".wan-tpu.lock"
 _PARTIAL = ".partial"
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """A folder of this machine, or of a file system that it has mounted."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -92,10 +92,6 @@ class LocalStorage:
         with _writing(self._folder):
             found = os.statvfs(next(path for path in (self._folder, *self._folder.parents) if path.exists()))
         return found.f_bavail * found.f_frsize
-
-    def url(self, name: str, seconds: float, filename: str) -> str | None:
-        """Return None: a folder is of one machine."""
-        return None
 
     @contextlib.contextmanager
     def claim(self, names: Iterable[str]) -> Iterator[None]:

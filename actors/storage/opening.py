@@ -27,11 +27,9 @@ def open_storage(location: str | Path) -> Storage:
 
 def absolute(location: str) -> str:
     """Return a path that means the same in every working folder; an address, or nothing, as it is."""
-    return (
-        location
-        if not location or "://" in location or location.startswith("gs:")
-        else str(Path(location).expanduser().absolute())
-    )
+    if not location or "://" in location or location.startswith("gs:"):
+        return location
+    return str(Path(location).expanduser().absolute())
 
 
 def split_location(location: str) -> tuple[str, str]:

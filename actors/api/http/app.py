@@ -16,7 +16,7 @@ from fastapi_offline import FastAPIOffline
 
 from actors.api.http.error_answers import HANDLERS, HttpError
 from actors.api.http.middleware import Middleware
-from actors.api.http.objects import KeyUsage, Model, ModelList, UsageList, model
+from actors.api.http.objects import Model, ModelList, UsageList, model
 from actors.api.http.service import Service
 from actors.api.http.videos import POLL_AFTER, Served, Watcher, errors, router
 from actors.api.metrics import CONTENT_TYPE
@@ -70,7 +70,7 @@ def make_app(service: Service) -> FastAPI:
 @rest.get("/v1/models", tags=["models"], responses=errors())
 async def list_models(service: Served, caller: Watcher) -> ModelList:
     """List what can be asked for, with its tasks, stages, defaults and limits."""
-    return ModelList(data=[_model(service)])
+    return ModelList(data=[model(service.settings, service.spec, _STARTED)])
 
 
 @rest.get("/v1/models/{name:path}", tags=["models"], responses=errors(404))
@@ -78,7 +78,7 @@ async def retrieve_model(service: Served, name: str, caller: Watcher) -> Model:
     """Return one model."""
     if name not in (service.settings.model, *service.settings.aliases):
         raise HttpError(404, f"there is no model {name[:80]!r}; GET /v1/models lists them", code="model_not_found")
-    return _model(service)
+    return model(service.settings, service.spec, _STARTED)
 
 
 _Day = Annotated[str, Query(pattern=r"^\d{4}-\d{2}-\d{2}$")]
@@ -87,18 +87,7 @@ _Day = Annotated[str, Query(pattern=r"^\d{4}-\d{2}-\d{2}$")]
 @rest.get("/v1/usage", tags=["usage"], responses=errors(400))
 async def usage(service: Served, caller: Watcher, first: _Day = "2000-01-01", last: _Day = "9999-12-31") -> UsageList:
     """Return what a key has used from a day (UTC) to another, of all keys to one that may operate."""
-    found = await asyncio.to_thread(service.usage_now, caller, first, last)
-    data = [
-        KeyUsage(
-            key=key,
-            name=name,
-            videos=used.videos,
-            failed=used.failed,
-            chip_seconds=round(used.chip_seconds, 3),
-            dollars=round(used.dollars, 6),
-        )
-        for key, name, used in found
-    ]
+    data = await asyncio.to_thread(service.usage_now, caller, first, last)
     return UsageList(data=data, first=first, last=last)
 
 
@@ -139,8 +128,3 @@ def _policy(text: str) -> str:
         "img-src 'self' blob: data:; media-src 'self' blob:; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'"
     )
-
-
-def _model(service: Service) -> Model:
-    own = service.settings
-    return model(own.model, _STARTED, service.spec, own.largest, own.aliases, own.catalogue)

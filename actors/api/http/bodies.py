@@ -30,11 +30,7 @@ class Asked:
 
     def has(self, name: str) -> bool:
         """Whether there is an image in a field."""
-        return self.sent(name) or getattr(self.fields, name) is not None
-
-    def sent(self, name: str) -> bool:
-        """Whether the image of a field lies in the body."""
-        return self.reading is not None and name in self.reading.uploads
+        return getattr(self.fields, name) is not None or (self.reading is not None and name in self.reading.uploads)
 
 
 @contextlib.asynccontextmanager
@@ -71,7 +67,7 @@ async def image_of(
     asked: Asked, name: str, reader: Reader, fetching: FetchSettings, key: str
 ) -> AsyncIterator[tuple[Reading, str] | None]:
     """Give who holds the image of a field, fetched if it is elsewhere, and its name there; raises `InvalidRequest`."""
-    if asked.reading is not None and asked.sent(name):
+    if asked.reading is not None and name in asked.reading.uploads:
         yield asked.reading, name
         return
     reference = getattr(asked.fields, name)

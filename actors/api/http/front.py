@@ -52,10 +52,9 @@ class Front:
         exchange = _Exchange(receive, send, self._limits.small_bytes)
         with_body = "content-length" in headers or "transfer-encoding" in headers
         try:
-            with self._askers.one(address, key), contextlib.ExitStack() as counted:
+            with self._askers.one(address, key), exchange.counted:
                 if with_body:
-                    body = counted.enter_context(self._bodies.arriving(headers, key or address))
-                    exchange.expect(body, counted)
+                    exchange.body = exchange.counted.enter_context(self._bodies.arriving(headers, key or address))
                 await self._app(scope, exchange.receive, exchange.send)
             exchange.check()
         except HttpError as error:
@@ -68,22 +67,21 @@ class Front:
 
 
 class _Exchange:
-    """A request as it is received, and its answer as it is sent."""
+    """A request as it is received, and its answer as it is sent.
+
+    body     its body, if it has one, which is counted until `counted` is closed: for a small one when it is there
+    """
 
     def __init__(self, receive: Receive, send: Send, small: int) -> None:
         self._receive, self._send, self._small = receive, send, small
         self.begun = self._away = False
-        self._body: Arriving | None = None
-        self._counted = contextlib.ExitStack()
+        self.body: Arriving | None = None
+        self.counted = contextlib.ExitStack()
         self._failure: HttpError | None = None
-
-    def expect(self, body: Arriving, counted: contextlib.ExitStack) -> None:
-        """Take a body, which is counted until `counted` is closed: for a small one when it is there."""
-        self._body, self._counted = body, counted
 
     async def receive(self) -> Message:
         """Return the next part; to Serve, one whose body may not go on has hung up."""
-        body = self._body
+        body = self.body
         if body is None or body.arrived:
             return await self._receive()
         try:
@@ -93,7 +91,7 @@ class _Exchange:
             return {"type": "http.disconnect"}
         body.arrived = not message.get("more_body", False)
         if body.arrived and body.size <= self._small:
-            self._counted.close()
+            self.counted.close()
         return message
 
     async def send(self, message: Message) -> None:

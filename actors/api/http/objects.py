@@ -6,13 +6,12 @@ Sizes are "WIDTHxHEIGHT", as OpenAI writes them (the command line writes HEIGHT*
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from actors.api.catalogue import Catalogue
-from actors.api.sizes import Size
+from actors.api.settings import ServiceSettings
 from actors.jobs.tables import Job
 from actors.jobs.values import Status
 from wan_tpu.errors import InvalidRequest
@@ -30,8 +29,8 @@ PICTURES = {"input_reference": "image", "last_frame": "last_image"}
 PARAMS = {"frames": "num_frames", "steps": "num_inference_steps"} | {ours: name for name, ours in PICTURES.items()}
 # Fields of a video that a job, and a request, have by the same name.
 _OF_JOB = ("id", "status", "priority", "attempts", "warnings", "stage_seconds", "chip_seconds")
-_SETTINGS = ("prompt", "negative_prompt", "fps", "guidance_scale", "guidance_scale_2", "shift")
-_OF_REQUEST = (*_SETTINGS, "model", "seed", "num_frames", "num_inference_steps", "solver")
+_SETTINGS = ("prompt", "negative_prompt", "fps", "guidance_scale", "guidance_scale_2", "shift", "solver")
+_OF_REQUEST = (*_SETTINGS, "model", "seed", "num_frames", "num_inference_steps")
 _LATER = ("loras", "preset", "sigmas", "switch_step", "cache")  # which jobs of an earlier version don't have
 
 
@@ -285,20 +284,13 @@ def video(job: Job, eta_s: float | None = None) -> Video:
     )
 
 
-def model(
-    name: str,
-    created: int,
-    spec: ModelSpec,
-    largest: Sequence[Size],
-    aliases: Sequence[str] = (),
-    catalogue: Catalogue = _EMPTY,
-) -> Model:
-    """Return a model as the API shows it."""
+def model(settings: ServiceSettings, spec: ModelSpec, created: int) -> Model:
+    """Return a service's model as the API shows it."""
     defaults = {name: value for name, value in dataclasses.asdict(spec.defaults).items() if name not in spec.unused}
     limits = {name: value for name, value in LIMITS.items() if name not in spec.unused}
     height, width = defaults.pop("height"), defaults.pop("width")
     return Model(
-        id=name,
+        id=settings.model,
         created=created,
         tasks=list(spec.tasks),
         last_frames=spec.last_images,
@@ -310,11 +302,11 @@ def model(
         size_multiple=spec.size_multiple,
         frame_step=spec.frame_step,
         solvers=list(spec.solvers),
-        largest=[{"size": f"{w}x{h}", "num_frames": n} for h, w, n in largest] or None,
-        aliases=list(aliases),
+        largest=[{"size": f"{w}x{h}", "num_frames": n} for h, w, n in settings.largest] or None,
+        aliases=list(settings.aliases),
         cache=None if spec.curve is None else str(spec.curve.usual),
-        presets=[_preset(name, preset) for name, preset in catalogue.presets(spec).items()],
-        loras=list(catalogue.adapters),
+        presets=[_preset(name, preset) for name, preset in settings.catalogue.presets(spec).items()],
+        loras=list(settings.catalogue.adapters),
     )
 
 
@@ -346,19 +338,15 @@ def generation_request(
         if frames is not None:
             raise InvalidRequest("seconds and num_frames were both given; give one of them", "seconds")
         frames = frames_for(asked.seconds, asked.fps or spec.defaults.fps, spec)
+    taken = {name: getattr(asked, name) for name in (*_SETTINGS, *_LATER)}
+    taken["loras"] = catalogue.loras(adapters_of(asked, spec, catalogue))
     return GenerationRequest(
-        **{name: getattr(asked, name) for name in _SETTINGS},
+        **taken,
         width=width,
         height=height,
         frames=frames,
         steps=asked.num_inference_steps,
         seed=seed if asked.seed is None else asked.seed,
-        solver=asked.solver,
-        preset=asked.preset,
-        loras=catalogue.loras(adapters_of(asked, spec, catalogue)),
-        sigmas=asked.sigmas,
-        switch_step=asked.switch_step,
-        cache=asked.cache,
     )
 
 

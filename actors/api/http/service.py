@@ -7,7 +7,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from prometheus_client import generate_latest
 from starlette.requests import Request
@@ -17,26 +17,26 @@ from actors.api.http.access import REFRESH_S, Access, Caller
 from actors.api.http.bodies import Asked, asked_for, image_of
 from actors.api.http.error_answers import HttpError
 from actors.api.http.following import Following, Seen
-from actors.api.http.objects import PICTURES, adapters_of, generation_request
+from actors.api.http.objects import PICTURES, KeyUsage, adapters_of, generation_request
 from actors.api.intake.apart import IMAGE, IMAGES, LAST
-from actors.api.intake.reader import Picture, Reader
+from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import Bodies
 from actors.api.metrics import FRESH_S, HEARTBEAT_S, Meters, ServiceMetrics
 from actors.api.outbound.client import FetchError, check_url
 from actors.api.settings import ServiceSettings
-from actors.api.sizes import admit
-from actors.jobs.deliveries import Deliveries
+from actors.api.sizes import check_size
+from actors.jobs import deliveries
 from actors.jobs.errors import QueueFull, StoreUnavailable
-from actors.jobs.heartbeats import Heartbeats, process_name
+from actors.jobs.heartbeats import process_name, read_heartbeats, send_heartbeat
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore, open_database
-from actors.jobs.tables import Heartbeat, Job, Usage
+from actors.jobs.tables import Heartbeat, Job
 from actors.jobs.usage import read_usage
 from actors.jobs.values import Room
-from actors.observe.logs import log_event
+from actors.observe.logs import log_event, repeated
 from actors.storage.base import Missing, StorageError
 from actors.storage.opening import open_storage
-from wan_tpu.errors import InvalidRequest, WanTpuError
+from wan_tpu.errors import InvalidRequest
 from wan_tpu.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -60,8 +60,6 @@ class Service:
         self.bodies, self.reader = Bodies(settings.limits), Reader(settings.limits)
         self.forecast = Estimator(self.store, settings.concurrency)
         self.meters = Meters()
-        self._heartbeats = Heartbeats(self.database)
-        self._deliveries = Deliveries(self.database)
         self._name, self._recorded = process_name("ingress"), time.monotonic()
 
     async def submit(self, request: Request, caller: Caller, idempotency_key: str | None) -> Seen:
@@ -117,28 +115,29 @@ class Service:
         self._check_webhook(fields.webhook_url)
         request = generation_request(fields, self.spec, settings.catalogue, seed=secrets.randbelow(2**31))
         loras = adapters_of(fields, self.spec, settings.catalogue)  # kept by name: where they lie may change
-        follows = request.height is None and self.spec.follows_image
-        image, last = asked.has(IMAGE), asked.has(LAST)
-        resolved = admit(request, self.spec, () if follows else settings.largest, image=image, last=last)
-        pictures: dict[str, Picture] = {}
+        image, last, step = asked.has(IMAGE), asked.has(LAST), self.spec.frame_step
+        resolved = self.spec.plan(request, image=image, last=last).request
+        follows = image and request.height is None and self.spec.follows_image
+        if not follows:
+            check_size(resolved, settings.largest, step)
+        pictures: dict[str, bytes] = {}
+        given: dict[str, str] = {}
         for name in IMAGES:
             async with image_of(asked, name, self.reader, settings.fetch, owner) as found:
                 if found is None:
                     continue
                 reading, there = found
                 if follows and name == IMAGE:  # only now is there a size
-                    resolved = admit(
-                        request, self.spec, settings.largest, image=True, last=last, picture=reading.sizes[there]
-                    )
+                    resolved = self.spec.plan(request, image=True, last=last, picture=reading.sizes[there]).request
+                    check_size(resolved, settings.largest, step)
                 size, crop = (resolved.height, resolved.width), self.spec.crops_image
                 pictures[name] = await reading.picture(*size, crop=crop, name=there)
-        given = {PICTURES[name]: f"{one.width}x{one.height}" for name, one in pictures.items()}
+                given[PICTURES[name]] = "{1}x{0}".format(*reading.sizes[there])
         job = Job(
             owner=owner,
             request=resolved.to_json()
             | {"model": settings.model, "seconds": fields.seconds, "loras": loras}
             | {"skipped": self.spec.skipped_steps(resolved)}
-            | dict.fromkeys(PICTURES.values())
             | given,
             input_image=_image_name() if IMAGE in pictures else None,
             input_last_image=_image_name() if LAST in pictures else None,
@@ -147,7 +146,7 @@ class Service:
             idempotency_key=idempotency_key,
             body_digest=asked.digest,
         )
-        pngs = [one.png for one in pictures.values()]
+        pngs = list(pictures.values())
         return await asyncio.to_thread(self._accept_now, job, fields.webhook_url, pngs, caller.room)
 
     def look_now(self, job: str, owner: str | None) -> Seen:
@@ -159,19 +158,26 @@ class Service:
         """Return those of some jobs that there are."""
         return {job.id: (job, self.forecast.eta_s(job)) for job in self.store.look_at_all(jobs)}
 
-    def usage_now(self, caller: Caller, first: str, last: str) -> list[tuple[str, str, Usage]]:
-        """Return id, name and usage of the keys that a caller sees and that have any."""
+    def usage_now(self, caller: Caller, first: str, last: str) -> list[KeyUsage]:
+        """Return the usage of the keys that a caller sees and that have any."""
         return [
-            (owner, self.access.name(owner), used)
-            for owner, used in read_usage(self.database, caller.sees, first=first, last=last).items()
+            KeyUsage(
+                key=key,
+                name=self.access.name(key),
+                videos=used.videos,
+                failed=used.failed,
+                chip_seconds=round(used.chip_seconds, 3),
+                dollars=round(used.dollars, 6),
+            )
+            for key, used in read_usage(self.database, caller.sees, first=first, last=last).items()
         ]
 
     def metrics_now(self) -> bytes:
         """Return the figures of all processes, as Prometheus reads them."""
         mine = self._heartbeat()
         try:
-            others = [other for other in self._heartbeats.read(FRESH_S) if other.name != mine.name]
-            counts, waiting, usage = self.store.counts(), self._deliveries.waiting(), read_usage(self.database)
+            others = [other for other in read_heartbeats(self.database, FRESH_S) if other.name != mine.name]
+            counts, waiting, usage = self.store.counts(), deliveries.waiting(self.database), read_usage(self.database)
         except StoreUnavailable as error:  # this process has figures still
             log_event(log, "database", logging.WARNING, reason=str(error))
             return generate_latest(self.meters.registry)
@@ -184,13 +190,14 @@ class Service:
         self._check_disk()
         if time.monotonic() - self._recorded > _SILENT_S:
             raise StoreUnavailable(f"nothing could be written to {self.database} for {_SILENT_S:g} s")
-        return [process.kind for process in self._heartbeats.read(FRESH_S)].count("worker")
+        return [process.kind for process in read_heartbeats(self.database, FRESH_S)].count("worker")
 
     async def stay_current(self) -> None:
         """Send heartbeats with this process's figures, and follow which keys there are, until this is cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_repeat(self._send_heartbeat, HEARTBEAT_S))
-            tasks.create_task(_repeat(self.access.refresh, REFRESH_S))
+            for work, every_s in ((self._send_heartbeat, HEARTBEAT_S), (self.access.refresh, REFRESH_S)):
+                in_thread = functools.partial(asyncio.to_thread, work)
+                tasks.create_task(repeated(log, "heartbeats and keys", in_thread, every_s))
 
     def _refuse_early_now(self, caller: Caller, idempotency_key: str | None) -> None:
         self._check_disk()
@@ -259,7 +266,7 @@ class Service:
             raise StorageError(f"{self.storage.location()} has {free} bytes left, {kept} are kept free; make room")
 
     def _send_heartbeat(self) -> None:
-        self._heartbeats.send(self._heartbeat())
+        send_heartbeat(self.database, self._heartbeat())
         self._recorded = time.monotonic()
 
     def _heartbeat(self) -> Heartbeat:
@@ -268,14 +275,3 @@ class Service:
 
 def _image_name() -> str:
     return f"input-{secrets.token_hex(16)}.png"
-
-
-async def _repeat(work: Callable[[], object], every_s: float) -> None:
-    while True:
-        try:
-            await asyncio.to_thread(work)
-        except WanTpuError as error:  # the database comes back
-            log_event(log, "database", logging.WARNING, reason=str(error))
-        except Exception:  # keys must be followed on
-            log.exception("heartbeats and keys")
-        await asyncio.sleep(every_s)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
@@ -19,15 +18,6 @@ from wan_tpu.errors import InvalidRequest
 _CHILD = "actors.api.intake.reader_process"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Picture:
-    """An RGB PNG that this program has written itself, in the size of its video; the size of what was sent, pixels."""
-
-    png: bytes
-    width: int
-    height: int
-
-
 class Reading:
     """What a process has found.
 
@@ -42,11 +32,10 @@ class Reading:
         self.uploads: dict[str, str] = said["uploads"]
         self.sizes: dict[str, tuple[int, int]] = {name: (size[0], size[1]) for name, size in said["sizes"].items()}
 
-    async def picture(self, height: int, width: int, *, crop: bool, name: str = IMAGE) -> Picture:
-        """Return an image in that size, once; raises `InvalidRequest`."""
+    async def picture(self, height: int, width: int, *, crop: bool, name: str = IMAGE) -> bytes:
+        """Return an image in that size, once, as an RGB PNG of this program's own making; raises `InvalidRequest`."""
         wanted = {"name": name, "height": height, "width": width, "crop": crop}
-        png = await asyncio.to_thread(self._child.answer, wanted)
-        return Picture(png=png, height=self.sizes[name][0], width=self.sizes[name][1])
+        return await asyncio.to_thread(self._child.answer, wanted)
 
 
 class Reader:
@@ -126,11 +115,8 @@ class _Child:
 
     def close(self) -> None:
         """See it end, once killed."""
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        with contextlib.suppress(BrokenPipeError), self._process:
+            pass
 
 
 def _too_costly() -> InvalidRequest:

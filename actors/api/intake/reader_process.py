@@ -19,7 +19,7 @@ import resource
 import sys
 from typing import TYPE_CHECKING
 
-from actors.api.intake.apart import IMAGE, Parts, apart
+from actors.api.intake.apart import IMAGE, apart
 from wan_tpu.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -55,22 +55,21 @@ def _serve(descriptor: int) -> None:
     with open(descriptor, "rb") as file:
         parts = apart(json.loads(given.readline()), file.read())
     images = {name: opened(content, name) for name, content in parts.uploads.items()}
-    said.write(json.dumps(_told(parts, images)).encode() + b"\n")
-    said.flush()
-    while images and (line := given.readline()):
-        wanted = json.loads(line)
-        content = png(fitted(images.pop(wanted.pop("name")), **wanted))
-        said.write(len(content).to_bytes(LENGTH, "big") + content)
-        said.flush()
-
-
-def _told(parts: Parts, images: "dict[str, Image.Image]") -> dict[str, object]:
-    return {
+    told = {
         "text": parts.text,
         "fields": parts.fields,
         "uploads": {name: hashlib.sha256(content).hexdigest() for name, content in parts.uploads.items()},
         "sizes": {name: [image.height, image.width] for name, image in images.items()},
     }
+    said.write(json.dumps(told).encode() + b"\n")
+    said.flush()
+    while images and (line := given.readline()):
+        from wan_tpu.media.image import fit_image  # within the limits
+
+        wanted = json.loads(line)
+        content = png(fit_image(images.pop(wanted.pop("name")), **wanted))
+        said.write(len(content).to_bytes(LENGTH, "big") + content)
+        said.flush()
 
 
 def opened(content: bytes, name: str = IMAGE) -> "Image.Image":
@@ -90,13 +89,6 @@ def opened(content: bytes, name: str = IMAGE) -> "Image.Image":
         raise InvalidRequest(f"image upload is damaged ({kind}); save it again as PNG or JPEG", name) from None
     image.info.clear()  # what the file says about its maker, its location and its colours ends here
     return image
-
-
-def fitted(image: "Image.Image", *, height: int, width: int, crop: bool) -> "Image.Image":
-    """Return an image in the size of its video, as the pipeline would bring it there."""
-    from wan_tpu.media.image import fit_image
-
-    return fit_image(image, height, width, crop=crop)
 
 
 def png(image: "Image.Image") -> bytes:

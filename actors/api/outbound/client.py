@@ -128,24 +128,18 @@ async def _content(
     encoding = headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise FetchError(f"the image came in encoding {encoding[:20]!r}, which wasn't asked for")
-    length, size = headers.get("content-length", ""), 0
-    if length.isdigit() and int(length) > settings.max_bytes:
-        raise _too_large(settings)
+    announced, size = headers.get("content-length", ""), 0
     async for chunk in response.aiter_stream():
         size += len(chunk)
-        if size > settings.max_bytes:
-            raise _too_large(settings)
+        if max(size, int(announced) if announced.isdigit() else 0) > settings.max_bytes:
+            raise FetchError(
+                f"the image has more than {settings.max_bytes} bytes, which is all that is taken; shrink it first"
+            )
         into.write(chunk)
 
 
 def _unencoded(settings: FetchSettings) -> FetchError:
     return FetchError(f"the {settings.what}'s URL has characters that must be percent-encoded; encode them")
-
-
-def _too_large(settings: FetchSettings) -> FetchError:
-    return FetchError(
-        f"the image has more than {settings.max_bytes} bytes, which is all that is taken; shrink it first"
-    )
 
 
 class CheckedNetwork(httpcore.AnyIOBackend):

@@ -19,7 +19,8 @@ from pathlib import Path
 from actors.api.limits import Limits
 from actors.api.metrics import Meters
 from actors.api.outbound.client import FetchError, FetchSettings, request
-from actors.jobs.deliveries import Deliveries
+from actors.jobs import deliveries
+from actors.jobs.database import Database
 from actors.jobs.errors import StoreUnavailable
 from actors.jobs.tables import Delivery, Job
 from actors.observe.logs import log_event
@@ -38,9 +39,9 @@ class Webhooks:
     """Calls the webhooks that are due. Any number of processes may have one."""
 
     def __init__(
-        self, deliveries: Deliveries, secret: bytes, fetching: FetchSettings, meters: Meters, limits: Limits
+        self, database: Database, secret: bytes, fetching: FetchSettings, meters: Meters, limits: Limits
     ) -> None:
-        self._deliveries, self._secret, self._fetching, self._meters = deliveries, secret, fetching, meters
+        self._database, self._secret, self._fetching, self._meters = database, secret, fetching, meters
         self._limits = limits
 
     async def call_due(self) -> int:
@@ -53,7 +54,7 @@ class Webhooks:
                 due = None
                 if len(calls) < self._limits.webhooks:
                     with contextlib.suppress(*[StoreUnavailable] * bool(calls)):  # it comes back
-                        due = await asyncio.to_thread(self._deliveries.claim, busy)
+                        due = await asyncio.to_thread(deliveries.claim, self._database, busy)
                 if due is not None:
                     calls[group.create_task(self._call(due))] = due.job.owner
                     called += 1
@@ -76,9 +77,10 @@ class Webhooks:
         log_event(log, f"webhook {outcome}", job=delivery.job.id, attempt=delivery.attempts, reason=problem)
         try:
             if problem is None or last:
-                await asyncio.to_thread(self._deliveries.done, delivery)
+                await asyncio.to_thread(deliveries.done, self._database, delivery)
             else:
-                await asyncio.to_thread(self._deliveries.again, delivery, float(_PAUSES_S[delivery.attempts - 1]))
+                pause_s = float(_PAUSES_S[delivery.attempts - 1])
+                await asyncio.to_thread(deliveries.again, self._database, delivery, pause_s)
         except StoreUnavailable as error:  # it is called again in two minutes
             log_event(log, "webhook not noted", logging.WARNING, job=delivery.job.id, reason=str(error))
 

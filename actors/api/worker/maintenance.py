@@ -3,15 +3,14 @@
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable
 
 from actors.api.metrics import HEARTBEAT_S
 from actors.api.worker.tools import Tools
-from actors.jobs.errors import JobNotFound
+from actors.jobs.heartbeats import remove_heartbeat, send_heartbeat
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Heartbeat
 from actors.jobs.values import is_id
-from actors.observe.logs import log_event
+from actors.observe.logs import log_event, repeated
 from actors.slices.snapshots import PARTIAL_S, Snapshots
 from wan_tpu.errors import WanTpuError
 
@@ -37,8 +36,8 @@ async def maintenance(name: str, tools: Tools) -> None:
         if jobs or files:
             log_event(log, "removed", jobs=jobs, files=files)
 
-    def send_heartbeat() -> None:
-        tools.heartbeats.send(Heartbeat(name=name, kind="worker", metrics=tools.meters.text()))
+    def send() -> None:
+        send_heartbeat(tools.database, Heartbeat(name=name, kind="worker", metrics=tools.meters.text()))
 
     def clean_up() -> None:
         if removed := remove_orphans(tools.store, tools.snapshots):
@@ -51,15 +50,15 @@ async def maintenance(name: str, tools: Tools) -> None:
             for work, every_s in (
                 (check_queue, _QUEUE_S),
                 (sweep, _SWEEP_S),
-                (send_heartbeat, HEARTBEAT_S),
+                (send, HEARTBEAT_S),
                 (clean_up, _ORPHANS_S),
             ):
-                tasks.create_task(_repeat(functools.partial(asyncio.to_thread, work), every_s))
+                tasks.create_task(repeated(log, "maintenance", functools.partial(asyncio.to_thread, work), every_s))
             if tools.webhooks is not None:
-                tasks.create_task(_repeat(tools.webhooks.call_due, _WEBHOOKS_S))
+                tasks.create_task(repeated(log, "maintenance", tools.webhooks.call_due, _WEBHOOKS_S))
     finally:
         try:
-            tools.heartbeats.remove(name)
+            remove_heartbeat(tools.database, name)
         except WanTpuError as error:
             log_event(log, "heartbeat stays", logging.WARNING, reason=str(error))
 
@@ -69,24 +68,9 @@ def remove_orphans(store: JobStore, snapshots: Snapshots) -> int:
 
     Those of batches, which have other ids, stay.
     """
-    removed = 0
-    for job in filter(is_id, snapshots.ids()):
-        try:
-            needed = not store.get(job).ended
-        except JobNotFound:
-            needed = False
-        if not needed:
-            snapshots.delete(job)
-            removed += 1
-    return removed
-
-
-async def _repeat(work: Callable[[], Awaitable[object]], every_s: float) -> None:
-    while True:
-        try:
-            await work()
-        except WanTpuError as error:  # the database, the storage or the pipeline: they come back
-            log_event(log, "maintenance", logging.WARNING, reason=str(error))
-        except Exception:
-            log.exception("maintenance")
-        await asyncio.sleep(every_s)
+    if not (ids := set(filter(is_id, snapshots.ids()))):
+        return 0
+    orphans = ids - {job.id for job in store.look_at_all(ids) if not job.ended}
+    for job in orphans:
+        snapshots.delete(job)
+    return len(orphans)

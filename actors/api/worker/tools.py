@@ -9,8 +9,6 @@ from actors.api.outbound.webhook import Webhooks, read_secret
 from actors.api.settings import ServiceSettings
 from actors.api.worker.traces import Traces
 from actors.engine import Engine
-from actors.jobs.deliveries import Deliveries
-from actors.jobs.heartbeats import Heartbeats
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore, open_database
 from actors.jobs.work import WorkQueue
@@ -48,7 +46,7 @@ class Tools:
         self.settings, self.engine, self.snapshots = settings, engine, snapshots
         self.traces, self.previews, self.meters = traces, previews, Meters()
         self.database = open_database(settings.database)
-        self.store, self.heartbeats = JobStore(self.database), Heartbeats(self.database)
+        self.store = JobStore(self.database)
         self.storage = open_storage(settings.storage)
         self.queue = WorkQueue(self.database, settings.jobs)
         self.retention = Retention(self.database, self.storage, settings.jobs)
@@ -56,4 +54,4 @@ class Tools:
         self.webhooks: Webhooks | None = None
         if settings.webhook_secret_file is not None:
             secret = read_secret(Path(settings.webhook_secret_file))
-            self.webhooks = Webhooks(Deliveries(self.database), secret, settings.webhooks, self.meters, settings.limits)
+            self.webhooks = Webhooks(self.database, secret, settings.webhooks, self.meters, settings.limits)

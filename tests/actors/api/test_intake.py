@@ -59,9 +59,8 @@ def test_two_images_come_out_one_by_one_each_with_its_own_size():
                 return [await reading.picture(16, 32, crop=False, name=name) for name in (LAST, IMAGE)]
 
     found = asyncio.run(made())
-    assert [(one.height, one.width) for one in found] == [(48, 64), (20, 30)]
     for one, source in zip(found, (second, first), strict=True):
-        got = Image.open(io.BytesIO(one.png))
+        got = Image.open(io.BytesIO(one))
         assert np.array_equal(np.asarray(got), np.asarray(source.resize((32, 16), Image.Resampling.LANCZOS)))
 
 
@@ -101,8 +100,8 @@ def test_images_come_back_as_plain_rgb(kind, mode):
     given = picture(mode=mode)
     content = saved(given, kind, **({"lossless": True} if kind == "WEBP" else {}))
     made = decoded(content)
-    assert (made.width, made.height) == (40, 30)
-    again = Image.open(io.BytesIO(made.png))
+    assert Image.open(io.BytesIO(made)).size == (40, 30)
+    again = Image.open(io.BytesIO(made))
     assert (again.format, again.mode) == ("PNG", "RGB")
     assert again.tobytes() == Image.open(io.BytesIO(content)).convert("RGB").tobytes()
 
@@ -115,10 +114,10 @@ def test_it_is_upright_and_says_nothing_about_its_maker():
     notes.add_text("Comment", "SECRET-NOTE")
     for content in (saved(picture(), "JPEG", exif=exif), saved(picture(), exif=exif, pnginfo=notes)):
         made = decoded(content + b"<script>TRAILING</script>")
-        assert (made.width, made.height) == (30, 40)
-        assert Image.open(io.BytesIO(made.png)).info == {}
+        assert Image.open(io.BytesIO(made)).size == (30, 40)
+        assert Image.open(io.BytesIO(made)).info == {}
         for told in (b"CAMERA", b"SECRET", b"TRAILING"):
-            assert told not in made.png
+            assert told not in made
 
 
 def broken():
@@ -214,7 +213,7 @@ def _damaged(rng, source):
 @pytest.mark.long
 def test_the_largest_image_that_is_taken_fits_into_the_memory_of_the_process():
     made = decoded(saved(Image.new("RGB", (8000, 8000), "teal"), compress_level=1))
-    assert (made.width, made.height) == (8000, 8000)
+    assert Image.open(io.BytesIO(made)).size == (8000, 8000)
 
 
 def test_time_is_limited_and_nothing_is_left_running():
@@ -228,7 +227,7 @@ def test_time_is_limited_and_nothing_is_left_running():
 def test_the_process_that_decodes_knows_no_secrets(monkeypatch):
     """Seen from outside: an environment with a poisoned interpreter setting doesn't reach it."""
     monkeypatch.setenv("PYTHONHOME", "/nonexistent")  # a Python that sees this can't start
-    assert decoded(saved(picture())).width == 40
+    assert Image.open(io.BytesIO(decoded(saved(picture())))).width == 40
     assert REFUSED not in (0, 1, 2)  # what Python itself ends with
 
 
@@ -269,7 +268,7 @@ def test_what_is_no_data_url_of_an_image_is_refused(url):
 @pytest.mark.parametrize("size", [(48, 80), (80, 48), (64, 64), (30, 40)])
 def test_an_image_is_brought_to_the_size_of_its_video_as_diffusers_does(size, crop):
     given, (height, width) = picture(123, 91), size
-    ours = Image.open(io.BytesIO(decoded(saved(given), size=size, crop=crop).png))
+    ours = Image.open(io.BytesIO(decoded(saved(given), size=size, crop=crop)))
     processor = VaeImageProcessor(vae_scale_factor=8)
     theirs = processor.resize(given, height, width, resize_mode="crop" if crop else "default")
     assert ours.tobytes() == theirs.tobytes()

@@ -11,7 +11,7 @@ import pytest
 from actors.api.outbound import webhook
 from actors.api.outbound.client import FetchError
 from actors.api.outbound.webhook import read_secret
-from actors.jobs.deliveries import Deliveries
+from actors.jobs import deliveries
 from actors.jobs.keys import make_key
 from tests.actors.api.conftest import NAME, OK
 from tests.actors.api.serving import create, done, served, working
@@ -30,9 +30,8 @@ def test_the_end_of_a_job_is_told_signed_and_again_when_it_has_to_be(
         job = create(http, webhook_url=f"https://{NAME}:{hook.port}/told?a=b").json()["id"]
         done(http, job)
         wait_for(lambda: len(hook.requests) == 3)
-        deliveries = Deliveries(database)
-        wait_for(lambda: deliveries.waiting() == 0)
-        assert deliveries.claim() is None
+        wait_for(lambda: deliveries.waiting(database) == 0)
+        assert deliveries.claim(database) is None
     ids = set()
     for request in hook.requests:
         head, _, body = request.partition(b"\r\n\r\n")

@@ -2,7 +2,7 @@
 
 from sqlalchemy import select, update
 
-from actors.jobs.deliveries import Deliveries
+from actors.jobs import deliveries
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Delivery, Job
@@ -15,28 +15,28 @@ def submit(database, url="https://example.com/hook"):
 
 
 def test_a_webhook_is_due_once_its_job_has_ended_and_claimed_by_one_process_at_a_time(database):
-    store, queue, due = JobStore(database), WorkQueue(database), Deliveries(database)
+    store, queue = JobStore(database), WorkQueue(database)
     done, waiting, silent = submit(database), submit(database), submit(database, url=None)
-    assert due.claim() is None
+    assert deliveries.claim(database) is None
     leased = queue.claim("w")
     assert leased.id == done.id
     queue.announce(leased, ["a"])
     queue.complete(leased, {"video": "a"})
     store.cancel(silent.id)
-    delivery = due.claim()
+    delivery = deliveries.claim(database)
     assert (delivery.job.id, delivery.job.status, delivery.attempts) == (done.id, "completed", 1)
-    assert due.claim() is None and due.waiting() == 1
-    due.again(delivery, 0.0)
-    again = due.claim()
+    assert deliveries.claim(database) is None and deliveries.waiting(database) == 1
+    deliveries.again(database, delivery, 0.0)
+    again = deliveries.claim(database)
     assert again.attempts == 2
-    due.done(again)
-    assert due.claim() is None and due.waiting() == 0
+    deliveries.done(database, again)
+    assert deliveries.claim(database) is None and deliveries.waiting(database) == 0
     store.cancel(waiting.id)
-    assert due.claim().job.error_code == "cancelled"
+    assert deliveries.claim(database).job.error_code == "cancelled"
 
 
 def test_deliveries_go_with_their_jobs(database, tmp_path):
-    store, due = JobStore(database), Deliveries(database)
+    store = JobStore(database)
     deleted, expired = submit(database), submit(database)
     store.cancel(deleted.id)
     store.cancel(expired.id)
@@ -46,7 +46,7 @@ def test_deliveries_go_with_their_jobs(database, tmp_path):
     Retention(database, open_storage(tmp_path)).sweep()
     with database.read() as session:
         assert session.scalars(select(Delivery.job_id)).all() == [deleted.id]
-    told = due.claim()
+    told = deliveries.claim(database)
     assert (told.job.id, told.job.status) == (deleted.id, "failed")  # whoever waits for it is told all the same
 
 

@@ -4,28 +4,27 @@ import dataclasses
 
 from sqlalchemy import update
 
-from actors.jobs.heartbeats import FORGET_S, Heartbeats
+from actors.jobs.heartbeats import FORGET_S, read_heartbeats, remove_heartbeat, send_heartbeat
 from actors.jobs.tables import Heartbeat
 
 
 def test_the_latest_heartbeat_of_each_process_is_kept(database):
-    beats = Heartbeats(database)
     worker, ingress = (
         Heartbeat(name=name, kind=kind, metrics="") for name, kind in (("w1", "worker"), ("i1", "ingress"))
     )
-    beats.send(worker)
+    send_heartbeat(database, worker)
     latest = dataclasses.replace(worker, metrics="two")
-    beats.send(latest)
-    beats.send(ingress)
-    assert beats.read(within_s=60) == [ingress, latest]
+    send_heartbeat(database, latest)
+    send_heartbeat(database, ingress)
+    assert read_heartbeats(database, within_s=60) == [ingress, latest]
     age(database, "w1", 100)
-    assert beats.read(within_s=60) == [ingress]
-    assert beats.read(within_s=200) == [ingress, latest]
-    beats.remove("i1")
-    assert beats.read(within_s=60) == []
+    assert read_heartbeats(database, within_s=60) == [ingress]
+    assert read_heartbeats(database, within_s=200) == [ingress, latest]
+    remove_heartbeat(database, "i1")
+    assert read_heartbeats(database, within_s=60) == []
     age(database, "w1", FORGET_S)
-    beats.send(ingress)  # a new process: rows of those that are long gone are deleted
-    assert beats.read(within_s=10 * FORGET_S) == [ingress]
+    send_heartbeat(database, ingress)  # a new process: rows of those that are long gone are deleted
+    assert read_heartbeats(database, within_s=10 * FORGET_S) == [ingress]
 
 
 def age(database, name, seconds):
