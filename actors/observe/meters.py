@@ -22,12 +22,12 @@ class PipelineMeters:
 
     def __init__(self) -> None:
         self._replicas = Gauge("wan_replicas", "Replicas, by what they do.", ("pool", "activity"))
-        self._drains = Counter("wan_drains", "Slices that were to be taken away: preempted, drained.", ("pool",))
-        self._gone = Counter("wan_replicas_gone", "Replicas that ended, for whatever reason.", ("pool",))
+        self.drains = Counter("wan_drains", "Slices that were to be taken away: preempted, drained.", ("pool",))
+        self.gone = Counter("wan_replicas_gone", "Replicas that ended, for whatever reason.", ("pool",))
         self._starts = Counter("wan_starts", "Replicas that are ready.", ("pool",))
         self._start_s = Counter("wan_start_seconds", "What the phases of their starts took.", ("pool", "phase"))
         self._requests = Gauge("wan_requests", "Requests under way.", ("stage",))
-        self._ended = Counter("wan_requests_ended", "Requests that ended.", ("outcome",))
+        self.ended = Counter("wan_requests_ended", "Requests that ended.", ("outcome",))
         self._shown: dict[Gauge, set[tuple[str, ...]]] = {}
 
     def show(self, replicas: Iterable[tuple[str, str]], stages: Iterable[str]) -> None:
@@ -45,18 +45,6 @@ class PipelineMeters:
         for phase, seconds in phases.items():
             if seconds > 0:
                 self._start_s.inc(seconds, {"pool": pool, "phase": phase})
-
-    def drained(self, pool: str) -> None:
-        """Count a slice that is to be taken away."""
-        self._drains.inc(tags={"pool": pool})
-
-    def gone(self, pool: str) -> None:
-        """Count a replica that has ended."""
-        self._gone.inc(tags={"pool": pool})
-
-    def ended(self, outcome: str) -> None:
-        """Count a request that has ended."""
-        self._ended.inc(tags={"outcome": outcome})
 
     def _count(self, gauge: Gauge, counts: Mapping[tuple[str, ...], int]) -> None:
         """Show counts, and nought for what isn't there any more."""

@@ -16,6 +16,7 @@ class Span:
              "load": weights are read; "compile": programs are made
     start_s, end_s   seconds of `time.time()`, so that hosts' spans can be laid side by side (as exact as their clocks)
     step     counts from 1, where the span is one denoising step
+    nbytes   of all objects, where inputs have come onto the devices: nobody needs the objects any more
     chips    "emulated" or "simulated" unless it ran on real ones: every figure and picture says so
     """
 
@@ -26,6 +27,7 @@ class Span:
     start_s: float
     end_s: float
     step: int | None = None
+    nbytes: int | None = None
     pool: str = ""
     chips: Chips = "real"
 

@@ -2,7 +2,7 @@
 
 A small actor: requests under way need nothing of it. Those who look for a pipeline find it by this actor, and whoever
 waits for its pools learns from it which are ready, so leaders tell again every few seconds what they do. What the
-pipeline is lies in Ray's own store of keys, for an actor that is restarted.
+pipeline is lies in Ray's own store of keys.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from ray.experimental import internal_kv
 from actors.errors import PipelineNotFound
 from actors.observe.meters import PipelineMeters
 from actors.pipeline_spec import PipelineSpec
-from cluster.gang.placement import off_hosts
+from cluster.gang.placement import surviving
 
 NAMESPACE = "wan-tpu"
 CLOSE_S = 10.0
@@ -35,6 +35,7 @@ class ReplicaSeen:
     where     its slice and hosts; detail  of what it does, or why it failed (is tried again) or was refused (isn't)
     work      (stage, request) of what its slice computes, or has paused
     since     when that was reported, `time.time()`
+    software  what its hosts compute with, by name
     """
 
     pool: str
@@ -43,6 +44,7 @@ class ReplicaSeen:
     detail: str
     work: tuple[tuple[str, str], ...]
     since: float
+    software: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         work = ", ".join(f"{stage} of {request}" for stage, request in self.work)
@@ -65,7 +67,6 @@ class Seen:
 
     handoffs  (seconds, bytes) of the latest hand-offs to each stage
     step_s    the latest denoising steps' seconds, by stage; ended  how many requests ended, by outcome
-    software  what a replica's hosts compute with, by replica and name
     """
 
     replicas: dict[str, ReplicaSeen] = field(default_factory=dict)
@@ -73,7 +74,6 @@ class Seen:
     handoffs: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
     step_s: dict[str, deque[float]] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
-    software: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 class StatusActor:
@@ -88,17 +88,9 @@ class StatusActor:
         stale = cls.find(pipeline)
         if stale is not None:
             stale.close()
-        kind: Any = ray.remote(_StatusActor).options(
-            name=f"{pipeline}-status",
-            namespace=NAMESPACE,
-            lifetime="detached",
-            num_cpus=0,
-            max_restarts=-1,
-            max_task_retries=-1,  # who asks while it is restarted waits for the new one
-            label_selector=off_hosts(),
-        )
+        kind = surviving(_StatusActor).options(name=f"{pipeline}-status", namespace=NAMESPACE, lifetime="detached")
         _keep(spec)
-        return cls(pipeline, kind.remote(pipeline))
+        return cls(pipeline, kind.remote())
 
     @classmethod
     def connect(cls, pipeline: str) -> "StatusActor":
@@ -119,17 +111,10 @@ class StatusActor:
     def changed(self, spec: PipelineSpec) -> None:
         """Replace what the pipeline is: another configuration was applied to it."""
         _keep(spec)
-        ray.get(self._actor.changed.remote())
 
-    def replica(
-        self, name: str, pool: str, where: str, activity: Activity, detail: str, work: tuple[tuple[str, str], ...]
-    ) -> None:
+    def replica(self, name: str, seen: ReplicaSeen) -> None:
         """Report what a replica does."""
-        self._actor.replica.remote(name, ReplicaSeen(pool, where, activity, detail, work, time.time()))
-
-    def software(self, name: str, software: dict[str, str]) -> None:
-        """Report what a replica's hosts compute with."""
-        self._actor.software.remote(name, software)
+        self._actor.replica.remote(name, seen)
 
     def started(self, pool: str, phases: dict[str, float]) -> None:
         """Report how long each phase of a replica's start took, seconds."""
@@ -157,7 +142,7 @@ class StatusActor:
 
     def spec(self) -> PipelineSpec:
         """Return what the pipeline is."""
-        return ray.get(self._actor.spec.remote(), timeout=30)
+        return pickle.loads(internal_kv._internal_kv_get(self._pipeline, namespace=NAMESPACE))
 
     def close(self) -> None:
         """End the actor, and return when its name is free."""
@@ -172,23 +157,15 @@ def _keep(spec: PipelineSpec) -> None:
 
 
 class _StatusActor:
-    def __init__(self, pipeline: str) -> None:
-        self._pipeline = pipeline
+    def __init__(self) -> None:
         self._seen, self._meters = Seen(), PipelineMeters()
-        self.changed()
-
-    def spec(self) -> PipelineSpec:
-        return self._spec
-
-    def changed(self) -> None:
-        self._spec: PipelineSpec = pickle.loads(internal_kv._internal_kv_get(self._pipeline, namespace=NAMESPACE))
 
     def replica(self, name: str, seen: ReplicaSeen) -> None:
         before = self._seen.replicas.get(name)
         if before is None or dataclasses.replace(seen, since=before.since) != before:  # else it is told again
             self._seen.replicas[name] = seen
             if seen.activity == "draining" and (before is None or before.activity != "draining"):
-                self._meters.drained(seen.pool)
+                self._meters.drains.inc(tags={"pool": seen.pool})
         self._meters.show(
             ((one.pool, one.activity) for one in self._seen.replicas.values()),
             (one.stage for one in self._seen.requests.values()),
@@ -197,13 +174,9 @@ class _StatusActor:
     def started(self, pool: str, phases: dict[str, float]) -> None:
         self._meters.started(pool, phases)
 
-    def software(self, name: str, software: dict[str, str]) -> None:
-        self._seen.software[name] = software
-
     def gone(self, name: str) -> None:
         if (last := self._seen.replicas.pop(name, None)) is not None:
-            self._meters.gone(last.pool)
-        self._seen.software.pop(name, None)
+            self._meters.gone.inc(tags={"pool": last.pool})
 
     def request(self, key: str, stage: str, step: int, steps: int, seconds: float | None) -> None:
         seen = self._seen.requests.setdefault(key, RequestSeen(time.time()))
@@ -217,7 +190,7 @@ class _StatusActor:
     def ended(self, key: str, outcome: Outcome) -> None:
         self._seen.requests.pop(key, None)
         self._seen.ended[outcome] = self._seen.ended.get(outcome, 0) + 1
-        self._meters.ended(outcome)
+        self._meters.ended.inc(tags={"outcome": outcome})
 
     def seen(self) -> Seen:
         return self._seen

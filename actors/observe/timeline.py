@@ -49,7 +49,7 @@ def figures_of(spans: Sequence[Span]) -> TimelineFigures:
         return TimelineFigures(0.0, {}, 0.0, "real")
     start, end = bounds(spans)
     wall = max(end - start, 1e-9)
-    busy = {name: sum(b - a for a, b in _compute_times(spans, name)) / wall for _, name in tracks(spans)}
+    busy = {name: sum(b - a for a, b, _ in stretches(spans, name)) / wall for _, name in tracks(spans)}
     overlap = sum(seconds for seconds, count in computing(spans) if count >= 2) / wall
     return TimelineFigures(end - start, busy, overlap, chips_of(spans))
 
@@ -59,7 +59,7 @@ def computing(spans: Sequence[Span]) -> list[tuple[float, int]]:
     start, end = bounds(spans)
     changes = [(start, 0), (end, 0)]
     for _, name in tracks(spans):
-        for a, b in _compute_times(spans, name):
+        for a, b, _ in stretches(spans, name):
             changes += [(a, 1), (b, -1)]
     pieces, count = [], 0
     for (time_s, change), (next_s, _) in itertools.pairwise(sorted(changes)):
@@ -156,14 +156,20 @@ def _metadata(kind: str, pid: int, tid: int = 0, **args: object) -> dict[str, An
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
-def _compute_times(spans: Iterable[Span], slice_: str) -> list[tuple[float, float]]:
-    """Return when a slice computes: (start, end), merged where spans touch or overlap."""
-    merged: list[tuple[float, float]] = []
+def stretches(
+    spans: Iterable[Span], slice_: str, gap_s: float = 0.0, *, by_request: bool = False
+) -> list[tuple[float, float, str]]:
+    """Return when a slice computes: (start, end, request), merged where spans lie no further apart than `gap_s`.
+
+    by_request  only those of one request are merged; else the request is ""
+    """
+    merged: list[tuple[float, float, str]] = []
     for span in sorted(spans, key=lambda span: span.start_s):
         if span.slice != slice_ or span.what != "compute":
             continue
-        if merged and span.start_s <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], span.end_s)
+        request = span.request if by_request else ""
+        if merged and merged[-1][2] == request and span.start_s <= merged[-1][1] + gap_s:
+            merged[-1] = merged[-1][0], max(merged[-1][1], span.end_s), request
         else:
-            merged.append((span.start_s, span.end_s))
+            merged.append((span.start_s, span.end_s, request))
     return merged

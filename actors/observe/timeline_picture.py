@@ -9,16 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from actors.observe.span import Span
-from actors.observe.timeline import (
-    NOTES,
-    TimelineFigures,
-    bounds,
-    chrome_trace,
-    computing,
-    figures_of,
-    labels,
-    tracks,
-)
+from actors.observe.timeline import NOTES, bounds, chrome_trace, computing, figures_of, labels, stretches, tracks
 from actors.storage.base import Storage
 
 # Tol's "bright" and "vibrant" schemes, told apart by colour-blind people too: https://sronpersonalpages.nl/~pault/
@@ -42,8 +33,8 @@ def draw(spans: Sequence[Span], title: str = "When each slice computes") -> byte
     start, end = bounds(spans)
     wall = max(end - start, 1e-6)
     figures = figures_of(spans)
-    _draw_tracks(upper, spans, slices, letters, colours, start, wall)
-    _name_tracks(upper, slices, figures, wall)
+    _draw_tracks(upper, spans, letters, colours, wall)
+    _name_tracks(upper, slices, figures.busy, wall)
     _draw_count(lower, spans, slices, wall)
     figure.suptitle(f"{title}  ·  {figures.text().splitlines()[0]}", x=0.01, ha="left", fontsize=12, fontweight="bold")
     _draw_legend(figure, spans, letters, colours)
@@ -62,22 +53,17 @@ def save(output: Storage, spans: Sequence[Span], title: str = "When each slice c
 
 
 def _draw_tracks(
-    axes: Axes,
-    spans: Sequence[Span],
-    slices: list[tuple[str, str]],
-    letters: dict[str, str],
-    colours: dict[str, str],
-    start: float,
-    wall: float,
+    axes: Axes, spans: Sequence[Span], letters: dict[str, str], colours: dict[str, str], wall: float
 ) -> None:
-    for i, (pool, slice_) in enumerate(slices):
+    start = bounds(spans)[0]
+    for i, (pool, slice_) in enumerate(tracks(spans)):
         mine = [span for span in spans if (span.pool, span.slice) == (pool, slice_)]
         if i % 2 == 0:
             axes.axhspan(i - 0.5, i + 0.5, color="#F6F6F6", zorder=0)
         for span in mine:
             middle, height = (i + 0.36, _THIN) if span.what == "fetch" else (i - 0.08, _TALL)
             axes.barh(middle, span.seconds, left=span.start_s - start, height=height, **_box(span, colours, wall))
-        for first, last, request in _blocks(mine, wall / 100):
+        for first, last, request in stretches(mine, slice_, wall / 100, by_request=True):
             if last - first > wall / 60:
                 axes.text(
                     (first + last) / 2 - start, i - 0.08, letters[request], ha="center", va="center",
@@ -95,21 +81,7 @@ def _box(span: Span, colours: dict[str, str], wall: float) -> dict[str, Any]:
     return {"facecolor": colours[span.request], "zorder": 3, **edge}
 
 
-def _blocks(spans: Sequence[Span], gap_s: float) -> list[tuple[float, float, str]]:
-    """Return (start, end, request) of stretches in which a slice computes one request, for a letter on each.
-
-    gap_s  what may lie between two steps of a stretch
-    """
-    blocks: list[tuple[float, float, str]] = []
-    for span in sorted((span for span in spans if span.what == "compute"), key=lambda span: span.start_s):
-        if blocks and blocks[-1][2] == span.request and span.start_s <= blocks[-1][1] + gap_s:
-            blocks[-1] = blocks[-1][0], max(blocks[-1][1], span.end_s), span.request
-        else:
-            blocks.append((span.start_s, span.end_s, span.request))
-    return blocks
-
-
-def _name_tracks(axes: Axes, slices: list[tuple[str, str]], figures: TimelineFigures, wall: float) -> None:
+def _name_tracks(axes: Axes, slices: list[tuple[str, str]], busy: dict[str, float], wall: float) -> None:
     names = [slice_ if not pool or pool in slice_ else f"{pool}\n{slice_}" for pool, slice_ in slices]
     axes.set_yticks(range(len(slices)), names, fontsize=9.5)
     axes.set_ylim(len(slices) - 0.5, -0.5)
@@ -120,7 +92,7 @@ def _name_tracks(axes: Axes, slices: list[tuple[str, str]], figures: TimelineFig
     axes.spines[["top", "right", "left"]].set_visible(False)
     for i, (_, slice_) in enumerate(slices):
         axes.annotate(
-            f"computes\n{figures.busy[slice_]:.0%}", (1.008, i), xycoords=("axes fraction", "data"),
+            f"computes\n{busy[slice_]:.0%}", (1.008, i), xycoords=("axes fraction", "data"),
             va="center", fontsize=8.5, color="#444444",
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ from actors.errors import PipelineNotFound
 from actors.observe.status_actor import NAMESPACE
 from actors.pipeline.pools import Tell, deploy, find_spec, shut_down, wait_until_up
 from actors.pipeline_spec import PipelineSpec
-from cluster.gang.placement import off_hosts
+from cluster.gang.placement import surviving
 
 # How long a pipeline that a batch took down may take over what it has: the batch has ended, nobody waits for it.
 DRAIN_S = 20.0
@@ -87,10 +87,9 @@ def _owned(pipeline: str) -> Iterator[None]:
 
     It outlives its node: without, the pipeline would be taken for one that a killed batch has left.
     """
-    kind: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, label_selector=off_hosts())(_Owner)
     who = f"Ray job {ray.get_runtime_context().get_job_id()}"
     try:
-        actor = kind.options(name=f"{pipeline}-owner", namespace=NAMESPACE).remote(who)
+        actor = surviving(_Owner).options(name=f"{pipeline}-owner", namespace=NAMESPACE).remote(who)
     except ValueError:  # another batch was a moment earlier
         raise _anothers(pipeline, _owner(pipeline) or "which has just begun") from None
     ray.get(actor.who.remote())

@@ -42,30 +42,25 @@ def deploy(spec: PipelineSpec, *, tell: Tell = lambda text: None) -> None:
     Needs a Ray cluster that this process has joined. Raises `PipelineExists` when one of that name is there,
     `PipelineStartFailed` when a pool can't be started: nothing of it is left then.
     """
-    settings, pools = spec.settings, spec.layout.pools
-    if running(settings.name):
+    name, settings, pools = spec.settings.name, spec.settings, spec.layout.pools
+    if running(name):
         raise PipelineExists(
-            f"a pipeline {settings.name!r} is on this cluster already; use it, take it down "
-            f"(wan-tpu pipeline down --name {settings.name}), or choose another name"
+            f"a pipeline {name!r} is on this cluster already; use it, take it down "
+            f"(wan-tpu pipeline down --name {name}), or choose another name"
         )
     tell("starting Ray Serve")
-    StatusActor.create(settings.name, spec)
+    StatusActor.create(name, spec)
     _quiet()
     serve.start(proxy_location=ProxyLocation.Disabled)
     try:
-        serve.run_many(
-            [
-                serve.RunTarget(
-                    pool_application(pool, settings), name=application(settings.name, pool.name), route_prefix=None
-                )
-                for pool in pools
-            ],
-            wait_for_ingress_deployment_creation=False,
-            wait_for_applications_running=False,
-        )
+        targets = [
+            serve.RunTarget(pool_application(pool, settings), name=application(name, pool.name), route_prefix=None)
+            for pool in pools
+        ]
+        serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         wait_until_up(spec, tell)
     except BaseException:
-        shut_down(settings.name, drain_s=0)  # a replica that is starting can't be asked to leave
+        shut_down(name, drain_s=0)  # a replica that is starting can't be asked to leave
         raise
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from actors.engine import GeneratedVideo, OnEvent
@@ -12,7 +12,7 @@ from actors.observe.logs import log_event
 from actors.observe.span import Span
 from actors.pipeline.connection import PipelineConnection
 from actors.pipeline.losses import losses_explained
-from actors.slices.messages import Prepared, SliceRequest, StageResult
+from actors.slices.messages import SliceRequest, StageResult
 from actors.slices.payloads import EncodedVideo, unpack
 from actors.slices.references import RefHandle, RequestScope
 from actors.slices.snapshots import name_of
@@ -122,13 +122,15 @@ class RequestRun:
 
     async def _inputs(self) -> list[RefHandle | None]:
         """Return prompt, negative prompt and image, None where there is none; encode what isn't there."""
-        missing: list[Coroutine[Any, Any, None]] = [
-            self._encode_text(prompt) for prompt in set(self._plan.prompts) - set(self._texts)
-        ]
         request = self._plan.request
-        if (request.image is not None or request.video is not None) and self._image is None:
-            missing.append(self._encode_image())
-        await _all(missing)
+        try:
+            async with asyncio.TaskGroup() as group:  # when one fails, the others are cancelled
+                for prompt in set(self._plan.prompts) - set(self._texts):
+                    group.create_task(self._encode_text(prompt))
+                if (request.image is not None or request.video is not None) and self._image is None:
+                    group.create_task(self._encode_image())
+        except ExceptionGroup as several:  # not `except*`: what is raised in one comes out in a group again (3.11.2)
+            raise several.exceptions[0] from None
         texts: list[RefHandle | None] = [self._texts[prompt] for prompt in self._plan.prompts]
         return [*[*texts, None][:2], self._image]
 
@@ -159,9 +161,9 @@ class RequestRun:
                         self._note_progress(event.stage, event.step)
                         if event.step is not None:
                             status.request(self._key, event.stage, event.step, steps, event.seconds)
-                    elif isinstance(event, Prepared):
-                        prepared()
-                        status.handoff(stage, event.seconds, event.nbytes)
+                        if event.nbytes is not None:
+                            prepared()
+                            status.handoff(stage, event.seconds, event.nbytes)
                     else:
                         made = event
         except asyncio.CancelledError:
@@ -192,13 +194,3 @@ class RequestRun:
             raise RequestFailed(f"given up after {self._attempts} attempts at one stage; the last: {reason}", "lost")
         log.warning("%s: %s; attempt %d", self._key, reason, self._attempts + 1)
         await asyncio.sleep(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**self._attempts))
-
-
-async def _all(work: list[Coroutine[Any, Any, None]]) -> None:
-    """Do all at once; when one fails the others are cancelled before this raises."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for one in work:
-                group.create_task(one)
-    except ExceptionGroup as several:  # not `except*`: what is raised in one comes out in a group again (3.11.2)
-        raise several.exceptions[0] from None

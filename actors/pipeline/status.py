@@ -131,7 +131,7 @@ def _pool(pool: Pool, seen: Seen) -> PoolStatus:
         step_s=_mean(steps),
         handoff_s=_mean([seconds for seconds, _ in handoffs]),
         handoff_bytes=_mean([nbytes for _, nbytes in handoffs]),
-        differing=_differing({name: seen.software[name] for name in replicas if name in seen.software}),
+        differing=_differing({name: one.software for name, one in replicas.items() if one.software}),
     )
 
 

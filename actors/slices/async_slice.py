@@ -66,23 +66,17 @@ class AsyncSlice:
             code = "invalid" if isinstance(cause, InvalidInput) else "error"
             code = "unhealthy" if isinstance(cause, UnhealthyResult) else code
             raise RequestFailed(f"{method}: {cause}", code) from None
-        except SliceLost as lost:
-            raise self._lost(lost) from None
 
     async def side(self, method: str, *args: Any) -> Returned:
         """Run a method beside those in lockstep; the rest as `call`."""
         return await self.call(method, *args, group="side")
 
-    async def check(self) -> None:
-        """Return if all hosts answer; raises `StageLost`."""
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run any function in one of the threads; when cancelled, wait until it has ended. Raises `StageLost`."""
         try:
-            await self.run(self._slice.check)
+            return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, function, *args))
         except SliceLost as lost:
             raise self._lost(lost) from None
-
-    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run any function in one of the threads; when cancelled, wait until it has ended."""
-        return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, function, *args))
 
 
 async def to_the_end(work: Awaitable[T]) -> T:

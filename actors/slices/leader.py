@@ -8,12 +8,13 @@ scope; streams carry handles of them.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from typing import Any
 
 import ray
@@ -21,12 +22,12 @@ from ray import serve
 
 from actors.errors import RequestFailed, StageFailed, StageLost, StageMoved
 from actors.observe.span import Span, What
-from actors.observe.status_actor import Activity, StatusActor
-from actors.pipeline_spec import PipelineSettings
+from actors.observe.status_actor import Activity, ReplicaSeen, StatusActor
+from actors.pipeline_spec import Chips, PipelineSettings
 from actors.slices.async_slice import AsyncSlice, Doubts, to_the_end
 from actors.slices.autoscaling import LOAD, SliceTime
 from actors.slices.drain import Drain
-from actors.slices.messages import Event, HostProgress, Prepared, SliceRequest, StageResult
+from actors.slices.messages import Event, HostProgress, SliceRequest, StageResult
 from actors.slices.references import RefHandle, RequestScope
 from actors.slices.scheduler import Admission, StepScheduler
 from actors.slices.snapshots import Snapshots, Snapshotter
@@ -71,13 +72,14 @@ class SliceLeader:
         self._drain = Drain(self._name)
         self._time = SliceTime()
         self._scheduler = StepScheduler()
-        self._where, start = "", time.time()
+        self._where, self._software, start = "", dict[str, str](), time.time()
         self._report("starting", f"takes a {pool.slice} and starts its hosts")
         snapshots = Snapshots(settings.snapshots)
         await asyncio.to_thread(self._start, pool, snapshots)
+        chips: Chips = "emulated" if settings.chips == "real" and self._hosts.emulated else settings.chips
+        self._did: Callable[..., Span] = functools.partial(Span, slice=self._name, pool=self._pool, chips=chips)
         self._slice = AsyncSlice(self._hosts, self._lost)
         self._snapshotter = Snapshotter(self._slice, snapshots)
-        self._status.software(self._name, self._hosts.software)
         self._status.started(self._pool, self._start_s)
         phases = ", ".join(f"{phase} in {seconds:.1f} s" for phase, seconds in self._start_s.items())
         self._report("idle", f"ready after {time.time() - start:.1f} s: {phases}")
@@ -97,7 +99,7 @@ class SliceLeader:
                     tell=lambda text: self._report("starting", text),
                 )
                 starting.callback(self._hosts.close)
-                self._where = self._hosts.describe()
+                self._where, self._software = self._hosts.describe(), self._hosts.software
                 self._load()
             except Exception as error:
                 cause = error.__cause__ if isinstance(error, CallFailed) else error
@@ -111,20 +113,16 @@ class SliceLeader:
         """Have the hosts read their weights, and compile what is asked for ahead of the first request."""
         start = time.time()
         limit_s = self._settings.timeouts.build_s  # without progress
-        self._hosts.call(
-            "load", timeout_s=limit_s, on_progress=lambda progress: self._report("loading", _shown(progress))
-        )
+        self._hosts.call("load", timeout_s=limit_s, on_progress=self._telling("loading"))
         self._start_s = self._hosts.start_s | {"read": time.time() - start}
         start = time.time()
         for request in self._settings.warm_up:
-            self._hosts.call(
-                "warm_up",
-                request,
-                timeout_s=limit_s,
-                on_progress=lambda progress: self._report("compiling", _shown(progress)),
-            )
+            self._hosts.call("warm_up", request, timeout_s=limit_s, on_progress=self._telling("compiling"))
         if self._settings.warm_up:
             self._start_s["compiled"] = time.time() - start
+
+    def _telling(self, activity: Activity) -> Callable[[HostProgress], None]:
+        return lambda now: self._report(activity, f"{now.item}, {counted(now.done, now.total, now.unit)}")
 
     # ---- the stages
 
@@ -140,17 +138,12 @@ class SliceLeader:
         start = time.time()
         async with self._held(request.key, ENCODER) as held:
             nbytes = (await self._slice.side("prepare_encode", held, given)).value
-            yield self._span(request.key, ENCODER, "fetch", start)
-            yield Prepared(time.time() - start, nbytes)
+            yield self._span(request.key, ENCODER, "fetch", start, nbytes=nbytes)
             async for event in self._compute(request, ENCODER, shape, "encode_image", held):
                 yield event
 
     async def denoise(
-        self,
-        request: SliceRequest,
-        inputs: list[RefHandle | None],
-        state: RefHandle | None,
-        snapshot: int | None,
+        self, request: SliceRequest, inputs: list[RefHandle | None], state: RefHandle | None, snapshot: int | None
     ) -> AsyncIterator[Event]:
         """Run all steps of this pool's experts: one `DenoiseState`.
 
@@ -171,8 +164,7 @@ class SliceLeader:
                 refs[-1] = await self._snapshotter.load(request.snapshots, snapshot)
             nbytes = (await self._slice.side("prepare_denoise", held, plan, *refs)).value
             del refs  # or the store would keep them until the last step
-            yield self._span(key, experts[0].stage, "fetch", start)
-            yield Prepared(time.time() - start, nbytes)
+            yield self._span(key, experts[0].stage, "fetch", start, nbytes=nbytes)
             self._drain.check()
             async with self._scheduler.entered(request.priority) as admission:
                 with self._working(key, experts[0].stage):
@@ -214,8 +206,7 @@ class SliceLeader:
             [ref] = await request.scope.get(state)
             nbytes = (await self._slice.side("prepare_decode", held, plan.request, ref)).value
             del ref
-            yield self._span(request.key, DECODER, "fetch", start)
-            yield Prepared(time.time() - start, nbytes)
+            yield self._span(request.key, DECODER, "fetch", start, nbytes=nbytes)
             async for event in self._compute(request, DECODER, plan.shapes[DECODER], "decode", held):
                 yield event
 
@@ -246,9 +237,8 @@ class SliceLeader:
 
     async def check_health(self) -> None:
         """End when the slice is gone, and when it is drained and nothing runs on it any more."""
-        await self._slice.check()
-        self._status.replica(self._name, self._pool, *self._reported)  # to one that was restarted, and knows nothing
-        self._status.software(self._name, self._hosts.software)
+        await self._slice.run(self._hosts.check)
+        self._status.replica(self._name, self._reported)  # to one that was restarted, and knows nothing
         left_s = draining_for(host.node_id for host in self._hosts.hosts)
         if left_s is not None and not self._drain.begun:
             self._drain.begin(left_s)
@@ -350,13 +340,9 @@ class SliceLeader:
 
     def _computed(self, key: str, stage: str, start_s: float, compile_s: float, step: int | None = None) -> list[Span]:
         """Return what the slice has done since then: compiled, which comes first or nearly so, and computed."""
-        spans = [self._span(key, stage, "compute", start_s + compile_s, step)]
-        if compile_s:
-            compiled = dataclasses.replace(
-                spans[0], what="compile", start_s=start_s, end_s=start_s + compile_s, step=None
-            )
-            spans.insert(0, compiled)
-        return spans
+        span = self._span(key, stage, "compute", start_s + compile_s, step=step)
+        compiled = dataclasses.replace(span, what="compile", start_s=start_s, end_s=span.start_s, step=None)
+        return [compiled, span] if compile_s else [span]
 
     @contextlib.contextmanager
     def _working(self, key: str, stage: str) -> Iterator[None]:
@@ -370,26 +356,16 @@ class SliceLeader:
             self._work.remove((stage, key))
             self._report("busy" if self._work else "idle")
 
-    def _span(self, key: str, stage: str, what: What, start_s: float, step: int | None = None) -> Span:
-        chips = self._settings.chips
-        return Span(
-            slice=self._name,
-            request=key,
-            stage=stage,
-            what=what,
-            start_s=start_s,
-            end_s=time.time(),
-            step=step,
-            pool=self._pool,
-            chips="emulated" if chips == "real" and self._hosts.emulated else chips,
-        )
+    def _span(self, key: str, stage: str, what: What, start_s: float, **more: int | None) -> Span:
+        return self._did(request=key, stage=stage, what=what, start_s=start_s, end_s=time.time(), **more)
 
     def _report(self, activity: Activity, detail: str = "") -> None:
         """Tell the status what this leader does."""
         if self._ended or (self._drain.begun and activity != "draining"):
             return
-        self._reported = (self._where, activity, detail, tuple(self._work))
-        self._status.replica(self._name, self._pool, *self._reported)
+        work, now = tuple(self._work), time.time()
+        self._reported = ReplicaSeen(self._pool, self._where, activity, detail, work, now, self._software)
+        self._status.replica(self._name, self._reported)
 
     def _lost(self, lost: SliceLost) -> StageLost:
         log.error("%s", lost)
@@ -414,7 +390,3 @@ class SliceLeader:
 def _kind(plan: RequestPlan, expert: Expert) -> Hashable | None:
     """Return what decides how long a step takes and what it needs; None where some are left out, as a cache does."""
     return None if plan.request.cache else (plan.shapes[expert.stage], expert.stage, expert.guided)
-
-
-def _shown(progress: HostProgress) -> str:
-    return f"{progress.item}, {counted(progress.done, progress.total, progress.unit)}"

@@ -65,17 +65,6 @@ class SliceRequest:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A request's inputs are on the devices: nobody needs the objects any more.
-
-    seconds  that it took from the object store to the devices; nbytes  of all objects
-    """
-
-    seconds: float
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class StageResult:
     """What a stage has made, the last event of its stream.
 
@@ -87,4 +76,4 @@ class StageResult:
     warnings: tuple[str, ...] = ()
 
 
-Event = Span | Prepared | StageResult  # of a stage's stream
+Event = Span | StageResult  # of a stage's stream

@@ -26,17 +26,16 @@ def open_to_dashboard() -> None:
 class HostProfile:
     """One trace at a time. Each host of a slice has its own; in one run, they lie beside each other."""
 
-    def __init__(self) -> None:
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+    _folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def start(self) -> None:
+    def start_profile(self) -> None:
         """Begin; raises `InvalidInput` while one is under way."""
         if self._folder is not None:
             raise InvalidInput("a profile of this slice is under way; try again when it has ended")
         self._folder = tempfile.TemporaryDirectory(prefix="wan-tpu-profile-")
         jax.profiler.start_trace(self._folder.name)
 
-    def stop(self, output: str, run: str) -> int:
+    def stop_profile(self, output: str, run: str) -> int:
         """End it and write it to a folder or gs://; return its bytes."""
         folder, self._folder = self._folder, None
         if folder is None:

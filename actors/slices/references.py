@@ -12,36 +12,27 @@ import contextlib
 import itertools
 import secrets
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NewType
 
 import ray
 
 from actors.errors import InputLost, StageLost
-from cluster.gang.placement import off_hosts
+from cluster.gang.placement import surviving
 
 ADOPT_S = 10.0  # that one payload may take on its way to the store's own node: all others wait for it
 ENDED = 10_000  # requests that are remembered to have ended, so that a stage that was cancelled leaves nothing
 
 
-@dataclass(frozen=True)
-class RefHandle:
-    """Stands for a payload that waits for its next stage, in streams that must not carry references.
-
-    key  never given twice, so that a store which was restarted, and has lost all, finds nothing under it
-    """
-
-    key: str
+# Stands for a payload that waits for its next stage, in streams that must not carry references. Never given twice, so
+# that a store which was restarted, and has lost all, finds nothing under it.
+RefHandle = NewType("RefHandle", str)
 
 
 class RefStore:
     """One driver's store of references."""
 
     def __init__(self) -> None:
-        kind = ray.remote(_RefStoreActor).options(
-            num_cpus=0, max_restarts=-1, max_task_retries=-1, label_selector=off_hosts()
-        )
-        self._actor = kind.remote()
+        self._actor = surviving(_RefStoreActor).remote()
         self._numbers = itertools.count()
 
     def scope(self) -> "RequestScope":
@@ -64,7 +55,7 @@ class RequestScope:
 
         Raises `InputLost` when one is not there (any more).
         """
-        keys = [handle.key for handle in handles if handle is not None]
+        keys = [handle for handle in handles if handle is not None]
         found = await self._actor.get.remote(self._number, keys)
         if len(found) < len(keys):
             raise InputLost(f"{len(keys) - len(found)} of {len(keys)} payloads are not in the store any more")
@@ -81,11 +72,11 @@ class RequestScope:
     async def adopt(self, handle: RefHandle) -> None:
         """Have the store itself own a payload, whose maker goes, in memory of its node; none that nobody needs."""
         with contextlib.suppress(ray.exceptions.RayError):  # it, or the driver, is gone
-            await self._actor.adopt.remote(self._number, handle.key)
+            await self._actor.adopt.remote(self._number, handle)
 
     def drop(self, *handles: RefHandle | None) -> None:
         """Let go of payloads that nobody needs any more; doesn't wait."""
-        self._actor.drop.remote(self._number, [handle.key for handle in handles if handle is not None])
+        self._actor.drop.remote(self._number, [handle for handle in handles if handle is not None])
 
     def close(self) -> None:
         """Let go of all, and of what comes later; doesn't wait."""

@@ -64,7 +64,7 @@ _Work = TypeVar("_Work", _Encoding, _Denoising, _Decoding)
 _PREPARED_BY = {_Encoding: "prepare_encode", _Denoising: "prepare_denoise", _Decoding: "prepare_decode"}
 
 
-class StageHost:
+class StageHost(HostProfile):
     """One host of a slice that runs a pool's stages; on a slice of several, made after `jax.distributed` is joined."""
 
     def __init__(
@@ -96,7 +96,6 @@ class StageHost:
             raise InvalidInput(f"{what} can't be hosted; this model has {', '.join(known)}")
         self._components = [name for stage in hosted for name in known[stage]]
         self._first = jax.process_index() == 0
-        self._profile = HostProfile()
         open_to_dashboard()
         if jax.default_backend() == "tpu":
             ChipMeters(hosted).start()
@@ -109,15 +108,14 @@ class StageHost:
 
     # ---- in lockstep
 
-    def load(self) -> dict[str, float]:
-        """Read the weights of all stages, after a look at every file's headers; return seconds by component."""
+    def load(self) -> None:
+        """Read the weights of all stages, after a look at every file's headers."""
         self._runtime.check(self._components)
         for name in self._components:
             self._runtime.component(name)
-        return dict(self._runtime.load_s)
 
-    def warm_up(self, request: GenerationRequest) -> dict[str, float]:
-        """Compile every program that a request like this needs here; return the seconds each took.
+    def warm_up(self, request: GenerationRequest) -> None:
+        """Compile every program that a request like this needs here.
 
         With an image, if the model takes one; it needn't be given.
         """
@@ -129,15 +127,11 @@ class StageHost:
             if stage in plan.shapes
             for item in stage_programs(self._runtime, plan.request, (stage,)).items()
         ]
-        seconds: dict[str, float] = {}
         with self._fits(plan.request):
-            for i, (name, (program, args, _)) in enumerate(found):
-                self._told = HostProgress(name, i + 1, len(found))
+            for i, (name, (program, args, _)) in enumerate(found, 1):
+                self._told = HostProgress(name, i, len(found))
                 self._report(self._told)
-                before = program.compile_s
                 program.compile(*args)
-                seconds[name] = seconds.get(name, 0.0) + program.compile_s - before
-        return seconds
 
     def _compiling(self, program: str | None) -> None:
         """Tell the leader, which would take this for a call that hangs."""
@@ -311,16 +305,6 @@ class StageHost:
             asked = f"{request.height}x{request.width} with {request.frames} frames"
             raise DoesNotFit(f"{asked} doesn't fit the memory of this slice; {remedy} ({error})") from None
         self._fitting.add(size)
-
-    # ---- beside them
-
-    def start_profile(self) -> None:
-        """Begin to trace what this host computes."""
-        self._profile.start()
-
-    def stop_profile(self, output: str, run: str) -> int:
-        """Write the trace to a folder or gs://, and return its bytes."""
-        return self._profile.stop(output, run)
 
     # ----
 

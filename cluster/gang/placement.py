@@ -70,6 +70,11 @@ def off_hosts() -> dict[str, str]:
     return {ACCELERATOR_TYPE: f"!in({','.join(chip.ray_accelerator for chip in CHIPS.values())})"}
 
 
+def surviving(kind: type) -> Any:
+    """Return an actor class off the hosts of slices: restarted elsewhere with its node's end, and who asks waits."""
+    return ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, label_selector=off_hosts())(kind)
+
+
 def _wait(group: PlacementGroup, spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell) -> None:
     """Return when the group is placed. It is asked after: of what waits for it in Ray's GCS little may be at a time."""
     start, told = time.monotonic(), 0.0

@@ -110,14 +110,12 @@ class SimulatedHost:
 
     # ---- in lockstep
 
-    def load(self) -> dict[str, float]:
+    def load(self) -> None:
         """Return at once: there are no weights."""
         self._report(HostProgress("load", 1, 1))
-        return {}
 
-    def warm_up(self, request: GenerationRequest) -> dict[str, float]:
+    def warm_up(self, request: GenerationRequest) -> None:
         """Return at once: there are no programs."""
-        return {}
 
     def encode_text(self, prompt: str) -> Output:
         """Wait for one prompt's seconds: ((0, no warnings), `TextEmbedding`)."""

@@ -13,12 +13,8 @@ SPEC = PipelineSpec(LAYOUT, PipelineSettings("model", "snapshots"), preset_spec(
 
 
 def status_with(*software):
-    names = [f"all/{number}" for number in range(len(software))]
-    seen = Seen(
-        replicas={name: ReplicaSeen("all", "", "idle", "", (), time.time()) for name in names},
-        software=dict(zip(names, software, strict=True)),
-    )
-    return pipeline_status(SPEC, seen, [], set(names))
+    replicas = {f"all/{i}": ReplicaSeen("all", "", "idle", "", (), time.time(), one) for i, one in enumerate(software)}
+    return pipeline_status(SPEC, Seen(replicas=replicas), [], set(replicas))
 
 
 def test_replicas_that_differ_are_named():

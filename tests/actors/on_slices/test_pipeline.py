@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import threading
+import time
 from pathlib import Path
 
 import diffusers
@@ -16,7 +17,7 @@ from ray.experimental.internal_kv import _internal_kv_list
 
 from actors.cli import main
 from actors.errors import PipelineError, PipelineStartFailed, RequestFailed
-from actors.observe.status_actor import StatusActor
+from actors.observe.status_actor import ReplicaSeen, StatusActor
 from actors.pipeline import pools
 from actors.pipeline.acquire import _owned, _owner
 from actors.pipeline.client import PipelineClient
@@ -228,7 +229,10 @@ def test_a_status_actor_that_was_restarted_is_told_of_every_replica(running, spe
         return True
 
     wait_for(ready, "the pipeline")
-    wait_for(lambda: len(status.seen().software) == 4, "what every replica computes with")
+    wait_for(
+        lambda: [bool(one.software) for one in status.seen().replicas.values()] == [True] * 4,
+        "what every replica computes with",
+    )
     assert pools.find_spec(spec.settings.name).settings.in_flight == 3
     status.changed(spec)
 
@@ -276,7 +280,8 @@ def test_a_pool_that_waits_for_its_slice_is_taken_down_at_once(running, settings
 
 def test_a_replica_that_was_refused_long_ago_stops_no_batch(running, spec):
     status = StatusActor.connect(spec.settings.name)
-    status.replica("low/old", "low", "", "refused", "the checkpoint was damaged then", ())
+    refused = ReplicaSeen("low", "", "refused", "the checkpoint was damaged then", (), time.time())
+    status.replica("low/old", refused)
     wait_until_up(spec, print)
     status.gone("low/old")
 

@@ -208,9 +208,11 @@ def test_a_drain_moves_what_is_paused_at_once(running):
         await making.until(moved, "it leaves the slice")
         assert not making.tasks["overtakes"].done()
         await asyncio.gather(*making.tasks.values())
-        return making
+        return making, left.name
 
-    making = within(run())
+    making, taken = within(run())
+    cluster.kill_host(taken, 0)  # Ray has ended it, or will
+    cluster.add_host(taken, 0)
     low, overtakes = making.steps("moved"), making.steps("overtakes")
     assert numbers(low) == list(range(1, 61)) and numbers(overtakes) == list(range(1, 301))
     assert len({span.slice for span in low}) == 2  # it is done elsewhere, none of its steps twice
