@@ -13,11 +13,7 @@ from wan_tpu.versions import summary
 
 # command -> module, function in it, what it does
 COMMANDS = {
-    "calibrate": (
-        "wan_tpu.commands.calibrate",
-        "calibrate",
-        "measure by which curve MagCache may skip steps of a model",
-    ),
+    "calibrate": ("wan_tpu.commands.calibrate", "calibrate", "measure the curve by which MagCache skips steps"),
     "generate": ("wan_tpu.commands.generate", "generate", "make one video from a prompt and, where it can, an image"),
     "stage1": ("wan_tpu.commands.staged", "encode", "only the encoder: request -> embeddings"),
     "stage2": ("wan_tpu.commands.staged", "denoise", "only the experts: embeddings -> latents"),
@@ -50,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, function, _ = COMMANDS[parser.parse_args(argv[:1]).command]
     gc.set_threshold(20_000)  # as on a slice's hosts (cluster/gang/host_actor.py)
     atexit.register(gc.freeze)  # else Python's last collections look through all of torch, for two seconds
-    return run(getattr(importlib.import_module(module), function), argv[1:], expected=ClusterError)
+    return run(getattr(importlib.import_module(module), function), argv[1:], expected=(ClusterError,))
 
 
 if __name__ == "__main__":

@@ -132,4 +132,4 @@ def _say(report: BatchReport, spans: list[Span], seen: Seen, seconds: float) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(run(demo, expected=ClusterError))
+    sys.exit(run(demo, expected=(ClusterError,)))

@@ -24,7 +24,8 @@ import jax
 from published.pricing import Pricing, Row
 from published.rows import rows
 
-from actors.planning.described import run
+from cluster.errors import ClusterError
+from wan_tpu.cli import run
 from wan_tpu.pricing.compiling import READABLE
 from wan_tpu.pricing.cost import Times
 from wan_tpu.versions import version
@@ -65,12 +66,10 @@ def main() -> None:
 
 def draw(found: Sequence[tuple[Row, Times]], path: Path) -> None:
     """Draw from floor to estimate, by what was measured."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(11, 0.42 * len(found) + 1.2))
+    figure = Figure(figsize=(11, 0.42 * len(found) + 1.2))
+    axes = figure.subplots()
     for y, (row, times) in enumerate(reversed(found)):
         least, most = row.measured
         middle = (least + most) / 2
@@ -94,4 +93,4 @@ def _error(predicted: float, row: Row) -> str:
 
 
 if __name__ == "__main__":
-    run(main)
+    sys.exit(run(lambda _: main(), expected=(ClusterError, ValueError, OSError)))

@@ -12,6 +12,7 @@ import argparse
 import gzip
 import os
 import re
+import sys
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own accelerators stay untouched
@@ -19,8 +20,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # slices are described, this machine's own 
 import numpy as np
 from jax.sharding import Mesh
 
-from actors.planning.described import described, run
+from actors.planning.described import described
+from cluster.errors import ClusterError
 from cluster.slice_spec import SliceSpec
+from wan_tpu.cli import run
 from wan_tpu.pricing.analyse import KernelCycles, analyse
 from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_calls import KernelCall
@@ -69,4 +72,4 @@ def prices(options: list[str], cores: int, counted: KernelPrices | None) -> Kern
 
 
 if __name__ == "__main__":
-    run(main)
+    sys.exit(run(lambda _: main(), expected=(ClusterError, ValueError, OSError)))

@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,8 +21,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # chips are described, this machine's own a
 from kernel_tables.attention_kernels import LOW_PRECISION, table
 from kernel_tables.conv_kernels import conv_table
 
-from actors.planning.described import described, run
+from actors.planning.described import described
+from cluster.errors import ClusterError
 from cluster.slice_spec import SliceSpec
+from wan_tpu.cli import run
 
 ONE_HOST = {"v5e": "v5e-4", "v5p": "v5p-8", "v6e": "v6e-4", "v7x": "v7x-4"}
 
@@ -72,4 +75,4 @@ def _convolution(chip: str, *, as_json: bool) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    sys.exit(run(lambda _: main(), expected=(ClusterError, ValueError, OSError)))

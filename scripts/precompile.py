@@ -16,10 +16,12 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actors.planning.described import described, run
+from actors.planning.described import described
+from cluster.errors import ClusterError
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
 from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.cli import run
 from wan_tpu.commands.parser import add_precision
 from wan_tpu.families import published
 from wan_tpu.request import GenerationRequest, parse_size
@@ -101,4 +103,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    sys.exit(run(lambda _: main(), expected=(ClusterError, ValueError, OSError)))

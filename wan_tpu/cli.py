@@ -12,17 +12,18 @@ def run(
     command: Callable[[Sequence[str]], int | None],
     argv: Sequence[str] | None = None,
     *,
-    expected: type[Exception] = WanTpuError,
+    expected: tuple[type[Exception], ...] = (),
 ) -> int:
     """Run one command; turn what it raises on purpose into one line on stderr and an exit code (2 for bad input).
 
-    expected  what else it raises on purpose, with an `exit_code`
+    expected  what else it raises on purpose; its `exit_code` is used, 1 without
     """
+    known: tuple[type[Exception], ...] = (WanTpuError, *expected)
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     sys.unraisablehook = _keep_interrupt
     try:
         return command(sys.argv[1:] if argv is None else argv) or 0
-    except (WanTpuError, expected) as error:
+    except known as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1)
     except KeyboardInterrupt:

@@ -88,8 +88,17 @@ def read_manifest(location: str | Path, planner: Planner) -> Manifest:
         raise InvalidInput(f"{where} has no requests; write one JSON object a line, such as {_EXAMPLE}")
     with ThreadPoolExecutor(_READERS) as readers:
         read = list(readers.map(lambda line: _read_line(line[0], line[1], absolute(folder), planner), lines))
-    entries, bad = _without_duplicates(read)
-    return Manifest(entries=entries, bad=bad)
+    bad: list[BadLine] = []
+    ids: dict[str, Entry] = {}
+    outputs: dict[str, Entry] = {}
+    for item in read:  # of several good lines with one id or output the first is kept
+        if isinstance(item, BadLine):
+            bad.append(item)
+        elif (reason := _clash(item, ids, outputs)) is not None:
+            bad.append(BadLine(line=item.line, id=item.id, reason=reason))
+        else:
+            ids[item.id] = outputs[item.output] = item
+    return Manifest(entries=tuple(ids.values()), bad=tuple(bad))
 
 
 _EXAMPLE = '{"prompt": "A cat looks into the camera.", "image": "cat.png", "seed": 1}'
@@ -106,14 +115,11 @@ def _read_line(number: int, line: bytes, folder: str, planner: Planner) -> Entry
         _check_name("output", output, "clips/cat.mp4")
         if not output.endswith(".mp4"):
             raise InvalidInput(f"has the output {output!r}; give a name that ends in .mp4, which is what is written")
-        for name in IMAGES:
-            if fields.get(name) is not None:
-                fields[name] = _resolve(fields[name], folder)
+        images = {name: _resolve(fields.pop(name), folder) for name in IMAGES if fields.get(name) is not None}
         if isinstance(fields.get("video"), str):
             fields["video"] = _resolve(fields["video"], folder)
         if isinstance(fields.get("loras"), list):
             fields["loras"] = [_beside(lora, folder) for lora in fields["loras"]]
-        images = {name: fields.pop(name) for name in IMAGES if fields.get(name) is not None}
         pixels = {name: _load_image(location) for name, location in images.items()}
         request = GenerationRequest(**fields | pixels)
         plan = planner(request).with_images()
@@ -198,29 +204,12 @@ def _digest(value: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _without_duplicates(read: list[Entry | BadLine]) -> tuple[tuple[Entry, ...], tuple[BadLine, ...]]:
-    """Keep the first of several good lines with one id or output."""
-    entries: list[Entry] = []
-    bad: list[BadLine] = []
-    ids: dict[str, int] = {}
-    outputs: dict[str, int] = {}
-    for item in read:
-        if isinstance(item, BadLine):
-            bad.append(item)
-        elif (reason := _clash(item, ids, outputs)) is not None:
-            bad.append(BadLine(line=item.line, id=item.id, reason=reason))
-        else:
-            ids[item.id] = outputs[item.output] = item.line
-            entries.append(item)
-    return tuple(entries), tuple(bad)
-
-
-def _clash(entry: Entry, ids: dict[str, int], outputs: dict[str, int]) -> str | None:
-    """Return why an entry can't be beside earlier ones, whose lines these are."""
+def _clash(entry: Entry, ids: dict[str, Entry], outputs: dict[str, Entry]) -> str | None:
+    """Return why an entry can't be beside earlier ones."""
     if entry.id in ids:
-        return f"has the id {entry.id!r} of line {ids[entry.id]}; give it another id (or another seed)"
+        return f"has the id {entry.id!r} of line {ids[entry.id].line}; give it another id (or another seed)"
     if entry.output in outputs:
-        return f"has the output {entry.output!r} of line {outputs[entry.output]}; give it another"
+        return f"has the output {entry.output!r} of line {outputs[entry.output].line}; give it another"
     within = any(parent.as_posix() in outputs for parent in Path(entry.output).parents)
     if within or any(name.startswith(f"{entry.output}/") for name in outputs):
         return f"has the output {entry.output!r}, which is a file and a folder; give it another"

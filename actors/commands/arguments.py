@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import sys
 from pathlib import Path
 
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
@@ -12,7 +13,7 @@ from cluster.emulation.cluster import EmulatedCluster, default_folder
 from cluster.errors import ClusterNotFound, LayoutError
 from cluster.layout import Layout, shipped
 from wan_tpu.commands.parser import add_precision
-from wan_tpu.errors import InvalidInput
+from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.families import open_spec
 from wan_tpu.request import GenerationRequest
 from wan_tpu.spec import ModelSpec
@@ -139,6 +140,17 @@ def layout_from(args: argparse.Namespace) -> Layout | None:
     return None if args.layout is None else Layout.load(args.layout)
 
 
+def checked_layout(args: argparse.Namespace) -> Layout | None:
+    """Return the layout that was given, checked against the model where its configuration can be read from here."""
+    layout = layout_from(args)
+    if layout is not None and args.model_id is not None:
+        try:
+            check_layout(layout, open_spec(args.model_id))
+        except CheckpointError as error:
+            print(f"not checked whether the layout fits the model: {error}", file=sys.stderr)
+    return layout
+
+
 def check_layout(layout: Layout, model: ModelSpec) -> None:
     """Raise `LayoutError`, with the shipped layouts that fit, unless a layout hosts the stages of a model."""
     try:
@@ -152,16 +164,6 @@ def check_layout(layout: Layout, model: ModelSpec) -> None:
         raise LayoutError(f"{error}; shipped layouts for {model.name}: {', '.join(fitting)}") from None
 
 
-def pipeline_from(
-    args: argparse.Namespace, address: str, *, lasting: bool = True, snapshots: str | None = None
-) -> PipelineSpec:
-    """Return the pipeline that the arguments describe; raises `InvalidInput`, `LayoutError`.
-
-    snapshots  where states are kept unless told; without it a folder of this machine, if the cluster is there too
-    """
-    return pipeline_spec(*settings_from(args, address, snapshots), lasting=lasting)
-
-
 def pipeline_spec(layout: Layout, settings: PipelineSettings, *, lasting: bool = True) -> PipelineSpec:
     """Return a pipeline of the checkpoint's model; raises `CheckpointError`, `LayoutError` where they don't fit."""
     model = open_spec(settings.checkpoint)
@@ -172,7 +174,10 @@ def pipeline_spec(layout: Layout, settings: PipelineSettings, *, lasting: bool =
 def settings_from(
     args: argparse.Namespace, address: str, snapshots: str | None = None
 ) -> tuple[Layout, PipelineSettings]:
-    """Return layout and settings of a pipeline without a look at its checkpoint; the rest as `pipeline_from`."""
+    """Return layout and settings of a pipeline without a look at its checkpoint; raises `InvalidInput`, `LayoutError`.
+
+    snapshots  where states are kept unless told; without it a folder of this machine, if the cluster is there too
+    """
     layout = layout_from(args)
     if layout is None or args.model_id is None:
         given = next((f"--{name} alone" for name in ("layout", "model_id") if getattr(args, name)), "neither")

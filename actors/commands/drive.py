@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from actors.commands.arguments import add_cluster_arguments, add_drive_arguments, join, pipeline_from
+from actors.commands.arguments import add_cluster_arguments, add_drive_arguments, join, pipeline_spec, settings_from
 from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
 from actors.storage.opening import open_storage
@@ -50,7 +50,7 @@ def _drive(args: argparse.Namespace, live: LiveConsole) -> "BatchReport":
     address = join(args)
     told = args.layout is not None or args.layout_text is not None or args.model_id is not None
     snapshots = f"{args.output.rstrip('/')}/{SNAPSHOTS}"
-    wanted = pipeline_from(args, address, lasting=args.keep, snapshots=snapshots) if told else None
+    wanted = pipeline_spec(*settings_from(args, address, snapshots), lasting=args.keep) if told else None
     spec = reusable(args.name, wanted) or wanted
     assert spec is not None  # else `reusable` raises
     spans: list[Span] = []

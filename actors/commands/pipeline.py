@@ -1,9 +1,8 @@
 """`wan-tpu pipeline up | down`: a pipeline that stays, for all batches."""
 
-import argparse
 from collections.abc import Sequence
 
-from actors.commands.arguments import add_cluster_arguments, add_pipeline_arguments, join, pipeline_from
+from actors.commands.arguments import add_cluster_arguments, add_pipeline_arguments, join, pipeline_spec, settings_from
 from actors.errors import PipelineNotFound
 from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
@@ -23,31 +22,22 @@ def pipeline(argv: Sequence[str]) -> None:
     for action in (start, stop):
         add_cluster_arguments(action)
     args = parser.parse_args(argv)
-    with ended_as_by_ctrl_c():
-        {"up": _up, "down": _down}[args.action](args)
+    with ended_as_by_ctrl_c(), LiveConsole() as live:
+        from actors.pipeline.pools import deploy, find_spec, running, shut_down
 
-
-def _up(args: argparse.Namespace) -> None:
-    from actors.pipeline.pools import deploy
-
-    with LiveConsole() as live:
         live.tell("joining the cluster")
-        wanted = pipeline_from(args, join(args))
-        deploy(wanted, tell=live.tell)
-    print(f"pipeline {args.name} is up: {', '.join(pool.name for pool in wanted.layout.pools)}")
-
-
-def _down(args: argparse.Namespace) -> None:
-    from actors.pipeline.pools import find_spec, running, shut_down
-
-    with LiveConsole() as live:
-        live.tell("joining the cluster")
-        join(args)
-        if find_spec(args.name) is None and not running(args.name):
-            raise PipelineNotFound(f"no pipeline {args.name!r} runs on this cluster")
-        live.tell(f"taking the pipeline {args.name} down")
-        shut_down(args.name, drain_s=args.drain_s)
-    print("stopped")
+        address = join(args)
+        if args.action == "up":
+            wanted = pipeline_spec(*settings_from(args, address))
+            deploy(wanted, tell=live.tell)
+            done = f"pipeline {args.name} is up: {', '.join(pool.name for pool in wanted.layout.pools)}"
+        else:
+            if find_spec(args.name) is None and not running(args.name):
+                raise PipelineNotFound(f"no pipeline {args.name!r} runs on this cluster")
+            live.tell(f"taking the pipeline {args.name} down")
+            shut_down(args.name, drain_s=args.drain_s)
+            done = "stopped"
+    print(done)
 
 
 def _seconds(text: str) -> float:

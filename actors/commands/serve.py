@@ -22,7 +22,11 @@ _HERE = ("address", "folder", "layout", "layout_text", "host", "port", "write_co
 
 def serve(argv: Sequence[str]) -> None:
     """Bring a pipeline up with OpenAI's videos API in front of it, until Ctrl-C; jobs outlast it."""
-    parser = _parser()
+    parser = serve_parser(serve.__doc__)
+    group = parser.add_argument_group("instead of serving here until Ctrl-C")
+    group.add_argument("--detach", action="store_true", help="return when it is up")
+    group.add_argument("--down", action="store_true", help="take down what runs; jobs wait for the next start")
+    group.add_argument("--write_config", type=Path, metavar="FILE", help="write a config for: serve deploy FILE")
     args = parser.parse_args(argv)
     if args.write_config is not None:
         _write_config(args, parser)
@@ -41,18 +45,8 @@ def serve(argv: Sequence[str]) -> None:
             _down(args)
 
 
-def _parser() -> Parser:
-    parser = serve_parser(serve.__doc__)
-    group = parser.add_argument_group("instead of serving here until Ctrl-C")
-    group.add_argument("--detach", action="store_true", help="return when it is up")
-    group.add_argument("--down", action="store_true", help="take down what runs; jobs wait for the next start")
-    group.add_argument("--write_config", type=Path, metavar="FILE", help="write a config for: serve deploy FILE")
-    return parser
-
-
 def _up(args: argparse.Namespace) -> None:
     from actors.api.deploy import deploy_service
-    from actors.commands.serve_arguments import check_adapters
 
     with LiveConsole() as live:
         live.tell("joining the cluster")
@@ -63,7 +57,10 @@ def _up(args: argparse.Namespace) -> None:
         service = dataclasses.replace(service, catalogue=service.catalogue.for_model(spec.model))
         if service.catalogue.adapters:
             live.tell("reading the adapters")
-            check_adapters(settings.checkpoint, service.catalogue)
+            os.environ["JAX_PLATFORMS"] = "cpu"  # this machine's accelerators, if it has some, are the slices'
+            from wan_tpu.adapters.checking import check
+
+            check(settings.checkpoint, [lora for loras in service.catalogue.adapters.values() for lora in loras])
         join(args)
         deploy_service(service, spec, host=args.host, port=args.port, ingresses=args.ingresses, tell=live.tell)
     host = f"[{args.host}]" if ":" in args.host else args.host

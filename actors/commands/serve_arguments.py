@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from actors.api.catalogue import Catalogue
     from actors.api.settings import ServiceSettings
 
 NONE = "none"
@@ -111,14 +109,6 @@ def service_settings(args: argparse.Namespace, layout: Layout, settings: Pipelin
         origins=tuple(args.origin),
     )
     return dataclasses.replace(made, jobs=dataclasses.replace(made.jobs, ended_s=args.keep_days * 86400))
-
-
-def check_adapters(checkpoint: str, catalogue: "Catalogue") -> None:
-    """Read every adapter, before a slice does; raises `InvalidInput` for what doesn't fit the model."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # this machine's accelerators, if it has some, are the slices'
-    from wan_tpu.adapters.checking import check
-
-    check(checkpoint, [lora for loras in catalogue.adapters.values() for lora in loras])
 
 
 def _check(args: argparse.Namespace) -> None:

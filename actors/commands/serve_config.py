@@ -11,7 +11,7 @@ import yaml
 from actors.api.deploy import prepare_on_head
 from actors.api.processes import QUIET, ingress_application, names, worker_application
 from actors.api.settings import ServiceSettings
-from actors.commands.arguments import pipeline_from
+from actors.commands.arguments import pipeline_spec, settings_from
 from actors.commands.serve_arguments import serve_parser, service_settings
 from actors.observe.status_actor import StatusActor
 from actors.pipeline.pools import application, pool_application
@@ -77,7 +77,7 @@ def ingress(args: dict[str, Any]) -> Any:
 def service_from(arguments: Mapping[str, Any], address: str) -> tuple[ServiceSettings, PipelineSpec]:
     """Return what a config's arguments ask for, on the cluster at an address; raises `InvalidInput`."""
     args = serve_parser().parse_args(words(arguments))
-    spec = pipeline_from(args, address)
+    spec = pipeline_spec(*settings_from(args, address))
     service = service_settings(args, spec.layout, spec.settings)
     return dataclasses.replace(service, catalogue=service.catalogue.for_model(spec.model)), spec
 

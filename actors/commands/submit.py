@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import shlex
 import signal
@@ -14,30 +13,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from actors.commands.arguments import (
-    add_cluster_arguments,
-    add_drive_arguments,
-    check_layout,
-    is_here,
-    jobs_address,
-    layout_from,
-)
+from actors.commands.arguments import add_cluster_arguments, add_drive_arguments, checked_layout, is_here, jobs_address
 from actors.errors import PipelineError
 from cluster.connect import stay_on_loopback
 from cluster.errors import ClusterNotFound
 from cluster.layout import shipped
 from wan_tpu.commands.parser import Parser, words
-from wan_tpu.errors import CheckpointError, InvalidInput
-from wan_tpu.families import open_spec
+from wan_tpu.errors import InvalidInput
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 POLL_S = 0.5
 # What isn't the driver's: which cluster it is, what this command does with the job, and the layout, which is looked at.
 _OWN = ("address", "folder", "detach", "attach", "stop", "layout", "layout_text")
-
-
-class JobFailed(PipelineError):
-    """A job has ended without doing all; its exit code is this command's."""
 
 
 def submit(argv: Sequence[str]) -> int:
@@ -80,12 +67,9 @@ def _submit(client: Any, args: argparse.Namespace, given: dict[str, Any]) -> str
 
 def _layout(args: argparse.Namespace) -> dict[str, str]:
     """Return the layout as the cluster can read it: by name, or the text of a file, which it may not have."""
-    layout = layout_from(args)
+    layout = checked_layout(args)
     if layout is None:
         return {}
-    if args.model_id is not None:
-        with contextlib.suppress(CheckpointError):  # it may be there on the cluster only
-            check_layout(layout, open_spec(args.model_id))
     if args.layout in shipped():
         return {"layout": args.layout}
     return {"layout_text": args.layout_text or Path(layout.source).read_text()}
@@ -132,9 +116,10 @@ def _follow(client: Any, job: str) -> int:
         print(f"job {job} was stopped", file=sys.stderr)
         return 130
     if code is None:
-        raise JobFailed(f"job {job} failed: {(details.message or 'no reason given').strip().splitlines()[-1]}")
+        raise PipelineError(f"job {job} failed: {(details.message or 'no reason given').strip().splitlines()[-1]}")
     if code < 0:
-        raise JobFailed(f"job {job}: its driver was killed ({signal.Signals(-code).name}); submitted again, it goes on")
+        name = signal.Signals(-code).name
+        raise PipelineError(f"job {job}: its driver was killed ({name}); submitted again, it goes on")
     return code
 
 

@@ -1,28 +1,12 @@
-"""A kind of slice, from `cluster`, as `wan_tpu.aot` wants it; and how the scripts that use it end."""
+"""A kind of slice, from `cluster`, as `wan_tpu.aot` wants it."""
 
-import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from cluster.chips import GIB
-from cluster.errors import ClusterError
 from cluster.slice_spec import SliceSpec
-from wan_tpu.errors import WanTpuError
 
 if TYPE_CHECKING:
     from wan_tpu.aot.topology import DescribedSlice
-
-
-def run(main: Callable[[], int | None]) -> NoReturn:
-    """End with what `main` returns; what is raised on purpose, and Ctrl-C, are one line."""
-    try:
-        sys.exit(main() or 0)
-    except (ClusterError, WanTpuError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
 
 
 def described(kind: SliceSpec) -> "DescribedSlice":
@@ -34,7 +18,7 @@ def described(kind: SliceSpec) -> "DescribedSlice":
     return DescribedSlice(
         name=kind.name,
         topology=f"{chip.compiler}:{kind.topology}",
-        host_bounds=_three(kind.host_shape, 1),
+        host_bounds=(*kind.host_shape, 1)[:3],
         hardware=Hardware(
             name=chip.name,
             clock_hz=chip.clock_hz,
@@ -42,13 +26,8 @@ def described(kind: SliceSpec) -> "DescribedSlice":
             hbm_bytes=chip.usable_gib * GIB / chip.devices,
             hbm_bytes_per_s=chip.hbm_bytes_per_s / chip.devices,
         ),
-        wraps=_three(sizes, 0),
+        wraps=(*sizes, 0)[:3],
         link_bytes_per_s=chip.ici_link_bytes_per_s,
         core_bytes_per_s=chip.core_link_bytes_per_s or 0.0,
         cores=chip.cores // chip.devices,
     )
-
-
-def _three(sizes: tuple[int, ...] | list[int], filler: int) -> tuple[int, int, int]:
-    x, y, z = [*sizes, filler, filler][:3]
-    return x, y, z

@@ -1,7 +1,6 @@
 """`wan-tpu plan`: what a published model takes on slices, in GiB, seconds and dollars, before any is rented."""
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -23,7 +22,7 @@ from wan_tpu.families import preset_spec, published
 from wan_tpu.request import GenerationRequest, ResolvedRequest, parse_size
 
 if TYPE_CHECKING:
-    from wan_tpu.pricing.plan import Plan, Planner
+    from wan_tpu.pricing.plan import Planner
 
 PLOTS = (".png", ".svg", ".pdf")
 SHOWN = 8  # layouts, of those that were compared
@@ -61,7 +60,12 @@ def _programs(args: argparse.Namespace) -> int:
     from wan_tpu.pricing.plan import STEP
     from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
 
-    plans, others = _plans(args)
+    plans, others = [], []  # those asked for; those of other meshes, the denoise step only
+    for name in args.slice:
+        planner = _planner(args, SliceSpec(name))
+        plans.append(planner.plan((args.dp, args.sp, args.tp), only=args.program))
+        if args.meshes:
+            others += [planner.plan(mesh, only=STEP) for mesh in planner.meshes() if mesh != plans[-1].mesh]
     if args.plot:
         draw([plan for plan in plans if any(program.name == STEP for program in plan.programs)], args.plot)
     if args.json:
@@ -71,20 +75,6 @@ def _programs(args: argparse.Namespace) -> int:
         if others:
             print(f"\nother meshes\n{compare(others)}")
     return 1 if any(program.compiled.refused for plan in plans for program in plan.programs) else 0
-
-
-def _plans(args: argparse.Namespace) -> "tuple[list[Plan], list[Plan]]":
-    """Return the plans asked for, and those of other meshes (the denoise step only)."""
-    from wan_tpu.pricing.plan import STEP
-
-    plans, others = [], []
-    for name in args.slice:
-        planner = _planner(args, SliceSpec(name))
-        plan = planner.plan((args.dp, args.sp, args.tp), only=args.program)
-        plans.append(plan)
-        if args.meshes:
-            others += [planner.plan(mesh, only=STEP) for mesh in planner.meshes() if mesh != plan.mesh]
-    return plans, others
 
 
 def _planner(args: argparse.Namespace, kind: SliceSpec) -> "Planner":
@@ -185,24 +175,19 @@ def _described(one: Estimate) -> str:
 
 
 def _as_json(one: Estimate) -> dict[str, Any]:
-    found = {name: getattr(one, name) for name in ("name", "chips", "text")}
-    found |= {field.name: getattr(one, field.name) for field in dataclasses.fields(one) if field.name != "pools"}
     pools = [
-        {"pool": load.pool.name, "stages": load.pool.stages, "slice": load.pool.slice.name}
-        | {name: getattr(load, name) for name in ("replicas", "seconds", "busy", "wait_s")}
+        vars(load) | {"pool": load.pool.name, "stages": load.pool.stages, "slice": load.pool.slice.name}
         for load in one.pools
     ]
-    return found | {"pools": pools}
+    return vars(one) | {"chips": one.chips, "text": one.text, "pools": pools}
 
 
 def _draw(found: Sequence[Estimate], path: Path) -> None:
     """Draw dollars a video over seconds to one, a point a layout; the first is the cheapest."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")  # no display
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.5, 5), layout="constrained")
+    figure = Figure(figsize=(7.5, 5), layout="constrained")
+    axes = figure.subplots()
     for number, one in enumerate(found[:SHOWN]):
         axes.scatter(one.to_a_video_s, one.dollars_a_video, s=40, color="#c0392b" if number == 0 else "#4878a8")
         axes.annotate(f"{one.name}, {one.chips} chips", (one.to_a_video_s, one.dollars_a_video), fontsize=8)
@@ -211,7 +196,6 @@ def _draw(found: Sequence[Estimate], path: Path) -> None:
     axes.set_xlim(0, None)
     axes.set_ylim(0, None)
     figure.savefig(path)
-    pyplot.close(figure)
 
 
 # ----

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from actors.commands.arguments import check_layout, layout_from
+from actors.commands.arguments import checked_layout
 from actors.commands.serve import service_config
 from actors.commands.serve_arguments import serve_parser
 from cluster.layout import Layout, shipped
 from cluster.provision import kubernetes
 from cluster.provision.kubernetes import Target
 from wan_tpu.commands.parser import Parser, words
-from wan_tpu.errors import CheckpointError, InvalidInput
-from wan_tpu.families import open_spec
+from wan_tpu.errors import InvalidInput
 
 # What is about Kubernetes, and not about the pipeline or the service.
 _HERE = (
@@ -31,7 +30,9 @@ def manifests(argv: Sequence[str]) -> int:
     parser.prog = "wan-tpu manifests"
     _add_arguments(parser)
     args = parser.parse_args(argv)
-    layout = _layout(args)
+    layout = checked_layout(args)
+    if layout is None:
+        raise InvalidInput(f"--layout is missing: a layout file, or a shipped one: {', '.join(shipped())}")
     target = Target(
         name=args.name,
         namespace=args.namespace,
@@ -85,19 +86,6 @@ def _add_arguments(parser: Parser) -> None:
     group.add_argument(
         "--idle_s", type=int, default=600, help="until a slice that nobody holds is given back; default %(default)s"
     )
-
-
-def _layout(args: argparse.Namespace) -> Layout:
-    """Return the layout, checked against the model where its configuration can be read from here."""
-    layout = layout_from(args)
-    if layout is None:
-        raise InvalidInput(f"--layout is missing: a layout file, or a shipped one: {', '.join(shipped())}")
-    if args.model_id is not None:
-        try:
-            check_layout(layout, open_spec(args.model_id))
-        except CheckpointError as error:
-            print(f"not checked whether the layout fits the model: {error}", file=sys.stderr)
-    return layout
 
 
 def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Target) -> dict[str, kubernetes.Object]:

@@ -49,9 +49,9 @@ class DescribedSlice:
 
     name: str
     topology: str
-    host_bounds: tuple[int, int, int]
+    host_bounds: tuple[int, ...]
     hardware: Hardware
-    wraps: tuple[int, int, int]
+    wraps: tuple[int, ...]
     link_bytes_per_s: float
     core_bytes_per_s: float
     cores: int = 1

@@ -76,12 +76,10 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 def draw(plans: Sequence[Plan], path: Path) -> None:
     """Draw the denoise step's seconds by kind of work, stacked, a bar for each plan: estimate beside floor."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")  # no display
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(1.5 + 1.6 * len(plans), 4.5), layout="constrained")
+    figure = Figure(figsize=(1.5 + 1.6 * len(plans), 4.5), layout="constrained")
+    axes = figure.subplots()
     colours = dict(zip(CATEGORIES, ("#4477aa", "#aa3377", "#ee6677", "#228833", "#ccbb44", "#66ccee"), strict=True))
     for i, plan in enumerate(plans):
         step = next(program for program in plan.programs if program.name == STEP)
@@ -106,7 +104,6 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
     )
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def _memory(program: ProgramPlan, memory: float) -> str:
