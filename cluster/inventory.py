@@ -14,7 +14,7 @@ SEPARATOR = "#"  # between the name of a holder and what makes its placement gro
 
 @dataclass(frozen=True)
 class HostFound:
-    """A living Ray node that is a TPU host. `devices`: as in `HostPlace`."""
+    """A Ray node that is alive and a TPU host. `devices`: as in `HostPlace`."""
 
     worker_id: int
     node_id: str

@@ -34,8 +34,8 @@ class Checkpoint:
         # Absolute, so that stage files mean the same from every folder.
         self.source = str(local.resolve()) if local.exists() else str(source)
         self._hub_id = None if local.exists() or self._bucket else _hub_id(self.source)
-        self._here = self._bucket is None and self._hub_id is None
-        self.folder = local if self._here else self._fetch(["*.json", "tokenizer/*"])
+        self._local = self._bucket is None and self._hub_id is None
+        self.folder = local if self._local else self._fetch(["*.json", "tokenizer/*"])
         self.index = self._json("model_index.json")
 
     def has(self, component: str) -> bool:
@@ -119,7 +119,7 @@ class Checkpoint:
 
     def path(self, component: str) -> Path:
         """Return a component's folder on disk, its weights apart, fetched when it isn't there."""
-        if not self._here:
+        if not self._local:
             self._fetch([f"{component}/*.json"])
         return self.folder / component
 
@@ -128,13 +128,13 @@ class Checkpoint:
         pattern = f"{component}/*.safetensors"
         if self._bucket is not None:
             return {name.rpartition("/")[2]: file for name, file in self._bucket.files(pattern).items()}
-        if not self._here:
+        if not self._local:
             self._fetch([pattern])
         return {file.name: on_disk(file) for file in self.folder.glob(pattern)}
 
     def others(self) -> dict[str, bytes]:
         """Return what all files hold but weights, by names from the folder on; fetched when they aren't there."""
-        if not self._here:
+        if not self._local:
             self._fetch(OTHERS)
         found = {file for pattern in OTHERS for file in self.folder.rglob(pattern.rpartition("/")[2])}
         found = {file for file in found if file.is_file() and ".safetensors." not in file.name}

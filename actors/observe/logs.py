@@ -10,7 +10,7 @@ from typing import Any
 
 from wan_tpu.errors import WanTpuError
 
-_ROOM = "actors"
+_PACKAGE = "actors"
 
 
 class JsonFormatter(logging.Formatter):
@@ -49,8 +49,8 @@ async def repeated(log: logging.Logger, what: str, work: Callable[[], Awaitable[
 
 
 def log_as_json() -> None:
-    """Have this room's logs written to stderr as JSON; twice is as good as once."""
-    log = logging.getLogger(_ROOM)
+    """Have this package's logs written to stderr as JSON; twice is as good as once."""
+    log = logging.getLogger(_PACKAGE)
     if any(isinstance(handler.formatter, JsonFormatter) for handler in log.handlers):
         return
     handler = logging.StreamHandler(sys.stderr)

@@ -110,7 +110,7 @@ class Doubts:
         self._failing: dict[str, set[str]] = {}  # by stage
 
     @contextlib.contextmanager
-    def about(self, stage: str, key: str) -> Iterator[None]:
+    def watching(self, stage: str, key: str) -> Iterator[None]:
         """Note when the block fails under a request, for what may be the slice's fault."""
         try:
             yield

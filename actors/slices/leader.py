@@ -312,7 +312,7 @@ class SliceLeader:
         held = f"{key} {next(self._visits)}"
         self._holding.add(held)
         try:
-            with self._doubts.about(stage, key):
+            with self._doubts.watching(stage, key):
                 yield held
         finally:
             self._holding.remove(held)
@@ -349,7 +349,7 @@ class SliceLeader:
         self._work.append((stage, key))
         self._report("busy")
         try:
-            with self._doubts.about(stage, key), self._time.taken():
+            with self._doubts.watching(stage, key), self._time.taken():
                 yield
             self._doubts.end(stage)
         finally:
