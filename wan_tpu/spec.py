@@ -23,6 +23,7 @@ from wan_tpu.request import (
     Own,
     Preset,
     ResolvedRequest,
+    nearest_multiple,
     parse_size,
 )
 from wan_tpu.schedules.magcache import Curve, magcache_of, skipped
@@ -213,9 +214,15 @@ class ModelSpec(abc.ABC):
     def size_multiple(self) -> int:
         """What heights and widths are multiples of, pixels."""
 
-    @abc.abstractmethod
     def check_size(self, request: ResolvedRequest) -> None:
         """Raise `InvalidRequest`, with the nearest that works, when the model can't make videos of that size."""
+        for name in ("height", "width"):
+            value, multiple = getattr(request, name), self.size_multiple
+            if value % multiple:
+                nearest = nearest_multiple(value, multiple)
+                raise InvalidRequest(
+                    f"{name} is {value}; {self.name} needs a multiple of {multiple}, nearest {nearest}", name
+                )
 
     @abc.abstractmethod
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:

@@ -82,9 +82,6 @@ class ToySpec(ModelSpec):
     def open(cls, checkpoint):
         return cls(ToyConfig(checkpoint.config("text_encoder")))
 
-    def check_size(self, request):
-        pass
-
     def latent_shape(self, request):
         return 1, CHANNELS, (request.frames - 1) // 4 + 1, request.height // STRIDE, request.width // STRIDE
 

@@ -10,7 +10,7 @@ from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.cogvideox import presets
 from wan_tpu.families.cogvideox.config import read_config
 from wan_tpu.families.cogvideox.presets import TEXT_TOKENS, CogVideoXConfig
-from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, Defaults, Own, ResolvedRequest, nearest_multiple
+from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, Defaults, Own, ResolvedRequest
 from wan_tpu.schedules import diffusion
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
@@ -102,15 +102,11 @@ class CogVideoXSpec(ModelSpec):
         return _STRIDE * self.patch[1]
 
     def check_size(self, request: ResolvedRequest) -> None:
-        """Raise `InvalidRequest` where positions aren't known, or the model has no such setting."""
-        config, multiple = self.config.transformer, self.size_multiple
+        """Raise `InvalidRequest` where positions aren't known, too, or the model has no such setting."""
+        super().check_size(request)
+        config = self.config.transformer
         for name in ("height", "width"):
             value, trained = getattr(request, name), _STRIDE * int(config[f"sample_{name}"])
-            nearest = nearest_multiple(value, multiple)
-            if value % multiple:
-                raise InvalidRequest(
-                    f"{name} is {value}; {self.name} needs a multiple of {multiple}, nearest {nearest}", name
-                )
             if config["use_learned_positional_embeddings"] and value != trained:
                 raise InvalidRequest(f"{name} is {value}; {self.name} makes {trained} alone", name)
             if self.config.frames_a_patch > 1 and value > trained:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.errors import CheckpointError
 from wan_tpu.families.hunyuan15 import presets
 from wan_tpu.families.hunyuan15.config import read_config
 from wan_tpu.families.hunyuan15.presets import HunyuanConfig
@@ -117,16 +117,6 @@ class HunyuanSpec(ModelSpec):
         image = self.config.image_encoder
         of_image = 0 if image is None else (image["image_size"] // image["patch_size"]) ** 2
         return presets.TEXT_TOKENS + presets.GLYPH_TOKENS + int(of_image)
-
-    def check_size(self, request: ResolvedRequest) -> None:
-        """Raise `InvalidRequest` when this model can't make videos of a (resolved) request's size."""
-        for name in ("height", "width"):
-            value = getattr(request, name)
-            if value % STRIDE:
-                nearest = nearest_multiple(value, STRIDE)
-                raise InvalidRequest(
-                    f"{name} is {value}; {self.name} needs a multiple of {STRIDE}, nearest {nearest}", name
-                )
 
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
         """Return [1, C, T, H, W] of the latents of a resolved request."""

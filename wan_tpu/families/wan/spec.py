@@ -13,7 +13,7 @@ from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.wan import presets, sampling
 from wan_tpu.families.wan.config import read_config
 from wan_tpu.families.wan.presets import WanConfig
-from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, Defaults, Own, Preset, ResolvedRequest, nearest_multiple
+from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, Defaults, Own, Preset, ResolvedRequest
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.magcache import Curve
 from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule
@@ -141,16 +141,6 @@ class WanSpec(ModelSpec):
                 "steps",
             )
         super().check(request, image=image, last=last)
-
-    def check_size(self, request: ResolvedRequest) -> None:
-        """Raise `InvalidRequest` when this model can't make videos of a (resolved) request's size."""
-        for name, patch in (("height", self.patch[1]), ("width", self.patch[2])):
-            value, multiple = getattr(request, name), self.spatial_stride * patch
-            if value % multiple:
-                nearest = nearest_multiple(value, multiple)
-                raise InvalidRequest(
-                    f"{name} is {value}; {self.name} needs a multiple of {multiple}, nearest {nearest}", name
-                )
 
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
         """Return [1, C, T, H, W] of the latents of a resolved request."""
