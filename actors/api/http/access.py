@@ -109,8 +109,8 @@ class Access:
         }
         if wait_s > 0:
             message = f"this key may send {rate:g} requests a minute; try again in {wait_s:.1f} s"
-            headers["Retry-After"] = str(max(1, round(wait_s)))
-            raise HttpError(429, message, code="rate_limit_exceeded", headers=headers)
+            after_s = max(1, round(wait_s))
+            raise HttpError(429, message, code="rate_limit_exceeded", after_s=after_s, headers=headers)
         return headers
 
     def _take(self, key: str, every_s: float) -> tuple[float, float]:

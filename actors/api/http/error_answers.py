@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -20,7 +21,10 @@ _AGAIN_S = 5  # after which a service that can't answer now may be asked again
 
 
 class HttpError(Exception):
-    """An answer that isn't a success, for what has no exception of its own."""
+    """An answer that isn't a success, for what has no exception of its own.
+
+    after_s  after which it is worth to ask again
+    """
 
     def __init__(
         self,
@@ -29,10 +33,12 @@ class HttpError(Exception):
         *,
         code: str | None = None,
         param: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        after_s: int | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.param, self.headers = status, code, param, headers or {}
+        again = {} if after_s is None else {"Retry-After": str(after_s)}
+        self.status, self.code, self.param, self.headers = status, code, param, again | dict(headers)
 
 
 def answer(error: Exception, request_id: str = "") -> Response:
@@ -42,7 +48,7 @@ def answer(error: Exception, request_id: str = "") -> Response:
     status, code, param = 500, "internal_error", None
     match error:
         case HttpError():
-            status, code, param, headers = error.status, error.code, error.param, dict(error.headers)
+            status, code, param, headers = error.status, error.code, error.param, error.headers
         case JobNotFound():
             status, code = 404, "video_not_found"
         case IdempotencyConflict():

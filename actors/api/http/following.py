@@ -45,12 +45,8 @@ class Following:
     def check(self, owner: str) -> None:
         """Raise `HttpError` where a key has as many streams as it may."""
         if (mine := self._of_owner[owner]) >= self._of_a_key:
-            raise HttpError(
-                429,
-                f"{mine} jobs are followed with this key, which is all that may be; close some, or poll",
-                code="too_many_streams",
-                headers={"Retry-After": str(_AGAIN_S)},
-            )
+            message = f"{mine} jobs are followed with this key, which is all that may be; close some, or poll"
+            raise HttpError(429, message, code="too_many_streams", after_s=_AGAIN_S)
 
     @contextlib.asynccontextmanager
     async def follow(self, seen: Seen, owner: str) -> AsyncIterator[AsyncIterator[Seen]]:

@@ -20,7 +20,7 @@ from actors.api.intake.receiving import Arriving, Bodies
 from actors.api.limits import Limits
 from cluster.provision.haproxy import BOUNDS
 
-_AGAIN_S = "2"
+_AGAIN_S = 2
 _WINDOW_S = 10.0  # for which `BOUNDS` count requests
 _NAMES = 10_000  # of addresses and keys that are remembered, before those that don't ask any more are forgotten
 
@@ -108,12 +108,8 @@ class _Exchange:
         if self._failure is not None:
             raise self._failure
         if self._away:
-            raise HttpError(
-                503,
-                "the service is starting, or coming back; try again",
-                code="unavailable",
-                headers={"Retry-After": _AGAIN_S},
-            )
+            message = "the service is starting, or coming back; try again"
+            raise HttpError(503, message, code="unavailable", after_s=_AGAIN_S)
 
 
 class _Askers:
@@ -131,12 +127,8 @@ class _Askers:
         if key is not None:
             asking[f"key {key}"] = (self._of_a_key, self._of_a_key_at_once)
         if not all(self._admits(name, *bounds) for name, bounds in asking.items()):
-            raise HttpError(
-                429,
-                "too many requests at once, or lately; send fewer",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": _AGAIN_S},
-            )
+            message = "too many requests at once, or lately; send fewer"
+            raise HttpError(429, message, code="rate_limit_exceeded", after_s=_AGAIN_S)
         for name in asking:
             self._asking[name] += 1
         try:

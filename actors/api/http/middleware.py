@@ -15,6 +15,7 @@ from actors.observe.logs import log_event
 log = logging.getLogger(__name__)
 
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
+_WAYS = ("http", "https")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
@@ -81,12 +82,7 @@ class Middleware:
         origin = headers.get("origin")
         # Who only follows a link here has the mode "navigate"; pictures and scripts of a page there have none of ours.
         elsewhere = headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate"
-        foreign = origin not in (
-            None,
-            *self._settings.origins,
-            f"http://{headers['host']}",
-            f"https://{headers['host']}",
-        )
+        foreign = origin not in (None, *self._settings.origins, *(f"{way}://{headers['host']}" for way in _WAYS))
         if foreign or (origin is None and elsewhere):
             raise HttpError(403, "pages of other sites may not use this service", code="wrong_origin")
 

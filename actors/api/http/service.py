@@ -106,12 +106,8 @@ class Service:
         fields, settings, owner = asked.fields, self.settings, caller.owner
         self._check_model(fields.model)
         if fields.priority > caller.priority:
-            raise HttpError(
-                403,
-                f"priority is {fields.priority}; this key may ask for at most {caller.priority}",
-                code="priority_not_allowed",
-                param="priority",
-            )
+            message = f"priority is {fields.priority}; this key may ask for at most {caller.priority}"
+            raise HttpError(403, message, code="priority_not_allowed", param="priority")
         self._check_webhook(fields.webhook_url)
         request = generation_request(fields, self.spec, settings.catalogue, seed=secrets.randbelow(2**31))
         loras = adapters_of(fields, self.spec, settings.catalogue)  # kept by name: where they lie may change
@@ -242,8 +238,7 @@ class Service:
         try:
             yield
         except QueueFull as full:
-            after = {"Retry-After": str(self.forecast.next_free_s())}
-            raise HttpError(429, str(full), code="queue_full", headers=after) from None
+            raise HttpError(429, str(full), code="queue_full", after_s=self.forecast.next_free_s()) from None
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model not in (self.settings.model, *self.settings.aliases):

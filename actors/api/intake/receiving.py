@@ -123,7 +123,7 @@ class Bodies:
                 f"{self._limits.bodies} requests of this key are arriving or being read, which is all that are taken "
                 "at a time; send their bodies to the end, or fewer at once",
                 code="too_many_bodies",
-                headers={"Retry-After": str(_AGAIN_S)},
+                after_s=_AGAIN_S,
             )
 
     async def count(self, held: Arriving, size: int) -> None:
@@ -134,12 +134,8 @@ class Bodies:
             raise self._too_long()
         while sum(other.size for other in self._held if not other.given_up) > self._limits.bodies_bytes:
             if (other := self._most_greedy()) is None or other.key == held.key:
-                raise HttpError(
-                    503,
-                    "the requests that are being received take all the room that there is for them; try again",
-                    code="unavailable",
-                    headers={"Retry-After": str(_AGAIN_S)},
-                )
+                message = "the requests that are being received take all the room that there is for them; try again"
+                raise HttpError(503, message, code="unavailable", after_s=_AGAIN_S)
             other.give_up()
         await self._pace(held.key, size)
 
