@@ -2,10 +2,13 @@
 
 import argparse
 import atexit
+import contextlib
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from cluster.errors import ClusterError
 from wan_tpu.cli import run
@@ -45,9 +48,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     module, function, _ = COMMANDS[parser.parse_args(argv[:1]).command]
     gc.set_threshold(20_000)  # as on a slice's hosts (cluster/gang/host_actor.py)
-    atexit.register(gc.freeze)  # else Python's last collections look through all of torch, for two seconds
     return run(getattr(importlib.import_module(module), function), argv[1:], expected=(ClusterError,))
 
 
+def entry() -> NoReturn:
+    """Run `wan-tpu COMMAND ...`, and end its process as soon as every exit function has run.
+
+    Python would go on to look through all of torch for garbage, for two seconds, and to take down the C++ libraries
+    while JAX may still compute in its threads, as after Ctrl-C.
+    """
+    code = 1
+
+    def end() -> None:
+        with contextlib.suppress(OSError):  # nobody reads any more
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+    atexit.register(end)  # the first, so that it comes last
+    try:
+        code = main()
+    except SystemExit as wanted:  # by argparse
+        code = wanted.code if isinstance(wanted.code, int) else int(wanted.code is not None)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()
