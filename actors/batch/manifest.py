@@ -46,12 +46,16 @@ class Entry:
     id: str
     output: str  # name of the mp4 in the output folder
     plan: RequestPlan  # without its images
-    images: dict[str, str]  # field -> absolute path or gs://
+    images: dict[str, tuple[str, str]]  # field -> absolute path or gs://, SHA-256 of the file when it was read
     digest: str  # of everything that decides the video, the images' bytes included
 
     def loaded(self) -> RequestPlan:
-        """Return the plan, its images read now; raises `WanTpuError` if one has gone meanwhile."""
-        return self.plan.with_images(**{name: _load_image(location) for name, location in self.images.items()})
+        """Return the plan, its images read now; raises `WanTpuError` if one has gone meanwhile, or is another."""
+        found = {name: _load_image(location) for name, (location, _) in self.images.items()}
+        for name, (location, digest) in self.images.items():
+            if found[name].info["sha256"] != digest:
+                raise InvalidInput(f"{name} {location} has changed since the manifest was read; run the batch again")
+        return self.plan.with_images(**found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,19 +119,20 @@ def _read_line(number: int, line: bytes, folder: str, planner: Planner) -> Entry
         _check_name("output", output, "clips/cat.mp4")
         if not output.endswith(".mp4"):
             raise InvalidInput(f"has the output {output!r}; give a name that ends in .mp4, which is what is written")
-        images = {name: _resolve(fields.pop(name), folder) for name in IMAGES if fields.get(name) is not None}
+        places = {name: _resolve(fields.pop(name), folder) for name in IMAGES if fields.get(name) is not None}
         if isinstance(fields.get("video"), str):
             fields["video"] = _resolve(fields["video"], folder)
         if isinstance(fields.get("loras"), list):
             fields["loras"] = [_beside(lora, folder) for lora in fields["loras"]]
-        pixels = {name: _load_image(location) for name, location in images.items()}
+        pixels = {name: _load_image(location) for name, location in places.items()}
         request = GenerationRequest(**fields | pixels)
         plan = planner(request).with_images()
     except WanTpuError as error:
         id_ = given.get("id") if isinstance(given.get("id"), str) else None
         return BadLine(line=number, id=id_, reason=shortened(str(error), 500))
     decides = request.to_json()
-    decides |= {name: image.info["sha256"] for name, image in pixels.items()}
+    images = {name: (places[name], image.info["sha256"]) for name, image in pixels.items()}
+    decides |= {name: digest for name, (_, digest) in images.items()}
     return Entry(line=number, id=id_, output=output, plan=plan, images=images, digest=_digest(decides))
 
 

@@ -66,6 +66,15 @@ def test_the_digest_is_of_what_decides_the_video(tmp_path):
     assert digest() != same  # another picture under the same name
 
 
+def test_an_image_that_is_replaced_meanwhile_is_not_taken_for_the_one_that_was_read(tmp_path):
+    Image.open(PHOTO).save(tmp_path / "cat.png")
+    [entry] = read_manifest(manifest(tmp_path, {"id": "cat", "image": "cat.png"}), SPEC.plan).entries
+    assert entry.loaded().request.image is not None
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "cat.png")
+    with pytest.raises(InvalidInput, match=r"cat.png has changed since the manifest was read; run the batch again"):
+        entry.loaded()
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
