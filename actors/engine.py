@@ -27,4 +27,10 @@ class Engine(Protocol):
     model: ModelSpec
 
     async def generate(self, plan: RequestPlan, *, id: str, on_event: OnEvent, priority: int = 0) -> GeneratedVideo:
-        """Return the video of a plan; `on_event` is told spans as they end, from any thread."""
+        """Return the video of a plan; `on_event` is told spans as they end, from any thread.
+
+        What the engine keeps in order to resume the request stays until `forget`.
+        """
+
+    async def forget(self, id: str) -> None:
+        """Delete what is kept to resume a request, whose video or failure is durable by now. Never raises."""

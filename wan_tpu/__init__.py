@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         InvalidRequest,
         MeshError,
         OutputError,
+        Unavailable,
         UnhealthyResult,
         WanTpuError,
     )
@@ -34,6 +35,7 @@ __all__ = [
     "OutputError",
     "Pipeline",
     "StepEvent",
+    "Unavailable",
     "UnhealthyResult",
     "Video",
     "WanTpuError",

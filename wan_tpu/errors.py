@@ -1,4 +1,8 @@
-"""The exceptions of this package: one small tree, every message one line with its remedy."""
+"""The exceptions of this package: one small tree, every message one line with its remedy.
+
+A type says whose fault it is: `InvalidRequest` blames the request, other `InvalidInput` what this process was started
+with, `Unavailable` something outside that others share, and everything else this program or the machine it runs on.
+"""
 
 
 class WanTpuError(Exception):
@@ -45,8 +49,14 @@ class MeshError(InvalidInput):
     """The device mesh doesn't fit the devices, or the model doesn't divide over it."""
 
 
-class OutputError(InvalidInput):
-    """A result can't be written where it was asked for."""
+class OutputError(WanTpuError):
+    """A result can't be written where it was asked for, or with the ffmpeg that is there."""
+
+    exit_code = 2
+
+
+class Unavailable(WanTpuError):
+    """A bucket, a hub or a shared disk doesn't answer now. The same call may succeed later: nobody's input is wrong."""
 
 
 class UnhealthyResult(WanTpuError):

@@ -4,12 +4,11 @@ import asyncio
 import dataclasses
 import functools
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from actors.engine import GeneratedVideo, OnEvent
-from actors.observe.span import Span
+from actors.observe.span import Span, Start
 from actors.pipeline_spec import Chips
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import Pipeline
@@ -48,6 +47,9 @@ class OneProcessEngine:
                 ended.exception()  # looked at, or asyncio complains that nobody did
             raise
 
+    async def forget(self, id: str) -> None:
+        """Do nothing: one process keeps no state of a request."""
+
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown()
@@ -57,13 +59,22 @@ class _Stopped(Exception):
     """The request was cancelled."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Reached:
+    """A moment, and the seconds that the pipeline had read weights and compiled for until then."""
+
+    start: Start
+    load_s: float
+    compile_s: float
+
+
 @dataclasses.dataclass
 class _Run:
     """One request on its way through the stages.
 
     span   makes a `Span` of it
     stop   set when it is cancelled
-    since  (time.time(), seconds of reading weights, seconds of compiling) when the last span ended
+    since  when the last span ended
     """
 
     pipeline: Pipeline
@@ -71,7 +82,7 @@ class _Run:
     span: Callable[..., Span]
     on_event: OnEvent
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
-    since: tuple[float, float, float] = (0, 0, 0)
+    since: "_Reached" = dataclasses.field(default_factory=lambda: _Reached(Start(), 0.0, 0.0))
 
     def make(self, plan: RequestPlan) -> GeneratedVideo:
         """Run all stages, and return the video."""
@@ -105,16 +116,20 @@ class _Run:
 
     def _tell(self, stage: str, step: int | None = None) -> None:
         """Tell what was done since the last span: weights read and programs compiled first, as they nearly are."""
-        (start_s, load_s, compile_s), self.since = self.since, self._now()
-        loaded_s = start_s + self.since[1] - load_s
-        compiled_s = loaded_s + self.since[2] - compile_s
-        if loaded_s > start_s:
-            self.on_event(self.span(stage=stage, what="load", start_s=start_s, end_s=loaded_s))
-        if compiled_s > loaded_s:
-            self.on_event(self.span(stage=stage, what="compile", start_s=loaded_s, end_s=compiled_s))
-        if self.since[0] > compiled_s:
-            self.on_event(self.span(stage=stage, what="compute", start_s=compiled_s, end_s=self.since[0], step=step))
+        before, self.since = self.since, self._now()
+        load_s, compile_s = self.since.load_s - before.load_s, self.since.compile_s - before.compile_s
+        seconds = {
+            "load": load_s,
+            "compile": compile_s,
+            "compute": self.since.start.monotonic_s - before.start.monotonic_s - load_s - compile_s,
+        }
+        start_s = before.start.wall_s
+        for what, taken_s in seconds.items():
+            if taken_s > 0:
+                done = step if what == "compute" else None
+                self.on_event(self.span(stage=stage, what=what, start_s=start_s, seconds=taken_s, step=done))
+                start_s += taken_s
 
-    def _now(self) -> tuple[float, float, float]:
+    def _now(self) -> "_Reached":
         runtime = self.pipeline.runtime
-        return time.time(), sum(runtime.load_s.values()), runtime.compile_s
+        return _Reached(Start(), sum(runtime.load_s.values()), runtime.compile_s)

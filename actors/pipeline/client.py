@@ -11,6 +11,7 @@ from actors.observe.status_actor import StatusActor
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import live_replicas
 from actors.pipeline_spec import PipelineSpec
+from actors.slices.snapshots import Snapshots, delete_snapshots
 from wan_tpu.spec import RequestPlan
 
 T = TypeVar("T")
@@ -22,6 +23,7 @@ class PipelineClient:
 
     def __init__(self, spec: PipelineSpec) -> None:
         self._spec, self.model = spec, spec.model
+        self._snapshots = Snapshots(spec.settings.snapshots)
         self._lock = asyncio.Lock()
         self._current: PipelineDriver | None = None
         self._users: Counter[PipelineDriver] = Counter()  # one that was replaced is closed by the last
@@ -45,6 +47,10 @@ class PipelineClient:
             if driver is not self._current and not self._users[driver]:
                 del self._users[driver]
                 await asyncio.to_thread(driver.close)
+
+    async def forget(self, id: str) -> None:
+        """Delete the snapshots of a request, whose end is recorded; those that can't be deleted now are orphans."""
+        await asyncio.to_thread(delete_snapshots, self._snapshots, id)
 
     async def ready(self) -> None:
         """Raise `PipelineError` unless every pool has a replica that takes requests."""

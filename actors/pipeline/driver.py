@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 
 from actors.engine import GeneratedVideo, OnEvent
 from actors.errors import RequestFailed
@@ -12,10 +11,8 @@ from actors.pipeline.request_run import RequestRun
 from actors.pipeline_spec import PipelineSpec
 from actors.slices.references import RefStore
 from actors.slices.scheduler import PriorityQueue
-from actors.storage.local import StorageError
+from actors.slices.snapshots import delete_snapshots
 from wan_tpu.spec import RequestPlan
-
-log = logging.getLogger(__name__)
 
 
 class PipelineDriver:
@@ -46,26 +43,24 @@ class PipelineDriver:
                 f"a request {id} is under way already; wait for it, or give this one another id", "invalid"
             )
         self._inside.add(id)
-        outcome: Outcome = "cancelled"
-        unfinished = True  # whoever tries again goes on from its snapshots
+        outcome: Outcome = "failed"
         try:
             self._connection.status.request(id, "waiting")
             async with self._queue.entered(priority):
                 with contextlib.closing(self._ref_store.scope()) as scope:
                     video = await RequestRun(self._connection, id, plan, on_event, priority, scope).run()
-            outcome, unfinished = "done", False
+            outcome = "done"
             return video
-        except RequestFailed as failed:
-            outcome, unfinished = "failed", failed.code == "lost"
+        except asyncio.CancelledError:
+            outcome = "cancelled"
             raise
         finally:
             self._inside.remove(id)
             self._connection.status.ended(id, outcome)
-            if not unfinished:
-                try:
-                    await asyncio.to_thread(self._connection.snapshots.delete, id)
-                except StorageError as error:  # the video is made
-                    log.warning("%s: its snapshots stay: %s", id, error)
+
+    async def forget(self, id: str) -> None:
+        """Delete the snapshots of a request, whose video or failure is durable by now."""
+        await asyncio.to_thread(delete_snapshots, self._connection.snapshots, id)
 
     def close(self) -> None:
         """Let go of the pools; before `ray.shutdown`."""

@@ -94,6 +94,14 @@ class Snapshots:
         return [int(found["step"]) for name in self._storage.list(f"{request}.") if (found := NAME.fullmatch(name))]
 
 
+def delete_snapshots(snapshots: Snapshots, id: str) -> None:
+    """Delete all snapshots of a request that has ended; where storage doesn't answer they stay, as orphans."""
+    try:
+        snapshots.delete(id)
+    except StorageError as error:
+        log.warning("%s: its snapshots stay: %s", id, error)
+
+
 class Snapshotter:
     """Copies states out of one slice while steps go on. `held`: a request's name there; `name`: of its snapshots."""
 

@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from wan_tpu.errors import WanTpuError
+from wan_tpu.errors import Unavailable
 
 GCS_SCHEME = "gs://"
 MAX_PART_BYTES = 200  # of a name between slashes: file systems allow 255, and the partial file's name is longer
 
 
-class StorageError(WanTpuError):
+class StorageError(Unavailable):
     """Something can't be read or written where it was asked for: perhaps only now, so nothing is known of content."""
 
     exit_code = 2

@@ -34,6 +34,10 @@ class Engine:
         self.seconds = seconds
         self.under_way = self.most = 0
         self.began = []
+        self.forgotten = []
+
+    async def forget(self, id):
+        self.forgotten.append(id)
 
     async def generate(self, plan, *, id, on_event, priority=0):
         request = plan.request

@@ -19,7 +19,7 @@ START = 1_790_000_000.0
 def span(slice_, request, what, start, end, **more):
     stage = more.pop("stage", "denoise_high")
     pool = more.pop("pool", slice_.partition("/")[0])
-    times = {"start_s": START + start, "end_s": START + end}
+    times = {"start_s": START + start, "seconds": end - start}
     return Span(slice=slice_, request=request, stage=stage, what=what, pool=pool, **times, **more)
 
 

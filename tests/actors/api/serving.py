@@ -82,12 +82,16 @@ class Engine:
         self.failure = None
         self.asked = []
         self.priorities = []
+        self.forgotten = []
         self.under_way = 0
         self.compile_s = 0.0  # that the first step waits for its program
         self.warnings = ()
 
     async def ready(self):
         pass
+
+    async def forget(self, id):
+        self.forgotten.append(id)
 
     async def generate(self, plan, *, id, on_event, priority):
         request = plan.request
@@ -123,7 +127,9 @@ class Engine:
 
 def span(job, stage, step=None, seconds=0.25):
     now = time.time()
-    return Span(slice="here", request=job, stage=stage, what="compute", start_s=now - seconds, end_s=now, step=step)
+    return Span(
+        slice="here", request=job, stage=stage, what="compute", start_s=now - seconds, seconds=seconds, step=step
+    )
 
 
 @contextlib.contextmanager

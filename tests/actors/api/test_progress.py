@@ -27,7 +27,7 @@ def ended(job, took, attempts=1, **changed):
 
 
 def span(stage, seconds, step=None, what="compute"):
-    return Span(slice="a", request="r", stage=stage, what=what, start_s=50.0, end_s=50.0 + seconds, step=step, pool="p")
+    return Span(slice="a", request="r", stage=stage, what=what, start_s=50.0, seconds=seconds, step=step, pool="p")
 
 
 def test_percent_and_eta_are_weighted_by_measured_seconds(job):

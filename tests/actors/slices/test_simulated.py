@@ -94,9 +94,7 @@ pools:
     # Low: a step of 0.8 s by plan takes 0.9 s, and 0.1 s is lost after it. Full until all are begun.
     load = Load(requests=4, in_flight=2)
     for i in range(4):  # the window is 0 to 2.9 s
-        span = Span(
-            slice="l", request=f"r{i}", stage="denoise_low", what="compute", start_s=i, end_s=i + 0.9, pool="low"
-        )
+        span = Span(slice="l", request=f"r{i}", stage="denoise_low", what="compute", start_s=i, seconds=0.9, pool="low")
         load.spans.append(span)
         load.ended[f"r{i}"] = i + 0.9
     figures = pool_figures(layout, load, {"encoder": 0, "denoise_high": 0, "denoise_low": 0.8, "decoder": 0})
