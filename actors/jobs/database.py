@@ -15,7 +15,8 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, Operati
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
-from actors.jobs.errors import StoreError, StoreUnavailable
+from actors.jobs.errors import CommitUncertain, StoreError, StoreFailed, StoreUnavailable
+from wan_tpu.errors import WanTpuError
 
 LOCK_WAIT_S = 30  # of a writer for another one; each holds the lock for milliseconds
 # PostgreSQL's codes (https://www.postgresql.org/docs/current/errcodes-appendix.html).
@@ -52,8 +53,10 @@ class Database:
         return Database, (self._address,)
 
     def __str__(self) -> str:
-        """Return the address without its password."""
-        return self._engine.url.render_as_string(hide_password=True)
+        """Return the address without its password, which may also stand among its parameters."""
+        url = self._engine.url
+        shown = {name: "***" if "password" in name.lower() else value for name, value in url.query.items()}
+        return url.set(query=shown).render_as_string(hide_password=True)
 
     def read(self) -> AbstractContextManager[Session]:
         """Give a session for reading, at one moment of the database."""
@@ -99,21 +102,29 @@ class Database:
     @contextlib.contextmanager
     def _session(self, *, writes: bool) -> Iterator[Session]:
         """Give a session with a transaction; what it has read stays readable afterwards."""
+        committing = False
         try:
             with Session(self._engine, expire_on_commit=False) as session, session.begin():
                 session.connection(execution_options={"writes": writes})
                 yield session
-        except OperationalError as error:
-            raise StoreUnavailable(f"{self} can't be used now: {_reason(error)}; try again") from None
+                committing = writes
         except PoolTimeoutError:
             raise StoreUnavailable(f"all connections to {self} have been in use for a while; try again") from None
         except DBAPIError as error:
-            if getattr(error.orig, "sqlstate", None) == _READ_ONLY:
-                self._engine.dispose()  # the address may lead to the new primary by now
-                raise StoreUnavailable(f"{self} takes no changes now: {_reason(error)}; try again") from None
-            if error.connection_invalidated or getattr(error.orig, "sqlstate", None) == _IDLE_TOO_LONG:
-                raise StoreUnavailable(f"the connection to {self} was lost: {_reason(error)}; try again") from None
-            raise
+            raise self._explained(error, CommitUncertain if committing else StoreUnavailable) from None
+
+    def _explained(self, error: DBAPIError, unavailable: type[StoreUnavailable]) -> WanTpuError:
+        """Return what is raised for a driver's error. It quotes no values, which may be a client's prompt."""
+        state = getattr(error.orig, "sqlstate", None)
+        if state == _READ_ONLY:
+            self._engine.dispose()  # the address may lead to the new primary by now
+            return StoreUnavailable(f"{self} takes no changes now: {_reason(error)}; try again")
+        if error.connection_invalidated or state == _IDLE_TOO_LONG:
+            return unavailable(f"the connection to {self} was lost: {_reason(error)}; try again")
+        if isinstance(error, OperationalError):
+            return unavailable(f"{self} can't be used now: {_reason(error)}; try again")
+        kind, statement = type(error.orig).__name__, " ".join(str(error.statement).split())
+        return StoreFailed(f"{self} refused a statement ({kind}{'' if state is None else f' {state}'}): {statement}")
 
 
 def _url(address: str) -> URL:
@@ -145,6 +156,7 @@ def _postgresql(url: URL) -> Engine:
     try:
         return sqlalchemy.create_engine(
             url,
+            hide_parameters=True,  # they hold prompts
             pool_pre_ping=True,  # a connection that died while it was idle is replaced
             pool_size=5,
             max_overflow=15,
@@ -169,7 +181,9 @@ def _sqlite(url: URL) -> Engine:
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(OSError):  # SQLite says what is wrong; beside it the same mode is used
         file.touch(mode=0o600)
-    engine = sqlalchemy.create_engine(url, connect_args={"timeout": LOCK_WAIT_S, "check_same_thread": False})
+    engine = sqlalchemy.create_engine(
+        url, hide_parameters=True, connect_args={"timeout": LOCK_WAIT_S, "check_same_thread": False}
+    )
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, _record: Any) -> None:

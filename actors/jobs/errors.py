@@ -28,7 +28,15 @@ class LeaseLost(JobError):
 
 
 class StoreUnavailable(JobError):
-    """The database can't be reached, or is locked for too long; nothing was changed, unless the answer got lost."""
+    """The database can't be reached, or is locked for too long; nothing was changed."""
+
+
+class CommitUncertain(StoreUnavailable):
+    """The connection broke while a change was being committed: it may have been made, and is not to be undone."""
+
+
+class StoreFailed(WanTpuError):
+    """The database refused a statement that it shouldn't: a defect of this program, or a damaged database."""
 
 
 class StoreError(InvalidInput):

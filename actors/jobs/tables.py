@@ -42,7 +42,8 @@ class Job(Table, kw_only=True):
 
     sequence          position in order of acceptance; grows
     owner             id of the API key it belongs to; "" where there are no keys
-    request           the request as it was accepted, plain JSON
+    request           the request as it was accepted, plain JSON: what a client wrote, which no query looks into
+    model             name of the model that it was accepted for; None where a program before schema 0004 accepted it
     input_image       name of the first frame in storage, recorded with `Retention.reserve` before it was written
     input_last_image  of the last frame, likewise
     priority          higher ones are claimed first; round-robin over owners of equal priority
@@ -75,6 +76,7 @@ class Job(Table, kw_only=True):
     owner: Mapped[str] = mapped_column(String(64))
     status: Mapped[Status] = mapped_column(String(16), default="queued")
     request: Mapped[dict[str, Any]] = mapped_column(JSON)
+    model: Mapped[str | None] = mapped_column(String(200), default=None)
     input_image: Mapped[str | None] = mapped_column(Text, default=None)
     input_last_image: Mapped[str | None] = mapped_column(Text, default=None)
     priority: Mapped[int] = mapped_column(default=0)

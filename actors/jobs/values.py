@@ -18,6 +18,11 @@ def new_id() -> str:
     return "video_" + secrets.token_hex(24)
 
 
+def storable(text: str) -> str:
+    """Return a text that every supported database can hold: PostgreSQL takes no NUL, none takes lone surrogates."""
+    return text.replace("\0", "").encode("utf-8", "replace").decode()
+
+
 def is_id(text: str) -> bool:
     """Whether a text that a client sent has the form of a job id."""
     return _ID.fullmatch(text) is not None

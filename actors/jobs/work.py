@@ -3,14 +3,14 @@
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session, aliased
 
 from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, end, expire_files
 from actors.jobs.errors import LeaseLost
 from actors.jobs.tables import ApiKey, File, Job
-from actors.jobs.values import DEADLINE, LOST, JobSettings
+from actors.jobs.values import DEADLINE, LOST, JobSettings, storable
 
 _RUNNING = aliased(Job)
 _OF_A_KEY = (
@@ -40,23 +40,17 @@ class WorkQueue:
         above: only one of a higher priority than this
         model: only one that was accepted for this model; those of another wait for a worker that has it
 
-        None of a key that has as many running as it may.         Jobs whose lease has run out are taken back first.
+        None of a key that has as many running as it may. Jobs whose lease has run out are taken back first.
         """
         with self._database.write() as session:
             now = self._database.now(session)
             self._requeue_lost(session, now)
-            wanted = [Job.status == "queued", Job.deadline.is_(None) | (Job.deadline > now)]
+            wanted: list[ColumnElement[bool]] = [Job.status == "queued", Job.deadline.is_(None) | (Job.deadline > now)]
             if above is not None:
                 wanted.append(Job.priority > above)
             if model is not None:
-                wanted.append(Job.request["model"].as_string() == model)
-            job = session.scalars(
-                select(Job)
-                .where(*wanted, Job.owner.not_in(_AT_THEIR_LIMIT))
-                .order_by(Job.priority.desc(), Job.round, Job.sequence)
-                .limit(1)
-                .with_for_update(skip_locked=True)  # on PostgreSQL workers don't wait for one another
-            ).one_or_none()
+                wanted.append((Job.model == model) | Job.model.is_(None))
+            job = self._next(session, wanted, model)
             if job is None:
                 return None
             job.status, job.worker, job.attempts = "in_progress", worker, job.attempts + 1
@@ -93,14 +87,14 @@ class WorkQueue:
             announced = set(session.scalars(select(File.name).where(File.job == job.id)))
             if unknown := set(results.values()) - announced:
                 raise ValueError(f"results of {job.id} that were never announced: {', '.join(sorted(unknown))}")
-            return end(session, job, now, self._settings, results=dict(results), warnings=warnings)
+            texts = [storable(warning) for warning in warnings]
+            return end(session, job, now, self._settings, results=dict(results), warnings=texts)
 
     def fail(self, claimed: Job, code: str, message: str) -> Job:
         """End a job that can't be made, with a reason for people; a job that was to stop says that instead."""
         with self._database.write() as session:
             job, now = self._held(session, claimed), self._database.now(session)
-            storable = message.replace("\0", "")  # PostgreSQL takes any text but this character
-            return end(session, job, now, self._settings, failure=(code, storable))
+            return end(session, job, now, self._settings, failure=(code, storable(message)))
 
     def release(self, claimed: Job) -> None:
         """Give a job back unfinished, when the worker is to end; it keeps its round."""
@@ -127,6 +121,35 @@ class WorkQueue:
                 else:
                     job.stop_code = DEADLINE
             return [job.id for job in overdue]
+
+    def _next(self, session: Session, wanted: list[ColumnElement[bool]], model: str | None) -> Job | None:
+        """Return the first job that may run, locked."""
+        query = (
+            select(Job)
+            .where(*wanted, Job.owner.not_in(_AT_THEIR_LIMIT))
+            .order_by(Job.priority.desc(), Job.round, Job.sequence)
+            .limit(1)
+            .with_for_update(skip_locked=True)  # on PostgreSQL workers don't wait for one another
+        )
+        refused: set[str] = set()
+        while (job := session.scalars(query.where(Job.owner.not_in(refused))).one_or_none()) is not None:
+            if job.model is None:  # accepted by an earlier version while this one came up
+                job.model = str(job.request.get("model", ""))
+            if model not in (None, job.model):
+                continue  # the query doesn't find it again
+            if self._may_run(session, job.owner):
+                return job
+            refused.add(job.owner)
+        return None
+
+    def _may_run(self, session: Session, owner: str) -> bool:
+        """Whether a key may have one more job running. Its row stays locked, so that another worker counts this one."""
+        limited = select(ApiKey).where(ApiKey.id == owner, ApiKey.running.is_not(None)).with_for_update()
+        key = session.scalars(limited).one_or_none()
+        if key is None or key.running is None:
+            return True
+        running = select(func.count()).select_from(Job).where(Job.status == "in_progress", Job.owner == owner)
+        return (session.scalar(running) or 0) < key.running
 
     def _held(self, session: Session, claimed: Job) -> Job:
         """Return a claimed job, locked, with what its worker has noted; raises `LeaseLost`."""

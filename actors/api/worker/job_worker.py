@@ -69,8 +69,10 @@ class JobWorker:
                 return await asyncio.to_thread(claim, self.name, above=above, model=model)
         except WanTpuError as error:
             log_event(log, "no claim", logging.WARNING, reason=str(error))
-            self._paused_until = time.monotonic() + _AGAIN_S
-            return None
+        except Exception:  # a worker that ended would leave the queue to others, which would end likewise
+            log.exception("no claim")
+        self._paused_until = time.monotonic() + _AGAIN_S
+        return None
 
     async def _start(self, job: Job, tasks: asyncio.TaskGroup) -> None:
         before = self._running.get(job.id)

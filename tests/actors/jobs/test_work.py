@@ -1,11 +1,17 @@
 """Jobs as workers see them, on both databases."""
 
+import threading
 import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import update
+from sqlalchemy.exc import OperationalError
 
-from actors.jobs.errors import LeaseLost
+from actors.jobs.database import Database
+from actors.jobs.errors import CommitUncertain, LeaseLost, StoreFailed, StoreUnavailable
+from actors.jobs.keys import KeyLimits, list_keys, make_key
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from actors.jobs.values import JobSettings, Progress
@@ -255,3 +261,79 @@ def test_a_job_is_made_by_the_model_that_it_was_accepted_for(store, work):
     made = [work.claim("w", model="wan") for _ in range(3)]
     assert [job and job.request["model"] for job in made] == ["wan", "wan", None]
     assert work.claim("w", model="other").request["model"] == "other"
+
+
+NUL = "a cat\0, a pie"
+
+
+def test_text_that_postgresql_cannot_look_into_does_not_stop_the_queue(store, work):
+    """PostgreSQL stores such JSON, and fails every query that reads a field of it, whichever job the query is about."""
+    store.submit(Job(owner="ann", request={"prompt": NUL, "model": "m"}, model="m"))
+    ask(store, name="next", model="m")
+    assert work.claim("w", model="m").request["prompt"] == NUL
+    assert work.claim("w", model="m").request["prompt"] == "next"
+
+
+def test_job_that_an_older_program_accepted_is_claimed_for_its_model_only(store, work):
+    store.submit(Job(owner="ann", request={"prompt": "old", "model": "a"}))
+    assert work.claim("w", model="b") is None
+    assert work.claim("w", model="a").request["prompt"] == "old"
+
+
+def test_results_and_reasons_that_no_database_can_hold_are_recorded_without_the_odd_characters(store, work):
+    for name in ("made", "failed"):
+        ask(store, name=name)
+    work.complete(made := work.claim("w"), {}, ["cut: \0\ud800"])
+    work.fail(failed := work.claim("w"), "invalid", "NUL \0 and \udfff")
+    assert (store.get(made.id).warnings, store.get(failed.id).error_message) == (["cut: ?"], "NUL  and ?")
+
+
+def test_refused_statement_is_told_without_what_was_to_be_stored(database, store):
+    prompt = "-".join(("hidden", "words"))  # not as it stands in this file, which a traceback quotes
+    first = ask(store, name=prompt)
+    with pytest.raises(StoreFailed, match=r"refused a statement \(\w+.*INSERT INTO jobs") as refused:
+        store.submit(Job(id=first.id, owner="ann", request={"prompt": prompt}))
+    assert prompt not in "".join(traceback.format_exception(refused.value))
+
+
+def test_lost_answer_to_a_commit_is_told_apart_from_a_change_that_was_never_made(database, store, monkeypatch):
+    """Nothing that may be committed must be undone: a reader of the error has to know."""
+    failing = OperationalError("COMMIT", {}, Exception("server closed the connection"))
+
+    def commit_and_lose_the_answer(engine, connection):
+        committed(connection)
+        raise failing
+
+    dialect = database._engine.dialect
+    committed = dialect.do_commit
+    monkeypatch.setattr(dialect, "do_commit", lambda connection: commit_and_lose_the_answer(dialect, connection))
+    job = Job(owner="ann", request={"prompt": "made"})
+    with pytest.raises(CommitUncertain):
+        store.submit(job)
+    monkeypatch.undo()
+    assert store.get(job.id).request == {"prompt": "made"}
+    with pytest.raises(StoreUnavailable) as before:
+        with database.write():
+            raise failing
+    assert not isinstance(before.value, CommitUncertain)
+
+
+def test_limit_of_running_jobs_holds_for_workers_that_claim_at_the_same_moment(address, database, store):
+    make_key(database, "ann", KeyLimits(running=1))
+    [key] = list_keys(database)
+    for i in range(8):
+        ask(store, owner=key.id, name=str(i))
+    databases = [Database(address) for _ in range(4)]
+    ready = threading.Barrier(len(databases))
+
+    def claim(opened):
+        ready.wait()
+        return WorkQueue(opened).claim("w")
+
+    with ThreadPoolExecutor(len(databases)) as workers:
+        for _ in range(5):
+            claimed_jobs = [job for job in workers.map(claim, databases) if job is not None]
+            assert len(claimed_jobs) == 1
+            WorkQueue(database).release(claimed_jobs[0])
+    for opened in databases:
+        opened.close()
