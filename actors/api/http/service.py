@@ -17,8 +17,9 @@ from actors.api.http.access import REFRESH_S, Access, Caller
 from actors.api.http.bodies import Asked, asked_for, image_of
 from actors.api.http.error_answers import HttpError
 from actors.api.http.following import Following, Seen
-from actors.api.http.objects import PICTURES, KeyUsage, adapters_of, generation_request
+from actors.api.http.objects import PICTURES, KeyUsage
 from actors.api.intake.apart import IMAGE, IMAGES, LAST
+from actors.api.intake.create_video import adapters_of, generation_request
 from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import Bodies
 from actors.api.metrics import FRESH_S, HEARTBEAT_S, Meters, ServiceMetrics

@@ -13,8 +13,9 @@ from actors.api.http.access import Caller
 from actors.api.http.content import send
 from actors.api.http.error_answers import HttpError, answer
 from actors.api.http.following import Seen
-from actors.api.http.objects import CreateVideo, ErrorBody, Variant, Video, VideoDeleted, VideoList, video
+from actors.api.http.objects import ErrorBody, Variant, Video, VideoDeleted, VideoList, video
 from actors.api.http.service import Service
+from actors.api.intake.create_video import CreateVideo
 from actors.api.variants import VARIANTS
 from actors.jobs.errors import JobNotFound
 from actors.jobs.keys import MAKE, OPERATE, READ

@@ -4,6 +4,7 @@ import base64
 import binascii
 import dataclasses
 import json
+from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from wan_tpu.errors import InvalidRequest
@@ -41,11 +42,7 @@ def apart(content_type: str, body: bytes) -> Parts:
 
 
 def _json(body: bytes) -> Parts:
-    try:
-        found = json.loads(body, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", None) or type(error).__name__
-        raise InvalidRequest(f"the body: invalid JSON ({reason[:80]})") from None
+    found = loads(body)
     uploads: dict[str, bytes] = {}
     if isinstance(found, dict):
         for one in (found, *(found.get(name) for name in IMAGES)):
@@ -61,6 +58,15 @@ def _json(body: bytes) -> Parts:
     if len(text) > _TEXT_BYTES:
         raise InvalidRequest(f"the fields have {len(text)} characters; {_TEXT_BYTES} are taken, an image not counted")
     return Parts(text=text, uploads=uploads)
+
+
+def loads(text: str | bytes) -> Any:
+    """Return what JSON (RFC 8259) says; raises `InvalidRequest`."""
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", None) or type(error).__name__
+        raise InvalidRequest(f"the body: invalid JSON ({reason[:80]})") from None
 
 
 def _is_data(url: str) -> bool:

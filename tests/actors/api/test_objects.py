@@ -1,19 +1,16 @@
 """The API's objects, against the types of OpenAI's own client."""
 
+import json
 import math
+from typing import get_args
 
 import pytest
 from openai.types import Video as OpenAIVideo
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from actors.api.http.objects import (
-    CreateVideo,
-    error_body,
-    frames_for,
-    generation_request,
-    seconds_text,
-    video,
-)
+from actors.api.http.bodies import from_json
+from actors.api.http.objects import error_body, seconds_text, video
+from actors.api.intake.create_video import CreateVideo, frames_for, generation_request
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from actors.jobs.values import Progress
@@ -123,6 +120,39 @@ def test_length_and_frames_exclude_each_other():
 def test_fields_have_limits(field):
     with pytest.raises(ValidationError):
         CreateVideo(**{"prompt": "x"} | field)
+
+
+def texts_of(model, prefix=()):
+    """Paths of the text fields of a request's model, nested ones included."""
+    for name, field in model.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            for inner in (kind, *get_args(kind)):
+                if inner is str:
+                    yield (*prefix, name)
+                elif isinstance(inner, type) and issubclass(inner, BaseModel):
+                    yield from texts_of(inner, (*prefix, name))
+
+
+@pytest.mark.parametrize("character", ["\0", "\ud800"])
+@pytest.mark.parametrize("path", sorted(set(texts_of(CreateVideo))), ids=".".join)
+def test_no_text_of_a_request_has_what_a_database_may_not_store(path, character):
+    outer, *inner = path
+    body, wrong = {"prompt": "x"}, f"a{character}b"
+    if not inner:
+        body[outer] = wrong
+    elif outer == "loras":
+        body[outer] = [{"name": "x"} | {inner[0]: wrong}]
+    else:
+        body[outer] = {inner[0]: wrong}
+    with pytest.raises(InvalidRequest, match="NUL" if character == "\0" else "surrogate") as refused:
+        from_json(json.dumps(body))
+    assert refused.value.field.split(".")[0] == outer and refused.value.field.endswith(path[-1])
+
+
+def test_an_error_that_names_an_odd_field_is_still_an_answer():
+    with pytest.raises(InvalidRequest) as refused:
+        from_json(json.dumps({"prompt": "x", "\ud800\0": 1}))
+    assert error_body(400, str(refused.value), param=refused.value.field).model_dump_json()
 
 
 def test_what_is_asked_for_reaches_the_pipeline():

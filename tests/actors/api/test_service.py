@@ -270,6 +270,12 @@ def test_a_page_elsewhere_may_ask_where_it_was_allowed_to(settings):
         ({"content": b'{"prompt": "\\ud800"}', "headers": {"content-type": "application/json"}}, 400),
         ({"json": {"prompt": "x", "webhook_url": "https://example.com/hook"}}, 400),
         ({"json": {"prompt": "x"}, "headers": {"Idempotency-Key": "k" * 256}}, 400),
+        ({"json": {"prompt": "x"}, "headers": {"Idempotency-Key": b"a\x85b"}}, 400),
+        ({"json": {"prompt": "\0"}}, 400),
+        ({"data": {"prompt": "\0"}, "files": {"negative_prompt": (None, "x")}}, 400),
+        ({"json": {"prompt": "x", "webhook_url": "https://example.com/#\0"}}, 400),
+        ({"content": b'{"prompt": "x", "\\ud800": 1}', "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b'{"\\u0000": 1}', "headers": {"content-type": "application/json"}}, 400),
     ],
 )
 def test_what_can_t_be_used_is_refused_and_nothing_breaks(http, given, status):
@@ -277,6 +283,11 @@ def test_what_can_t_be_used_is_refused_and_nothing_breaks(http, given, status):
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
     assert http.get("/v1/videos").json()["data"] == []
+
+
+@pytest.mark.parametrize("path", ["/v1/videos/%00", "/v1/videos?after=%00", "/v1/videos?after=%ed%a0%80"])
+def test_no_part_of_an_address_reaches_the_database_unchecked(http, path):
+    assert http.get(path).status_code == 404
 
 
 def test_bodies_end_where_they_must(settings, tmp_path):
