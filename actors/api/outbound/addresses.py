@@ -1,8 +1,6 @@
 """Which internet addresses a service may connect to on behalf of a client: public ones only."""
 
 import ipaddress
-import socket
-from asyncio import get_running_loop
 from collections.abc import Sequence
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -24,12 +22,6 @@ _REFUSED: tuple[Network, ...] = tuple(
         "3fff::/20",
     )
 )
-
-
-async def resolve(host: str, port: int) -> list[str]:
-    """Return all addresses of a name, by the system's resolver."""
-    found = await get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def is_address(text: str) -> bool:

@@ -6,7 +6,6 @@ The signature is that of https://www.standardwebhooks.com: OpenAI's client check
 import asyncio
 import base64
 import binascii
-import contextlib
 import hashlib
 import hmac
 import json
@@ -14,6 +13,7 @@ import logging
 import secrets
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from actors.api.limits import Limits
@@ -28,6 +28,7 @@ from wan_tpu.errors import InvalidInput
 
 log = logging.getLogger(__name__)
 
+_JSON = {"Content-Type": "application/json"}
 _PREFIX = "whsec_"
 _LOOK_S = 1.0  # for more that are due, while some are called
 _LEAST_BYTES = 16  # of a secret
@@ -45,32 +46,42 @@ class Webhooks:
         self._limits = limits
 
     async def call_due(self) -> int:
-        """Call all that are due, some of each key at a time; return how many those were."""
-        called, calls = 0, dict[asyncio.Task[None], str]()
+        """Call all that are due, some of each owner at a time; return how many those were.
+
+        Calls settle their own exceptions, and one that can't be claimed leaves those under way alone: no client's
+        server, and no failure of the database, ends the calls of others.
+        """
+        count, owners = 0, dict[asyncio.Task[None], str]()
         async with asyncio.TaskGroup() as group:
             while True:
-                owners = Counter(calls.values())
-                busy = [owner for owner, count in owners.items() if count >= self._limits.webhooks_of_a_key]
-                due = None
-                if len(calls) < self._limits.webhooks:
-                    with contextlib.suppress(*[StoreUnavailable] * bool(calls)):  # it comes back
-                        due = await asyncio.to_thread(deliveries.claim, self._database, busy)
+                due = await self._claim(owners) if len(owners) < self._limits.webhooks else None
                 if due is not None:
-                    calls[group.create_task(self._call(due))] = due.job.owner
-                    called += 1
-                elif calls:  # those that never answer hold up no others, which come meanwhile
-                    done, _ = await asyncio.wait(calls, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                    owners[group.create_task(self._call(due))] = due.job.owner
+                    count += 1
+                elif owners:  # Those that never answer hold up no others, which come meanwhile.
+                    done, _ = await asyncio.wait(owners, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
-                        del calls[task]
+                        del owners[task]
                 else:
-                    return called
+                    return count
+
+    async def _claim(self, calls: Mapping[asyncio.Task[None], str]) -> Delivery | None:
+        """Take a delivery of an owner that has room; None where none is due, or none can be claimed now."""
+        busy = [
+            owner for owner, calling in Counter(calls.values()).items() if calling >= self._limits.webhooks_of_a_key
+        ]
+        try:
+            return await asyncio.to_thread(deliveries.claim, self._database, busy)
+        except Exception as error:
+            if not calls:
+                raise
+            reason = str(error) if isinstance(error, StoreUnavailable) else None
+            log_event(log, "webhooks not claimed", logging.WARNING, reason=reason or type(error).__name__)
+            return None
 
     async def _call(self, delivery: Delivery) -> None:
-        try:
-            status = await post(delivery.url, signed(delivery.job, self._secret), self._fetching)
-            problem = None if 200 <= status < 300 else f"status {status}"
-        except FetchError as error:
-            problem = str(error)
+        """Call a webhook and record how that went; whatever is raised is settled here."""
+        problem = await self._post(delivery)
         last = delivery.attempts > len(_PAUSES_S)
         outcome = "delivered" if problem is None else "given_up" if last else "failed"
         self._meters.webhooks.labels(outcome).inc()
@@ -81,8 +92,26 @@ class Webhooks:
             else:
                 pause_s = float(_PAUSES_S[delivery.attempts - 1])
                 await asyncio.to_thread(deliveries.again, self._database, delivery, pause_s)
-        except StoreUnavailable as error:  # it is called again in two minutes
+        except StoreUnavailable as error:  # It is called again in two minutes.
             log_event(log, "webhook not noted", logging.WARNING, job=delivery.job.id, reason=str(error))
+        except Exception as error:
+            _log_unforeseen("webhook not noted", delivery, error)
+
+    async def _post(self, delivery: Delivery) -> str | None:
+        """Send what a job has become; return what is wrong with how that was answered, None where nothing is."""
+        job = delivery.job
+        try:
+            status = await post(delivery.url, signed(job, self._secret), self._fetching, owner=job.owner)
+        except FetchError as error:
+            return str(error)
+        except Exception as error:
+            _log_unforeseen("webhook failed", delivery, error)
+            return type(error).__name__
+        return None if 200 <= status < 300 else f"status {status}"
+
+
+def _log_unforeseen(event: str, delivery: Delivery, error: Exception) -> None:
+    log.error(event, exc_info=error, extra={"fields": {"job": delivery.job.id, "attempt": delivery.attempts}})
 
 
 def signed(job: Job, secret: bytes) -> tuple[bytes, dict[str, str]]:
@@ -105,15 +134,25 @@ def signed(job: Job, secret: bytes) -> tuple[bytes, dict[str, str]]:
     return content, headers
 
 
-async def post(url: str, message: tuple[bytes, dict[str, str]], fetching: FetchSettings) -> int:
-    """Send a message to a public https URL and return the status; redirects aren't followed. Raises `FetchError`."""
+async def post(url: str, message: tuple[bytes, dict[str, str]], fetching: FetchSettings, *, owner: str = "") -> int:
+    """Send a message to a public https URL and return the status; redirects aren't followed.
+
+    Args:
+        url: an https URL
+        message: content, and the headers that sign it
+        fetching: which URLs may be asked, and for how long
+        owner: of the job; names are looked up in turn by owner
+
+    Raises:
+        FetchError: whatever goes wrong with the URL or the server behind it
+    """
     content, headers = message
     try:
         async with (
             asyncio.timeout(fetching.timeout_s),
-            request("POST", url, fetching, {"Content-Type": "application/json", **headers}, content) as response,
+            request("POST", url, fetching, _JSON | headers, content, owner=owner) as answer,
         ):
-            return response.status
+            return answer.status
     except TimeoutError:
         raise FetchError(f"the webhook did not answer within {fetching.timeout_s:g} s") from None
 

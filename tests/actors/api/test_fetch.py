@@ -5,13 +5,19 @@ import contextlib
 import dataclasses
 import io
 import ipaddress
+import os
+import socket
 import ssl
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from actors.api.outbound import client
 from actors.api.outbound.addresses import refusal
-from actors.api.outbound.client import FetchError, FetchSettings, fetch
+from actors.api.outbound.client import FetchError, FetchSettings, check_url, default_trust, fetch
+from actors.api.outbound.resolver import Resolver
 from tests.actors.api.conftest import NAME
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"  # both this machine; only the first is allowed in these tests
@@ -102,6 +108,8 @@ def test_chunks_arrive(new_server, settings):
         "https://pictures.test/ä.png",
         "https://pictures.test/a\0b",
         "https://" + "a" * 70 + ".é/",
+        "https://" + "é." * 150 + "test/",
+        "https://pictures.test/" + "a" * 8200,
     ],
 )
 def test_other_urls_are_refused(settings, url):
@@ -251,6 +259,169 @@ def test_what_is_no_image_of_the_right_size_is_refused(new_server, settings, giv
     server.answers = {"/cat.png": given}
     with pytest.raises(FetchError, match=reason):
         got(server, settings)
+
+
+async def broken_record(writer):
+    """Answers half, then sends bytes that are no TLS, as no client's library can foresee."""
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\nhalf")
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    connection = writer.get_extra_info("socket")
+    os.write(connection.fileno(), b"\x17\x03\x03\x00\x20" + bytes(32))
+
+
+async def reset(writer):
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\nhalf")
+    await writer.drain()
+    writer.transport.abort()
+
+
+HOSTILE = {
+    "a broken TLS record": broken_record,
+    "a reset": reset,
+    "no status": b"HTTP/1.1\r\n\r\n",
+    "a status of letters": b"HTTP/1.1 abc OK\r\n\r\n",
+    "status 0": b"HTTP/1.1 000 OK\r\n\r\n",
+    "status 999": b"HTTP/1.1 999 OK\r\n\r\n",
+    "an unasked switch": b"HTTP/1.1 101 Switching\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n",
+    "a header without a name": b"HTTP/1.1 200 OK\r\n: x\r\n\r\n",
+    "a header of NUL": b"HTTP/1.1 200 OK\r\nX: \0\r\n\r\n",
+    "a length of 5000 digits": b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+    "a length below nothing": b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+    "two lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx",
+    "chunks of no size": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "chunks of any size": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 5000 + b"\r\n",
+    "an unknown transfer": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\nx",
+    "a redirect to nowhere": b"HTTP/1.1 302 Found\r\nLocation: \xff\xfe://[\r\nContent-Length: 0\r\n\r\n",
+    "a redirect to a long name": b"HTTP/1.1 302 F\r\nLocation: https://"
+    + b"\xe9." * 9000
+    + b"x/\r\nContent-Length: 0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_whatever_a_server_does_is_a_fetch_error(new_server, settings, case):
+    server = new_server()
+    server.answers = {"/cat.png": HOSTILE[case]}
+    with pytest.raises(FetchError):
+        got(server, settings)
+    assert server.connections == 1
+
+
+def test_a_server_that_speaks_no_tls_is_refused(settings):
+    async def do():
+        async def plain(reader, writer):
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(plain, HERE, 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            await fetched(f"https://{NAME}:{port}/", dataclasses.replace(settings, ports=frozenset({port})))
+
+    with pytest.raises(FetchError, match=r"TLS|certificate|answer"):
+        asyncio.run(do())
+
+
+def test_a_full_disk_here_is_not_blamed_on_the_server(new_server, settings):
+    server = new_server()
+    server.answers = {"/cat.png": answer(b"x" * 900)}
+
+    async def do():
+        async with running(server, settings) as (ready, base):
+            with open("/dev/full", "wb", buffering=0) as full:
+                await fetch(base + "/cat.png", ready, full)
+
+    with pytest.raises(OSError, match="No space left") as raised:
+        asyncio.run(do())
+    assert not isinstance(raised.value, FetchError)
+
+
+def test_a_long_host_costs_no_time(settings):
+    """480 kB of it took 4.6 s in the event loop."""
+    start = time.process_time()
+    for host in ("é." * 240_000, "é" * 8000, "." * 8000):
+        with pytest.raises(FetchError):
+            check_url(f"https://{host}/", settings)
+    assert time.process_time() - start < 0.1
+
+
+def test_all_requests_of_a_process_share_one_tls_context():
+    with ThreadPoolExecutor(8) as threads:
+        contexts = list(threads.map(lambda _: default_trust(), range(8)))
+    assert len(set(map(id, contexts))) == 1 and contexts[0].verify_mode == ssl.CERT_REQUIRED
+
+
+def test_the_tls_context_is_not_made_in_the_event_loop(settings, monkeypatch):
+    threads = []
+    make = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", lambda: threads.append(threading.current_thread()) or make())
+    client._made_trust.cache_clear()
+
+    async def do():
+        closed = dataclasses.replace(settings, trust=None, ports=frozenset({1}))
+        for _ in range(3):
+            with pytest.raises(FetchError, match="can't be reached"):
+                await fetched(f"https://{NAME}:1/", closed)
+
+    asyncio.run(do())
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+
+
+class SlowNames:
+    """A look-up whose names of one kind take until they are released, as with a name server that is silent."""
+
+    def __init__(self):
+        self.released, self.started = threading.Event(), []
+
+    def look_up(self, host, port):
+        self.started.append(host)
+        if host.startswith("slow"):
+            assert self.released.wait(20)
+        if host == "none.test":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [HERE]
+
+
+def test_slow_names_of_an_owner_delay_no_other(monkeypatch):
+    names = SlowNames()
+    resolver = Resolver(threads=6, threads_of_an_owner=4, look_up=names.look_up)
+
+    async def do():
+        slow = [asyncio.create_task(resolver.resolve(f"slow{i}.test", 443, "mallory")) for i in range(20)]
+        await asyncio.sleep(0)
+        for i in range(10):
+            assert await asyncio.wait_for(resolver.resolve(f"{i}.test", 443, "ann"), 5) == [HERE]
+        assert [name for name in names.started if name.startswith("slow")] == [f"slow{i}.test" for i in range(4)]
+        for task in slow[:10]:  # Those whose time is up: their threads count on, and none is started for the others.
+            task.cancel()
+        await asyncio.wait_for(resolver.resolve("more.test", 443, "ann"), 5)
+        assert len([name for name in names.started if name.startswith("slow")]) == 4
+        names.released.set()
+        assert await asyncio.wait_for(asyncio.gather(*slow[10:]), 10) == [[HERE]] * 10
+        assert not {f"slow{i}.test" for i in range(4, 10)} & set(names.started)  # nobody waited for these any more
+        with pytest.raises(OSError, match="Name or service not known"):
+            await resolver.resolve("none.test", 443, "ann")
+
+    try:
+        asyncio.run(do())
+    finally:
+        names.released.set()
+
+
+def test_owners_of_slow_names_take_turns():
+    names = SlowNames()
+    resolver = Resolver(threads=2, threads_of_an_owner=2, look_up=names.look_up)
+
+    async def do():
+        waiting = [asyncio.create_task(resolver.resolve(f"slow{i}.test", 443, "mallory")) for i in range(6)]
+        await asyncio.sleep(0)
+        waiting.append(asyncio.create_task(resolver.resolve("ann.test", 443, "ann")))
+        await asyncio.sleep(0)
+        names.released.set()
+        await asyncio.wait_for(asyncio.gather(*waiting), 10)
+
+    asyncio.run(do())
+    assert names.started.index("ann.test") <= 3  # behind the two that ran and at most one that was next
 
 
 def test_slow_servers_are_given_up_in_time(new_server, settings):

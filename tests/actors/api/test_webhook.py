@@ -3,10 +3,14 @@
 import asyncio
 import base64
 import dataclasses
+import os
+import threading
+import time
 
 import httpx
 import openai
 import pytest
+import sqlalchemy
 
 from actors.api.outbound import webhook
 from actors.api.outbound.client import FetchError
@@ -121,3 +125,78 @@ def test_receivers_that_never_answer_hold_up_those_of_their_key_alone(hooked, ho
         create(http, ann, webhook_url=f"https://{NAME}:{hook.port}/ann")
         wait_for(lambda: any(request.startswith(b"POST /ann") for request in hook.requests))
         assert len(hook.requests) == 5
+
+
+async def break_tls(writer):
+    """Send bytes that are no TLS, once hands were shaken."""
+    os.write(writer.get_extra_info("socket").fileno(), b"\x17\x03\x03\x00\x20" + bytes(32))
+    await asyncio.sleep(1)
+
+
+@pytest.mark.parametrize("broken", [break_tls, b"HTTP/1.1 x\r\n\r\n"])
+def test_webhook_of_a_broken_server_cuts_off_no_other_and_is_counted(hooked, hook, engine, monkeypatch, broken):
+    monkeypatch.setattr(webhook, "_LOOK_S", 0.1)
+    answered = threading.Event()
+
+    async def slow(writer):
+        while not answered.is_set():
+            await asyncio.sleep(0.02)
+        writer.write(OK)
+
+    hook.answers["/slow"], hook.answers["/broken"] = slow, broken
+    with served(hooked) as address, httpx.Client(base_url=address) as http, working(hooked, engine) as tools:
+        outcomes = {name: tools.meters.webhooks.labels(name)._value for name in ("failed", "delivered")}
+        create(http, webhook_url=f"https://{NAME}:{hook.port}/slow")
+        wait_for(lambda: hook.requests)
+        create(http, webhook_url=f"https://{NAME}:{hook.port}/broken")
+        wait_for(lambda: outcomes["failed"].get() == 1)
+        create(http, webhook_url=f"https://{NAME}:{hook.port}/third")
+        wait_for(lambda: outcomes["delivered"].get() == 1)
+        answered.set()
+        wait_for(lambda: outcomes["delivered"].get() == 2)
+        assert sorted(request.split()[1] for request in hook.requests) == [b"/broken", b"/slow", b"/third"]
+
+
+def test_delivery_that_fails_in_an_unknown_way_is_counted_and_tried_again(hooked, hook, database, engine, caplog):
+    """A resolver stands for all that raises what nobody has foreseen."""
+    failures = [RuntimeError("unforeseen")]
+
+    async def resolve(host, port):
+        if failures:
+            raise failures.pop()
+        return ["127.0.0.1"]
+
+    fetching = dataclasses.replace(hooked.fetch, resolver=resolve)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(webhook, "_PAUSES_S", (0.1, 0.1))
+        ready = dataclasses.replace(hooked, fetch=fetching)
+        with served(ready) as address, httpx.Client(base_url=address) as http, working(ready, engine) as tools:
+            create(http, webhook_url=f"https://{NAME}:{hook.port}/")
+            wait_for(lambda: tools.meters.webhooks.labels("delivered")._value.get() == 1)
+            assert tools.meters.webhooks.labels("failed")._value.get() == 1
+    assert len(hook.requests) == 1 and "unforeseen" in caplog.text
+
+
+def test_failed_claim_leaves_calls_under_way_alone(hooked, hook, database, engine, monkeypatch):
+    """The next delivery can't be read from the database for a while."""
+    monkeypatch.setattr(webhook, "_LOOK_S", 0.05)
+    answered = threading.Event()
+
+    async def slow(writer):
+        while not answered.is_set():
+            await asyncio.sleep(0.02)
+        writer.write(OK)
+
+    hook.answers["/slow"] = slow
+    with served(hooked) as address, httpx.Client(base_url=address) as http, working(hooked, engine) as tools:
+        create(http, webhook_url=f"https://{NAME}:{hook.port}/slow")
+        wait_for(lambda: hook.requests)
+        with database.write() as session:
+            session.execute(sqlalchemy.text("ALTER TABLE deliveries RENAME TO away"))
+        time.sleep(0.3)  # Several looks.
+        with database.write() as session:
+            session.execute(sqlalchemy.text("ALTER TABLE away RENAME TO deliveries"))
+        answered.set()
+        wait_for(lambda: tools.meters.webhooks.labels("delivered")._value.get() == 1)
+        wait_for(lambda: deliveries.waiting(database) == 0)
+        assert len(hook.requests) == 1
