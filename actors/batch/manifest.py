@@ -6,59 +6,107 @@ A line has the fields of `GenerationRequest`, and
     image, last_image  local paths or gs://; relative ones begin at the manifest's folder
     loras   those of relative paths may lie below that folder, too
     output  the mp4's name in the output folder; "<id>.mp4" when left out
+
+What lines have in common is planned, kept and read once: the work on a line and what is kept of it don't grow with the
+lines before it.
 """
 
 import dataclasses
-import difflib
-import hashlib
 import io
-import json
-import os
-import posixpath
-import re
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
-from PIL import Image
-
-from actors.storage.base import GCS_SCHEME, StorageError, name_problem
-from actors.storage.opening import absolute, open_storage, split_location
+from actors.batch.inputs import (
+    Picture,
+    Source,
+    explain,
+    identify,
+    read_bytes,
+    read_picture,
+    resolve_adapter,
+    resolve_image,
+)
+from actors.batch.lines import EXAMPLE, RESULTS, ParsedLine, digest_of, name_line, parse_object, record_name, shorten
+from actors.storage.base import GCS_SCHEME
+from actors.storage.opening import absolute, split_location
 from wan_tpu.errors import InvalidInput, WanTpuError
-from wan_tpu.lora import lora_of
-from wan_tpu.media.image import decode_image, load_image
 from wan_tpu.request import IMAGES, GenerationRequest
 from wan_tpu.spec import RequestPlan
 
-Planner = Callable[[GenerationRequest], RequestPlan]
+_READERS = 4  # Images read at a time: enough to hide the latency of gs://, few enough to hold in memory.
+_CHUNK = 1000  # Lines whose images are read together.
+_TEXTS = ("prompt", "negative_prompt", "seed")  # Fields that nothing about a plan depends on but its texts and seed.
+_NO_IMAGES: Mapping[str, Picture] = MappingProxyType({})
+_MAX_SETTINGS = 4096  # Distinct settings that are remembered; lines usually differ by their texts, seeds and files.
 
-_REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(GenerationRequest))
-_FIELDS = ("id", "output", *_REQUEST_FIELDS)
-_READERS = 4  # images read at a time: enough to hide the latency of gs://, few enough to hold in memory
+
+class Planner(Protocol):
+    """Plans a request whose images needn't be there: `ModelSpec.plan`."""
+
+    def __call__(
+        self, request: GenerationRequest, *, image: bool, last: bool, picture: tuple[int, int] | None
+    ) -> RequestPlan:
+        """Return what the request takes; raises `InvalidRequest` where the model can't make it."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LineSettings:
+    """What lines have in common that differ only by their texts, seeds and images of one size.
+
+    fields   of `GenerationRequest`, without those that differ
+    decides  the same fields as plain JSON values
+    sources  video and adapters, those of a preset included
+    """
+
+    planner: Planner
+    fields: Mapping[str, Any]
+    decides: Mapping[str, Any]
+    sources: tuple[Source, ...]
+
+    def plan(self, texts: Mapping[str, Any], images: Mapping[str, Picture]) -> RequestPlan:
+        """Return the plan of a request with these settings, without its images."""
+        return _plan(self.planner, GenerationRequest(**self.fields, **texts), images)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entry:
-    """A line that can be carried out. Its images are read when it is used: a thousand would not fit in memory."""
+    """A line that can be carried out; of a million there are half a gigabyte, so what it can share is shared.
 
-    line: int  # from 1
+    line    from 1
+    output  name of the mp4 in the output folder
+    images  by field
+    digest  of everything in the line that decides the video, the images' bytes included
+    """
+
+    line: int
     id: str
-    output: str  # name of the mp4 in the output folder
-    plan: RequestPlan  # without its images
-    images: dict[str, tuple[str, str]]  # field -> absolute path or gs://, SHA-256 of the file when it was read
-    digest: str  # of everything that decides the video, the images' bytes included
+    output: str
+    prompt: str
+    negative_prompt: str | None
+    seed: int
+    images: Mapping[str, Picture]
+    settings: LineSettings
+    digest: str
 
-    def loaded(self) -> RequestPlan:
-        """Return the plan, its images read now; raises `WanTpuError` if one has gone meanwhile, or is another."""
-        found = {name: _load_image(location) for name, (location, _) in self.images.items()}
-        for name, (location, digest) in self.images.items():
-            if found[name].info["sha256"] != digest:
-                raise InvalidInput(f"{name} {location} has changed since the manifest was read; run the batch again")
-        return self.plan.with_images(**found)
+    @property
+    def plan(self) -> RequestPlan:
+        """What the request takes, without its images: made anew each time."""
+        texts = {"prompt": self.prompt, "negative_prompt": self.negative_prompt, "seed": self.seed}
+        return self.settings.plan(texts, self.images)
+
+    def load(self) -> RequestPlan:
+        """Return the plan, its images read now; raises `WanTpuError` if a file has gone meanwhile, or is another."""
+        for source in self.settings.sources:
+            source.check()
+        images = {field: picture.load(field) for field, picture in self.images.items()}
+        return self.plan.with_images(**images)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BadLine:
     """A line that can't be carried out, and why."""
 
@@ -78,185 +126,184 @@ class Manifest:
 def read_manifest(location: str | Path, planner: Planner) -> Manifest:
     """Read, check and plan every line, images included.
 
-    planner  the model's `ModelSpec.plan`, which raises `InvalidRequest` where it can't make what a line asks for
+    Args:
+        location: Path or gs:// address of the manifest.
+        planner: The model's `ModelSpec.plan`, which raises `InvalidRequest` where it can't make what a line asks for.
 
-    Raises `StorageError` when the manifest itself can't be read, `InvalidInput` when it has no line.
+    Raises:
+        StorageError: The manifest can't be read.
+        InvalidInput: It has no line.
+        Unavailable: A bucket with an adapter doesn't answer.
     """
     folder, name = split_location(str(location))
     where = absolute(str(location))
     if not name:
         raise InvalidInput(f"{location} is a folder; give the path of a file with one JSON line a request")
-    content = _read_bytes(where)
-    lines = [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
-    if not lines:
-        raise InvalidInput(f"{where} has no requests; write one JSON object a line, such as {_EXAMPLE}")
-    with ThreadPoolExecutor(_READERS) as readers:
-        read = list(readers.map(lambda line: _read_line(line[0], line[1], absolute(folder), planner), lines))
+    reader, names = _Reader(absolute(folder), planner), _Names()
+    entries: list[Entry] = []
     bad: list[BadLine] = []
-    ids: dict[str, Entry] = {}
-    outputs: dict[str, Entry] = {}
-    for item in read:  # of several good lines with one id or output the first is kept
-        if isinstance(item, BadLine):
-            bad.append(item)
-        elif (reason := _clash(item, ids, outputs)) is not None:
-            bad.append(BadLine(line=item.line, id=item.id, reason=reason))
-        else:
-            ids[item.id] = outputs[item.output] = item
-    return Manifest(entries=tuple(ids.values()), bad=tuple(bad))
+    numbered = ((number, line) for number, line in enumerate(_lines(where), 1) if line.strip())
+    with ThreadPoolExecutor(_READERS) as threads:
+        while chunk := list(itertools.islice(numbered, _CHUNK)):
+            for item in reader.read(chunk, threads):  # of several good lines with one id or output the first is kept
+                if isinstance(item, Entry) and (reason := names.clash(item)) is not None:
+                    bad.append(BadLine(line=item.line, id=item.id, reason=reason))
+                elif isinstance(item, Entry):
+                    names.add(item)
+                    entries.append(item)
+                else:
+                    bad.append(item)
+    if not entries and not bad:
+        raise InvalidInput(f"{where} has no requests; write one JSON object a line, such as {EXAMPLE}")
+    return Manifest(entries=tuple(entries), bad=tuple(bad))
 
 
-_EXAMPLE = '{"prompt": "A cat looks into the camera.", "image": "cat.png", "seed": 1}'
+class _Reader:
+    """Makes entries of lines; what they share is made once."""
 
+    def __init__(self, folder: str, planner: Planner) -> None:
+        """folder: where relative paths begin."""
+        self._folder, self._planner = folder, planner
+        self._pictures: dict[str, Picture | str] = {}  # By location; a text says why it can't be read.
+        self._sources: dict[str, Source | None] = {}  # By location.
+        self._settings: dict[str, LineSettings | str] = {}  # By what is written; a text says why it can't be made.
 
-def _read_line(number: int, line: bytes, folder: str, planner: Planner) -> Entry | BadLine:
-    given: dict[str, Any] = {}
-    try:
-        given = _parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
-        fields = {name: value for name, value in given.items() if name in _REQUEST_FIELDS}
-        id_ = given["id"] if given.get("id") is not None else _derived_id(fields)
-        _check_name("id", id_, "cat-1")
-        output = given["output"] if given.get("output") is not None else f"{id_}.mp4"
-        _check_name("output", output, "clips/cat.mp4")
-        if not output.endswith(".mp4"):
-            raise InvalidInput(f"has the output {output!r}; give a name that ends in .mp4, which is what is written")
-        places = {name: _resolve(fields.pop(name), folder) for name in IMAGES if fields.get(name) is not None}
-        if isinstance(fields.get("video"), str):
-            fields["video"] = _resolve(fields["video"], folder)
-        if isinstance(fields.get("loras"), list):
-            fields["loras"] = [_beside(lora, folder) for lora in fields["loras"]]
-        pixels = {name: _load_image(location) for name, location in places.items()}
-        request = GenerationRequest(**fields | pixels)
-        plan = planner(request).with_images()
-    except WanTpuError as error:
-        id_ = given.get("id") if isinstance(given.get("id"), str) else None
-        return BadLine(line=number, id=id_, reason=shortened(str(error), 500))
-    decides = request.to_json()
-    images = {name: (places[name], image.info["sha256"]) for name, image in pixels.items()}
-    decides |= {name: digest for name, (_, digest) in images.items()}
-    return Entry(line=number, id=id_, output=output, plan=plan, images=images, digest=_digest(decides))
+    def read(self, lines: Iterable[tuple[int, bytes]], threads: Executor) -> Iterator[Entry | BadLine]:
+        """Yield an entry, or what is wrong, for each of some lines; their images are read together, by `threads`."""
+        parsed = [self._parse(number, line) for number, line in lines]
+        places = (place for item in parsed if isinstance(item, tuple) for place in item[1].values())
+        unread = [place for place in dict.fromkeys(places) if place not in self._pictures]
+        self._pictures.update(zip(unread, threads.map(read_picture, unread), strict=True))
+        for item in parsed:
+            yield item if isinstance(item, BadLine) else self._entry(*item)
 
+    def _parse(self, number: int, line: bytes) -> tuple[ParsedLine, dict[str, str]] | BadLine:
+        """Return a line's fields, and where its images are."""
+        given: dict[str, Any] = {}
+        try:
+            given = parse_object(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+            parsed = name_line(number, given)
+            fields, images = parsed.fields, [name for name in IMAGES if given.get(name) is not None]
+            places = {name: resolve_image(fields.pop(name), self._folder) for name in images}
+            if isinstance(fields.get("video"), str):
+                fields["video"] = resolve_image(fields["video"], self._folder)
+            if isinstance(fields.get("loras"), list):
+                fields["loras"] = [resolve_adapter(lora, self._folder) for lora in fields["loras"]]
+        except WanTpuError as error:
+            id_ = given.get("id") if isinstance(given.get("id"), str) else None
+            return BadLine(line=number, id=id_, reason=shorten(str(error), 500))
+        return parsed, places
 
-def _beside(lora: object, folder: str) -> object:
-    """Return an adapter, its path absolute where it lies below the manifest's folder."""
-    if isinstance(lora, str | dict):
-        found = lora_of(lora)
-        if not os.path.isabs(found.path) and (path := posixpath.join(folder, found.path)) and os.path.exists(path):
-            return dataclasses.asdict(dataclasses.replace(found, path=path))
-    return lora
-
-
-def _check_name(what: str, name: object, example: str) -> None:
-    if not isinstance(name, str):
-        raise InvalidInput(f"has the {what} {name!r}; give a string, such as {example!r}")
-    if (problem := name_problem(name)) is not None:
-        raise InvalidInput(f"has the {what} {name!r}, which {problem}; give one such as {example!r}")
-
-
-def shortened(text: str, most: int) -> str:
-    """Return a message without the middle of the megabyte that it may quote."""
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(line.decode(), object_pairs_hook=_no_repeats, parse_int=_integer)
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"is no UTF-8 (byte {error.start}); save the manifest as UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise InvalidInput(
-            f"is no JSON ({error.msg} at column {error.colno}); write an object such as {_EXAMPLE}"
-        ) from None
-    except RecursionError:
-        raise InvalidInput(f"is nested too deep; write an object such as {_EXAMPLE}") from None
-    if not isinstance(fields, dict):
-        raise InvalidInput(f"is a JSON {type(fields).__name__}; write an object such as {_EXAMPLE}")
-    for name in fields:
-        if name not in _FIELDS:
-            raise InvalidInput(f"has the unknown field {name!r}; {_nearest(name)}")
-    return fields
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > 100:  # Python reads longer ones than it prints
-        raise InvalidInput(f"has a number of {len(digits)} digits; no field takes one")
-    return int(digits)
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidInput(f"has the field {twice!r} twice; keep one")
-    return fields
-
-
-def _nearest(name: str) -> str:
-    if name == "size":
-        return "give height and width"
-    close = difflib.get_close_matches(name, _FIELDS, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(_FIELDS)}"
-
-
-def _derived_id(fields: dict[str, Any]) -> str:
-    """Return words of the prompt, for people, and a digest of the fields as written."""
-    prompt = fields.get("prompt")
-    words = re.findall(r"[a-z0-9]+", prompt.lower()) if isinstance(prompt, str) else []
-    return "-".join([*words[:4], _digest(fields)[:10]] if words else ["request", _digest(fields)[:10]])[-100:]
-
-
-def _digest(value: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _clash(entry: Entry, ids: dict[str, Entry], outputs: dict[str, Entry]) -> str | None:
-    """Return why an entry can't be beside earlier ones."""
-    if entry.id in ids:
-        return f"has the id {entry.id!r} of line {ids[entry.id].line}; give it another id (or another seed)"
-    if entry.output in outputs:
-        return f"has the output {entry.output!r} of line {outputs[entry.output].line}; give it another"
-    within = any(parent.as_posix() in outputs for parent in Path(entry.output).parents)
-    if within or any(name.startswith(f"{entry.output}/") for name in outputs):
-        return f"has the output {entry.output!r}, which is a file and a folder; give it another"
-    return None
-
-
-# ---- files of a manifest: local or gs://
-
-
-def _resolve(image: object, folder: str) -> str:
-    """Return an image's absolute path or gs:// address; a relative one begins at `folder`."""
-    if not isinstance(image, str) or not image:
-        raise InvalidInput(f"has the image {image!r}; give a path or gs:// address")
-    if "://" in image or image.startswith("/"):
-        return image
-    if not folder.startswith(GCS_SCHEME):
-        return str(Path(folder, image))
-    bucket, _, path = folder.removeprefix(GCS_SCHEME).partition("/")
-    joined = posixpath.normpath(posixpath.join(path, image))
-    if joined.startswith(".."):
-        raise InvalidInput(
-            f"has the image {image!r}, which is outside of the bucket {bucket!r}; give its gs:// address"
+    def _entry(self, line: ParsedLine, places: dict[str, str]) -> Entry | BadLine:
+        texts = {name: line.fields.pop(name) for name in _TEXTS if name in line.fields}
+        try:
+            images = {name: self._picture(place) for name, place in places.items()}
+            request = GenerationRequest(**texts)
+            settings = self._settings_of(line.fields, texts, images)
+        except WanTpuError as error:
+            id_ = line.id if line.names_itself else None
+            return BadLine(line=line.number, id=id_, reason=shorten(str(error), 500))
+        decides = {**settings.decides, **{name: getattr(request, name) for name in _TEXTS}}
+        decides |= {name: picture.sha256 for name, picture in images.items()}
+        return Entry(
+            line=line.number,
+            id=line.id,
+            output=line.output,
+            prompt=request.prompt,
+            negative_prompt=request.negative_prompt,
+            seed=request.seed,
+            images=images or _NO_IMAGES,
+            settings=settings,
+            digest=digest_of(decides),
         )
-    return f"{GCS_SCHEME}{bucket}/{joined}"
+
+    def _picture(self, place: str) -> Picture:
+        picture = self._pictures[place]
+        if isinstance(picture, str):
+            raise InvalidInput(picture)
+        return picture
+
+    def _settings_of(
+        self, fields: dict[str, Any], texts: dict[str, Any], images: Mapping[str, Picture]
+    ) -> LineSettings:
+        """Return the settings of a line, planned when the first of them comes."""
+        key = repr((fields, [(name, picture.height, picture.width) for name, picture in images.items()]))
+        settings = self._settings.get(key)
+        if settings is None:
+            if len(self._settings) >= _MAX_SETTINGS:
+                self._settings.clear()
+            settings = self._settings[key] = self._plan(fields, texts, images)
+        if isinstance(settings, str):
+            raise InvalidInput(settings)
+        return settings
+
+    def _plan(self, fields: dict[str, Any], texts: dict[str, Any], images: Mapping[str, Picture]) -> LineSettings | str:
+        try:
+            request = GenerationRequest(**fields, **texts)
+            resolved = _plan(self._planner, request, images).request
+        except WanTpuError as error:
+            return str(error)
+        named = [lora.path for lora in resolved.loras] + ([] if resolved.video is None else [str(resolved.video)])
+        sources = [source for place in dict.fromkeys(named) if (source := self._source(place)) is not None]
+        return LineSettings(self._planner, fields, request.to_json(), tuple(sources))
+
+    def _source(self, place: str) -> Source | None:
+        if place not in self._sources:
+            self._sources[place] = identify(place)
+        return self._sources[place]
 
 
-def _read_bytes(location: str) -> bytes:
-    folder, name = split_location(location)
+class _Names:
+    """The names that lines have taken."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}  # The lines that have them.
+        self._outputs: dict[str, int] = {}
+        self._folders: set[str] = set()
+
+    def clash(self, entry: Entry) -> str | None:
+        """Return why an entry can't be beside earlier ones."""
+        id_, output = entry.id, entry.output
+        if (line := self._ids.get(id_)) is not None:
+            return f"has the id {id_!r} of line {line}; give it another id (or another seed)"
+        if (line := self._outputs.get(output)) is not None:
+            return f"has the output {output!r} of line {line}; give it another"
+        within = any(self._is_file(folder) for folder in _folders_of(output))
+        if within or output in self._folders or record_name(output) in self._folders:
+            return f"has the output {output!r}, which is a file and a folder; give it another"
+        return None
+
+    def add(self, entry: Entry) -> None:
+        """Take the names of an entry."""
+        self._ids[entry.id] = self._outputs[entry.output] = entry.line
+        self._folders.update(_folders_of(entry.output))
+
+    def _is_file(self, name: str) -> bool:
+        """Return whether a name is that of a video, a record or the results."""
+        return name in self._outputs or name == RESULTS or f"{name.removesuffix('.json')}.mp4" in self._outputs
+
+
+def _folders_of(name: str) -> Iterator[str]:
+    """Yield the folders that a name lies in: a and a/b of a/b/c.mp4."""
+    end = name.find("/")
+    while end >= 0:
+        yield name[:end]
+        end = name.find("/", end + 1)
+
+
+def _plan(planner: Planner, request: GenerationRequest, images: Mapping[str, Picture]) -> RequestPlan:
+    first = images.get("image")
+    size = None if first is None else (first.height, first.width)
+    return planner(request, image=first is not None, last="last_image" in images, picture=size)
+
+
+def _lines(location: str) -> Iterator[bytes]:
+    """Yield the lines of a manifest; raises `StorageError`."""
     if location.startswith(GCS_SCHEME):
-        return open_storage(folder).read(name)
+        yield from io.BytesIO(read_bytes(location))
+        return
     try:
-        return Path(location).read_bytes()
+        with open(location, "rb") as file:
+            yield from file
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise StorageError(f"can't read {location} ({reason}); check the path and its permissions") from None
-
-
-def _load_image(location: str) -> Image.Image:
-    """Return the image with the digest of its file in `info["sha256"]`."""
-    if location.startswith(GCS_SCHEME) or os.path.isfile(location):  # unlike Path.is_file, false for a name too long
-        content = _read_bytes(location)
-        image = decode_image(io.BytesIO(content), location)
-        image.info["sha256"] = hashlib.sha256(content).hexdigest()
-        return image
-    return load_image(location)  # which says what is wrong
+        raise explain(error, location) from None

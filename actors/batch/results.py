@@ -5,16 +5,20 @@ has the size written there. results.jsonl is made from the records, and has a li
 """
 
 import dataclasses
+import io
+import itertools
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Literal, overload
 
+from actors.batch.lines import record_name
 from actors.batch.manifest import Entry
 from actors.storage.base import Storage
 
-RESULTS = "results.jsonl"
-_READERS = 8  # records read at a time; the Google client keeps ten connections
+_READERS = 8  # Records read at a time; the Google client keeps ten connections.
+_CHUNK = 1000  # Records read, or lines joined, at a time: what is under way stays small.
 
 Status = Literal["done", "writing", "failed", "changed", "invalid"]
 
@@ -30,8 +34,10 @@ class Result:
     seconds  from the start on this request to its video being written, waiting for slices included
     stage_s  stage -> seconds in which slices computed it
     warnings what the maker of the video should know of it, such as that its prompt was cut
-    request  digest of everything that decides the video
-    model    what it was made with, where the driver was told
+    request  digest of everything in the line that decides the video
+    model    what it was made with, where the driver was told: a folder's absolute path, gs:// or a hub id
+    precision  of the model's computation, likewise
+    sources  video and adapters of the request -> the version of their content, where that is known
     """
 
     line: int
@@ -45,48 +51,102 @@ class Result:
     warnings: list[str] = dataclasses.field(default_factory=list)
     request: str | None = None
     model: str | None = None
+    precision: str | None = None
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_line(self) -> bytes:
         """Return it as a line of JSON."""
-        return json.dumps(dataclasses.asdict(self), ensure_ascii=False).encode() + b"\n"
+        return json.dumps(vars(self), ensure_ascii=False).encode() + b"\n"
+
+    @classmethod
+    def parse(cls, line: bytes) -> "Result":
+        """Return a result of its line; raises `ValueError` or `TypeError` for what is none."""
+        return cls(**json.loads(line))
 
 
-def record_name(output: str) -> str:
-    """Return the name of the record of a video."""
-    return output.removesuffix(".mp4") + ".json"
+class Results(Sequence[Result]):
+    """How lines of a manifest have ended so far, in its order.
 
+    Each is kept as its line of JSON: a million fit into half a gigabyte, and results.jsonl is ready to be written.
 
-def make_plan(
-    storage: Storage, entries: Sequence[Entry], *, model: str | None, remake_changed: bool
-) -> tuple[list[Entry], list[Result]]:
-    """Compare requests with the records and videos that are there; return what is to be made, and the other results.
-
-    Those with an `error` have changed since, or somebody else's file has the name of the video or its record.
+    counts  how many have ended so, by status
     """
-    sizes = storage.list()
-    names = [record_name(entry.output) for entry in entries]
+
+    def __init__(self, last_line: int) -> None:
+        """last_line: of the manifest; lines count from 1."""
+        self._lines: list[bytes | None] = [None] * (last_line + 1)
+        self.counts: Counter[str] = Counter()
+
+    def add(self, result: Result) -> None:
+        """Take the result of a line that has none yet."""
+        self._lines[result.line] = result.to_line()
+        self.counts[result.status] += 1
+
+    def content(self) -> bytes:
+        """Return results.jsonl; may be called in a thread while results are added, and lets others run meanwhile."""
+        content = io.BytesIO()
+        for start in range(0, len(self._lines), _CHUNK):
+            content.write(b"".join(filter(None, self._lines[start : start + _CHUNK])))
+        return content.getvalue()
+
+    def __len__(self) -> int:
+        return self.counts.total()
+
+    def __iter__(self) -> Iterator[Result]:
+        return (Result.parse(line) for line in self._lines if line is not None)
+
+    @overload
+    def __getitem__(self, index: int) -> Result: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Result]: ...
+    def __getitem__(self, index: Any) -> Any:
+        lines = [line for line in self._lines if line is not None][index]
+        return [Result.parse(line) for line in lines] if isinstance(index, slice) else Result.parse(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeWith:
+    """What makes a batch's videos, as their records have it; None where nobody says.
+
+    model      a folder's absolute path, gs:// or a hub id
+    precision  such as "bfloat16"
+    """
+
+    model: str | None = None
+    precision: str | None = None
+
+
+def settle(
+    storage: Storage, entries: Iterable[Entry], *, made_with: MadeWith, remake_changed: bool
+) -> Iterator[tuple[Entry, Result | None]]:
+    """Compare requests with the records and videos that are there.
+
+    Args:
+        storage: The batch's output.
+        entries: The lines that can be carried out.
+        made_with: What would make the videos; another one than in a record is a change.
+        remake_changed: Whether what has changed is to be made again.
+
+    Yields:
+        Each entry with its result, None where it is to be made. Those with an `error` have changed since, or somebody
+        else's file has the name of the video or its record.
+    """
+    sizes, remaining = storage.list(), iter(entries)
     with ThreadPoolExecutor(_READERS) as readers:
-        records = readers.map(lambda name: _read_record(storage, name) if name in sizes else None, names)
-    todo: list[Entry] = []
-    settled: list[Result] = []
-    for entry, name, record in zip(entries, names, records, strict=True):
-        size = sizes.get(entry.output)
-        if record is None and (size is not None or name in sizes):
-            where = storage.location(name if size is None else entry.output)
-            error = f"{where} exists, and no record says that a batch made it; move it away, or give the line another "
-            error += "output"
-            settled.append(Result(line=entry.line, id=entry.id, status="failed", error=error, request=entry.digest))
-        elif record is None or record.status != "done" or record.size_bytes != size:
-            todo.append(entry)
-        elif (what := _difference(record, entry, model)) is None:
-            settled.append(dataclasses.replace(record, line=entry.line))
-        elif remake_changed:
-            todo.append(entry)
-        else:
-            error = f"line {entry.line} has another {what} than {storage.location(entry.output)} was made from, which "
-            error += "is kept; give it a new id, or ask for changed ones to be made again"
-            settled.append(dataclasses.replace(record, line=entry.line, status="changed", error=error))
-    return todo, settled
+        while chunk := list(itertools.islice(remaining, _CHUNK)):
+            names = [record_name(entry.output) for entry in chunk]
+            records = readers.map(lambda name: _read_record(storage, name) if name in sizes else None, names)
+            for entry, name, record in zip(chunk, names, records, strict=True):
+                size = sizes.get(entry.output)
+                if record is None and (size is not None or name in sizes):
+                    where = storage.location(name if size is None else entry.output)
+                    yield entry, _result_of_another(entry, where)
+                elif record is None or record.status != "done" or record.size_bytes != size:
+                    yield entry, None
+                elif (what := _difference(record, entry, made_with)) is None:
+                    yield entry, dataclasses.replace(record, line=entry.line)
+                else:
+                    yield entry, None if remake_changed else _changed(record, entry, what, storage)
 
 
 def publish(storage: Storage, output: str, video: bytes, result: Result) -> None:
@@ -103,16 +163,34 @@ def publish(storage: Storage, output: str, video: bytes, result: Result) -> None
 def _read_record(storage: Storage, name: str) -> Result | None:
     """Return a record; None when the file is none of ours (ours are whole, or not there)."""
     try:
-        return Result(**json.loads(storage.read(name)))
+        return Result.parse(storage.read(name))
     except (ValueError, TypeError):
         return None
 
 
-def _difference(record: Result, entry: Entry, model: str | None) -> str | None:
+def _result_of_another(entry: Entry, where: str) -> Result:
+    """Return the result of a line whose video's name somebody else's file has."""
+    error = f"{where} exists, and no record says that a batch made it; move it away, or give the line another output"
+    return Result(line=entry.line, id=entry.id, status="failed", error=error, request=entry.digest)
+
+
+def _changed(record: Result, entry: Entry, what: str, storage: Storage) -> Result:
+    error = f"line {entry.line} has another {what} than {storage.location(entry.output)} was made from, which is kept; "
+    error += "give it a new id, or ask for changed ones to be made again"
+    return dataclasses.replace(record, line=entry.line, status="changed", error=error)
+
+
+def _difference(record: Result, entry: Entry, made_with: MadeWith) -> str | None:
+    """Return what differs from what a video was made from. What either side doesn't know is no difference."""
     if record.id != entry.id:
         return "id"
     if record.request != entry.digest:
         return "request"
-    if model is not None and record.model not in (None, model):
+    if None not in (record.model, made_with.model) and record.model != made_with.model:
         return "model"
+    if None not in (record.precision, made_with.precision) and record.precision != made_with.precision:
+        return "precision"
+    for source in entry.settings.sources:
+        if record.sources.get(source.location, source.version) != source.version:
+            return f"content of {source.location}"
     return None

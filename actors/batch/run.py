@@ -3,23 +3,25 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
 
 from actors import interrupts
-from actors.batch.manifest import Entry, Manifest, shortened
-from actors.batch.results import RESULTS, Result, make_plan, publish, record_name
-from actors.engine import Engine, GeneratedVideo, OnEvent
-from actors.observe.span import Span
+from actors.batch.attempt import Attempt, Output, run_to_end
+from actors.batch.lines import RESULTS, record_name
+from actors.batch.manifest import Entry, Manifest
+from actors.batch.results import MadeWith, Result, Results, settle
+from actors.engine import Engine, OnEvent
 from actors.storage.base import Storage, StorageError
 from wan_tpu.errors import InvalidInput, InvalidRequest, WanTpuError
 from wan_tpu.progress import Bar, Progress, Silent
 
-RESULTS_S = 5.0  # between two writes of results.jsonl, while requests end
+RESULTS_S = 5.0  # At least so long between two writes of results.jsonl while requests end,
+RESULTS_SHARE = 0.05  # and writing it takes this part of the time at most.
 
 Tell = Callable[[str], object]
 
@@ -33,14 +35,14 @@ class BatchReport:
     problem  why results.jsonl couldn't be written, if so
     """
 
-    results: tuple[Result, ...]
+    results: Results
     made: int
     seconds: float
     problem: str | None = None
 
     def count(self, status: str) -> int:
         """Return how many lines ended so."""
-        return sum(result.status == status for result in self.results)
+        return self.results.counts[status]
 
     @property
     def exit_code(self) -> int:
@@ -81,33 +83,40 @@ def open_batch(
     in_flight: int = 4,
     remake_changed: bool = False,
     model: str | None = None,
+    precision: str | None = None,
     tell: Tell = say,
 ) -> Iterator["Batch"]:
     """Hold an output for one run of a manifest, and find out what is to be done: before any engine is needed.
 
-    in_flight       requests handed to the engine at a time; what is beyond stays unread
-    remake_changed  make a video again, over the old one, when its line or the model has changed since
-    model           what the videos are made with, noted in results and compared when a batch is run again
-    tell            is told, in one line each, what can't be done or has failed
+    Args:
+        manifest: The lines.
+        output: Where videos and records go.
+        in_flight: Requests handed to the engine at a time; what is beyond stays unread.
+        remake_changed: Make a video again, over the old one, when its line or what makes it has changed since.
+        model: What the videos are made with, noted in records and compared when a batch is run again.
+        precision: Of the model, likewise.
+        tell: Is told, in one line each, what can't be done or has failed.
 
-    Raises `StorageError` when the output can't be written to, or another process writes there.
+    Raises:
+        StorageError: The output can't be written to, or another process writes there.
+        InvalidRequest: `in_flight` is out of range.
     """
     if not 1 <= in_flight <= 10_000:
         raise InvalidRequest(f"in_flight is {in_flight}; allowed are 1 to 10000")
     start = time.monotonic()
     output.probe()
-    names = [name for entry in manifest.entries for name in (entry.output, record_name(entry.output))]
-    with output.claim([*names, RESULTS]):
-        todo, found = make_plan(output, manifest.entries, model=model, remake_changed=remake_changed)
-        bad = [
-            Result(line=line.line, id=line.id, status="invalid", error=f"line {line.line} {line.reason}")
-            for line in manifest.bad
-        ]
-        results = {result.line: result for result in [*bad, *found]}
-        for result in results.values():
-            if result.error is not None:
-                tell(f"{result.id or 'no id'}: {result.error}")
-        batch = Batch(output, in_flight, model, todo, results, tell, start)
+    names = (name for entry in manifest.entries for name in (entry.output, record_name(entry.output)))
+    with output.claim(itertools.chain(names, [RESULTS])):
+        made_with = MadeWith(model, precision)
+        batch = Batch(output, in_flight, made_with, tell, start, Results(_last_line(manifest)))
+        for line in manifest.bad:
+            error = f"line {line.line} {line.reason}"
+            batch.settle(Result(line=line.line, id=line.id, status="invalid", error=error))
+        for entry, result in settle(output, manifest.entries, made_with=made_with, remake_changed=remake_changed):
+            if result is None:
+                batch.todo.append(entry)
+            else:
+                batch.settle(result)
         batch.write_results()
         yield batch
 
@@ -117,20 +126,27 @@ class Batch:
     """The requests of one run.
 
     todo     what is to be made; where it is empty, no engine is needed
-    results  how lines of the manifest have ended so far, by number
+    results  how lines of the manifest have ended so far
     made     how many videos this run has made
     """
 
     output: Storage
     in_flight: int
-    model: str | None
-    todo: list[Entry]
-    results: dict[int, Result]
+    made_with: MadeWith
     tell: Tell
     start_s: float
+    results: Results
+    todo: list[Entry] = dataclasses.field(default_factory=list)
     made: int = 0
-    written_s: float = 0.0  # time.monotonic() when results.jsonl was last written
-    write_failed: bool = False  # the last attempt to write a video
+
+    def __post_init__(self) -> None:
+        self._checked = Output(self.output)
+
+    def settle(self, result: Result) -> None:
+        """Take the result of a line, and tell what is wrong with it."""
+        self.results.add(result)
+        if result.error is not None:
+            self.tell(f"{result.id or 'no id'}: {result.error}")
 
     def run(
         self, engine: Engine | None, *, progress: Progress | None = None, on_event: OnEvent = lambda span: None
@@ -148,7 +164,7 @@ class Batch:
         bar = (progress if progress and self.todo else Silent()).bar("batch", len(self.todo))
         try:
             if engine is not None:
-                interrupts.run(self._all(engine, bar, on_event))
+                interrupts.run(self._make_all(engine, bar, on_event))
         finally:
             bar.close()
             try:
@@ -156,109 +172,53 @@ class Batch:
             except StorageError as error:
                 problem = str(error)
                 self.tell(problem)
-        return BatchReport(self._in_order(), self.made, time.monotonic() - self.start_s, problem)
+        return BatchReport(self.results, self.made, time.monotonic() - self.start_s, problem)
 
     def write_results(self) -> None:
-        """Write results.jsonl anew, in the manifest's order."""
-        self.written_s = time.monotonic()
-        self.output.write(RESULTS, b"".join(result.to_line() for result in self._in_order()))
+        """Write results.jsonl anew, in the manifest's order; never on an event loop, since storage may be slow."""
+        self.output.write(RESULTS, self.results.content())
 
-    def _in_order(self) -> tuple[Result, ...]:
-        return tuple(self.results[line] for line in sorted(self.results))
-
-    async def _all(self, engine: Engine, bar: Bar, on_event: OnEvent) -> None:
+    async def _make_all(self, engine: Engine, bar: Bar, on_event: OnEvent) -> None:
         waiting = iter(self.todo)
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(self.in_flight, len(self.todo))):
-                tasks.create_task(self._work(waiting, bar, engine, on_event))
+        async with asyncio.TaskGroup() as beside:
+            writing = beside.create_task(self._keep_results_written())
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(self.in_flight, len(self.todo))):
+                    tasks.create_task(self._work(waiting, bar, engine, on_event))
+            writing.cancel()
+
+    async def _keep_results_written(self) -> None:
+        """Write results.jsonl now and then while requests end: one at a time, for a small part of the time."""
+        pause, written = RESULTS_S, len(self.results)
+        while True:
+            await asyncio.sleep(pause)
+            if len(self.results) == written:
+                continue
+            start, written = time.monotonic(), len(self.results)
+            try:
+                await run_to_end(self.write_results)
+            except StorageError as error:
+                self.tell(str(error))
+            pause = max(RESULTS_S, (time.monotonic() - start) / RESULTS_SHARE)
 
     async def _work(self, waiting: Iterator[Entry], bar: Bar, engine: Engine, on_event: OnEvent) -> None:
         for entry in waiting:
-            result = await self._one(entry, engine, on_event)
-            for text in [*result.warnings, *([] if result.error is None else [result.error])]:
-                self.tell(f"{entry.id}: {text}")
-            self.results[entry.line] = result
-            if time.monotonic() > self.written_s + RESULTS_S:
-                try:
-                    self.write_results()
-                except StorageError as error:
-                    self.tell(f"{entry.id}: {error}")
+            attempt = Attempt(entry, self._checked, self.made_with)
+            try:
+                await attempt.run(engine, on_event)
+            finally:
+                if attempt.result is not None:  # also when cancelled while its video was being published
+                    self._note(entry, attempt.result)
             bar.step()
+            if attempt.is_over:
+                await engine.forget(entry.id)
 
-    async def _one(self, entry: Entry, engine: Engine, on_event: OnEvent) -> Result:
-        """Make one video; whatever goes wrong with it is its result, and no other request's concern."""
-        start = time.monotonic()
-        result = Result(
-            line=entry.line,
-            id=entry.id,
-            status="done",
-            output=self.output.location(entry.output),
-            request=entry.digest,
-            model=self.model,
-        )
-        try:
-            if self.write_failed:  # no chip-hours for a video that has no place to go
-                await asyncio.to_thread(self.output.probe)
-                self.write_failed = False
-            video, stage_s = await _made(entry, engine, on_event)
-            result = dataclasses.replace(
-                result,
-                size_bytes=len(video.mp4),
-                seconds=round(time.monotonic() - start, 4),
-                stage_s=stage_s,
-                warnings=list(video.warnings),
-            )
-            await self._publish(entry, video.mp4, result)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            error: Exception = RuntimeError("the engine cancelled it, and nobody else did")
-        except Exception as raised:
-            error = raised
-        else:
-            return result
-        self.write_failed |= isinstance(error, StorageError)
-        seconds = round(time.monotonic() - start, 4)
-        result = dataclasses.replace(result, status="failed", error=_reason(error), size_bytes=None, seconds=seconds)
-        try:
-            await asyncio.to_thread(self.output.write, record_name(entry.output), result.to_line())
-        except StorageError:
-            self.write_failed = True  # the result itself is told, and stays in the report
-        return result
-
-    async def _publish(self, entry: Entry, video: bytes, result: Result) -> None:
-        """Write video and record in a thread; when cancelled meanwhile, end that first."""
-        writing = asyncio.ensure_future(asyncio.to_thread(publish, self.output, entry.output, video, result))
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.wait([writing])
-            if writing.exception() is None:
-                self.results[entry.line] = result
-            raise
-        self.made += 1
+    def _note(self, entry: Entry, result: Result) -> None:
+        self.made += result.status == "done"
+        for warning in result.warnings:
+            self.tell(f"{entry.id}: {warning}")
+        self.settle(result)
 
 
-async def _made(entry: Entry, engine: Engine, on_event: OnEvent) -> tuple[GeneratedVideo, dict[str, float]]:
-    """Return a video, and the seconds in which slices computed each stage."""
-    stage_s: dict[str, float] = defaultdict(float)
-
-    def note(span: Span) -> None:
-        if span.what == "compute":
-            stage_s[span.stage] += span.seconds
-        on_event(span)
-
-    plan = await asyncio.to_thread(entry.loaded)
-    video = await engine.generate(plan, id=entry.id, on_event=note)
-    if video.mp4[4:8] != b"ftyp":
-        raise ValueError(f"the engine returned {len(video.mp4)} bytes that are no mp4")
-    return video, {stage: round(seconds, 4) for stage, seconds in stage_s.items()}
-
-
-def _reason(error: Exception) -> str:
-    """Return an error as one line: our own as it is, others with their kind; of long ones both ends."""
-    text = " ... ".join(dict.fromkeys(line.strip() for line in (str(error).splitlines() or [""]) if line.strip()))
-    if not isinstance(error, WanTpuError):
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return shortened(text, 1000)
+def _last_line(manifest: Manifest) -> int:
+    return max((lines[-1].line for lines in (manifest.entries, manifest.bad) if lines), default=0)

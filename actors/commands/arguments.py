@@ -19,6 +19,7 @@ from wan_tpu.request import GenerationRequest
 from wan_tpu.spec import ModelSpec
 
 SIZE = "HEIGHT*WIDTH*FRAMES"
+PER_SLICE = 2  # Requests in flight for each slice: one that computes, and one whose inputs come meanwhile.
 
 
 def absolute_model(model_id: str) -> str:
@@ -63,23 +64,30 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, about: str = "") -> 
     )
 
 
-def add_batch_arguments(parser: argparse.ArgumentParser, in_flight: int = 2, *, required: bool = True) -> None:
-    """Add what to make, and where it goes."""
+def add_batch_arguments(
+    parser: argparse.ArgumentParser,
+    in_flight: int | None = 2,
+    in_flight_help: str = "%(default)s",
+    *,
+    required: bool = True,
+) -> None:
+    """Add what to make, and where it goes; in_flight: the default, None where `in_flight_help` says it."""
     group = parser.add_argument_group("batch")
     for name, about in (
         ("manifest", "one JSON line a request: a path or gs:// (docs/batch.md)"),
         ("output", "folder or gs://bucket/prefix of videos and results"),
     ):
         group.add_argument(f"--{name}", type=absolute, required=required, help=about)
-    group.add_argument("--in_flight", type=int, default=in_flight, help="requests at a time; default %(default)s")
+    group.add_argument("--in_flight", type=int, default=in_flight, help=f"requests at a time; default {in_flight_help}")
     group.add_argument("--remake_changed", action="store_true", help="make again whose line or model has changed since")
     group.add_argument("--timeline", action="store_true", help="write timeline.png and its trace to the output")
 
 
 def add_drive_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add what to make, and with what pipeline."""
-    add_batch_arguments(parser, in_flight=16, required=required)
+    add_batch_arguments(parser, None, f"{PER_SLICE} for each slice of the pipeline", required=required)
     add_pipeline_arguments(parser, "of its own, brought up when none of that name runs on the cluster")
+    parser.set_defaults(dtype=None)  # A pipeline that runs is used in whatever precision, unless one is asked for.
     parser.add_argument("--keep", action="store_true", help="leave the pipeline up that this has brought up")
 
 
@@ -191,11 +199,11 @@ def settings_from(
         raise InvalidInput(f"--snapshot_every is {args.snapshot_every}; allowed are 1 and more")
     sizes = [size_from(size, "warm_up") for size in args.warm_up]
     # At least what a batch or a service sends at a time.
-    in_flight = [2 * layout.slices, *(getattr(args, name, None) or 0 for name in ("in_flight", "concurrency"))]
+    in_flight = [PER_SLICE * layout.slices, *(getattr(args, name, None) or 0 for name in ("in_flight", "concurrency"))]
     settings = PipelineSettings(
         checkpoint=args.model_id,
         snapshots=snapshots,
-        dtype=args.dtype,
+        dtype=args.dtype or PipelineSettings.dtype,
         executables=args.executables,
         snapshot_every=args.snapshot_every,
         warm_up=tuple(GenerationRequest(prompt="", height=h, width=w, frames=frames) for h, w, frames in sizes),

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 
-from actors.commands.arguments import add_batch_arguments
+from actors.commands.arguments import absolute_model, add_batch_arguments
 from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser
 
@@ -18,26 +18,31 @@ def batch(argv: Sequence[str]) -> None:
     from actors.batch.manifest import read_manifest
     from actors.batch.one_process import OneProcessEngine
     from actors.batch.run import open_batch, say
-    from actors.observe.span import Span
-    from actors.observe.timeline_picture import save
+    from actors.batch.spans import LatestSpans
+    from actors.pipeline_spec import PipelineSettings
     from actors.storage.opening import open_storage
     from wan_tpu.media.video import check_ffmpeg
     from wan_tpu.pipeline import load_pipeline
     from wan_tpu.progress import Console
 
     check_ffmpeg()
-    pipe = load_pipeline(
-        args.model_id, args.dtype or "bfloat16", (args.dp, args.sp, args.tp), executables=args.executables
-    )
+    precision = args.dtype or PipelineSettings.dtype
+    pipe = load_pipeline(args.model_id, precision, (args.dp, args.sp, args.tp), executables=args.executables)
     engine = OneProcessEngine(pipe)
     manifest, output = read_manifest(args.manifest, engine.model.plan), open_storage(args.output)
-    spans: list[Span] = []
+    spans = LatestSpans()
     opening = open_batch(
-        manifest, output, in_flight=args.in_flight, remake_changed=args.remake_changed, model=args.model_id
+        manifest,
+        output,
+        in_flight=args.in_flight,
+        remake_changed=args.remake_changed,
+        model=absolute_model(args.model_id),
+        precision=precision,
     )
-    with contextlib.closing(engine), opening as opened:
-        report = opened.run(engine, progress=Console("request"), on_event=spans.append)
-        if args.timeline and spans:
-            save(output, spans)
+    with opening as opened:
+        with contextlib.closing(engine):
+            watching = {"on_event": spans.add} if args.timeline else {}
+            report = opened.run(engine, progress=Console("request"), **watching)
+        spans.save(output, say)
     report.check()
     say(report.text())

@@ -2,19 +2,33 @@
 
 import argparse
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from actors.commands.arguments import add_cluster_arguments, add_drive_arguments, join, pipeline_spec, settings_from
+from actors.commands.arguments import (
+    PER_SLICE,
+    add_cluster_arguments,
+    add_drive_arguments,
+    join,
+    pipeline_spec,
+    settings_from,
+)
 from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
+from actors.pipeline_spec import PipelineSpec
 from actors.storage.opening import open_storage
 from wan_tpu.commands.parser import Parser
 
 if TYPE_CHECKING:
-    from actors.batch.run import BatchReport
+    from actors.batch.manifest import Manifest
+    from actors.batch.run import Batch, BatchReport
+    from actors.batch.spans import LatestSpans
+    from actors.observe.span import Span
+    from wan_tpu.spec import RequestPlan
 
 SNAPSHOTS = ".snapshots"  # in the output, of a pipeline that isn't told another place
+# What a pipeline is brought up with, and that one that runs is used without, whatever its own is.
+_OF_A_NEW_PIPELINE = ("executables", "snapshots", "snapshot_every", "warm_up", "keep")
 
 
 def drive(argv: Sequence[str]) -> None:
@@ -27,66 +41,143 @@ def drive(argv: Sequence[str]) -> None:
     from actors.batch.run import say
 
     with ended_as_by_ctrl_c(), LiveConsole() as live:
-        report = _drive(args, live)
+        report = _drive(args, parser.given(args), live)
     report.check()
     say(report.text())
 
 
-def _drive(args: argparse.Namespace, live: LiveConsole) -> "BatchReport":
+def _drive(args: argparse.Namespace, given: Collection[str], live: LiveConsole) -> "BatchReport":
     from actors.batch.manifest import read_manifest
     from actors.batch.run import open_batch
-    from actors.errors import PipelineNotFound
-    from actors.observe.meters import BatchMeters
-    from actors.observe.span import Span
-    from actors.observe.status_actor import StatusActor
-    from actors.observe.timeline_picture import save
-    from actors.pipeline.acquire import acquire_pipeline, reusable
-    from actors.pipeline.driver import PipelineDriver
-    from actors.pipeline.status import under_way
-    from cluster.costs.prices import Prices
+    from actors.batch.spans import LatestSpans
+    from actors.pipeline.acquire import reusable
+    from actors.pipeline.leftovers import delete_leftovers
 
     output = open_storage(args.output)
     live.tell("joining the cluster")
-    address = join(args)
-    told = args.layout is not None or args.layout_text is not None or args.model_id is not None
-    snapshots = f"{args.output.rstrip('/')}/{SNAPSHOTS}"
-    wanted = pipeline_spec(*settings_from(args, address, snapshots), lasting=args.keep) if told else None
-    spec = reusable(args.name, wanted) or wanted
+    wanted = _wanted(args, join(args))
+    runs = reusable(args.name, wanted, args.dtype)
+    spec = runs or wanted
     assert spec is not None  # else `reusable` raises
-    spans: list[Span] = []
-    chips = {stage: pool.slice.chips for pool in spec.layout.pools for stage in pool.stages}
-    meters = BatchMeters(chips, Prices.load().of_stages(spec.layout))
-
-    def note(span: Span) -> None:
-        spans.append(span)
-        if span.what == "compute":
-            meters.spent(span.stage, span.seconds)
-            if span.step is None:  # as often as videos begin and end
-                meters.lines([result.status for result in list(opened.results.values())], total)
-
+    if runs is not None and runs.lasting:
+        for text in explain_ineffective(args, given, runs):
+            live.line(text)
+    live.tell("reading the manifest")
     manifest = read_manifest(args.manifest, spec.model.plan)
     opening = open_batch(
         manifest,
         output,
-        in_flight=args.in_flight,
+        in_flight=choose_in_flight(args.in_flight, spec),
         remake_changed=args.remake_changed,
         model=spec.settings.checkpoint,
+        precision=spec.settings.dtype,
         tell=live.line,
     )
-    total = len(manifest.entries) + len(manifest.bad)
-    with opening as opened, contextlib.ExitStack() as stack:
+    spans = LatestSpans()
+    with opening as opened:
+        delete_leftovers(spec.settings, lambda: _settled(manifest, opened))
+        report = _make(args, spec, wanted, opened, live, spans)
+        live.tell("drawing the timeline" if len(spans) else "")
+        spans.save(output, live.line)  # once no slice waits for it
+    return report
+
+
+def _make(
+    args: argparse.Namespace,
+    spec: PipelineSpec,
+    wanted: PipelineSpec | None,
+    opened: "Batch",
+    live: LiveConsole,
+    spans: "LatestSpans",
+) -> "BatchReport":
+    """Make what is to be made, with the pipeline that is there or one of the batch's own; it is let go of then."""
+    from actors.errors import PipelineNotFound
+    from actors.observe.status_actor import StatusActor
+    from actors.pipeline.acquire import acquire_pipeline
+    from actors.pipeline.driver import PipelineDriver
+    from actors.pipeline.status import under_way
+
+    figures = _Figures(spec, opened)
+    with contextlib.ExitStack() as stack:
         engine = None
         if opened.todo:  # bringing a pipeline up takes minutes
-            up = stack.enter_context(acquire_pipeline(args.name, wanted, live.tell))
-            if up.settings.checkpoint != spec.settings.checkpoint:  # another was brought up since it was planned
+            up = stack.enter_context(acquire_pipeline(args.name, wanted, live.tell, precision=args.dtype))
+            made_with = up.settings.checkpoint, up.settings.dtype
+            if made_with != (spec.settings.checkpoint, spec.settings.dtype):  # brought up since it was planned
                 raise PipelineNotFound(f"pipeline {args.name!r} has changed meanwhile; run this again")
             engine = stack.enter_context(contextlib.closing(PipelineDriver(up)))
             status = StatusActor.connect(args.name)
             live.look = lambda: under_way(status.seen())
+
+        def note(span: "Span") -> None:
+            figures.note(span)
+            if args.timeline:
+                spans.add(span)
+
         report = opened.run(engine, progress=live, on_event=note)
-        meters.lines((result.status for result in report.results), total)
+        figures.show()
         live.tell("")
         live.look = None
-        if args.timeline and spans:
-            save(output, spans)
     return report
+
+
+class _Figures:
+    """The metrics of a batch."""
+
+    def __init__(self, spec: PipelineSpec, opened: "Batch") -> None:
+        from actors.observe.meters import BatchMeters
+        from cluster.costs.prices import Prices
+
+        chips = {stage: pool.slice.chips for pool in spec.layout.pools for stage in pool.stages}
+        self._meters = BatchMeters(chips, Prices.load().of_stages(spec.layout))
+        self._results = opened.results
+        self._total = len(opened.results) + len(opened.todo)
+
+    def note(self, span: "Span") -> None:
+        """Count what a slice has computed."""
+        if span.what == "compute":
+            self._meters.spent(span.stage, span.seconds)
+            if span.step is None:  # as often as videos begin and end
+                self.show()
+
+    def show(self) -> None:
+        """Show how many lines have ended, by status."""
+        self._meters.lines(self._results.counts, self._total)
+
+
+def choose_in_flight(given: int | None, spec: PipelineSpec) -> int:
+    """Return how many requests are handed to a pipeline at a time: what is asked for, or what keeps its slices busy."""
+    return given if given is not None else min(PER_SLICE * spec.layout.slices, spec.settings.in_flight)
+
+
+def explain_ineffective(args: argparse.Namespace, given: Collection[str], runs: PipelineSpec) -> list[str]:
+    """Return a line for each argument that changes nothing, since a pipeline is used that others have brought up.
+
+    Args:
+        args: All arguments.
+        given: The names of those that aren't their defaults.
+        runs: The pipeline.
+    """
+    name, most = runs.settings.name, runs.settings.in_flight
+    lines = [
+        f"--{option} has no effect: pipeline {name} was brought up without this command"
+        for option in _OF_A_NEW_PIPELINE
+        if option in given and getattr(args, option) != getattr(runs.settings, option, None)
+    ]
+    if args.in_flight is not None and args.in_flight > most:
+        lines.append(f"--in_flight {args.in_flight} has the effect of {most}: pipeline {name} takes no more at a time")
+    return lines
+
+
+def _wanted(args: argparse.Namespace, address: str) -> PipelineSpec | None:
+    """Return the pipeline that the arguments describe; None where they leave it to what runs."""
+    if args.layout is None and args.layout_text is None and args.model_id is None:
+        return None
+    snapshots = f"{args.output.rstrip('/')}/{SNAPSHOTS}"
+    return pipeline_spec(*settings_from(args, address, snapshots), lasting=args.keep)
+
+
+def _settled(manifest: "Manifest", opened: "Batch") -> Mapping[str, Callable[[], "RequestPlan"]]:
+    """Return what plans the requests that this run doesn't make, by their ids."""
+    waiting = {entry.id for entry in opened.todo}
+    return {entry.id: entry.load for entry in manifest.entries if entry.id not in waiting}

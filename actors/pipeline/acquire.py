@@ -18,21 +18,30 @@ ANSWER_S = 30.0  # of the actor of a batch that runs
 
 
 @contextlib.contextmanager
-def acquire_pipeline(name: str, wanted: PipelineSpec | None, tell: Tell = lambda text: None) -> Iterator[PipelineSpec]:
+def acquire_pipeline(
+    name: str, wanted: PipelineSpec | None, tell: Tell = lambda text: None, *, precision: str | None = None
+) -> Iterator[PipelineSpec]:
     """Use the pipeline of that name; bring up the wanted one when there is none, and take it down at the end.
 
     A pipeline that a batch has brought up for itself is not shared: it would be taken away. When its batch was
     killed, the next one takes it over if it is what it wants.
 
-    Raises `PipelineNotFound`, or as `deploy` does.
+    Args:
+        name: Of the pipeline.
+        wanted: What to bring up; None to use only what runs.
+        tell: Is told what is being waited for.
+        precision: What a pipeline that is there must compute in; any where it is None.
+
+    Raises:
+        PipelineNotFound: There is none, or it isn't what is wanted. Besides, whatever `deploy` raises.
     """
-    found = reusable(name, wanted)
+    found = reusable(name, wanted, precision)
     if found is not None and found.lasting:
         tell(f"pipeline {name} runs")
         wait_until_up(found, tell)
         yield found
         return
-    with _owned(name):
+    with owned(name):
         if wanted is not None and found is not None and found.same_as(wanted):
             wait_until_up(found, tell)
         else:
@@ -50,7 +59,7 @@ def acquire_pipeline(name: str, wanted: PipelineSpec | None, tell: Tell = lambda
                 shut_down(name, drain_s=DRAIN_S)
 
 
-def reusable(name: str, wanted: PipelineSpec | None) -> PipelineSpec | None:
+def reusable(name: str, wanted: PipelineSpec | None, precision: str | None = None) -> PipelineSpec | None:
     """Return what would be used of what runs, None when one would be brought up; raises `PipelineNotFound`."""
     found = find_spec(name)
     if found is None:
@@ -59,12 +68,34 @@ def reusable(name: str, wanted: PipelineSpec | None) -> PipelineSpec | None:
         return None
     if not found.lasting and (owner := _owner(name)):
         raise _anothers(name, owner)
-    if found.lasting and wanted is not None and found.settings.checkpoint != wanted.settings.checkpoint:
-        raise PipelineNotFound(
-            f"pipeline {name!r} runs {found.settings.checkpoint}, not {wanted.settings.checkpoint}; leave --model_id "
-            "out to use it, or choose another --name"
-        )
+    if found.lasting or wanted is None:
+        check_usable(found, wanted, precision)
     return found
+
+
+def check_usable(found: PipelineSpec, wanted: PipelineSpec | None, precision: str | None) -> None:
+    """Raise `PipelineNotFound` unless a pipeline that runs is of the model, layout and precision that are asked for.
+
+    Args:
+        found: What runs.
+        wanted: What the command would bring up; None where it doesn't say.
+        precision: What it asks for; None where it doesn't say.
+    """
+    name, runs = found.settings.name, found.settings
+    remedy = "to use it, or choose another --name"
+    if wanted is not None and runs.checkpoint != wanted.settings.checkpoint:
+        raise PipelineNotFound(
+            f"pipeline {name!r} runs {runs.checkpoint}, not {wanted.settings.checkpoint}; leave --model_id out {remedy}"
+        )
+    if precision is not None and runs.dtype != precision:
+        raise PipelineNotFound(
+            f"pipeline {name!r} computes in {runs.dtype}, not {precision}; leave --precision out {remedy}"
+        )
+    if wanted is not None and found.layout.pools != wanted.layout.pools:
+        raise PipelineNotFound(
+            f"pipeline {name!r} has the pools of {found.layout.source}, not of {wanted.layout.source}; leave --layout "
+            f"and --model_id out {remedy}"
+        )
 
 
 def _none(name: str) -> PipelineNotFound:
@@ -82,8 +113,10 @@ def _anothers(name: str, owner: str) -> PipelineNotFound:
 
 
 @contextlib.contextmanager
-def _owned(pipeline: str) -> Iterator[None]:
-    """Keep a named actor that dies with this driver: so others know whether a pipeline's batch is alive.
+def owned(pipeline: str) -> Iterator[None]:
+    """Hold the name of a pipeline that is this driver's to bring up; raises `PipelineNotFound` where it is another's.
+
+    A named actor that dies with this driver holds it: so others know whether a pipeline's batch is alive.
 
     It outlives its node: without, the pipeline would be taken for one that a killed batch has left.
     """

@@ -57,3 +57,15 @@ class Engine:
             return GeneratedVideo(mp4(int(request.prompt or 0)))
         finally:
             self.under_way -= 1
+
+
+class FailingEngine(Engine):
+    """Raises the same error for every request."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    async def generate(self, plan, *, id, on_event, priority=0):
+        self.began.append(id)
+        raise self.error

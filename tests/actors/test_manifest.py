@@ -36,9 +36,9 @@ def test_good_lines(tmp_path):
     assert dog.id.startswith("a-dog-runs-along-")
     expected = GenerationRequest(**{name: value for name, value in first.items() if name != "id"} | {"image": PHOTO})
     assert cat.plan.request.image is None  # read when it is needed: a thousand would not fit in memory
-    assert np.array_equal(np.asarray(cat.loaded().request.image), np.asarray(expected.image))
+    assert np.array_equal(np.asarray(cat.load().request.image), np.asarray(expected.image))
     planned = SPEC.plan(expected)
-    assert cat.loaded().without_image() == planned.without_image()
+    assert cat.load().without_image() == planned.without_image()
     assert cat.plan.shapes != dog.plan.shapes
 
 
@@ -69,10 +69,10 @@ def test_the_digest_is_of_what_decides_the_video(tmp_path):
 def test_an_image_that_is_replaced_meanwhile_is_not_taken_for_the_one_that_was_read(tmp_path):
     Image.open(PHOTO).save(tmp_path / "cat.png")
     [entry] = read_manifest(manifest(tmp_path, {"id": "cat", "image": "cat.png"}), SPEC.plan).entries
-    assert entry.loaded().request.image is not None
+    assert entry.load().request.image is not None
     Image.new("RGB", (64, 64), "red").save(tmp_path / "cat.png")
     with pytest.raises(InvalidInput, match=r"cat.png has changed since the manifest was read; run the batch again"):
-        entry.loaded()
+        entry.load()
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_from_gs(gcs, gcs_prefix):
     read = read_manifest(gcs.location("jobs/requests.jsonl"), SPEC.plan)
     assert [entry.id for entry in read.entries] == ["cat", "dog"]
     assert read.entries[0].digest == read.entries[1].digest
-    assert read.entries[0].loaded().request.image.size == Image.open(PHOTO).size
+    assert read.entries[0].load().request.image.size == Image.open(PHOTO).size
     assert "outside of the bucket 'videos'" in read.bad[0].reason
 
 

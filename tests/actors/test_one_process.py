@@ -102,7 +102,7 @@ def test_command(checkpoint, tmp_path, capfd):
     assert "error: 3 requests: 1 made, 2 bad lines" in said
     record = json.loads((output / "cat.json").read_text())
     assert list(record["stage_s"]) == ["encoder", "denoise_high", "denoise_low", "decoder"]
-    assert record["model"] == str(checkpoint(KIND))
+    assert (record["model"], record["precision"]) == (str(checkpoint(KIND)), "float32")
     manifest.write_text(json.dumps(lines[0]))
     assert cli.run(batch, command) == 0
     assert "1 requests: 0 made, 1 done before" in capfd.readouterr().err

@@ -1,0 +1,156 @@
+"""One request of a batch: made, published, recorded. Whatever goes wrong is its result, and no other's concern."""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+from actors.batch.lines import record_name, shorten
+from actors.batch.manifest import Entry
+from actors.batch.results import MadeWith, Result, publish
+from actors.engine import Engine, GeneratedVideo, OnEvent
+from actors.errors import PipelineError, RequestFailed
+from actors.observe.span import Span
+from actors.storage.base import Storage, StorageError
+from wan_tpu.errors import Unavailable, WanTpuError
+
+log = logging.getLogger(__name__)
+
+
+class Output:
+    """Where a batch's videos and records go; after a write has failed, nothing is computed before one is possible."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._failed = False
+
+    async def check(self) -> None:
+        """Raise `StorageError` where the last write failed and none is possible yet."""
+        if self._failed:
+            await asyncio.to_thread(self.storage.probe)
+            self._failed = False
+
+    async def write(self, function: Callable[..., None], *args: object) -> None:
+        """Run what writes in a thread, to its end even when this is cancelled; raises `StorageError`."""
+        try:
+            await run_to_end(function, *args)
+        except StorageError:
+            self._failed = True
+            raise
+
+
+class Attempt:
+    """One try at a line.
+
+    result   how it ended, None while it hasn't
+    is_over  whether it is never resumed: its video is durable, or its failure is, which another try wouldn't change
+    """
+
+    def __init__(self, entry: Entry, output: Output, made_with: MadeWith) -> None:
+        self.result: Result | None = None
+        self.is_over = False
+        self._entry, self._output = entry, output
+        self._start_s = time.monotonic()
+        self._begun = Result(
+            line=entry.line,
+            id=entry.id,
+            status="done",
+            output=output.storage.location(entry.output),
+            request=entry.digest,
+            model=made_with.model,
+            precision=made_with.precision,
+            sources={source.location: source.version for source in entry.settings.sources},
+        )
+
+    async def run(self, engine: Engine, on_event: OnEvent) -> None:
+        """Make the video and publish it, or record why there is none; raises only when this task is cancelled."""
+        failed_for_good = False
+        try:
+            await self._output.check()  # no chip-hours for a video that has no place to go
+            plan = await asyncio.to_thread(self._entry.load)
+            stage_s: dict[str, float] = defaultdict(float)
+
+            def note(span: Span) -> None:
+                if span.what == "compute":
+                    stage_s[span.stage] += span.seconds
+                try:
+                    on_event(span)
+                except Exception:  # figures are no reason for a request to fail
+                    log.exception("a span of %s isn't told", self._entry.id)
+
+            try:
+                video = await engine.generate(plan, id=self._entry.id, on_event=note)
+                _check_video(video)
+            except BaseException as error:
+                failed_for_good = _is_final(error)
+                raise
+            await self._publish(video, {stage: round(seconds, 4) for stage, seconds in stage_s.items()})
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            await self._fail(RuntimeError("the engine cancelled it, and nobody else did"), final=False)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # of an engine, which may raise anything
+            await self._fail(error, final=failed_for_good)
+
+    async def _publish(self, video: GeneratedVideo, stage_s: dict[str, float]) -> None:
+        result = dataclasses.replace(
+            self._begun,
+            size_bytes=len(video.mp4),
+            seconds=self._seconds(),
+            stage_s=stage_s,
+            warnings=list(video.warnings),
+        )
+
+        def publish_video() -> None:
+            publish(self._output.storage, self._entry.output, video.mp4, result)
+            self.result, self.is_over = result, True
+
+        await self._output.write(publish_video)
+
+    async def _fail(self, error: BaseException, *, final: bool) -> None:
+        """Record why there is no video; final: another try would fail as well."""
+        self.result = dataclasses.replace(self._begun, status="failed", error=_reason(error), seconds=self._seconds())
+        try:
+            await self._output.write(self._output.storage.write, record_name(self._entry.output), self.result.to_line())
+        except StorageError:  # the result itself is told, and stays in the report
+            return
+        self.is_over = final
+
+    def _seconds(self) -> float:
+        return round(time.monotonic() - self._start_s, 4)
+
+
+async def run_to_end(function: Callable[..., None], *args: object) -> None:
+    """Run a function in a thread; when cancelled meanwhile, return once it has ended."""
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        work.exception()  # looked at, or asyncio complains that nobody did
+        raise
+
+
+def _check_video(video: GeneratedVideo) -> None:
+    if video.mp4[4:8] != b"ftyp":
+        raise ValueError(f"the engine returned {len(video.mp4)} bytes that are no mp4")
+
+
+def _is_final(error: BaseException) -> bool:
+    """Return whether the same request would fail again, as far as the error's type says."""
+    if isinstance(error, RequestFailed):
+        return error.code != "lost"
+    return not isinstance(error, PipelineError | Unavailable | asyncio.CancelledError)
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error as one line: our own as it is, others with their kind; of long ones both ends."""
+    text = " ... ".join(dict.fromkeys(line.strip() for line in (str(error).splitlines() or [""]) if line.strip()))
+    if not isinstance(error, WanTpuError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return shorten(text, 1000)

@@ -1,0 +1,147 @@
+"""Read one line of a manifest: JSON into fields; what can't be used is told with its remedy."""
+
+import dataclasses
+import difflib
+import hashlib
+import itertools
+import json
+import re
+from typing import Any, NamedTuple
+
+from actors.storage.base import MAX_PART_BYTES, name_problem
+from wan_tpu.errors import InvalidInput
+from wan_tpu.request import GenerationRequest
+
+REQUEST_FIELDS = frozenset(field.name for field in dataclasses.fields(GenerationRequest))
+FIELDS = ("id", "output", *(field.name for field in dataclasses.fields(GenerationRequest)))
+EXAMPLE = '{"prompt": "A cat looks into the camera.", "image": "cat.png", "seed": 1}'
+RESULTS = "results.jsonl"
+MAX_ID_BYTES = 200  # An id is part of the names of logs, spans and snapshots.
+MAX_OUTPUT_BYTES = 800  # Objects of Google Cloud Storage have names of up to 1,024 bytes, the prefix included.
+_KNOWN = frozenset(FIELDS)
+_WORD = re.compile(r"[a-z0-9]+")
+
+
+class ParsedLine(NamedTuple):
+    """A line as written, before its files are read and its request is checked."""
+
+    number: int  # from 1
+    id: str
+    output: str
+    names_itself: bool  # False where the id is derived
+    fields: dict[str, Any]  # of `GenerationRequest`
+
+
+def name_line(number: int, given: dict[str, Any]) -> ParsedLine:
+    """Return a line with its names; raises `InvalidInput` for those that can't be used.
+
+    Args:
+        number: The line's number, from 1.
+        given: Its fields, as `parse_object` returns them.
+    """
+    fields = {name: value for name, value in given.items() if name in REQUEST_FIELDS}
+    id_, output = given.get("id"), given.get("output")
+    named = id_ is not None
+    if id_ is None:
+        id_ = derive_id(fields)
+    else:
+        _check_name("id", id_, "cat-1", MAX_ID_BYTES)
+    if output is None:
+        output = derive_output(id_)
+    else:
+        _check_name("output", output, "clips/cat.mp4", MAX_OUTPUT_BYTES)
+        if not output.endswith(".mp4"):
+            raise InvalidInput(f"has the output {output!r}; give a name that ends in .mp4, which is what is written")
+        if (problem := name_problem(record_name(output))) is not None:
+            raise InvalidInput(f"has the output {output!r}, whose record {problem}; give a shorter name")
+    return ParsedLine(number, id_, output, named, fields)
+
+
+def record_name(output: str) -> str:
+    """Return the name of the record of a video."""
+    return output.removesuffix(".mp4") + ".json"
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """Return a JSON object whose fields are all known and each there once; raises `InvalidInput`."""
+    try:
+        fields = _DECODER.decode(line.decode())
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"is no UTF-8 (byte {error.start}); save the manifest as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise InvalidInput(
+            f"is no JSON ({error.msg} at column {error.colno}); write an object such as {EXAMPLE}"
+        ) from None
+    except RecursionError:
+        raise InvalidInput(f"is nested too deep; write an object such as {EXAMPLE}") from None
+    if not isinstance(fields, dict):
+        raise InvalidInput(f"is a JSON {type(fields).__name__}; write an object such as {EXAMPLE}")
+    for name in fields:
+        if name not in _KNOWN:
+            raise InvalidInput(f"has the unknown field {name!r}; {_suggest(name)}")
+    return fields
+
+
+def derive_id(fields: dict[str, Any]) -> str:
+    """Return words of the prompt, for people, and a digest of the fields as written."""
+    prompt = fields.get("prompt")
+    words = (
+        [found[0] for found in itertools.islice(_WORD.finditer(prompt.lower()), 4)] if isinstance(prompt, str) else []
+    )
+    return "-".join([*(words or ["request"]), digest_of(fields)[:10]])[-100:]
+
+
+def derive_output(id: str) -> str:
+    """Return the name of the video of an id: "<id>.mp4", shortened where a file's name can't be as long."""
+    if len(id) * 4 + len(".json") <= MAX_PART_BYTES:
+        return f"{id}.mp4"
+    folder, slash, name = id.rpartition("/")
+    encoded = name.encode()
+    if len(encoded) + len(".json") > MAX_PART_BYTES:
+        digest = hashlib.sha256(encoded).hexdigest()[:10]
+        name = f"{encoded[: MAX_PART_BYTES - 20].decode(errors='ignore')}-{digest}"
+    return f"{folder}{slash}{name}.mp4"
+
+
+def digest_of(value: dict[str, Any]) -> str:
+    """Return the SHA-256 of plain values, whatever their order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def shorten(text: str, most: int) -> str:
+    """Return a message without the middle of the megabyte that it may quote."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
+def _check_name(field: str, name: object, example: str, max_bytes: int) -> None:
+    if not isinstance(name, str):
+        raise InvalidInput(f"has the {field} {name!r}; give a string, such as {example!r}")
+    if (problem := name_problem(name)) is not None:
+        raise InvalidInput(f"has the {field} {name!r}, which {problem}; give one such as {example!r}")
+    if (size := len(name.encode())) > max_bytes:
+        raise InvalidInput(f"has the {field} {shorten(name, 60)!r} of {size} bytes; give one of at most {max_bytes}")
+
+
+def _read_integer(digits: str) -> int:
+    if len(digits) > 100:  # Python reads longer ones than it prints
+        raise InvalidInput(f"has a number of {len(digits)} digits; no field takes one")
+    return int(digits)
+
+
+def _read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidInput(f"has the field {twice!r} twice; keep one")
+    return fields
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_read_pairs, parse_int=_read_integer)
+
+
+def _suggest(name: str) -> str:
+    if name == "size":
+        return "give height and width"
+    close = difflib.get_close_matches(name, FIELDS, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(FIELDS)}"

@@ -1,0 +1,128 @@
+"""Which pipeline a batch uses, what it says about arguments that change nothing, and what killed batches leave."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from actors.batch.manifest import read_manifest
+from actors.commands.arguments import add_cluster_arguments, add_drive_arguments
+from actors.commands.drive import choose_in_flight, explain_ineffective
+from actors.errors import PipelineNotFound
+from actors.pipeline.acquire import check_usable
+from actors.pipeline.leftovers import delete_leftovers
+from actors.pipeline_spec import PipelineSettings, PipelineSpec
+from actors.slices.snapshots import Snapshots, name_of
+from cluster.layout import Layout
+from tests.actors.small_spec import SPEC
+from tests.conftest import PHOTO
+from wan_tpu.commands.parser import Parser
+from wan_tpu.data import DenoiseState
+
+
+def pipeline(layout="four-pools", **settings):
+    settings = {"checkpoint": "/models/wan", "snapshots": "/snapshots"} | settings
+    return PipelineSpec(Layout.load(layout), PipelineSettings(**settings), SPEC, lasting=True)
+
+
+RUNS = pipeline()
+
+
+def test_a_pipeline_of_the_same_model_precision_and_pools_is_used():
+    check_usable(RUNS, None, None)
+    check_usable(RUNS, None, "bfloat16")
+    check_usable(RUNS, pipeline(snapshots="/elsewhere", in_flight=4, dtype="int8"), None)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "precision", "message"),
+    [
+        (pipeline(checkpoint="/models/other"), None, "runs /models/wan, not /models/other; leave --model_id out"),
+        (None, "int8", "computes in bfloat16, not int8; leave --precision out"),
+        (pipeline(dtype="float8"), "float8", "computes in bfloat16, not float8"),
+        (pipeline("a14b-balanced-v6e"), None, "has the pools of .*four-pools.yaml, not of .*a14b-balanced-v6e.yaml"),
+    ],
+)
+def test_a_pipeline_that_makes_other_videos_is_refused(wanted, precision, message):
+    with pytest.raises(PipelineNotFound, match=message):
+        check_usable(RUNS, wanted, precision)
+
+
+def arguments(*argv):
+    parser = Parser()
+    add_cluster_arguments(parser)
+    add_drive_arguments(parser)
+    args = parser.parse_args(["--manifest", "m.jsonl", "--output", "out", *argv])
+    return args, parser.given(args)
+
+
+def test_arguments_without_effect_on_a_pipeline_that_runs_are_told():
+    args, given = arguments("--snapshot_every", "3", "--warm_up", "64*96*5", "--in_flight", "99", "--keep")
+    assert explain_ineffective(args, given, RUNS) == [
+        "--snapshot_every has no effect: pipeline wan-tpu was brought up without this command",
+        "--warm_up has no effect: pipeline wan-tpu was brought up without this command",
+        "--keep has no effect: pipeline wan-tpu was brought up without this command",
+        "--in_flight 99 has the effect of 16: pipeline wan-tpu takes no more at a time",
+    ]
+
+
+def test_arguments_that_are_as_the_pipeline_s_are_not_told():
+    args, given = arguments("--snapshots", "/snapshots", "--in_flight", "16", "--precision", "bfloat16")
+    assert explain_ineffective(args, given, RUNS) == []
+
+
+@pytest.mark.parametrize(("layout", "expected"), [("one-machine", 2), ("four-pools", 30)])
+def test_requests_in_flight_follow_the_layout(layout, expected):
+    args, _ = arguments()
+    spec = pipeline(layout, in_flight=64)
+    assert choose_in_flight(args.in_flight, spec) == expected
+    assert choose_in_flight(3, spec) == 3
+
+
+def test_no_more_requests_are_in_flight_than_the_pipeline_takes():
+    assert choose_in_flight(None, pipeline("a14b-balanced-v6e", in_flight=4)) == 4
+
+
+# ---- what killed batches leave
+
+
+def request(folder, id_, **fields):
+    path = folder / "requests.jsonl"
+    path.write_text(json.dumps({"id": id_} | fields))
+    return read_manifest(path, SPEC.plan).entries[0]
+
+
+def save(settings, entry, steps=(2, 3)):
+    """Leave snapshots of a request, as a slice names them."""
+    name = name_of(entry.id, entry.load().request, f"{settings.checkpoint} {settings.dtype}")
+    for step in steps:
+        state = DenoiseState(np.ones((1, 16, 1, 2, 2), np.float32), (), step)
+        Snapshots(settings.snapshots).save(name, step, state)
+    return name
+
+
+def test_snapshots_of_requests_that_are_done_are_deleted(tmp_path):
+    settings = dataclasses.replace(RUNS.settings, snapshots=str(tmp_path / "snapshots"))
+    done = request(tmp_path, "clips/cat", image=str(PHOTO), seed=1)
+    names = {entry: save(settings, entry) for entry in (done, request(tmp_path, "dog"))}
+    another = save(settings, request(tmp_path, "clips/cat", seed=2))  # of somebody else, who uses the same id
+    assert delete_leftovers(settings, lambda: {done.id: done.load}) == 1
+    left = {name: Snapshots(settings.snapshots).newest(name) for name in (*names.values(), another)}
+    assert list(left.values()) == [None, 3, 3]
+
+
+def test_nothing_is_planned_where_there_are_no_snapshots(tmp_path):
+    settings = dataclasses.replace(RUNS.settings, snapshots=str(tmp_path / "none"))
+
+    def done():
+        raise AssertionError("asked")
+
+    assert delete_leftovers(settings, done) == 0
+
+
+def test_snapshots_that_can_not_be_looked_at_stop_nothing(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    settings = dataclasses.replace(RUNS.settings, snapshots=str(tmp_path / "file" / "snapshots"))
+    assert delete_leftovers(settings, dict) == 0
+    assert "left-over snapshots stay" in caplog.text

@@ -1,0 +1,247 @@
+"""One request of a batch: when its snapshots may go, whatever it raises, and what runs beside the event loop."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from actors.batch import run as running
+from actors.batch.lines import RESULTS
+from actors.batch.manifest import read_manifest
+from actors.batch.run import open_batch
+from actors.batch.spans import LatestSpans
+from actors.errors import PipelineError, RequestFailed
+from actors.observe.span import Span
+from actors.storage.base import StorageError
+from actors.storage.local import LocalStorage
+from tests.actors.engines import Engine, FailingEngine
+from tests.actors.small_spec import SPEC
+from wan_tpu.errors import InvalidRequest, Unavailable
+
+
+def run(tmp_path, engine, output, *ids, in_flight=1):
+    """Run a manifest of requests with these ids; return the report."""
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(json.dumps({"id": id_, "seed": seed}) for seed, id_ in enumerate(ids)))
+    with open_batch(read_manifest(path, SPEC.plan), output, in_flight=in_flight, tell=lambda _: None) as batch:
+        return batch.run(engine)
+
+
+class LookingEngine(Engine):
+    """Notes what the record of a request says at the moment when its snapshots may go."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.output, self.statuses = output, {}
+
+    async def forget(self, id):
+        await super().forget(id)
+        self.statuses[id] = json.loads(self.output.read(f"{id}.json"))["status"]
+        assert self.statuses[id] != "done" or self.output.size(f"{id}.mp4")
+
+
+def test_snapshots_go_once_video_and_record_are_written(tmp_path):
+    output = LocalStorage(tmp_path / "out")
+    engine = LookingEngine(output)
+    assert run(tmp_path, engine, output, "cat", "dog").made == 2
+    assert engine.statuses == {"cat": "done", "dog": "done"}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestFailed("it isn't for this model", "invalid"),
+        RequestFailed("NaN", "unhealthy"),
+        InvalidRequest("frames is 6"),
+        ValueError("a mistake"),
+    ],
+)
+def test_snapshots_of_a_final_failure_go_once_it_is_recorded(tmp_path, error):
+    output = LocalStorage(tmp_path / "out")
+    engine = FailingEngine(error)
+    assert run(tmp_path, engine, output, "cat").count("failed") == 1
+    assert engine.forgotten == ["cat"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestFailed("slices were lost", "lost"),
+        PipelineError("there is no pipeline now"),
+        Unavailable("the bucket doesn't answer"),
+        asyncio.CancelledError(),
+    ],
+)
+def test_snapshots_stay_where_another_run_may_go_on(tmp_path, error):
+    engine = FailingEngine(error)
+    assert run(tmp_path, engine, LocalStorage(tmp_path / "out"), "cat").count("failed") == 1
+    assert engine.forgotten == []
+
+
+@pytest.mark.parametrize("blocked", ["cat.mp4", "cat.json"])
+def test_snapshots_stay_while_the_video_can_not_be_published(tmp_path, blocked):
+    """A folder has the name of the video, or of the record, so that every write of that name fails."""
+    (tmp_path / "out" / blocked).mkdir(parents=True)
+    engine = Engine()
+    report = run(tmp_path, engine, LocalStorage(tmp_path / "out"), "cat")
+    assert (report.count("failed"), engine.began, engine.forgotten) == (1, ["cat"], [])
+    (tmp_path / "out" / blocked).rmdir()
+    assert run(tmp_path, engine, LocalStorage(tmp_path / "out"), "cat").made == 1
+    assert engine.forgotten == ["cat"]
+
+
+def test_snapshots_stay_while_a_final_failure_can_not_be_recorded(tmp_path):
+    (tmp_path / "out" / "cat.json").mkdir(parents=True)
+    engine = FailingEngine(RequestFailed("NaN", "unhealthy"))
+    assert run(tmp_path, engine, LocalStorage(tmp_path / "out"), "cat").count("failed") == 1
+    assert engine.forgotten == []
+
+
+class InterruptedStorage(LocalStorage):
+    """Presses Ctrl-C while a video is being written."""
+
+    def write(self, name, content):
+        if name.endswith(".mp4"):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+        super().write(name, content)
+
+
+def test_interrupted_publishing_is_ended_and_its_snapshots_stay(tmp_path):
+    engine, output = Engine(), InterruptedStorage(tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, engine, output, "cat", "dog")
+    assert (engine.began, engine.forgotten) == (["cat"], [])
+    assert [json.loads(line)["status"] for line in output.read(RESULTS).splitlines()] == ["done"]
+
+
+class OddError(BaseException):
+    """An error that `except Exception` doesn't catch."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        asyncio.CancelledError(),
+        TimeoutError(),
+        StopAsyncIteration(),
+        OddError("odd"),
+        BaseExceptionGroup("several", [OddError(), ValueError()]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_an_engine_raises_is_a_failed_line(tmp_path, error):
+    output = LocalStorage(tmp_path / "out")
+    report = run(tmp_path, FailingEngine(error), output, "cat", "dog", in_flight=2)
+    assert (report.count("failed"), len(report.results), report.exit_code) == (2, 2, 1)
+    assert [json.loads(line)["status"] for line in output.read(RESULTS).splitlines()] == ["failed", "failed"]
+
+
+class TellingEngine(Engine):
+    """Tells a span of every request."""
+
+    async def generate(self, plan, *, id, on_event, priority=0):
+        on_event(Span(slice="s", request=id, stage="encoder", what="compute", start_s=0.0, seconds=2.0))
+        return await super().generate(plan, id=id, on_event=on_event)
+
+
+def test_figures_that_fail_cost_no_video(tmp_path):
+    path, output = tmp_path / "requests.jsonl", LocalStorage(tmp_path / "out")
+    path.write_text(json.dumps({"id": "cat"}))
+
+    def fail(span):
+        raise ValueError("counters can only go up")
+
+    with open_batch(read_manifest(path, SPEC.plan), output, tell=lambda _: None) as batch:
+        report = batch.run(TellingEngine(), on_event=fail)
+    assert report.exit_code == 0
+    assert report.results[0].stage_s == {"encoder": 2.0}
+
+
+@pytest.mark.parametrize("most", [4, 50])
+def test_a_long_batch_keeps_its_latest_spans(tmp_path, most):
+    spans, told = LatestSpans(most), []
+    for i in range(20):
+        spans.add(Span(slice="s", request=f"r{i}", stage="encoder", what="compute", start_s=i, seconds=1.0))
+    assert len(spans) == min(most, 20)
+    spans.save(LocalStorage(tmp_path), told.append)
+    trace = json.loads((tmp_path / "timeline.trace.json").read_text())
+    requests = {event["args"]["request"] for event in trace["traceEvents"] if event["ph"] == "X"}
+    assert requests == {f"r{i}" for i in range(20)[-most:]}
+    assert told == (["the timeline is of the last 4 spans of 20"] if most == 4 else [])
+
+
+def test_a_timeline_that_can_not_be_written_is_told(tmp_path):
+    (tmp_path / "timeline.png").mkdir()
+    spans, told = LatestSpans(), []
+    spans.save(LocalStorage(tmp_path), told.append)  # there is nothing to draw
+    spans.add(Span(slice="s", request="r", stage="encoder", what="compute", start_s=0, seconds=1.0))
+    spans.save(LocalStorage(tmp_path), told.append)
+    assert len(told) == 1
+    assert told[0].startswith("there is no timeline: can't write")
+
+
+# ---- what runs beside the event loop
+
+
+class WatchedStorage(LocalStorage):
+    """Refuses to be called where it would block an event loop; counts writes of results.jsonl, which take a while."""
+
+    def __init__(self, folder, seconds=0.0):
+        super().__init__(folder)
+        self.seconds, self.results, self.at_once = seconds, [], 0
+
+    def write(self, name, content):
+        self.check()
+        if name != RESULTS:
+            super().write(name, content)
+            return
+        self.at_once += 1
+        assert self.at_once == 1
+        time.sleep(self.seconds)
+        super().write(name, content)
+        self.results.append((time.monotonic(), content.count(b"\n")))
+        self.at_once -= 1
+
+    def probe(self):
+        self.check()
+        super().probe()
+
+    @staticmethod
+    def check():
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+
+
+def test_no_storage_is_called_on_the_event_loop(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "RESULTS_S", 0.01)
+    output = WatchedStorage(tmp_path / "out")
+    report = run(tmp_path, Engine(0.02), output, *(f"r{i}" for i in range(12)), in_flight=2)
+    assert report.exit_code == 0
+    assert len(output.results) > 3  # some of them while requests ended
+    assert output.results[-1][1] == 12
+
+
+def test_slow_results_take_a_small_part_of_the_time(tmp_path, monkeypatch):
+    """A write of 0.2 s is followed by four seconds without."""
+    monkeypatch.setattr(running, "RESULTS_S", 0.001)
+    output = WatchedStorage(tmp_path / "out", seconds=0.2)
+    report = run(tmp_path, Engine(0.02), output, *(f"r{i}" for i in range(10)), in_flight=1)
+    assert report.exit_code == 0
+    assert len(output.results) == 3  # at the start, once while requests ended, at the end
+
+
+def test_results_that_can_not_be_written_meanwhile_stop_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "RESULTS_S", 0.01)
+
+    class Refusing(LocalStorage):
+        def write(self, name, content):
+            if name == RESULTS and threading.current_thread() is not threading.main_thread():
+                raise StorageError("no room")
+            super().write(name, content)
+
+    assert run(tmp_path, Engine(0.03), Refusing(tmp_path / "out"), "cat", "dog").exit_code == 0
