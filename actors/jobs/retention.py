@@ -28,10 +28,23 @@ class Retention:
             delete_at = self._database.now(session) + self._settings.abandoned_s
             session.add(File(name=name, delete_at=delete_at))
 
+    def release(self, name: str) -> bool:
+        """Remove an upload that became no job; return False where a job has it, or it is removed later.
+
+        Once it is marked as due, under its row's lock, `JobStore.submit` takes it no more: no job can get it between
+        this look and its removal.
+        """
+        with self._database.write() as session:
+            file = session.get(File, name, with_for_update=True)
+            if file is None or file.job is not None:
+                return False
+            file.delete_at = self._database.now(session)
+        return self._remove(name)
+
     def sweep(self) -> tuple[int, int]:
         """Remove what is due; return how many jobs and files that were."""
         expired = sum(iter(self._expire, 0))
-        return expired, sum(self.discard(name) for batch in iter(self._due, []) for name in batch)
+        return expired, sum(self._remove(name) for batch in iter(self._due, []) for name in batch)
 
     def _expire(self) -> int:
         """Remove rows of expired jobs, and expire their files in the same transaction."""
@@ -52,8 +65,8 @@ class Retention:
             query = select(File.name).where(File.delete_at <= now).order_by(File.delete_at).limit(_BATCH)
             return list(session.scalars(query))
 
-    def discard(self, name: str) -> bool:
-        """Remove a file, such as an upload that became no job; return False where it is tried again later."""
+    def _remove(self, name: str) -> bool:
+        """Remove a file that is due; return False where it is tried again later."""
         try:
             self._storage.delete(name)
         except StorageError as error:

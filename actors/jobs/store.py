@@ -1,12 +1,14 @@
 """Jobs as those who ask for videos see them: submit, look, list, cancel, delete."""
 
 import dataclasses
+import itertools
 import math
+import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from sqlalchemy import Select, bindparam, case, func, literal_column, select
+from sqlalchemy import Select, Text, bindparam, case, cast, func, literal_column, select
 from sqlalchemy.orm import Session, aliased, with_expression
 
 from actors.jobs.database import Database
@@ -17,7 +19,9 @@ from actors.jobs.tables import Delivery, File, Job
 from actors.jobs.values import CANCELLED, Counts, JobSettings, Room, Status, is_id
 
 MAX_PAGE = 100
+PAGE_CHARACTERS = 1_000_000  # of the requests on a page, as the database has them: more than their answer has bytes
 _RETRIED_S, _RETRIED_OF = 120.0, 200  # how long ago, and among how many, a request is that a client repeats itself
+_PRIVATE = "\x1f"  # Clients' idempotency keys are printable, so none of them begins like this.
 _ATTACH_MARGIN_S = 60.0  # a file that is removed sooner than this can't become an input any more
 
 # Written out: with a parameter SQLite looks each row of the index of waiting jobs up in the table.
@@ -65,6 +69,11 @@ def open_database(address: str | Path) -> Database:
     return database
 
 
+def private_key() -> str:
+    """Return an idempotency key that no client can send: whoever holds it is the only one who waits for its job."""
+    return _PRIVATE + secrets.token_hex(16)
+
+
 class JobStore:
     """The jobs of a database. Every method is one transaction, and safe between threads and processes.
 
@@ -103,20 +112,31 @@ class JobStore:
             if _earlier(session, owner, idempotency_key) is None:
                 _check_room(session, owner, room)
 
+    def find_committed(self, job: str) -> Job | None:
+        """Return a job if it was accepted by a commit whose answer got lost; None where it certainly wasn't.
+
+        Waits until no transaction that accepts a job is under way: that one may still be, on a server that goes on
+        without its client.
+        """
+        with self._database.write() as session:
+            self._database.serialize(session)
+            return session.scalars(_BY_ID, {"wanted": job}).one_or_none()
+
     def known(self, owner: str, idempotency_key: str | None, body_digest: str, *, retried: bool = False) -> Job | None:
         """Return the job that was accepted with that key and body; raises `IdempotencyConflict`.
 
         retried  whether the client says that it asks again, as clients do by themselves after an error: without a key
-                 the same body of a moment ago is the same job
+                 a job of the same body and of a moment ago is this request's, unless it has failed or was cancelled.
+                 From then on it is nobody's alone.
         """
+        repeated = None
         with self._database.read() as session:
             earlier = _earlier(session, owner, idempotency_key)
             if idempotency_key is None and retried:
-                latest = select(Job).where(Job.owner == owner).order_by(Job.sequence.desc()).limit(_RETRIED_OF)
                 since = self._database.now(session) - _RETRIED_S
-                for job in session.scalars(latest):
-                    if job.body_digest == body_digest and job.created_at > since and job.deleted_at is None:
-                        return job
+                repeated = session.scalars(_repeated(owner, body_digest, since)).first()
+        if repeated is not None:
+            return self._share(repeated)
         if earlier is not None:
             _check_body(earlier, body_digest)
         return earlier
@@ -148,11 +168,14 @@ class JobStore:
     ) -> Page:
         """Return at most `limit` jobs with their positions, newest first unless `order` is "asc".
 
+        Of long requests fewer are returned: about `PAGE_CHARACTERS`, and one in any case.
+
         after   the id of the job before the first, which may be deleted by now; raises `JobNotFound` when there is none
         status  of those that are wanted; any if None
         """
-        query = select(Job).options(_WITH_POSITION).where(Job.deleted_at.is_(None)).limit(limit + 1)
-        query = query.order_by(Job.sequence.asc() if order == "asc" else Job.sequence.desc())
+        size = func.length(cast(Job.request, Text))
+        query = select(Job.sequence, size).where(Job.deleted_at.is_(None)).limit(limit + 1)
+        by_age = Job.sequence.asc() if order == "asc" else Job.sequence.desc()
         if owner is not None:
             query = query.where(Job.owner == owner)
         if status is not None:
@@ -161,8 +184,13 @@ class JobStore:
             if after is not None:
                 start = self._find(session, after, owner, deleted=True).sequence
                 query = query.where(Job.sequence > start if order == "asc" else Job.sequence < start)
-            found = session.scalars(query).all()
-        return Page(jobs=tuple(found[:limit]), more=len(found) > limit)
+            found = session.execute(query.order_by(by_age)).all()
+            count = _fitting([characters for _, characters in found[:limit]])
+            wanted = [sequence for sequence, _ in found[:count]]
+            jobs = session.scalars(
+                select(Job).options(_WITH_POSITION).where(Job.sequence.in_(wanted)).order_by(by_age)
+            ).all()
+        return Page(jobs=tuple(jobs), more=len(found) > count)
 
     def cancel(self, job: str, owner: str | None = None) -> Job:
         """Cancel a job: it ends as failed with code "cancelled".
@@ -171,12 +199,19 @@ class JobStore:
         and it can't complete any more. One that has ended stays as it is. Raises `JobNotFound`.
         """
         with self._database.write() as session:
-            found = self._find(session, job, owner, _BY_ID.with_for_update())
-            if found.status == "queued":
-                return end(session, found, self._database.now(session), self._settings, failure=STOPPED[CANCELLED])
-            if found.status == "in_progress" and found.stop_code is None:
-                found.stop_code = CANCELLED
-            return found
+            return self._cancel(session, self._find(session, job, owner, _BY_ID.with_for_update()))
+
+    def cancel_private(self, job: str, key: str) -> bool:
+        """Cancel a job that was accepted with a `private_key`, unless a repeated request waits for it by now.
+
+        Returns whether it was cancelled.
+        """
+        with self._database.write() as session:
+            found = session.scalars(_BY_ID.with_for_update(), {"wanted": job}).one_or_none()
+            if found is None or found.idempotency_key != key:
+                return False
+            self._cancel(session, found)
+            return True
 
     def delete(self, job: str, owner: str | None = None) -> None:
         """Have a job found no more; its files are deleted by the next `Retention.sweep`. One that waits is cancelled.
@@ -221,6 +256,24 @@ class JobStore:
             files_pending_deletion=pending,
         )
 
+    def _cancel(self, session: Session, job: Job) -> Job:
+        if job.status == "queued":
+            return end(session, job, self._database.now(session), self._settings, failure=STOPPED[CANCELLED])
+        if job.status == "in_progress" and job.stop_code is None:
+            job.stop_code = CANCELLED
+        return job
+
+    def _share(self, job: Job) -> Job | None:
+        """Return a job that more than one request waits for from now on; None if it was cancelled meanwhile."""
+        if job.idempotency_key is None:
+            return job
+        with self._database.write() as session:
+            found = session.scalars(_BY_ID.with_for_update(), {"wanted": job.id}).one_or_none()
+            if found is None or found.deleted_at is not None or found.stop_code is not None or found.status == "failed":
+                return None
+            found.idempotency_key = None
+            return found
+
     def _find(
         self, session: Session, job: str, owner: str | None, query: Select[Job] = _BY_ID, *, deleted: bool = False
     ) -> Job:
@@ -247,6 +300,26 @@ def _earlier(session: Session, owner: str, idempotency_key: str | None) -> Job |
         return None
     same = (Job.owner == owner) & (Job.idempotency_key == idempotency_key)
     return session.scalars(select(Job).where(same)).one_or_none()
+
+
+def _repeated(owner: str, body_digest: str, since: float) -> Select[Job]:
+    """Return a query for the latest job that a repeated request without a key may have made.
+
+    A client's own idempotency key names another request. Only the columns that decide are read of the others.
+    """
+    columns = (Job.sequence, Job.body_digest, Job.idempotency_key, Job.created_at)
+    latest = select(*columns).where(Job.owner == owner).order_by(Job.sequence.desc()).limit(_RETRIED_OF).subquery()
+    key = latest.c.idempotency_key
+    same = (latest.c.body_digest == body_digest) & (latest.c.created_at > since)
+    sequences = select(latest.c.sequence).where(same, key.is_(None) | key.startswith(_PRIVATE))
+    alive = Job.deleted_at.is_(None) & Job.stop_code.is_(None) & (Job.status != "failed")
+    return select(Job).where(Job.sequence.in_(sequences), alive).order_by(Job.sequence.desc()).limit(1)
+
+
+def _fitting(characters: Sequence[int]) -> int:
+    """Return how many requests of such lengths are on a page: one at least."""
+    sums = itertools.accumulate(characters)
+    return max(min(1, len(characters)), sum(total <= PAGE_CHARACTERS for total in sums))
 
 
 def _check_body(earlier: Job, body_digest: str) -> None:

@@ -5,15 +5,17 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import IO, Any
+from typing import Any
 
 from pydantic import ValidationError
+from starlette.requests import Request
 
 from actors.api.http.error_answers import HttpError
 from actors.api.intake.apart import FORM, IMAGE, IMAGES, JSON, PICTURE, Parts, apart, loads, media_type
 from actors.api.intake.create_video import CreateVideo
 from actors.api.intake.reader import Reader, Reading
-from actors.api.intake.receiving import as_file
+from actors.api.intake.receiving import Arriving
+from actors.api.intake.turns import Work
 from actors.api.outbound.client import FetchSettings, fetch
 from wan_tpu.errors import InvalidRequest
 
@@ -34,37 +36,51 @@ class Asked:
 
 
 @contextlib.asynccontextmanager
-async def asked_for(content_type: str, body: IO[bytes], reader: Reader, key: str) -> AsyncIterator[Asked]:
-    """Give what a body asks for; raises `InvalidRequest`, or `HttpError` for a kind of body that isn't known."""
+async def asked_for(request: Request, held: Arriving, reader: Reader, work: Work) -> AsyncIterator[Asked]:
+    """Give what a body asks for; raises `InvalidRequest`, or `HttpError` for a kind of body that isn't known.
+
+    In the block a process is held only if there are images in it, and the body's bytes no more.
+    """
+    content_type = request.headers.get("content-type", "")
     kind = media_type(content_type)
     if kind not in (JSON, FORM):
         known = f"{JSON} or {FORM}"
         raise HttpError(415, f"the body is {kind[:60] or 'of no type'}; send {known}", code="type")
     async with contextlib.AsyncExitStack() as stack:
         reading = None
-        small = body.read(reader.limits.small_bytes + 1)
-        if len(small) > reader.limits.small_bytes:
-            reading = await stack.enter_async_context(reader.read(content_type, body, key))
-            fields = _fields(reading.parts)
-        else:
-            parts = apart(content_type, small)
-            fields = _fields(parts)
-            if parts.uploads:
-                reading = await stack.enter_async_context(reader.read(content_type, body, key))
+        async with held.body(request) as body:
+            small = body.read(reader.limits.small_bytes + 1)
+            large = len(small) > reader.limits.small_bytes
+            parts = None if large else await work.run(held.key, apart, content_type, small)
+            if parts is None or parts.uploads:
+                reading = await stack.enter_async_context(reader.read(content_type, body, held.key))
+                parts = reading.parts
         uploads = {} if reading is None else reading.uploads
-        named = [name for name in IMAGES if getattr(fields, name) is not None]
-        if uploads and named:  # one that waits for a process while it holds another would keep others from theirs
-            raise InvalidRequest(
-                f"{named[0]} was sent as a URL, and {next(iter(uploads))} as a file; send files alone, or URLs",
-                named[0],
-            )
-        digest = hashlib.sha256(f"{fields.model_dump_json()}\0{json.dumps(uploads)}".encode()).hexdigest()
+        if not uploads:  # before an image is fetched, which takes a process, too
+            await stack.aclose()
+        held.add(_text_bytes(parts))
+        fields, digest = await work.run(held.key, _understood, parts, uploads)
         yield Asked(fields=fields, digest=digest, reading=reading if uploads else None)
+
+
+def _text_bytes(parts: Parts) -> int:
+    return len(parts.text or "") + sum(len(value) for _, value in parts.fields or ())
+
+
+def _understood(parts: Parts, uploads: dict[str, str]) -> tuple[CreateVideo, str]:
+    """Return a request's fields and digest; raises `InvalidRequest`."""
+    fields = from_json(parts.text) if parts.text is not None else from_form(parts.fields or [])
+    named = [name for name in IMAGES if getattr(fields, name) is not None]
+    if uploads and named:  # one that waits for a process while it holds another would keep others from theirs
+        file = next(iter(uploads))
+        message = f"{named[0]} was sent as a URL, and {file} as a file; send files alone, or URLs"
+        raise InvalidRequest(message, named[0])
+    return fields, hashlib.sha256(f"{fields.model_dump_json()}\0{json.dumps(uploads)}".encode()).hexdigest()
 
 
 @contextlib.asynccontextmanager
 async def image_of(
-    asked: Asked, name: str, reader: Reader, fetching: FetchSettings, key: str
+    asked: Asked, name: str, held: Arriving, reader: Reader, fetching: FetchSettings
 ) -> AsyncIterator[tuple[Reading, str] | None]:
     """Give who holds the image of a field, fetched if it is elsewhere, and its name there; raises `InvalidRequest`."""
     if asked.reading is not None and name in asked.reading.uploads:
@@ -74,20 +90,22 @@ async def image_of(
     if reference is None:
         yield None
         return
-    with as_file() as content:
-        try:
-            async with reader.fetches.turn(key):
-                await fetch(reference.image_url, fetching, content)
-            async with reader.read(PICTURE, content, key) as reading:
-                yield reading, IMAGE
-        except InvalidRequest as error:
-            raise InvalidRequest(
-                str(error), name if error.field == IMAGE or error.field is None else error.field
-            ) from None
+    async with contextlib.AsyncExitStack() as stack:
+        with _named(name), held.file() as content:
+            async with reader.fetches.turn(held.key), held.fetching():
+                await fetch(reference.image_url, fetching, content, owner=held.key)
+            reading = await stack.enter_async_context(reader.read(PICTURE, content, held.key))
+        with _named(name):
+            yield reading, IMAGE
 
 
-def _fields(parts: Parts) -> CreateVideo:
-    return from_json(parts.text) if parts.text is not None else from_form(parts.fields or [])
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Have what is wrong with an image that was fetched raised with the name of its field."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error), name if error.field in (IMAGE, None) else error.field) from None
 
 
 def from_json(text: str | bytes) -> CreateVideo:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from actors.api.http.access import Access
 from actors.api.http.error_answers import HttpError
@@ -42,32 +42,40 @@ class Following:
         self._of_owner: Counter[str] = Counter()
         self._looking: asyncio.Task[None] | None = None
 
-    def check(self, owner: str) -> None:
-        """Raise `HttpError` where a key has as many streams as it may."""
+    @contextlib.contextmanager
+    def place(self, owner: str) -> Iterator[None]:
+        """Have one of a key's streams until the block ends; raises `HttpError` 429 for one too many."""
         if (mine := self._of_owner[owner]) >= self._of_a_key:
             message = f"{mine} jobs are followed with this key, which is all that may be; close some, or poll"
             raise HttpError(429, message, code="too_many_streams", after_s=_AGAIN_S)
+        self._of_owner[owner] += 1
+        try:
+            yield
+        finally:
+            self._of_owner[owner] -= 1
+            if not self._of_owner[owner]:
+                del self._of_owner[owner]
 
     @contextlib.asynccontextmanager
     async def follow(self, seen: Seen, owner: str) -> AsyncIterator[AsyncIterator[Seen]]:
-        """Give what a job becomes, from what was just seen of it to its end.
+        """Give what a job becomes, from what was just seen of it to its end; whoever follows has a `place`.
 
-        Raises `HttpError` 429 for one stream too many; the iterator `JobNotFound` for a job that was deleted, and
-        `HttpError` 401 when the key is revoked.
+        The iterator raises `JobNotFound` for a job that was deleted, and `HttpError` 401 when the key is revoked.
         """
-        self.check(owner)
         job, follower = seen[0].id, _Follower(owner, seen)
         self._followers.setdefault(job, set()).add(follower)
-        self._of_owner[owner] += 1
         if self._looking is None:
             self._looking = asyncio.create_task(self._look_on())
         try:
             yield self._seen(follower)
         finally:
-            self._of_owner[owner] -= 1
             self._followers[job].discard(follower)
             if not self._followers[job]:
                 del self._followers[job]
+
+    def followers(self, job: str) -> int:
+        """Return how many streams of this ingress follow a job."""
+        return len(self._followers.get(job, ()))
 
     async def _seen(self, follower: _Follower) -> AsyncIterator[Seen]:
         while True:

@@ -2,48 +2,57 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import logging
-import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import generate_latest
 from starlette.requests import Request
 
 from actors.api.estimates import Estimator
 from actors.api.http.access import REFRESH_S, Access, Caller
-from actors.api.http.bodies import Asked, asked_for, image_of
+from actors.api.http.bodies import asked_for
 from actors.api.http.error_answers import HttpError
 from actors.api.http.following import Following, Seen
-from actors.api.http.objects import PICTURES, KeyUsage
-from actors.api.intake.apart import IMAGE, IMAGES, LAST
-from actors.api.intake.create_video import adapters_of, generation_request
+from actors.api.http.objects import KeyUsage
+from actors.api.intake.acceptance import Acceptance, MaybeAccepted
+from actors.api.intake.apart import IMAGES
+from actors.api.intake.drafts import Drafts, image_name
 from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import Bodies
+from actors.api.intake.retries import Retries
+from actors.api.intake.turns import Work
 from actors.api.metrics import FRESH_S, HEARTBEAT_S, Meters, ServiceMetrics
-from actors.api.outbound.client import FetchError, check_url
 from actors.api.settings import ServiceSettings
-from actors.api.sizes import check_size
 from actors.jobs import deliveries
-from actors.jobs.errors import QueueFull, StoreUnavailable
+from actors.jobs.errors import JobNotFound, QueueFull, StoreUnavailable
 from actors.jobs.heartbeats import process_name, read_heartbeats, send_heartbeat
 from actors.jobs.retention import Retention
-from actors.jobs.store import JobStore, open_database
+from actors.jobs.store import JobStore, open_database, private_key
 from actors.jobs.tables import Heartbeat, Job
 from actors.jobs.usage import read_usage
 from actors.jobs.values import Room
 from actors.observe.logs import log_event, repeated
 from actors.storage.base import Missing, StorageError
 from actors.storage.opening import open_storage
-from wan_tpu.errors import InvalidRequest
+from wan_tpu.errors import InvalidRequest, WanTpuError
 from wan_tpu.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
-_RETRIES = "x-stainless-retry-count"  # in which OpenAI's client says that it repeats a request
+_WORKERS = 2  # threads for what costs processor time, such as planning a request
 _SILENT_S = 4 * HEARTBEAT_S  # without a heartbeat that could be recorded, after which nothing is accepted here
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """A job that was accepted, as it was seen then; `private`: its key, where this request alone waits for it."""
+
+    seen: Seen
+    private: str | None = None
 
 
 class Service:
@@ -59,92 +68,85 @@ class Service:
         self.access = Access(self.database, settings.queue_limit, settings.limits)
         self.following = Following(self.look_at_all_now, self.access, settings.limits.followers)
         self.bodies, self.reader = Bodies(settings.limits), Reader(settings.limits)
+        self.work, self.retries = Work(_WORKERS), Retries()
+        self.drafts = Drafts(settings, spec, self.reader, self.work)
+        self.acceptance = Acceptance(self.store, self.storage, self.retention)
         self.forecast = Estimator(self.store, settings.concurrency)
         self.meters = Meters()
         self._name, self._recorded = process_name("ingress"), time.monotonic()
 
-    async def submit(self, request: Request, caller: Caller, idempotency_key: str | None) -> Seen:
-        """Accept a job, or refuse it with a reason; return it, and in how many seconds it will be done.
+    async def submit(
+        self, request: Request, caller: Caller, idempotency_key: str | None, *, alone: bool = False
+    ) -> Accepted:
+        """Accept a job, or refuse it with a reason: after an error nothing was accepted, but for `MaybeAccepted`.
 
         What costs more comes later: the queue is looked at before the body, all fields before the image.
+
+        Args:
+            request: with the body, which is read here.
+            caller: whose job it becomes.
+            idempotency_key: under which the same request is the same job.
+            alone: whether the job is to be cancelled once this request's client is gone: it gets a private key.
         """
-        self.bodies.check(request.headers, caller.owner)
-        await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
-        async with self._asked(request, caller) as asked:
-            retried = request.headers.get(_RETRIES, "0") != "0"
-            known = functools.partial(self.store.known, retried=retried)
-            job = await asyncio.to_thread(known, caller.owner, idempotency_key, asked.digest)
-            new = False
-            if job is None:
-                job, new = await self._submit(asked, caller, idempotency_key)
-        return await self._accepted(job, new)
+        with self._repeating(request) as retried:
+            self.bodies.check(request.headers, caller.owner)
+            await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
+            with self.bodies.arriving(request.headers, caller.owner) as held:
+                async with asked_for(request, held, self.reader, self.work) as asked:
+                    known = functools.partial(self.store.known, retried=retried)
+                    job = await asyncio.to_thread(known, caller.owner, idempotency_key, asked.digest)
+                    draft = None if job is not None else await self.drafts.draft(asked, held, caller)
+                # No place of the reader is held from here on, and none of its time-outs runs.
+                new, private = False, private_key() if alone and idempotency_key is None else None
+                if draft is not None:
+                    draft.job.idempotency_key = private or idempotency_key
+                    accept = functools.partial(self._accept_now, webhook_url=draft.webhook_url)
+                    job, new = await asyncio.to_thread(accept, draft.job, draft.pngs, caller.room)
+                assert job is not None
+        return Accepted(seen=await self._look(job, new), private=private if new else None)
 
-    async def remix(self, job: str, request: Request, caller: Caller, idempotency_key: str | None) -> Seen:
+    async def remix(self, job: str, request: Request, caller: Caller, idempotency_key: str | None) -> Accepted:
         """Accept a job with the request of another one, but for its prompt; raises `JobNotFound`."""
-        await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
-        source = await asyncio.to_thread(self.store.get, job, caller.sees)
-        async with self._asked(request, caller) as asked:
-            more = asked.fields.model_fields_set - {"prompt"} | {name for name in IMAGES if asked.has(name)}
-            if more:
-                field = min(more)
-                raise InvalidRequest(f"{field} can't be changed by a remix, the prompt alone can", field)
-        made, new = await asyncio.to_thread(self._remix_now, source, asked.fields.prompt, caller, idempotency_key)
-        return await self._accepted(made, new)
+        with self._repeating(request) as retried:
+            await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
+            source = await asyncio.to_thread(self.store.get, job, caller.sees)
+            self._check_source(source)
+            with self.bodies.arriving(request.headers, caller.owner) as held:
+                async with asked_for(request, held, self.reader, self.work) as asked:
+                    more = asked.fields.model_fields_set - {"prompt"} | {name for name in IMAGES if asked.has(name)}
+                    if more:
+                        field = min(more)
+                        raise InvalidRequest(f"{field} can't be changed by a remix, the prompt alone can", field)
+                sizes = await asyncio.to_thread(self._input_sizes_now, source)
+                held.add(sum(sizes))
+                prompt = asked.fields.prompt
+                remix = functools.partial(self._remix_now, retried=retried)
+                made, new = await asyncio.to_thread(remix, source, prompt, caller, idempotency_key)
+        return Accepted(seen=await self._look(made, new))
 
-    @contextlib.asynccontextmanager
-    async def _asked(self, request: Request, caller: Caller) -> AsyncIterator[Asked]:
-        kind, owner = request.headers.get("content-type", ""), caller.owner
-        async with self.bodies.received(request, owner) as body, asked_for(kind, body, self.reader, owner) as asked:
-            yield asked
+    @contextlib.contextmanager
+    def _repeating(self, request: Request) -> Iterator[bool]:
+        """Give whether an earlier try of a request may have been accepted; remember when certainly none was."""
+        retried = self.retries.repeats(request)
+        try:
+            yield retried
+        except MaybeAccepted:
+            raise
+        except (HttpError, WanTpuError):
+            if not retried:
+                self.retries.refuse(request)
+            raise
 
-    async def _accepted(self, job: Job, new: bool) -> Seen:
+    async def _look(self, job: Job, new: bool) -> Seen:
+        """Return what is answered. This fails no more: the job is there."""
         size = "{width}x{height}x{frames}".format(**job.request)
         steps, owner = job.request["steps"], job.owner or None
         log_event(log, "accepted" if new else "known", job=job.id, owner=owner, size=size, steps=steps)
-        return await asyncio.to_thread(self.look_now, job.id, job.owner)
-
-    async def _submit(self, asked: Asked, caller: Caller, idempotency_key: str | None) -> tuple[Job, bool]:
-        fields, settings, owner = asked.fields, self.settings, caller.owner
-        self._check_model(fields.model)
-        if fields.priority > caller.priority:
-            message = f"priority is {fields.priority}; this key may ask for at most {caller.priority}"
-            raise HttpError(403, message, code="priority_not_allowed", param="priority")
-        self._check_webhook(fields.webhook_url)
-        request = generation_request(fields, self.spec, settings.catalogue, seed=secrets.randbelow(2**31))
-        loras = adapters_of(fields, self.spec, settings.catalogue)  # kept by name: where they lie may change
-        image, last, step = asked.has(IMAGE), asked.has(LAST), self.spec.frame_step
-        resolved = self.spec.plan(request, image=image, last=last).request
-        follows = image and request.height is None and self.spec.follows_image
-        if not follows:
-            check_size(resolved, settings.largest, step)
-        pictures: dict[str, bytes] = {}
-        given: dict[str, str] = {}
-        for name in IMAGES:
-            async with image_of(asked, name, self.reader, settings.fetch, owner) as found:
-                if found is None:
-                    continue
-                reading, there = found
-                if follows and name == IMAGE:  # only now is there a size
-                    resolved = self.spec.plan(request, image=True, last=last, picture=reading.sizes[there]).request
-                    check_size(resolved, settings.largest, step)
-                size, crop = (resolved.height, resolved.width), self.spec.crops_image
-                pictures[name] = await reading.picture(*size, crop=crop, name=there)
-                given[PICTURES[name]] = "{1}x{0}".format(*reading.sizes[there])
-        job = Job(
-            owner=owner,
-            request=resolved.to_json()
-            | {"model": settings.model, "seconds": fields.seconds, "loras": loras}
-            | {"skipped": self.spec.skipped_steps(resolved)}
-            | given,
-            input_image=_image_name() if IMAGE in pictures else None,
-            input_last_image=_image_name() if LAST in pictures else None,
-            priority=fields.priority,
-            deadline=fields.deadline,
-            idempotency_key=idempotency_key,
-            body_digest=asked.digest,
-        )
-        pngs = list(pictures.values())
-        return await asyncio.to_thread(self._accept_now, job, fields.webhook_url, pngs, caller.room)
+        try:
+            return await asyncio.to_thread(self.look_now, job.id, job.owner)
+        except WanTpuError as error:
+            log_event(log, "not looked at", logging.WARNING, job=job.id, reason=str(error))
+            return job, None
 
     def look_now(self, job: str, owner: str | None) -> Seen:
         """Return a job and in how many seconds it will be done, if that is known; raises `JobNotFound`."""
@@ -201,38 +203,45 @@ class Service:
         with self._queue_full():
             self.store.check_room(caller.owner, idempotency_key, caller.room)
 
-    def _accept_now(self, job: Job, webhook_url: str | None, pngs: Sequence[bytes], room: Room) -> tuple[Job, bool]:
-        names, new = job.inputs, False
-        for name in names:
-            self.retention.reserve(name)
-        try:
-            for name, png in zip(names, pngs, strict=True):
-                self.storage.write(name, png)
-            with self._queue_full():
-                job, new = self.store.submit(job, webhook_url=webhook_url, room=room)
-        finally:
-            for name in () if new else names:
-                with contextlib.suppress(StoreUnavailable):  # it is removed in an hour
-                    self.retention.discard(name)
-        return job, new
+    def _accept_now(
+        self, job: Job, pngs: Sequence[bytes], room: Room, *, webhook_url: str | None = None
+    ) -> tuple[Job, bool]:
+        with self._queue_full():
+            return self.acceptance.accept(job, pngs, webhook_url=webhook_url, room=room)
 
-    def _remix_now(self, source: Job, prompt: str, caller: Caller, idempotency_key: str | None) -> tuple[Job, bool]:
+    def _check_source(self, source: Job) -> None:
+        """Raise `HttpError` where a job's model isn't this service's any more: no worker would make its remix."""
+        model = source.model or source.request["model"]
+        if model != self.settings.model:
+            message = f"{source.id} was made by {model!r}, which isn't here; there is {self.settings.model!r}"
+            message += ": send its request as a new one"
+            raise HttpError(400, message, code="model_not_found", param="model")
+
+    def _input_sizes_now(self, source: Job) -> list[int]:
+        with _inputs_of(source):
+            return [self.storage.size(name) for name in source.inputs]
+
+    def _remix_now(
+        self, source: Job, prompt: str, caller: Caller, idempotency_key: str | None, *, retried: bool
+    ) -> tuple[Job, bool]:
         digest = hashlib.sha256(f"{source.id}\0{prompt}".encode()).hexdigest()
-        known = self.store.known(caller.owner, idempotency_key, digest)
+        known = self.store.known(caller.owner, idempotency_key, digest, retried=retried)
         if known is not None:
             return known, False
-        pngs = [self.storage.read(name) for name in source.inputs]
+        with _inputs_of(source):
+            pngs = [self.storage.read(name) for name in source.inputs]
         made = Job(
             owner=caller.owner,
+            model=self.settings.model,
             request=source.request | {"prompt": prompt},
-            input_image=None if source.input_image is None else _image_name(),
-            input_last_image=None if source.input_last_image is None else _image_name(),
+            input_image=None if source.input_image is None else image_name(),
+            input_last_image=None if source.input_last_image is None else image_name(),
             priority=min(source.priority, caller.priority),
             idempotency_key=idempotency_key,
             body_digest=digest,
             remixed_from=source.id,
         )
-        return self._accept_now(made, None, pngs, caller.room)
+        return self._accept_now(made, pngs, caller.room)
 
     @contextlib.contextmanager
     def _queue_full(self) -> Iterator[None]:
@@ -240,21 +249,6 @@ class Service:
             yield
         except QueueFull as full:
             raise HttpError(429, str(full), code="queue_full", after_s=self.forecast.next_free_s()) from None
-
-    def _check_model(self, model: str | None) -> None:
-        if model is not None and model not in (self.settings.model, *self.settings.aliases):
-            message = f"there is no model {model[:80]!r} here; there is {self.settings.model!r}"
-            raise HttpError(400, message, code="model_not_found", param="model")
-
-    def _check_webhook(self, url: str | None) -> None:
-        if url is None:
-            return
-        if self.settings.webhook_secret_file is None:
-            raise InvalidRequest("this service calls no webhooks; leave webhook_url out", "webhook_url")
-        try:
-            check_url(url, self.settings.webhooks)
-        except FetchError as error:
-            raise InvalidRequest(str(error), "webhook_url") from None
 
     def _check_disk(self) -> None:
         free, kept = self.storage.free(), self.settings.limits.free_bytes
@@ -269,5 +263,9 @@ class Service:
         return Heartbeat(name=self._name, kind="ingress", metrics=self.meters.text())
 
 
-def _image_name() -> str:
-    return f"input-{secrets.token_hex(16)}.png"
+@contextlib.contextmanager
+def _inputs_of(source: Job) -> Iterator[None]:
+    try:
+        yield
+    except Missing:
+        raise JobNotFound(f"{source.id} is gone with its image: it was deleted, or has expired") from None

@@ -14,10 +14,10 @@ from actors.api.http.content import send
 from actors.api.http.error_answers import HttpError, answer
 from actors.api.http.following import Seen
 from actors.api.http.objects import ErrorBody, Variant, Video, VideoDeleted, VideoList, video
-from actors.api.http.service import Service
+from actors.api.http.service import Accepted, Service
 from actors.api.intake.create_video import CreateVideo
 from actors.api.variants import VARIANTS
-from actors.jobs.errors import JobNotFound
+from actors.jobs.errors import JobNotFound, StoreUnavailable
 from actors.jobs.keys import MAKE, OPERATE, READ
 from actors.jobs.store import MAX_PAGE
 from actors.jobs.tables import Job
@@ -27,6 +27,7 @@ from wan_tpu.errors import InvalidRequest
 
 POLL_AFTER = "openai-poll-after-ms"
 _KEY_LENGTH = 255
+_NO_BODY = 1024  # bytes of a body that is sent to a route which has none: some clients send {}
 _STATUS = {"invalid": 400, CANCELLED: 409, DEADLINE: 408}  # of a failed job whose client waits for it
 
 
@@ -45,22 +46,40 @@ Served = Annotated[Service, Depends(service_of)]
 _BEARER = HTTPBearer(auto_error=False, description="a key of wan-tpu keys add; any where the service has none")
 
 
-def caller_of(*scopes: str) -> Callable[..., Coroutine[Any, Any, Caller]]:
-    """Return a dependency that lets those through whose key has one of the scopes; it raises `HttpError`."""
+def caller_of(*scopes: str, body: bool = False) -> Callable[..., Coroutine[Any, Any, Caller]]:
+    """Return a dependency that lets those through whose key has one of the scopes; it raises `HttpError`.
+
+    body  whether the route reads a body; where it doesn't, none is taken
+    """
 
     async def caller(
         request: Request,
         service: Served,
         shown: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
     ) -> Caller:
-        found = service.access.admit(None if shown is None else shown.credentials, scopes)
+        if not body:
+            _refuse_body(request)
+        try:
+            found = service.access.admit(None if shown is None else shown.credentials, scopes)
+        except HttpError as error:
+            if body and error.status == 429 and not service.retries.repeats(request):
+                service.retries.refuse(request)
+            raise
         request.state.owner, request.state.headers = found.owner, found.rate
         return found
 
     return caller
 
 
-Maker = Annotated[Caller, Depends(caller_of(MAKE))]
+def _refuse_body(request: Request) -> None:
+    length = request.headers.get("content-length", "0")
+    small = length.isascii() and length.isdigit() and int(length[:20]) <= _NO_BODY
+    if "transfer-encoding" in request.headers or not small:
+        message = f"this route takes no body; send none, or one of at most {_NO_BODY} bytes, which isn't read"
+        raise HttpError(413, message, code="too_large", headers={"Connection": "close"})
+
+
+Maker = Annotated[Caller, Depends(caller_of(MAKE, body=True))]
 Watcher = Annotated[Caller, Depends(caller_of(READ, OPERATE))]
 Ender = Annotated[Caller, Depends(caller_of(MAKE, OPERATE))]
 
@@ -74,13 +93,6 @@ def _key(idempotency_key: Annotated[str | None, Header(max_length=_KEY_LENGTH)] 
 IdempotencyKey = Annotated[str | None, Depends(_key)]
 
 
-async def found_job(service: Served, video_id: str, caller: Watcher) -> Seen:
-    """Return a job of the caller and in how many seconds it will be done; raises `JobNotFound`."""
-    return await asyncio.to_thread(service.look_now, video_id, caller.sees)
-
-
-# Looked for before an answer begins, so that a 404 is an answer also where events follow.
-Found = Annotated[Seen, Depends(found_job)]
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
 _JSON = CreateVideo.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -104,7 +116,8 @@ _MADE = _CONTENT | {202: {"model": Video, "description": "It isn't made yet; pol
 @router.post("", response_model=Video, responses=_REFUSED, openapi_extra={"requestBody": _BODY})
 async def create(request: Request, service: Served, caller: Maker, key: IdempotencyKey) -> Response:
     """Accept a video to be made. It is then finished, or failed with a reason, whatever dies."""
-    return _accepted(request, await service.submit(request, caller, key))
+    accepted = await service.submit(request, caller, key)
+    return await _seen(request, accepted.seen)
 
 
 @router.post("/sync", response_class=Response, responses=_REFUSED | _MADE, openapi_extra={"requestBody": _BODY})
@@ -114,20 +127,12 @@ async def create_and_wait(request: Request, service: Served, caller: Maker, key:
     A video that isn't there in time is made on, and the answer is 202 with the video object: poll for it. One whose
     client hangs up is cancelled.
     """
-    seen = await service.submit(request, caller, key)
-    gone = asyncio.create_task(_hung_up(request))
-    ending = asyncio.create_task(_end_of(service, seen, caller))
-    try:
-        await asyncio.wait([gone, ending], timeout=service.settings.sync_s, return_when=asyncio.FIRST_COMPLETED)
-        if gone.done() and not ending.done():
-            await asyncio.to_thread(service.store.cancel, seen[0].id, caller.owner)
-        seen = ending.result() if ending.done() else await asyncio.to_thread(service.look_now, seen[0].id, None)
-    finally:
-        gone.cancel()
-        ending.cancel()
+    with service.following.place(caller.owner):  # before anything is accepted that couldn't be waited for then
+        accepted = await service.submit(request, caller, key, alone=True)
+        seen = await _end_or_time(request, service, caller, accepted)
     job = seen[0]
     if not job.ended:
-        waiting = _accepted(request, seen)
+        waiting = await _seen(request, seen)
         waiting.status_code = 202
         return waiting
     request.state.job = job.id
@@ -137,6 +142,29 @@ async def create_and_wait(request: Request, service: Served, caller: Maker, key:
     made = await _content(request, service, job, "video")
     made.headers["x-video-id"] = job.id
     return made
+
+
+async def _end_or_time(request: Request, service: Service, caller: Caller, accepted: Accepted) -> Seen:
+    """Return what has become of a job at its end, or when its client has waited long enough.
+
+    When the client hangs up, a job that this request has made is cancelled, unless others wait for it: under an
+    idempotency key, or since they have repeated the request or follow it.
+    """
+    job, ends = accepted.seen[0].id, service.settings.sync_s
+    gone = asyncio.create_task(_hung_up(request))
+    ending = asyncio.create_task(_end_of(service, accepted.seen, caller))
+    try:
+        await asyncio.wait([gone, ending], timeout=ends, return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            return ending.result()
+        if gone.done() and accepted.private is not None and service.following.followers(job) == 1:
+            await asyncio.to_thread(service.store.cancel_private, job, accepted.private)
+        return await asyncio.to_thread(service.look_now, job, None)
+    except StoreUnavailable:
+        return accepted.seen
+    finally:
+        gone.cancel()
+        ending.cancel()
 
 
 @router.post("/edits", include_in_schema=False)
@@ -165,20 +193,19 @@ async def list_(
 ) -> Response:
     """List videos, newest first; `after` is the `last_id` of the page before, `status` that of those wanted."""
 
-    def page() -> VideoList:
+    def page() -> Response:
         found = service.store.list(caller.sees, after=after, limit=limit, order=order, status=status)
         videos = [video(job, service.forecast.eta_s(job)) for job in found.jobs]
         first, last = (videos[0].id, videos[-1].id) if videos else (None, None)
-        return VideoList(data=videos, first_id=first, last_id=last, has_more=found.more)
+        return _answer(VideoList(data=videos, first_id=first, last_id=last, has_more=found.more))
 
-    return _answer(await asyncio.to_thread(page))
+    return await asyncio.to_thread(page)
 
 
 @router.get("/{video_id}", response_model=Video, responses=errors(404))
-async def retrieve(found: Found) -> Response:
+async def retrieve(service: Served, video_id: str, caller: Watcher) -> Response:
     """Return one video, how far it is, and when it will be done."""
-    job, eta_s = found
-    return _answer(video(job, eta_s), None if job.ended else poll_after_ms(eta_s))
+    return await asyncio.to_thread(lambda: _of_video(service.look_now(video_id, caller.sees)))
 
 
 @router.get("/{video_id}/content", response_class=Response, responses=errors(400, 404) | _CONTENT)
@@ -203,8 +230,12 @@ async def cancel(service: Served, video_id: str, caller: Ender) -> Response:
 
     The step that computes is finished first: `eta_seconds` of a video in progress says how long steps take.
     """
-    job = await asyncio.to_thread(service.store.cancel, video_id, caller.sees)
-    return _answer(video(job, service.forecast.eta_s(job)))
+
+    def cancelled() -> Response:
+        job = service.store.cancel(video_id, caller.sees)
+        return _answer(video(job, service.forecast.eta_s(job)))
+
+    return await asyncio.to_thread(cancelled)
 
 
 @router.post(
@@ -212,7 +243,8 @@ async def cancel(service: Served, video_id: str, caller: Ender) -> Response:
 )
 async def remix(request: Request, service: Served, video_id: str, caller: Maker, key: IdempotencyKey) -> Response:
     """Accept a video with the request of another one, its image and seed included, but for the prompt."""
-    return _accepted(request, await service.remix(video_id, request, caller, key))
+    accepted = await service.remix(video_id, request, caller, key)
+    return await _seen(request, accepted.seen)
 
 
 class Events(EventSourceResponse):
@@ -222,10 +254,11 @@ class Events(EventSourceResponse):
 
 
 async def _followed(service: Served, video_id: str, caller: Watcher) -> AsyncIterator[AsyncIterator[Seen]]:
-    service.following.check(caller.owner)
-    found = await found_job(service, video_id, caller)
-    async with service.following.follow(found, caller.owner) as seen:
-        yield seen
+    # Looked for before an answer begins, so that a 404 is an answer.
+    with service.following.place(caller.owner):
+        found = await asyncio.to_thread(service.look_now, video_id, caller.sees)
+        async with service.following.follow(found, caller.owner) as seen:
+            yield seen
 
 
 @router.get("/{video_id}/events", response_class=Events, responses=errors(404))
@@ -236,7 +269,8 @@ async def follow(seen: Annotated[AsyncIterator[Seen], Depends(_followed)]) -> As
     """
     try:
         async for job, eta_s in seen:
-            yield ServerSentEvent(event=job.status if job.ended else "progress", data=video(job, eta_s))
+            text = await asyncio.to_thread(lambda job, eta_s: video(job, eta_s).model_dump_json(), job, eta_s)
+            yield ServerSentEvent(event=job.status if job.ended else "progress", raw_data=text)
     except (JobNotFound, HttpError) as error:
         yield ServerSentEvent(event="error", raw_data=bytes(answer(error).body).decode())
 
@@ -268,9 +302,14 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-def _accepted(request: Request, seen: Seen) -> Response:
+async def _seen(request: Request, seen: Seen) -> Response:
+    """Return a video as an answer, made in a thread: it has texts of its client's."""
+    request.state.job = seen[0].id
+    return await asyncio.to_thread(_of_video, seen)
+
+
+def _of_video(seen: Seen) -> Response:
     job, eta_s = seen
-    request.state.job = job.id
     return _answer(video(job, eta_s), None if job.ended else poll_after_ms(eta_s))
 
 

@@ -21,6 +21,7 @@ SETTINGS = ("prompt", "negative_prompt", "fps", "guidance_scale", "guidance_scal
 LATER = ("loras", "preset", "sigmas", "switch_step", "cache")  # which jobs of an earlier version don't have
 _SECONDS = re.compile(r"[0-9]{1,4}(\.[0-9]{1,6})?", re.ASCII)
 _EMPTY = Catalogue()
+_MAX_URL = 2000  # characters
 _MAX_PROMPT = 32_000  # characters, as OpenAI's
 
 
@@ -60,6 +61,13 @@ class ImageReference(_Sent):
 
     image_url: str = Field(min_length=1, description="an https:// URL, or a data: URL with the image in base64")
 
+    @field_validator("image_url")
+    @classmethod
+    def _check_length(cls, url: str) -> str:
+        if len(url) > _MAX_URL:  # what is in a data: URL has become a file by now
+            raise PydanticCustomError("url", "the URL has more than {most} characters", {"most": _MAX_URL})
+        return url
+
 
 class Adapter(_Sent):
     """An adapter (LoRA) of the model's experts, and what its changes are multiplied by."""
@@ -98,7 +106,7 @@ class CreateVideo(_Sent):
     )
     switch_step: int | None = _limited("switch_step", "the low-noise expert's first step, from 0")
     cache: str | None = Field(default=None, max_length=80, description=f"skipped steps, which is lossy: {FORM}")
-    webhook_url: str | None = Field(default=None, max_length=2000, description="called when the video has ended")
+    webhook_url: str | None = Field(default=None, max_length=_MAX_URL, description="called when the video has ended")
     priority: int = Field(default=0, ge=-100, le=100, description="higher is earlier")
     deadline: float | None = Field(default=None, gt=0, le=1e11, description="the video fails if it isn't done by then")
 

@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from typing import IO, Any
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any, NoReturn, TypeVar
 
 from actors.api.intake.apart import IMAGE, PICTURE, Parts
 from actors.api.intake.reader_process import LENGTH, REFUSED
@@ -15,6 +16,7 @@ from actors.api.intake.turns import Turns
 from actors.api.limits import Limits
 from wan_tpu.errors import InvalidRequest
 
+T = TypeVar("T")
 _CHILD = "actors.api.intake.reader_process"
 
 
@@ -25,17 +27,30 @@ class Reading:
     uploads  SHA-256 of each image's file, by the name of its field; sizes  (height, width) of those images
     """
 
-    def __init__(self, child: "_Child", said: dict[str, Any]) -> None:
-        self._child = child
+    def __init__(self, run: "_Run", said: dict[str, Any]) -> None:
+        self._run = run
         fields = said["fields"]
         self.parts = Parts(text=said["text"], fields=None if fields is None else [tuple(pair) for pair in fields])
         self.uploads: dict[str, str] = said["uploads"]
         self.sizes: dict[str, tuple[int, int]] = {name: (size[0], size[1]) for name, size in said["sizes"].items()}
 
-    async def picture(self, height: int, width: int, *, crop: bool, name: str = IMAGE) -> bytes:
-        """Return an image in that size, once, as an RGB PNG of this program's own making; raises `InvalidRequest`."""
+    async def picture(
+        self,
+        height: int,
+        width: int,
+        *,
+        crop: bool,
+        name: str = IMAGE,
+        count: Callable[[int], None] = lambda size: None,
+    ) -> bytes:
+        """Return an image in that size, once, as an RGB PNG of this program's own making; raises `InvalidRequest`.
+
+        count  called with the size of the PNG before it is held here; what it raises is raised
+        """
         wanted = {"name": name, "height": height, "width": width, "crop": crop}
-        return await asyncio.to_thread(self._child.answer, wanted)
+        length = await self._run.wait_for(self._run.child.make, wanted)
+        count(length)
+        return await self._run.wait_for(self._run.child.take, length)
 
 
 class Reader:
@@ -44,25 +59,48 @@ class Reader:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._turns = Turns(limits.readers, max(1, limits.readers - 1))  # one is free for others
+        self._threads = ThreadPoolExecutor(2 * limits.readers, "reader")  # also while one waits for a killed process
         self.fetches = Turns(limits.fetches, max(1, limits.fetches // 4))
 
     @contextlib.asynccontextmanager
     async def read(self, content_type: str, content: IO[bytes], key: str) -> AsyncIterator[Reading]:
-        """Give what a file holds, a body of that type or an image; raises `InvalidRequest`, in the block too."""
+        """Give what a file holds, a body of that type or an image; raises `InvalidRequest`, in the block too.
+
+        The process has read the file when the block begins. Its time is what it works, however long the block lasts.
+        """
         size = content.seek(0, os.SEEK_END)
         if content_type == PICTURE and size > self.limits.image_bytes:
             raise InvalidRequest(f"the image has more than {self.limits.image_bytes} bytes; shrink it first", IMAGE)
         content.seek(0)
+        in_thread = asyncio.get_running_loop().run_in_executor
         async with self._turns.turn(key):
-            child = await asyncio.to_thread(_Child, self.limits, content.fileno())
+            child = await in_thread(self._threads, _Child, self.limits, content.fileno())
+            run = _Run(child, self._threads, self.limits.reader_s)
             try:
-                async with asyncio.timeout(self.limits.reader_s):
-                    yield Reading(child, json.loads(await asyncio.to_thread(child.ask, content_type)))
-            except TimeoutError:
-                raise _too_costly() from None
+                yield Reading(run, await run.wait_for(child.ask, content_type))
             finally:
                 child.kill()  # also when the client has gone away meanwhile
-                await asyncio.shield(asyncio.to_thread(child.close))
+                await asyncio.shield(in_thread(self._threads, child.close))
+
+
+class _Run:
+    """The time that a process has left, of which only what it is waited for counts."""
+
+    def __init__(self, child: "_Child", threads: ThreadPoolExecutor, left_s: float) -> None:
+        self.child, self._threads, self._left_s = child, threads, left_s
+
+    async def wait_for(self, ask: Callable[[Any], T], what: Any) -> T:
+        """Return what the process answers; raises `InvalidRequest`, also when its time is up."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        try:
+            async with asyncio.timeout(self._left_s):
+                return await loop.run_in_executor(self._threads, ask, what)
+        except TimeoutError:
+            self.child.kill()
+            raise _too_costly() from None
+        finally:
+            self._left_s -= loop.time() - start
 
 
 class _Child:
@@ -82,16 +120,20 @@ class _Child:
             env={"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path), "PATH": os.defpath},
         )
 
-    def ask(self, content_type: str) -> bytes:
+    def ask(self, content_type: str) -> dict[str, Any]:
         """Return what it says of the content."""
-        return self._tell(content_type).readline() or self._failed()
+        said: dict[str, Any] = json.loads(self._tell(content_type).readline() or self._failed())
+        return said
 
-    def answer(self, wanted: dict[str, Any]) -> bytes:
-        """Tell it something, and return what it writes then, after how long that is."""
-        said = self._tell(wanted)
-        length = int.from_bytes(said.read(LENGTH), "big")
-        made = said.read(length)
-        return made if length and len(made) == length else self._failed()
+    def make(self, wanted: dict[str, Any]) -> int:
+        """Have it make a picture, and return how many bytes that has."""
+        return int.from_bytes(self._tell(wanted).read(LENGTH), "big") or self._failed()
+
+    def take(self, length: int) -> bytes:
+        """Return the picture."""
+        assert self._process.stdout is not None
+        made = self._process.stdout.read(length)
+        return made if len(made) == length else self._failed()
 
     def _tell(self, what: Any) -> IO[bytes]:
         given, said = self._process.stdin, self._process.stdout
@@ -101,7 +143,7 @@ class _Child:
             given.flush()
         return said
 
-    def _failed(self) -> bytes:
+    def _failed(self) -> NoReturn:
         assert self._process.stderr is not None
         reason = self._process.stderr.read()
         if self._process.wait() == REFUSED:

@@ -1,16 +1,18 @@
-"""Bodies as they arrive: so many at a time, so many bytes in all, and not for ever.
+"""What requests hold in memory: bodies as they arrive, images that are fetched, pictures that are made of them.
 
-They are files without a name, which the processes that read them are given: in memory, since a disk that is written to
-all the time holds up the database's commits.
+So many requests of a key at a time, so many bytes in all, and not for ever. Bodies and images are files without a name,
+which the processes that read them are given: in memory, since a disk that is written to all the time holds up the
+database's commits.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import io
 import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -25,12 +27,25 @@ _KEYS = 1000  # of which is remembered what they have sent, before those that do
 
 
 @contextlib.contextmanager
-def as_file(content: bytes = b"") -> Iterator[IO[bytes]]:
-    """Give a file without a name that has a content."""
+def as_file(content: bytes = b"", count: Callable[[int], None] = lambda size: None) -> Iterator[IO[bytes]]:
+    """Give a file without a name that has a content; count: called with the size of what is written, and may raise."""
     linux = hasattr(os, "memfd_create")
-    with os.fdopen(os.memfd_create("body"), "w+b") if linux else tempfile.TemporaryFile() as file:
+    descriptor = os.memfd_create("body") if linux else os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR)
+    with _Counted(descriptor, count) as file:
         file.write(content)
         yield file
+
+
+class _Counted(io.BufferedRandom):
+    """A file that says how much is about to be written."""
+
+    def __init__(self, descriptor: int, count: Callable[[int], None]) -> None:
+        super().__init__(io.FileIO(descriptor, "r+b"))
+        self._count = count
+
+    def write(self, content: Any) -> int:
+        self._count(len(content))
+        return super().write(content)
 
 
 Part = TypeVar("Part")
@@ -38,7 +53,11 @@ Part = TypeVar("Part")
 
 @dataclasses.dataclass(eq=False)
 class Arriving:
-    """One body: of whom, how much of it is there, and until when the rest must be."""
+    """What one request holds in memory: of whom it is, how many bytes, and until when the rest of its body must come.
+
+    arrived  whether nothing more is on its way, neither of its body nor of an image that it names: while something is,
+             it can be given up for others
+    """
 
     bodies: "Bodies"
     key: str
@@ -47,6 +66,57 @@ class Arriving:
     arrived: bool = False
     given_up: bool = False
     _scope: asyncio.Timeout | None = None
+
+    @contextlib.asynccontextmanager
+    async def body(self, request: Request) -> AsyncIterator[IO[bytes]]:
+        """Give the whole body of a request as a file, whose bytes count until the block ends.
+
+        Raises `HttpError`: 413 for a long one, 408 for a slow one, 503 for want of room.
+        """
+        stream = request.stream()
+        with as_file() as body:
+            try:
+                while part := await self.part(lambda: anext(stream, b""), len):
+                    body.write(part)
+                self.arrived = True
+                body.seek(0)
+                yield body
+            finally:
+                self.size = 0
+
+    @contextlib.contextmanager
+    def file(self) -> Iterator[IO[bytes]]:
+        """Give a file for an image, whose bytes count from when they are written to when the block ends."""
+        written = 0
+
+        def count(size: int) -> None:
+            nonlocal written
+            written += size
+            self.add(size)
+
+        try:
+            with as_file(count=count) as file:
+                yield file
+        finally:
+            self.size -= written
+
+    def add(self, size: int) -> None:
+        """Count bytes that are about to be held, and make room for them; raises `HttpError` 413, 503."""
+        self.bodies.add(self, size)
+
+    @contextlib.asynccontextmanager
+    async def fetching(self) -> AsyncIterator[None]:
+        """Fetch something in the block; raises `HttpError` 503 where it is given up since others need the room."""
+        self.arrived = False
+        try:
+            async with asyncio.timeout(None) as self._scope:
+                yield
+        except TimeoutError:
+            if not self.given_up:
+                raise
+            raise _no_room() from None
+        finally:
+            self._scope, self.arrived = None, True
 
     async def part(self, receive: Callable[[], Awaitable[Part]], size_of: Callable[[Part], int]) -> Part:
         """Wait for its next part, and count it; raises `HttpError` 408, 413, 503."""
@@ -70,26 +140,12 @@ class Arriving:
 
 
 class Bodies:
-    """The bodies that this process holds, by the keys that send them."""
+    """The requests that this process holds in memory, by the keys that send them."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._held: list[Arriving] = []
         self._paced: dict[str, float] = {}  # until when a key has used what it may send
-
-    @contextlib.asynccontextmanager
-    async def received(self, request: Request, key: str) -> AsyncIterator[IO[bytes]]:
-        """Give the body of a request as a file, which counts until the block ends.
-
-        Raises `HttpError`: 429 for one too many of a key, 413 for a long one, 408 for a slow one, 503 for want of room.
-        """
-        with self.arriving(request.headers, key) as held, as_file() as body:
-            stream = request.stream()
-            while part := await held.part(lambda: anext(stream, b""), len):
-                body.write(part)
-            held.arrived = True
-            body.seek(0)
-            yield body
 
     @contextlib.contextmanager
     def arriving(self, headers: Headers, key: str) -> Iterator[Arriving]:
@@ -127,17 +183,29 @@ class Bodies:
             )
 
     async def count(self, held: Arriving, size: int) -> None:
-        """Count what has arrived, and make room for it; wait where its key sends too fast."""
+        """Count what has arrived of a body, and make room for it; wait where its key sends too fast."""
         held.size += size
         held.deadline += size / self._limits.body_rate
         if held.size > self._limits.body_bytes:
             raise self._too_long()
+        self._make_room(held)
+        await self._pace(held.key, size)
+
+    def add(self, held: Arriving, size: int) -> None:
+        """Count what is held beside a body; raises `HttpError` 413, 503."""
+        held.size += size
+        if held.size > self._limits.bodies_bytes:
+            raise HttpError(
+                413, "the request takes more memory than there is; ask for a smaller size", code="too_large"
+            )
+        self._make_room(held)
+
+    def _make_room(self, held: Arriving) -> None:
+        """Have the key that holds most lose its oldest one that still arrives; raises `HttpError` 503."""
         while sum(other.size for other in self._held if not other.given_up) > self._limits.bodies_bytes:
             if (other := self._most_greedy()) is None or other.key == held.key:
-                message = "the requests that are being received take all the room that there is for them; try again"
-                raise HttpError(503, message, code="unavailable", after_s=_AGAIN_S)
+                raise _no_room()
             other.give_up()
-        await self._pace(held.key, size)
 
     def _most_greedy(self) -> Arriving | None:
         """Return the oldest body that still arrives, of the key that holds most bytes."""
@@ -162,3 +230,8 @@ class Bodies:
             else f"the body did not arrive within {limits.body_s:g} s and one more for every {limits.body_rate:g} bytes"
         )
         return HttpError(408, message, code="too_slow", headers={"Connection": "close"})
+
+
+def _no_room() -> HttpError:
+    message = "the requests that are being received take all the room that there is for them; try again"
+    return HttpError(503, message, code="unavailable", after_s=_AGAIN_S)

@@ -4,8 +4,11 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+T = TypeVar("T")
 _HALF_LIFE_S = 60.0  # of what a key has used
 _HEAVY_S = 2.0  # what a key has used that leaves one place to others
 
@@ -84,3 +87,15 @@ class Turns:
         """Return the seconds that a key has used, of which half is forgotten every minute."""
         seconds, moment = self._used.get(key, (0.0, 0.0))
         return seconds * 0.5 ** ((time.monotonic() - moment) / _HALF_LIFE_S)
+
+
+class Work:
+    """Few threads, for work of the processor whose size a client chooses: an event loop answers others meanwhile."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads, self._turns = ThreadPoolExecutor(threads, "work"), Turns(threads, max(1, threads - 1))
+
+    async def run(self, key: str, work: Callable[..., T], *args: object) -> T:
+        """Return what a function returns, called in the key's turn."""
+        async with self._turns.turn(key):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)

@@ -1,0 +1,62 @@
+"""Requests that clients repeat by themselves after an error, as OpenAI's does, and what is known of their first try."""
+
+import hashlib
+import time
+from collections import deque
+
+from starlette.requests import Request
+
+_COUNT = "x-stainless-retry-count"  # in which OpenAI's client says how often it has repeated a request
+_REMEMBERED_S = 120.0
+_MOST = 10_000
+
+
+class Retries:
+    """The requests that this process has refused: their repetition looks for no job that an earlier try has made.
+
+    Who sends the same request twice wants two videos. If the second is refused and repeated by its client, the first
+    one's job isn't its.
+    """
+
+    def __init__(self) -> None:
+        self._refused: dict[bytes, deque[float]] = {}  # try -> when it was refused
+        self._order: deque[tuple[float, bytes]] = deque()
+
+    def refuse(self, request: Request) -> None:
+        """Note that neither this try of a request nor an earlier one was accepted, and that its client is told so."""
+        now, key = time.monotonic(), _key(request, _count(request))
+        self._forget(now)
+        self._refused.setdefault(key, deque()).append(now)
+        self._order.append((now, key))
+
+    def repeats(self, request: Request) -> bool:
+        """Return whether an earlier try of a request may have been accepted: it is a repetition of one not refused."""
+        self._forget(time.monotonic())
+        if (count := _count(request)) == 0:
+            return False
+        refused = self._refused.get(_key(request, count - 1))
+        if not refused:
+            return True
+        refused.popleft()
+        return False
+
+    def _forget(self, now: float) -> None:
+        while self._order and (len(self._order) > _MOST or self._order[0][0] < now - _REMEMBERED_S):
+            then, key = self._order.popleft()
+            refused = self._refused.get(key, deque())
+            if refused and refused[0] == then:
+                refused.popleft()
+            if not refused:
+                self._refused.pop(key, None)
+
+
+def _count(request: Request) -> int:
+    text = request.headers.get(_COUNT, "0")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 4 else 0
+
+
+def _key(request: Request, count: int) -> bytes:
+    """Return what tells a try from others before its body is read."""
+    headers = request.headers
+    facts = request.url.path, headers.get("authorization", ""), headers.get("content-length", ""), str(count)
+    return hashlib.sha256("\0".join(facts).encode()).digest()
