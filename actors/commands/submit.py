@@ -6,11 +6,13 @@ import logging
 import shlex
 import signal
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from actors.commands.arguments import add_cluster_arguments, add_drive_arguments, checked_layout, is_here, jobs_address
@@ -22,9 +24,24 @@ from wan_tpu.commands.parser import Parser, words
 from wan_tpu.errors import InvalidInput
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-POLL_S = 0.5
+POLL_S, LONGEST_PAUSE_S = 0.5, 15.0  # Between two looks at a job; the longer, the longer nothing can be learnt.
+SILENCE_S = 60.0  # A driver writes to its log far more often.
+ANSWER_S = 30.0  # Of what takes jobs, to one question.
+GIVE_UP_S = 600.0  # After so long without an answer.
 # What isn't the driver's: which cluster it is, what this command does with the job, and the layout, which is looked at.
 _OWN = ("address", "folder", "detach", "attach", "stop", "layout", "layout_text")
+
+T = TypeVar("T")
+
+
+class NoAnswer(ClusterNotFound):
+    """What takes jobs doesn't answer now."""
+
+
+class FollowerLost(PipelineError):
+    """The connection to a job is lost for long: how it ends isn't known here."""
+
+    exit_code = 3
 
 
 def submit(argv: Sequence[str]) -> int:
@@ -59,9 +76,16 @@ def _submit(client: Any, args: argparse.Namespace, given: dict[str, Any]) -> str
     # A cluster behind a port that is forwarded to here has no such path.
     python = sys.executable if is_here(args, urlsplit(client.get_address()).netloc) else "python"
     command = ["exec", python, "-m", "actors.cli", "drive", *words(given)]
-    client.submit_job(
-        entrypoint=shlex.join(command), submission_id=job, metadata={"manifest": args.manifest, "output": args.output}
-    )
+    metadata = {"manifest": args.manifest, "output": args.output}
+    try:
+        _ask(client, client.submit_job, entrypoint=shlex.join(command), submission_id=job, metadata=metadata)
+    except NoAnswer as error:
+        try:
+            _details(client, job)  # it was taken, and the answer was lost
+        except InvalidInput:
+            raise error from None
+        except NoAnswer:
+            raise FollowerLost(f"{error}; whether job {job} was taken isn't known. {_ways_back(job)}") from None
     return job
 
 
@@ -93,25 +117,52 @@ def _client(address: str) -> Any:
 
 
 def _follow(client: Any, job: str) -> int:
-    """Print a job's log as it comes; return the exit code of what it ran."""
-    _status(client, job)
+    """Print a job's log as it comes; return the exit code of what it ran.
+
+    A connection that breaks is made again: only the job's state says how it ended. Raises `InvalidInput` where there is
+    no such job.
+    """
     try:
-        shown = 0
-        while True:
-            shown = asyncio.run(_print_log(client, job, shown))
-            if (state := _status(client, job)) in ENDED:
-                break
-            time.sleep(POLL_S)
+        details = _watch(client, job)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt Ray's own end
-        print(
-            f"\ndetached; the job goes on. Again: wan-tpu submit --attach {job}; end it: --stop {job}", file=sys.stderr
-        )
+        print(f"\ndetached; the job goes on. {_ways_back(job)}", file=sys.stderr)
         return 130
-    details = client.get_job_info(job)
+    return _exit_code(details, job)
+
+
+def _watch(client: Any, job: str) -> Any:
+    """Print a job's log until it has ended; return what the cluster says of it then. Raises `FollowerLost`."""
+    shown, pause, silent_since = 0, POLL_S, None
+    while True:
+        before = shown
+        shown, broken = asyncio.run(_print_log(client, job, shown))
+        try:
+            details = _details(client, job)
+        except NoAnswer as error:
+            if silent_since is None:
+                silent_since = time.monotonic()
+                print(f"{error}; the job goes on, and this tries again", file=sys.stderr)
+            elif time.monotonic() - silent_since > GIVE_UP_S:
+                raise FollowerLost(f"{error}; given up after {GIVE_UP_S:g} s. {_ways_back(job)}") from None
+        else:
+            if silent_since is not None:
+                silent_since = None
+                print("connected again", file=sys.stderr)
+            if details.status.value in ENDED:
+                if broken:  # before the end of the log
+                    asyncio.run(_print_log(client, job, shown))
+                return details
+        troubled = shown == before and (broken or silent_since is not None)
+        pause = min(2 * pause, LONGEST_PAUSE_S) if troubled else POLL_S
+        time.sleep(pause)
+
+
+def _exit_code(details: Any, job: str) -> int:
+    """Return the exit code of a job that has ended; raises `PipelineError` where its driver has none of its own."""
+    state, code = details.status.value, details.driver_exit_code
     if state == "SUCCEEDED":
         return 0
-    code = details.driver_exit_code
     if state == "STOPPED":
         print(f"job {job} was stopped", file=sys.stderr)
         return 130
@@ -120,36 +171,72 @@ def _follow(client: Any, job: str) -> int:
     if code < 0:
         name = signal.Signals(-code).name
         raise PipelineError(f"job {job}: its driver was killed ({name}); submitted again, it goes on")
-    return code
+    return int(code)
 
 
-async def _print_log(client: Any, job: str, shown: int) -> int:
-    """Print the log but for the first `shown` characters, to its end or the end of the connection."""
+async def _print_log(client: Any, job: str, shown: int) -> tuple[int, bool]:
+    """Print the log but for the first `shown` characters; return how many there are, and whether it broke off."""
+    import aiohttp
+
     at = 0
+    pieces = client.tail_job_logs(job)
     try:
-        async for piece in client.tail_job_logs(job):
+        while True:
+            # A connection that is gone without a word looks like a job without one: it is made again.
+            async with asyncio.timeout(SILENCE_S):
+                piece = await anext(pieces)
             new = piece[max(shown - at, 0) :]
             at += len(piece)
             print(new, end="", flush=True)
-    except RuntimeError:  # the connection broke: the job is asked after again
-        pass
-    return max(at, shown)
+    except StopAsyncIteration:
+        return max(at, shown), False
+    except (aiohttp.ClientError, OSError, RuntimeError):  # TimeoutError is an OSError
+        return max(at, shown), True
+
+
+def _ways_back(job: str) -> str:
+    return f"Again: wan-tpu submit --attach {job}; end it: --stop {job}"
 
 
 def _stop(client: Any, job: str) -> int:
-    if _status(client, job) not in ENDED:
-        client.stop_job(job)
-        while _status(client, job) not in ENDED:
+    details = _details(client, job)
+    if details.status.value not in ENDED:
+        _ask(client, client.stop_job, job)
+        while (details := _details(client, job)).status.value not in ENDED:
             time.sleep(POLL_S)
-    print(f"job {job}: {_status(client, job).lower()}")
+    print(f"job {job}: {details.status.value.lower()}")
     return 0
 
 
-def _status(client: Any, job: str) -> str:
+def _details(client: Any, job: str) -> Any:
+    """Return what the cluster says of a job; raises `InvalidInput` where it knows none of that id, and `NoAnswer`."""
     try:
-        return client.get_job_status(job).value
-    except RuntimeError as error:
-        known = sorted(str(found.submission_id) for found in client.list_jobs() if found.submission_id)
+        return _ask(client, client.get_job_info, job)
+    except NoAnswer as error:
+        known = sorted(str(found.submission_id) for found in _ask(client, client.list_jobs) if found.submission_id)
         if job not in known:
             raise InvalidInput(f"the cluster knows no job {job!r}; it knows {', '.join(known) or 'none'}") from None
-        raise ClusterNotFound(f"the cluster doesn't say how job {job} is ({str(error).splitlines()[0]})") from None
+        raise error
+
+
+def _ask(client: Any, call: Callable[..., T], *args: Any, **named: Any) -> T:
+    """Return what the cluster answers; raises `NoAnswer` when that is nothing of use, or takes too long."""
+    import requests
+
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call(*args, **named))
+        except Exception as error:
+            answer.set_exception(error)
+
+    # A thread that nobody waits for: Ray's client has no time-out of its own.
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return answer.result(ANSWER_S)
+    except TimeoutError:
+        reason = f"nothing within {ANSWER_S:g} s"
+    except (requests.RequestException, OSError, RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    raise NoAnswer(f"no answer from {client.get_address()} ({reason})")
