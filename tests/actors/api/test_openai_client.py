@@ -231,7 +231,7 @@ def test_keys_do_what_their_scopes_say_and_an_operator_sees_all(settings, databa
         assert http.get("/v1/usage", headers=operator).json()["data"] == [mine]
         assert http.get("/v1/usage", headers=reader).json()["data"] == []
         assert http.get("/v1/usage", headers=maker, params={"last": "2001-01-01"}).json()["data"] == []
-        assert f'wan_key_videos_total{{key="{mine["key"]}"}} 1.0' in http.get("/metrics").text
+        assert f'wan_key_videos_total{{key="{mine["key"]}"}} 1.0' in http.get("/metrics", headers=operator).text
         http.delete(f"/v1/videos/{job}", headers=operator)
         assert http.get("/v1/usage", headers=maker).json()["data"] == [mine]  # it outlives the job
         assert http.get("/v1/videos", headers=gone).status_code == 200

@@ -1,0 +1,287 @@
+"""An answer says what happened: a success means that a job was accepted, anything else that none was."""
+
+import contextlib
+import dataclasses
+import sqlite3
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from sqlalchemy.engine import make_url
+
+from actors.api.http.app import make_app
+from actors.api.http.service import Service
+from actors.api.intake import acceptance
+from actors.api.intake.acceptance import Acceptance, MaybeAccepted
+from actors.jobs.database import Database
+from actors.jobs.errors import CommitUncertain, StoreUnavailable
+from actors.jobs.retention import Retention
+from actors.jobs.store import JobStore
+from actors.jobs.tables import File, Job
+from actors.jobs.values import Room
+from actors.jobs.work import WorkQueue
+from actors.storage.opening import open_storage
+from tests.actors.api.relay import Relay
+from tests.actors.api.serving import MODEL, create, listening, served, working
+from tests.actors.jobs.conftest import migrated_postgres, postgres_server  # noqa: F401 (fixtures)
+from tests.actors.small_spec import SPEC
+from tests.conftest import PHOTO
+from tests.waiting import wait_for
+
+AGAIN = {"x-stainless-retry-count": "1"}
+
+
+@pytest.fixture
+def direct(postgres_server, migrated_postgres):  # noqa: F811
+    """The database itself."""
+    opened = Database(postgres_server.new_database(like=migrated_postgres))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def relay(direct, tmp_path_factory):
+    url = make_url(direct._address)
+    made = Relay(Path(url.query["host"]), tmp_path_factory.mktemp("r"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def accept(direct, relay, tmp_path):
+    """Accepts a job with an image, by way of the relay; returns it, and whether it is new."""
+    folder = Path(relay._listening.getsockname()).parent
+    url = make_url(direct._address).update_query_dict({"host": str(folder)})
+    database = Database(url.render_as_string(hide_password=False))
+    storage = open_storage(tmp_path / "results")
+    store = JobStore(database)
+    accepting = Acceptance(store, storage, Retention(database, storage))
+    yield lambda job: accepting.accept(job, [b"image"], room=Room())
+    database.close()
+
+
+def job_with_image():
+    return Job(owner="ann", request={}, input_image="input-a.png")
+
+
+def attached(database):
+    with database.read() as session:
+        return {file.name: file.job for file in session.query(File)}
+
+
+def test_a_job_whose_commit_lost_its_answer_is_accepted_with_its_image(accept, relay, direct, tmp_path):
+    relay.lose, relay.after = "answer", 1  # after the commit that reserves the image
+    job, new = accept(job_with_image())
+    assert new and relay.lose is None
+    assert JobStore(direct).get(job.id).input_image == "input-a.png"
+    assert attached(direct) == {"input-a.png": job.id}
+    assert (tmp_path / "results" / "input-a.png").read_bytes() == b"image"
+
+
+def test_a_job_whose_commit_never_arrived_leaves_nothing(accept, relay, direct, tmp_path):
+    relay.lose, relay.after = "request", 1
+    with pytest.raises(CommitUncertain):
+        accept(job_with_image())
+    assert JobStore(direct).list().jobs == () and attached(direct) == {}
+    assert not (tmp_path / "results" / "input-a.png").exists()
+
+
+def test_nothing_is_undone_while_nobody_says_whether_a_job_was_accepted(accept, relay, direct, tmp_path, monkeypatch):
+    monkeypatch.setattr(acceptance, "_LOOK_S", 0.3)
+    relay.lose, relay.after = "answer", 1
+
+    def away():
+        wait_for(lambda: relay.lose is None)
+        relay.open = False
+
+    leaving = threading.Thread(target=away)
+    relay.open = True
+    find = JobStore.find_committed
+    monkeypatch.setattr(JobStore, "find_committed", lambda self, job: leaving.join() or find(self, job))
+    leaving.start()
+    job = job_with_image()
+    with pytest.raises(MaybeAccepted, match="same Idempotency-Key") as told:
+        accept(job)
+    assert told.value.status == 503 and "Retry-After" in told.value.headers
+    assert attached(direct) == {"input-a.png": job.id} and JobStore(direct).get(job.id)
+    assert (tmp_path / "results" / "input-a.png").exists()
+
+
+@contextlib.contextmanager
+def locked(settings):
+    """Keep others from writing to the database while the block lasts."""
+    with contextlib.closing(sqlite3.connect(settings.database, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+        connection.execute("ROLLBACK")
+
+
+def test_a_database_that_is_locked_for_long_costs_an_upload_only_time(settings):
+    quick = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, reader_s=2.0))
+    answers = []
+    with served(quick) as address, httpx.Client(base_url=address, timeout=60) as http:
+
+        def send():
+            files = {"input_reference": PHOTO.read_bytes()}
+            answers.append(http.post("/v1/videos", data={"prompt": "x"}, files=files))
+
+        with locked(settings):
+            sending = threading.Thread(target=send)
+            sending.start()
+            sending.join(2.5)
+        sending.join()
+        assert [answer.status_code for answer in answers] == [200]
+        assert len(http.get("/v1/videos").json()["data"]) == 1
+
+
+def test_an_accepted_job_is_answered_from_what_is_at_hand(http, monkeypatch):
+    look = JobStore.look
+
+    def away(self, *given):
+        raise StoreUnavailable("the database is away")
+
+    monkeypatch.setattr(JobStore, "look", away)
+    made = create(http)
+    monkeypatch.setattr(JobStore, "look", look)
+    assert made.status_code == 200
+    assert http.get(f"/v1/videos/{made.json()['id']}").json()["status"] == "queued"
+
+
+@contextlib.contextmanager
+def opened(settings):
+    """A service, and a client of it."""
+    service = Service(settings, SPEC)
+    with listening(make_app(service)) as address, httpx.Client(base_url=address, timeout=60) as http:
+        yield service, http
+
+
+class Waiting:
+    """A client that waits for a short video, until it hangs up."""
+
+    def __init__(self, http, service, headers=None, **fields):
+        self._address, self._service, self.answer = str(http.base_url), service, None
+        self._client = httpx.Client(base_url=self._address, timeout=60)
+        self._body, self._headers = {"prompt": "x", **fields}, headers or {}
+        threading.Thread(target=self._wait, daemon=True).start()
+        self.job = wait_for(lambda: self._newest(http))
+
+    def _newest(self, http):
+        jobs = http.get("/v1/videos").json()["data"]
+        return jobs and jobs[0]["prompt"] == self._body["prompt"] and jobs[0]["id"]
+
+    def _wait(self):
+        with contextlib.suppress(httpx.HTTPError, RuntimeError, OSError):
+            with self._client.stream("POST", "/v1/videos/sync", json=self._body, headers=self._headers) as answer:
+                self.answer = answer.status_code
+
+    def hang_up(self, followers=0):
+        """Close the connection, and wait until the service has noticed."""
+        for connection in self._client._transport._pool.connections:
+            stream = connection._connection._network_stream
+            stream.get_extra_info("socket").shutdown(2)
+        wait_for(lambda: self._service.following.followers(self.job) == followers)
+
+
+def status(http, job):
+    return http.get(f"/v1/videos/{job}").json()
+
+
+def test_whoever_may_follow_nothing_more_has_nothing_accepted(settings):
+    few = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, followers=1))
+    with opened(few) as (service, http):
+        job = create(http).json()["id"]
+        with http.stream("GET", f"/v1/videos/{job}/events"):
+            wait_for(lambda: service.following.followers(job))
+            refused = httpx.post(f"{http.base_url}/v1/videos/sync", json={"prompt": "y"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_streams")
+        assert [video["id"] for video in http.get("/v1/videos").json()["data"]] == [job]
+
+
+def test_a_job_under_an_idempotency_key_outlives_its_client(settings):
+    with opened(settings) as (service, http):
+        waiting = Waiting(http, service, {"Idempotency-Key": "k"})
+        wait_for(lambda: service.following.followers(waiting.job) == 1)
+        waiting.hang_up()
+        assert status(http, waiting.job)["status"] == "queued"
+        again = create(http, {"Idempotency-Key": "k"}, prompt="x")
+        assert again.json()["id"] == waiting.job
+
+
+def test_a_job_that_was_there_before_outlives_whoever_waits_for_it(settings):
+    with opened(settings) as (service, http):
+        made = create(http, {"Idempotency-Key": "k"}, prompt="x").json()["id"]
+        waiting = Waiting(http, service, {"Idempotency-Key": "k"})
+        wait_for(lambda: service.following.followers(made) == 1)
+        waiting.hang_up()
+        assert status(http, made)["status"] == "queued"
+
+
+def test_a_job_outlives_its_client_where_a_repeated_call_or_a_stream_waits_for_it(settings):
+    with opened(settings) as (service, http):
+        first = Waiting(http, service)
+        wait_for(lambda: service.following.followers(first.job) == 1)
+        second = Waiting(http, service, AGAIN)
+        wait_for(lambda: service.following.followers(first.job) == 2)
+        assert second.job == first.job
+        first.hang_up(followers=1)
+        second.hang_up()
+        assert status(http, first.job)["status"] == "queued"
+        third = Waiting(http, service, prompt="z")
+        with http.stream("GET", f"/v1/videos/{third.job}/events"):
+            wait_for(lambda: service.following.followers(third.job) == 2)
+            third.hang_up(followers=1)
+        assert status(http, third.job)["status"] == "queued"
+
+
+def test_a_call_that_is_repeated_after_its_job_was_cancelled_gets_a_video(settings, engine):
+    with opened(settings) as (service, http):
+        first = Waiting(http, service)
+        wait_for(lambda: service.following.followers(first.job) == 1)
+        first.hang_up()
+        wait_for(lambda: status(http, first.job)["status"] == "failed")
+        with working(settings, engine):
+            again = http.post("/v1/videos/sync", json={"prompt": "x"}, headers=AGAIN)
+        assert again.status_code == 200 and again.headers["x-video-id"] != first.job
+
+
+def test_a_repeated_request_never_gets_a_job_that_was_cancelled_or_deleted(http):
+    for end in (lambda job: http.post(f"/v1/videos/{job}/cancel"), lambda job: http.delete(f"/v1/videos/{job}")):
+        job = create(http, seed=3).json()["id"]
+        assert create(http, AGAIN, seed=3).json()["id"] == job
+        assert end(job).status_code == 200
+        again = create(http, AGAIN, seed=3).json()
+        assert again["id"] != job and again["status"] == "queued"
+        http.delete(f"/v1/videos/{again['id']}")
+
+
+def test_a_request_that_was_refused_and_is_repeated_gets_a_job_of_its_own(settings, database):
+    """Two videos of one prompt were asked for: not the first one's job for both."""
+    with served(dataclasses.replace(settings, queue_limit=1)) as address, httpx.Client(base_url=address) as http:
+        first = create(http).json()["id"]
+        assert create(http).status_code == 429
+        assert WorkQueue(database).claim("w").id == first  # so that there is room
+        second = create(http, AGAIN)
+        assert second.status_code == 200 and second.json()["id"] != first
+
+
+def test_a_remix_that_is_repeated_is_one_job(http):
+    source = create(http, seed=3).json()["id"]
+    path, body = f"/v1/videos/{source}/remix", {"prompt": "a dog"}
+    first = http.post(path, json=body).json()["id"]
+    assert http.post(path, json=body, headers=AGAIN).json()["id"] == first
+    assert http.post(path, json=body).json()["id"] != first
+
+
+def test_a_video_of_another_model_is_not_remixed(http, database):
+    made = create(http).json()["id"]
+    store = JobStore(database)
+    accepted = store.get(made)
+    assert accepted.model == MODEL
+    for model in ("model-before", None):  # None: accepted by an earlier version
+        request = accepted.request | {"model": "model-before"}
+        old, _ = store.submit(Job(owner="", model=model, request=request))
+        refused = http.post(f"/v1/videos/{old.id}/remix", json={"prompt": "y"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "model_not_found")
+        assert "model-before" in refused.json()["error"]["message"] and MODEL in refused.json()["error"]["message"]
+    assert http.post(f"/v1/videos/{made}/remix", json={"prompt": "y"}).status_code == 200

@@ -1,0 +1,171 @@
+"""However large what a client asks for is: no callback of the ingress's event loop takes more than 20 ms."""
+
+import asyncio.events
+import gc
+import json
+import random
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import uvicorn
+
+from actors.api.http.app import make_app
+from actors.api.http.service import Service
+from actors.api.intake.apart import FORM
+from actors.jobs.store import PAGE_CHARACTERS, JobStore
+from actors.jobs.tables import Job
+from tests.actors.api.conftest import NAME
+from tests.actors.api.serving import create
+from tests.actors.small_spec import SPEC
+from tests.conftest import PHOTO
+from tests.waiting import wait_for
+
+MOST_S = 0.02
+LONG = "ä" * 32_000
+
+
+class Loop:
+    """The callbacks of a thread's event loop that took longest: seconds of the processor, and what they were.
+
+    The processor's time of that thread alone, since others of this machine and process take turns with it.
+    """
+
+    def __init__(self):
+        self.thread, self.longest = None, (0.0, "")
+
+    def reset(self):
+        self.longest = (0.0, "")
+
+
+@pytest.fixture
+def loop(monkeypatch):
+    measured, run = Loop(), asyncio.events.Handle._run
+
+    def timed(handle):
+        if threading.get_ident() != measured.thread:
+            return run(handle)
+        start = time.thread_time()
+        try:
+            return run(handle)
+        finally:
+            took = time.thread_time() - start
+            if took > measured.longest[0]:
+                measured.longest = took, repr(handle)
+
+    monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
+    gc.collect()
+    gc.disable()  # a collection falls on whichever thread runs, and this process holds far more than an ingress
+    yield measured
+    gc.enable()
+
+
+@pytest.fixture
+def http(hooked, loop):
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(make_app(Service(hooked, SPEC)), loop="asyncio", log_level="warning")
+    server = uvicorn.Server(config)
+
+    def serve():
+        loop.thread = threading.get_ident()
+        server.run(sockets=[listening])
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    with httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=60) as made:
+        assert create(made, seed=1).status_code == 200  # what is imported and built once is there
+        assert made.get("/v1/videos").status_code == 200
+        yield made
+    server.should_exit = True
+    thread.join(20)
+    listening.close()
+
+
+def plans(http, hook):
+    """Long schedules, each another one."""
+    return [
+        lambda: create(http, num_inference_steps=1000, shift=1 + random.random(), guidance_scale=4) for _ in range(10)
+    ]
+
+
+def bodies(http, hook):
+    """As much as is taken apart in this process, of what takes longest; and the longest texts in a large one."""
+
+    def form(content):
+        return lambda: http.post("/v1/videos", content=content, headers={"Content-Type": f"{FORM}; boundary=x"})
+
+    def as_json(content):
+        return lambda: http.post("/v1/videos", content=content, headers={"Content-Type": "application/json"})
+
+    small = 32_000
+    return [
+        form(b"--x\r\n" * (small // 5)),
+        form(b"--x\r\nContent-Disposition: form-data; name=a\r\n\r\n" + b"\r\n--" * (small // 4) + b"\r\n--x--\r\n"),
+        as_json(b"[" * small),
+        as_json(b'{"prompt": "x", "sigmas": [' + b"1," * (small // 2 - 30) + b"1]}"),
+        as_json(json.dumps({"prompt": "x", "loras": [{"name": "a"}] * 1000}).encode()),
+        as_json(json.dumps({"prompt": LONG, "negative_prompt": LONG}).encode()),
+        as_json(json.dumps({"prompt": LONG, "cache": "x" * 200_000, "solver": "y" * 200_000}).encode()),
+    ]
+
+
+def addresses(http, hook):
+    """Names that are hard to read, and an image that is fetched by name."""
+    image = PHOTO.read_bytes()
+    hook.answers["/a.png"] = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(image) + image
+    hard = "https://" + ".".join(["ä" * 20] * 90) + "/a.png"
+    urls = [hard, "https://" + "ä" * 480_000, f"https://{NAME}:{hook.port}/a.png", f"https://{NAME}:{hook.port}/a.png"]
+    return [
+        *(lambda url=url: create(http, input_reference={"image_url": url}) for url in urls),
+        lambda: create(http, webhook_url=hard[:2000]),
+    ]
+
+
+def pages(http, hook):
+    """Lists and single ones of the longest prompts, and a stream of events."""
+    made = create(http, prompt=LONG, negative_prompt=LONG).json()["id"]
+
+    def first_event():
+        with http.stream("GET", f"/v1/videos/{made}/events") as answer:
+            next(answer.iter_lines())
+
+    paths = ["/v1/videos?limit=100", f"/v1/videos/{made}", "/v1/videos?limit=100&order=asc", "/metrics", "/v1/models"]
+    return [*(lambda path=path: http.get(path) for path in paths), first_event]
+
+
+@pytest.mark.parametrize("requests", [plans, bodies, addresses, pages])
+def test_no_callback_of_an_ingress_takes_long(http, hook, loop, database, requests):
+    if requests is pages:
+        long_jobs(http, database, 100)
+    asked = requests(http, hook)
+    loop.reset()
+    with ThreadPoolExecutor(10) as threads:
+        for answer in threads.map(lambda ask: ask(), asked):
+            assert answer is None or answer.status_code < 500, answer.text
+    took, what = loop.longest
+    assert 0 < took < MOST_S, what
+
+
+def long_jobs(http, database, count):
+    """Jobs with the longest prompts that are taken."""
+    store = JobStore(database)
+    request = store.list(limit=1).jobs[0].request | {"prompt": LONG, "negative_prompt": LONG}
+    return [store.submit(Job(owner="", request=request))[0].id for _ in range(count)]
+
+
+def test_a_page_ends_where_it_gets_long_and_the_next_goes_on(http, database):
+    made = long_jobs(http, database, 12)
+    ids, after, pages = [], None, 0
+    while True:
+        answer = http.get("/v1/videos", params={"limit": 100, "order": "asc"} | ({"after": after} if after else {}))
+        assert len(answer.content) < 1.1 * PAGE_CHARACTERS
+        page = answer.json()
+        ids += [video["id"] for video in page["data"]]
+        after, pages = page["last_id"], pages + 1
+        if not page["has_more"]:
+            break
+    assert ids[1:] == made and pages > 3

@@ -1,0 +1,100 @@
+"""What one request may hold: one place of a pool at a time, bytes of one budget, and no body where a route has none."""
+
+import asyncio
+import base64
+import dataclasses
+import io
+import threading
+
+import httpx
+import pytest
+from PIL import Image
+
+from tests.actors.api.conftest import NAME
+from tests.actors.api.serving import create, served
+from tests.actors.api.test_hostile import Sent
+from tests.conftest import PHOTO
+from tests.waiting import wait_for
+
+
+def noise(side, kind="PNG"):
+    out = io.BytesIO()
+    Image.effect_noise((side, side), 90).convert("RGB").save(out, kind)
+    return out.getvalue()
+
+
+def answer_of(image):
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(image) + image
+
+
+def limited(settings, **limits):
+    return dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, **limits))
+
+
+def test_a_long_request_that_names_an_image_has_it_fetched(hooked, hook):
+    """It kept the only process of its key while it waited for another one."""
+    hook.answers["/a.png"] = answer_of(PHOTO.read_bytes())
+    texts = {"prompt": "x" * 30_000, "negative_prompt": "y" * 10_000}
+    image = {"image_url": f"https://{NAME}:{hook.port}/a.png"}
+    with served(hooked) as address, httpx.Client(base_url=address, timeout=25) as http:
+        assert create(http, **texts, input_reference=image).status_code == 200
+
+
+def test_images_that_are_fetched_count_with_the_bodies(hooked, hook):
+    image, go_on = noise(300), threading.Event()
+    assert 200_000 < len(image) < 400_000
+
+    async def slowly(writer):
+        whole = answer_of(image)
+        writer.write(whole[:200_000])
+        await writer.drain()
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+        writer.write(whole[200_000:])
+
+    hook.answers["/slow.png"], hook.answers["/a.png"] = slowly, answer_of(image)
+    answers = []
+    body = {"input_reference": {"image_url": f"https://{NAME}:{hook.port}/slow.png"}}
+    with served(limited(hooked, bodies_bytes=400_000)) as address, httpx.Client(base_url=address, timeout=60) as http:
+        first = threading.Thread(target=lambda: answers.append(create(http, **body)))
+        first.start()
+        wait_for(lambda: hook.requests)
+        other = {"input_reference": {"image_url": f"https://{NAME}:{hook.port}/a.png"}}
+        refused = wait_for(lambda: (made := create(http, **other)).status_code != 200 and made)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        go_on.set()
+        first.join()
+        assert answers[0].status_code == 200
+        assert create(http, **other).status_code == 200  # what was held is free again
+
+
+def test_pictures_that_are_made_count_with_the_bodies(settings):
+    files = {"input_reference": noise(512, "JPEG")}
+    with served(limited(settings, bodies_bytes=800_000)) as address, httpx.Client(base_url=address) as http:
+        refused = http.post("/v1/videos", data={"prompt": "x", "size": "1024x1024"}, files=files)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "too_large")
+        assert http.post("/v1/videos", data={"prompt": "x", "size": "64x64"}, files=files).status_code == 200
+        assert len(http.get("/v1/videos").json()["data"]) == 1
+
+
+@pytest.mark.parametrize("length", ["Content-Length: 10000000", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize(("method", "path"), [("POST", "/cancel"), ("DELETE", ""), ("GET", ""), ("GET", "/content")])
+def test_a_route_without_a_body_takes_none(http, method, path, length):
+    job = create(http).json()["id"]
+    refused = Sent(http, [f"{method} /v1/videos/{job}{path} HTTP/1.1", length])
+    assert wait_for(lambda: refused.status) == 413
+    assert b"connection: close" in refused.answered.lower()
+    refused.close()
+    assert http.get(f"/v1/videos/{job}").json()["status"] == "queued"
+
+
+def test_a_small_body_where_none_belongs_does_no_harm(http):
+    job = create(http).json()["id"]
+    assert http.post(f"/v1/videos/{job}/cancel", json={}).status_code == 200
+
+
+def test_an_image_s_url_has_an_end(http):
+    error = create(http, input_reference={"image_url": f"https://{'a' * 3000}/a.png"}).json()["error"]
+    assert error["param"] == "input_reference.image_url" and "2000 characters" in error["message"]
+    inline = "data:image/png;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
+    assert len(inline) > 2000 and create(http, input_reference={"image_url": inline}).status_code == 200
