@@ -10,14 +10,17 @@ import functools
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from filelock import FileLock
 
-from wan_tpu.errors import CheckpointError
+from wan_tpu.errors import CheckpointError, OutputError, Unavailable
+from wan_tpu.sources.statuses import is_refusal
 
 SCHEME = "gs://"
+OUTAGE_S = 120.0  # A bucket that hasn't answered for so long is given up; Google's client repeats each call until then.
 
 
 def cache_folder() -> Path:
@@ -26,7 +29,9 @@ def cache_folder() -> Path:
 
 
 class WeightFile(NamedTuple):
-    """A file of weights, on disk or in a bucket. read(start, stop) returns bytes of it; raises `CheckpointError`.
+    """A file of weights, on disk or in a bucket.
+
+    read(start, stop) returns bytes of it; raises `CheckpointError` or `Unavailable`.
 
     version  another one when the file has changed
     """
@@ -59,7 +64,7 @@ class DiskFolder:
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
-        """Give a file that is there under its name once it is whole."""
+        """Give a file that is there under its name once it is whole; raises `OutputError`."""
         path = self._folder / name
         part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
         try:
@@ -68,13 +73,17 @@ class DiskFolder:
                 yield file
             part.rename(path)
         except OSError as error:
-            raise CheckpointError(f"can't write {path} ({error})") from error
+            raise OutputError(f"can't write {path} ({error})") from error
         finally:
             part.unlink(missing_ok=True)
 
 
 class BucketFolder:
-    """The objects below gs://bucket/prefix, as a folder of this machine."""
+    """The objects below gs://bucket/prefix, as a folder of this machine.
+
+    Every method raises `CheckpointError` when the bucket refuses, and `Unavailable` when it doesn't answer, or when the
+    disk here can't keep what it gave.
+    """
 
     def __init__(self, address: str) -> None:
         """Raise `CheckpointError` for what is no address."""
@@ -96,13 +105,10 @@ class BucketFolder:
 
     def _read(self, blob: Any, start: int, stop: int) -> bytes:
         with self._explained():
-            return blob.download_as_bytes(start=start, end=stop - 1, raw_download=True)
+            return blob.download_as_bytes(start=start, end=stop - 1, raw_download=True, retry=_retry())
 
     def fetch(self, patterns: Sequence[str]) -> Path:
-        """Have all files whose names match one of the patterns ("*.json", "vae/*") here; return the folder.
-
-        Raises `CheckpointError` when the bucket doesn't give them.
-        """
+        """Have all files whose names match one of the patterns ("*.json", "vae/*") here; return the folder."""
         with self._explained():
             for name, (blob, generation) in self._blobs.items():
                 if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
@@ -125,7 +131,7 @@ class BucketFolder:
 
         with self._explained():
             try:
-                return self._blob(name).download_as_bytes()
+                return self._blob(name).download_as_bytes(retry=_retry())
             except NotFound:
                 pass
         raise FileNotFoundError(f"{self.address}/{name}")
@@ -133,12 +139,12 @@ class BucketFolder:
     def write(self, name: str, content: bytes) -> None:
         """Write a small object."""
         with self._explained():
-            self._blob(name).upload_from_string(content)
+            self._blob(name).upload_from_string(content, retry=_retry())
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
         """Give a file that becomes an object as it is written, without a copy here."""
-        with self._explained(), self._blob(name).open("wb") as file:
+        with self._explained(), self._blob(name).open("wb", retry=_retry()) as file:
             yield file
 
     def _blob(self, name: str) -> Any:
@@ -151,7 +157,7 @@ class BucketFolder:
         """All objects and their generations, which a download may forget, by their names below the prefix."""
         from google.cloud import storage  # a second, and only for who has a bucket
 
-        found = storage.Client().list_blobs(self._bucket, prefix=self._prefix)
+        found = storage.Client().list_blobs(self._bucket, prefix=self._prefix, retry=_retry())
         return {
             blob.name.removeprefix(self._prefix): (blob, str(blob.generation))
             for blob in found
@@ -170,7 +176,7 @@ class BucketFolder:
                     return
             part = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
             try:
-                blob.download_to_filename(str(part))  # its checksum compared
+                blob.download_to_filename(str(part), retry=_retry())  # its checksum compared
                 part.rename(file)
                 mark.write_text(generation)
             finally:
@@ -178,17 +184,52 @@ class BucketFolder:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
+        """Turn what Google's client raises into errors of this package, by whose fault it is."""
         import requests
+        import urllib3
         from google.api_core.exceptions import GoogleAPIError
         from google.auth.exceptions import GoogleAuthError
+        from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 
+        client = (GoogleAPIError, GoogleAuthError, InvalidResponse, DataCorruption)
+        transport = (requests.RequestException, urllib3.exceptions.HTTPError, HTTPException)
         try:
             yield
-        except (GoogleAPIError, GoogleAuthError, requests.RequestException, OSError) as error:
+        except (*client, *transport, OSError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(
-                f"can't reach {self.address} ({reason}); check the address, and what this machine may do there"
+            if _is_refused(error):
+                raise CheckpointError(
+                    f"can't reach {self.address} ({reason}); check the address, and what this machine may do there"
+                ) from None
+            raise Unavailable(
+                f"{self.address} doesn't answer now, or can't be kept here ({reason}); "
+                "check the network, Google's credentials and the disk, and try again"
             ) from None
+
+
+def _is_refused(error: Exception) -> bool:
+    """Return whether a bucket, or the server that grants access to it, has answered no, and would answer so again."""
+    from google.api_core.exceptions import GoogleAPICallError
+    from google.auth.exceptions import DefaultCredentialsError, RefreshError, TransportError
+    from google.cloud.storage.exceptions import InvalidResponse
+
+    if isinstance(error, GoogleAPICallError):
+        return error.code is not None and is_refusal(int(error.code))
+    if isinstance(error, InvalidResponse):
+        return is_refusal(error.response.status_code)
+    if isinstance(error, DefaultCredentialsError):
+        # Its subclasses say what is wrong with credentials that were found. Without a key file, they come from the
+        # machine's metadata server, whose silence, as when a pod has just started, can't be told from its absence.
+        return type(error) is not DefaultCredentialsError or "GOOGLE_APPLICATION_CREDENTIALS" in os.environ
+    if isinstance(error, RefreshError):
+        return not error.retryable and not isinstance(error.__cause__, TransportError)
+    return False
+
+
+def _retry() -> Any:
+    from google.cloud.storage.retry import DEFAULT_RETRY
+
+    return DEFAULT_RETRY.with_timeout(OUTAGE_S)
 
 
 def writable(address: str) -> DiskFolder | BucketFolder:

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from wan_tpu.bucket import SCHEME, BucketFolder, WeightFile
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.request import Defaults, GenerationRequest, Own, Preset
 from wan_tpu.schedules.magcache import Curve, curve_from
+from wan_tpu.sources.disk import explain_disk_error, is_permanent, read_file
+from wan_tpu.sources.hub import explain_hub_errors
 
 OWN = "wan_tpu.json"
 OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "*LICENSE*")  # than weights, in a folder and those in it
@@ -25,15 +27,20 @@ class Checkpoint:
     def __init__(self, source: str | Path) -> None:
         """Open `source`, a folder with a model_index.json, one in gs://, or a hub id; weights are fetched when read.
 
-        Raises `CheckpointError` when it is none of these, or its index can't be read.
+        Raises `CheckpointError` when it is none of these, or its index is missing or damaged; `Unavailable` when the
+        bucket, the hub or the disk doesn't answer.
         """
         if not isinstance(source, str | Path) or not str(source):
             raise CheckpointError(f"the model is {source!r}; give a diffusers directory, one in gs://, or a hub id")
         self._bucket = BucketFolder(str(source)) if str(source).startswith(SCHEME) else None
         local = Path(source)
+        try:
+            exists = local.exists()
+        except OSError as error:
+            raise explain_disk_error(error, local) from None
         # Absolute, so that stage files mean the same from every folder.
-        self.source = str(local.resolve()) if local.exists() else str(source)
-        self._hub_id = None if local.exists() or self._bucket else _hub_id(self.source)
+        self.source = str(local.resolve()) if exists else str(source)
+        self._hub_id = None if exists or self._bucket else _hub_id(self.source)
         self._local = self._bucket is None and self._hub_id is None
         self.folder = local if self._local else self._fetch(["*.json", "tokenizer/*"])
         self.index = self._json("model_index.json")
@@ -124,7 +131,10 @@ class Checkpoint:
         return self.folder / component
 
     def weights(self, component: str) -> dict[str, WeightFile]:
-        """Return a component's safetensors files by name; the hub's are fetched, a bucket's are read where they are."""
+        """Return a component's safetensors files by name; the hub's are fetched, a bucket's are read where they are.
+
+        Raises `CheckpointError` or `Unavailable`.
+        """
         pattern = f"{component}/*.safetensors"
         if self._bucket is not None:
             return {name.rpartition("/")[2]: file for name, file in self._bucket.files(pattern).items()}
@@ -138,12 +148,14 @@ class Checkpoint:
             self._fetch(OTHERS)
         found = {file for pattern in OTHERS for file in self.folder.rglob(pattern.rpartition("/")[2])}
         found = {file for file in found if file.is_file() and ".safetensors." not in file.name}
-        return {str(file.relative_to(self.folder)): file.read_bytes() for file in sorted(found)}
+        return {str(file.relative_to(self.folder)): read_file(file) for file in sorted(found)}
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
             content = json.loads((self.folder / name).read_text())
-        except OSError:
+        except OSError as error:
+            if not is_permanent(error):
+                raise explain_disk_error(error, self.folder / name) from None
             raise CheckpointError(
                 f"{self.source} has no {name}; give a diffusers directory (with model_index.json) or a hub id"
             ) from None
@@ -156,32 +168,37 @@ class Checkpoint:
     def _fetch(self, patterns: Sequence[str]) -> Path:
         if self._bucket is not None:
             return self._bucket.fetch(patterns)
-        try:
+        with explain_hub_errors(str(self._hub_id)):
             return Path(huggingface_hub.snapshot_download(str(self._hub_id), allow_patterns=list(patterns)))
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            reason = str(error).splitlines()[0]
-            raise CheckpointError(
-                f"can't fetch {self._hub_id} from the Hugging Face hub ({reason}); "
-                "check the id and the network, or give a local directory"
-            ) from None
 
 
 def on_disk(path: Path) -> WeightFile:
-    """Return a file of weights of this machine; raises `CheckpointError` when it isn't there."""
+    """Return a file of weights of this machine; raises `CheckpointError` when it isn't there, or `Unavailable`."""
 
     def read(start: int, stop: int) -> bytes:
         try:
             with path.open("rb") as file:
                 file.seek(start)
                 return file.read(stop - start)
-        except OSError:
-            raise CheckpointError(f"{path} is missing or can't be read; fetch the checkpoint again") from None
+        except OSError as error:
+            raise explain_disk_error(error, path) from None
 
     try:
         found = path.stat()
         return WeightFile(str(path.absolute()), found.st_size, read, f"{found.st_mtime_ns} {found.st_size}")
-    except OSError:  # a link to nothing
-        raise CheckpointError(f"{path} is missing or can't be read; fetch the checkpoint again") from None
+    except OSError as error:  # a link to nothing, among others
+        raise explain_disk_error(error, path) from None
+
+
+def weight_file(address: str) -> WeightFile:
+    """Return the file of weights at a path or a gs:// address; raises as `on_disk`."""
+    if not address.startswith(SCHEME):
+        return on_disk(Path(address))
+    folder, _, name = address.rpartition("/")
+    found = BucketFolder(folder).files(name).get(name)
+    if found is None:
+        raise CheckpointError(f"{address} is missing; upload the checkpoint again")
+    return found
 
 
 def _hub_id(source: str) -> str:

@@ -6,23 +6,27 @@ their names in which underscores stand for dots; whole differences `diff` (weigh
 or beside the file (adapter_config.json, peft).
 """
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from wan_tpu.bucket import SCHEME, BucketFolder, WeightFile
 from wan_tpu.checkpoint import on_disk
-from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.errors import CheckpointError, InvalidRequest, Unavailable
 from wan_tpu.runtime.tensor_files import metadata, tensors
 from wan_tpu.runtime.weights import read_tensors
+from wan_tpu.sources.disk import explain_disk_error, read_file
+from wan_tpu.sources.hub import explain_hub_errors
 
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # it always saves both
 LARGEST = 8 * 2**30  # bytes of a file: a difference of every weight of a 14B model would be 28
@@ -55,8 +59,13 @@ class ModuleChange:
 
 
 def find(path: str) -> WeightFile:
-    """Return the file that an adapter's path means; raises `InvalidRequest` when there is none, or more than one."""
-    try:
+    """Return the file that an adapter's path means.
+
+    Raises:
+        InvalidRequest: There is none, or more than one.
+        Unavailable: The bucket, the hub or the disk doesn't answer: the request may be right.
+    """
+    with _blamed_on(path):
         if path.startswith(SCHEME):
             folder, _, name = path.rpartition("/")
             if name.endswith(_ENDING):
@@ -69,25 +78,23 @@ def find(path: str) -> WeightFile:
         if local.is_file():
             return on_disk(local)
         return on_disk(_fetched(path))
-    except CheckpointError as error:
-        raise InvalidRequest(f"adapter {path}: {error}", "loras") from None
 
 
 def read(file: WeightFile, path: str) -> dict[str, ModuleChange]:
     """Return what a file changes, by module as the file names it, its prefix apart.
 
-    Raises `InvalidRequest` naming the tensors that aren't understood, belong to no pair, or hold no finite numbers.
+    Raises:
+        InvalidRequest: Tensors aren't understood, belong to no pair, or hold no finite numbers; it names them.
+        Unavailable: The bucket or the disk doesn't answer.
     """
     if file.size > LARGEST:
         raise InvalidRequest(
             f"adapter {path} has {file.size / 2**30:.1f} GiB; allowed are {LARGEST / 2**30:.0f}", "loras"
         )
-    try:
+    with _blamed_on(path):
         stored = tensors(file)
         config = _config(file)
         values = read_tensors(stored)
-    except CheckpointError as error:
-        raise InvalidRequest(f"adapter {path}: {error}", "loras") from None
     changes: dict[str, ModuleChange] = {}
     unknown, unhealthy, again = [], [], []
     for name, value in values.items():
@@ -116,6 +123,22 @@ def read(file: WeightFile, path: str) -> dict[str, ModuleChange]:
     return changes
 
 
+@contextlib.contextmanager
+def _blamed_on(path: str) -> Iterator[None]:
+    """Name the adapter in what the block raises: `InvalidRequest` where its file is at fault, else `Unavailable`."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise InvalidRequest(f"adapter {path}: {error}", "loras") from None
+    except Unavailable as error:
+        raise Unavailable(f"adapter {path}: {error}") from None
+    except OSError as error:
+        explained = explain_disk_error(error, path)
+        if isinstance(explained, Unavailable):
+            raise explained from None
+        raise InvalidRequest(f"adapter {path} can't be read ({error.strerror or error})", "loras") from None
+
+
 def refuse(path: str, problem: str, names: list[str]) -> None:
     """Raise `InvalidRequest` if there are names; problem: has {} for the first few of them."""
     if names:
@@ -140,6 +163,10 @@ def _fetched(path: str) -> Path:
         raise missing
     repository = f"{owner}/{name}"
     try:
+        validate_repo_id(repository)
+    except HFValidationError:
+        raise missing from None
+    with explain_hub_errors(repository):
         if not file:
             names = [one for one in huggingface_hub.list_repo_files(repository) if one.endswith(_ENDING)]
             if len(names) != 1:
@@ -148,10 +175,6 @@ def _fetched(path: str) -> Path:
         if Path(file).name == PEFT_FILE:
             huggingface_hub.hf_hub_download(repository, str(Path(file).with_name(PEFT_CONFIG)))
         return Path(huggingface_hub.hf_hub_download(repository, file))
-    except HFValidationError:
-        raise missing from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"neither here nor fetched from the hub ({str(error).splitlines()[0]})") from None
 
 
 def _parsed(name: str) -> tuple[str, str | None]:
@@ -174,7 +197,7 @@ def _config(file: WeightFile) -> dict[str, Any]:
             config = {name.partition(".")[2] or name: value for name, value in json.loads(text).items()}
         elif (beside := _beside(file.address)) is not None:
             config = dict(json.loads(beside))
-    except (AttributeError, OSError, TypeError, ValueError) as error:
+    except (AttributeError, FileNotFoundError, TypeError, ValueError) as error:
         raise CheckpointError(f"what it says of its alpha is damaged ({error!r}); fetch it again") from None
     if config.get("use_dora"):
         raise CheckpointError("it is a DoRA, which scales whole rows of the merged weights; that can't be applied")
@@ -187,7 +210,7 @@ def _beside(address: str) -> bytes | None:
         folder = BucketFolder(address.rpartition("/")[0])
         return folder.read(PEFT_CONFIG) if folder.has(PEFT_CONFIG) else None
     path = Path(address).with_name(PEFT_CONFIG)
-    return path.read_bytes() if path.is_file() else None
+    return read_file(path) if path.is_file() else None
 
 
 def _gain(module: str, change: ModuleChange, config: Mapping[str, Any]) -> float:

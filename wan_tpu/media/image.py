@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from wan_tpu.errors import InvalidRequest
+from wan_tpu.errors import InvalidRequest, Unavailable
+from wan_tpu.sources.disk import is_permanent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +19,8 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
     """Return `source` as an upright RGB image.
 
     EXIF rotation is applied, transparency is dropped as `diffusers.utils.load_image` drops it, 16-bit
-    images are scaled to 8 bits. Raises `InvalidRequest` for a missing, damaged or oversized file.
+    images are scaled to 8 bits. Raises `InvalidRequest` for a missing, damaged or oversized file, `Unavailable` when
+    the disk that it lies on fails.
     """
     if isinstance(source, Image.Image):
         return _to_rgb(source)
@@ -34,6 +36,8 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
             return decode_image(file, str(path))
     except OSError as error:
         reason = error.strerror or error
+        if not is_permanent(error):
+            raise Unavailable(f"image {path} can't be read now ({reason}); check the disk, and try again") from None
         raise InvalidRequest(f"image {path} can't be read ({reason}); check the path and its permissions") from None
 
 
@@ -42,7 +46,7 @@ def decode_image(file: BinaryIO, source: str, formats: tuple[str, ...] | None = 
 
     formats  the decoders of Pillow that may see the file ("PNG", ...); all of them when left out
 
-    Raises `InvalidRequest` for a damaged or oversized image.
+    Raises `InvalidRequest` for a damaged or oversized image, `OSError` when the file can't be read.
     """
     try:
         with Image.open(file, formats=None if formats is None else tuple(formats)) as image:
@@ -53,6 +57,8 @@ def decode_image(file: BinaryIO, source: str, formats: tuple[str, ...] | None = 
     except Image.DecompressionBombError:
         raise InvalidRequest(f"image {source} is too large; {_LIMIT}") from None
     except (OSError, SyntaxError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the operating system: Pillow's own have none
+            raise
         raise InvalidRequest(f"image {source} is damaged ({error}); save it again as PNG or JPEG") from None
     upright.info["source"] = source
     return upright

@@ -1,26 +1,44 @@
 """Frames of a video that is given: read by ffmpeg, as pictures with a size of their own."""
 
+import signal
 import subprocess
 from pathlib import Path
 
 import imageio_ffmpeg
 from PIL import Image
 
-from wan_tpu.errors import InvalidRequest
+from wan_tpu.errors import InvalidRequest, Unavailable
+from wan_tpu.media.video import check_ffmpeg
+from wan_tpu.sources.disk import is_permanent
 
-_LONGEST_S = 600.0  # until a video must be read
+_LONGEST_S = 600.0  # Few frames are read, however long the video is: only a disk or a machine that hangs takes so long.
+# By these a machine or its operator ends a process. By others, such as SIGSEGV, ffmpeg ends itself over a damaged file.
+_FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGXCPU}
 
 
 def read_frames(path: str | Path, count: int) -> list[Image.Image]:
-    """Return a video's first frames, RGB; raises `InvalidRequest` when it can't be read or has fewer."""
+    """Return a video's first frames, RGB.
+
+    Raises:
+        InvalidRequest: The file is missing or damaged, or has fewer frames.
+        Unavailable: The disk or the machine fails.
+        OutputError: There is no ffmpeg.
+    """
+    check_ffmpeg()
+    _check_readable(Path(path))
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-nostdin", "-i", str(path)]
     command += ["-frames:v", str(count), "-f", "image2pipe", "-vcodec", "ppm", "-"]
     try:
         made = subprocess.run(command, capture_output=True, timeout=_LONGEST_S, check=False)
     except subprocess.TimeoutExpired:
-        raise InvalidRequest(
-            f"video {path} takes more than {_LONGEST_S:.0f} s to read; cut it first", "video"
+        raise Unavailable(
+            f"video {path} can't be read within {_LONGEST_S:.0f} s; check the disk that it lies on, and try again"
         ) from None
+    except OSError as error:
+        raise Unavailable(f"ffmpeg can't be started ({error.strerror}); make room on this machine") from None
+    if made.returncode in _FROM_OUTSIDE:
+        name = signal.Signals(-made.returncode).name
+        raise Unavailable(f"ffmpeg was killed ({name}) while it read video {path}; check the machine's memory")
     frames, rest = [], memoryview(made.stdout)
     while rest:
         # "P6\n<width> <height>\n255\n", and the pixels
@@ -43,3 +61,17 @@ def read_frames(path: str | Path, count: int) -> list[Image.Image]:
             f"video {path} has {len(frames)} frames, and {count} are asked for; ask for {nearest}", "frames"
         )
     return frames
+
+
+def _check_readable(path: Path) -> None:
+    """Raise what keeps a file from being read, which ffmpeg only says in words."""
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        reason = error.strerror or error
+        if not is_permanent(error):
+            raise Unavailable(f"video {path} can't be read now ({reason}); check the disk, and try again") from None
+        raise InvalidRequest(
+            f"video {path} can't be read ({reason}); give an mp4, or what else ffmpeg reads", "video"
+        ) from None

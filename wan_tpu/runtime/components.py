@@ -26,6 +26,7 @@ from wan_tpu.runtime.program import place
 from wan_tpu.runtime.tensor_files import Stored, tensors
 from wan_tpu.runtime.torch_files import SUFFIXES, torch_tensors
 from wan_tpu.runtime.weights import Block, Show, Weight, read_weights
+from wan_tpu.sources.disk import read_file
 
 _BFLOAT16, _INT8, _FLOAT8 = (np.dtype(kind) for kind in (ml_dtypes.bfloat16, np.int8, ml_dtypes.float8_e4m3fn))
 _AND_ATTENTION = "-attention"  # of a precision: attention's logits are in 8 bits, too
@@ -131,6 +132,8 @@ def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
     """
     try:
         module = _build(component)
+    except (OSError, MemoryError):  # of this machine
+        raise
     except Exception as error:  # whatever a constructor makes of a damaged config.json
         reason = str(error).splitlines()[0] if str(error) else repr(error)
         raise CheckpointError(
@@ -242,7 +245,7 @@ def _index(checkpoint: Checkpoint, component: Component, module: torch.nn.Module
     indexes = sorted(checkpoint.path(component.folder).glob("*.safetensors.index.json"))
     if indexes and not any(name.endswith(SUFFIXES) for name in files):  # of the files that these stand in for
         try:
-            names = sorted(set(json.loads(indexes[0].read_text())["weight_map"].values()))
+            names = sorted(set(json.loads(read_file(indexes[0]))["weight_map"].values()))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{indexes[0]} is damaged ({error!r}); fetch it again") from None
     else:

@@ -1,9 +1,10 @@
 """Read weights from files or gs:// onto a mesh: each process what its own devices hold, many ranges at a time."""
 
+import contextlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ import torch
 from jax.sharding import NamedSharding
 from runai_model_streamer.file_streamer import FileChunks, FileStreamer
 
-from wan_tpu.errors import CheckpointError
+from wan_tpu.checkpoint import weight_file
+from wan_tpu.errors import CheckpointError, Unavailable
 from wan_tpu.progress import Bar, Silent
 from wan_tpu.runtime.tensor_files import Stored
 
@@ -68,58 +70,73 @@ def read_weights(weights: Mapping[str, Weight], show: Show = lambda total: Silen
     """Read weights and put each on its mesh when it is complete; what `show` returns counts the bytes.
 
     Host memory holds the weights under way, few at a time, and the ranges, beside what is on the devices. Raises
-    `CheckpointError` when a file doesn't give what it should hold.
+    `CheckpointError` when a file doesn't hold what it should, `Unavailable` when it can't be read now.
     """
-    _tell_emulator()
     rooms = {name: _Room(weight) for name, weight in weights.items()}
     reads = [read for name, room in rooms.items() for read in room.reads(name)]
     by_file = [list(found) for _, found in itertools.groupby(reads, key=lambda read: read.block.file)]
     total, largest = sum(read.nbytes for read in reads), max((read.nbytes for read in reads), default=0)
     arrays: dict[str, jax.Array] = {}
     bar = show(total)
-    with FileStreamer() as streamer:
-        try:
-            streamer.stream_files(
-                [
-                    FileChunks(number, found[0].block.file, [r.offset for r in found], [r.nbytes for r in found])
-                    for number, found in enumerate(by_file)
-                ],
-                memory_limit=max(largest, min(RING_BYTES, total // 8)),
-                owned=False,
-            )
-            for number, index, content in streamer.get_chunks():
-                read = by_file[number][index]
-                room = rooms[read.name]
-                if room.filled(read, content.flatten()):
-                    arrays[read.name] = room.placed()
-                bar.step(read.nbytes)
-        except ValueError as error:
-            raise CheckpointError(f"weights can't be read ({error}); fetch the checkpoint again") from error
+    ranges = [
+        FileChunks(number, found[0].block.file, [r.offset for r in found], [r.nbytes for r in found])
+        for number, found in enumerate(by_file)
+    ]
+    with contextlib.closing(_stream(ranges, max(largest, min(RING_BYTES, total // 8)))) as chunks:
+        for number, index, content in chunks:
+            read = by_file[number][index]
+            room = rooms[read.name]
+            if room.filled(read, content.flatten()):
+                arrays[read.name] = room.placed()
+            bar.step(read.nbytes)
     bar.close()
     return jax.block_until_ready({name: arrays[name] for name in weights})
 
 
 def read_tensors(stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
-    """Read tensors of one file into this process's memory; raises `CheckpointError`."""
+    """Read tensors of one file into this process's memory; raises as `read_weights`."""
     wanted = sorted(((name, one) for name, one in stored.items() if math.prod(one.shape)), key=lambda x: x[1].offset)
     found = {name: torch.empty(one.shape, dtype=one.kind) for name, one in stored.items()}
     sizes = [math.prod(one.shape) * one.kind.itemsize for _, one in wanted]
     if not wanted:
         return found
+    ranges = [FileChunks(0, wanted[0][1].file, [one.offset for _, one in wanted], sizes)]
+    memory_limit = max(*sizes, min(RING_BYTES, sum(sizes) // 8)) if len(sizes) > 1 else sizes[0]
+    with contextlib.closing(_stream(ranges, memory_limit)) as chunks:
+        for _, index, content in chunks:
+            name, one = wanted[index]
+            found[name] = content.flatten().clone().view(one.kind).view(one.shape)
+    return found
+
+
+def _stream(ranges: Sequence[FileChunks], memory_limit: int) -> Generator[tuple[int, int, torch.Tensor], None, None]:
+    """Yield ranges of files as they come: the file's number, the range's, and its bytes until the next one is asked."""
     _tell_emulator()
+    ends = {one.path: max(map(sum, zip(one.offsets, one.sizes, strict=True))) for one in ranges}
     with FileStreamer() as streamer:
         try:
-            streamer.stream_files(
-                [FileChunks(0, wanted[0][1].file, [one.offset for _, one in wanted], sizes)],
-                memory_limit=max(*sizes, min(RING_BYTES, sum(sizes) // 8)) if len(sizes) > 1 else sizes[0],
-                owned=False,
-            )
-            for _, index, content in streamer.get_chunks():
-                name, one = wanted[index]
-                found[name] = content.flatten().clone().view(one.kind).view(one.shape)
+            streamer.stream_files(ranges, memory_limit=memory_limit, owned=False)
+            yield from streamer.get_chunks()
         except ValueError as error:
-            raise CheckpointError(f"weights can't be read ({error}); fetch them again") from error
-    return found
+            raise _explain_failed_read(ends, error) from error
+
+
+def _explain_failed_read(ends: Mapping[str, int], error: ValueError) -> CheckpointError | Unavailable:
+    """Return whose fault it is that files can't be read: the streamer doesn't say, so each file is looked at.
+
+    Args:
+        ends: By path or address, how many bytes a file must have at least.
+        error: What the streamer raised.
+    """
+    for address, size in ends.items():
+        try:
+            file = weight_file(address)
+            file.read(0, 1)
+        except (CheckpointError, Unavailable) as reason:
+            return reason
+        if file.size < size:
+            return CheckpointError(f"{address} has {file.size} bytes of at least {size}; fetch the checkpoint again")
+    return Unavailable(f"weights can't be read now ({error}); check the disk or the network, and try again")
 
 
 def _tell_emulator() -> None:

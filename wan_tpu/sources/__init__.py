@@ -1,0 +1,1 @@
+"""Where a model's files come from, and whose fault it is when one can't be read."""

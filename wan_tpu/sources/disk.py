@@ -1,0 +1,44 @@
+"""Errors of this machine's files: one that isn't there is the caller's mistake, a failing disk is nobody's."""
+
+import errno
+from pathlib import Path
+
+from wan_tpu.errors import CheckpointError, Unavailable
+
+# What the same call will meet again, because it lies in the path or in the file's permissions. Everything else may pass
+# (EIO, ESTALE, ENOSPC, EMFILE, ...).
+_PERMANENT = {
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+}
+
+
+def is_permanent(error: OSError) -> bool:
+    """Return whether an error lies in the path itself, so that the same call would meet it again."""
+    return error.errno in _PERMANENT
+
+
+def explain_disk_error(error: OSError, path: str | Path) -> CheckpointError | Unavailable:
+    """Return the exception that says whose fault it is that `path` can't be read."""
+    reason = error.strerror or str(error)
+    if is_permanent(error):
+        return CheckpointError(f"{path} is missing or can't be read ({reason}); fetch the checkpoint again")
+    return Unavailable(f"{path} can't be read now ({reason}); check the disk that it lies on, and try again")
+
+
+def read_file(path: Path) -> bytes:
+    """Return a file's content.
+
+    Raises:
+        CheckpointError: It isn't there, or this process may not read it.
+        Unavailable: The disk or the machine fails.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise explain_disk_error(error, path) from None

@@ -1,0 +1,53 @@
+"""Errors of the Hugging Face hub: a repository that it refuses is the caller's mistake, its silence is nobody's."""
+
+import contextlib
+from collections.abc import Iterator
+
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
+
+from wan_tpu.errors import CheckpointError, Unavailable
+from wan_tpu.sources.statuses import is_refusal
+
+
+@contextlib.contextmanager
+def explain_hub_errors(repository: str) -> Iterator[None]:
+    """Turn what the hub's client raises in the block into errors of this package.
+
+    Args:
+        repository: The id of what is fetched, for messages.
+
+    Raises:
+        CheckpointError: The hub has no such repository or file, doesn't let this account read it, or this process was
+            told to stay offline (HF_HUB_OFFLINE).
+        Unavailable: The hub, the network on the way to it, or the disk that keeps the files fails.
+    """
+    try:
+        yield
+    # RuntimeError is what hf_xet, the hub's downloader for large files, raises when a transfer fails.
+    except (HFValidationError, HTTPError, OSError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if _is_permanent(error):
+            raise CheckpointError(
+                f"can't fetch {repository} from the Hugging Face hub ({reason}); "
+                "check the id and the access token, or give a local path"
+            ) from None
+        raise Unavailable(
+            f"can't fetch {repository} from the Hugging Face hub now ({reason}); "
+            "check the network and try again, or give a local path"
+        ) from None
+
+
+def _is_permanent(error: BaseException | None) -> bool:
+    if isinstance(error, LocalEntryNotFoundError):
+        # The client has looked into its cache after a failure, which is the cause; it names none where it is offline.
+        return _is_permanent(error.__cause__) or constants.is_offline_mode()
+    if isinstance(error, HfHubHTTPError):
+        return is_refusal(error.response.status_code)
+    return isinstance(error, HFValidationError | OfflineModeIsEnabled)

@@ -1,0 +1,8 @@
+"""HTTP statuses by whose fault they are: the caller's, or the server's."""
+
+_TRY_AGAIN = {408, 429}  # Time-outs and "too many requests", below 500, of a server that is busy.
+
+
+def is_refusal(status: int) -> bool:
+    """Return whether a status says that the request itself is wrong, and would be refused again."""
+    return 400 <= status < 500 and status not in _TRY_AGAIN
