@@ -19,6 +19,7 @@ RESULTS = "results.jsonl"
 MAX_ID_BYTES = 200  # An id is part of the names of logs, spans and snapshots.
 MAX_OUTPUT_BYTES = 800  # Objects of Google Cloud Storage have names of up to 1,024 bytes, the prefix included.
 _KNOWN = frozenset(FIELDS)
+_ENCODER = json.JSONEncoder(sort_keys=True)
 _WORD = re.compile(r"[a-z0-9]+")
 
 
@@ -105,7 +106,7 @@ def derive_output(id: str) -> str:
 
 def digest_of(value: dict[str, Any]) -> str:
     """Return the SHA-256 of plain values, whatever their order."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(_ENCODER.encode(value).encode()).hexdigest()
 
 
 def shorten(text: str, most: int) -> str:

@@ -135,9 +135,10 @@ def settle(
     with ThreadPoolExecutor(_READERS) as readers:
         while chunk := list(itertools.islice(remaining, _CHUNK)):
             names = [record_name(entry.output) for entry in chunk]
-            records = readers.map(lambda name: _read_record(storage, name) if name in sizes else None, names)
-            for entry, name, record in zip(chunk, names, records, strict=True):
-                size = sizes.get(entry.output)
+            present = [name for name in names if name in sizes]
+            records = dict(zip(present, readers.map(lambda name: _read_record(storage, name), present), strict=True))
+            for entry, name in zip(chunk, names, strict=True):
+                record, size = records.get(name), sizes.get(entry.output)
                 if record is None and (size is not None or name in sizes):
                     where = storage.location(name if size is None else entry.output)
                     yield entry, _result_of_another(entry, where)

@@ -67,6 +67,7 @@ class JobsServer:
         self._port = site._server.sockets[0].getsockname()[1]
 
     async def _close(self):
+        self.silent = False  # or what waits for an answer would be waited for
         await self._cut()
         await self._runner.cleanup()
 
