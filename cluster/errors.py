@@ -54,7 +54,9 @@ class DeviceFailed(SliceLost):
 
 
 class CallFailed(SliceError):
-    """Every host raised in the same call: the lockstep is intact, the slice lives. The cause is rank 0's exception."""
+    """Every host raised in the same call, or one of them beside the lockstep: the slice lives. The cause is the first
+    host's exception, by rank.
+    """
 
 
 class PriceError(ClusterError, ValueError):

@@ -61,13 +61,17 @@ class RequestPlan:
     experts: tuple[Expert, ...]
     shapes: dict[str, str]
 
+    @property
+    def first_step(self) -> int:
+        """How many steps are left out at the start: with a video not all are run, by its strength."""
+        return self.experts[0].start
+
     def expert_at(self, step: int) -> Expert:
-        """Return the expert that runs the step after `step` are done; raises `InvalidRequest` after the last one."""
+        """Return the expert that runs the step after `step` are done; raises `ValueError` where none does."""
         for expert in self.experts:
             if expert.start <= step < expert.stop:
                 return expert
-        steps = self.request.steps
-        raise InvalidRequest(f"all {steps} steps of the request are done; collect its latents and decode them")
+        raise ValueError(f"no expert runs a step after {step}: {self.first_step} to {self.request.steps} are run")
 
     def with_images(self, image: Image.Image | None = None, last_image: Image.Image | None = None) -> "RequestPlan":
         """Return it with those images in place of its own: it stays small while they aren't needed."""

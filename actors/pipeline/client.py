@@ -24,6 +24,7 @@ class PipelineClient:
     def __init__(self, spec: PipelineSpec) -> None:
         self._spec, self.model = spec, spec.model
         self._snapshots = Snapshots(spec.settings.snapshots)
+        self._last: dict[str, PipelineDriver] = {}  # by id, of requests that aren't forgotten
         self._lock = asyncio.Lock()
         self._current: PipelineDriver | None = None
         self._users: Counter[PipelineDriver] = Counter()  # one that was replaced is closed by the last
@@ -35,6 +36,7 @@ class PipelineClient:
                 self._current = await asyncio.to_thread(_explained, PipelineDriver, self._spec)
             driver = self._current
         self._users[driver] += 1
+        self._last[id] = driver
         try:
             return await driver.generate(plan, id=id, on_event=on_event, priority=priority)
         except Exception as error:
@@ -50,7 +52,10 @@ class PipelineClient:
 
     async def forget(self, id: str) -> None:
         """Delete the snapshots of a request, whose end is recorded; those that can't be deleted now are orphans."""
-        await asyncio.to_thread(delete_snapshots, self._snapshots, id)
+        if (driver := self._last.pop(id, None)) is not None:
+            await driver.forget(id)
+        else:
+            await asyncio.to_thread(delete_snapshots, self._snapshots.delete_all_of, id)
 
     async def ready(self) -> None:
         """Raise `PipelineError` unless every pool has a replica that takes requests."""

@@ -1,29 +1,38 @@
 """What a driver holds of a running pipeline: handles to its pools, the queues before them, its status and snapshots."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from actors.observe.status_actor import StatusActor
-from actors.pipeline.pools import MOST_ONGOING, handle
+from actors.pipeline.pools import handle
 from actors.pipeline_spec import PipelineSpec
-from actors.slices.scheduler import MOST_PAUSED, PriorityQueue
+from actors.slices.scheduler import MOST_HELD, MOST_PAUSED, PriorityQueue
 from actors.slices.snapshots import Snapshots
 
 
 class PipelineConnection:
-    """One driver's. The pools must run (`pools.deploy`)."""
+    """One driver's."""
 
-    def __init__(self, spec: PipelineSpec) -> None:
-        settings, pools = spec.settings, spec.layout.pools
-        self.settings, self.layout = settings, spec.layout
-        self.status = StatusActor.connect(settings.name)
-        self.snapshots = Snapshots(settings.snapshots)
-        self._handles = {pool.name: handle(settings.name, pool.name) for pool in pools}
-        # Serve's own queue knows no priorities: what the slices can't take waits here, and room at each is kept for
-        # what is more urgent. A pool that is smaller than it may become has Serve's queue besides, from which it grows.
+    def __init__(
+        self, spec: PipelineSpec, status: StatusActor, snapshots: Snapshots, handles: Mapping[str, Any]
+    ) -> None:
+        """handles: of the pools, by name, the caller's own; they are shut down with the connection."""
+        self.settings, self.layout = spec.settings, spec.layout
+        self.status, self.snapshots, self._handles = status, snapshots, handles
+        # A request is bound to a slice once it is called there, so that few of a driver's go in and the others can
+        # take the slice that is free first. Whose turn it is there the slice decides, over all drivers: it takes every
+        # call, and one that is more urgent than another inside comes in besides.
         self._queues = {
-            pool.name: PriorityQueue(pool.replicas.maximum * MOST_ONGOING, pool.replicas.maximum * MOST_PAUSED)
-            for pool in pools
+            pool.name: PriorityQueue(pool.replicas.maximum * MOST_HELD, pool.replicas.maximum * MOST_PAUSED)
+            for pool in spec.layout.pools
         }
+
+    @classmethod
+    def open(cls, spec: PipelineSpec) -> "PipelineConnection":
+        """Connect to a pipeline whose pools run (`pools.deploy`)."""
+        name, pools = spec.settings.name, spec.layout.pools
+        status, snapshots = StatusActor.connect(name), Snapshots(spec.settings.snapshots)
+        return cls(spec, status, snapshots, {pool.name: handle(name, pool.name) for pool in pools})
 
     def queue(self, stage: str) -> PriorityQueue:
         """Return the queue before the pool that hosts a denoising stage."""

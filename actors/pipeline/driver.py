@@ -9,7 +9,7 @@ from actors.observe.status_actor import Outcome
 from actors.pipeline.connection import PipelineConnection
 from actors.pipeline.request_run import RequestRun
 from actors.pipeline_spec import PipelineSpec
-from actors.slices.references import RefStore
+from actors.slices.references import RefStore, RequestScope
 from actors.slices.scheduler import PriorityQueue
 from actors.slices.snapshots import delete_snapshots
 from wan_tpu.spec import RequestPlan
@@ -18,13 +18,16 @@ from wan_tpu.spec import RequestPlan
 class PipelineDriver:
     """The engine of batches and of the online service: a running pipeline, ready to make videos."""
 
-    def __init__(self, spec: PipelineSpec) -> None:
-        """The pools must run (`pools.deploy`)."""
+    def __init__(
+        self, spec: PipelineSpec, connection: PipelineConnection | None = None, ref_store: RefStore | None = None
+    ) -> None:
+        """connection, ref_store: this driver's own; left out, the pools must run (`pools.deploy`)."""
         self.spec, self.model = spec, spec.model
-        self._connection = PipelineConnection(spec)
-        self._ref_store = RefStore()
+        self._connection = connection or PipelineConnection.open(spec)
+        self._ref_store = ref_store or RefStore()
         self._queue = PriorityQueue(spec.settings.in_flight, spec.settings.urgent)
         self._inside: set[str] = set()
+        self._kept: dict[str, tuple[str, RequestScope]] = {}  # by id, of those that may have snapshots
 
     async def generate(
         self, plan: RequestPlan, *, id: str, on_event: OnEvent = lambda span: None, priority: int = 0
@@ -48,7 +51,9 @@ class PipelineDriver:
             self._connection.status.request(id, "waiting")
             async with self._queue.entered(priority):
                 with contextlib.closing(self._ref_store.scope()) as scope:
-                    video = await RequestRun(self._connection, id, plan, on_event, priority, scope).run()
+                    run = RequestRun(self._connection, id, plan, on_event, priority, scope)
+                    self._kept[id] = run.snapshots, scope
+                    video = await run.run()
             outcome = "done"
             return video
         except asyncio.CancelledError:
@@ -60,7 +65,10 @@ class PipelineDriver:
 
     async def forget(self, id: str) -> None:
         """Delete the snapshots of a request, whose video or failure is durable by now."""
-        await asyncio.to_thread(delete_snapshots, self._connection.snapshots, id)
+        if (kept := self._kept.pop(id, None)) is not None:
+            snapshots, scope = kept
+            scope.finish()  # first: a slice that still writes one deletes it then
+            await asyncio.to_thread(delete_snapshots, self._connection.snapshots.delete, snapshots)
 
     def close(self) -> None:
         """Let go of the pools; before `ray.shutdown`."""

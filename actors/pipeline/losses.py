@@ -6,8 +6,17 @@ from collections.abc import Iterator
 from ray.exceptions import ObjectLostError, RayActorError, RayError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
-from actors.errors import InputLost, PipelineError, RequestFailed, StageLost, StageMoved
+from actors.errors import InputLost, PipelineError, RequestFailed, StageLost
 from cluster.gang.watch import telling_line
+
+# Also that more calls wait than may: other drivers use the same pools, and whoever waits may find them free.
+_LOST = (
+    RayActorError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    TaskCancelledError,
+    BackPressureError,
+)
 
 
 @contextlib.contextmanager
@@ -15,10 +24,8 @@ def losses_explained() -> Iterator[None]:
     """Raise what a stage raised without Ray's wrapping, Ray's own errors as `StageLost`, `InputLost` or failures."""
     try:
         yield
-    except (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError, TaskCancelledError) as error:
+    except _LOST as error:
         raise StageLost(telling_line(error)) from None
-    except BackPressureError as error:  # other drivers use the same pools
-        raise StageMoved(telling_line(error)) from None
     except RayError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, PipelineError):

@@ -12,7 +12,7 @@ from actors.observe.logs import log_event
 from actors.observe.span import Span
 from actors.pipeline.connection import PipelineConnection
 from actors.pipeline.losses import losses_explained
-from actors.slices.messages import SliceRequest, StageResult
+from actors.slices.messages import InputsTaken, SliceRequest, StageResult
 from actors.slices.payloads import EncodedVideo, unpack
 from actors.slices.references import RefHandle, RequestScope
 from actors.slices.snapshots import name_of
@@ -22,6 +22,7 @@ from wan_tpu.spec import DECODER, ENCODER, RequestPlan
 log = logging.getLogger(__name__)
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # before a stage is tried again
+MAX_MOVES = 600  # A request that is sent on so often, and gets nowhere, is given up: each takes a second.
 
 
 class RequestRun:
@@ -39,14 +40,15 @@ class RequestRun:
         """scope: where its payloads wait between two stages."""
         self._connection, self._key, self._plan, self._scope = connection, key, plan, scope
         settings = connection.settings
-        snapshots = name_of(key, plan.request, f"{settings.checkpoint} {settings.dtype}")
-        self._sent = SliceRequest(key, plan.without_image(), scope, snapshots, priority)
+        self.snapshots = name_of(key, plan.request, f"{settings.checkpoint} {settings.dtype}")
+        self._sent = SliceRequest(key, plan.without_image(), scope, self.snapshots, priority)
         self._on_event = on_event
-        self._attempts = 0  # since something was done that hadn't been done before
+        self._attempts = self._moves = 0  # since something was done that hadn't been done before
         self._done: set[tuple[str, int | None]] = set()
         self._texts: dict[str, RefHandle] = {}
         self._image: RefHandle | None = None
-        self._state: RefHandle | None = None  # between two pools of experts
+        self._state: RefHandle | None = None  # between two pools of experts, until the second has it
+        self._reached = 0  # how many steps it has done
         self._latents: RefHandle | None = None  # of the last step, until there is a video of them
         self._warnings: dict[str, None] = {}  # in order, each once
 
@@ -60,8 +62,8 @@ class RequestRun:
                     self._sent = dataclasses.replace(self._sent, avoid=self._sent.avoid | {lost.replica})
                 if isinstance(lost, InputLost):  # one of them: all that was handed over is made again
                     self._drop_inputs()
-                    self._scope.drop(self._latents)
-                    self._latents = None
+                    self._scope.drop(self._latents, self._state)
+                    self._latents = self._state = None
                 await self._wait_after(lost)
 
     async def _go_through(self) -> bytes:
@@ -71,29 +73,35 @@ class RequestRun:
 
     async def _denoised(self) -> RefHandle:
         """Run the steps that are left; return the last one's state."""
-        self._state = None
+        plan, steps = self._plan, self._plan.request.steps
+        step, snapshot = self._reached, None
+        if self._state is None:  # else the stage before has left it, and nothing has had it since
+            snapshot = await self._newest_snapshot()
+            step = plan.first_step if snapshot is None else snapshot
+        while self._state is None or step < steps:  # a snapshot after the last step is collected where that was run
+            step = await self._denoise(plan.expert_at(min(step, steps - 1)).stage, snapshot)
+            snapshot = None
+        return self._state
+
+    async def _newest_snapshot(self) -> int | None:
         try:
-            snapshot = await asyncio.to_thread(self._connection.snapshots.newest, self._sent.snapshots)
+            found = await asyncio.to_thread(self._connection.snapshots.newest, self.snapshots)
         except StorageError as error:
             raise RequestFailed(f"there is no telling how far it was: {error}", "lost") from None
-        step = snapshot or 0
-        if step:
-            log_event(log, "goes on", job=self._key, step=step)
-        while step < self._plan.request.steps:
-            step = await self._denoise(self._plan.expert_at(step).stage, snapshot)
-            snapshot = None
-        assert self._state is not None
-        return self._state
+        if found is not None:
+            log_event(log, "goes on", job=self._key, step=found)
+        return found
 
     async def _denoise(self, stage: str, snapshot: int | None) -> int:
         """Run the experts of one pool; return how many steps are done."""
         inputs = await self._inputs()
-        state, self._state = self._state, None
+        state = self._state
         pool_of = self._connection.layout.pool_of
         last = pool_of(stage) == pool_of(self._plan.experts[-1].stage)
 
         def prepared() -> None:
             self._scope.drop(state)
+            self._state = None
             if last:  # encoded again if this fails: less than what holding it all the time would cost the store
                 self._drop_inputs()
 
@@ -103,7 +111,7 @@ class RequestRun:
             events = pool.denoise.remote(self._sent, inputs, state, snapshot)
             made = await self._follow(stage, events, prepared)
         assert made.step is not None
-        self._state = made.handle
+        self._state, self._reached = made.handle, made.step
         return made.step
 
     async def _decode(self, latents: RefHandle) -> bytes:
@@ -125,8 +133,9 @@ class RequestRun:
         request = self._plan.request
         try:
             async with asyncio.TaskGroup() as group:  # when one fails, the others are cancelled
-                for prompt in set(self._plan.prompts) - set(self._texts):
-                    group.create_task(self._encode_text(prompt))
+                for prompt in dict.fromkeys(self._plan.prompts):
+                    if prompt not in self._texts:
+                        group.create_task(self._encode_text(prompt))
                 if (request.image is not None or request.video is not None) and self._image is None:
                     group.create_task(self._encode_image())
         except ExceptionGroup as several:  # not `except*`: what is raised in one comes out in a group again (3.11.2)
@@ -157,13 +166,13 @@ class RequestRun:
             with losses_explained():
                 async for event in events:
                     if isinstance(event, Span):
-                        self._on_event(event)
+                        self._tell(event)
                         self._note_progress(event.stage, event.step)
                         if event.step is not None:
                             status.request(self._key, event.stage, event.step, steps, event.seconds)
-                        if event.nbytes is not None:
-                            prepared()
-                            status.handoff(stage, event.seconds, event.nbytes)
+                    elif isinstance(event, InputsTaken):
+                        prepared()
+                        status.handoff(stage, event.seconds, event.nbytes)
                     else:
                         made = event
         except asyncio.CancelledError:
@@ -175,14 +184,22 @@ class RequestRun:
         self._note_progress(f"end of {stage}", made.step)
         return made
 
+    def _tell(self, span: Span) -> None:
+        """Tell whoever watches, whose mistakes are no reason to stop."""
+        try:
+            self._on_event(span)
+        except Exception:
+            log.exception("%s: what watches it has failed", self._key)
+
     def _note_progress(self, what: str, step: int | None) -> None:
         if (what, step) not in self._done:
             self._done.add((what, step))
-            self._attempts = 0
+            self._attempts = self._moves = 0
 
     async def _wait_after(self, lost: Exception) -> None:
         """Wait before the next attempt; raises `RequestFailed` when there were enough that came to nothing."""
-        if isinstance(lost, StageMoved):
+        if isinstance(lost, StageMoved) and self._moves < MAX_MOVES:
+            self._moves += 1
             log.info("%s: %s", self._key, lost)
             await asyncio.sleep(2 * FIRST_WAIT_S)
             return

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import ray
 
-from actors.errors import InputLost, RequestFailed, StageFailed, StageLost
+from actors.errors import InputLost, PipelineError, RequestFailed, StageFailed, StageLost
 from cluster.errors import CallFailed, SliceLost
 from cluster.gang.protocol import Group
 from cluster.gang.slice import Returned, Slice
-from wan_tpu.errors import DoesNotFit, InvalidInput, UnhealthyResult, WanTpuError
+from wan_tpu.errors import CompileFailed, DoesNotFit, InvalidRequest, Unavailable, UnhealthyResult
 
 THREADS = 32  # more than requests can be here: each waits in one, and a health check must not wait for them
 T = TypeVar("T")
@@ -44,8 +44,8 @@ class AsyncSlice:
               hung, which ends the slice
 
         Raises `RequestFailed` when it is the request's fault, `InputLost` when a payload is gone, `StageLost` when the
-        slice is, `StageFailed` when there is no telling. When cancelled, waits until the call has ended: a step is
-        never left alone.
+        slice is, or something that all slices share can't be reached, `StageFailed` when there is no telling. When
+        cancelled, waits until the call has ended: a step is never left alone.
         """
         timeouts, start = self._slice.timeouts, time.monotonic()
         fastest = None if like is None else self._fastest.get((method, like))
@@ -60,16 +60,28 @@ class AsyncSlice:
             cause = failed.__cause__
             if isinstance(cause, ray.exceptions.RayError):
                 raise InputLost(f"{self._slice.name}: {method} lost its input ({type(cause).__name__})") from None
-            # What has had room before has it still, on a slice that is well.
-            if not isinstance(cause, WanTpuError) or (isinstance(cause, DoesNotFit) and fastest is not None):
-                raise StageFailed(f"{self._slice.name}: {method}: {type(cause).__name__}: {cause}") from None
-            code = "invalid" if isinstance(cause, InvalidInput) else "error"
-            code = "unhealthy" if isinstance(cause, UnhealthyResult) else code
-            raise RequestFailed(f"{method}: {cause}", code) from None
+            raise self._blamed(method, cause, fitted=fastest is not None) from None
+
+    def _blamed(self, method: str, cause: BaseException | None, *, fitted: bool) -> PipelineError:
+        """Return what is raised for what a method has raised; fitted: whether one like it has had room before."""
+        # What has had room before has it still, on a slice that is well.
+        if isinstance(cause, InvalidRequest) and not (isinstance(cause, DoesNotFit) and fitted):
+            return RequestFailed(f"{method}: {cause}", "invalid")
+        if isinstance(cause, UnhealthyResult):
+            return RequestFailed(f"{method}: {cause}", "unhealthy")
+        if isinstance(cause, CompileFailed):  # it would be refused everywhere
+            return RequestFailed(f"{method}: {cause}", "error")
+        if isinstance(cause, Unavailable):
+            return StageLost(f"{self._slice.name}: {method}: {cause}")
+        return StageFailed(f"{self._slice.name}: {method}: {type(cause).__name__}: {cause}")
 
     async def side(self, method: str, *args: Any) -> Returned:
         """Run a method beside those in lockstep; the rest as `call`."""
         return await self.call(method, *args, group="side")
+
+    async def save(self, method: str, *args: Any) -> Returned:
+        """Run a method that copies a state out, which waits for no other kind of call; the rest as `call`."""
+        return await self.call(method, *args, group="save")
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run any function in one of the threads; when cancelled, wait until it has ended. Raises `StageLost`."""
@@ -87,9 +99,11 @@ async def to_the_end(work: Awaitable[T]) -> T:
     task, cancelled = asyncio.ensure_future(work), False
     while not task.done():
         try:
-            await asyncio.wait([task])
+            await asyncio.shield(task)
         except asyncio.CancelledError:
-            cancelled = True
+            cancelled |= not task.cancelled()
+        except Exception:
+            break  # which `result` raises below
     if cancelled:
         if not task.cancelled():
             task.exception()  # nobody else asks for it

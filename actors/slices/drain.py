@@ -1,6 +1,8 @@
-"""When a slice is taken away, or was lost, once that is known."""
+"""When a slice is taken away, or was lost, once that is known; and what keeps its leader until then."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 from actors.errors import StageMoved
 
@@ -14,15 +16,30 @@ class Drain:
         """name: the leader's, for messages."""
         self._name = name
         self._by: float | None = None  # of time.monotonic()
+        self._staying = 0
 
     @property
     def begun(self) -> bool:
         """Whether no new request is taken any more."""
         return self._by is not None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the slice is drained, and nothing runs on it any more."""
+        return self.begun and not self._staying
+
     def begin(self, left_s: float) -> None:
         """Note that the slice is taken away after so many seconds."""
         self._by = time.monotonic() + left_s
+
+    @contextlib.contextmanager
+    def staying(self) -> Iterator[None]:
+        """Have the leader not end, though drained, before the block does."""
+        self._staying += 1
+        try:
+            yield
+        finally:
+            self._staying -= 1
 
     def check(self) -> None:
         """Raise `StageMoved` when no new request is taken any more."""

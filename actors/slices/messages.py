@@ -76,4 +76,15 @@ class StageResult:
     warnings: tuple[str, ...] = ()
 
 
-Event = Span | StageResult  # of a stage's stream
+@dataclass(frozen=True)
+class InputsTaken:
+    """A stage has its inputs on the devices: nobody needs their payloads any more.
+
+    seconds, nbytes  what bringing them there took, and how large they were
+    """
+
+    seconds: float
+    nbytes: int
+
+
+Event = Span | InputsTaken | StageResult  # of a stage's stream

@@ -32,8 +32,16 @@ class HostProfile:
         """Begin; raises `InvalidInput` while one is under way."""
         if self._folder is not None:
             raise InvalidInput("a profile of this slice is under way; try again when it has ended")
-        self._folder = tempfile.TemporaryDirectory(prefix="wan-tpu-profile-")
-        jax.profiler.start_trace(self._folder.name)
+        folder = tempfile.TemporaryDirectory(prefix="wan-tpu-profile-")
+        jax.profiler.start_trace(folder.name)  # where it is refused, the next one may begin
+        self._folder = folder
+
+    def cancel_profile(self) -> None:
+        """End one that is under way without writing it; none may be."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            with folder:
+                jax.profiler.stop_trace()
 
     def stop_profile(self, output: str, run: str) -> int:
         """End it and write it to a folder or gs://; return its bytes."""

@@ -11,8 +11,7 @@ The actor belongs to the driver whose requests they are, and ends with it: what 
 import contextlib
 import itertools
 import secrets
-from collections import deque
-from typing import Any, NewType
+from typing import Any, NewType, Protocol
 
 import ray
 
@@ -20,7 +19,7 @@ from actors.errors import InputLost, StageLost
 from cluster.gang.placement import surviving
 
 ADOPT_S = 10.0  # that one payload may take on its way to the store's own node: all others wait for it
-ENDED = 10_000  # requests that are remembered to have ended, so that a stage that was cancelled leaves nothing
+ENDED = 10_000  # Requests remembered to have ended, so that a stage that was cancelled leaves nothing behind.
 
 
 # Stands for a payload that waits for its next stage, in streams that must not carry references. Never given twice, so
@@ -28,11 +27,22 @@ ENDED = 10_000  # requests that are remembered to have ended, so that a stage th
 RefHandle = NewType("RefHandle", str)
 
 
+class ObjectStore(Protocol):
+    """Ray's object store, as a leader uses it from a thread."""
+
+    def get(self, ref: Any) -> Any:
+        """Return an object."""
+
+    def put(self, value: Any) -> Any:
+        """Return a reference to an object that the store keeps from now on."""
+
+
 class RefStore:
     """One driver's store of references."""
 
-    def __init__(self) -> None:
-        self._actor = surviving(_RefStoreActor).remote()
+    def __init__(self, actor: Any = None) -> None:
+        """actor: a handle to the actor that holds them; a new one if None."""
+        self._actor = surviving(_RefStoreActor).remote() if actor is None else actor
         self._numbers = itertools.count()
 
     def scope(self) -> "RequestScope":
@@ -82,13 +92,21 @@ class RequestScope:
         """Let go of all, and of what comes later; doesn't wait."""
         self._actor.end.remote(self._number)
 
+    def finish(self) -> None:
+        """Note that nobody will resume the request: what is still being saved of it is in vain; doesn't wait."""
+        self._actor.finish.remote(self._number)
+
+    async def is_finished(self) -> bool:
+        """Whether nobody will resume the request."""
+        return await self._actor.is_finished.remote(self._number)
+
 
 class _RefStoreActor:
     """Ray may restart it, with nothing in it: what it gave before is lost then, and never taken for something else."""
 
     def __init__(self) -> None:
         self._scopes: dict[int, dict[str, ray.ObjectRef]] = {}
-        self._ended: deque[int] = deque(maxlen=ENDED)
+        self._ended, self._finished = _Latest(), _Latest()
 
     def put(self, scope: int, refs: list[ray.ObjectRef]) -> str:
         key = secrets.token_hex(16)
@@ -111,4 +129,25 @@ class _RefStoreActor:
 
     def end(self, scope: int) -> None:
         self._scopes.pop(scope, None)
-        self._ended.append(scope)
+        self._ended.add(scope)
+
+    def finish(self, scope: int) -> None:
+        self._finished.add(scope)
+
+    def is_finished(self, scope: int) -> bool:
+        return scope in self._finished
+
+
+class _Latest:
+    """The latest `ENDED` numbers that were added."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, None] = {}
+
+    def add(self, number: int) -> None:
+        self._numbers[number] = None
+        if len(self._numbers) > ENDED:
+            del self._numbers[next(iter(self._numbers))]
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._numbers

@@ -12,13 +12,17 @@ import hashlib
 import json
 import logging
 import re
-
-import ray
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 from actors.errors import StageLost
-from actors.slices.async_slice import AsyncSlice
+from actors.slices.async_slice import AsyncSlice, to_the_end
+from actors.slices.messages import SliceRequest
 from actors.slices.payloads import Payload, pack, unpack
-from actors.storage.base import Missing, StorageError
+from actors.slices.references import ObjectStore
+from actors.storage.base import MAX_PART_BYTES, Missing, Storage, StorageError
 from actors.storage.opening import open_storage
 from wan_tpu.data import DenoiseState, dump_value, parse_value
 from wan_tpu.errors import InvalidInput
@@ -26,7 +30,11 @@ from wan_tpu.request import IMAGES, ResolvedRequest
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 PARTIAL_S = 3600.0  # after which nobody goes on writing a file that isn't whole
+_WRITERS = 8  # Threads that storage may keep waiting; a slice's calls have others.
+_FINISHED_S = 10.0  # A driver's store may take this long to say whether its request is finished.
+_LONGEST_ID = MAX_PART_BYTES - len(f".{'0' * 16}.0000.safetensors")  # Bytes that are left of a file's name.
 NAME = re.compile(r"(?P<id>.+)\.[0-9a-f]{16}\.(?P<step>\d+)\.safetensors")
 
 
@@ -38,15 +46,15 @@ def name_of(id: str, request: ResolvedRequest, model: str) -> str:
     for image in images:
         if image is not None:
             digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
-    return f"{id}.{digest.hexdigest()[:16]}"
+    return f"{_stem(id)}.{digest.hexdigest()[:16]}"
 
 
 class Snapshots:
     """All snapshots of a pipeline. `request`: the name that `name_of` makes."""
 
-    def __init__(self, location: str) -> None:
+    def __init__(self, location: str | Storage) -> None:
         """location: a folder or gs://bucket/prefix."""
-        self._storage = open_storage(location)
+        self._storage = open_storage(location) if isinstance(location, str) else location
 
     def newest(self, request: str) -> int | None:
         """Return after which step the newest snapshot of a request was taken; None when there is none."""
@@ -69,7 +77,12 @@ class Snapshots:
         """Delete one snapshot."""
         self._storage.delete(_name(request, step))
 
-    def delete(self, id: str) -> None:
+    def delete(self, request: str) -> None:
+        """Delete all snapshots of a request."""
+        for step in self._steps(request):
+            self.forget(request, step)
+
+    def delete_all_of(self, id: str) -> None:
         """Delete all snapshots of an id, whatever they were of."""
         for name in self.names(id):
             self._storage.delete(name)
@@ -87,71 +100,115 @@ class Snapshots:
 
     def names(self, id: str) -> list[str]:
         """Return the names of all snapshots of an id, in the storage."""
-        listed = self._storage.list(f"{id}.")
-        return [name for name in listed if (found := NAME.fullmatch(name)) and found["id"] == id]
+        stem = _stem(id)
+        listed = self._storage.list(f"{stem}.")
+        return [name for name in listed if (found := NAME.fullmatch(name)) and found["id"] == stem]
 
     def _steps(self, request: str) -> list[int]:
         return [int(found["step"]) for name in self._storage.list(f"{request}.") if (found := NAME.fullmatch(name))]
 
 
-def delete_snapshots(snapshots: Snapshots, id: str) -> None:
-    """Delete all snapshots of a request that has ended; where storage doesn't answer they stay, as orphans."""
+def _stem(id: str) -> str:
+    """Return what stands for an id in a file's name: itself, or its beginning and a digest where it is too long."""
+    content = id.encode()
+    if len(content) <= _LONGEST_ID:
+        return id
+    start = content[: _LONGEST_ID - 33].decode(errors="ignore")
+    return f"{start}-{hashlib.sha256(content).hexdigest()[:32]}"
+
+
+def delete_snapshots(delete: Callable[[str], None], of: str) -> None:
+    """Delete snapshots of a request that has ended; where storage doesn't answer they stay, as orphans."""
     try:
-        snapshots.delete(id)
+        delete(of)
     except StorageError as error:
-        log.warning("%s: its snapshots stay: %s", id, error)
+        log.warning("%s: its snapshots stay: %s", of, error)
 
 
 class Snapshotter:
-    """Copies states out of one slice while steps go on. `held`: a request's name there; `name`: of its snapshots."""
+    """Copies states out of one slice and saves them, while steps go on. `held`: a request's name on the hosts."""
 
-    def __init__(self, slice_: AsyncSlice, snapshots: Snapshots) -> None:
-        self._slice, self._snapshots = slice_, snapshots
-        self._saving: dict[str, asyncio.Task[None]] = {}
+    def __init__(
+        self,
+        slice_: AsyncSlice,
+        snapshots: Snapshots,
+        store: ObjectStore,
+        staying: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        """staying: entered while something is being written, for its leader not to end meanwhile."""
+        self._slice, self._snapshots, self._store, self._staying = slice_, snapshots, store, staying
+        self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="snapshots")
+        self._copying: dict[str, asyncio.Task[None]] = {}  # by the name on the hosts
+        self._writing: dict[str, asyncio.Task[None]] = {}  # by the name of the request's snapshots
 
-    def start(self, held: str, name: str, *, skip: bool = True) -> None:
+    def start(self, held: str, request: SliceRequest, *, skip: bool = True) -> None:
         """Copy the state out and save it while steps go on; skip: not while the one before is still being saved."""
-        before = self._saving.get(held)
-        if before is None or before.done() or not skip:
-            self._saving[held] = asyncio.create_task(self._save(held, name, before))
+        before = self._copying.get(held)
+        if not skip or (before is None and request.snapshots not in self._writing):
+            self._copying[held] = asyncio.create_task(self._copy(held, request, before))
 
     async def settle(self, held: str) -> None:
-        """Wait until no copy of it is under way."""
-        if held in self._saving:
-            await asyncio.wait([self._saving.pop(held)])
+        """Wait until no copy of it is under way; what was copied is written afterwards, too."""
+        while (copying := self._copying.get(held)) is not None:
+            await asyncio.wait([copying])
 
-    async def take(self, held: str, name: str) -> int | None:
+    async def take(self, held: str, request: SliceRequest) -> int | None:
         """Save the state before this returns; return after which step it was taken, None when it isn't saved."""
-        step, ref = await self._slice.side("snapshot", held)
-        return step if await self.save(name, step, ref) else None
+        step, ref = await self._slice.save("snapshot", held)
+        return step if await self._write(request, step, ref) else None
 
-    async def save(self, name: str, step: int, ref: ray.ObjectRef) -> bool:
-        """Save a state that was copied out already; return whether it is: without, its request goes on all the same."""
-        try:
-            await self._slice.run(self._write, name, step, ref)
-        except StorageError as error:
-            log.warning("no snapshot of %s after step %d: %s", name, step, error)
-            return False
-        return True
+    def keep(self, request: SliceRequest, step: int, ref: Any) -> None:
+        """Save a state that was copied out already, beside whatever its request does next."""
+        name = request.snapshots
+        task = asyncio.create_task(self._write_after(self._writing.get(name), request, step, ref))
+        self._writing[name] = task
+        task.add_done_callback(lambda done: self._writing.pop(name) if self._writing.get(name) is done else None)
 
-    async def load(self, name: str, step: int) -> ray.ObjectRef:
+    async def load(self, name: str, step: int) -> Any:
         """Put a snapshot into the object store; raises `StageLost` when it can't be used: a newer one may be there."""
-        return await self._slice.run(self._read, name, step)
+        return await self._in_thread(self._read, name, step)
 
-    async def _save(self, held: str, name: str, before: asyncio.Task[None] | None) -> None:
+    async def _copy(self, held: str, request: SliceRequest, before: asyncio.Task[None] | None) -> None:
         try:
             if before is not None:
                 await asyncio.wait([before])
-            await self.take(held, name)
-        except Exception:  # a snapshot is insurance: the request goes on without
-            log.exception("no snapshot of %s", held)
+            step, ref = await self._slice.save("snapshot", held)
+            self.keep(request, step, ref)
+        except Exception as error:  # a snapshot is insurance: the request goes on without
+            log.warning("no snapshot of %s: %s", held, error)
+        finally:
+            if self._copying.get(held) is asyncio.current_task():
+                del self._copying[held]
 
-    def _write(self, name: str, step: int, ref: ray.ObjectRef) -> None:
-        self._snapshots.save(name, step, unpack(ray.get(ref)))  # type: ignore[arg-type]
+    async def _write_after(self, before: asyncio.Task[None] | None, request: SliceRequest, step: int, ref: Any) -> None:
+        with self._staying():
+            if before is not None:
+                await asyncio.wait([before])
+            await self._write(request, step, ref)
 
-    def _read(self, name: str, step: int) -> ray.ObjectRef:
+    async def _write(self, request: SliceRequest, step: int, ref: Any) -> bool:
+        """Save a state; return whether it is: without, its request goes on all the same."""
         try:
-            return ray.put(self._snapshots.load(name, step))
+            await self._in_thread(self._save, request, step, ref)
+            if await _is_finished(request):  # its snapshots were deleted while this one was being written
+                await self._in_thread(self._snapshots.forget, request.snapshots, step)
+                return False
+        except Exception as error:
+            log.warning("no snapshot of %s after step %d: %s", request.snapshots, step, error)
+            return False
+        return True
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, function, *args))
+
+    def _save(self, request: SliceRequest, step: int, ref: Any) -> None:
+        state = unpack(self._store.get(ref))
+        assert isinstance(state, DenoiseState)
+        self._snapshots.save(request.snapshots, step, state)
+
+    def _read(self, name: str, step: int) -> Any:
+        try:
+            return self._store.put(self._snapshots.load(name, step))
         except Missing:
             raise StageLost(f"the snapshot after step {step} of {name} has been replaced by a newer one") from None
         except StorageError as away:  # it is there, for all that is known
@@ -160,6 +217,15 @@ class Snapshotter:
             with contextlib.suppress(StorageError):  # it is found damaged again
                 self._snapshots.forget(name, step)
             raise StageLost(f"a snapshot can't be used and was deleted: {damaged}") from None
+
+
+async def _is_finished(request: SliceRequest) -> bool:
+    """Whether nobody will resume a request; False where its driver doesn't say."""
+    try:
+        async with asyncio.timeout(_FINISHED_S):
+            return await request.scope.is_finished()
+    except Exception:
+        return False
 
 
 def _name(request: str, step: int) -> str:

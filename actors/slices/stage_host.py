@@ -27,7 +27,7 @@ from wan_tpu import stages
 from wan_tpu.aot.key import made_by
 from wan_tpu.aot.programs import stage_programs
 from wan_tpu.data import Conditioning, DenoiseState, ImageCondition
-from wan_tpu.errors import DoesNotFit, InvalidInput, InvalidRequest, OutputError
+from wan_tpu.errors import DoesNotFit, InvalidInput, OutputError, WanTpuError
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import open_runtime
 from wan_tpu.request import GenerationRequest, ResolvedRequest
@@ -35,6 +35,10 @@ from wan_tpu.runtime.processes import same_everywhere
 from wan_tpu.spec import ENCODER, Expert, RequestPlan
 
 COMPILE_S = 1800.0  # that a program may take to compile
+
+
+class OutOfOrder(WanTpuError):
+    """A host was asked for what can't come next there: its driver's or leader's mistake, never a request's."""
 
 
 @dataclasses.dataclass
@@ -174,7 +178,7 @@ class StageHost(HostProfile):
         before, work = self._runtime.compile_s, self._get(key, _Denoising)
         run = work.run
         if run is None or run.state.step >= run.expert.stop:
-            raise InvalidRequest(f"request {key} has no step to run here; call begin, or collect what is done")
+            raise OutOfOrder(f"request {key} has no step to run here; call begin, or collect what is done")
         with self._fits(work.plan.request):
             event = run.step()
         if event.step == run.expert.stop:
@@ -198,13 +202,19 @@ class StageHost(HostProfile):
             raise OutputError(failure)
         return self._output((self._runtime.compile_s - before, []), lambda: mp4(video.content))
 
-    # ---- on the side: no collective
+    # ---- beside the lockstep: no collective
+
+    def fetch_adapters(self, plan: RequestPlan) -> None:
+        """Read a request's adapters into host memory, from wherever they lie; `prepare_denoise` finds them there."""
+        for expert in plan.experts:
+            if expert.stage in self._stages:
+                self._runtime.read_adapters(expert.stage, plan.request.loras_for(expert.stage))
 
     def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
         """Put what the encoder needs of a request's image on the devices; return its bytes."""
         inputs = stages.image_inputs(self._runtime, request)
         if inputs is None:
-            raise InvalidRequest(f"request {key} has no image and no video; its prompts are all there is to encode")
+            raise OutOfOrder(f"request {key} has no image and no video; its prompts are all there is to encode")
         self._work[key] = _Encoding(request, inputs)
         return sum(pixels.nbytes for pixels in inputs.chunks)
 
@@ -226,7 +236,7 @@ class StageHost(HostProfile):
         text, other = _unpacked(TextEmbedding, prompt), _unpacked(TextEmbedding, negative)
         condition = _unpacked(ImageCondition, image) or ImageCondition()
         if text is None:
-            raise InvalidRequest(f"request {key} comes without its prompt's embeddings; encode_text makes them")
+            raise OutOfOrder(f"request {key} comes without its prompt's embeddings; encode_text makes them")
         conditioning = Conditioning(
             text.values, None if other is None else other.values, condition.image, condition.image_latents
         )
@@ -236,9 +246,7 @@ class StageHost(HostProfile):
         placed = stages.device_state(self._runtime, request, start)
         mine = [e for e in plan.experts if e.stage in self._stages]
         if not mine:
-            raise InvalidRequest(f"request {key} has no step on {', '.join(self._stages)}; leave this pool out")
-        for expert in mine:
-            self._runtime.read_adapters(expert.stage, request.loras_for(expert.stage))
+            raise OutOfOrder(f"request {key} has no step on {', '.join(self._stages)}; leave this pool out")
         inputs: dict[str, stages.ExpertInputs] = {}
         for expert in mine:
             twin = next((inputs[e.stage] for e in mine if e.stage in inputs and e.guided == expert.guided), None)
@@ -252,9 +260,7 @@ class StageHost(HostProfile):
         shape = self._spec.decoded_shape(request)
         if given is None or given.step != request.steps or given.latents.shape != shape:
             found = "nothing" if given is None else f"step {given.step}, latents {given.latents.shape}"
-            raise InvalidRequest(
-                f"the decoder was given {found}; this request needs step {request.steps}, latents {shape}"
-            )
+            raise OutOfOrder(f"the decoder was given {found}; this request needs step {request.steps}, latents {shape}")
         self._work[key] = _Decoding(request, stages.decoder_inputs(self._runtime, given.latents))
         return state.nbytes
 
@@ -315,7 +321,7 @@ class StageHost(HostProfile):
     def _get(self, key: str, kind: type[_Work]) -> _Work:
         work = self._work.get(key)
         if not isinstance(work, kind):
-            raise InvalidRequest(f"request {key} is not ready for this; call {_PREPARED_BY[kind]} first")
+            raise OutOfOrder(f"request {key} is not ready for this; call {_PREPARED_BY[kind]} first")
         return work
 
     def _take(self, key: str, kind: type[_Work]) -> _Work:
@@ -325,7 +331,7 @@ class StageHost(HostProfile):
 
     def _check_stage(self, stage: str) -> None:
         if stage not in self._stages:
-            raise InvalidRequest(f"{stage} is not hosted here ({', '.join(self._stages)}); ask a pool that hosts it")
+            raise OutOfOrder(f"{stage} is not hosted here ({', '.join(self._stages)}); ask a pool that hosts it")
 
 
 def _state(work: _Denoising) -> DenoiseState:
@@ -338,5 +344,5 @@ def _unpacked(kind: type[_Value], payload: Payload | None) -> _Value | None:
         return None
     value = unpack(payload)
     if not isinstance(value, kind):
-        raise InvalidRequest(f"a {payload.kind} was given where a {kind.__name__} belongs; give that stage's payload")
+        raise OutOfOrder(f"a {payload.kind} was given where a {kind.__name__} belongs; give that stage's payload")
     return value

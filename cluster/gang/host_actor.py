@@ -67,6 +67,16 @@ class HostActor:
         """Run a method of it beside those in lockstep."""
         return self._runners["side"].run(getattr(self._host, method), *args, keep=self._place.rank == 0)
 
+    @ray.method(concurrency_group="save")
+    def save(self, method: str, *args: Any) -> tuple[Outcome, Any]:
+        """Run a method of it that copies a state out, beside all others."""
+        return self._runners["save"].run(getattr(self._host, method), *args, keep=self._place.rank == 0)
+
+    @ray.method(concurrency_group="network")
+    def network(self, method: str, *args: Any) -> tuple[Outcome, Any]:
+        """Run a method of it that may wait for the network, beside all others."""
+        return self._runners["network"].run(getattr(self._host, method), *args, keep=self._place.rank == 0)
+
     def _join(self, coordinator: str, timeout_s: float) -> None:
         self._wait_for_chips()
         _join(self._place, coordinator, timeout_s)

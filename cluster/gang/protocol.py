@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Group = Literal["lockstep", "side"]  # of calls: those with collectives, and those that may run beside them
+# Of calls: those with collectives, which all hosts make in the same order; and three that may run beside them, each
+# with a lane of its own, so that a slow download or a copy onto the devices delays no state that is to be saved.
+Group = Literal["lockstep", "side", "save", "network"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 

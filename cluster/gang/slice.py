@@ -133,13 +133,14 @@ class Slice:
         """Run a method of `host_class` with the same arguments on every host, and block until all have ended.
 
         args   references to objects of the store are resolved on the hosts
-        group  calls of one group come one after the other; "side" is for methods without collectives, which may run
-               beside a call in "lockstep"
+        group  calls of one group come one after the other; the others than "lockstep" are for methods without
+               collectives, which may run beside those
         timeout_s    without an end or a report, after which it has hung
         on_progress  gets what the method reports, perhaps not all of it
 
-        Raises `CallFailed` when every host raised (the slice lives), `SliceLost` when the gang is destroyed: also
-        `DeviceFailed`, for what a device has is in doubt once one has failed, or waits for another for ever.
+        Raises `CallFailed` when every host raised, or any of them beside the lockstep (the slice lives), `SliceLost`
+        when the gang is destroyed: also `DeviceFailed`, for what a device has is in doubt once one has failed, or waits
+        for another for ever.
         """
         with self._locks[group]:
             self._raise_if_lost()
@@ -236,8 +237,10 @@ class Slice:
         for member, outcome in zip(self._members, outcomes, strict=True):
             if isinstance(outcome.error, DeviceError):
                 raise self._lose(f"{self.name}: in {what}: {member}: {telling_line(outcome.error)}", DeviceFailed)
-        if (error := outcomes[0].error) is not None:
-            raise CallFailed(f"{self.name}: {what} raised on every host: {error!r}") from error
+        for member, outcome in zip(self._members, outcomes, strict=True):
+            if (error := outcome.error) is not None:
+                where = "every host" if all(other.error is not None for other in outcomes) else str(member)
+                raise CallFailed(f"{self.name}: {what} raised on {where}: {error!r}") from error
         return outcomes
 
     def _raise_if_lost(self) -> None:

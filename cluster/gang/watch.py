@@ -61,6 +61,7 @@ class Watch:
         self._pending = dict(zip(outcomes, range(len(members)), strict=True))
         self._timeouts = timeouts
         self._group = group
+        self._symmetric = group in ("lockstep", None)  # nobody waits for another host beside the lockstep
         self._timeout_s = timeout_s
         self._deadline = None if timeout_s is None else now + timeout_s
         self._on_progress = on_progress
@@ -71,7 +72,7 @@ class Watch:
         self._reports = 0
 
     def wait(self) -> list[Outcome]:
-        """Return the outcomes by rank: all have failed, or none has.
+        """Return the outcomes by rank: of calls in lockstep all have failed, or none has.
 
         Raises `GangFailed` or, after `timeout_s`, `OutOfTime`.
         """
@@ -89,7 +90,7 @@ class Watch:
                     missing = "; ".join(str(self._members[rank]) for rank in sorted(self._pending.values()))
                     raise OutOfTime(f"no answer from {missing}")
         ended = [self._outcomes[rank] for rank in range(len(self._members))]
-        if self._first_error is not None and any(outcome.error is None for outcome in ended):
+        if self._symmetric and self._first_error is not None and any(outcome.error is None for outcome in ended):
             _, rank, error = self._first_error
             raise GangFailed(self._members[rank], f"raised {_named(error)}, other hosts did not", error)
         self._report(ended[0].reports, ended[0].progress)
@@ -106,7 +107,7 @@ class Watch:
             self._first_error = time.monotonic(), rank, outcome.error
 
     def _check_grace(self) -> None:
-        if self._first_error is not None:
+        if self._symmetric and self._first_error is not None:
             since, rank, error = self._first_error
             if time.monotonic() - since >= self._timeouts.grace_s:
                 raise GangFailed(self._members[rank], f"raised {_named(error)} while others went on", error)

@@ -73,6 +73,7 @@ def on_slices(checkpoint: Path, dtype: str) -> Iterator[Generate]:
             nonlocal made
             made += 1
             video = runner.run(driver.generate(spec.model.plan(request), id=f"gate-{made}"))
+            runner.run(driver.forget(f"gate-{made}"))
             return iio.imread(video.mp4, extension=".mp4", plugin="FFMPEG").astype(np.float32) / 255
 
         try:

@@ -46,6 +46,7 @@ async def run(pipeline: PipelineDriver, requests: Mapping[str, GenerationRequest
         plan = pipeline.model.plan(request)
         videos[key] = (await pipeline.generate(plan, id=key, on_event=load.spans.append)).mp4
         load.ended[key] = time.time()
+        await pipeline.forget(key)
 
     async with asyncio.TaskGroup() as group:
         for key, request in requests.items():

@@ -156,7 +156,10 @@ class SimulatedHost:
             content = label + b"\0" * (self._planned.mp4_bytes - len(label))
         return Output((0.0, []), pack(mp4(content)))
 
-    # ---- on the side
+    # ---- beside the lockstep
+
+    def fetch_adapters(self, plan: RequestPlan) -> None:
+        """Return at once: there are no weights to apply adapters to."""
 
     def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
         """Hold what the encoder needs; return the bytes of the pixels."""
@@ -215,6 +218,9 @@ class SimulatedHost:
     def start_profile(self) -> None:
         """Raise `InvalidRequest`: nothing is computed."""
         raise InvalidRequest("a simulated slice computes nothing that could be traced")
+
+    def cancel_profile(self) -> None:
+        """Return at once: none can be under way."""
 
     def stop_profile(self, output: str, run: str) -> int:
         """Raise `InvalidRequest`, as `start_profile`."""

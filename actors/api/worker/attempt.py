@@ -21,8 +21,8 @@ from actors.jobs.errors import LeaseLost, StoreUnavailable
 from actors.jobs.tables import Job
 from actors.observe.logs import log_event
 from actors.observe.span import Span
-from actors.storage.base import Storage, StorageError
-from wan_tpu.errors import InvalidInput
+from actors.storage.base import Missing, Storage, StorageError
+from wan_tpu.errors import InvalidRequest, WanTpuError
 from wan_tpu.request import GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,10 @@ _PAUSE_S = 5.0  # before the next claim, when the pipeline as a whole can't be u
 _ATTEMPTS = 20  # of a job, while it is the pipeline or the database that fails, not the job
 _READS = 8  # attempts to read an input, with growing pauses
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0  # between two attempts to store a result
+
+
+class InputGone(Exception):
+    """Storage answers, and doesn't have what the job was accepted with: no other attempt would find it."""
 
 
 class Attempt:
@@ -79,6 +83,8 @@ class Attempt:
         """Return the results' names in storage, once they are there, and warnings."""
         try:
             request = await self._insist(_request, self._job, self._storage, self._tools.settings.catalogue)
+        except Missing:
+            raise InputGone("an image of it isn't in storage any more; send the request again") from None
         except StorageError as error:  # told as the pipeline's, or every job that waits would fail
             raise PipelineError("its image can't be read now") from error
         engine = self._tools.engine
@@ -180,6 +186,8 @@ class Attempt:
         return await self._insist(self._queue.fail, self._job, code, message)
 
     async def _ended(self, job: Job) -> None:
+        """Let go of what an ended job is resumed from, and count it."""
+        await self._tools.engine.forget(job.id)
         seconds = time.monotonic() - self._start
         meters = self._tools.meters
         meters.jobs.labels(job.status).inc()
@@ -229,10 +237,12 @@ def _blame(error: BaseException) -> tuple[str | None, str]:
             return "internal_error", str(error)
         case BrokenVideo():
             return "broken_video", str(error)
-        case PipelineError():
-            return None, str(error)
-        case InvalidInput():
+        case InputGone():
+            return "input_lost", str(error)
+        case InvalidRequest():
             return "invalid", str(error)
+        case WanTpuError():  # of what the job shares with others: the pipeline, storage, a hub
+            return None, str(error)
     if type(error).__module__.split(".")[0] == "ray":  # the pipeline's way to its slices is gone, not the job's fault
         return None, f"{type(error).__name__}: {error}"
     return "internal_error", f"{type(error).__name__}: {error}"

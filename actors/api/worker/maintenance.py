@@ -72,5 +72,5 @@ def remove_orphans(store: JobStore, snapshots: Snapshots) -> int:
         return 0
     orphans = ids - {job.id for job in store.look_at_all(ids) if not job.ended}
     for job in orphans:
-        snapshots.delete(job)
+        snapshots.delete_all_of(job)
     return len(orphans)

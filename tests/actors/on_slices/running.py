@@ -17,6 +17,7 @@ import psutil
 import ray
 
 from actors.engine import GeneratedVideo
+from actors.errors import RequestFailed
 from actors.observe.span import Span
 from actors.observe.status_actor import StatusActor
 from actors.pipeline.driver import PipelineDriver
@@ -94,8 +95,11 @@ class Running:
                 plan = driver.model.plan(request)
                 video = await driver.generate(plan, id=id, on_event=made.on_event, priority=priority)
             except BaseException as error:
+                if isinstance(error, RequestFailed) and error.code != "lost":
+                    await driver.forget(id)
                 made.future.set_exception(error)
             else:
+                await driver.forget(id)
                 made.future.set_result(video)
             with made.told:
                 made.told.notify_all()

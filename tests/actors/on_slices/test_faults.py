@@ -163,4 +163,4 @@ def test_a_killed_driver_s_slices_are_soon_free(running, spec, tmp_path):
     wait_for(lambda: not running.ask("high", "held"), "the slice is free")
     reached = max(int(name.split(".")[-2]) for name in snapshots.names("long"))
     assert reached < 5 * HIGH  # it wasn't free because all was done
-    snapshots.delete("long")
+    snapshots.delete_all_of("long")

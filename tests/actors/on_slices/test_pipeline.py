@@ -19,7 +19,7 @@ from actors.cli import main
 from actors.errors import PipelineError, PipelineStartFailed, RequestFailed
 from actors.observe.status_actor import ReplicaSeen, StatusActor
 from actors.pipeline import pools
-from actors.pipeline.acquire import _owned, _owner
+from actors.pipeline.acquire import _owner, owned
 from actors.pipeline.client import PipelineClient
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import wait_until_up
@@ -209,7 +209,7 @@ def test_storage_that_takes_no_snapshots_costs_no_request(running, undisturbed, 
     finally:
         folder.unlink()
         aside.rename(folder)
-    Snapshots(settings.snapshots).delete("uninsured")
+    Snapshots(settings.snapshots).delete_all_of("uninsured")
 
 
 def test_a_status_actor_that_was_restarted_is_told_of_every_replica(running, spec):
@@ -287,7 +287,7 @@ def test_a_replica_that_was_refused_long_ago_stops_no_batch(running, spec):
 
 
 def test_a_batch_s_pipeline_stays_its_own_when_the_node_of_its_mark_is_lost(running):
-    with _owned("batch"):
+    with owned("batch"):
         [process] = [process for process in running.processes() if "_Owner" in title(process)]
         assert process in ray_nodes.processes(running.cluster.temp / "head")  # not on a host, which may be taken away
         kill(process)

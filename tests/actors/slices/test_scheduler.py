@@ -27,8 +27,8 @@ class Slice:
         self.inside = 0
 
     def nothing_is_left(self):
-        left = (self.scheduler._inside, self.scheduler._waiting, self.scheduler._paused)
-        return not any(left) and not self.scheduler.device.locked()
+        scheduler, device = self.scheduler, self.scheduler.device
+        return not any((scheduler._inside, scheduler._waiting, scheduler._paused, device._inside, device._waiting))
 
     def come(self, name, steps, priority=0):
         return asyncio.create_task(self._visit(name, steps, priority))
@@ -43,7 +43,7 @@ class Slice:
                 if self.scheduler.must_pause(admission):
                     self.paused.append(name)
                     await self.scheduler.pause(admission)
-                async with self.scheduler.device:
+                async with self.scheduler.device.entered(priority):
                     await self._step(f"{name}{step + 1}")
 
     async def _step(self, what):

@@ -1,15 +1,20 @@
 """Snapshots are insurance: what happens to their storage costs no request, and deletes none that may be whole."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
 
 from actors.errors import StageLost
 from actors.slices.async_slice import AsyncSlice
-from actors.slices.snapshots import Snapshots, Snapshotter
+from actors.slices.messages import SliceRequest
+from actors.slices.payloads import pack
+from actors.slices.snapshots import Snapshots, Snapshotter, delete_snapshots, name_of
 from actors.storage.base import StorageError
+from tests.actors.small_spec import SPEC
 from wan_tpu.data import DenoiseState
+from wan_tpu.request import GenerationRequest
 
 NAME = "video.0123456789abcdef"
 FILE = f"{NAME}.0005.safetensors"
@@ -25,8 +30,38 @@ def snapshots(tmp_path):
 
 def load(snapshots):
     """Load the snapshot as a leader does; nothing of its slice is asked for that."""
-    slice_ = AsyncSlice(None, None)
-    return asyncio.run(Snapshotter(slice_, snapshots).load(NAME, 5))
+    return asyncio.run(Snapshotter(AsyncSlice(None, None), snapshots, Objects()).load(NAME, 5))
+
+
+class Objects:
+    """An object store whose references are the objects."""
+
+    def get(self, ref):
+        return ref
+
+    def put(self, value):
+        return value
+
+
+class Scope:
+    """Of a request of which nobody knows more than this."""
+
+    def __init__(self, finished=False):
+        self.finished = finished
+
+    async def is_finished(self):
+        return self.finished
+
+
+def keep(snapshots, step, scope):
+    """Save a state as a leader does, beside its request's next steps."""
+
+    async def run():
+        snapshotter = Snapshotter(AsyncSlice(None, None), snapshots, Objects())
+        snapshotter.keep(SliceRequest("video", None, scope, NAME), step, pack(dataclasses.replace(STATE, step=step)))
+        await asyncio.gather(*snapshotter._writing.values())
+
+    asyncio.run(run())
 
 
 def test_one_that_can_t_be_read_now_is_kept(snapshots, tmp_path):
@@ -54,14 +89,33 @@ def test_one_that_is_gone_has_been_replaced(snapshots):
         load(snapshots)
 
 
-def test_one_that_can_t_be_saved_is_told_and_raises_nothing(snapshots, tmp_path):
-    class Gone(Snapshotter):
-        """Has its state at hand: no slice is asked for it."""
-
-        def _write(self, name, step, ref):
-            self._snapshots.save(name, step, STATE)
-
-    snapshotter = Gone(AsyncSlice(None, None), Snapshots(str(tmp_path / FILE)))  # below a file nothing can be written
-    assert asyncio.run(snapshotter.save(NAME, 6, None)) is False
-    assert asyncio.run(Gone(AsyncSlice(None, None), snapshots).save(NAME, 6, None)) is True
+def test_one_that_can_t_be_saved_is_told_and_raises_nothing(snapshots, tmp_path, caplog):
+    keep(Snapshots(str(tmp_path / FILE)), 6, Scope())  # below a file nothing can be written
+    assert "no snapshot of video.0123456789abcdef after step 6" in caplog.text
+    keep(snapshots, 6, Scope())
     assert snapshots.newest(NAME) == 6
+
+
+def test_snapshot_that_is_written_after_its_request_was_forgotten_is_deleted(snapshots):
+    delete_snapshots(snapshots.delete, NAME)
+    keep(snapshots, 7, Scope(finished=True))
+    assert snapshots.newest(NAME) is None
+
+
+def test_deleting_a_request_s_snapshots_leaves_those_of_another_with_its_id(snapshots):
+    other = "video.ffffffffffffffff"
+    snapshots.save(other, 5, STATE)
+    snapshots.delete(NAME)
+    assert (snapshots.newest(NAME), snapshots.newest(other)) == (None, 5)
+    snapshots.delete_all_of("video")
+    assert snapshots.newest(other) is None
+
+
+@pytest.mark.parametrize("id_", ["x" * 200, "é" * 100, "x" * 199 + "y", "short"])
+def test_ids_of_any_length_have_snapshots(tmp_path, id_):
+    snapshots = Snapshots(str(tmp_path))
+    name = name_of(id_, SPEC.plan(GenerationRequest(prompt="a")).request, "model")
+    snapshots.save(name, 5, STATE)
+    assert snapshots.newest(name) == 5
+    assert len(snapshots.names(id_)) == 1
+    assert not snapshots.names("x" * 150)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from actors.slices.payloads import TextEmbedding, pack, unpack
-from actors.slices.stage_host import StageHost
+from actors.slices.stage_host import OutOfOrder, StageHost
 from tests.conftest import PHOTO, ROOT
 from tests.waiting import SECONDS
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, UnhealthyResult
@@ -90,13 +90,13 @@ def test_a_pool_does_its_own_stages_only(checkpoint):
     assert plan.prompts == ("a cat",)
     assert [(e.stage, e.start, e.stop) for e in plan.experts] == [("denoise", 0, 2)]
     assert plan.shapes["denoise"] == "denoise 32x32x1 t2v 1 unipc"
-    with pytest.raises(InvalidRequest, match="encoder is not hosted here"):
+    with pytest.raises(OutOfOrder, match="encoder is not hosted here"):
         host.encode_text("a cat")
-    with pytest.raises(InvalidRequest, match="request a has no image"):
+    with pytest.raises(OutOfOrder, match="request a has no image"):
         host.prepare_encode("a", plan.request)
-    with pytest.raises(InvalidRequest, match="request a is not ready for this; call prepare_denoise first"):
+    with pytest.raises(OutOfOrder, match="request a is not ready for this; call prepare_denoise first"):
         host.begin("a")
-    with pytest.raises(InvalidRequest, match="without its prompt's embeddings"):
+    with pytest.raises(OutOfOrder, match="without its prompt's embeddings"):
         host.prepare_denoise("a", plan, None)
 
 
@@ -128,7 +128,7 @@ def test_a_poisoned_request_fails_alone(checkpoint):
         host.step("nan")
     host.drop("nan")
     assert [host.step("a") for _ in range(2)] == [(0, 2), (0, 3)]
-    with pytest.raises(InvalidRequest, match="request a has no step to run here"):
+    with pytest.raises(OutOfOrder, match="request a has no step to run here"):
         host.step("a")
     assert np.array_equal(latents("a"), alone)
 
@@ -190,5 +190,5 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
     assert host.keys() == []
     low = StageHost(str(checkpoint(KIND)), ("denoise_low",), (1, 1, 1), "bfloat16")
     one_step = low._spec.plan(GenerationRequest(prompt="a cat", **(size | {"steps": 1}))).without_image()
-    with pytest.raises(InvalidRequest, match="request a has no step on denoise_low; leave this pool out"):
+    with pytest.raises(OutOfOrder, match="request a has no step on denoise_low; leave this pool out"):
         low.prepare_denoise("a", one_step, prompt, negative, image)

@@ -75,6 +75,7 @@ class Making:
             plan = self.pipeline.model.plan(request(seed, steps))
             made = await self.pipeline.generate(plan, id=name, on_event=spans.append, priority=priority)
             self.ended.append(name)
+            await self.pipeline.forget(name)
             return made
 
         self.tasks[name] = asyncio.create_task(make())

@@ -1,0 +1,349 @@
+"""Requests on their way through the stages of one pool, on its slice.
+
+While the slice computes for one request, the next one's inputs are fetched and put on the devices, and the results of
+the one before leave. Every stage is a stream of events that ends with one `StageResult`. Payloads wait in the request's
+scope; streams carry handles of them.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from typing import Any
+
+from actors.errors import RequestFailed, StageLost, StageMoved
+from actors.observe.span import Span, Start, What
+from actors.pipeline_spec import Chips
+from actors.slices.async_slice import AsyncSlice, Doubts, to_the_end
+from actors.slices.autoscaling import SliceTime
+from actors.slices.drain import Drain
+from actors.slices.messages import Event, InputsTaken, SliceRequest, StageResult
+from actors.slices.references import RefHandle, RequestScope
+from actors.slices.scheduler import Admission, PriorityQueue, StepScheduler
+from actors.slices.snapshots import Snapshotter
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.spec import DECODER, ENCODER, Expert, RequestPlan
+
+log = logging.getLogger(__name__)
+
+MAX_LEFT = 64  # Payloads remembered for adoption: those of sixteen requests for an encoder are 48.
+FETCHED_S = 2.0  # A payload may take this long to those who asked for it before it was adopted.
+DRIVER_S = 5.0  # Seconds between two looks whether anybody still waits for a request.
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolOfSlice:
+    """What doesn't change: which pool a slice belongs to, and what figures of it are marked with."""
+
+    pool: str
+    stages: tuple[str, ...]
+    name: str
+    chips: Chips
+    snapshot_every: int
+
+
+@dataclasses.dataclass
+class _Visit:
+    """A request on the hosts: the name of its arrays there, and whether they have been taken out by now."""
+
+    held: str
+    is_empty: bool = False
+
+
+class StageRunner:
+    """The stages of one slice.
+
+    work       (stage, request) of what is computed or paused
+    scheduler  whose turn it is
+    time       how long requests keep the slice
+    """
+
+    def __init__(
+        self,
+        where: PoolOfSlice,
+        slice_: AsyncSlice,
+        snapshotter: Snapshotter,
+        drain: Drain,
+        doubts: Doubts,
+        on_work: Callable[[], object],
+    ) -> None:
+        """on_work: called whenever `work` has changed."""
+        self._where, self._slice, self._snapshotter = where, slice_, snapshotter
+        self._drain, self._doubts, self._on_work = drain, doubts, on_work
+        self.work: list[tuple[str, str]] = []
+        self.scheduler = StepScheduler()
+        self.time = SliceTime()
+        self._visits = itertools.count(1)
+        self._left: deque[tuple[RequestScope, RefHandle]] = deque(maxlen=MAX_LEFT)
+
+    async def encode_text(self, request: SliceRequest, prompt: str) -> AsyncIterator[Event]:
+        """Encode a prompt: one `TextEmbedding`."""
+        with self._serving(request, ENCODER):
+            spans, warnings, ref = await self._compute(request, ENCODER, "one prompt", "encode_text", prompt)
+            for span in spans:
+                yield span
+            yield StageResult(await self._leave(request.scope, ref), warnings=warnings)
+
+    async def encode_image(self, request: SliceRequest, given: ResolvedRequest) -> AsyncIterator[Event]:
+        """Encode the image of a request, given as it was made: one `ImageCondition`."""
+        shape = request.plan.shapes[ENCODER]
+        with self._serving(request, ENCODER):
+            async with self._visit(request, self.scheduler.other_places) as visit:
+                start = Start()
+                nbytes = (await self._slice.side("prepare_encode", visit.held, given)).value
+                yield self._span(request.key, ENCODER, "fetch", start, nbytes=nbytes)
+                yield InputsTaken(start.elapsed_s, nbytes)
+                spans, warnings, ref = await self._compute(request, ENCODER, shape, "encode_image", visit.held)
+                visit.is_empty = True
+            for span in spans:
+                yield span
+            yield StageResult(await self._leave(request.scope, ref), warnings=warnings)
+
+    async def denoise(
+        self, request: SliceRequest, inputs: list[RefHandle | None], state: RefHandle | None, snapshot: int | None
+    ) -> AsyncIterator[Event]:
+        """Run all steps of this pool's experts that are left: one `DenoiseState`.
+
+        inputs    prompt, negative prompt or None, image or None
+        state     where the pool before has left off
+        snapshot  the step of the one to go on from, in place of a state; after the last step there is nothing to run
+
+        Raises `StageMoved` when the slice is taken away before the last step could be done, a snapshot taken.
+        """
+        key, plan, scope = request.key, request.plan, request.scope
+        experts = tuple(expert for expert in plan.experts if expert.stage in self._where.stages)
+        stage = experts[0].stage
+        with self._serving(request, stage):
+            # What may wait for the network comes before a place is taken, which others could have.
+            fetch = Start()
+            refs = await scope.get(*inputs, state)
+            loaded = None if snapshot is None else await self._snapshotter.load(request.snapshots, snapshot)
+            if plan.request.loras:
+                await self._slice.call("fetch_adapters", plan, group="network")
+            fetched_s = fetch.elapsed_s
+            async with self._visit(request, self.scheduler.places) as visit:
+                if fetch.elapsed_s - fetched_s > FETCHED_S / 2:
+                    refs = await self._again(scope, [*inputs, state], refs)
+                start = Start()
+                refs[-1] = loaded or refs[-1]
+                nbytes = (await self._slice.side("prepare_denoise", visit.held, plan, *refs)).value
+                del refs, loaded  # or the store would keep them until the last step
+                yield self._span(key, stage, "fetch", start, nbytes=nbytes)
+                yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
+                if (experts[0].start if snapshot is None else snapshot) < experts[-1].stop:
+                    async for span in self._steps(request, experts, visit.held, snapshot):
+                        yield span
+                start = Start()
+                done, ref = await self._slice.save("collect", visit.held)
+                visit.is_empty = True
+            handle = await self._leave(scope, ref)
+            if done < plan.request.steps:
+                # The next pool starts from this; if that is lost before its first snapshot, nothing is done twice.
+                self._snapshotter.keep(request, done, ref)
+            yield self._span(key, experts[-1].stage, "fetch", start)
+            yield StageResult(handle, done)
+
+    async def _steps(
+        self, request: SliceRequest, experts: tuple[Expert, ...], held: str, snapshot: int | None
+    ) -> AsyncIterator[Span]:
+        """Run the steps, between which others may come first."""
+        key, plan, scheduler = request.key, request.plan, self.scheduler
+        done, last = experts[0].start if snapshot is None else snapshot, experts[-1].stop
+        expert: Expert | None = None
+        self._drain.check()
+        async with scheduler.entered(request.priority) as admission, watched(request.scope) as gone:
+            with self._working(key, experts[0].stage):
+                while done < last:
+                    if scheduler.must_pause(admission):
+                        await self._pause(admission, held, request, gone)
+                    async with scheduler.device.entered(request.priority):
+                        start, before_s = Start(), 0.0
+                        if expert is None or done >= expert.stop:
+                            expert = next(one for one in experts if done < one.stop)
+                            kind = _kind(plan, expert)
+                            before_s, expert = (await self._slice.call("begin", held, like=kind)).value
+                        compile_s, done = (await self._slice.call("step", held, like=kind)).value
+                        spans = self._computed(key, expert.stage, start, before_s + compile_s, done)
+                    for span in spans:
+                        yield span
+                    if done < last and self._drain.too_late_for((last - done) * spans[-1].seconds):
+                        raise await self._moved(held, request)
+                    if gone.done():
+                        gone.result()
+                    if done % self._where.snapshot_every == 0 and done < plan.request.steps:
+                        self._snapshotter.start(held, request)
+
+    async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncIterator[Event]:
+        """Decode final latents: one `EncodedVideo`."""
+        plan = request.plan
+        with self._serving(request, DECODER):
+            fetch = Start()
+            [ref] = await request.scope.get(state)
+            fetched_s = fetch.elapsed_s
+            async with self._visit(request, self.scheduler.other_places) as visit:
+                if fetch.elapsed_s - fetched_s > FETCHED_S / 2:
+                    [ref] = await self._again(request.scope, [state], [ref])
+                start = Start()
+                nbytes = (await self._slice.side("prepare_decode", visit.held, plan.request, ref)).value
+                del ref
+                yield self._span(request.key, DECODER, "fetch", start, nbytes=nbytes)
+                yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
+                shape = plan.shapes[DECODER]
+                spans, warnings, made = await self._compute(request, DECODER, shape, "decode", visit.held)
+                visit.is_empty = True
+            for span in spans:
+                yield span
+            yield StageResult(await self._leave(request.scope, made), warnings=warnings)
+
+    async def adopt(self) -> None:
+        """Have everything outlive this leader that still waits for its next stage."""
+        with self._drain.staying():
+            await asyncio.gather(*(scope.adopt(handle) for scope, handle in self._left))
+            await asyncio.sleep(FETCHED_S)
+
+    # ----
+
+    async def _pause(self, admission: Admission, held: str, request: SliceRequest, gone: asyncio.Future[None]) -> None:
+        """Let a more urgent request run, and return when this one may go on; a drain moves it at once."""
+        granted = self.scheduler.pause(admission)
+        self._snapshotter.start(held, request, skip=False)  # it may not run again for long
+        await asyncio.wait([granted, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not granted.done():
+            gone.result()
+        try:
+            granted.result()
+        except StageMoved:
+            raise await self._moved(held, request) from None
+
+    async def _moved(self, held: str, request: SliceRequest) -> StageMoved:
+        """Return what is raised, once the state is saved."""
+        await self._snapshotter.settle(held)
+        step = await self._snapshotter.take(held, request)
+        where = "from its last snapshot" if step is None else f"after step {step}"
+        return StageMoved(f"the slice is being drained; {request.key} goes on elsewhere {where}")
+
+    async def _again(self, scope: RequestScope, handles: list[RefHandle | None], before: list[Any]) -> list[Any]:
+        """Return the references of some handles anew: others own the payloads by now where their makers have gone."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FETCHED_S):
+                return await scope.get(*handles)
+        return before
+
+    async def _leave(self, scope: RequestScope, ref: Any) -> RefHandle:
+        """Leave a payload for its next stage, which outlives this leader where that is about to go."""
+        handle = await scope.put(ref)
+        self._left.append((scope, handle))
+        if self._drain.begun:
+            await scope.adopt(handle)
+        return handle
+
+    @contextlib.contextmanager
+    def _serving(self, request: SliceRequest, stage: str) -> Iterator[None]:
+        """Keep the leader until a stage has ended, and note whether the slice is to be doubted."""
+        with self._drain.staying(), self._doubts.watching(stage, request.key):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def _visit(self, request: SliceRequest, places: PriorityQueue) -> AsyncIterator["_Visit"]:
+        """Take a place on the devices, and drop what the hosts hold of the request, however it ends.
+
+        It has a name of this visit only: somebody who has lost sight of the request may have sent it here once more.
+        """
+        visit = _Visit(f"{request.key} {next(self._visits)}")
+        async with places.entered(request.priority):
+            self._drain.check()
+            try:
+                yield visit
+            finally:
+                await to_the_end(self._let_go(visit))
+
+    async def _let_go(self, visit: "_Visit") -> None:
+        await self._snapshotter.settle(visit.held)
+        if not visit.is_empty:
+            with contextlib.suppress(StageLost, RequestFailed):
+                await self._slice.side("drop", visit.held)
+
+    async def _compute(
+        self, request: SliceRequest, stage: str, shape: str, method: str, *args: Any
+    ) -> tuple[list[Span], tuple[str, ...], Any]:
+        """Keep the devices for one call of the hosts; return its spans, warnings and payload."""
+        async with self.scheduler.device.entered(request.priority):
+            self._drain.check()
+            with self._working(request.key, stage):
+                start = Start()
+                (compile_s, warnings), ref = await self._slice.call(method, *args, like=shape)
+                return self._computed(request.key, stage, start, compile_s), tuple(warnings), ref
+
+    def _computed(self, key: str, stage: str, start: Start, compile_s: float, step: int | None = None) -> list[Span]:
+        """Return what the slice has done since then: compiled, which comes first or nearly so, and computed."""
+        span = self._span(key, stage, "compute", start, step=step)
+        if not compile_s:
+            return [span]
+        compiled = dataclasses.replace(span, what="compile", seconds=compile_s, step=None)
+        computed_s = max(0.0, span.seconds - compile_s)
+        return [compiled, dataclasses.replace(span, start_s=compiled.end_s, seconds=computed_s)]
+
+    @contextlib.contextmanager
+    def _working(self, key: str, stage: str) -> Iterator[None]:
+        self.work.append((stage, key))
+        self._on_work()
+        try:
+            with self.time.taken():
+                yield
+            self._doubts.end(stage)
+        finally:
+            self.work.remove((stage, key))
+            self._on_work()
+
+    def _span(
+        self, key: str, stage: str, what: What, start: Start, *, step: int | None = None, nbytes: int | None = None
+    ) -> Span:
+        where, seconds = self._where, start.elapsed_s
+        return Span(
+            slice=where.name,
+            request=key,
+            stage=stage,
+            what=what,
+            start_s=start.wall_s,
+            seconds=seconds,
+            step=step,
+            nbytes=nbytes,
+            pool=where.pool,
+            chips=where.chips,
+        )
+
+
+@contextlib.asynccontextmanager
+async def watched(scope: RequestScope) -> AsyncIterator[asyncio.Future[None]]:
+    """Give what raises `StageLost` once the driver of a request is gone: Serve ends no stream whose reader was killed.
+
+    It is asked beside the work, and one that doesn't answer is not taken for dead.
+    """
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(DRIVER_S)
+            try:
+                async with asyncio.timeout(DRIVER_S):
+                    await scope.check()
+            except StageLost:
+                raise
+            except Exception as error:
+                log.info("a driver doesn't say whether it is there: %s", error or type(error).__name__)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield watching
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError, StageLost):
+            if watching.done():
+                watching.result()
+
+
+def _kind(plan: RequestPlan, expert: Expert) -> Hashable | None:
+    """Return what decides how long a step takes and what it needs; None where some are left out, as a cache does."""
+    return None if plan.request.cache else (plan.shapes[expert.stage], expert.stage, expert.guided)

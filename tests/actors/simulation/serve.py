@@ -1,0 +1,292 @@
+"""What stands for Ray Serve: pools of replicas that are started, asked for their health, replaced; and handles."""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from actors.pipeline.pools import HEALTH_S
+from actors.pipeline_spec import PipelineSettings
+from actors.slices import router
+from actors.slices.leader import SliceLeader
+from actors.slices.messages import SliceRequest
+from actors.slices.surroundings import Surroundings
+from cluster.errors import SliceLost
+from cluster.layout import Pool
+from tests.actors.simulation.stand_ins import (
+    CALL_S,
+    Bucket,
+    BucketOfProcess,
+    Objects,
+    Process,
+    Slice,
+    Status,
+    StatusOfProcess,
+    World,
+    draining_for,
+)
+
+
+class Leader(SliceLeader):
+    """A leader whose programs Serve isn't told of."""
+
+    async def _programs(self, shape: str) -> str:  # type: ignore[override]
+        return shape
+
+
+class Replica:
+    """A process that leads a slice."""
+
+    def __init__(self, pool: "PoolOfReplicas", name: str, slice_name: str) -> None:
+        self.pool, self.name, self.slice_name = pool, name, slice_name
+        self.process = Process(pool.world.loop, f"{pool.pool.name}/{name}")
+        self.leader: Any = None
+        self.slice: Slice | None = None
+        self.streams: set[Stream] = set()
+        self.is_ready = False
+        self._tasks = [pool.world.loop.create_task(self._live())]
+
+    def take(self, _spec: Any, _host_class: Any, _checkpoint: Any, stages: Any, *_: Any, **named: Any) -> Slice:
+        """Give the leader its slice."""
+        world = self.pool.world
+        world.loop.block(world.random.uniform(1, 4))
+        self.process.check_thread()
+        if self.slice_name in self.pool.deadlines:
+            raise SliceLost(f"{self.slice_name} is taken away")
+        self.slice = Slice(world, self.process, self.slice_name, stages, named["timeouts"])
+        self.slice.on_loss = lambda why: self.pool.on_loss(self, why)
+        return self.slice
+
+    def kill(self, why: str) -> None:
+        """End the process at once; its slice ends with it, and what it owns is lost."""
+        if self.process.dead:
+            return
+        self.pool.world.tell(f"{self.process.name} ends: {why}")
+        self.process.dead = True
+        self.is_ready = False
+        self.pool.lost(self, why)
+        for stream in list(self.streams):
+            stream.fail(ActorDiedError())
+        self.pool.replace(self)
+
+    async def _live(self) -> None:
+        pool, world = self.pool, self.pool.world
+        around = Surroundings(
+            self.name,
+            StatusOfProcess(pool.status, self.process),  # type: ignore[arg-type]
+            BucketOfProcess(pool.bucket, self.process),  # type: ignore[arg-type]
+            take=self.take,
+            draining_for=draining_for(world, self.process, pool.deadlines),
+            store=Objects(self.process),
+            end_process=lambda: self.kill("it ends itself"),
+        )
+        self.leader = Leader.__new__(Leader)
+        try:
+            await self.leader.__init__(pool.pool, pool.settings, around)  # type: ignore[misc]
+        except Exception as error:
+            self.kill(f"it can't be started: {error}")
+            return
+        if self.process.dead:
+            return
+        self.is_ready = True
+        pool.freed()
+        while not self.process.dead and pool.health_s:
+            await asyncio.sleep(pool.health_s)
+            try:
+                async with asyncio.timeout(20 * pool.health_s):
+                    await self.leader.check_health()
+            except Exception as error:
+                self.kill(f"it isn't healthy: {error!r}")
+
+
+class PoolOfReplicas:
+    """A deployment. As many replicas as there are slices; one that ends is replaced."""
+
+    def __init__(
+        self,
+        world: World,
+        pool: Pool,
+        settings: PipelineSettings,
+        status: Status,
+        bucket: Bucket,
+        slices: int,
+        health_s: float = HEALTH_S,
+    ) -> None:
+        self.world, self.pool, self.settings, self.status, self.bucket = world, pool, settings, status, bucket
+        self.health_s = health_s
+        self.deadlines: dict[str, float] = {}  # of slices that are drained, when they are taken away
+        self.waiting: deque[Stream] = deque()
+        self._names = itertools.count()
+        self.on_loss: Callable[[Replica, str], object] = lambda replica, why: None
+        self.replicas = [self._start(f"{pool.name}-{i}") for i in range(slices)]
+
+    @property
+    def ready(self) -> list[Replica]:
+        """The replicas that take calls."""
+        return [one for one in self.replicas if one.is_ready]
+
+    def lost(self, replica: Replica, why: str) -> None:
+        """Note what is lost with a replica or its slice, and lose it."""
+        self.on_loss(replica, why)
+        if replica.slice is not None:
+            replica.slice.lose(SliceLost(f"{replica.slice_name}: {why}"))
+
+    def let_go(self, replica: Replica) -> None:
+        """Have a replica end once it has nothing to do, as where there are too many."""
+        self.world.tell(f"{replica.process.name} is to go")
+        replica.is_ready = False
+
+        def look() -> None:
+            if not replica.process.dead and not replica.streams:
+                replica.kill("it had nothing more to do")
+            elif not replica.process.dead:
+                self.world.later(0.2, look)
+
+        look()
+
+    def replace(self, gone: Replica) -> None:
+        """Start another one in place of a replica; on a new slice where its own was taken away."""
+
+        def start() -> None:
+            self.deadlines.pop(gone.slice_name, None)
+            self.replicas[self.replicas.index(gone)] = self._start(gone.slice_name)
+
+        wait_s = max(0.0, self.deadlines.get(gone.slice_name, 0.0) - self.world.loop.now)
+        self.world.later(wait_s + self.world.random.uniform(0.5, 3), start)
+
+    def drain(self, replica: Replica, left_s: float) -> None:
+        """Announce that the slice of a replica is taken away, and take it."""
+        name = replica.slice_name
+        self.world.tell(f"{name} is drained, {left_s:.0f} s are left")
+        self.deadlines[name] = self.world.loop.now + left_s
+
+        def take() -> None:
+            if not replica.process.dead and replica.slice is not None and not replica.slice.is_lost:
+                self.lost(replica, "it was taken away")
+
+        self.world.later(left_s, take)
+
+    def freed(self) -> None:
+        """Give calls that wait to replicas."""
+        while self.waiting and (ready := self.ready):
+            stream = self.waiting.popleft()
+            stream.begin(_best(ready, stream._args[0]))
+
+    def _start(self, slice_name: str) -> Replica:
+        return Replica(self, f"r{next(self._names)}", slice_name)
+
+
+def _best(ready: list[Replica], request: SliceRequest) -> Replica:
+    """Return the replica that `actors.slices.router` prefers."""
+    avoid = request.avoid
+
+    def compared(one: Replica) -> tuple[bool, int, bool]:
+        return router.preference(one.name, len(one.streams), holds_programs=True, avoid=avoid)
+
+    return min(router.sample(ready, compared), key=compared)
+
+
+class Handle:
+    """A driver's handle to a pool."""
+
+    def __init__(self, pool: PoolOfReplicas, driver: Process) -> None:
+        names = ("encode_text", "encode_image", "denoise", "decode")
+        self._methods = {name: _Remote(pool, driver, name) for name in names}
+
+    def __getattr__(self, name: str) -> "_Remote":
+        return self._methods[name]
+
+    def options(self, **_: Any) -> "Handle":
+        return self
+
+    def shutdown(self) -> None:
+        pass
+
+
+class _Remote:
+    def __init__(self, pool: PoolOfReplicas, driver: Process, method: str) -> None:
+        self._pool, self._driver, self._method = pool, driver, method
+
+    def remote(self, *args: Any) -> "Stream":
+        return Stream(self._pool, self._driver, self._method, args)
+
+
+class Stream:
+    """A call of a replica whose results come one after the other."""
+
+    def __init__(self, pool: PoolOfReplicas, driver: Process, method: str, args: tuple[Any, ...]) -> None:
+        self._pool, self._driver, self._method, self._args = pool, driver, method, args
+        self._loop = pool.world.loop
+        self._events: deque[Any] = deque()
+        self._error: BaseException | None = None
+        self._is_over = False
+        self._news: asyncio.Future[None] | None = None
+        self._replica: Replica | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._loop.call_later(CALL_S, self._route)
+
+    def _route(self) -> None:
+        if self._is_over or self._driver.dead:
+            return
+        if ready := self._pool.ready:
+            self.begin(_best(ready, self._args[0]))
+        else:
+            self._pool.waiting.append(self)
+
+    def begin(self, replica: Replica) -> None:
+        """Have a replica do it."""
+        if self._is_over or self._driver.dead:
+            return
+        self._replica = replica
+        replica.streams.add(self)
+        self._task = self._loop.create_task(self._run(replica))
+
+    async def _run(self, replica: Replica) -> None:
+        try:
+            async for event in getattr(replica.leader, self._method)(*self._args):
+                if replica.process.dead:
+                    return
+                self._events.append(event)
+                self._tell()
+        except BaseException as error:
+            if not replica.process.dead:
+                # As Ray hands an exception of a remote method to its caller.
+                self._end(RayTaskError(self._method, "", error) if isinstance(error, Exception) else error)
+        else:
+            if not replica.process.dead:
+                self._end(StopAsyncIteration())
+
+    def fail(self, error: BaseException) -> None:
+        """End it for whoever waits."""
+        self._end(error)
+
+    def cancel(self) -> None:
+        """Have it end, a moment later."""
+        self._is_over = True
+        if self._task is not None:
+            self._loop.call_later(CALL_S, self._task.cancel)
+
+    def _end(self, error: BaseException) -> None:
+        if self._replica is not None:
+            self._replica.streams.discard(self)
+        if not self._is_over:
+            self._is_over, self._error = True, error
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._news is not None and not self._news.done() and not self._driver.dead:
+            self._news.set_result(None)
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> Any:
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            self._news = self._loop.create_future()
+            await self._news
+        return self._events.popleft()

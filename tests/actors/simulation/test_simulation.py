@@ -1,0 +1,150 @@
+"""The distributed half under a virtual clock: real leaders, schedulers, snapshots and drivers, and everything breaks.
+
+A seed that fails prints its story; `python -m tests.actors.simulation SEED` runs it again.
+"""
+
+import logging
+import os
+import time
+
+import pytest
+
+from actors.pipeline.request_run import RequestRun
+from actors.slices.drain import Drain
+from actors.slices.leader import SliceLeader
+from actors.slices.snapshots import Snapshotter
+from actors.slices.stage_runner import StageRunner
+from tests.actors.simulation.scenario import little_garbage, simulate
+from wan_tpu.spec import RequestPlan
+
+VIDEOS = 2000
+SEEDS = range(1000)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Thousands of drains and losses are told of in logs."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(before)
+
+
+def first_failure(seeds, *, videos=10**9, until_s=float("inf"), **named):
+    """Run seeds until one fails, or so many videos were made; return the failing run, and how many videos there were."""
+    made = 0
+    with little_garbage() as collect:
+        for seed in seeds:
+            result = simulate(seed, **named)
+            made += result.videos
+            if result.problems:
+                return result, made
+            if made >= videos or time.perf_counter() > until_s:
+                break
+            collect()
+    return None, made
+
+
+def test_every_request_ends_once_with_its_own_video_whatever_breaks():
+    failed, made = first_failure(SEEDS, videos=VIDEOS)
+    assert failed is None, failed.tell()
+    assert made >= VIDEOS
+
+
+def test_the_same_seed_is_the_same_story():
+    assert simulate(11).story == simulate(11).story
+
+
+@pytest.mark.soak
+def test_new_seeds():
+    """For a quarter of an hour; the figures are in docs/benchmarks.md."""
+    start, first = time.perf_counter(), int(time.time())
+    seconds = float(os.environ.get("WAN_TPU_SIMULATION_S", "60"))
+    cpu = time.process_time()
+    failed, made = first_failure(range(first, first + 10**9), until_s=start + seconds)
+    print(f"{made} videos from seed {first}, {made / (time.process_time() - cpu):.0f} a second of CPU time")
+    assert failed is None, failed.tell()
+
+
+# ---- it can tell: each of these was in the code, and each is found
+
+
+def starts_at_the_first_step(patch):
+    """A video to change begins in the middle of the schedule; it was begun at step 0."""
+    patch.setattr(RequestPlan, "first_step", property(lambda plan: 0))
+
+
+def moves_what_is_finished(patch):
+    """A slice that is drained around the last step sent its request on with nothing left to do."""
+    patch.setattr(Drain, "too_late_for", lambda drain, needed_s: drain.begun)
+    original = RequestRun._denoised
+
+    async def denoised(run):
+        steps, found = run._plan.request.steps, await original_newest(run)
+        assert found is None or found < steps, "a snapshot after the last step"
+        return await original(run)
+
+    async def original_newest(run):
+        import asyncio
+
+        return await asyncio.to_thread(run._connection.snapshots.newest, run.snapshots)
+
+    patch.setattr(RequestRun, "_denoised", denoised)
+
+
+def asks_ray_on_the_loop(patch):
+    """A control store that doesn't answer stopped the leader's event loop."""
+
+    async def left_s(leader):
+        return leader._around.draining_for([host.node_id for host in leader._hosts.hosts])
+
+    patch.setattr(SliceLeader, "_left_s", left_s)
+
+
+def forgets_while_it_writes(patch):
+    """A snapshot that was still being written when its request ended stayed for ever."""
+
+    async def never(request):
+        return False
+
+    patch.setattr("actors.slices.snapshots._is_finished", never)
+
+
+def raises_into_the_work(patch):
+    """What was told of a step raised when somebody had set the clock, and failed the request."""
+    patch.setattr(RequestRun, "_tell", lambda run, span: run._on_event(span))
+    patch.setattr("actors.observe.span.Start.elapsed_s", property(lambda start: time.time() - start.wall_s))
+
+
+def drops_while_it_copies(patch):
+    """A request's arrays were dropped while a snapshot of them was being copied."""
+
+    async def settled(snapshotter, held):
+        pass
+
+    patch.setattr(Snapshotter, "settle", settled)
+
+
+def leaves_while_payloads_wait(patch):
+    """A drained leader ended while what it had made was still waiting for the next stage."""
+
+    async def nothing(runner):
+        pass
+
+    patch.setattr(StageRunner, "adopt", nothing)
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [
+        starts_at_the_first_step,
+        moves_what_is_finished,
+        asks_ray_on_the_loop,
+        forgets_while_it_writes,
+        raises_into_the_work,
+    ],
+)
+def test_a_defect_that_is_put_back_is_found(defect, monkeypatch):
+    defect(monkeypatch)
+    failed, _ = first_failure(SEEDS, videos=VIDEOS)
+    assert failed is not None, "it went through all fixed seeds"
