@@ -41,7 +41,7 @@ def acquire_pipeline(
         wait_until_up(found, tell)
         yield found
         return
-    with owned(name):
+    with _owned(name):
         if wanted is not None and found is not None and found.same_as(wanted):
             wait_until_up(found, tell)
         else:
@@ -113,7 +113,7 @@ def _anothers(name: str, owner: str) -> PipelineNotFound:
 
 
 @contextlib.contextmanager
-def owned(pipeline: str) -> Iterator[None]:
+def _owned(pipeline: str) -> Iterator[None]:
     """Hold the name of a pipeline that is this driver's to bring up; raises `PipelineNotFound` where it is another's.
 
     A named actor that dies with this driver holds it: so others know whether a pipeline's batch is alive.

@@ -179,7 +179,7 @@ def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
     out = tmp_path / "out"
     lines = manifest(tmp_path / "in.jsonl", **MINUTES)
     given = ["--manifest", lines, "--output", str(out)]
-    code, job, err = cluster.run("submit", "--detach", *given)
+    code, job, err = cluster.run("submit", "--detach", *given, "--in_flight", "4")
     assert code == 0, err
     job = job.strip()
 
@@ -228,6 +228,9 @@ def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
     )
     assert (code, len(reasons(err))) == (2, 1), err
     assert f"not {other}; leave --model_id out to use it" in err
+    code, _, err = cluster.run("drive", *given[:3], str(tmp_path / "o"), "--precision", "int8")
+    assert (code, len(reasons(err))) == (2, 1), err
+    assert "computes in float32, not int8; leave --precision out to use it" in err
     assert cluster.run("pipeline", "down")[0] == 0
     cluster.check_nothing_is_held()
     assert cluster.run("pipeline", "down")[0] == 2
