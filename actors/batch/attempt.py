@@ -87,14 +87,14 @@ class Attempt:
                 failed_for_good = _is_final(error)
                 raise
             await self._publish(video, {stage: round(seconds, 4) for stage, seconds in stage_s.items()})
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            await self._fail(RuntimeError("the engine cancelled it, and nobody else did"), final=False)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # of an engine, which may raise anything
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # whatever the engine has made of that
+                raise asyncio.CancelledError from error
+            if isinstance(error, asyncio.CancelledError):
+                error = RuntimeError("the engine cancelled it, and nobody else did")
             await self._fail(error, final=failed_for_good)
 
     async def _publish(self, video: GeneratedVideo, stage_s: dict[str, float]) -> None:

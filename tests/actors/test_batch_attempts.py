@@ -141,6 +141,25 @@ def test_whatever_an_engine_raises_is_a_failed_line(tmp_path, error):
     assert [json.loads(line)["status"] for line in output.read(RESULTS).splitlines()] == ["failed", "failed"]
 
 
+class StubbornEngine(Engine):
+    """Makes another error of its cancellation."""
+
+    async def generate(self, plan, *, id, on_event, priority=0):
+        self.began.append(id)
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.sleep(30)
+        finally:
+            raise ValueError("something else")
+
+
+def test_an_interrupted_batch_ends_whatever_its_engine_makes_of_that(tmp_path):
+    engine, output = StubbornEngine(), LocalStorage(tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, engine, output, "cat", "dog")
+    assert (engine.began, engine.forgotten, output.read(RESULTS)) == (["cat"], [], b"")
+
+
 class TellingEngine(Engine):
     """Tells a span of every request."""
 
