@@ -44,7 +44,7 @@ class LiveConsole:
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
-        with self._lock:
+        with self._lock, _unless_stderr_fails():
             self._wipe()
             print(f"{self._seconds()} {text}", file=sys.stderr, flush=True)
             self._shown_s = time.monotonic()
@@ -65,7 +65,7 @@ class LiveConsole:
         logging.getLogger("actors").propagate = True
         self._ended.set()
         self._thread.join()
-        with self._lock:
+        with self._lock, _unless_stderr_fails():
             self._wipe()
 
     def _run(self) -> None:
@@ -79,7 +79,7 @@ class LiveConsole:
                 text = self.look()
         if self._bar is not None:
             text = " · ".join(part for part in (self._bar.text(), text) if part)
-        with self._lock:
+        with self._lock, _unless_stderr_fails():
             silent = time.monotonic() - self._shown_s
             if self._terminal:
                 width = shutil.get_terminal_size().columns - 1
@@ -95,6 +95,11 @@ class LiveConsole:
 
     def _seconds(self) -> str:
         return f"{time.monotonic() - self._start:5.0f} s "
+
+
+def _unless_stderr_fails() -> contextlib.suppress:
+    """Go on where nobody reads what is said any more: the terminal is gone, or the disk of its log is full."""
+    return contextlib.suppress(OSError, ValueError)
 
 
 class _Warnings(logging.Handler):

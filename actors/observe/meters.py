@@ -4,58 +4,107 @@ On KubeRay that is port 8080 of every pod, which `wan-tpu manifests` has collect
 service's own figures are its `/metrics`.
 """
 
+import contextlib
+import functools
 import logging
+import math
 import threading
+import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 from ray.util.metrics import Counter, Gauge
 
 log = logging.getLogger(__name__)
 
 _EVERY_S = 10.0  # as often as Ray's agents pass figures on
+# A gauge's labels that vanish are shown as nought for so long, which every scraper sees, and then no more.
+NOUGHT_S = 120.0
+
+P = ParamSpec("P")
+
+
+def harmless(method: Callable[P, None]) -> Callable[P, None]:
+    """Have a method log what it raises: figures may be lost, and what is counted goes on."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(*args, **kwargs)
+        except Exception:
+            log.warning("figures are lost: %s", method.__qualname__, exc_info=True)
+
+    return call
+
+
+def is_amount(value: float) -> bool:
+    """Return whether a counter may be raised by a number. One of a clock that was set may be negative, or no number."""
+    return math.isfinite(value) and value > 0
 
 
 class PipelineMeters:
-    """What the status actor of a pipeline knows of it."""
+    """What the status actor of a pipeline knows of it. No method raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds by which labels that have vanished are dropped."""
+        self._clock = clock
         self._replicas = Gauge("wan_replicas", "Replicas, by what they do.", ("pool", "activity"))
-        self.drains = Counter("wan_drains", "Slices that were to be taken away: preempted, drained.", ("pool",))
-        self.gone = Counter("wan_replicas_gone", "Replicas that ended, for whatever reason.", ("pool",))
+        self._drains = Counter("wan_drains", "Slices that were to be taken away: preempted, drained.", ("pool",))
+        self._gone = Counter("wan_replicas_gone", "Replicas that ended, for whatever reason.", ("pool",))
         self._starts = Counter("wan_starts", "Replicas that are ready.", ("pool",))
         self._start_s = Counter("wan_start_seconds", "What the phases of their starts took.", ("pool", "phase"))
         self._requests = Gauge("wan_requests", "Requests under way.", ("stage",))
-        self.ended = Counter("wan_requests_ended", "Requests that ended.", ("outcome",))
-        self._shown: dict[Gauge, set[tuple[str, ...]]] = {}
+        self._ended = Counter("wan_requests_ended", "Requests that ended.", ("outcome",))
+        self._shown_s: dict[Gauge, dict[tuple[str, ...], float]] = {}  # When each set of labels last had a count.
 
-    def show(self, replicas: Iterable[tuple[str, str]], stages: Iterable[str]) -> None:
+    @harmless
+    def show(self, replicas: Mapping[tuple[str, ...], int], stages: Mapping[str, int]) -> None:
         """Show how many replicas and requests there are, again and again: Ray forgets a gauge once it was asked for.
 
-        replicas  pool and activity of each
-        stages    where each request is
+        Args:
+            replicas: How many, by pool and activity.
+            stages: How many requests are at each stage.
         """
-        self._count(self._replicas, Counts(replicas))
-        self._count(self._requests, Counts((stage,) for stage in stages))
+        self._count(self._replicas, replicas)
+        self._count(self._requests, {(stage,): count for stage, count in stages.items()})
 
+    @harmless
     def started(self, pool: str, phases: Mapping[str, float]) -> None:
         """Count a replica that is ready, and how long each phase of its start took, seconds."""
         self._starts.inc(tags={"pool": pool})
         for phase, seconds in phases.items():
-            if seconds > 0:
+            if is_amount(seconds):
                 self._start_s.inc(seconds, {"pool": pool, "phase": phase})
 
+    @harmless
+    def drained(self, pool: str) -> None:
+        """Count a replica whose slice is to be taken away."""
+        self._drains.inc(tags={"pool": pool})
+
+    @harmless
+    def gone(self, pool: str) -> None:
+        """Count a replica that has ended."""
+        self._gone.inc(tags={"pool": pool})
+
+    @harmless
+    def ended(self, outcome: str) -> None:
+        """Count a request that has ended."""
+        self._ended.inc(tags={"outcome": outcome})
+
     def _count(self, gauge: Gauge, counts: Mapping[tuple[str, ...], int]) -> None:
-        """Show counts, and nought for what isn't there any more."""
-        shown = self._shown.setdefault(gauge, set())
-        shown.update(counts)
-        for values in shown:
-            gauge.set(counts.get(values, 0), dict(zip(gauge.info["tag_keys"], values, strict=True)))
+        """Show counts, and nought for a while for what isn't there any more."""
+        now, shown_s = self._clock(), self._shown_s.setdefault(gauge, {})
+        shown_s.update(dict.fromkeys(counts, now))
+        for values, last_s in list(shown_s.items()):
+            if now - last_s > NOUGHT_S:
+                del shown_s[values]
+            else:
+                gauge.set(counts.get(values, 0), dict(zip(gauge.info["tag_keys"], values, strict=True)))
 
 
 class BatchMeters:
-    """How far a batch is, and what it has cost."""
+    """How far a batch is, and what it has cost. No method raises."""
 
     def __init__(self, chips: Mapping[str, int], dollars: Mapping[str, float]) -> None:
         """chips: stage -> chips of its slice; dollars: stage -> what one costs an hour, where that is known."""
@@ -64,6 +113,7 @@ class BatchMeters:
         self._chip_s = Counter("wan_batch_chip_seconds", "Chips compute for a batch.", ("stage",))
         self._spent = Counter("wan_batch_dollars", "What they cost.", ("stage",))
 
+    @harmless
     def lines(self, statuses: Iterable[str], total: int) -> None:
         """Show how many lines have ended, by status, and how many are left."""
         counts = Counts(statuses)
@@ -71,11 +121,14 @@ class BatchMeters:
             self._lines.set(counts[status], {"status": status})
         self._lines.set(total - counts.total(), {"status": "left"})
 
+    @harmless
     def spent(self, stage: str, seconds: float) -> None:
         """Count what a slice has computed for the batch."""
         used = seconds * self._chips.get(stage, 1)
+        if not is_amount(used):
+            return
         self._chip_s.inc(used, {"stage": stage})
-        if (price := self._dollars.get(stage)) is not None and used > 0:
+        if (price := self._dollars.get(stage)) is not None and is_amount(price):
             self._spent.inc(used * price / 3600, {"stage": stage})
 
 
@@ -106,8 +159,10 @@ class ChipMeters:
             except Exception as error:  # figures are no reason to end a host
                 log.warning("no figures of the chips: %s", error)
 
+    @harmless
     def show(self, figures: Mapping[str, Sequence[str]]) -> None:
-        """Show what libtpu tells of each chip, as texts in their order."""
+        """Show what libtpu tells of each chip, as texts in their order; what isn't a number is left out."""
         for name, values in figures.items():
             for chip, value in enumerate(values):
-                self._gauges[name].set(float(value), {"stages": self._stages, "chip": str(chip)})
+                with contextlib.suppress(ValueError):
+                    self._gauges[name].set(float(value), {"stages": self._stages, "chip": str(chip)})

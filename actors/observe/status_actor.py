@@ -1,79 +1,39 @@
-"""What a pipeline is doing right now: leaders and drivers report it, `wan-tpu status` reads it.
+"""A pipeline's status actor: leaders and drivers report to it what they do, `wan-tpu status` reads it.
 
-A small actor: requests under way need nothing of it. Those who look for a pipeline find it by this actor, and whoever
-waits for its pools learns from it which are ready, so leaders tell again every few seconds what they do. What the
-pipeline is lies in Ray's own store of keys.
+A small actor that nothing depends on: requests under way and bring-ups go on when it is silent, so reports never raise,
+and whoever reads it gets an answer in seconds or `StatusSilent`. What the pipeline is lies in Ray's own store of keys.
 """
 
-import dataclasses
+import logging
 import pickle
+import threading
 import time
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import ray
 from ray.experimental import internal_kv
 
-from actors.errors import PipelineNotFound
+from actors.errors import PipelineError, PipelineNotFound
 from actors.observe.meters import PipelineMeters
+from actors.observe.status_board import Activity, Outcome, ReplicaSeen, RequestSeen, Seen, StatusBoard
 from actors.pipeline_spec import PipelineSpec
 from cluster.gang.placement import surviving
 
+__all__ = ["Activity", "Outcome", "ReplicaSeen", "RequestSeen", "Seen", "StatusActor", "StatusSilent"]
+
+log = logging.getLogger(__name__)
+
 NAMESPACE = "wan-tpu"
 CLOSE_S = 10.0
-KEPT = 50  # steps and hand-offs that averages are taken over
-
-Activity = Literal["starting", "loading", "compiling", "idle", "busy", "draining", "failed", "refused"]
-Outcome = Literal["done", "failed", "cancelled"]
-
-
-@dataclass
-class ReplicaSeen:
-    """A replica of a pool.
-
-    where     its slice and hosts; detail  of what it does, or why it failed (is tried again) or was refused (isn't)
-    work      (stage, request) of what its slice computes, or has paused
-    since     when that was reported, `time.time()`
-    software  what its hosts compute with, by name
-    """
-
-    pool: str
-    where: str
-    activity: Activity
-    detail: str
-    work: tuple[tuple[str, str], ...]
-    since: float
-    software: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        work = ", ".join(f"{stage} of {request}" for stage, request in self.work)
-        return ": ".join(part for part in ("" if work else self.activity, work or self.detail) if part)
+ANSWER_S = 5.0  # Readers wait so long for an actor that answers in milliseconds where all is well.
+REFRESH_S = 1.0  # Between two looks of the actor at what has expired.
+RENEW_S = 10.0  # Drivers renew their requests so often; a report expires after `status_board.EXPIRY_S`.
+MAX_PENDING = 1000  # Reports of one process that wait for a silent actor; more are dropped.
 
 
-@dataclass
-class RequestSeen:
-    """A request under way: its stage ("waiting" before the first), steps done of all, and when it came."""
-
-    came: float
-    stage: str = "waiting"
-    step: int = 0
-    steps: int = 0
-
-
-@dataclass
-class Seen:
-    """All of it.
-
-    handoffs  (seconds, bytes) of the latest hand-offs to each stage
-    step_s    the latest denoising steps' seconds, by stage; ended  how many requests ended, by outcome
-    """
-
-    replicas: dict[str, ReplicaSeen] = field(default_factory=dict)
-    requests: dict[str, RequestSeen] = field(default_factory=dict)
-    handoffs: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
-    step_s: dict[str, deque[float]] = field(default_factory=dict)
-    ended: dict[str, int] = field(default_factory=dict)
+class StatusSilent(PipelineError):
+    """The status actor doesn't answer now: nothing is known of what the pipeline does, nothing is wrong with it."""
 
 
 class StatusActor:
@@ -81,6 +41,7 @@ class StatusActor:
 
     def __init__(self, pipeline: str, actor: Any) -> None:
         self._pipeline, self._actor = pipeline, actor
+        self._losing = False  # Whether the last report couldn't be sent: only the first one lost is logged.
 
     @classmethod
     def create(cls, pipeline: str, spec: PipelineSpec) -> "StatusActor":
@@ -88,7 +49,8 @@ class StatusActor:
         stale = cls.find(pipeline)
         if stale is not None:
             stale.close()
-        kind = surviving(_StatusActor).options(name=f"{pipeline}-status", namespace=NAMESPACE, lifetime="detached")
+        name = {"name": f"{pipeline}-status", "namespace": NAMESPACE, "lifetime": "detached"}
+        kind = surviving(_StatusActor).options(**name, max_pending_calls=MAX_PENDING)
         _keep(spec)
         return cls(pipeline, kind.remote())
 
@@ -113,84 +75,123 @@ class StatusActor:
         _keep(spec)
 
     def replica(self, name: str, seen: ReplicaSeen) -> None:
-        """Report what a replica does."""
-        self._actor.replica.remote(name, seen)
+        """Report what a replica does; again within seconds, or it is taken for gone."""
+        self._report("replica", name, seen)
 
-    def started(self, pool: str, phases: dict[str, float]) -> None:
+    def started(self, pool: str, phases: Mapping[str, float]) -> None:
         """Report how long each phase of a replica's start took, seconds."""
-        self._actor.started.remote(pool, phases)
+        self._report("started", pool, dict(phases))
 
     def gone(self, name: str) -> None:
         """Report that a replica has ended."""
-        self._actor.gone.remote(name)
+        self._report("gone", name)
 
     def request(self, key: str, stage: str, step: int = 0, steps: int = 0, seconds: float | None = None) -> None:
         """Report where a request is; seconds  of the step that it has just done."""
-        self._actor.request.remote(key, stage, step, steps, seconds)
+        self._report("request", key, stage, step, steps, seconds)
+
+    def requests(self, driver: str, keys: Iterable[str]) -> None:
+        """Report all requests that a driver has under way, waiting ones among them, every `RENEW_S`.
+
+        Args:
+            driver: A name that no other driver has.
+            keys: Their ids. Those of an earlier report that aren't among them are forgotten.
+        """
+        self._report("requests", driver, list(keys))
 
     def handoff(self, stage: str, seconds: float, nbytes: int) -> None:
         """Report inputs that went from the object store to a stage's devices."""
-        self._actor.handoff.remote(stage, seconds, nbytes)
+        self._report("handoff", stage, seconds, nbytes)
 
     def ended(self, key: str, outcome: Outcome) -> None:
         """Report that a request has ended."""
-        self._actor.ended.remote(key, outcome)
+        self._report("ended", key, outcome)
 
-    def seen(self) -> Seen:
-        """Return all of it."""
-        return ray.get(self._actor.seen.remote(), timeout=30)
+    def seen(self, timeout_s: float = ANSWER_S) -> Seen:
+        """Return all of it; raises `StatusSilent` when the actor doesn't answer in time."""
+        try:
+            return ray.get(self._actor.seen.remote(), timeout=timeout_s)
+        except ray.exceptions.RayError as error:
+            reason = f"{type(error).__name__} after at most {timeout_s:g} s"
+            raise StatusSilent(f"the status of pipeline {self._pipeline!r} can't be read now ({reason})") from None
 
-    def spec(self) -> PipelineSpec:
-        """Return what the pipeline is."""
-        return pickle.loads(internal_kv._internal_kv_get(self._pipeline, namespace=NAMESPACE))
+    def latest(self, timeout_s: float = ANSWER_S) -> Seen | None:
+        """Return all of it, None when the actor doesn't answer in time."""
+        try:
+            return self.seen(timeout_s)
+        except StatusSilent:
+            return None
 
     def close(self) -> None:
-        """End the actor, and return when its name is free."""
+        """End this actor, and return when its name is free, or another one's that was started meanwhile."""
         ray.kill(self._actor)
         until = time.monotonic() + CLOSE_S
-        while StatusActor.find(self._pipeline) is not None and time.monotonic() < until:
+        while self._has_name() and time.monotonic() < until:
             time.sleep(0.05)
+
+    def _has_name(self) -> bool:
+        found = StatusActor.find(self._pipeline)
+        return found is not None and found._actor._actor_id == self._actor._actor_id
+
+    def _report(self, method: str, *args: Any) -> None:
+        """Call a method of the actor without waiting; what can't be sent is lost, and the work goes on."""
+        try:
+            getattr(self._actor, method).remote(*args)
+            self._losing = False
+        except Exception as error:
+            if not self._losing:
+                log.warning("reports on pipeline %s are lost: %s: %s", self._pipeline, type(error).__name__, error)
+            self._losing = True
 
 
 def _keep(spec: PipelineSpec) -> None:
     internal_kv._internal_kv_put(spec.settings.name, pickle.dumps(spec), namespace=NAMESPACE)
 
 
+def kept_spec(pipeline: str) -> PipelineSpec | None:
+    """Return what a pipeline was brought up with, None where there never was one; the status actor isn't asked."""
+    kept = internal_kv._internal_kv_get(pipeline, namespace=NAMESPACE)
+    return None if kept is None else pickle.loads(kept)
+
+
 class _StatusActor:
     def __init__(self) -> None:
-        self._seen, self._meters = Seen(), PipelineMeters()
+        self._board, self._lock = StatusBoard(PipelineMeters()), threading.Lock()
+        threading.Thread(target=self._refresh, name="refresh", daemon=True).start()
 
     def replica(self, name: str, seen: ReplicaSeen) -> None:
-        before = self._seen.replicas.get(name)
-        if before is None or dataclasses.replace(seen, since=before.since) != before:  # else it is told again
-            self._seen.replicas[name] = seen
-            if seen.activity == "draining" and (before is None or before.activity != "draining"):
-                self._meters.drains.inc(tags={"pool": seen.pool})
-        self._meters.show(
-            ((one.pool, one.activity) for one in self._seen.replicas.values()),
-            (one.stage for one in self._seen.requests.values()),
-        )
+        self._locked(self._board.replica, name, seen)
 
-    def started(self, pool: str, phases: dict[str, float]) -> None:
-        self._meters.started(pool, phases)
+    def started(self, pool: str, phases: Mapping[str, float]) -> None:
+        self._locked(self._board.started, pool, phases)
 
     def gone(self, name: str) -> None:
-        if (last := self._seen.replicas.pop(name, None)) is not None:
-            self._meters.gone.inc(tags={"pool": last.pool})
+        self._locked(self._board.gone, name)
 
     def request(self, key: str, stage: str, step: int, steps: int, seconds: float | None) -> None:
-        seen = self._seen.requests.setdefault(key, RequestSeen(time.time()))
-        seen.stage, seen.step, seen.steps = stage, step, steps
-        if seconds is not None:
-            self._seen.step_s.setdefault(stage, deque(maxlen=KEPT)).append(seconds)
+        self._locked(self._board.request, key, stage, step, steps, seconds)
+
+    def requests(self, driver: str, keys: list[str]) -> None:
+        self._locked(self._board.requests, driver, keys)
 
     def handoff(self, stage: str, seconds: float, nbytes: int) -> None:
-        self._seen.handoffs.setdefault(stage, deque(maxlen=KEPT)).append((seconds, nbytes))
+        self._locked(self._board.handoff, stage, seconds, nbytes)
 
     def ended(self, key: str, outcome: Outcome) -> None:
-        self._seen.requests.pop(key, None)
-        self._seen.ended[outcome] = self._seen.ended.get(outcome, 0) + 1
-        self._meters.ended.inc(tags={"outcome": outcome})
+        self._locked(self._board.ended, key, outcome)
 
     def seen(self) -> Seen:
-        return self._seen
+        with self._lock:
+            return self._board.seen()
+
+    def _locked(self, method: Callable[..., None], *args: Any) -> None:
+        with self._lock:
+            method(*args)
+
+    def _refresh(self) -> None:
+        while True:
+            try:
+                self._locked(self._board.refresh)
+            except Exception:  # Without this thread nothing would expire any more.
+                log.exception("the status can't be refreshed")
+            time.sleep(REFRESH_S)

@@ -1,5 +1,6 @@
 """What commands say while they wait."""
 
+import contextlib
 import logging
 import time
 
@@ -29,6 +30,21 @@ def test_lines_come_with_news_and_never_stop(monkeypatch, capsys):
         line.startswith("batch 1/4 [##........], 00:") and line.endswith("left · cat-1 decoder") for line in lines
     )
     assert lines[-2:] == ["cat-1: a slice was lost", "done"]
+
+
+def test_work_goes_on_when_its_terminal_is_gone(monkeypatch):
+    monkeypatch.setattr(live, "TERMINAL_S", 0.01)
+    full = open("/dev/full", "w")  # noqa: SIM115 (every write fails, as on a full disk, and so does closing it)
+    monkeypatch.setattr(live.sys, "stderr", full)
+    with LiveConsole() as shown:
+        logging.getLogger("actors.pipeline.driver").warning("cat-1: a slice was lost")
+        shown.line("done")
+        monkeypatch.setattr(live, "SILENCE_S", 0.0)
+        shown.tell("reads weights")
+        time.sleep(0.1)
+        assert shown._thread.is_alive()
+    with contextlib.suppress(OSError):
+        full.close()
 
 
 def test_where_requests_are_fits_on_a_line():

@@ -1,0 +1,222 @@
+"""What is known of a pipeline that runs, from reports of its replicas and drivers: what nobody renews is forgotten."""
+
+import dataclasses
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from actors.observe.meters import PipelineMeters
+
+EXPIRY_S = 60.0  # A report that nobody has renewed for so long is forgotten: whoever made it is gone.
+STARTING_EXPIRY_S = 3600.0  # The same of a replica that starts: compilers and queues for slices may be silent for long.
+FAILED_EXPIRY_S = 600.0  # The same of one that has failed: its process is gone, its reason is still of use.
+MAX_FAILED = 20  # Failed replicas that are remembered.
+MAX_LISTED = 2000  # Requests that readers are given one by one; of all others they are given counts.
+MAX_SOFTWARE = 100  # Different ones that are shared between replicas.
+KEPT = 50  # Steps and hand-offs of a stage that averages are taken over.
+
+Activity = Literal["starting", "loading", "compiling", "idle", "busy", "draining", "failed", "refused", "unknown"]
+Outcome = Literal["done", "failed", "cancelled"]
+FAILED: tuple[Activity, ...] = ("failed", "refused")
+
+_EXPIRY_S: Mapping[Activity, float] = {
+    "starting": STARTING_EXPIRY_S,
+    "loading": STARTING_EXPIRY_S,
+    "compiling": STARTING_EXPIRY_S,
+    "failed": FAILED_EXPIRY_S,
+    "refused": FAILED_EXPIRY_S,
+}
+
+
+@dataclass
+class ReplicaSeen:
+    """A replica of a pool.
+
+    where     its slice and hosts; detail  of what it does, or why it failed (is tried again) or was refused (isn't)
+    work      (stage, request) of what its slice computes, or has paused
+    since     when that was reported, `time.time()`
+    software  what its hosts compute with, by name
+    """
+
+    pool: str
+    where: str
+    activity: Activity
+    detail: str
+    work: tuple[tuple[str, str], ...]
+    since: float
+    software: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        work = ", ".join(f"{stage} of {request}" for stage, request in self.work)
+        return ": ".join(part for part in ("" if work else self.activity, work or self.detail) if part)
+
+
+@dataclass
+class RequestSeen:
+    """A request under way: its stage ("waiting" before the first), steps done of all, and when it came."""
+
+    came: float
+    stage: str = "waiting"
+    step: int = 0
+    steps: int = 0
+
+
+@dataclass
+class Seen:
+    """All of it.
+
+    requests  by id, at most `MAX_LISTED`; unlisted  how many more there are, by stage
+    handoffs  (seconds, bytes) of the latest hand-offs to each stage
+    step_s    the latest denoising steps' seconds, by stage; ended  how many requests ended, by outcome
+    """
+
+    replicas: dict[str, ReplicaSeen] = field(default_factory=dict)
+    requests: dict[str, RequestSeen] = field(default_factory=dict)
+    unlisted: dict[str, int] = field(default_factory=dict)
+    handoffs: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
+    step_s: dict[str, deque[float]] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)
+
+
+class StatusBoard:
+    """Keeps the latest report of each replica and request. A report costs the same however many there are."""
+
+    def __init__(self, meters: PipelineMeters, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start with nothing known.
+
+        Args:
+            meters: Figures that this keeps up to date.
+            clock: Seconds by which reports expire.
+        """
+        self._meters, self._clock = meters, clock
+        self._replicas: dict[str, ReplicaSeen] = {}
+        self._requests: dict[str, RequestSeen] = {}
+        self._drivers: dict[str, frozenset[str]] = {}  # Ids of the requests that each has under way.
+        # When each was last reported, the longest ago first.
+        self._replica_s: dict[str, float] = {}
+        self._request_s: dict[str, float] = {}
+        self._driver_s: dict[str, float] = {}
+        self._handoffs: dict[str, deque[tuple[float, int]]] = {}
+        self._step_s: dict[str, deque[float]] = {}
+        self._ended: Counter[str] = Counter()
+        self._software: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
+
+    def replica(self, name: str, seen: ReplicaSeen) -> None:
+        """Take a replica's report, or its renewal: one that says what the last one said keeps its time."""
+        _renew(self._replica_s, name, self._clock())
+        before = self._replicas.get(name)
+        if before is not None and dataclasses.replace(seen, since=before.since) == before:
+            return
+        self._replicas[name] = dataclasses.replace(seen, software=self._shared(seen.software))
+        if seen.activity == "draining" and (before is None or before.activity != "draining"):
+            self._meters.drained(seen.pool)
+        if seen.activity in FAILED:
+            self._forget_failures()
+
+    def started(self, pool: str, phases: Mapping[str, float]) -> None:
+        """Count a replica that is ready, and how long each phase of its start took, seconds."""
+        self._meters.started(pool, phases)
+
+    def gone(self, name: str) -> None:
+        """Forget a replica that has ended."""
+        self._replica_s.pop(name, None)
+        last = self._replicas.pop(name, None)
+        if last is not None:
+            self._meters.gone(last.pool)
+
+    def request(self, key: str, stage: str, step: int, steps: int, seconds: float | None) -> None:
+        """Take a report of where a request is; seconds: of the step that it has just done."""
+        _renew(self._request_s, key, self._clock())
+        seen = self._requests.setdefault(key, RequestSeen(time.time()))
+        seen.stage, seen.step, seen.steps = stage, step, steps
+        if seconds is not None:
+            self._step_s.setdefault(stage, deque(maxlen=KEPT)).append(seconds)
+
+    def requests(self, driver: str, keys: Iterable[str]) -> None:
+        """Renew all requests of a driver; those that it had, and doesn't name any more, are forgotten."""
+        now, named = self._clock(), frozenset(keys)
+        for key in self._drivers.get(driver, frozenset()) - named:
+            self._forget_request(key)
+        for key in named:
+            self._requests.setdefault(key, RequestSeen(time.time()))
+            _renew(self._request_s, key, now)
+        self._drivers[driver] = named
+        _renew(self._driver_s, driver, now)
+
+    def handoff(self, stage: str, seconds: float, nbytes: int) -> None:
+        """Take a report of inputs that went from the object store to a stage's devices."""
+        self._handoffs.setdefault(stage, deque(maxlen=KEPT)).append((seconds, nbytes))
+
+    def ended(self, key: str, outcome: Outcome) -> None:
+        """Count a request that has ended."""
+        self._forget_request(key)
+        self._ended[outcome] += 1
+        self._meters.ended(outcome)
+
+    def refresh(self) -> None:
+        """Forget what has expired and show the figures; to be called every second, for as long as the board is kept."""
+        self._expire()
+        self._meters.show(
+            Counter[tuple[str, ...]]((one.pool, one.activity) for one in self._replicas.values()),
+            Counter(one.stage for one in self._requests.values()),
+        )
+
+    def seen(self) -> Seen:
+        """Return what is known. Where requests are too many to list, those that have left the queue come first."""
+        self._expire()
+        listed = self._requests
+        unlisted: Counter[str] = Counter()
+        if len(listed) > MAX_LISTED:
+            keys = sorted(listed, key=lambda key: listed[key].stage == "waiting")
+            unlisted = Counter(listed[key].stage for key in keys[MAX_LISTED:])
+            listed = {key: listed[key] for key in keys[:MAX_LISTED]}
+        return Seen(dict(self._replicas), dict(listed), dict(unlisted), self._handoffs, self._step_s, dict(self._ended))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for name in [name for name, told_s in self._replica_s.items() if now - told_s > self._expiry_s(name)]:
+            if self._replicas[name].activity in FAILED:
+                del self._replicas[name], self._replica_s[name]
+            else:
+                self.gone(name)
+        for key in _older(self._request_s, now - EXPIRY_S):
+            self._forget_request(key)
+        for driver in _older(self._driver_s, now - EXPIRY_S):
+            del self._driver_s[driver], self._drivers[driver]
+
+    def _expiry_s(self, name: str) -> float:
+        return _EXPIRY_S.get(self._replicas[name].activity, EXPIRY_S)
+
+    def _forget_request(self, key: str) -> None:
+        self._requests.pop(key, None)
+        self._request_s.pop(key, None)
+
+    def _shared(self, software: dict[str, str]) -> dict[str, str]:
+        """Return the one dictionary of this content: most replicas compute with the same, and readers get it once."""
+        if len(self._software) >= MAX_SOFTWARE:
+            self._software.clear()
+        return self._software.setdefault(tuple(sorted(software.items())), software)
+
+    def _forget_failures(self) -> None:
+        """Keep the latest failures only: a pool that can't start makes new ones for as long as it is tried."""
+        failed = [name for name in self._replica_s if self._replicas[name].activity in FAILED]
+        for name in failed[:-MAX_FAILED]:
+            del self._replicas[name], self._replica_s[name]
+
+
+def _renew(told_s: dict[str, float], name: str, now: float) -> None:
+    """Note when a name was last heard of, and put it last."""
+    told_s.pop(name, None)
+    told_s[name] = now
+
+
+def _older(told_s: Mapping[str, float], than_s: float) -> list[str]:
+    """Return the names that were last heard of before a moment; the oldest come first."""
+    found = []
+    for name, moment in told_s.items():
+        if moment >= than_s:
+            break
+        found.append(name)
+    return found
