@@ -190,6 +190,8 @@ class JobStore:
             jobs = session.scalars(
                 select(Job).options(_WITH_POSITION).where(Job.sequence.in_(wanted)).order_by(by_age)
             ).all()
+        if wanted and not jobs:  # deleted in between: what follows is another page
+            return self.list(owner, after=after, limit=limit, order=order, status=status)
         return Page(jobs=tuple(jobs), more=len(found) > count)
 
     def cancel(self, job: str, owner: str | None = None) -> Job:
@@ -332,7 +334,8 @@ def _check_body(earlier: Job, body_digest: str) -> None:
 
 def _check_room(session: Session, owner: str, room: Room) -> None:
     """Raise `QueueFull` where one more job of an owner may not wait."""
-    if (session.scalar(_WAITING) or 0) < min(room.queue or math.inf, room.owner or math.inf):
+    limits = [limit for limit in (room.queue, room.owner) if limit is not None]
+    if (session.scalar(_WAITING) or 0) < min(limits, default=math.inf):
         return
     waiting = dict(session.execute(_WAITING_BY_OWNER).all())
     own, others = waiting.get(owner, 0), waiting.keys() - {owner}

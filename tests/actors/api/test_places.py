@@ -9,7 +9,11 @@ import threading
 import httpx
 import pytest
 from PIL import Image
+from starlette.datastructures import Headers
 
+from actors.api.http.error_answers import HttpError
+from actors.api.intake.receiving import Bodies
+from actors.api.limits import Limits
 from tests.actors.api.conftest import NAME
 from tests.actors.api.serving import create, served
 from tests.actors.api.test_hostile import Sent
@@ -66,6 +70,26 @@ def test_images_that_are_fetched_count_with_the_bodies(hooked, hook):
         first.join()
         assert answers[0].status_code == 200
         assert create(http, **other).status_code == 200  # what was held is free again
+
+
+def test_an_image_that_is_fetched_makes_room_for_those_who_hold_less():
+    async def both():
+        bodies = Bodies(Limits(bodies_bytes=100))
+        with bodies.arriving(Headers({}), "mallory") as large, bodies.arriving(Headers({}), "ann") as small:
+
+            async def fetch():
+                async with large.fetching():
+                    large.add(80)
+                    await asyncio.sleep(60)
+
+            fetching = asyncio.create_task(fetch())
+            await asyncio.sleep(0)
+            small.add(50)
+            with pytest.raises(HttpError) as given_up:
+                await fetching
+            return given_up.value.status, small.given_up
+
+    assert asyncio.run(both()) == (503, False)
 
 
 def test_pictures_that_are_made_count_with_the_bodies(settings):

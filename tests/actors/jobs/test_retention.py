@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import select
 
 from actors.jobs import retention
-from actors.jobs.errors import JobNotFound
+from actors.jobs.errors import JobError, JobNotFound
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore
 from actors.jobs.tables import File, Job
@@ -73,6 +73,27 @@ def test_an_upload_that_became_no_job_is_removed(database, storage):
     storage.write("inputs/b.png", b"image")
     assert Retention(database, storage).sweep() == (0, 1)
     assert storage.list() == {}
+
+
+def test_a_released_upload_is_gone_unless_a_job_has_it(database, storage):
+    retention, store = Retention(database, storage), JobStore(database)
+    for name in ("inputs/free.png", "inputs/taken.png"):
+        retention.reserve(name)
+        storage.write(name, b"image")
+    store.submit(Job(owner="ann", request={}, input_image="inputs/taken.png"))
+    assert retention.release("inputs/free.png") and not retention.release("inputs/taken.png")
+    assert not retention.release("inputs/unknown.png")
+    assert set(storage.list()) == recorded(database) == {"inputs/taken.png"}
+
+
+def test_no_job_gets_an_upload_that_is_being_released(database, storage, tmp_path):
+    """Its file can't be removed yet, but is due from then on."""
+    retention = Retention(database, storage)
+    retention.reserve("inputs/b.png")
+    (tmp_path / "results" / "inputs/b.png").mkdir(parents=True)  # not a file: even root can't unlink it
+    assert not retention.release("inputs/b.png")
+    with pytest.raises(JobError, match="send it again"):
+        JobStore(database).submit(Job(owner="ann", request={}, input_image="inputs/b.png"))
 
 
 def test_an_upload_that_may_still_become_one_stays(database, storage):

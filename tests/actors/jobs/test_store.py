@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 from sqlalchemy.engine import make_url
 
 from actors.jobs.database import Database
@@ -23,7 +23,7 @@ from actors.jobs.errors import (
     StoreUnavailable,
 )
 from actors.jobs.retention import Retention
-from actors.jobs.store import JobStore, open_database
+from actors.jobs.store import JobStore, open_database, private_key
 from actors.jobs.tables import Job
 from actors.jobs.values import JobSettings, Room
 from actors.jobs.work import WorkQueue
@@ -113,6 +113,89 @@ def test_a_full_queue_takes_no_more_but_knows_what_it_took(store):
     with pytest.raises(QueueFull, match="1 jobs wait"):
         store.submit(ask(), room=Room(queue=1))
     assert store.submit(ask(idempotency_key="key"), room=Room(queue=1))[0] == job
+
+
+def test_a_key_that_may_have_nothing_wait_has_nothing_wait(store):
+    with pytest.raises(QueueFull, match="0 jobs of this key wait"):
+        store.submit(ask(), room=Room(queue=10, owner=0))
+
+
+def test_a_repeated_request_is_told_from_others_without_reading_them(store):
+    rows = []
+    wanted, _ = store.submit(ask(prompt="wanted"))
+    for number in range(20):
+        store.submit(ask(prompt=str(number)))
+    store.submit(ask("bob", prompt="wanted"))
+
+    def loaded(job, _):
+        rows.append(job.id)
+
+    event.listen(Job, "load", loaded)
+    try:
+        assert store.known("ann", None, "wanted", retried=True) == wanted
+        assert store.known("ann", None, "unknown", retried=True) is None
+    finally:
+        event.remove(Job, "load", loaded)
+    assert rows == [wanted.id]
+    assert store.known("ann", None, "wanted") is None
+
+
+def test_a_repeated_request_gets_no_job_that_ended_badly_and_none_of_a_key(store, database):
+    cancelled, deleted, _ = (store.submit(ask())[0] for _ in range(3))
+    store.cancel(cancelled.id)
+    store.delete(deleted.id)
+    running = WorkQueue(database).claim("w")
+    store.cancel(running.id)  # it is to stop
+    store.submit(ask(idempotency_key="its own"))
+    assert store.known("ann", None, "a cat", retried=True) is None
+
+
+def test_a_job_that_one_request_waits_for_is_cancelled_by_it_alone(store):
+    mine, other = private_key(), private_key()
+    job, _ = store.submit(ask(idempotency_key=mine))
+    assert not store.cancel_private(job.id, other)
+    assert store.cancel_private(job.id, mine) and store.get(job.id).error_code == "cancelled"
+    assert store.known("ann", None, "a cat", retried=True) is None
+
+
+def test_a_job_that_a_repeated_request_waits_for_is_nobody_s_to_cancel(store):
+    mine = private_key()
+    job, _ = store.submit(ask(idempotency_key=mine))
+    assert store.known("ann", None, "a cat", retried=True).id == job.id
+    assert not store.cancel_private(job.id, mine)
+    assert store.get(job.id).status == "queued"
+
+
+def test_pages_of_long_requests_are_shorter(store, monkeypatch):
+    monkeypatch.setattr("actors.jobs.store.PAGE_CHARACTERS", 1000)
+    requests = [{"prompt": "ä" * length} for length in (10, 10, 5000, 100, 10)]
+    made = [store.submit(Job(owner="ann", request=request))[0].id for request in requests]
+    seen, after = [], None
+    while True:
+        page = store.list(after=after, order="asc")
+        seen.append([job.id for job in page.jobs])
+        if not page.more:
+            break
+        after = seen[-1][-1]
+    assert seen == [made[:2], made[2:3], made[3:]]
+
+
+def test_a_commit_in_doubt_is_looked_for_once_it_has_ended(store, database):
+    job, entered = ask(), threading.Event()
+
+    def commit():
+        with database.write() as session:
+            database.serialize(session)
+            session.add(job)
+            entered.set()
+            time.sleep(0.3)
+
+    committing = threading.Thread(target=commit)
+    committing.start()
+    entered.wait()
+    assert store.find_committed(job.id).id == job.id  # not None, although it began before the commit
+    committing.join()
+    assert store.find_committed("video_" + "0" * 48) is None
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
