@@ -1,18 +1,38 @@
 """Which nodes are about to be taken away: preempted by the cloud, drained by an operator or an autoscaler."""
 
+import logging
 import time
 from collections.abc import Iterable
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 3.0  # Ray's control store answers in milliseconds; Ray Serve's own controller waits as long.
 
 
-def draining_for(nodes: Iterable[str]) -> float | None:
-    """Return the seconds left to the first of these nodes that is being drained (inf: no deadline), None if none is.
+def draining_for(nodes: Iterable[str], timeout_s: float = ANSWER_S) -> float | None:
+    """Return the seconds left to the first of some nodes that is being drained.
 
-    nodes  ids of a slice's hosts: a slice is taken as a whole, so one is enough to move
+    It blocks until the control store answers: an event loop calls it in a thread.
+
+    Args:
+        nodes: Ids of a slice's hosts. A slice is taken as a whole, so one is enough to move.
+        timeout_s: A control store that is silent for longer knows nothing.
+
+    Returns:
+        Seconds, inf where there is no deadline; None when none is drained, or when that isn't known now.
     """
-    from ray._private.state import state  # where Ray Train's own watcher of preemptions asks (2.60)
+    # Ray Train's own watcher of preemptions asks `ray._private.state` (2.60), which asks this client without a limit.
+    from ray._private.worker import global_worker
 
-    drained = state.get_draining_nodes()
+    worker: Any = global_worker
+
+    try:
+        drained: dict[str, int] = worker.gcs_client.get_draining_nodes(timeout=timeout_s)
+    except Exception as error:  # a time-out, a control store that is gone, a process that is leaving the cluster
+        log.debug("it isn't known which nodes are drained: %s: %s", type(error).__name__, error)
+        return None
     deadlines = [drained[node] for node in nodes if node in drained]
     if not deadlines:
         return None
-    return min(float("inf") if not ms else ms / 1000 - time.time() for ms in deadlines)
+    return min(float("inf") if not ms else max(0.0, ms / 1000 - time.time()) for ms in deadlines)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cluster.inventory import SliceFound
 
 WATCH_S = 1.0
+MAX_GONE = 5  # Slices without a host that are listed: Ray remembers those that were taken away.
 UP = "wan-tpu pipeline up --layout ... --model_id ..."
 
 
@@ -36,19 +37,29 @@ def status(argv: Sequence[str]) -> None:
     jobs = f", jobs at http://{running.dashboard}" if running and running.dashboard else ""
     connect(address)
     while True:
-        slices = slices_found()
+        slices, forgotten = _listed(slices_found())
         found = status_of(args.name, slices)
         if args.json:
-            shown = json.dumps({"slices": [_slice(one) for one in slices], "pipeline": found and asdict(found)})
+            pipeline = found and asdict(found)
+            slices_shown = [_slice(one) for one in slices]
+            shown = json.dumps({"slices": slices_shown, "gone": forgotten, "pipeline": pipeline})
         else:
-            pipeline = text(found) if found else f"no pipeline {args.name!r} runs here; {UP}"
-            shown = f"cluster at {address}{jobs}\n{draw(slices)}\n{pipeline}"
+            about = text(found) if found else f"no pipeline {args.name!r} runs here; {UP}"
+            gone = f"\n  and {forgotten} that are gone, with all of their hosts" if forgotten else ""
+            shown = f"cluster at {address}{jobs}\n{draw(slices)}{gone}\n{about}"
         if args.watch and not args.json and sys.stdout.isatty():
             print("\x1b[H\x1b[J", end="")
         print(shown, flush=True)
         if not args.watch:
             return
         time.sleep(WATCH_S)
+
+
+def _listed(slices: Sequence["SliceFound"]) -> tuple[list["SliceFound"], int]:
+    """Return the slices to list, and how many more have no host left."""
+    gone = [one for one in slices if not one.hosts]
+    hidden = {one.name for one in gone[MAX_GONE:]}
+    return [one for one in slices if one.name not in hidden], len(hidden)
 
 
 def _slice(found: "SliceFound") -> dict[str, object]:

@@ -11,6 +11,7 @@ from actors.observe.meters import PipelineMeters
 
 EXPIRY_S = 60.0  # A report that nobody has renewed for so long is forgotten: whoever made it is gone.
 STARTING_EXPIRY_S = 3600.0  # The same of a replica that starts: compilers and queues for slices may be silent for long.
+UNNAMED_EXPIRY_S = 3600.0  # The same of a request that no driver has renewed yet: it may wait for long.
 FAILED_EXPIRY_S = 600.0  # The same of one that has failed: its process is gone, its reason is still of use.
 MAX_FAILED = 20  # Failed replicas that are remembered.
 MAX_LISTED = 2000  # Requests that readers are given one by one; of all others they are given counts.
@@ -94,6 +95,7 @@ class StatusBoard:
         self._replicas: dict[str, ReplicaSeen] = {}
         self._requests: dict[str, RequestSeen] = {}
         self._drivers: dict[str, frozenset[str]] = {}  # Ids of the requests that each has under way.
+        self._named = set[str]()  # Ids that some driver has named.
         # When each was last reported, the longest ago first.
         self._replica_s: dict[str, float] = {}
         self._request_s: dict[str, float] = {}
@@ -142,6 +144,7 @@ class StatusBoard:
         for key in named:
             self._requests.setdefault(key, RequestSeen(time.time()))
             _renew(self._request_s, key, now)
+        self._named |= named
         self._drivers[driver] = named
         _renew(self._driver_s, driver, now)
 
@@ -182,7 +185,8 @@ class StatusBoard:
             else:
                 self.gone(name)
         for key in _older(self._request_s, now - EXPIRY_S):
-            self._forget_request(key)
+            if key in self._named or self._request_s[key] < now - UNNAMED_EXPIRY_S:
+                self._forget_request(key)
         for driver in _older(self._driver_s, now - EXPIRY_S):
             del self._driver_s[driver], self._drivers[driver]
 
@@ -192,6 +196,7 @@ class StatusBoard:
     def _forget_request(self, key: str) -> None:
         self._requests.pop(key, None)
         self._request_s.pop(key, None)
+        self._named.discard(key)
 
     def _shared(self, software: dict[str, str]) -> dict[str, str]:
         """Return the one dictionary of this content: most replicas compute with the same, and readers get it once."""

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import ray
@@ -13,20 +13,20 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, ServeStatus
 
 from actors.errors import PipelineExists, PipelineStartFailed
-from actors.observe.status_actor import ReplicaSeen, Seen, StatusActor
+from actors.observe.status_actor import ReplicaSeen, Seen, StatusActor, kept_spec
+from actors.pipeline.claim import claimed
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.slices.leader import SliceLeader
-from actors.slices.scheduler import MOST_PAUSED
 from cluster.gang.placement import off_hosts
 from cluster.layout import Layout, Pool
-from wan_tpu.spec import ENCODER
 
-# Calls at a replica: one that computes, the next one's inputs on their way to the devices, the last one's results
-# leaving. An encoder's request comes in three pieces.
-MOST_ONGOING, MOST_ONGOING_ENCODER = 3, 8
+# Calls a replica takes: all that come, since Serve's own queue knows no priorities. Drivers bound their calls, and the
+# leader of a slice how many of them have arrays on its devices.
+MAX_CALLS = 1000
 HEALTH_S = 2.0
 LEAVING_S = 3600.0  # a replica that is to go may finish what it has
 POLL_S = 0.25
+NEWS_S = 2.0  # A status actor that is silent for so long has no news; what is waited for comes from Serve.
 _TOLD_S, _HANDLES = 2.0, 10  # that a handle may take to learn of its pool, and how often it is made anew
 # For the first deployment of an application that answers no HTTP: where Serve runs HAProxy, it would listen.
 NO_HTTP = {"env_vars": {"RAY_SERVE_ENABLE_HA_PROXY": "0"}}
@@ -39,9 +39,14 @@ def deploy(spec: PipelineSpec, *, tell: Tell = lambda text: None) -> None:
 
     tell  given a line, again and again, that says what is being waited for
 
-    Needs a Ray cluster that this process has joined. Raises `PipelineExists` when one of that name is there,
-    `PipelineStartFailed` when a pool can't be started: nothing of it is left then.
+    Needs a Ray cluster that this process has joined. Raises `PipelineExists` when one of that name is there, or being
+    brought up, `PipelineStartFailed` when a pool can't be started: nothing of it is left then.
     """
+    with claimed(spec.settings.name):
+        _deploy(spec, tell)
+
+
+def _deploy(spec: PipelineSpec, tell: Tell) -> None:
     name, settings, pools = spec.settings.name, spec.settings, spec.layout.pools
     if running(name):
         raise PipelineExists(
@@ -60,20 +65,30 @@ def deploy(spec: PipelineSpec, *, tell: Tell = lambda text: None) -> None:
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         wait_until_up(spec, tell)
     except BaseException:
-        shut_down(name, drain_s=0)  # a replica that is starting can't be asked to leave
+        # A replica that is starting can't be asked to leave. Nobody else's is shut down: none ran when this began, and
+        # nobody else can have begun since.
+        shut_down(name, drain_s=0)
         raise
 
 
 def wait_until_up(spec: PipelineSpec, tell: Tell) -> None:
-    """Return when every pool has the replicas that it must have at least; raises `PipelineStartFailed`."""
-    status = StatusActor.connect(spec.settings.name)
+    """Return when every pool has the replicas that it must have at least; raises `PipelineStartFailed`.
+
+    Serve says when that is. The status actor adds what each replica does, and what would be refused again.
+    """
+    status = StatusActor.find(spec.settings.name)
     applications = {pool.name: application(spec.settings.name, pool.name) for pool in spec.layout.pools}
-    known = _refused(status.seen())  # of an earlier start, when the pipeline ran before: nobody removes them
+    known: Set[str] | None = None  # Replicas that were refused in an earlier start, when the pipeline ran before.
     while True:
-        seen = status.seen()
-        for name, replica in _refused(seen).items():
-            if name not in known:  # and would be refused again: Serve tries three times
-                raise PipelineStartFailed(f"pool {replica.pool}: {replica.detail}")
+        news = None if status is None else status.latest(NEWS_S)
+        seen = news or Seen()
+        if news is not None:
+            refused = _refused(news)
+            if known is None:
+                known = set(refused)
+            if new := [replica for name, replica in refused.items() if name not in known]:
+                # It would be refused again, and Serve tries three times.
+                raise PipelineStartFailed(f"pool {new[0].pool}: {new[0].detail}")
         found = serve.status().applications
         if gone := [pool for pool, name in applications.items() if name not in found]:
             raise PipelineStartFailed(f"pool {', '.join(gone)}: taken down meanwhile")
@@ -84,7 +99,8 @@ def wait_until_up(spec: PipelineSpec, tell: Tell) -> None:
         ready = {name for name, state in states.items() if state.status == ApplicationStatus.RUNNING}
         if len(ready) == len(states):
             return
-        tell(" · ".join(_starting(pool, seen, pool in ready) for pool in states))
+        note = "" if news is not None else " (the status actor doesn't answer)"
+        tell(" · ".join(_starting(pool, seen, pool in ready) for pool in states) + note)
         time.sleep(POLL_S)
 
 
@@ -124,8 +140,7 @@ def _told(made: Any) -> bool:
 
 def find_spec(pipeline: str) -> PipelineSpec | None:
     """Return what is known of a pipeline that is on this cluster, None when there is none of that name."""
-    status = StatusActor.find(pipeline) if running(pipeline) else None
-    return None if status is None else status.spec()
+    return kept_spec(pipeline) if running(pipeline) else None
 
 
 def running(pipeline: str) -> list[str]:
@@ -156,7 +171,7 @@ def shut_down(pipeline: str, *, drain_s: float = LEAVING_S) -> None:
     drain_s  how long they may finish what they have; after that their replicas are killed
     """
     _quiet()
-    found = running(pipeline)
+    found, status = running(pipeline), StatusActor.find(pipeline)
     for name in found:
         serve.delete(name, _blocking=False)
     until = time.monotonic() + drain_s
@@ -164,16 +179,15 @@ def shut_down(pipeline: str, *, drain_s: float = LEAVING_S) -> None:
         if time.monotonic() > until:
             _kill_replicas(found)
         time.sleep(POLL_S)
-    status = StatusActor.find(pipeline)
     if status is not None:
-        status.close()
+        status.close()  # this one: somebody may bring up another pipeline of that name by now
 
 
 def pool_application(pool: Pool, settings: PipelineSettings) -> Any:
     """Return the Serve application of a pool."""
     options: dict[str, Any] = {
         "name": pool.name,
-        "max_ongoing_requests": MOST_PAUSED + (MOST_ONGOING_ENCODER if ENCODER in pool.stages else MOST_ONGOING),
+        "max_ongoing_requests": MAX_CALLS,
         "request_router_config": {"request_router_class": "actors.slices.router:LeastLoadedRouter"},
         "max_queued_requests": settings.in_flight * 4,  # a request is at most at three calls at a time
         "health_check_period_s": HEALTH_S,

@@ -88,7 +88,10 @@ class Machines:
 
 
 def files(layout: Layout, machines: Machines) -> dict[str, str]:
-    """Return all scripts by their file's name; raises `LayoutError` for slices that aren't to be had as TPU VMs."""
+    """Return all scripts by their file's name.
+
+    Raises `LayoutError` for slices that aren't to be had as TPU VMs, and for pools whose machines would have one name.
+    """
     if layout.devices_per_host is not None:
         raise LayoutError(f"{layout.source}: its slices are emulated; take out emulate, or give a layout of real ones")
     kinds = {pool.slice.pod_type: pool.slice for pool in layout.pools}
@@ -97,6 +100,7 @@ def files(layout: Layout, machines: Machines) -> dict[str, str]:
             raise LayoutError(
                 f"{layout.source}: Cloud TPU's API has no {kind}, only {', '.join(RUNTIMES)}; on GKE: wan-tpu manifests"
             )
+    _check_names(layout)
     starts = {f"{name}.sh": host_start(kind, machines) for name, kind in kinds.items()}
     return {"create.sh": _create(layout, machines), "delete.sh": _delete(layout, machines)} | {
         "head.sh": head_start(machines),
@@ -144,9 +148,26 @@ def _start(what: str, machines: Machines, variables: str, arguments: str) -> str
     )
 
 
+def _check_names(layout: Layout) -> None:
+    """Raise `LayoutError` for pools that machines' names don't tell apart."""
+    pools: dict[str, str] = {}
+    for pool in layout.pools:
+        other = pools.setdefault(_machine_part(pool.name), pool.name)
+        if other != pool.name:
+            raise LayoutError(
+                f"{layout.source}: machines of pools {other} and {pool.name} would have the same names, which are made "
+                "of lower-case letters, digits and dashes; rename one of the pools"
+            )
+
+
+def _machine_part(pool: str) -> str:
+    """Return a pool's name as machines' names may have it."""
+    return pool.replace("_", "-").lower()
+
+
 def _slices(layout: Layout, machines: Machines) -> list[tuple[str, SliceSpec]]:
     return [
-        (f"{machines.name}-{pool.name.replace('_', '-').lower()}-{number}", pool.slice)
+        (f"{machines.name}-{_machine_part(pool.name)}-{number}", pool.slice)
         for pool in layout.pools
         for number in range(pool.replicas.maximum)
     ]

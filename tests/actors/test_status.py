@@ -2,10 +2,13 @@
 
 import time
 
-from actors.observe.status_actor import ReplicaSeen, Seen
-from actors.pipeline.status import pipeline_status, text
+from actors.commands.status import MAX_GONE, _listed
+from actors.observe.status_actor import ReplicaSeen, RequestSeen, Seen
+from actors.pipeline.status import SHOWN, pipeline_status, text, under_way
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
+from cluster.inventory import HostFound, SliceFound
 from cluster.layout import Layout
+from cluster.slice_spec import SliceSpec
 from wan_tpu.families import preset_spec
 
 LAYOUT = Layout.parse("pools: {all: {stages: [encoder, denoise, decoder], slice: v6e-8, replicas: 2}}", "mine")
@@ -26,3 +29,36 @@ def test_replicas_that_differ_are_named():
 def test_replicas_that_are_alike_are_not():
     found = status_with({"jax": "1"}, {"jax": "1"})
     assert not found.pools[0].differing and "not alike" not in text(found)
+
+
+def test_status_is_there_though_its_actor_is_silent():
+    found = pipeline_status(SPEC, None, [], {"all/0", "all/1"})
+    assert found.silent and list(found.pools[0].replicas) == ["all/0", "all/1"]
+    shown = text(found)
+    assert "its status actor doesn't answer" in shown and "unknown" in shown
+
+
+def test_many_replicas_and_requests_are_counted():
+    replicas = {f"all/{i:03}": ReplicaSeen("all", "", "idle", "", (), time.time()) for i in range(250)}
+    requests = {f"cat-{i}": RequestSeen(time.time(), "denoise") for i in range(50)}
+    seen = Seen(replicas=replicas, requests=requests, unlisted={"denoise": 7, "waiting": 1000})
+    found = pipeline_status(SPEC, seen, [], set(replicas))
+    assert (found.under_way, found.waiting, found.pools[0].queue) == (57, 1000, 57)
+    shown = text(found)
+    assert len(shown.splitlines()) < 2 * SHOWN + 10
+    assert "    and 230 idle" in shown and "57 under way, 1000 waiting" in shown
+    assert under_way(seen).endswith(" · 51 more · 1000 waiting")
+
+
+def test_replica_whose_clock_is_ahead_was_not_seen_in_the_future():
+    replicas = {"all/0": ReplicaSeen("all", "", "idle", "", (), time.time() + 100)}
+    assert "idle, 0 s" in text(pipeline_status(SPEC, Seen(replicas=replicas), [], set(replicas)))
+
+
+def test_slices_that_are_gone_are_counted():
+    spec, host = SliceSpec("v6e-1"), HostFound(0, "node", "10.0.0.1", None)
+    there = [SliceFound(f"b-{i}", spec.pod_type, spec, (host,), None) for i in range(3)]
+    gone = [SliceFound(f"a-{i:03}", spec.pod_type, spec, (), None) for i in range(250)]
+    listed, more = _listed(gone + there)
+    assert [one.name for one in listed] == [one.name for one in gone[:MAX_GONE] + there]
+    assert more == 250 - MAX_GONE

@@ -14,6 +14,7 @@ from actors.observe.status_board import (
     MAX_FAILED,
     MAX_LISTED,
     STARTING_EXPIRY_S,
+    UNNAMED_EXPIRY_S,
     ReplicaSeen,
     StatusBoard,
 )
@@ -61,10 +62,22 @@ def test_requests_of_a_killed_driver_are_forgotten(board, now):
     board.requests("driver-1", ["cat", "dog"])
     now[0] += EXPIRY_S - 1
     board.requests("driver-1", ["cat", "dog"])
-    now[0] += EXPIRY_S
+    now[0] += 1
+    board.request("dog", "decoder", 0, 0, None)
+    now[0] += EXPIRY_S - 1
     assert {key: one.stage for key, one in board.seen().requests.items()} == {"cat": "waiting", "dog": "decoder"}
-    now[0] += 0.1
+    now[0] += 0.5
+    assert list(board.seen().requests) == ["dog"]
+    now[0] += 0.6
     assert board.seen().requests == {}
+
+
+def test_request_that_no_driver_renews_may_wait_for_an_hour(board, now):
+    board.request("cat", "waiting", 0, 0, None)
+    now[0] += UNNAMED_EXPIRY_S
+    assert list(board.seen().requests) == ["cat"]
+    now[0] += 0.1
+    assert not board.seen().requests
 
 
 def test_driver_renews_its_own_requests_only(board, now):

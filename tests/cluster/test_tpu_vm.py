@@ -39,6 +39,10 @@ def test_scripts_of_every_layout_are_shell(name, tmp_path, capsys):
     [
         ("{pools: {a: {stages: [x], slice: v7x-4}}}", "Cloud TPU's API has no v7x-4, only v5e, v5p, v6e; on GKE"),
         ("{pools: {a: {stages: [x], slice: v6e-8}}, emulate: {devices_per_host: 1}}", "its slices are emulated"),
+        (
+            "{pools: {ends_1: {stages: [x], slice: v6e-8}, Ends-1: {stages: [y], slice: v6e-8}}}",
+            "machines of pools ends_1 and Ends-1 would have the same names",
+        ),
     ],
 )
 def test_what_is_not_to_be_had_is_refused(text, message):

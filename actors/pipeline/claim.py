@@ -1,0 +1,53 @@
+"""The right to bring a pipeline up: one process of a cluster has it at a time, and loses it when it dies."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+
+from actors.errors import PipelineExists
+from actors.observe.status_actor import NAMESPACE
+from cluster.gang.placement import surviving
+
+FREE_S = 10.0  # An actor that was killed may keep its name for so long.
+
+
+@contextlib.contextmanager
+def claimed(pipeline: str) -> Iterator[None]:
+    """Hold the right to bring a pipeline up, so that two who try at once don't take each other's pools down.
+
+    Ray's control store gives a name to one actor only. The actor isn't detached: it ends with this process.
+
+    Raises:
+        PipelineExists: Another process is bringing it up.
+    """
+    name = f"{pipeline}-start"
+    try:
+        claim: Any = surviving(_Claim).options(name=name, namespace=NAMESPACE).remote()
+    except ValueError:
+        raise PipelineExists(
+            f"a pipeline {pipeline!r} is being brought up on this cluster by another command; wait for that, "
+            "or choose another --name"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.kill(claim)
+        _wait_until_free(name)
+
+
+def _wait_until_free(name: str) -> None:
+    """Return when nobody has the name any more, so that the next command finds it free."""
+    until = time.monotonic() + FREE_S
+    while time.monotonic() < until:
+        try:
+            ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            return
+        time.sleep(0.02)
+
+
+class _Claim:
+    """An actor that does nothing but hold its name."""

@@ -1,0 +1,111 @@
+"""Nothing waits for an observer: a silent status actor or control store has no news, and the work goes on."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import ray
+
+from actors.errors import PipelineExists
+from actors.observe.status_actor import ReplicaSeen, StatusActor, StatusSilent
+from actors.pipeline.claim import _Claim, claimed
+from cluster.connect import connect, leave
+from cluster.draining import draining_for
+from cluster.emulation import ray_nodes
+from cluster.emulation.cluster import EmulatedCluster, EmulatedSlice
+from cluster.slice_spec import SliceSpec
+from tests.actors.test_status import SPEC
+from tests.cluster.conftest import drain
+from tests.conftest import ROOT
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    slices = (EmulatedSlice("one", SliceSpec("v6e-1")),)
+    with EmulatedCluster.start(slices, folder=tmp_path_factory.mktemp("cluster")) as running:
+        connect(running.address)
+        yield running
+        leave()
+
+
+@contextlib.contextmanager
+def stopped(cluster, what):
+    """Stop the head's process whose command line has a word, as a machine that swaps or hangs does."""
+
+    def found():
+        return [one for one in ray_nodes.processes(cluster.temp / "head") if what in " ".join(one.cmdline())]
+
+    [process] = wait_for(found, what)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        wait_for(lambda: process.status() == psutil.STATUS_STOPPED, f"{what} to stop")
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def test_status_actor_that_is_silent_stops_nobody(cluster):
+    status = StatusActor.create("quiet", SPEC)
+    status.replica("all/0", ReplicaSeen("all", "", "idle", "", (), time.time()))
+    wait_for(lambda: status.seen().replicas, "the first report")
+    with stopped(cluster, "_StatusActor"):
+        start = time.monotonic()
+        with pytest.raises(StatusSilent, match="status of pipeline 'quiet' can't be read now"):
+            status.seen(timeout_s=0.5)
+        assert status.latest(timeout_s=0.5) is None
+        for number in range(3000):  # more than may wait for it
+            status.requests("driver", [f"cat-{number}"])
+        assert time.monotonic() - start < 10
+    wait_for(lambda: status.latest(timeout_s=1.0), "the status actor")
+    status.requests("driver", ["dog"])
+    wait_for(lambda: set(status.seen().requests) == {"dog"}, "the latest report")
+    status.close()
+
+
+def test_one_process_at_a_time_brings_a_pipeline_up(cluster):
+    with claimed("mine"), pytest.raises(PipelineExists, match="'mine' is being brought up"), claimed("mine"):
+        pass
+    with claimed("mine"), claimed("other"):
+        pass
+
+
+def test_claim_ends_with_its_process(cluster):
+    code = (
+        "import sys, time; from cluster.connect import connect; from actors.pipeline.claim import claimed\n"
+        f"connect({cluster.address!r})\n"
+        "with claimed('theirs'): print('claimed', flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "claimed\n"
+    with pytest.raises(PipelineExists), claimed("theirs"):
+        pass
+    process.kill()
+    process.wait()
+
+    def free():
+        with contextlib.suppress(PipelineExists), claimed("theirs"):
+            return True
+        return False
+
+    wait_for(free, "the claim of a process that was killed")
+
+
+def test_drain_is_unknown_while_the_control_store_is_silent(cluster):
+    [node] = [one["NodeID"] for one in ray.nodes() if one["Resources"].get("TPU")]
+    busy = ray.remote(num_cpus=0, resources={"TPU": 1})(_Claim).remote()  # An idle node would leave at once.
+    ray.get(busy.__ray_ready__.remote())
+    assert draining_for([node]) is None
+    drain(cluster, node, 1000)
+    assert 900 < wait_for(lambda: draining_for([node]), "the drain") < 1000
+    with stopped(cluster, "gcs_server"):
+        start = time.monotonic()
+        assert draining_for([node], timeout_s=0.5) is None
+        assert time.monotonic() - start < 5
+    assert wait_for(lambda: draining_for([node]), "the control store")
