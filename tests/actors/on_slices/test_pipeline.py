@@ -19,7 +19,7 @@ from actors.cli import main
 from actors.errors import PipelineError, PipelineStartFailed, RequestFailed
 from actors.observe.status_actor import ReplicaSeen, StatusActor
 from actors.pipeline import pools
-from actors.pipeline.acquire import _owner, owned
+from actors.pipeline.acquire import _owned, _owner
 from actors.pipeline.client import PipelineClient
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import wait_until_up
@@ -287,7 +287,7 @@ def test_a_replica_that_was_refused_long_ago_stops_no_batch(running, spec):
 
 
 def test_a_batch_s_pipeline_stays_its_own_when_the_node_of_its_mark_is_lost(running):
-    with owned("batch"):
+    with _owned("batch"):
         [process] = [process for process in running.processes() if "_Owner" in title(process)]
         assert process in ray_nodes.processes(running.cluster.temp / "head")  # not on a host, which may be taken away
         kill(process)

@@ -46,6 +46,26 @@ LAYOUTS = {
     "three pools": {"ends": ["encoder", "decoder"], "high": ["denoise_high"], "low": ["denoise_low"]},
     "one pool": {"whole": ["encoder", "denoise_high", "denoise_low", "decoder"]},
 }
+FAULTS = (
+    "drain",
+    "drain",
+    "drain",
+    "leave",
+    "leader",
+    "hosts",
+    "device",
+    "hang",
+    "sick",
+    "down",
+    "slow",
+    "full",
+    "silent",
+    "driver",
+    "clock",
+    "ray",
+    "evict",
+    "hub",
+)
 FAULTS_S = 60.0  # Until when something may break; what is left then must be made.
 KILLED = "its driver was killed"
 SETTLE_S = 120.0  # What may take this long afterwards: uploads, replicas that come back, orphans.
@@ -95,19 +115,17 @@ class Run:
         drivers: int | None = None,
         health_s: float = HEALTH_S,
         in_flight: int = 16,
+        spec: PipelineSpec | None = None,
     ) -> None:
         """What is left open is decided by the world's chance."""
         chance = world.random
         self.world, self.faults = world, faults
         self.status, self.bucket = Status(), Bucket(world)
-        layout = LAYOUTS[layout_name or chance.choice(sorted(LAYOUTS))]
-        pools = "\n".join(
-            f"  {name}: {{stages: [{', '.join(stages)}], slice: v6e-1}}" for name, stages in layout.items()
-        )
-        settings = PipelineSettings("checkpoint", "snapshots", snapshot_every=chance.choice((2, 5)), in_flight=in_flight)
-        self.spec = PipelineSpec(Layout.parse(f"pools:\n{pools}\n", "here"), settings, MODEL, lasting=True)
+        self.spec = spec or self._any_spec(layout_name, in_flight)
         self.pools = {
-            pool.name: PoolOfReplicas(world, pool, settings, self.status, self.bucket, slices or chance.randint(1, 3), health_s)
+            pool.name: PoolOfReplicas(
+                world, pool, self.spec.settings, self.status, self.bucket, slices or chance.randint(1, 3), health_s
+            )
             for pool in self.spec.layout.pools
         }
         for pool in self.pools.values():
@@ -116,6 +134,17 @@ class Run:
         self.asked = [self._ask(i) for i in range(chance.randint(10, 60) if requests is None else requests)]
         self._numbers = len(self.drivers)
         self.problems: list[str] = []
+
+    def _any_spec(self, layout_name: str | None, in_flight: int) -> PipelineSpec:
+        chance = self.world.random
+        layout = LAYOUTS[layout_name or chance.choice(sorted(LAYOUTS))]
+        pools = "\n".join(
+            f"  {name}: {{stages: [{', '.join(stages)}], slice: v6e-1}}" for name, stages in layout.items()
+        )
+        settings = PipelineSettings(
+            "checkpoint", "snapshots", snapshot_every=chance.choice((2, 5)), in_flight=in_flight
+        )
+        return PipelineSpec(Layout.parse(f"pools:\n{pools}\n", "here"), settings, MODEL, lasting=True)
 
     def _driver(self, number: int) -> Driver:
         world = self.world
@@ -159,14 +188,14 @@ class Run:
         self.problems += [f"left: {what}: {there}" for what, there in self._left().items()]
 
     async def _remove_orphans(self) -> None:
-        """Remove snapshots of ended requests whose drivers were killed before they could, as workers do now and then."""
+        """Remove snapshots of ended requests whose drivers were killed before they could, as workers do."""
         snapshots = Snapshots(BucketOfProcess(self.bucket, Process(self.world.loop, "maintenance")))  # type: ignore[arg-type]
         for asked in self.asked:
             if asked.is_orphaned:
                 await asyncio.to_thread(snapshots.delete_all_of, asked.id)
 
     async def _client(self, asked: Asked) -> None:
-        """Have one video made, as batches and workers do: tried again when it was lost, forgotten when it is durable."""
+        """Have one video made, as batches and workers do: again when it was lost, forgotten when it is durable."""
         await asyncio.sleep(asked.at_s)
         while not asked.ended:
             asked.driver = driver = self.world.random.choice(self.drivers)
@@ -233,10 +262,7 @@ class Run:
         chance, world = self.world.random, self.world
         pool = self.pools[chance.choice(sorted(self.pools))]
         replica = chance.choice(pool.replicas)
-        kind = chance.choice(
-            ("drain", "drain", "drain", "leader", "hosts", "device", "hang", "sick", "down", "slow", "full", "silent")
-            + ("driver", "clock", "ray", "evict", "hub", "leave")
-        )
+        kind = chance.choice(FAULTS)
         lasts_s = chance.uniform(1, 30)
         if kind == "drain" and replica.slice_name not in pool.deadlines:
             pool.drain(replica, chance.choice((2.0, 8.0, 12.0, 30.0, 90.0)))
@@ -302,7 +328,7 @@ class Run:
 
     def _excuse(self, replica: Replica, why: str) -> None:
         """Note whose steps may be repeated: what is lost is on the hosts, on its way, or waits for its next stage."""
-        lost = {held.rpartition(" ")[0] for held in replica.slice.host.held} if replica.slice else set()
+        lost = {held.rpartition(" ")[0] for held in replica.slice.host.keys()} if replica.slice else set()
         lost |= {stream._args[0].key for stream in replica.streams}
         for driver in self.drivers:
             scopes = {scope._number: id_ for id_, (_, scope) in driver.engine._kept.items()}
@@ -355,7 +381,7 @@ class Run:
                 scheduler = runner.scheduler
                 queues = [scheduler, scheduler.device, scheduler.places, scheduler.other_places]
                 found = {
-                    "held on hosts": replica.slice.host.held if replica.slice else None,
+                    "held on hosts": replica.slice.host.keys() if replica.slice else None,
                     "streams": replica.streams,
                     "work": runner.work,
                     "queued": [one for queue in queues for one in (*queue._inside, *queue._waiting)],

@@ -56,7 +56,8 @@ class Replica:
         self.process.check_thread()
         if self.slice_name in self.pool.deadlines:
             raise SliceLost(f"{self.slice_name} is taken away")
-        self.slice = Slice(world, self.process, self.slice_name, stages, named["timeouts"])
+        host = None if self.pool.make_host is None else self.pool.make_host(stages)
+        self.slice = Slice(world, self.process, self.slice_name, stages, named["timeouts"], host)
         self.slice.on_loss = lambda why: self.pool.on_loss(self, why)
         return self.slice
 
@@ -117,6 +118,7 @@ class PoolOfReplicas:
     ) -> None:
         self.world, self.pool, self.settings, self.status, self.bucket = world, pool, settings, status, bucket
         self.health_s = health_s
+        self.make_host: Callable[[tuple[str, ...]], Any] | None = None  # what computes there; simulated ones if None
         self.deadlines: dict[str, float] = {}  # of slices that are drained, when they are taken away
         self.waiting: deque[Stream] = deque()
         self._names = itertools.count()

@@ -357,12 +357,14 @@ class Slice:
 
     emulated = False
 
-    def __init__(self, world: World, process: Process, name: str, stages: tuple[str, ...], timeouts: Timeouts) -> None:
+    def __init__(
+        self, world: World, process: Process, name: str, stages: tuple[str, ...], timeouts: Timeouts, host: Any = None
+    ) -> None:
         self.world, self.process, self.name, self.timeouts = world, process, name, timeouts
         self.hosts = (HostPlace(0, 1, name, name, "10.0.0.1"),)
         self.software: dict[str, str] = {}
         self.start_s = {"placed": 0.0}
-        self.host = Host(world, self, stages)
+        self.host = host or Host(world, self, stages)
         self.is_sick = False
         self.next_fault: str | None = None  # of the next call in lockstep: "device", "hang"
         self.on_loss: Callable[[str], object] = lambda why: None  # called before what its hosts hold is gone
@@ -428,7 +430,8 @@ class Slice:
         if self._lost is None:
             self._lost = why
             self.on_loss(str(why))
-            self.host.held.clear()
+            if isinstance(self.host, Host):
+                self.host.held.clear()
             self._waiting.wake()
         return self._lost
 

@@ -31,7 +31,7 @@ def quiet():
 
 
 def first_failure(seeds, *, videos=10**9, until_s=float("inf"), **named):
-    """Run seeds until one fails, or so many videos were made; return the failing run, and how many videos there were."""
+    """Run seeds until one fails, or so many videos were made; return the failing run, and how many were made."""
     made = 0
     with little_garbage() as collect:
         for seed in seeds:

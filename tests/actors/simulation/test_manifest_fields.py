@@ -1,0 +1,126 @@
+"""Every field of a manifest's line goes through the pipeline, with real models: the video of one process, bit for bit.
+
+Leaders, driver and what runs on their hosts are real, as is what they compute; Ray and time are simulated.
+"""
+
+import asyncio
+import dataclasses
+import json
+import shutil
+
+import diffusers
+import numpy as np
+import pytest
+
+from actors.batch.manifest import read_manifest
+from actors.batch.one_process import OneProcessEngine
+from actors.pipeline_spec import PipelineSettings, PipelineSpec
+from actors.slices.stage_host import StageHost
+from cluster.layout import Layout
+from tests.actors.simulation.scenario import Run
+from tests.actors.simulation.stand_ins import World
+from tests.actors.simulation.virtual_time import virtual_time
+from tests.conftest import PHOTO
+from tests.wan_tpu import adapter_files
+from wan_tpu import load_pipeline
+from wan_tpu.data import Video
+from wan_tpu.families import open_spec
+from wan_tpu.request import GenerationRequest
+
+SIZE = {"height": 32, "width": 48, "frames": 5, "steps": 4}
+ONE_EXPERT = "pools:\n  ends: {stages: [encoder, decoder], slice: v6e-1}\n  all: {stages: [denoise], slice: v6e-1}\n"
+TWO_EXPERTS = """
+pools:
+  ends: {stages: [encoder, decoder], slice: v6e-1}
+  high: {stages: [denoise_high], slice: v6e-1}
+  low: {stages: [denoise_low], slice: v6e-1}
+"""
+LINES = {
+    "wan2.1-t2v-1.3b": [
+        {"prompt": "a cat", "video": "VIDEO", "strength": 0.5, **SIZE},
+        {"prompt": "a cat", "video": "VIDEO", "strength": 1.0, "solver": "euler", **SIZE},
+        {"prompt": "a dog", "negative_prompt": "rain", "guidance_scale": 3, "shift": 4, "fps": 12, "seed": 3, **SIZE},
+        {"prompt": "a dog", "sigmas": [1.0, 0.7, 0.4], "loras": ["LORA"], **SIZE | {"steps": 3}},
+    ],
+    "wan2.2-i2v-a14b": [
+        {"prompt": "a cat", "image": "PHOTO", "guidance_scale": 3, "guidance_scale_2": 1, "switch_step": 1, **SIZE},
+        {"prompt": "a cat", "image": "PHOTO", "cache": "magcache", "preset": "quick", **SIZE | {"steps": 12}},
+    ],
+    "wan2.1-flf2v-14b-720p": [{"prompt": "a cat", "image": "PHOTO", "last_image": "PHOTO", **SIZE}],
+}
+RATIOS = [[0.97, 0.97]] * 3 + [[0.97, 1.5]] + [[0.97, 0.97]] * 8  # Some steps are left out, others aren't.
+
+
+@pytest.fixture(scope="module")
+def files(checkpoint, tmp_path_factory):
+    """What lines name, and where it lies."""
+    folder = tmp_path_factory.mktemp("inputs")
+    pixels = np.random.default_rng(0).random((5, 32, 48, 3), np.float32)
+    kind = diffusers.WanTransformer3DModel
+    transformer = kind.from_pretrained(checkpoint("wan2.1-t2v-1.3b"), subfolder="transformer")
+    names = adapter_files.blocks(transformer, adapter_files.WAN)
+    made = adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model.")
+    return {
+        "VIDEO": str(Video(pixels, 8.0).save(folder / "video.mp4")),
+        "LORA": adapter_files.save(made, folder / "lora.safetensors"),
+        "PHOTO": str(PHOTO),
+    }
+
+
+def test_all_fields_are_among_the_lines():
+    fields = {field.name for field in dataclasses.fields(GenerationRequest)}
+    assert set().union(*(line for lines in LINES.values() for line in lines)) == fields
+
+
+@pytest.fixture(scope="module")
+def opened(checkpoint, pipeline, tmp_path_factory):
+    """Returns the folder of a model and its pipeline in one process; that of two experts has sampling of its own."""
+
+    def model(kind):
+        if kind != "wan2.2-i2v-a14b":
+            return checkpoint(kind), pipeline(kind)
+        folder = shutil.copytree(checkpoint(kind), tmp_path_factory.mktemp("own") / "model")
+        spec = open_spec(folder)
+        asked = GenerationRequest(height=32, width=48, frames=5, steps=12, shift=5.0)
+        first_low = spec.experts(spec.plan(asked, image=True).request)[0].stop
+        curve = {"ratios": RATIOS, "first_low": first_low, "shift": 5.0, "boundary": 0.9}
+        quick = {"about": "for tests", "source": "none", "settings": {"shift": 5.0, "guidance_scale": 2.0}}
+        (folder / "wan_tpu.json").write_text(json.dumps({"magcache": [curve], "presets": {"quick": quick}}))
+        return folder, load_pipeline(folder, "float32", (1, 1, 1))
+
+    return model
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_lines_become_the_videos_of_one_process(kind, opened, files, tmp_path, monkeypatch):
+    folder, pipe = opened(kind)
+    model = pipe.runtime.model.spec
+    named = {**files, "manifest": tmp_path / "requests.jsonl"}
+    lines = [json.dumps(line) for line in LINES[kind]]
+    for name, path in files.items():
+        lines = [line.replace(f'"{name}"', json.dumps(path)) for line in lines]
+    named["manifest"].write_text("\n".join(lines))
+    manifest = read_manifest(named["manifest"], model.plan)
+    assert not manifest.bad, manifest.bad
+    alone = OneProcessEngine(pipe)
+    wanted = {
+        entry.id: asyncio.run(alone.generate(entry.load(), id=entry.id, on_event=lambda span: None)).mp4
+        for entry in manifest.entries
+    }
+    alone.close()
+    layout = Layout.parse(ONE_EXPERT if len(model.denoise_stages) == 1 else TWO_EXPERTS, "here")
+    settings = PipelineSettings(str(folder), "snapshots", dtype="float32", snapshot_every=2)
+    monkeypatch.setattr("actors.slices.stage_host.open_runtime", lambda *args, **named: pipe.runtime)
+
+    async def live(world):
+        spec = PipelineSpec(layout, settings, model, lasting=True)
+        run = Run(world, requests=0, faults=False, slices=1, drivers=1, spec=spec)
+        for pool in run.pools.values():
+            pool.make_host = lambda stages: StageHost(settings.checkpoint, stages, (1, 1, 1), "float32", report=repr)
+        engine = run.drivers[0].engine
+        making = [engine.generate(entry.load(), id=entry.id) for entry in manifest.entries]
+        return {entry.id: made.mp4 for entry, made in zip(manifest.entries, await asyncio.gather(*making), strict=True)}
+
+    with virtual_time() as loop:
+        made = loop.run_until_complete(live(World(loop, 0)))
+    assert made == wanted
