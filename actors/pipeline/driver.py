@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
+import secrets
 
 from actors.engine import GeneratedVideo, OnEvent
 from actors.errors import RequestFailed
-from actors.observe.status_actor import Outcome
+from actors.observe.status_actor import RENEW_S, Outcome
 from actors.pipeline.connection import PipelineConnection
 from actors.pipeline.request_run import RequestRun
 from actors.pipeline_spec import PipelineSpec
@@ -26,7 +27,9 @@ class PipelineDriver:
         self._connection = connection or PipelineConnection.open(spec)
         self._ref_store = ref_store or RefStore()
         self._queue = PriorityQueue(spec.settings.in_flight, spec.settings.urgent)
+        self._name = f"driver-{secrets.token_hex(8)}"
         self._inside: set[str] = set()
+        self._renewing: asyncio.Task[None] | None = None
         self._kept: dict[str, tuple[str, RequestScope]] = {}  # by id, of those that may have snapshots
 
     async def generate(
@@ -46,6 +49,8 @@ class PipelineDriver:
                 f"a request {id} is under way already; wait for it, or give this one another id", "invalid"
             )
         self._inside.add(id)
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.create_task(self._renew())
         outcome: Outcome = "failed"
         try:
             self._connection.status.request(id, "waiting")
@@ -62,6 +67,12 @@ class PipelineDriver:
         finally:
             self._inside.remove(id)
             self._connection.status.ended(id, outcome)
+
+    async def _renew(self) -> None:
+        """Tell the status now and then which requests are under way: those of a driver that was killed are not."""
+        while self._inside:
+            await asyncio.sleep(RENEW_S)
+            self._connection.status.requests(self._name, list(self._inside))
 
     async def forget(self, id: str) -> None:
         """Delete the snapshots of a request, whose video or failure is durable by now."""

@@ -15,7 +15,7 @@ from ray.serve.request_router import FIFOMixin, MultiplexMixin, PendingRequest, 
 from actors.slices.messages import SliceRequest
 
 ARRIVES_S = 0.2  # a call that was given to a replica and isn't known to be there by then was cancelled, or is lost
-MAX_SAMPLED, MAX_ASKED = 64, 16  # Replicas looked at, and asked, for one call: what it costs ends to grow there.
+MAX_SAMPLED, MAX_ASKED = 24, 8  # Replicas looked at, and asked, for one call: what it costs ends to grow there.
 
 Replica = TypeVar("Replica")
 Facts = Callable[[Replica], tuple[Any, ...]]

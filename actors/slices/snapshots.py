@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PARTIAL_S = 3600.0  # after which nobody goes on writing a file that isn't whole
 _WRITERS = 8  # Threads that storage may keep waiting; a slice's calls have others.
-_FINISHED_S = 10.0  # A driver's store may take this long to say whether its request is finished.
+_FINISHED_S = 60.0  # A driver may take this long to say whether its request is finished; else an orphan stays.
 _LONGEST_ID = MAX_PART_BYTES - len(f".{'0' * 16}.0000.safetensors")  # Bytes that are left of a file's name.
 NAME = re.compile(r"(?P<id>.+)\.[0-9a-f]{16}\.(?P<step>\d+)\.safetensors")
 

@@ -152,7 +152,7 @@ def test_a_cancelled_request_leaves_the_slice_at_once_and_can_go_on_later(runnin
     assert resumed.video() == undisturbed
     # Snapshots are begun every twenty steps, and steps go on meanwhile, as many as the machine makes until it is told.
     assert all(step > 20 for step in resumed.steps("denoise_high"))
-    assert not snapshots.names("again")
+    assert not set(snapshots.names("again")) - before  # what the other one has left is its own
 
 
 def test_an_urgent_request_overtakes_between_two_steps_and_changes_no_bit(running, undisturbed):

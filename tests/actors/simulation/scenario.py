@@ -15,6 +15,9 @@ from typing import Any
 from PIL import Image
 
 from actors.errors import RequestFailed
+from actors.observe.meters import PipelineMeters
+from actors.observe.status_actor import StatusActor
+from actors.observe.status_board import StatusBoard
 from actors.pipeline.connection import PipelineConnection
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
@@ -29,8 +32,7 @@ from tests.actors.simulation.stand_ins import (
     BucketOfProcess,
     Process,
     RefStoreActor,
-    Status,
-    StatusOfProcess,
+    StatusHandle,
     World,
     video_of,
 )
@@ -120,7 +122,7 @@ class Run:
         """What is left open is decided by the world's chance."""
         chance = world.random
         self.world, self.faults = world, faults
-        self.status, self.bucket = Status(), Bucket(world)
+        self.status, self.bucket = StatusBoard(PipelineMeters(), world.loop.time), Bucket(world)
         self.spec = spec or self._any_spec(layout_name, in_flight)
         self.pools = {
             pool.name: PoolOfReplicas(
@@ -152,7 +154,7 @@ class Run:
         actor = RefStoreActor()
         handle = ActorHandle(world.loop, process, actor)
         snapshots = Snapshots(BucketOfProcess(self.bucket, process))  # type: ignore[arg-type]
-        status = StatusOfProcess(self.status, process)
+        status = StatusActor("pipeline", StatusHandle(self.status, process))
         handles = {name: Handle(pool, process) for name, pool in self.pools.items()}
         connection = PipelineConnection(self.spec, status, snapshots, handles)  # type: ignore[arg-type]
         engine = PipelineDriver(self.spec, connection, RefStore(handle))
@@ -322,13 +324,13 @@ class Run:
             if asked.driver is gone and not asked.ended:
                 self._excuse_one(asked.id, KILLED)
                 asked.is_orphaned = True
-                self.status.requests.pop(asked.id, None)
         self.drivers[at] = self._driver(self._numbers)
         self._numbers += 1
 
     def _excuse(self, replica: Replica, why: str) -> None:
         """Note whose steps may be repeated: what is lost is on the hosts, on its way, or waits for its next stage."""
-        lost = {held.rpartition(" ")[0] for held in replica.slice.host.keys()} if replica.slice else set()
+        held = [] if replica.slice is None else replica.slice.host.keys()
+        lost = {name.rpartition(" ")[0] for name in held}
         lost |= {stream._args[0].key for stream in replica.streams}
         for driver in self.drivers:
             scopes = {scope._number: id_ for id_, (_, scope) in driver.engine._kept.items()}
@@ -397,8 +399,11 @@ class Run:
             inside = [one for queue in queues for one in (*queue._inside, *queue._waiting)]
             if inside or driver.engine._inside or driver.ref_store._scopes:
                 left["in a driver"].append((driver.process.name, inside, driver.ref_store._scopes))
-        if self.status.requests:
-            left["said to be under way"] = self.status.requests
+        self.status.refresh()
+        # One whose driver was killed before it could name it is remembered for an hour.
+        named = {asked.id for asked in self.asked if not asked.is_orphaned}
+        if requests := self.status.seen().requests.keys() & named:
+            left["said to be under way"] = sorted(requests)
         if self.bucket.content and not self.bucket.failures:
             left["snapshots"] = sorted(self.bucket.content)
         return left

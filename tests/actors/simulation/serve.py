@@ -8,6 +8,8 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
+from actors.observe.status_actor import StatusActor
+from actors.observe.status_board import StatusBoard
 from actors.pipeline.pools import HEALTH_S
 from actors.pipeline_spec import PipelineSettings
 from actors.slices import router
@@ -23,8 +25,7 @@ from tests.actors.simulation.stand_ins import (
     Objects,
     Process,
     Slice,
-    Status,
-    StatusOfProcess,
+    StatusHandle,
     World,
     draining_for,
 )
@@ -46,7 +47,6 @@ class Replica:
         self.leader: Any = None
         self.slice: Slice | None = None
         self.streams: set[Stream] = set()
-        self.is_ready = False
         self._tasks = [pool.world.loop.create_task(self._live())]
 
     def take(self, _spec: Any, _host_class: Any, _checkpoint: Any, stages: Any, *_: Any, **named: Any) -> Slice:
@@ -61,13 +61,18 @@ class Replica:
         self.slice.on_loss = lambda why: self.pool.on_loss(self, why)
         return self.slice
 
+    def take_no_calls(self) -> None:
+        """Have nothing more routed here."""
+        if self in self.pool.ready:
+            self.pool.ready.remove(self)
+
     def kill(self, why: str) -> None:
         """End the process at once; its slice ends with it, and what it owns is lost."""
         if self.process.dead:
             return
         self.pool.world.tell(f"{self.process.name} ends: {why}")
         self.process.dead = True
-        self.is_ready = False
+        self.take_no_calls()
         self.pool.lost(self, why)
         for stream in list(self.streams):
             stream.fail(ActorDiedError())
@@ -77,7 +82,7 @@ class Replica:
         pool, world = self.pool, self.pool.world
         around = Surroundings(
             self.name,
-            StatusOfProcess(pool.status, self.process),  # type: ignore[arg-type]
+            StatusActor("pipeline", StatusHandle(pool.status, self.process)),
             BucketOfProcess(pool.bucket, self.process),  # type: ignore[arg-type]
             take=self.take,
             draining_for=draining_for(world, self.process, pool.deadlines),
@@ -92,7 +97,7 @@ class Replica:
             return
         if self.process.dead:
             return
-        self.is_ready = True
+        pool.ready.append(self)
         pool.freed()
         while not self.process.dead and pool.health_s:
             await asyncio.sleep(pool.health_s)
@@ -111,7 +116,7 @@ class PoolOfReplicas:
         world: World,
         pool: Pool,
         settings: PipelineSettings,
-        status: Status,
+        status: StatusBoard,
         bucket: Bucket,
         slices: int,
         health_s: float = HEALTH_S,
@@ -121,14 +126,10 @@ class PoolOfReplicas:
         self.make_host: Callable[[tuple[str, ...]], Any] | None = None  # what computes there; simulated ones if None
         self.deadlines: dict[str, float] = {}  # of slices that are drained, when they are taken away
         self.waiting: deque[Stream] = deque()
+        self.ready: list[Replica] = []  # those that take calls
         self._names = itertools.count()
         self.on_loss: Callable[[Replica, str], object] = lambda replica, why: None
         self.replicas = [self._start(f"{pool.name}-{i}") for i in range(slices)]
-
-    @property
-    def ready(self) -> list[Replica]:
-        """The replicas that take calls."""
-        return [one for one in self.replicas if one.is_ready]
 
     def lost(self, replica: Replica, why: str) -> None:
         """Note what is lost with a replica or its slice, and lose it."""
@@ -139,7 +140,7 @@ class PoolOfReplicas:
     def let_go(self, replica: Replica) -> None:
         """Have a replica end once it has nothing to do, as where there are too many."""
         self.world.tell(f"{replica.process.name} is to go")
-        replica.is_ready = False
+        replica.take_no_calls()
 
         def look() -> None:
             if not replica.process.dead and not replica.streams:

@@ -6,6 +6,7 @@ A stand-in belongs to a process of the world. When that is killed, whatever it w
 import asyncio
 import hashlib
 import random
+import types
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from ray.exceptions import ActorDiedError, ObjectLostError
 
+from actors.observe.status_board import StatusBoard
 from actors.slices.payloads import TextEmbedding, mp4, pack
 from actors.slices.references import _RefStoreActor
 from actors.storage.base import Missing, StorageError
@@ -214,50 +216,17 @@ class BucketOfProcess:
         self._wait()
 
 
-class Status:
-    """Takes reports, and knows who is still said to be under way."""
+class StatusHandle(ActorHandle):
+    """The status actor, as one process reports to it while that lives. It is told at once: nobody waits for it."""
 
-    def __init__(self) -> None:
-        self.requests: dict[str, str] = {}
-        self.replicas: dict[str, Any] = {}
-        self.drains = 0
+    def __init__(self, board: StatusBoard, process: Process) -> None:
+        super().__init__(process.loop, process, board)
 
-    def replica(self, name: str, seen: Any) -> None:
-        self.replicas[name] = seen
-        self.drains += seen.activity == "draining"
-
-    def started(self, pool: str, phases: dict[str, float]) -> None:
-        assert all(seconds >= 0 for seconds in phases.values()), phases
-
-    def gone(self, name: str) -> None:
-        self.replicas.pop(name, None)
-
-    def request(self, key: str, stage: str, step: int = 0, steps: int = 0, seconds: float | None = None) -> None:
-        assert seconds is None or seconds >= 0, seconds
-        self.requests[key] = stage
-
-    def handoff(self, stage: str, seconds: float, nbytes: int) -> None:
-        assert seconds >= 0
-
-    def ended(self, key: str, outcome: str) -> None:
-        self.requests.pop(key, None)  # a driver that was killed says nothing
-
-
-class StatusOfProcess:
-    """The status as one process reports to it, while that lives."""
-
-    def __init__(self, status: Status, process: Process) -> None:
-        self._status, self._process = status, process
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        report = getattr(self._status, name)
-
-        def tell(*args: Any, **named: Any) -> None:
-            if not self._process.dead:
-                report(*args, **named)
-
-        self.__dict__[name] = tell
-        return tell
+    def __getattr__(self, name: str) -> Any:
+        report, process = getattr(self._actor, name), self._process
+        method = types.SimpleNamespace(remote=lambda *args: None if process.dead else report(*args))
+        self.__dict__[name] = method
+        return method
 
 
 class Host:
