@@ -21,6 +21,7 @@ class Limits:
     readers         processes that take bodies and images apart, at a time
     reader_s, reader_cpu_s, reader_bytes  time, processor's time and memory of each
     followers       event streams of one key
+    download_stall_s  in which a client takes 64 kB of a download, or the connection is closed
     key_share       of the queue that jobs of one key may be, where the key has no limit of its own
     requests_per_minute  of a key that has no limit of its own
     fetches         images of other servers that are fetched at a time, each into a file; of a key a quarter of them
@@ -40,6 +41,7 @@ class Limits:
     reader_cpu_s: int = 8
     reader_bytes: int = 1_000_000_000
     followers: int = 100
+    download_stall_s: float = 30.0
     key_share: float = 0.5
     requests_per_minute: float = 1200.0
     fetches: int = 32

@@ -51,12 +51,12 @@ class Meters:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServiceMetrics(Collector):
-    """The metrics of all processes of a service, and of its database."""
+    """The metrics of all processes of a service, and of its database. They name no key: see `KeyMetrics`."""
 
     processes: Iterable[Heartbeat]
     counts: Counts
     webhooks_waiting: int
-    usage: Mapping[str, Usage]
+    usage: Mapping[str, Usage] = dataclasses.field(default_factory=dict)  # Not shown; the service's call still has it.
 
     def collect(self) -> Iterator[Metric]:
         """Give every family once, its samples with the process they are of."""
@@ -72,15 +72,25 @@ class ServiceMetrics(Collector):
         yield _gauge("wan_processes", "Processes of the service.", "kind", kinds)
         yield _gauge("wan_jobs", "Jobs that are kept.", "status", self.counts.by_status)
         yield _gauge("wan_failed_jobs", "Failed jobs that are kept.", "code", self.counts.failures)
-        for name in ("videos", "failed", "chip_seconds", "dollars"):
-            counted = {key: getattr(used, name) for key, used in self.usage.items()}
-            yield _labelled(CounterMetricFamily(f"wan_key_{name}", "Of jobs that ended.", labels=["key"]), counted)
         for name, about, value in (
             ("wan_queue_oldest_seconds", "How long the oldest waiting job has waited.", self.counts.oldest_queued_s),
             ("wan_files_pending_deletion", "Files that are to be deleted.", self.counts.files_pending_deletion),
             ("wan_webhooks_waiting", "Webhooks that are to be called.", self.webhooks_waiting),
         ):
             yield GaugeMetricFamily(name, about, value=value)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeyMetrics(Collector):
+    """What keys have used, by their ids. It is for operators, and of one key for whoever holds it: see `/metrics`."""
+
+    usage: Mapping[str, Usage]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield a family for each figure."""
+        for name in ("videos", "failed", "chip_seconds", "dollars"):
+            counted = {key: getattr(used, name) for key, used in self.usage.items()}
+            yield _labelled(CounterMetricFamily(f"wan_key_{name}", "Of jobs that ended.", labels=["key"]), counted)
 
 
 def _gauge(name: str, about: str, label: str, values: Mapping[Any, float]) -> Metric:

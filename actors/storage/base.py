@@ -23,6 +23,19 @@ class Missing(StorageError):
     """There is nothing under that name."""
 
 
+class OpenFile(Protocol):
+    """Content that is read in pieces, to its end also where its name is deleted meanwhile. Close it in the end.
+
+    In gs:// a deleted object can be read for as long as its connection lasts.
+    """
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes, at most so many and none at the end; raises `StorageError`."""
+
+    def close(self) -> None:
+        """Give it up; twice is as good as once."""
+
+
 class Storage(Protocol):
     """A folder of names; every method raises `StorageError` saying which path, why, and what to do."""
 
@@ -31,6 +44,9 @@ class Storage(Protocol):
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return the content, or its bytes from `start` to before `stop`; raises `Missing`."""
+
+    def open(self, name: str, start: int = 0) -> "OpenFile":
+        """Open the content from a byte on, to be read in pieces; raises `Missing`."""
 
     def size(self, name: str) -> int:
         """Return how many bytes it has; raises `Missing`."""

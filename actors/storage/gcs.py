@@ -12,19 +12,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import requests
+import urllib3
 from google.api_core import exceptions as api
 from google.auth import exceptions as auth
 from google.auth.credentials import Signing
-from google.auth.transport.requests import Request
+from google.auth.transport.requests import AuthorizedSession, Request
 from google.cloud import storage
 from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 from google.cloud.storage.retry import DEFAULT_RETRY
 
-from actors.storage.base import GCS_SCHEME, Missing, Storage, StorageError, check_name
+from actors.storage.base import GCS_SCHEME, Missing, OpenFile, Storage, StorageError, check_name
 from wan_tpu.errors import InvalidInput
 
 # https://cloud.google.com/storage/docs/buckets#naming
 _BUCKET = re.compile(r"[a-z0-9][-_.a-z0-9]{1,220}[a-z0-9]")
+_TIMEOUT_S = (10.0, 60.0)  # To connect, and for each piece of a download.
 _CONTENT_TYPES = {".mp4": "video/mp4", ".json": "application/json", ".jsonl": "application/jsonl", ".png": "image/png"}
 _CONTENT_TYPES |= {".webp": "image/webp", ".jpg": "image/jpeg"}
 
@@ -41,6 +43,7 @@ class GcsStorage(Storage):
             check_name(self._prefix, hidden=True)
         with self._explained("open", self.location()):
             self._client = storage.Client()
+            self._session = AuthorizedSession(self._client._credentials)
         self._bucket = self._client.bucket(bucket)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -58,6 +61,15 @@ class GcsStorage(Storage):
         with self._explained("read", where):
             last = None if stop is None else stop - 1
             return self._blob(name).download_as_bytes(start=start or None, end=last, retry=DEFAULT_RETRY)
+
+    def open(self, name: str, start: int = 0) -> OpenFile:
+        """Open the generation of the object that is there now; its bytes come in one download."""
+        where = self.location(check_name(name))
+        with self._explained("read", where):
+            found = self._bucket.get_blob(self._blob(name).name, retry=DEFAULT_RETRY)
+            if found is None:
+                raise Missing(f"{where} does not exist; check the address")
+            return _OpenObject(self._session, found.media_link, start, lambda: self._explained("read", where))
 
     def size(self, name: str) -> int:
         """Return the size of the object."""
@@ -150,6 +162,46 @@ class GcsStorage(Storage):
             ) from None
         except (api.GoogleAPICallError, DataCorruption) as error:
             raise StorageError(f"can't {action} {where} ({_first_line(error)}); run this again") from None
+
+
+class _OpenObject:
+    """An object that is downloaded as it is read, and from where it was where the connection breaks."""
+
+    def __init__(
+        self,
+        session: AuthorizedSession,
+        url: str,
+        start: int,
+        explained: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._session, self._url, self._position, self._explained = session, url, start, explained
+        self._answer: requests.Response | None = None
+
+    def read(self, size: int) -> bytes:
+        with self._explained():
+            content: bytes = DEFAULT_RETRY(self._read)(size)
+        self._position += len(content)
+        return content
+
+    def close(self) -> None:
+        if self._answer is not None:
+            self._answer.close()
+            self._answer = None
+
+    def _read(self, size: int) -> bytes:
+        if self._answer is None:
+            headers = {"Accept-Encoding": "identity"} | (
+                {"Range": f"bytes={self._position}-"} if self._position else {}
+            )
+            answer = self._session.get(self._url, headers=headers, stream=True, timeout=_TIMEOUT_S)
+            if answer.status_code >= 400:
+                raise api.from_http_response(answer)
+            self._answer = answer
+        try:
+            return self._answer.raw.read(size)
+        except urllib3.exceptions.HTTPError as error:
+            self.close()
+            raise requests.ConnectionError(error) from None
 
 
 def _first_line(error: Exception) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from actors.storage.base import Missing, Storage, StorageError, check_name
+from actors.storage.base import Missing, OpenFile, Storage, StorageError, check_name
 
 _LOCK = ".wan-tpu.lock"
 _PARTIAL = ".partial"
@@ -37,6 +37,10 @@ class LocalStorage(Storage):
         with _reading(self._path(name)) as path, path.open("rb") as file:
             file.seek(start)
             return file.read(-1 if stop is None else max(0, stop - start))
+
+    def open(self, name: str, start: int = 0) -> OpenFile:
+        """Open the file."""
+        return _OpenLocalFile(self._path(name), start)
 
     def size(self, name: str) -> int:
         """Return the size of the file."""
@@ -98,7 +102,7 @@ class LocalStorage(Storage):
         """Hold a lock file; raises `StorageError` naming the process that has it."""
         with _writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            file = open(self._folder / _LOCK, "a+")  # noqa: SIM115 (closed below; closing it is what ends the lock)
+            file = open(self._folder / _LOCK, "a+", opener=_for_its_user_only)  # noqa: SIM115 (closed below; closing it is what ends the lock)
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,7 +135,7 @@ class LocalStorage(Storage):
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{_PARTIAL}")
         with self._one_at_a_time:
             try:
-                with open(partial, "wb") as file:
+                with open(partial, "wb", opener=_for_its_user_only) as file:
                     file.write(content)
                     file.flush()
                     os.fsync(file.fileno())
@@ -141,6 +145,31 @@ class LocalStorage(Storage):
 
     def _path(self, name: str) -> Path:
         return self._folder / check_name(name)
+
+
+def _for_its_user_only(path: str, flags: int) -> int:
+    """Open a file that no other user can read, whatever the process's umask and the folder are.
+
+    Prompts, pictures and latents are in them, and not every process that writes snapshots is the service's own.
+    """
+    return os.open(path, flags, 0o600)
+
+
+class _OpenLocalFile:
+    """A file that outlives its name."""
+
+    def __init__(self, path: Path, start: int) -> None:
+        self._path = path
+        with _reading(path):
+            self._file = path.open("rb", buffering=0)
+            self._file.seek(start)
+
+    def read(self, size: int) -> bytes:
+        with _reading(self._path):
+            return self._file.read(size)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 @contextlib.contextmanager

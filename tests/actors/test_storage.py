@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -143,6 +144,20 @@ def test_a_folder_of_somebody_else(told):
     assert error == f"can't write {told[1]}/nobody (Permission denied); choose a folder that can be written to"
 
 
+def test_files_are_their_user_s_own_whatever_the_folder_and_the_umask_are(tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        LocalStorage(shared).write("a/snapshot.safetensors", b"latents")
+        with LocalStorage(shared).claim([]):
+            files = [path for path in shared.rglob("*") if path.is_file()]
+    finally:
+        os.umask(before)
+    assert len(files) == 2 and all(path.stat().st_mode & 0o777 == 0o600 for path in files)
+
+
 def test_a_folder_that_can_t_be_listed_isn_t_empty(tmp_path):
     """As a file system that is away for a while: for a request it would say that it has no snapshot."""
     assert LocalStorage(tmp_path / "not yet").list() == {}
@@ -260,6 +275,33 @@ def test_a_part_is_read_without_the_rest(storage):
     ]
     with pytest.raises(Missing):
         storage.size("b.mp4")
+
+
+def test_open_file_is_read_in_pieces_to_its_end_though_it_is_deleted(storage):
+    content = os.urandom(50_000)
+    storage.write("a.mp4", content)
+    file = storage.open("a.mp4", 10)
+    first = file.read(1000)
+    storage.delete("a.mp4")
+    pieces = list(iter(lambda: file.read(20_000), b""))
+    file.close()
+    file.close()
+    assert first == content[10:1010] and b"".join(pieces) == content[1010:]
+    assert max(map(len, pieces)) <= 20_000
+    with pytest.raises(Missing):
+        storage.open("a.mp4")
+
+
+def test_download_goes_on_where_its_connection_broke(gcs, emulator):
+    content = os.urandom(3_000_000)
+    gcs.write("a.mp4", content)
+    file = gcs.open("a.mp4")
+    emulator.failures += [(503, "Service Unavailable", "before")]
+    first = file.read(1_000_000)
+    file._answer.raw._fp.fp.raw._sock.shutdown(socket.SHUT_RDWR)
+    pieces = list(iter(lambda: file.read(1_000_000), b""))
+    file.close()
+    assert first + b"".join(pieces) == content and not emulator.failures
 
 
 def test_what_a_killed_writer_has_left_is_removed_in_time(tmp_path):

@@ -35,6 +35,12 @@ class Caller:
     rate: dict[str, str]
 
 
+def presented_key(authorization: str | None) -> str | None:
+    """Return what an Authorization header shows as a bearer token, None where it shows none."""
+    scheme, _, credentials = (authorization or "").partition(" ")
+    return credentials.strip() if scheme.lower() == "bearer" else None
+
+
 class Access:
     """The keys, as they were at the latest `refresh`. Safe between threads.
 
@@ -62,7 +68,7 @@ class Access:
         if not self.required:
             room = Room(queue=self._queue_limit)
             return Caller(owner="", sees="", room=room, priority=PRIORITIES[1], rate={})
-        key = match_key(self._keys, (presented or "").strip())
+        key = match_key(self._keys, presented or "")
         if key is None or not self.in_force(key.id):
             message = "no valid API key was given; send one as: Authorization: Bearer wan_..."
             if key is not None:
@@ -105,11 +111,12 @@ class Access:
         headers = {
             "x-ratelimit-limit-requests": f"{rate:g}",
             "x-ratelimit-remaining-requests": str(left),
-            "x-ratelimit-reset-requests": f"{max(wait_s, spent_s):.3f}s",
+            # Rounded up, as Retry-After is: who comes back at that moment is not refused again.
+            "x-ratelimit-reset-requests": f"{math.ceil(max(wait_s, spent_s) * 1000) / 1000:.3f}s",
         }
         if wait_s > 0:
-            message = f"this key may send {rate:g} requests a minute; try again in {wait_s:.1f} s"
-            after_s = max(1, round(wait_s))
+            after_s = max(1, math.ceil(wait_s))
+            message = f"this key may send {rate:g} requests a minute; try again in {after_s} s"
             raise HttpError(429, message, code="rate_limit_exceeded", after_s=after_s, headers=headers)
         return headers
 

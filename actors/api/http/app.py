@@ -9,17 +9,22 @@ from collections.abc import AsyncIterator
 from importlib.resources import files
 from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Query, Response
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi_offline import FastAPIOffline
+from prometheus_client import generate_latest
 
+from actors.api.http.access import Caller, presented_key
 from actors.api.http.error_answers import HANDLERS, HttpError
 from actors.api.http.middleware import Middleware
 from actors.api.http.objects import Model, ModelList, UsageList, model
 from actors.api.http.service import Service
 from actors.api.http.videos import POLL_AFTER, Served, Watcher, errors, router
-from actors.api.metrics import CONTENT_TYPE
+from actors.api.metrics import CONTENT_TYPE, KeyMetrics
+from actors.jobs.errors import StoreUnavailable
+from actors.jobs.keys import OPERATE, READ
+from actors.jobs.usage import read_usage
 
 _STARTED = int(time.time())
 
@@ -107,9 +112,23 @@ async def ready(service: Served) -> JSONResponse:
 @rest.get(
     "/metrics", tags=["service"], response_class=Response, responses=errors() | {200: {"content": {CONTENT_TYPE: {}}}}
 )
-async def metrics(service: Served) -> Response:
-    """Return the figures of all processes for Prometheus. They name no job and no prompt."""
-    return Response(await asyncio.to_thread(service.metrics_now), media_type=CONTENT_TYPE)
+async def metrics(request: Request, service: Served) -> Response:
+    """Return the figures of all processes for Prometheus. They name no job and no prompt.
+
+    What keys have used is told to who shows a key: of this key, or of all to one that may operate.
+    """
+    caller = None
+    if not service.access.required or "authorization" in request.headers:
+        caller = service.access.admit(presented_key(request.headers.get("authorization")), (READ, OPERATE))
+    return Response(await asyncio.to_thread(_figures_now, service, caller), media_type=CONTENT_TYPE)
+
+
+def _figures_now(service: Service, caller: Caller | None) -> bytes:
+    figures = service.metrics_now()
+    if caller is not None:
+        with contextlib.suppress(StoreUnavailable):  # The figures of this process are there all the same.
+            figures += generate_latest(KeyMetrics(read_usage(service.database, caller.sees)))
+    return figures
 
 
 @rest.get("/", include_in_schema=False)

@@ -1,16 +1,22 @@
 """A finished file as an HTTP answer: the whole or a part, and nothing again for those who have it."""
 
+import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from fastapi import Request, Response
 from fastapi.responses import RedirectResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.types import Message, Send
 
-from actors.storage.base import Storage
+from actors.storage.base import OpenFile, Storage, StorageError
 
-CHUNK = 1 << 20  # bytes in memory at a time
+CHUNK = 65_536  # Bytes read at a time. A connection holds three of them at most: two that are sent, one to be sent.
 _RANGE = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})", re.ASCII)
+
+
+class DownloadCut(Exception):
+    """Half of a file is sent and the rest can't be: its client takes no more, or the storage gives no more."""
 
 
 async def send(
@@ -46,8 +52,57 @@ async def send(
     headers["Content-Length"] = str(stop - start)
     if request.scope.get("head"):
         return Response(None, status, headers, media_type)
-    first = await run_in_threadpool(storage.read, name, start, min(stop, start + CHUNK))  # raises before the answer
-    return StreamingResponse(_chunks(storage, name, first, start, stop), status, headers, media_type)
+    if start == stop:
+        return Response(None, status, headers, media_type)
+    file = await run_in_threadpool(storage.open, name, start)
+    try:
+        first = await run_in_threadpool(file.read, min(CHUNK, stop - start))  # raises before the answer begins
+    except BaseException:
+        file.close()
+        raise
+    stall_s = request.app.state.service.settings.limits.download_stall_s
+    return _Download(file, first, stop - start, stall_s, status, headers, media_type)
+
+
+class _Download(StreamingResponse):
+    """Sends an open file and closes it. A client that stops reading is left, so that it holds no memory for ever."""
+
+    def __init__(
+        self,
+        file: OpenFile,
+        first: bytes,
+        size: int,
+        stall_s: float,
+        status: int,
+        headers: Mapping[str, str],
+        media_type: str,
+    ) -> None:
+        self._file, self._first, self._size, self._stall_s = file, first, size, stall_s
+        super().__init__(self._chunks(), status, headers, media_type)
+
+    async def stream_response(self, send: Send) -> None:
+        """Send it; raises `DownloadCut`."""
+
+        async def send_in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await send(message)
+            except TimeoutError:
+                raise DownloadCut(f"the client took nothing for {self._stall_s:g} s") from None
+
+        try:
+            await super().stream_response(send_in_time)
+        except StorageError as error:
+            raise DownloadCut(str(error)) from None
+        finally:
+            self._file.close()
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        chunk, left = self._first, self._size
+        while chunk and left:
+            yield chunk
+            left -= len(chunk)
+            chunk = await run_in_threadpool(self._file.read, min(CHUNK, left)) if left else b""
 
 
 def _part(first: str, last: str, *, size: int) -> tuple[int, int]:
@@ -55,9 +110,3 @@ def _part(first: str, last: str, *, size: int) -> tuple[int, int]:
     if not first:
         return max(0, size - int(last)), size
     return int(first), min(size, int(last) + 1 if last else size)
-
-
-async def _chunks(storage: Storage, name: str, first: bytes, start: int, stop: int) -> AsyncIterator[bytes]:
-    yield first
-    for at in range(start + CHUNK, stop, CHUNK):
-        yield await run_in_threadpool(storage.read, name, at, min(stop, at + CHUNK))

@@ -1,0 +1,142 @@
+"""What is the same for every route: counted, guarded, and refused before any of them is asked."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from actors.api.http.access import Access
+from actors.api.http.app import make_app
+from actors.api.http.error_answers import HttpError
+from actors.api.http.service import Service
+from actors.api.limits import Limits
+from actors.jobs.keys import KeyLimits, list_keys, make_key
+from actors.jobs.store import JobStore
+from actors.jobs.work import WorkQueue
+from tests.actors.api.serving import create, served
+from tests.actors.api.test_hostile import Sent
+from tests.actors.jobs.test_store import ask
+from tests.actors.small_spec import SPEC
+from tests.waiting import wait_for
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_odd_methods_and_paths_make_no_series_of_metrics(settings):
+    """Each had a series of its own, until the process ended: 1 MB of them in /metrics and in its heartbeat's row.
+
+    Which methods arrive is the server's choice (h11 passes all of them), so that the application is asked without one.
+    """
+
+    async def ask_all():
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(make_app(service)), base_url="http://localhost"
+        ) as http:
+            for path in ("/v1/videos", "/v1/videos/x", "/v1/models/x", "/health", "/metrics", "/nowhere"):
+                for method in methods:
+                    assert (await http.request(method, path)).status_code in (404, 405)
+
+    service, methods = Service(settings, SPEC), ["FIRST"]
+    try:
+        asyncio.run(ask_all())
+        before = service.meters.text().count("\n")
+        methods = [f"ODD{i}" for i in range(40)]
+        asyncio.run(ask_all())
+        assert service.meters.text().count("\n") == before
+        assert "ODD" not in service.meters.text() and "FIRST" not in service.meters.text()
+    finally:
+        service.database.close()
+
+
+def test_metrics_name_keys_only_to_who_shows_one(settings, database):
+    ann, bob, boss = (
+        make_key(database, name, KeyLimits(scopes=scopes))
+        for name, scopes in {"ann": ("make", "read"), "bob": ("make", "read"), "boss": ("operate",)}.items()
+    )
+    ids = {key.name: key.id for key in list_keys(database)}
+    store, queue = JobStore(database), WorkQueue(database)
+    for name in ("ann", "bob"):
+        store.submit(ask(owner=ids[name]))
+        claimed = queue.claim("w")
+        queue.announce(claimed, [f"{name}.mp4"])
+        queue.complete(claimed, {"video": f"{name}.mp4"})
+    with served(settings) as address, httpx.Client(base_url=address) as http:
+        strangers = http.get("/metrics")
+        assert strangers.status_code == 200 and "wan_http_seconds" in strangers.text
+        assert not any(word in strangers.text for word in ("wan_key", *ids.values()))
+        for key, seen in {ann: {"ann"}, bob: {"bob"}, boss: {"ann", "bob"}}.items():
+            text = http.get("/metrics", headers=bearer(key)).text
+            assert {name for name in ids if f'wan_key_dollars_total{{key="{ids[name]}"}}' in text} == seen
+        assert http.get("/metrics", headers=bearer("wan_none")).status_code == 401
+
+
+def test_metrics_without_keys_have_all_figures(http, database):
+    store, queue = JobStore(database), WorkQueue(database)
+    store.submit(ask(owner=""))
+    queue.fail(queue.claim("w"), "code", "reason")
+    assert 'wan_key_failed_total{key=""} 1.0' in http.get("/metrics").text
+
+
+def test_second_authorization_header_is_refused(settings, database):
+    """A proxy counts the requests of one of them, this service would take the other."""
+    ann, bob = make_key(database, "ann"), make_key(database, "bob")
+    with served(settings) as address, httpx.Client(base_url=address) as http:
+        both = [("Authorization", f"Bearer {ann}"), ("authorization", f"Bearer {bob}")]
+        for headers in (both, both[::-1], [both[0], both[0]]):
+            assert http.get("/v1/videos", headers=headers).status_code == 400
+        for value in (f"Bearer {ann}", f"bearer   {ann}"):
+            assert http.get("/v1/videos", headers={"Authorization": value}).status_code == 200
+        for value in (f"Bearer {ann} {bob}", f"Bearer {ann}, Bearer {bob}", ann, f"Bearer x {ann}"):
+            assert http.get("/v1/videos", headers={"Authorization": value}).status_code == 401
+
+
+@pytest.mark.parametrize("rate", [7.0, 11.0, 23.5, 37.0])
+def test_retry_after_is_never_too_early(database, rate):
+    make_key(database, "ann", KeyLimits(requests_per_minute=rate))
+    access = Access(database, 10, Limits())
+    owner = list_keys(database)[0]
+    with pytest.raises(HttpError) as refused:
+        for _ in range(100):
+            access._counted(owner)
+    after_s, exact_s = int(refused.value.headers["Retry-After"]), access._take(owner.id, 60 / rate)[0]
+    assert exact_s <= after_s < exact_s + 1.1
+    assert float(refused.value.headers["x-ratelimit-reset-requests"].rstrip("s")) >= exact_s
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/health", "/v1/videos", "/v1/videos/none", "/openapi.json"])
+@pytest.mark.parametrize("keys", [False, True])
+def test_no_answer_can_be_framed(settings, database, path, keys):
+    headers = bearer(make_key(database, "ann")) if keys else {}
+    with served(settings) as address, httpx.Client(base_url=address) as http:
+        assert http.get(path, headers=headers).headers["x-frame-options"] == "DENY"
+
+
+def test_page_of_another_site_may_link_here_and_not_frame(http):
+    site = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    for dest, status in {"document": 200, "iframe": 403, "frame": 403, "embed": 403, "object": 403}.items():
+        assert http.get("/v1/videos", headers=site | {"sec-fetch-dest": dest}).status_code == status
+    assert http.get("/v1/videos", headers=site).status_code == 200  # a browser from before there were destinations
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+def test_head_of_events_opens_no_stream(http, end):
+    job = create(http).json()["id"]
+    assert http.head(f"/v1/videos/{job}/events{end}", timeout=5).status_code == 405
+
+
+def test_body_that_nobody_wants_ends_the_connection(http):
+    """Gigabytes of it were taken, to keep the connection."""
+    job = create(http).json()["id"]
+    lines = [f"POST /v1/videos/{job}/cancel HTTP/1.1", "Content-Length: 9000000000"]
+    sent = Sent(http, lines, bytes(100_000))
+    wait_for(lambda: sent.status)
+    assert sent.status in (200, 413) and sent.answered.lower().count(b"connection: close") == 1
+    sent.close()
+    chunked = Sent(http, [f"DELETE /v1/videos/{job} HTTP/1.1", "Transfer-Encoding: chunked"], b"5\r\nhello\r\n")
+    wait_for(lambda: chunked.status)
+    assert b"connection: close" in chunked.answered.lower()
+    chunked.close()
+    other = create(http).json()["id"]
+    assert "connection" not in http.post(f"/v1/videos/{other}/cancel", json={}).headers
