@@ -150,4 +150,6 @@ def _named_fields() -> Iterator[None]:
         if first["type"] == "extra_forbidden":
             known = ", ".join(CreateVideo.model_fields)
             raise InvalidRequest(f"there is no field {param!r}; there are: {known}", param) from None
-        raise InvalidRequest(f"{param or 'the body'}: {first['msg']}", param) from None
+        # Said in JSON's words instead of Python's.
+        reason = "Input should be an object" if first["type"] == "model_type" else first["msg"]
+        raise InvalidRequest(f"{param or 'the body'}: {reason}", param) from None

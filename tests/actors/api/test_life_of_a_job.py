@@ -148,10 +148,13 @@ def test_an_image_that_can_t_be_read_for_a_while_costs_no_job(http, settings, en
     monkeypatch.setattr(attempt, "_PAUSE_S", 0.1)
     monkeypatch.setattr(attempt, "_READS", 1)
     made = http.post("/v1/videos", data={"prompt": "a cat"}, files={"input_reference": PHOTO.read_bytes()}).json()
-    away = Path(settings.storage).rename(f"{settings.storage}-away")
+    [image] = Path(settings.storage).rglob("*.png")
+    away = image.rename(f"{settings.storage}-away")
+    image.mkdir()  # it isn't missing, which would be the job's end, but can't be read
     with working(settings, engine):
         wait_for(lambda: http.get(f"/v1/videos/{made['id']}").json()["attempts"] > 1)
-        away.rename(settings.storage)
+        image.rmdir()
+        away.rename(image)
         assert done(http, made["id"])["status"] == "completed"
 
 
