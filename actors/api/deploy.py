@@ -81,6 +81,13 @@ def deploy_service(
             "RAY_SERVE_ENABLE_HA_PROXY=1, or RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=%s",
             haproxy.INSTEAD,
         )
+    if not is_loopback(f"{host}:0"):
+        log.warning(
+            "the ingresses listen on %s as well, on ports of their own (30000 to 31000 unless set otherwise), where keys are "
+            "asked for but HAProxy's limits don't hold: let a firewall or a NetworkPolicy pass port %d alone",
+            host,
+            port,
+        )
     start_http(host, port)
     name = spec.settings.name
     before = set(serve.status().applications)

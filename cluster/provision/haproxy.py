@@ -1,9 +1,10 @@
 """What stands between Ray Serve and HAProxy: Serve writes a configuration and starts this, which narrows it.
 
 What can't be set in Serve, and matters where strangers are: HAProxy's figures and a page of its own listen on all
-interfaces; headers may take for ever; one address may have all connections; what Serve doesn't know yet is answered
-with a 404 that isn't JSON, as if a job had been deleted. And it outlives a manager that is killed, whose port the next
-one then can't have.
+interfaces, and every user of the machine may give it orders; headers may take for ever, and so may a client that reads
+nothing; one address may have all connections; clients may set headers that are for Serve; what Serve doesn't know yet
+is answered with a 404 that isn't JSON, as if a job had been deleted. And it outlives a manager that is killed, whose
+port the next one then can't have.
 
 The image has this as `wan-tpu-haproxy`; on emulated clusters it runs as a script, and needs nothing but Python's own
 library for that.
@@ -12,6 +13,7 @@ library for that.
 import ctypes
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -29,15 +31,23 @@ BOUNDS = {
 # What bounds clients of Serve's own proxy in HAProxy's place, by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH.
 INSTEAD = "actors.api.http.front:middlewares"
 _HEADERS_S = 10  # for a request's headers to arrive
+_CLIENT_S = 60  # that a client may neither send what it has announced nor take what is sent to it
 _BUSY_S = 5  # that an ingress may take to answer a health check
 _AGAIN_S = 2
+_WINDOW_S = 10  # over which requests are counted, and after which one may come again for certain
 _OUT = ("frontend prometheus", "listen stats")
 # With this a replica of Serve leaves a request's body to the application. Otherwise it reads all that comes into its
 # memory, faster than anybody wants it.
 _UNREAD = "x-request-disconnect-disabled"
 # What Serve answers in the application's place: that it has none, or that a replica died. The application's are JSON.
 _SERVES_OWN = "{ status 404 500:599 } { res.hdr(content-type) -m beg text/plain }"
-_KEYS, _RATE = "keys", "http_req_rate(10s)"
+# Headers by which a client would change how Serve treats its request: a time-out, after which Serve answers in the
+# application's place while that goes on to accept the job, and texts that Serve decodes and fails at.
+SERVES_HEADERS = re.compile(r"x-request-timeout-seconds|x-session-id|serve[-_]multiplexed[-_]model[-_]id")
+_REQUEST_ID = "x-request-id"
+# A key as clients show it (actors/jobs/keys.py), whatever stands around it: spaces make no other key of it.
+KEY = re.compile(r"wan_[0-9a-f]{16}_[0-9a-f]{64}")
+_KEYS, _RATE = "keys", f"http_req_rate({_WINDOW_S}s)"
 _FILES = 3  # of a connection, its server's and a reload's included
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -47,15 +57,20 @@ def _error(message: str, kind: str, code: str) -> str:
 
 
 _AWAY = _error("the service is starting, or coming back; try again", "server_error", "unavailable")
+_TWO_KEYS = _error("more than one Authorization header was sent; send one", "invalid_request_error", "invalid_value")
 _TOO_MANY = _error("too many requests at once, or lately; send fewer", "rate_limit_error", "rate_limit_exceeded")
 
 
 def narrowed(
-    config: str, error_file: Path, *, connections: int = CONNECTIONS, bounds: Mapping[str, int] | None = None
+    config: str,
+    error_file: Path,
+    *,
+    connections: int = CONNECTIONS,
+    bounds: Mapping[str, int] | None = None,
 ) -> str:
     """Return a configuration without its log, its figures and its page, and with bounds on who connects.
 
-    error_file   what is answered where there is no server: a JSON 503, also in place of 502 and 504
+    error_file   what is answered where there is no server: a JSON 503, also in place of 500, 502 and 504
     connections  in all
     bounds       as in `BOUNDS`, which are taken where none are given
     """
@@ -69,6 +84,10 @@ def narrowed(
             continue
         if word[:1] == ["maxconn"]:
             line = f"    maxconn {connections}"
+        elif word == ["stats", "socket"]:
+            line = re.sub(r" mode \d+ ", " mode 600 ", line)
+        elif word == ["timeout", "client"]:
+            line = f"    timeout client {_CLIENT_S}s"
         elif "status 404" in line and "-/routes for available routes" in line:
             line = f"    {_returned(503, _AWAY)}"
         kept.append(line)
@@ -76,9 +95,12 @@ def narrowed(
             case "defaults":
                 kept.append(f"    timeout http-request {_HEADERS_S}s")
                 kept.append(f"    timeout check {_BUSY_S}s")  # else a quarter of a second, and a busy one is left out
-                kept += [f"    errorfile {status} {error_file}" for status in (502, 503, 504)]
+                kept += [f"    errorfile {status} {error_file}" for status in (500, 502, 503, 504)]
             case "frontend http_frontend":
                 kept.append(f"    http-request set-header {_UNREAD} ?1")
+                kept.append(f"    http-request del-header '^({SERVES_HEADERS.pattern})$' -m reg")
+                shown = f"{{ req.fhdr({_REQUEST_ID}) -m found }} !{{ req.fhdr({_REQUEST_ID}) -m reg ^[!-~]{{1,200}}$ }}"
+                kept.append(f"    http-request del-header {_REQUEST_ID} if {shown}")
                 kept.append(f"    {_returned(503, _AWAY, 'http-response')} if {_SERVES_OWN}")
                 kept += [f"    {rule}" for rule in _rules(*(BOUNDS if bounds is None else bounds).values())]
     kept += [f"backend {_KEYS}", f"    stick-table type string len 128 size 100k expire 1m store conn_cur,{_RATE}"]
@@ -88,23 +110,25 @@ def narrowed(
 def _rules(connections: int, requests: int, of_a_key: int, concurrent: int) -> Iterator[str]:
     """Give the rules of the frontend that hold the bounds."""
     yield f"stick-table type ipv6 size 100k expire 1m store conn_cur,{_RATE}"
-    yield "tcp-request connection track-sc0 src"
+    yield "tcp-request connection track-sc0 src,ipmask(32,64)"  # Whoever has an IPv6 network has all of its addresses.
     if connections:
         yield f"tcp-request connection reject if {{ sc0_conn_cur gt {connections} }}"
     if requests:
-        yield f"{_returned(429, _TOO_MANY)} if {{ sc0_http_req_rate gt {requests} }}"
-    key = "req.hdr(authorization)"
-    yield f"http-request track-sc1 {key},sha2(256),hex table {_KEYS} if {{ {key} -m found }}"
+        yield f"{_returned(429, _TOO_MANY, after_s=_WINDOW_S)} if {{ sc0_http_req_rate gt {requests} }}"
+    yield f"{_returned(400, _TWO_KEYS, after_s=None)} if {{ req.fhdr_cnt(authorization) gt 1 }}"
+    key = f'req.fhdr(authorization),regsub("^.*({KEY.pattern}).*$","\\1"),sha2(256),hex'
+    yield f"http-request track-sc1 '{key}' table {_KEYS} if {{ req.fhdr(authorization) -m found }}"
     if of_a_key:
-        yield f"{_returned(429, _TOO_MANY)} if {{ sc1_http_req_rate gt {of_a_key} }}"
+        yield f"{_returned(429, _TOO_MANY, after_s=_WINDOW_S)} if {{ sc1_http_req_rate gt {of_a_key} }}"
     if concurrent:
         yield f"{_returned(429, _TOO_MANY)} if {{ sc1_conn_cur gt {concurrent} }}"
 
 
-def _returned(status: int, body: str, rule: str = "http-request") -> str:
+def _returned(status: int, body: str, rule: str = "http-request", after_s: int | None = _AGAIN_S) -> str:
     text = body.replace("\\", "\\\\").replace('"', '\\"')
-    answer = f'content-type application/json string "{text}" hdr Retry-After {_AGAIN_S}'
-    return f"{rule} return status {status} {answer}"
+    answer = f'content-type application/json string "{text}"'
+    again = "" if after_s is None else f" hdr Retry-After {after_s}"
+    return f"{rule} return status {status} {answer}{again}"
 
 
 def error_answer() -> str:

@@ -2,21 +2,24 @@
 
 import asyncio
 import contextlib
+import http.server
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 
 import psutil
 import pytest
-from ray.serve._private.haproxy import HAProxyApi, HAProxyConfig
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
+import cluster.provision.haproxy
 from cluster.emulation import haproxy
 from tests.waiting import wait_for
 
@@ -33,7 +36,10 @@ def free_port():
 @pytest.fixture
 def written(tmp_path):
     """The port and the file of a configuration that Serve has written."""
+    return write_config(tmp_path)
 
+
+def write_config(tmp_path, servers=()):
     async def write():
         config = HAProxyConfig(
             http_options=HTTPOptions(host="127.0.0.1", port=free_port()),
@@ -42,7 +48,11 @@ def written(tmp_path):
             server_state_file=str(tmp_path / "state"),
             metrics_enabled=False,
         )
-        HAProxyApi(config, config_file_path=str(tmp_path / "config"))._generate_config_file_internal()
+        api = HAProxyApi(config, config_file_path=str(tmp_path / "config"))
+        if servers:
+            named = [ServerConfig(name=f"s{port}", host="127.0.0.1", port=port) for port in servers]
+            api.backend_configs = {"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=named)}
+        api._generate_config_file_internal()
         return config.frontend_port, tmp_path / "config"
 
     return asyncio.run(write())
@@ -95,6 +105,107 @@ def test_an_address_has_so_many_connections_and_headers_so_much_time(written, tm
         started.wait()
         for one in open_:
             one.close()
+
+
+class Echo(http.server.BaseHTTPRequestHandler):
+    """Answers with the headers that have reached it, as an ingress would see them."""
+
+    def do_GET(self):
+        body = json.dumps([[name.lower(), value] for name, value in self.headers.items()]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@contextlib.contextmanager
+def in_front_of_echo(tmp_path):
+    """Run HAProxy before a server; gives its port."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port, file = write_config(tmp_path, [server.server_port])
+        start = haproxy.environment(tmp_path)["RAY_SERVE_HAPROXY_BINARY_PATH"]
+        started = subprocess.Popen([start, "-db", "-f", str(file), "-dR"], stderr=subprocess.DEVNULL)
+        try:
+            wait_for(lambda: started.poll() is None and b" 200 " in exchange(port), "its port")
+            yield port
+        finally:
+            started.kill()
+            started.wait()
+            server.shutdown()
+
+
+def exchange(port, *lines):
+    """Send a request with such lines after the first, bytes; return the whole answer."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as opened:
+            head = [b"GET / HTTP/1.1", b"Host: localhost", b"Connection: close", *lines, b"", b""]
+            opened.sendall(b"\r\n".join(head))
+            return b"".join(iter(lambda: opened.recv(65536), b""))
+    except ConnectionError:
+        return b""
+
+
+def parsed(answer):
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), head.lower(), json.loads(body)
+
+
+def test_headers_that_are_for_serve_come_from_no_client(tmp_path):
+    """A time-out of the client's had Serve answer 408, and the job was accepted all the same."""
+    with in_front_of_echo(tmp_path) as port:
+        sent = (
+            b"X-Request-Timeout-Seconds: 0.01",
+            b"Serve-Multiplexed-Model-Id: \xff",
+            b"serve_multiplexed_model_id: x",
+            b"X-Session-Id: \xff",
+            b"X-Request-Id: \xff",
+            b"X-Request-Disconnect-Disabled: ?0",
+            b"Idempotency-Key: kept",
+        )
+        reached = dict(parsed(exchange(port, *sent))[2])
+        assert reached["idempotency-key"] == "kept" and reached["x-request-disconnect-disabled"] == "?1"
+        assert not {name for name in reached if name.startswith(("x-request-t", "serve", "x-session", "x-request-i"))}
+        assert dict(parsed(exchange(port, b"X-Request-Id: mine-1"))[2])["x-request-id"] == "mine-1"
+
+
+def test_a_key_is_one_key_however_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("WAN_TPU_REQUESTS_OF_A_KEY", "6")
+    ann, bob = (f"wan_{letter * 16}_{letter * 64}".encode() for letter in "ab")
+    with in_front_of_echo(tmp_path) as port:
+        spellings = (
+            b"Bearer %s",
+            b"Bearer  %s",
+            b"bearer    %s",
+            b"BEARER \t %s",
+            b"Bearer %s   ",
+            b"Bearer \xa0%s\xa0",
+        )
+        for spelling in spellings:
+            assert parsed(exchange(port, b"Authorization: " + spelling % ann))[0] == 200
+        for spelling in spellings:
+            status, head, body = parsed(exchange(port, b"Authorization: " + spelling % ann))
+            assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded") and b"retry-after: 10" in head
+        assert parsed(exchange(port, b"Authorization: Bearer " + bob))[0] == 200
+        for first, second in ((ann, bob), (bob, ann)):
+            status, _, body = parsed(
+                exchange(port, b"Authorization: Bearer " + first, b"authorization: Bearer " + second)
+            )
+            assert (status, body["error"]["code"]) == (400, "invalid_value")
+
+
+def test_addresses_of_an_ipv6_network_are_one_and_client_that_reads_nothing_is_left(written, tmp_path):
+    narrow = cluster.provision.haproxy.narrowed(written[1].read_text(), tmp_path / "503.http")
+    assert "track-sc0 src,ipmask(32,64)" in narrow
+    assert "timeout client 60s" in narrow and "timeout client 3600s" not in narrow
+
+
+def test_nobody_else_gives_it_orders(tmp_path):
+    with in_front_of_echo(tmp_path):
+        assert (tmp_path / "admin").is_socket() and (tmp_path / "admin").stat().st_mode & 0o077 == 0
 
 
 def answers(port):

@@ -7,6 +7,8 @@ that ask nothing, and headers that take for ever.
 
 import asyncio
 import contextlib
+import ipaddress
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -18,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from actors.api.http.error_answers import HttpError, answer
 from actors.api.intake.receiving import Arriving, Bodies
 from actors.api.limits import Limits
-from cluster.provision.haproxy import BOUNDS
+from cluster.provision.haproxy import BOUNDS, KEY, SERVES_HEADERS
 
 _AGAIN_S = 2
 _WINDOW_S = 10.0  # for which `BOUNDS` count requests
@@ -47,8 +49,9 @@ class Front:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = {**scope, "headers": [header for header in scope["headers"] if not _is_serves(header[0])]}
         headers = Headers(scope=scope)
-        address, key = (scope.get("client") or ("",))[0], headers.get("authorization")
+        address, key = _network((scope.get("client") or ("",))[0]), _key(headers.get("authorization"))
         exchange = _Exchange(receive, send, self._limits.small_bytes)
         with_body = "content-length" in headers or "transfer-encoding" in headers
         try:
@@ -64,6 +67,28 @@ class Front:
             if with_body:
                 refusal.headers["connection"] = "close"  # or all of a body that nobody wants would come still
             await refusal(scope, receive, send)
+
+
+def _is_serves(name: bytes) -> bool:
+    """Whether a header would change how Serve treats a request."""
+    return SERVES_HEADERS.fullmatch(name.decode("latin-1").lower()) is not None
+
+
+def _key(authorization: str | None) -> str | None:
+    """Return the key that is shown, whatever stands around it: spaces make no other key of it."""
+    found = KEY.search(authorization or "")
+    return authorization if found is None else found[0]
+
+
+def _network(address: str) -> str:
+    """Return what counts as one address: of IPv6 a /64, all of whose addresses are one client's."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if parsed.version == 4 or parsed.ipv4_mapped is not None:
+        return str(parsed if parsed.version == 4 else parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, 64), strict=False))
 
 
 class _Exchange:
@@ -126,9 +151,10 @@ class _Askers:
         asking = {address: (self._requests, self._at_once)}
         if key is not None:
             asking[f"key {key}"] = (self._of_a_key, self._of_a_key_at_once)
-        if not all(self._admits(name, *bounds) for name, bounds in asking.items()):
-            message = "too many requests at once, or lately; send fewer"
-            raise HttpError(429, message, code="rate_limit_exceeded", after_s=_AGAIN_S)
+        for asker, bounds in asking.items():
+            if wait_s := self._wait_s(asker, *bounds):
+                message = "too many requests at once, or lately; send fewer"
+                raise HttpError(429, message, code="rate_limit_exceeded", after_s=math.ceil(wait_s))
         for name in asking:
             self._asking[name] += 1
         try:
@@ -139,16 +165,17 @@ class _Askers:
                 if not self._asking[name]:
                     del self._asking[name]
 
-    def _admits(self, name: str, requests: int, at_once: int) -> bool:
+    def _wait_s(self, name: str, requests: int, at_once: int) -> float:
+        """Count a request; return 0, or where it may not pass in how many seconds one may."""
         if at_once and self._asking.get(name, 0) >= at_once:
-            return False
+            return _AGAIN_S
         if not requests:
-            return True
+            return 0
         now = asyncio.get_running_loop().time()
         if len(self._used) > _NAMES:
             self._used = {other: then for other, then in self._used.items() if then > now - _WINDOW_S}
         used = max(self._used.get(name, 0.0), now - _WINDOW_S) + _WINDOW_S / requests
         if used > now:
-            return False
+            return used - now
         self._used[name] = used
-        return True
+        return 0

@@ -154,6 +154,55 @@ def test_so_many_of_a_key_at_once():
         assert http.get("/missing", headers={"Authorization": "Bearer joe"}).status_code == 404
 
 
+def test_a_key_is_one_key_however_it_is_written():
+    ann = f"wan_{'a' * 16}_{'a' * 64}"
+    with fronted(WAN_TPU_REQUESTS_OF_A_KEY=3) as http:
+        spellings = (f"Bearer {ann}", f"Bearer   {ann}", f"bearer \t{ann}", f"Bearer {ann}")
+        statuses = [http.get("/missing", headers={"Authorization": spelling}).status_code for spelling in spellings]
+        assert statuses == [404, 404, 404, 429]
+
+
+def test_addresses_of_an_ipv6_network_are_one():
+    async def statuses(*addresses):
+        app = Front(serve_like, LIMITS)
+        found = []
+        for address in addresses:
+            transport = httpx.ASGITransport(app, client=(address, 1))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+                found.append((await http.get("/missing")).status_code)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WAN_TPU_REQUESTS_OF_AN_ADDRESS", "2")
+        of_a_network = [f"2001:db8:0:1::{i}" for i in range(1, 4)]
+        assert asyncio.run(statuses(*of_a_network, "2001:db8:0:2::1")) == [404, 404, 429, 404]
+        assert asyncio.run(statuses("10.0.0.1", "::ffff:10.0.0.1", "10.0.0.1", "10.0.0.2")) == [404, 404, 429, 404]
+
+
+def test_retry_after_is_as_long_as_that_takes():
+    with fronted(WAN_TPU_REQUESTS_OF_AN_ADDRESS=2) as http:
+        refused = [http.get("/missing") for _ in range(3)][-1]
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")  # two in ten seconds
+
+
+def test_headers_that_are_for_serve_come_from_no_client():
+    seen = {}
+
+    async def app(scope, receive, send):
+        seen.update({name.decode(): value for name, value in scope["headers"]})
+        await JSONResponse({})(scope, receive, send)
+
+    sent = {
+        "X-Request-Timeout-Seconds": "0.01",
+        "serve-multiplexed-model-id": "x",
+        "x-session-id": "x",
+        "x-mine": "kept",
+    }
+    with listening(Front(app, LIMITS)) as address:
+        assert httpx.get(address, headers=sent).status_code == 200
+    assert seen["x-mine"] == b"kept" and not {name.lower() for name in sent} & seen.keys() - {"x-mine"}
+
+
 def test_behind_haproxy_it_does_nothing(monkeypatch):
     monkeypatch.setenv("WAN_TPU_LIMITS", "bodies=5 image_bytes=300")
     [middleware] = middlewares()
