@@ -83,8 +83,8 @@ def deploy_service(
         )
     if not is_loopback(f"{host}:0"):
         log.warning(
-            "the ingresses listen on %s as well, on ports of their own (30000 to 31000 unless set otherwise), where keys are "
-            "asked for but HAProxy's limits don't hold: let a firewall or a NetworkPolicy pass port %d alone",
+            "the ingresses listen on %s as well, on ports of their own (30000 to 31000 unless set otherwise): keys are "
+            "asked for there, but HAProxy's limits don't hold. Let a firewall or a NetworkPolicy pass port %d alone",
             host,
             port,
         )
