@@ -58,7 +58,7 @@ async def maintenance(name: str, tools: Tools) -> None:
                 tasks.create_task(repeated(log, "maintenance", tools.webhooks.call_due, _WEBHOOKS_S))
     finally:
         try:
-            remove_heartbeat(tools.database, name)
+            await asyncio.to_thread(remove_heartbeat, tools.database, name)
         except WanTpuError as error:
             log_event(log, "heartbeat stays", logging.WARNING, reason=str(error))
 

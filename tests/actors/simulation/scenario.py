@@ -148,9 +148,9 @@ class Run:
         )
         return PipelineSpec(Layout.parse(f"pools:\n{pools}\n", "here"), settings, MODEL, lasting=True)
 
-    def _driver(self, number: int) -> Driver:
+    def _driver(self, number: int, process: Process | None = None) -> Driver:
         world = self.world
-        process = Process(world.loop, f"driver {number}")
+        process = process or Process(world.loop, f"driver {number}")
         actor = RefStoreActor()
         handle = ActorHandle(world.loop, process, actor)
         snapshots = Snapshots(BucketOfProcess(self.bucket, process))  # type: ignore[arg-type]

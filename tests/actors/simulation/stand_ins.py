@@ -215,6 +215,10 @@ class BucketOfProcess:
     def clean(self, older_s: float) -> None:
         self._wait()
 
+    def probe(self) -> None:
+        self.write(".probe", b"")
+        self.delete(".probe")
+
 
 class StatusHandle(ActorHandle):
     """The status actor, as one process reports to it while that lives. It is told at once: nobody waits for it."""

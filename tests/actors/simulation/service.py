@@ -1,0 +1,279 @@
+"""Workers of a service in a simulated world: leases, attempts, maintenance and SQLite are real, and processes die."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy.orm import Session
+
+from actors.api.settings import ServiceSettings
+from actors.api.worker import job_worker, maintenance
+from actors.api.worker import tools as tools_of_workers
+from actors.api.worker.job_worker import JobWorker
+from actors.api.worker.tools import Tools
+from actors.jobs.database import Database
+from actors.jobs.errors import CommitUncertain, StoreUnavailable
+from actors.jobs.store import JobStore
+from actors.jobs.tables import File, Job
+from actors.jobs.values import JobSettings
+from actors.slices.snapshots import Snapshots
+from tests.actors.simulation.scenario import FAULTS_S, MODEL, Result, Run
+from tests.actors.simulation.stand_ins import Bucket, BucketOfProcess, Process, World, video_of
+from tests.actors.simulation.virtual_time import Stuck, virtual_time
+from wan_tpu.request import GenerationRequest
+
+SETTINGS = JobSettings(lease_s=30, abandoned_s=40.0)
+LASTS_S = 700.0  # A service whose jobs aren't done by then hangs.
+TIDY_S = 130.0  # What is left over is removed by then.
+FAULTS = (
+    "worker",
+    "worker",
+    "stop",
+    "database",
+    "answers",
+    "down",
+    "slow",
+    "full",
+    "clock",
+    "drain",
+    "leader",
+    "hosts",
+)
+
+
+class DatabaseOfProcess(Database):
+    """The database, as one process reaches it: it takes time, it is away at times, and an answer may get lost."""
+
+    def __init__(self, address: str, service: "Service", process: Process) -> None:
+        super().__init__(address)
+        self._service, self._process = service, process
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[Session]:
+        with self._reached():
+            with super().write() as session:
+                yield session
+        if self._service.answers_are_lost and self._service.world.random.random() < 0.3:
+            raise CommitUncertain("the answer to a commit got lost")
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Session]:  # type: ignore[override]
+        with self._reached(), super().read() as session:
+            yield session
+
+    @contextlib.contextmanager
+    def _reached(self) -> Iterator[None]:
+        # Nothing happens between the two: other processes wait for a transaction, not beside it.
+        self._process.loop.block(self._service.world.random.choice((0.002, 0.01)))
+        self._process.check_thread()
+        if self._service.database_is_away:
+            raise StoreUnavailable("the database can't be reached")
+        yield
+
+
+@dataclasses.dataclass
+class Worker:
+    """A worker's process."""
+
+    process: Process
+    task: asyncio.Task[None]
+
+
+class Service:
+    """One service over one simulated pipeline."""
+
+    def __init__(self, world: World, address: str, jobs: int) -> None:
+        chance = world.random
+        self.world, self.address = world, address
+        self.run = Run(world, requests=0, faults=False, drivers=1)
+        self.storage = Bucket(world)
+        self.database_is_away = self.answers_are_lost = False
+        self.settings = ServiceSettings(
+            database=address, storage="storage", model="m", concurrency=chance.choice((2, 4)), jobs=SETTINGS
+        )
+        self._numbers = 0
+        self.client = Process(world.loop, "client")
+        self.store = JobStore(DatabaseOfProcess(address, self, self.client), SETTINGS)
+        self.workers = [self.start_worker() for _ in range(chance.randint(1, 3))]
+        self.jobs = jobs
+        self.asked: dict[str, Any] = {}  # plans, by id
+        self.cancelled: set[str] = set()
+        self.problems: list[str] = []
+
+    def start_worker(self) -> Worker:
+        """Start a worker, in the place of one that has ended."""
+        self._numbers += 1
+        process = Process(self.world.loop, f"worker {self._numbers}")
+        engine = self.run._driver(1000 + self._numbers, process).engine
+        engine.ready = self._ready  # type: ignore[attr-defined]
+
+        async def work() -> None:
+            tools = await asyncio.to_thread(self._tools, engine, process)
+            await JobWorker(process.name, tools).run()
+
+        return Worker(process, self.world.loop.create_task(work()))
+
+    def _tools(self, engine: Any, process: Process) -> Tools:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tools_of_workers, "open_database", lambda _: DatabaseOfProcess(self.address, self, process))
+            patch.setattr(tools_of_workers, "open_storage", lambda _: BucketOfProcess(self.storage, process))
+            snapshots = Snapshots(BucketOfProcess(self.run.bucket, process))  # type: ignore[arg-type]
+            while True:
+                try:
+                    return Tools(self.settings, engine, snapshots, previews=False)
+                except StoreUnavailable:
+                    self.world.loop.block(1.0)
+
+    async def _ready(self) -> None:
+        pass
+
+    # ---- a run
+
+    async def live(self) -> None:
+        """Have all jobs made, with faults meanwhile; then look at what there is."""
+        chance = self.world.random
+        for _ in range(chance.randint(0, 5)):
+            self.world.later(chance.uniform(0, FAULTS_S), self._break)
+        async with asyncio.timeout(LASTS_S):
+            await asyncio.gather(*(self._client(number) for number in range(self.jobs)))
+            while any(not job.ended for job in await self._all()):
+                await asyncio.sleep(5.0)
+        self.database_is_away = self.answers_are_lost = False
+        await asyncio.sleep(TIDY_S)
+        await asyncio.to_thread(self._check, await self._all())
+        for worker in self.workers:
+            worker.task.cancel()
+        await asyncio.wait([worker.task for worker in self.workers])
+
+    async def _client(self, number: int) -> None:
+        chance = self.world.random
+        await asyncio.sleep(chance.uniform(0, 40))
+        prompt = {0: "bad", 1: "nan"}.get(chance.randrange(40), "video") + f" {number}"
+        request = GenerationRequest(
+            prompt=prompt, height=64, width=64, frames=5, steps=chance.randint(2, 6), seed=number
+        )
+        plan = MODEL.plan(request)
+        fields = plan.request.to_json() | {"model": "m", "seconds": None, "loras": []}
+        job = Job(owner=chance.choice("ab"), request=fields, model="m", priority=chance.choice((0, 0, 1)))
+        while True:
+            try:
+                await asyncio.to_thread(self.store.submit, job)
+                break
+            except CommitUncertain:  # it may be there
+                break
+            except StoreUnavailable:
+                await asyncio.sleep(2.0)
+        self.asked[job.id] = plan
+        if chance.random() < 0.1:
+            await asyncio.sleep(chance.uniform(0, 20))
+            with contextlib.suppress(StoreUnavailable):
+                self.cancelled.add(job.id)
+                await asyncio.to_thread(self.store.cancel, job.id)
+
+    async def _all(self) -> list[Job]:
+        while True:
+            try:
+                return list(await asyncio.to_thread(self.store.look_at_all, list(self.asked)))
+            except StoreUnavailable:
+                await asyncio.sleep(2.0)
+
+    # ---- faults
+
+    def _break(self) -> None:
+        chance, world = self.world.random, self.world
+        kind, lasts_s = chance.choice(FAULTS), chance.uniform(1, 60)
+        pool = self.run.pools[chance.choice(sorted(self.run.pools))]
+        replica = chance.choice(pool.replicas)
+        if kind in ("worker", "stop"):
+            at = chance.randrange(len(self.workers))
+            gone = self.workers[at]
+            world.tell(f"{gone.process.name} is {'killed' if kind == 'worker' else 'stopped'}")
+            if kind == "worker":
+                gone.process.dead = True
+            else:
+                gone.task.cancel()
+            self.workers[at] = self.start_worker()
+        elif kind in ("database", "answers"):
+            name = "database_is_away" if kind == "database" else "answers_are_lost"
+            world.tell(f"{name.replace('_', ' ')} for {lasts_s:.0f} s")
+            setattr(self, name, True)
+            world.later(lasts_s, functools.partial(setattr, self, name, False))
+        elif kind in ("down", "full"):
+            bucket = chance.choice((self.storage, self.run.bucket))
+            world.tell(f"{'results' if bucket is self.storage else 'snapshots'}: the bucket is {kind}")
+            setattr(bucket, f"is_{kind}", True)
+            world.later(lasts_s, functools.partial(setattr, bucket, f"is_{kind}", False))
+        elif kind == "slow":
+            world.tell("storage of results is slow")
+            self.storage.seconds = 10.0
+            world.later(lasts_s, functools.partial(setattr, self.storage, "seconds", 0.02))
+        elif kind == "clock":
+            world.loop.wall_offset_s += chance.choice((-20.0, -5.0, 5.0, 60.0))
+            world.tell("the clock on the wall is set")
+        elif kind == "drain" and replica.slice_name not in pool.deadlines:
+            pool.drain(replica, chance.choice((2.0, 12.0, 90.0)))
+        elif kind == "leader":
+            replica.kill("somebody kills it")
+        elif kind == "hosts" and replica.slice is not None:
+            pool.lost(replica, "its hosts were killed")
+
+    # ---- what must hold
+
+    def _check(self, jobs: list[Job]) -> None:
+        if len(jobs) != len(self.asked):
+            self.problems.append(f"{len(self.asked) - len(jobs)} jobs that were accepted are gone")
+        kept = set()
+        for job in jobs:
+            self._check_job(job)
+            kept |= set(job.results.values())
+        if wrong := kept ^ set(self.storage.content):
+            self.problems.append(f"left in storage, or lacking there: {sorted(wrong)}")
+        if self.run.bucket.content:
+            self.problems.append(f"left: snapshots: {sorted(self.run.bucket.content)}")
+        with self.store._database.read() as session:
+            files = {file.name for file in session.query(File)}
+        if files != kept:
+            self.problems.append(f"files are recorded that aren't there: {sorted(files ^ kept)}")
+
+    def _check_job(self, job: Job) -> None:
+        kind = job.request["prompt"].split()[0]
+        code = {"bad": "invalid", "nan": "unhealthy"}.get(kind)
+        if job.status == "completed":
+            content = self.storage.content.get(job.results["video"])
+            if code is not None or content != video_of(self.asked[job.id]):
+                self.problems.append(f"{job.id} has become another video: {job.request['prompt']}")
+        elif job.error_code == "cancelled" and job.id in self.cancelled:
+            pass
+        elif job.error_code != code or code is None:
+            self.problems.append(f"{job.id} has failed, which is not its fault: {job.error_code}: {job.error_message}")
+
+
+def simulate_service(seed: int, folder: Path, empty: Path, jobs: int = 12) -> Result:
+    """Run one service to its end; empty: a database file with the schema."""
+    address = shutil.copy(empty, folder / f"{seed}.sqlite")
+    with virtual_time() as loop, pytest.MonkeyPatch.context() as patch:
+        # Idle workers look for jobs and orphans less and more often than in production: both cost time here.
+        patch.setattr(job_worker, "_LOOK_S", 2.0)
+        patch.setattr(maintenance, "_ORPHANS_S", 60.0)
+        world = World(loop, seed)
+        service: Service | None = None
+
+        async def live() -> None:
+            nonlocal service
+            service = Service(world, str(address), jobs)
+            await service.live()
+
+        try:
+            loop.run_until_complete(live())
+        except (Stuck, TimeoutError, RuntimeError) as error:
+            if service is None or (isinstance(error, RuntimeError) and not loop.blocked):
+                raise
+            service.problems += [f"blocked: {where}" for where in loop.blocked] or [f"it never ends: {error!r}"]
+        assert service is not None
+        return Result(seed, jobs, service.problems, world.story)

@@ -1,0 +1,80 @@
+"""Jobs of a service of which everything fails at times: each ends once, with its video or a reason of its own."""
+
+import logging
+import os
+import time
+
+import pytest
+
+from actors.api.worker.attempt import Attempt
+from actors.jobs.store import open_database
+from actors.jobs.work import WorkQueue
+from tests.actors.simulation.scenario import little_garbage
+from tests.actors.simulation.service import simulate_service
+
+SEEDS, JOBS = range(6), 12
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Workers tell of every loss in logs."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(before)
+
+
+@pytest.fixture
+def simulate(tmp_path):
+    open_database(tmp_path / "empty.sqlite").close()
+    return lambda seed: simulate_service(seed, tmp_path, tmp_path / "empty.sqlite", JOBS)
+
+
+def first_failure(simulate, seeds, until_s=float("inf")):
+    with little_garbage() as collect:
+        for made, seed in enumerate(seeds, 1):
+            result = simulate(seed)
+            if result.problems or time.perf_counter() > until_s:
+                return result, made * JOBS
+            collect()
+    return result, made * JOBS
+
+
+def test_every_job_ends_once_with_its_video_or_a_reason_of_its_own(simulate):
+    result, _ = first_failure(simulate, SEEDS)
+    assert not result.problems, result.tell()
+
+
+@pytest.mark.soak
+def test_new_seeds(simulate):
+    start, first = time.perf_counter(), int(time.time())
+    seconds = float(os.environ.get("WAN_TPU_SIMULATION_S", "60"))
+    result, jobs = first_failure(simulate, range(first, first + 10**9), start + seconds)
+    print(f"{jobs} jobs from seed {first}")
+    assert not result.problems, result.tell()
+
+
+# ---- it can tell
+
+
+def forgets_the_jobs_of_lost_workers(patch):
+    """A job whose worker was killed stayed in progress for ever."""
+    patch.setattr(WorkQueue, "_requeue_lost", lambda queue, session, now: [])
+
+
+def writes_what_it_has_not_announced(patch):
+    """What a killed worker had written was never found again."""
+
+    async def insist(attempt, change, *args):
+        return None if getattr(change, "__name__", "") == "announce" else await original(attempt, change, *args)
+
+    original = Attempt._insist
+    patch.setattr(Attempt, "_insist", insist)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("defect", [forgets_the_jobs_of_lost_workers, writes_what_it_has_not_announced])
+def test_a_defect_that_is_put_back_is_found(defect, simulate, monkeypatch):
+    defect(monkeypatch)
+    result, _ = first_failure(simulate, range(30))
+    assert result.problems, "it went through"
