@@ -99,7 +99,7 @@ def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, 
 def _make(manifest: Manifest, pipeline: PipelineDriver, live: LiveConsole) -> tuple[BatchReport, list[Span]]:
     spans: list[Span] = []
     status = StatusActor.connect(pipeline.spec.settings.name)
-    live.look = lambda: under_way(status.seen())
+    live.look = lambda: under_way(status.latest(1.0) or Seen())
     output = open_storage(FOLDER)
     with open_batch(manifest, output, in_flight=len(manifest.entries), tell=live.line) as batch:
         report = batch.run(pipeline, progress=live, on_event=spans.append)

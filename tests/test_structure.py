@@ -42,7 +42,7 @@ FORBIDDEN = {
     "cluster": {"torch", "torchax", "diffusers", "transformers"},
     "actors": {"torch", "torchax", "diffusers", "transformers"},
 }
-MODULES_OF_A_FOLDER = 12
+MODULES_OF_A_FOLDER = 20
 
 
 @functools.cache

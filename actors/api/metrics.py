@@ -56,7 +56,6 @@ class ServiceMetrics(Collector):
     processes: Iterable[Heartbeat]
     counts: Counts
     webhooks_waiting: int
-    usage: Mapping[str, Usage] = dataclasses.field(default_factory=dict)  # Not shown; the service's call still has it.
 
     def collect(self) -> Iterator[Metric]:
         """Give every family once, its samples with the process they are of."""

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
 
 from ray.util.metrics import Counter, Gauge
@@ -114,7 +114,7 @@ class BatchMeters:
         self._spent = Counter("wan_batch_dollars", "What they cost.", ("stage",))
 
     @harmless
-    def lines(self, statuses: Iterable[str], total: int) -> None:
+    def lines(self, statuses: Mapping[str, int], total: int) -> None:
         """Show how many lines have ended, by status, and how many are left."""
         counts = Counts(statuses)
         for status in ("done", "failed", "invalid", "changed"):

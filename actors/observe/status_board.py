@@ -10,7 +10,6 @@ from typing import Literal
 from actors.observe.meters import PipelineMeters
 
 EXPIRY_S = 60.0  # A report that nobody has renewed for so long is forgotten: whoever made it is gone.
-STARTING_EXPIRY_S = 3600.0  # The same of a replica that starts: compilers and queues for slices may be silent for long.
 UNNAMED_EXPIRY_S = 3600.0  # The same of a request that no driver has renewed yet: it may wait for long.
 FAILED_EXPIRY_S = 600.0  # The same of one that has failed: its process is gone, its reason is still of use.
 MAX_FAILED = 20  # Failed replicas that are remembered.
@@ -23,9 +22,6 @@ Outcome = Literal["done", "failed", "cancelled"]
 FAILED: tuple[Activity, ...] = ("failed", "refused")
 
 _EXPIRY_S: Mapping[Activity, float] = {
-    "starting": STARTING_EXPIRY_S,
-    "loading": STARTING_EXPIRY_S,
-    "compiling": STARTING_EXPIRY_S,
     "failed": FAILED_EXPIRY_S,
     "refused": FAILED_EXPIRY_S,
 }

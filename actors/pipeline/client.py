@@ -74,8 +74,11 @@ class PipelineClient:
 def _check(spec: PipelineSpec) -> None:
     name = spec.settings.name
     alive = _explained(live_replicas, name, spec.layout)
-    seen = _explained(lambda: StatusActor.connect(name).seen()).replicas
-    able = {one.pool for replica, one in seen.items() if replica in alive and one.activity in ("idle", "busy")}
+    seen = _explained(lambda: StatusActor.connect(name).latest())
+    if seen is None:  # nothing is known of what they do, which is no reason to stop
+        able = {replica.partition("/")[0] for replica in alive}
+    else:
+        able = {one.pool for name, one in seen.replicas.items() if name in alive and one.activity in ("idle", "busy")}
     if missing := [pool.name for pool in spec.layout.pools if pool.name not in able]:
         raise PipelineError(f"no replica of {', '.join(missing)} is ready; try again")
 

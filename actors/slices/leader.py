@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from ray import serve
 
 from actors.errors import StageFailed, StageLost
-from actors.observe.status_actor import Activity, ReplicaSeen
+from actors.observe.status_actor import RENEW_S, Activity, ReplicaSeen
 from actors.pipeline_spec import Chips, PipelineSettings
 from actors.slices.async_slice import AsyncSlice, Doubts
 from actors.slices.autoscaling import LOAD
@@ -59,7 +59,11 @@ class SliceLeader:
         self._where, self._software, start = "", dict[str, str](), time.monotonic()
         self._report("starting", f"takes a {pool.slice} and starts its hosts")
         snapshots = Snapshots(self._around.snapshots)
-        await asyncio.to_thread(self._start, pool, snapshots)
+        telling = asyncio.create_task(self._tell_again())  # a start takes long, and may be silent
+        try:
+            await asyncio.to_thread(self._start, pool, snapshots)
+        finally:
+            telling.cancel()
         self._slice = AsyncSlice(self._hosts, self._lost)
         chips: Chips = "emulated" if settings.chips == "real" and self._hosts.emulated else settings.chips
         self._runner = StageRunner(
@@ -98,6 +102,11 @@ class SliceLeader:
                 raise  # the report stays, for whoever waits for this pool
             starting.callback(self._status.gone, self._name)
             self._leaving = starting.pop_all()
+
+    async def _tell_again(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            self._status.replica(self._name, self._reported)
 
     def _load(self) -> None:
         """Have the hosts read their weights, and compile what is asked for ahead of the first request."""

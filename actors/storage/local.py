@@ -122,11 +122,11 @@ class LocalStorage(Storage):
             yield
 
     def _remove_partials(self, names: Iterable[str]) -> None:
-        ours = {self._path(name) for name in names}
-        for folder in {path.parent for path in ours}:
-            for partial in folder.glob(f".*{_PARTIAL}"):
+        ours = {os.path.join(self._folder, check_name(name)) for name in names}  # strings: there may be a million
+        for folder in {os.path.dirname(path) for path in ours}:
+            for partial in Path(folder).glob(f".*{_PARTIAL}"):
                 written, _, _ = partial.name[1:].removesuffix(_PARTIAL).rpartition(".")
-                if written == "probe" or folder / written in ours:
+                if written == "probe" or os.path.join(folder, written) in ours:
                     partial.unlink(missing_ok=True)
 
     @contextlib.contextmanager

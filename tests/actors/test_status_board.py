@@ -13,7 +13,6 @@ from actors.observe.status_board import (
     FAILED_EXPIRY_S,
     MAX_FAILED,
     MAX_LISTED,
-    STARTING_EXPIRY_S,
     UNNAMED_EXPIRY_S,
     ReplicaSeen,
     StatusBoard,
@@ -45,7 +44,7 @@ def test_replica_that_is_renewed_stays_and_keeps_its_time(board, now):
 
 @pytest.mark.parametrize(
     ("activity", "expiry_s"),
-    [("idle", EXPIRY_S), ("draining", EXPIRY_S), ("loading", STARTING_EXPIRY_S), ("refused", FAILED_EXPIRY_S)],
+    [("idle", EXPIRY_S), ("draining", EXPIRY_S), ("loading", EXPIRY_S), ("refused", FAILED_EXPIRY_S)],
 )
 def test_replica_of_a_killed_process_is_forgotten(activity, expiry_s, board, now):
     board.replica("experts/a", replica(activity))

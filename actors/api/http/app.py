@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from importlib.resources import files
 from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi_offline import FastAPIOffline
@@ -20,7 +20,7 @@ from actors.api.http.error_answers import HANDLERS, HttpError
 from actors.api.http.middleware import Middleware
 from actors.api.http.objects import Model, ModelList, UsageList, model
 from actors.api.http.service import Service
-from actors.api.http.videos import POLL_AFTER, Served, Watcher, errors, router
+from actors.api.http.videos import POLL_AFTER, Served, Watcher, errors, refuse_body, router
 from actors.api.metrics import CONTENT_TYPE, KeyMetrics
 from actors.jobs.errors import StoreUnavailable
 from actors.jobs.keys import OPERATE, READ
@@ -29,6 +29,7 @@ from actors.jobs.usage import read_usage
 _STARTED = int(time.time())
 
 rest = APIRouter()
+NO_BODY = [Depends(refuse_body)]
 
 
 def make_app(service: Service) -> FastAPI:
@@ -96,13 +97,13 @@ async def usage(service: Served, caller: Watcher, first: _Day = "2000-01-01", la
     return UsageList(data=data, first=first, last=last)
 
 
-@rest.get("/health", tags=["service"], responses=errors())
+@rest.get("/health", tags=["service"], responses=errors(), dependencies=NO_BODY)
 async def health() -> JSONResponse:
     """Say that this process answers."""
     return JSONResponse({"status": "ok"})
 
 
-@rest.get("/ready", tags=["service"], responses=errors())
+@rest.get("/ready", tags=["service"], responses=errors(), dependencies=NO_BODY)
 async def ready(service: Served) -> JSONResponse:
     """Say that jobs can be accepted: database and storage can be read and written. 503 where not."""
     workers = await asyncio.to_thread(service.ready_now)
@@ -110,7 +111,11 @@ async def ready(service: Served) -> JSONResponse:
 
 
 @rest.get(
-    "/metrics", tags=["service"], response_class=Response, responses=errors() | {200: {"content": {CONTENT_TYPE: {}}}}
+    "/metrics",
+    tags=["service"],
+    response_class=Response,
+    responses=errors() | {200: {"content": {CONTENT_TYPE: {}}}},
+    dependencies=NO_BODY,
 )
 async def metrics(request: Request, service: Served) -> Response:
     """Return the figures of all processes for Prometheus. They name no job and no prompt.
@@ -131,7 +136,7 @@ def _figures_now(service: Service, caller: Caller | None) -> bytes:
     return figures
 
 
-@rest.get("/", include_in_schema=False)
+@rest.get("/", include_in_schema=False, dependencies=NO_BODY)
 async def page() -> HTMLResponse:
     """Return the page for people."""
     text = (files("actors.api.http") / "page.html").read_text()

@@ -176,11 +176,11 @@ class Service:
         mine = self._heartbeat()
         try:
             others = [other for other in read_heartbeats(self.database, FRESH_S) if other.name != mine.name]
-            counts, waiting, usage = self.store.counts(), deliveries.waiting(self.database), read_usage(self.database)
+            counts, waiting = self.store.counts(), deliveries.waiting(self.database)
         except StoreUnavailable as error:  # this process has figures still
             log_event(log, "database", logging.WARNING, reason=str(error))
             return generate_latest(self.meters.registry)
-        return generate_latest(ServiceMetrics([*others, mine], counts, waiting, usage))
+        return generate_latest(ServiceMetrics([*others, mine], counts, waiting))
 
     def ready_now(self) -> int:
         """Return how many workers there are; raises when database or storage can't be read, or not be written."""

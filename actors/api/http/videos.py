@@ -58,7 +58,7 @@ def caller_of(*scopes: str, body: bool = False) -> Callable[..., Coroutine[Any, 
         shown: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
     ) -> Caller:
         if not body:
-            _refuse_body(request)
+            refuse_body(request)
         try:
             found = service.access.admit(None if shown is None else shown.credentials, scopes)
         except HttpError as error:
@@ -71,7 +71,8 @@ def caller_of(*scopes: str, body: bool = False) -> Callable[..., Coroutine[Any, 
     return caller
 
 
-def _refuse_body(request: Request) -> None:
+def refuse_body(request: Request) -> None:
+    """Raise `HttpError` 413 for a request to a route without a body that comes with one."""
     length = request.headers.get("content-length", "0")
     small = length.isascii() and length.isdigit() and int(length[:20]) <= _NO_BODY
     if "transfer-encoding" in request.headers or not small:
