@@ -160,7 +160,7 @@ def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
         (["--guidance_scale", "nan"], "finite number"),
         (["--image", "none.png"], "is not a file"),
         (["--model_id", "no/model/here"], "hub id"),
-        (["--model_id", "no-owner/no-such-model"], "check the id and the network"),
+        (["--model_id", "no-owner/no-such-model"], "check the id and the access token"),
         (["--dp", "3"], "there are 1"),
         (["--output", "/proc/nothing/video.mp4"], "choose a folder that can be written to"),
     ],

@@ -20,12 +20,20 @@ class DownloadCut(Exception):
 
 
 async def send(
-    request: Request, storage: Storage, name: str, media_type: str, filename: str, url_s: float | None = None
+    request: Request,
+    storage: Storage,
+    name: str,
+    media_type: str,
+    filename: str,
+    url_s: float | None = None,
+    *,
+    stall_s: float,
 ) -> Response:
     """Return what is stored under a name; names are never written twice, so the name is the ETag.
 
     One range is honoured (RFC 9110); several, or none that makes sense, bring the whole. With `url_s` who asks is sent
-    to where it is stored, if there is such an address. Raises `Missing`.
+    to where it is stored, if there is such an address. A client that takes nothing for `stall_s` is left. Raises
+    `Missing`.
     """
     if url_s is not None and (url := await run_in_threadpool(storage.url, name, url_s, filename)) is not None:
         return RedirectResponse(url, headers={"Cache-Control": "no-store"})
@@ -60,7 +68,6 @@ async def send(
     except BaseException:
         file.close()
         raise
-    stall_s = request.app.state.service.settings.limits.download_stall_s
     return _Download(file, first, stop - start, stall_s, status, headers, media_type)
 
 

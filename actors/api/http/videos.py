@@ -284,8 +284,9 @@ async def _content(request: Request, service: Service, job: Job, variant: Varian
         raise HttpError(404, f"{job.id} has no {variant}", code="variant_not_found", param="variant")
     try:
         media_type, ending = VARIANTS[variant]
-        url_s = service.settings.url_s
-        return await send(request, service.storage, name, media_type, f"{job.id}.{ending}", url_s)
+        url_s, stall_s = service.settings.url_s, service.settings.limits.download_stall_s
+        filename = f"{job.id}.{ending}"
+        return await send(request, service.storage, name, media_type, filename, url_s, stall_s=stall_s)
     except Missing:
         raise HttpError(404, f"{job.id} is gone: it was deleted, or has expired", code="video_not_found") from None
 

@@ -21,7 +21,7 @@ SETTINGS = ("prompt", "negative_prompt", "fps", "guidance_scale", "guidance_scal
 LATER = ("loras", "preset", "sigmas", "switch_step", "cache")  # which jobs of an earlier version don't have
 _SECONDS = re.compile(r"[0-9]{1,4}(\.[0-9]{1,6})?", re.ASCII)
 _EMPTY = Catalogue()
-_MAX_URL = 2000  # characters
+_MAX_URL = 8192  # characters
 _MAX_PROMPT = 32_000  # characters, as OpenAI's
 
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.actors.api.serving import served, working
+from tests.actors.jobs import postgres
 from tests.waiting import wait_for
 
 EXAMPLES = os.environ.get("WAN_TPU_EXAMPLES", "50")  # made up for each operation; 700 are more than 5,000 requests
@@ -21,14 +22,25 @@ SEED = os.environ.get("WAN_TPU_SEED", "7")
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.soak)])
+def database(request, settings):
+    """The address of a service's database: texts and numbers that one takes the other may refuse."""
+    if request.param == "sqlite":
+        yield settings.database
+        return
+    if (programs := postgres.binaries()) is None:
+        pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
+    with postgres.server(programs) as server:
+        yield server.new_database()
+
+
 @pytest.mark.long
-def test_whatever_is_asked_is_answered(settings, engine, tmp_path, record_property):
+def test_whatever_is_asked_is_answered(database, settings, engine, tmp_path, record_property):
     program = shutil.which("schemathesis", path=os.pathsep.join([str(Path(sys.executable).parent), os.defpath]))
     if program is None:
         pytest.skip("schemathesis is not installed (pip install schemathesis)")
-    few = dataclasses.replace(
-        settings, queue_limit=50, sync_s=3.0, limits=dataclasses.replace(settings.limits, image_bytes=200_000)
-    )
+    limits = dataclasses.replace(settings.limits, image_bytes=200_000)
+    few = dataclasses.replace(settings, database=database, queue_limit=50, sync_s=3.0, limits=limits)
     with served(few) as address, working(few, engine), httpx.Client(base_url=address, timeout=30) as http:
         command = [program, "run", f"{address}/openapi.json", "--checks", CHECKS, "--max-examples", EXAMPLES]
         command += ["--phases", "examples,coverage,fuzzing", "--continue-on-failure", "--no-color", "--seed", SEED]

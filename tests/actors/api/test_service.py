@@ -102,7 +102,7 @@ def test_who_downloads_is_sent_to_where_it_is_stored(tmp_path):
 
     def sent(storage, url_s):
         asked = Request({"type": "http", "method": "GET", "headers": []})
-        return asyncio.run(send(asked, storage, "made.mp4", "video/mp4", "video_1.mp4", url_s))
+        return asyncio.run(send(asked, storage, "made.mp4", "video/mp4", "video_1.mp4", url_s, stall_s=30.0))
 
     (tmp_path / "made.mp4").write_bytes(b"video")
     away = sent(Bucket(tmp_path), 60)
