@@ -22,9 +22,7 @@ from typing import Any, Protocol
 
 from actors.batch.inputs import (
     Picture,
-    Source,
     explain,
-    identify,
     read_bytes,
     read_picture,
     resolve_adapter,
@@ -34,6 +32,7 @@ from actors.batch.lines import EXAMPLE, RESULTS, ParsedLine, digest_of, name_lin
 from actors.storage.base import GCS_SCHEME
 from actors.storage.opening import absolute, split_location
 from wan_tpu.errors import InvalidInput, WanTpuError
+from wan_tpu.identity import Source, identify
 from wan_tpu.request import IMAGES, GenerationRequest
 from wan_tpu.spec import RequestPlan
 

@@ -12,7 +12,7 @@ from actors.pipeline.request_run import RequestRun
 from actors.pipeline_spec import PipelineSpec
 from actors.slices.references import RefStore, RequestScope
 from actors.slices.scheduler import PriorityQueue
-from actors.slices.snapshots import delete_snapshots
+from actors.slices.snapshots import delete_snapshots, name_of
 from wan_tpu.spec import RequestPlan
 
 
@@ -55,8 +55,11 @@ class PipelineDriver:
         try:
             self._connection.status.request(id, "waiting")
             async with self._queue.entered(priority):
+                settings = self._connection.settings
+                model = f"{settings.checkpoint} {settings.dtype}"
+                snapshots = await asyncio.to_thread(name_of, id, plan.request, model)
                 with contextlib.closing(self._ref_store.scope()) as scope:
-                    run = RequestRun(self._connection, id, plan, on_event, priority, scope)
+                    run = RequestRun(self._connection, id, plan, on_event, priority, scope, snapshots)
                     self._kept[id] = run.snapshots, scope
                     video = await run.run()
             outcome = "done"

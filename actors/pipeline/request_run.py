@@ -15,7 +15,6 @@ from actors.pipeline.losses import losses_explained
 from actors.slices.messages import InputsTaken, SliceRequest, StageResult
 from actors.slices.payloads import EncodedVideo, unpack
 from actors.slices.references import RefHandle, RequestScope
-from actors.slices.snapshots import name_of
 from actors.storage.local import StorageError
 from wan_tpu.spec import DECODER, ENCODER, RequestPlan
 
@@ -36,11 +35,11 @@ class RequestRun:
         on_event: OnEvent,
         priority: int,
         scope: RequestScope,
+        snapshots: str,
     ) -> None:
-        """scope: where its payloads wait between two stages."""
+        """scope: where its payloads wait between two stages; snapshots: their name, by `name_of`."""
         self._connection, self._key, self._plan, self._scope = connection, key, plan, scope
-        settings = connection.settings
-        self.snapshots = name_of(key, plan.request, f"{settings.checkpoint} {settings.dtype}")
+        self.snapshots = snapshots
         self._sent = SliceRequest(key, plan.without_image(), scope, self.snapshots, priority)
         self._on_event = on_event
         self._attempts = self._moves = 0  # since something was done that hadn't been done before

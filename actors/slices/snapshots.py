@@ -25,7 +25,8 @@ from actors.slices.references import ObjectStore
 from actors.storage.base import MAX_PART_BYTES, Missing, Storage, StorageError
 from actors.storage.opening import open_storage
 from wan_tpu.data import DenoiseState, dump_value, parse_value
-from wan_tpu.errors import InvalidInput
+from wan_tpu.errors import InvalidInput, Unavailable
+from wan_tpu.identity import identify
 from wan_tpu.request import IMAGES, ResolvedRequest
 
 log = logging.getLogger(__name__)
@@ -39,14 +40,39 @@ NAME = re.compile(r"(?P<id>.+)\.[0-9a-f]{16}\.(?P<step>\d+)\.safetensors")
 
 
 def name_of(id: str, request: ResolvedRequest, model: str) -> str:
-    """Return the name of a request's snapshots; model: what makes its states besides, such as checkpoint and dtype."""
+    """Return the name of a request's snapshots.
+
+    Reads the files of its video and adapters, or asks their bucket, so it may block: call it in a thread.
+
+    Args:
+        id: The request's id.
+        request: All that decides its states, but for the model.
+        model: What makes its states besides, such as checkpoint and dtype.
+    """
     fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     images = [fields.pop(name) for name in IMAGES]
     digest = hashlib.sha256(json.dumps([model, fields], sort_keys=True, default=str).encode())
     for image in images:
         if image is not None:
             digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
+    named = [lora.path for lora in request.loras] + ([] if request.video is None else [str(request.video)])
+    if versions := {path: version for path in named if (version := _version_of(path)) is not None}:
+        digest.update(json.dumps(versions, sort_keys=True).encode())
     return f"{_stem(id)}.{digest.hexdigest()[:16]}"
+
+
+def _version_of(path: str) -> str | None:
+    """Return the version of a video's or an adapter's content; None where this process can't tell.
+
+    A source that doesn't answer now fails no request: its hosts may reach it, and if they can't, they say so. The name
+    has the path alone then. A run that knows the version begins anew, which costs steps and mixes nothing.
+    """
+    try:
+        source = identify(path)
+    except Unavailable as error:
+        log.warning("snapshots are named without the version of %s: %s", path, error)
+        return None
+    return None if source is None else source.version
 
 
 class Snapshots:

@@ -8,7 +8,6 @@ import tracemalloc
 import pytest
 from PIL import Image
 
-from actors.batch.inputs import identify
 from actors.batch.lines import RESULTS
 from actors.batch.manifest import read_manifest
 from actors.batch.results import MadeWith, Result, Results, settle
@@ -19,6 +18,7 @@ from tests.actors.small_spec import SPEC
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, InvalidInput
 from wan_tpu.families import FAMILIES, preset_spec
+from wan_tpu.identity import identify
 
 
 def write_manifest(folder, lines):
@@ -240,7 +240,7 @@ def test_a_video_that_was_replaced_is_a_change(tmp_path):
     [entry] = read_manifest(path, planner).entries
     entry.load()
     film.write_bytes(b"other")
-    with pytest.raises(InvalidInput, match=r"film.mp4 has changed since the manifest was read; run the batch again"):
+    with pytest.raises(InvalidInput, match=r"film.mp4 has changed since this run looked at it"):
         entry.load()
     [again] = read_manifest(path, planner).entries
     assert again.digest == entry.digest  # which is of the line; the version of its content stands beside it

@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import os
+import socket
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ from actors.slices.payloads import pack
 from actors.slices.snapshots import Snapshots, Snapshotter, delete_snapshots, name_of
 from actors.storage.base import StorageError
 from tests.actors.small_spec import SPEC
+from wan_tpu import bucket
 from wan_tpu.data import DenoiseState
+from wan_tpu.families import preset_spec
 from wan_tpu.request import GenerationRequest
 
 NAME = "video.0123456789abcdef"
@@ -119,3 +123,51 @@ def test_ids_of_any_length_have_snapshots(tmp_path, id_):
     assert snapshots.newest(name) == 5
     assert len(snapshots.names(id_)) == 1
     assert not snapshots.names("x" * 150)
+
+
+def name_with(request):
+    return name_of("cat", preset_spec("wan2.1-t2v-1.3b").plan(request).request, "model")
+
+
+def test_name_changes_when_an_adapter_or_a_video_is_replaced(tmp_path):
+    adapter, film = tmp_path / "style.safetensors", tmp_path / "film.mp4"
+    adapter.write_bytes(b"first")
+    film.write_bytes(b"first")
+    request = GenerationRequest(prompt="a", loras=[str(adapter)], video=str(film), strength=0.5)
+    first = name_with(request)
+    os.utime(adapter, (1, 1))  # the same content
+    assert name_with(request) == first
+    adapter.write_bytes(b"other")
+    second = name_with(request)
+    film.write_bytes(b"other")
+    assert len({first, second, name_with(request)}) == 3
+
+
+def test_name_changes_when_an_adapter_in_a_bucket_is_replaced(gcs, gcs_prefix):
+    gcs.write("style/a.safetensors", b"first")
+    request = GenerationRequest(prompt="a", loras=[f"{gcs_prefix}/style/a.safetensors"])
+    first = name_with(request)
+    assert name_with(request) == first
+    gcs.write("style/a.safetensors", b"other")
+    assert name_with(request) != first
+
+
+def test_name_of_a_request_whose_adapter_can_t_be_reached_has_its_path_alone(monkeypatch, caplog):
+    monkeypatch.setattr(bucket, "OUTAGE_S", 0.1)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # nobody listens there
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{bound.getsockname()[1]}")
+        names = {name_with(GenerationRequest(prompt="a", loras=[f"gs://bucket/x/{n}.safetensors"])) for n in "aab"}
+    assert len(names) == 2
+    assert "without the version of gs://bucket/x/a.safetensors" in caplog.text
+
+
+def test_a_large_adapter_is_read_once(tmp_path, monkeypatch):
+    """A name is made for every request, and requests share their adapters."""
+    adapter = tmp_path / "style.safetensors"
+    adapter.write_bytes(b"first")
+    os.utime(adapter, (1, 1))  # long ago
+    request = GenerationRequest(prompt="a", loras=[str(adapter)])
+    name = name_with(request)
+    monkeypatch.setattr("hashlib.file_digest", None)
+    assert name_with(request) == name
