@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session, aliased
 
 from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, end, expire_files
-from actors.jobs.errors import LeaseLost
+from actors.jobs.errors import CommitUncertain, LeaseLost
 from actors.jobs.tables import ApiKey, File, Job
 from actors.jobs.values import DEADLINE, LOST, JobSettings, storable
 
@@ -42,6 +42,14 @@ class WorkQueue:
 
         None of a key that has as many running as it may. Jobs whose lease has run out are taken back first.
         """
+        token = secrets.token_hex(16)
+        try:
+            return self._claim(worker, token, above, model)
+        except CommitUncertain:  # it may be this worker's, and nobody else would have it made
+            with self._database.read() as session:
+                return session.scalars(select(Job).where(Job.lease_token == token)).one_or_none()
+
+    def _claim(self, worker: str, token: str, above: int | None, model: str | None) -> Job | None:
         with self._database.write() as session:
             now = self._database.now(session)
             self._requeue_lost(session, now)
@@ -54,7 +62,7 @@ class WorkQueue:
             if job is None:
                 return None
             job.status, job.worker, job.attempts = "in_progress", worker, job.attempts + 1
-            job.lease_token, job.lease_expires_at = secrets.token_hex(16), now + self._settings.lease_s
+            job.lease_token, job.lease_expires_at = token, now + self._settings.lease_s
             if job.started_at is None:
                 job.started_at = now
             return job
@@ -113,6 +121,7 @@ class WorkQueue:
             overdue = session.scalars(
                 select(Job)
                 .where(Job.status.in_(("queued", "in_progress")), Job.deadline <= now, Job.stop_code.is_(None))
+                .order_by(Job.owner)
                 .with_for_update(skip_locked=True)
             ).all()
             for job in overdue:
@@ -165,6 +174,7 @@ class WorkQueue:
         silent = session.scalars(
             select(Job)
             .where(Job.status == "in_progress", Job.lease_expires_at <= now)
+            .order_by(Job.owner)  # as others do: their usage is counted, and is locked in this order
             .with_for_update(skip_locked=True)
         ).all()
         for job in silent:

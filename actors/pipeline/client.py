@@ -27,6 +27,7 @@ class PipelineClient:
         self._last: dict[str, PipelineDriver] = {}  # by id, of requests that aren't forgotten
         self._lock = asyncio.Lock()
         self._current: PipelineDriver | None = None
+        self._checking: asyncio.Future[None] | None = None
         self._users: Counter[PipelineDriver] = Counter()  # one that was replaced is closed by the last
 
     async def generate(self, plan: RequestPlan, *, id: str, on_event: OnEvent, priority: int = 0) -> GeneratedVideo:
@@ -48,6 +49,7 @@ class PipelineClient:
             self._users[driver] -= 1
             if driver is not self._current and not self._users[driver]:
                 del self._users[driver]
+                self._last = {other: last for other, last in self._last.items() if last is not driver}
                 await asyncio.to_thread(driver.close)
 
     async def forget(self, id: str) -> None:
@@ -59,11 +61,13 @@ class PipelineClient:
 
     async def ready(self) -> None:
         """Raise `PipelineError` unless every pool has a replica that takes requests."""
-        try:
-            async with asyncio.timeout(_READY_S):
-                await asyncio.to_thread(_check, self._spec)
-        except TimeoutError:
-            raise PipelineError(f"the pipeline doesn't answer within {_READY_S:g} s; try again") from None
+        if self._checking is None:  # else one that hasn't ended yet, which keeps its thread
+            self._checking = asyncio.get_running_loop().run_in_executor(None, _check, self._spec)
+        await asyncio.wait([self._checking], timeout=_READY_S)
+        if not self._checking.done():
+            raise PipelineError(f"the pipeline doesn't answer within {_READY_S:g} s; try again")
+        checked, self._checking = self._checking, None
+        checked.result()
 
     def close(self) -> None:
         """Let go of the driver."""
@@ -78,7 +82,8 @@ def _check(spec: PipelineSpec) -> None:
     if seen is None:  # nothing is known of what they do, which is no reason to stop
         able = {replica.partition("/")[0] for replica in alive}
     else:
-        able = {one.pool for name, one in seen.replicas.items() if name in alive and one.activity in ("idle", "busy")}
+        busy = {name for name, one in seen.replicas.items() if one.activity not in ("idle", "busy")}
+        able = {replica.partition("/")[0] for replica in alive - busy}
     if missing := [pool.name for pool in spec.layout.pools if pool.name not in able]:
         raise PipelineError(f"no replica of {', '.join(missing)} is ready; try again")
 

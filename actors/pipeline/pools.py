@@ -22,7 +22,7 @@ from cluster.layout import Layout, Pool
 
 # Calls a replica takes: all that come, since Serve's own queue knows no priorities. Drivers bound their calls, and the
 # leader of a slice how many of them have arrays on its devices.
-MAX_CALLS = 1000
+MAX_CALLS = 900  # Ray runs a thousand calls of an actor at a time: health checks are among them.
 HEALTH_S = 2.0
 LEAVING_S = 3600.0  # a replica that is to go may finish what it has
 POLL_S = 0.25

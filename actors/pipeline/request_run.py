@@ -3,11 +3,12 @@
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from actors.engine import GeneratedVideo, OnEvent
-from actors.errors import InputLost, RequestFailed, StageFailed, StageLost, StageMoved
+from actors.errors import InputLost, RequestFailed, StageFailed, StageLost, StageMoved, StageWaited
 from actors.observe.logs import log_event
 from actors.observe.span import Span
 from actors.pipeline.connection import PipelineConnection
@@ -40,8 +41,9 @@ class RequestRun:
         """scope: where its payloads wait between two stages; snapshots: their name, by `name_of`."""
         self._connection, self._key, self._plan, self._scope = connection, key, plan, scope
         self.snapshots = snapshots
-        self._sent = SliceRequest(key, plan.without_image(), scope, self.snapshots, priority)
+        self._sent = SliceRequest(key, plan.without_image(), scope, self.snapshots, priority, time.time())
         self._on_event = on_event
+        self._refused = False
         self._attempts = self._moves = 0  # since something was done that hadn't been done before
         self._done: set[tuple[str, int | None]] = set()
         self._texts: dict[str, RefHandle] = {}
@@ -56,14 +58,23 @@ class RequestRun:
         while True:
             try:
                 return GeneratedVideo(await self._go_through(), tuple(self._warnings))
+            except RequestFailed as failed:
+                if not failed.elsewhere or self._refused:
+                    raise
+                self._refused = True  # by one slice, which may be alone with it
+                self._avoid(failed.replica)
+                await asyncio.sleep(FIRST_WAIT_S)
             except (StageLost, InputLost) as lost:
-                if isinstance(lost, StageFailed) and lost.replica:
-                    self._sent = dataclasses.replace(self._sent, avoid=self._sent.avoid | {lost.replica})
+                self._avoid(getattr(lost, "replica", None))
                 if isinstance(lost, InputLost):  # one of them: all that was handed over is made again
                     self._drop_inputs()
                     self._scope.drop(self._latents, self._state)
                     self._latents = self._state = None
                 await self._wait_after(lost)
+
+    def _avoid(self, replica: str | None) -> None:
+        if replica is not None:
+            self._sent = dataclasses.replace(self._sent, avoid=self._sent.avoid | {replica})
 
     async def _go_through(self) -> bytes:
         if self._latents is None:
@@ -105,7 +116,7 @@ class RequestRun:
                 self._drop_inputs()
 
         self._connection.status.request(self._key, stage, steps=self._plan.request.steps)
-        async with self._connection.queue(stage).entered(self._sent.priority):
+        async with self._connection.queue(stage).entered(self._sent.priority, self._sent.came_s):
             pool = self._connection.stream(stage, self._plan.shapes[stage])
             events = pool.denoise.remote(self._sent, inputs, state, snapshot)
             made = await self._follow(stage, events, prepared)
@@ -197,6 +208,8 @@ class RequestRun:
 
     async def _wait_after(self, lost: Exception) -> None:
         """Wait before the next attempt; raises `RequestFailed` when there were enough that came to nothing."""
+        if isinstance(lost, StageWaited):
+            return
         if isinstance(lost, StageMoved) and self._moves < MAX_MOVES:
             self._moves += 1
             log.info("%s: %s", self._key, lost)

@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 
 import ray
 
-from actors.errors import InputLost, PipelineError, RequestFailed, StageFailed, StageLost
+from actors.errors import InputLost, PipelineError, RequestFailed, StageFailed, StageLost, StageWaited
 from cluster.errors import CallFailed, SliceLost
-from cluster.gang.protocol import Group
+from cluster.gang.protocol import GROUPS, Group
 from cluster.gang.slice import Returned, Slice
 from wan_tpu.errors import CompileFailed, DoesNotFit, InvalidRequest, Unavailable, UnhealthyResult
 
-THREADS = 32  # more than requests can be here: each waits in one, and a health check must not wait for them
+THREADS = 32  # Each lane of the hosts takes one at a time, so that health checks never wait for requests.
+READING_FILES = ("fetch_adapters", "prepare_encode")  # Methods of hosts that read what a request names by its path.
 T = TypeVar("T")
 HUNG = 20.0  # times the fastest call of its kind
 SICK = 3  # different requests that fail in a row, none succeeding: the slice is replaced
@@ -34,6 +35,7 @@ class AsyncSlice:
         self._slice = slice_
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="slice")
         self._lost = lost
+        self._lanes = {group: asyncio.Lock() for group in GROUPS}
         self._fastest: dict[tuple[str, Hashable], float] = {}  # of a kind of call, s
 
     async def call(self, method: str, *args: Any, group: Group = "lockstep", like: Hashable | None = None) -> Returned:
@@ -47,12 +49,14 @@ class AsyncSlice:
         slice is, or something that all slices share can't be reached, `StageFailed` when there is no telling. When
         cancelled, waits until the call has ended: a step is never left alone.
         """
-        timeouts, start = self._slice.timeouts, time.monotonic()
+        timeouts = self._slice.timeouts
         fastest = None if like is None else self._fastest.get((method, like))
         limit_s = timeouts.build_s if fastest is None else max(timeouts.hung_s, HUNG * fastest)
         run = functools.partial(self._slice.call, method, *args, group=group, timeout_s=limit_s)
         try:
-            returned = await self.run(run)
+            async with self._lanes[group]:  # here, not in a thread: many may wait for one slow download
+                start = time.monotonic()
+                returned = await self.run(run)
             if like is not None:
                 self._fastest[method, like] = min(time.monotonic() - start - returned.value[0], fastest or math.inf)
             return returned
@@ -66,7 +70,7 @@ class AsyncSlice:
         """Return what is raised for what a method has raised; fitted: whether one like it has had room before."""
         # What has had room before has it still, on a slice that is well.
         if isinstance(cause, InvalidRequest) and not (isinstance(cause, DoesNotFit) and fitted):
-            return RequestFailed(f"{method}: {cause}", "invalid")
+            return RequestFailed(f"{method}: {cause}", "invalid", elsewhere=method in READING_FILES)
         if isinstance(cause, UnhealthyResult):
             return RequestFailed(f"{method}: {cause}", "unhealthy")
         if isinstance(cause, CompileFailed):  # it would be refused everywhere
@@ -128,11 +132,15 @@ class Doubts:
         """Note when the block fails under a request, for what may be the slice's fault."""
         try:
             yield
-        except StageFailed as failed:
-            failed.replica = self._replica
-            self._note(stage, key)
+        except StageWaited:
+            raise
+        except StageLost as lost:
+            lost.replica = self._replica
+            if isinstance(lost, StageFailed):
+                self._note(stage, key)
             raise
         except RequestFailed as failed:
+            failed.replica = self._replica
             if failed.code == "unhealthy":
                 self._note(stage, key)
             raise

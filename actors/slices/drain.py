@@ -29,8 +29,9 @@ class Drain:
         return self.begun and not self._staying
 
     def begin(self, left_s: float) -> None:
-        """Note that the slice is taken away after so many seconds."""
-        self._by = time.monotonic() + left_s
+        """Note that the slice is taken away after so many seconds; again where it is sooner than was known."""
+        by = time.monotonic() + left_s
+        self._by = by if self._by is None else min(by, self._by)
 
     @contextlib.contextmanager
     def staying(self) -> Iterator[None]:

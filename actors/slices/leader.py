@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 64  # Shapes a leader is remembered to hold programs of, for routing.
 LEAVE_S = 0.5  # Between the loss of a slice and the end of its leader: callers are told first.
+PATIENCE_S = 10.0  # A request that has waited here for so long looks whether another replica is free by now.
 DRAIN_ANSWER_S = 2.0  # Ray may take this long to say whether hosts are drained; then it isn't known.
 
 
@@ -67,7 +68,14 @@ class SliceLeader:
         self._slice = AsyncSlice(self._hosts, self._lost)
         chips: Chips = "emulated" if settings.chips == "real" and self._hosts.emulated else settings.chips
         self._runner = StageRunner(
-            PoolOfSlice(self._pool, self._stages, self._name, chips, settings.snapshot_every),
+            PoolOfSlice(
+                self._pool,
+                self._stages,
+                self._name,
+                chips,
+                settings.snapshot_every,
+                PATIENCE_S if pool.replicas.maximum > 1 else None,
+            ),
             self._slice,
             Snapshotter(self._slice, snapshots, self._around.store, self._drain.staying),
             self._drain,
@@ -191,20 +199,24 @@ class SliceLeader:
         await self._slice.run(self._hosts.check)
         self._status.replica(self._name, self._reported)  # to one that was restarted, and knows nothing
         if self._drain.is_over:
-            self._hosts.close()
-            self._end()
-        elif not self._drain.begun and (left_s := await self._left_s()) is not None:
-            assert self._runner is not None
-            self._report("draining", f"its hosts are taken away in {left_s:.0f} s")
+            self._close()
+        elif (left_s := await self._left_s()) is not None:
+            if not self._drain.begun:
+                self._begin_drain(left_s)
             self._drain.begin(left_s)
-            self._runner.scheduler.evict(self._drain.moved)
-            log.warning("%s is being drained, %.0f s left", self._name, left_s)
-            self._adopting = asyncio.create_task(self._runner.adopt())
 
     def __del__(self) -> None:
         self._leaving.close()
 
     # ----
+
+    def _begin_drain(self, left_s: float) -> None:
+        assert self._runner is not None
+        self._report("draining", f"its hosts are taken away in {left_s:.0f} s")
+        self._drain.begin(left_s)
+        self._runner.scheduler.evict(self._drain.moved)
+        log.warning("%s is being drained, %.0f s left", self._name, left_s)
+        self._adopting = asyncio.create_task(self._runner.adopt())
 
     async def _left_s(self) -> float | None:
         """Return how long the hosts are there still, None where they stay, or where Ray doesn't say now."""
@@ -242,8 +254,12 @@ class SliceLeader:
     def _replace(self, why: str) -> None:
         if not self._ended:
             log.error("%s is replaced: %s", self._name, why)
-            self._hosts.close()
-            self._end()
+            self._close()
+
+    def _close(self) -> None:
+        """End, and give the slice back, which Ray may take a while for."""
+        self._end()
+        asyncio.get_running_loop().run_in_executor(None, self._hosts.close)
 
     def _end(self) -> None:
         """End this process, since it leads nothing any more; Serve starts another at once."""

@@ -8,6 +8,7 @@ count is exact, until nobody needs them. Handles are what streams and drivers se
 The actor belongs to the driver whose requests they are, and ends with it: what a killed driver leaves is freed.
 """
 
+import asyncio
 import contextlib
 import itertools
 import secrets
@@ -18,7 +19,7 @@ import ray
 from actors.errors import InputLost, StageLost
 from cluster.gang.placement import surviving
 
-ADOPT_S = 10.0  # that one payload may take on its way to the store's own node: all others wait for it
+ADOPT_S = 10.0  # One payload may take so long to the store's own node.
 ENDED = 10_000  # Requests remembered to have ended, so that a stage that was cancelled leaves nothing behind.
 
 
@@ -76,13 +77,16 @@ class RequestScope:
         """Raise `StageLost` when the driver is gone, and with it everybody who waits for this request."""
         try:
             await self._actor.__ray_ready__.remote()
+        except ray.exceptions.ActorUnavailableError:
+            pass  # it may come back
         except ray.exceptions.RayActorError:
             raise StageLost("the driver of this request is gone") from None
 
     async def adopt(self, handle: RefHandle) -> None:
         """Have the store itself own a payload, whose maker goes, in memory of its node; none that nobody needs."""
-        with contextlib.suppress(ray.exceptions.RayError):  # it, or the driver, is gone
-            await self._actor.adopt.remote(self._number, handle)
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # it, or the driver, is gone
+            async with asyncio.timeout(2 * ADOPT_S):
+                await self._actor.adopt.remote(self._number, handle)
 
     def drop(self, *handles: RefHandle | None) -> None:
         """Let go of payloads that nobody needs any more; doesn't wait."""
@@ -118,10 +122,15 @@ class _RefStoreActor:
         there = self._scopes.get(scope, {})
         return [there[key] for key in keys if key in there]
 
-    def adopt(self, scope: int, key: str) -> None:
-        there = self._scopes.get(scope, {})
-        if key in there:
-            there[key] = ray.put(ray.get(there[key], timeout=ADOPT_S))
+    async def adopt(self, scope: int, key: str) -> None:
+        """Copy a payload; others are given theirs meanwhile."""
+        ref = self._scopes.get(scope, {}).get(key)
+        if ref is None:
+            return
+        async with asyncio.timeout(ADOPT_S):
+            value = await ref
+        if key in (there := self._scopes.get(scope, {})):
+            there[key] = ray.put(value)
 
     def drop(self, scope: int, keys: list[str]) -> None:
         for key in keys:

@@ -14,6 +14,7 @@ from ray.serve.request_router import FIFOMixin, MultiplexMixin, PendingRequest, 
 
 from actors.slices.messages import SliceRequest
 
+ANSWERS_S = 0.2  # Replicas that take longer to say how many calls they have are left out, where others have said it.
 ARRIVES_S = 0.2  # a call that was given to a replica and isn't known to be there by then was cancelled, or is lost
 MAX_SAMPLED, MAX_ASKED = 24, 8  # Replicas looked at, and asked, for one call: what it costs ends to grow there.
 
@@ -40,7 +41,9 @@ def preference(name: str, calls: int, *, holds_programs: bool, avoid: Set[str]) 
 
 
 class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
-    """Asks all replicas how many calls they have, before each; those of one shape go in the order in which they came.
+    """Asks replicas how many calls they have, before each; those of one shape go in the order in which they came.
+
+    Of many replicas some are asked.
 
     Serve's own router looks at two of them at random, as it last knew them, and where a call is for a certain shape, at
     replicas that hold its programs only, for as long as one of them takes calls: slices stand idle beside others with
@@ -108,10 +111,12 @@ class LeastLoadedRouter(FIFOMixin, MultiplexMixin, RequestRouter):
     async def _calls(self, replicas: Sequence[RunningReplica]) -> dict[ReplicaID, int]:
         """Return how many calls each has that answers."""
         limit_s = self.max_queue_len_response_deadline_s
-        asked = [asyncio.wait_for(replica.get_queue_len(deadline_s=limit_s), limit_s) for replica in replicas]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        return {
-            replica.replica_id: calls
-            for replica, calls in zip(replicas, answers, strict=True)
-            if not isinstance(calls, BaseException)
+        asked = {
+            asyncio.ensure_future(replica.get_queue_len(deadline_s=limit_s)): replica.replica_id for replica in replicas
         }
+        answered, silent = await asyncio.wait(asked, timeout=min(ANSWERS_S, limit_s))
+        if not answered:
+            answered, silent = await asyncio.wait(asked, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        for one in silent:  # the others needn't wait for it, once for every call
+            one.cancel()
+        return {asked[one]: one.result() for one in answered if not one.cancelled() and one.exception() is None}

@@ -15,10 +15,10 @@ MOST_HELD = 3
 class Admission:
     """A request's place in a queue: waited for, or granted."""
 
-    def __init__(self, priority: int, number: int) -> None:
-        """number: the order of arrival, which a paused request keeps."""
+    def __init__(self, priority: int, came_s: float, number: int) -> None:
+        """came_s, number: the order of arrival, which a paused request keeps."""
         self.priority = priority
-        self.order = (-priority, number)
+        self.order = (-priority, came_s, number)
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __lt__(self, other: "Admission") -> bool:
@@ -41,9 +41,12 @@ class PriorityQueue:
         self._numbers = itertools.count()
 
     @contextlib.asynccontextmanager
-    async def entered(self, priority: int = 0) -> AsyncIterator[Admission]:
-        """Wait until there is room, and take it for the block."""
-        admission = Admission(priority, next(self._numbers))
+    async def entered(self, priority: int = 0, came_s: float = 0.0) -> AsyncIterator[Admission]:
+        """Wait until there is room, and take it for the block.
+
+        came_s  when the request was made, where it may have waited elsewhere before
+        """
+        admission = Admission(priority, came_s, next(self._numbers))
         try:
             self._enqueue(admission)
             await admission.granted

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from typing import Any
 
-from actors.errors import RequestFailed, StageLost, StageMoved
+from actors.errors import RequestFailed, StageLost, StageMoved, StageWaited
 from actors.observe.span import Span, Start, What
 from actors.pipeline_spec import Chips
 from actors.slices.async_slice import AsyncSlice, Doubts, to_the_end
@@ -24,6 +24,7 @@ from actors.slices.messages import Event, InputsTaken, SliceRequest, StageResult
 from actors.slices.references import RefHandle, RequestScope
 from actors.slices.scheduler import Admission, PriorityQueue, StepScheduler
 from actors.slices.snapshots import Snapshotter
+from cluster.gang.protocol import Group
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.spec import DECODER, ENCODER, Expert, RequestPlan
 
@@ -36,13 +37,17 @@ DRIVER_S = 5.0  # Seconds between two looks whether anybody still waits for a re
 
 @dataclasses.dataclass(frozen=True)
 class PoolOfSlice:
-    """What doesn't change: which pool a slice belongs to, and what figures of it are marked with."""
+    """What doesn't change: which pool a slice belongs to, and what figures of it are marked with.
+
+    patience_s  how long a request may wait for a place here before it looks for another replica; None: there is none
+    """
 
     pool: str
     stages: tuple[str, ...]
     name: str
     chips: Chips
     snapshot_every: int
+    patience_s: float | None
 
 
 @dataclasses.dataclass
@@ -93,7 +98,8 @@ class StageRunner:
         with self._serving(request, ENCODER):
             async with self._visit(request, self.scheduler.other_places) as visit:
                 start = Start()
-                nbytes = (await self._slice.side("prepare_encode", visit.held, given)).value
+                group: Group = "side" if given.video is None else "network"  # a video is read from a shared disk
+                nbytes = (await self._slice.call("prepare_encode", visit.held, given, group=group)).value
                 yield self._span(request.key, ENCODER, "fetch", start, nbytes=nbytes)
                 yield InputsTaken(start.elapsed_s, nbytes)
                 spans, warnings, ref = await self._compute(request, ENCODER, shape, "encode_image", visit.held)
@@ -153,8 +159,13 @@ class StageRunner:
         key, plan, scheduler = request.key, request.plan, self.scheduler
         done, last = experts[0].start if snapshot is None else snapshot, experts[-1].stop
         expert: Expert | None = None
-        self._drain.check()
-        async with scheduler.entered(request.priority) as admission, watched(request.scope) as gone:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                self._drain.check()
+                admission = await stack.enter_async_context(scheduler.entered(request.priority, request.came_s))
+            except StageMoved as moved:  # the pool before has handed its state over, which is here alone now
+                raise moved if done == plan.first_step else await self._moved(held, request) from None
+            gone = await stack.enter_async_context(watched(request.scope))
             with self._working(key, experts[0].stage):
                 while done < last:
                     if scheduler.must_pause(admission):
@@ -173,7 +184,7 @@ class StageRunner:
                         raise await self._moved(held, request)
                     if gone.done():
                         gone.result()
-                    if done % self._where.snapshot_every == 0 and done < plan.request.steps:
+                    if done % self._where.snapshot_every == 0 and done < last:
                         self._snapshotter.start(held, request)
 
     async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncIterator[Event]:
@@ -201,7 +212,8 @@ class StageRunner:
     async def adopt(self) -> None:
         """Have everything outlive this leader that still waits for its next stage."""
         with self._drain.staying():
-            await asyncio.gather(*(scope.adopt(handle) for scope, handle in self._left))
+            adopting = (scope.adopt(handle) for scope, handle in self._left)
+            await asyncio.gather(*adopting, return_exceptions=True)
             await asyncio.sleep(FETCHED_S)
 
     # ----
@@ -253,7 +265,12 @@ class StageRunner:
         It has a name of this visit only: somebody who has lost sight of the request may have sent it here once more.
         """
         visit = _Visit(f"{request.key} {next(self._visits)}")
-        async with places.entered(request.priority):
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(self._where.patience_s):
+                    await stack.enter_async_context(places.entered(request.priority, request.came_s))
+            except TimeoutError:
+                raise StageWaited(f"{request.key} has waited for a place on {self._where.name}") from None
             self._drain.check()
             try:
                 yield visit

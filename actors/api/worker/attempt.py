@@ -17,7 +17,7 @@ from actors.api.worker.previews import BrokenVideo, previews
 from actors.api.worker.progress import Tracker
 from actors.api.worker.tools import Tools
 from actors.errors import PipelineError, RequestFailed
-from actors.jobs.errors import LeaseLost, StoreUnavailable
+from actors.jobs.errors import CommitUncertain, LeaseLost, StoreUnavailable
 from actors.jobs.tables import Job
 from actors.observe.logs import log_event
 from actors.observe.span import Span
@@ -205,11 +205,16 @@ class Attempt:
 
     async def _insist(self, change: Callable[..., T], *args: Any) -> T:
         """Change the database, when need be once it is back, or try to read from storage; raises `LeaseLost`."""
-        attempt = 0
+        attempt, uncertain = 0, False
         while True:
             try:
                 return await asyncio.to_thread(change, *args)
+            except LeaseLost:
+                if uncertain and (job := await asyncio.to_thread(self._tools.store.get, self._job.id)).ended:
+                    return job  # type: ignore[return-value] # by the change whose answer was lost
+                raise
             except (StoreUnavailable, StorageError) as error:
+                uncertain |= isinstance(error, CommitUncertain)
                 attempt += 1
                 if isinstance(error, StorageError) and attempt == _READS:
                     raise

@@ -6,7 +6,7 @@ import subprocess
 import imageio_ffmpeg
 from PIL import Image
 
-from wan_tpu.errors import WanTpuError
+from wan_tpu.errors import Unavailable, WanTpuError
 from wan_tpu.media.sheet import WIDEST, contact_sheet
 
 SHEET_FRAMES = 12
@@ -34,7 +34,11 @@ def _pictures(mp4: bytes, *, height: int, width: int, frames: int) -> list[Image
     try:
         done = subprocess.run(command, input=mp4, capture_output=True, timeout=_TIMEOUT_S, start_new_session=True)
     except subprocess.TimeoutExpired:
-        raise BrokenVideo(f"the video isn't decoded within {_TIMEOUT_S:g} s") from None
+        raise Unavailable(f"this machine doesn't decode a video within {_TIMEOUT_S:g} s") from None
+    except OSError as error:
+        raise Unavailable(f"this machine can't start ffmpeg now ({error.strerror})") from None
+    if done.returncode < 0:
+        raise Unavailable(f"ffmpeg was ended by signal {-done.returncode}; is memory short?")
     size = wide * tall * 3
     expected = -(-frames // every)
     if done.returncode or len(done.stdout) != expected * size:

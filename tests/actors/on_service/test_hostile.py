@@ -61,10 +61,11 @@ class Watcher(threading.Thread):
         self.join()
 
 
-def test_a_hostile_client_harms_only_itself(online):
+@pytest.mark.parametrize("attack", [[], ["--one_key"]], ids=["ten clients", "one key"])
+def test_a_hostile_client_harms_only_itself(online, attack):
     watcher = Watcher(online, "Ingress", "ServiceWorker")
     watcher.start()
-    command = [sys.executable, ROOT / "scripts" / "attack_service.py", "--url", online.address, "--json"]
+    command = [sys.executable, ROOT / "scripts" / "attack_service.py", "--url", online.address, "--json", *attack]
     command += [
         "--database",
         online.settings.database,

@@ -123,10 +123,10 @@ class Run:
         chance = world.random
         self.world, self.faults = world, faults
         self.status, self.bucket = StatusBoard(PipelineMeters(), world.loop.time), Bucket(world)
-        self.spec = spec or self._any_spec(layout_name, in_flight)
+        self.spec = spec or self._any_spec(layout_name, in_flight, slices)
         self.pools = {
             pool.name: PoolOfReplicas(
-                world, pool, self.spec.settings, self.status, self.bucket, slices or chance.randint(1, 3), health_s
+                world, pool, self.spec.settings, self.status, self.bucket, pool.replicas.maximum, health_s
             )
             for pool in self.spec.layout.pools
         }
@@ -137,11 +137,13 @@ class Run:
         self._numbers, self.was_drained = len(self.drivers), False
         self.problems: list[str] = []
 
-    def _any_spec(self, layout_name: str | None, in_flight: int) -> PipelineSpec:
+    def _any_spec(self, layout_name: str | None, in_flight: int, slices: int | None) -> PipelineSpec:
         chance = self.world.random
         layout = LAYOUTS[layout_name or chance.choice(sorted(LAYOUTS))]
         pools = "\n".join(
-            f"  {name}: {{stages: [{', '.join(stages)}], slice: v6e-1}}" for name, stages in layout.items()
+            f"  {name}: {{stages: [{', '.join(stages)}], slice: v6e-1, "
+            f"replicas: {{min: 1, max: {slices or chance.randint(1, 3)}}}}}"
+            for name, stages in layout.items()
         )
         settings = PipelineSettings(
             "checkpoint", "snapshots", snapshot_every=chance.choice((2, 5)), in_flight=in_flight
@@ -340,6 +342,10 @@ class Run:
                     lost.add(scopes.get(number, ""))
         for id_ in lost:
             self._excuse_one(id_, why)
+        runner = getattr(replica.leader, "_runner", None)
+        written = set() if runner is None else {name.rpartition(".")[0] for name in runner._snapshotter._writing}
+        for asked in self.asked:
+            asked.is_orphaned |= asked.id in written  # nobody asks any more whether it is still needed
 
     def _excuse_one(self, id_: str, why: str) -> None:
         self.world.excuses[id_].append((self.world.loop.now, why))

@@ -154,11 +154,17 @@ class PoolOfReplicas:
         """Start another one in place of a replica; on a new slice where its own was taken away."""
 
         def start() -> None:
+            if gone not in self.replicas:
+                return
             self.deadlines.pop(gone.slice_name, None)
             self.replicas[self.replicas.index(gone)] = self._start(gone.slice_name)
 
         wait_s = max(0.0, self.deadlines.get(gone.slice_name, 0.0) - self.world.loop.now)
         self.world.later(wait_s + self.world.random.uniform(0.5, 3), start)
+
+    def grow(self) -> None:
+        """Start another replica, on a slice of its own."""
+        self.replicas.append(self._start(f"{self.pool.name}-new-{len(self.replicas)}"))
 
     def drain(self, replica: Replica, left_s: float) -> None:
         """Announce that the slice of a replica is taken away, and take it."""
