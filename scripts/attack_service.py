@@ -224,7 +224,8 @@ def costly(url: str, key: str) -> list[Awaitable[object]]:
     long = "a cat " * 5300  # 32,000 characters
 
     def planned() -> bytes:
-        return json.dumps(BODY | {"prompt": "x", "num_inference_steps": 1000, "shift": random.uniform(1, 9)}).encode()
+        many = {"num_inference_steps": 1000, "shift": random.uniform(1, 9), "seed": 7, "deadline": time.time() + 2}
+        return json.dumps(BODY | {"prompt": "x"} | many).encode()
 
     def named(host: str) -> bytes:
         return json.dumps(BODY | {"prompt": "x", "input_reference": {"image_url": f"https://{host}/a.png"}}).encode()
@@ -240,7 +241,7 @@ def costly(url: str, key: str) -> list[Awaitable[object]]:
         *(again(lambda: post(url, key, planned()), 0.0) for _ in range(10)),
         *(again(lambda: post(url, key, named(f"host{random.random()}.invalid")), 0.0) for _ in range(4)),
         *(again(lambda: post(url, key, named(labels)), 0.0) for _ in range(4)),
-        again(lambda: post(url, key, json.dumps(BODY | {"prompt": long}).encode())),
+        again(lambda: post(url, key, json.dumps(BODY | {"prompt": long, "seed": 8}).encode())),
         *(again(pages, 0.0) for _ in range(12)),
     ]
 
