@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from actors.observe.meters import ChipMeters
+from actors.slices.fetched_adapters import FetchedAdapters, check_same_everywhere
 from actors.slices.messages import HostProgress, Report, ReportedProgress
 from actors.slices.payloads import Payload, TextEmbedding, mp4, pack, unpack
 from actors.slices.profiling import HostProfile, open_to_dashboard
@@ -104,6 +105,7 @@ class StageHost(HostProfile):
         if jax.default_backend() == "tpu":
             ChipMeters(hosted).start()
         self._work: dict[str, _Encoding | _Denoising | _Decoding] = {}
+        self._fetched = FetchedAdapters()
         self._fitting: set[tuple[int, int, int]] = set()  # height, width, frames that have run or been compiled here
 
     def software(self) -> dict[str, str]:
@@ -168,6 +170,8 @@ class StageHost(HostProfile):
         state = _state(work)
         expert = work.plan.expert_at(state.step)
         self._check_stage(expert.stage)
+        if loras := work.plan.request.loras_for(expert.stage):
+            check_same_everywhere(loras)
         work.state, work.run = state, None  # the other expert's keys go first
         with self._fits(work.plan.request):
             work.run = stages.ExpertRun(self._runtime, work.plan.request, expert, work.inputs[expert.stage], state)
@@ -205,10 +209,12 @@ class StageHost(HostProfile):
     # ---- beside the lockstep: no collective
 
     def fetch_adapters(self, plan: RequestPlan) -> None:
-        """Read a request's adapters into host memory, from wherever they lie; `prepare_denoise` finds them there."""
-        for expert in plan.experts:
-            if expert.stage in self._stages:
-                self._runtime.read_adapters(expert.stage, plan.request.loras_for(expert.stage))
+        """Read a request's adapters into host memory, from wherever they lie; `prepare_denoise` takes them from there.
+
+        This is what the request runs with on this slice, whatever becomes of the files meanwhile.
+        """
+        mine = [expert.stage for expert in plan.experts if expert.stage in self._stages]
+        self._fetched.put(plan, self._runtime.fetch_adapters(plan.request.loras, mine))
 
     def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
         """Put what the encoder needs of a request's image on the devices; return its bytes."""
@@ -229,10 +235,12 @@ class StageHost(HostProfile):
     ) -> int:
         """Put a request's inputs for the experts on the devices; return the bytes of all payloads.
 
+        A request with adapters has had them fetched: neither this nor any step asks a disk or the network for them.
+
         prompt, negative  `TextEmbedding`; image  `ImageCondition`
         state             `DenoiseState` to go on from; the one before the first step when left out
         """
-        request = plan.request
+        request = dataclasses.replace(plan.request, loras=self._fetched.take(plan))
         text, other = _unpacked(TextEmbedding, prompt), _unpacked(TextEmbedding, negative)
         condition = _unpacked(ImageCondition, image) or ImageCondition()
         if text is None:
@@ -251,7 +259,7 @@ class StageHost(HostProfile):
         for expert in mine:
             twin = next((inputs[e.stage] for e in mine if e.stage in inputs and e.guided == expert.guided), None)
             inputs[expert.stage] = twin or stages.expert_inputs(self._runtime, expert, conditioning)
-        self._work[key] = _Denoising(plan, inputs, placed)
+        self._work[key] = _Denoising(dataclasses.replace(plan, request=request), inputs, placed)
         return sum(given.nbytes for given in (prompt, negative, image, state) if given is not None)
 
     def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload) -> int:

@@ -1,6 +1,7 @@
 """Adapters: what is made of files in the wild is what diffusers makes of them, or what is computed by hand."""
 
 import json
+import os
 import re
 
 import diffusers
@@ -14,8 +15,8 @@ from tests.wan_tpu.test_parity import PIXEL_TOLERANCE
 from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.adapters.adapter import Targets
 from wan_tpu.adapters.files import find, read
-from wan_tpu.adapters.merging import Adapters
-from wan_tpu.errors import InvalidRequest
+from wan_tpu.adapters.merging import KEPT, Adapters
+from wan_tpu.errors import InvalidRequest, Unavailable
 from wan_tpu.lora import Lora, lora_of
 from wan_tpu.runtime.bridge import ScannedBlocks
 
@@ -371,6 +372,54 @@ def test_damaged_files_are_refused(good, pipeline, tmp_path):
             merged(pipeline(KIND), "denoise_high", path)
 
 
+Q = "diffusion_model.blocks.0.self_attn.q"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (f"{Q}.lora_down.weight", torch.zeros(0, 48)),
+        (f"{Q}.lora_up.weight", torch.zeros(48, 0)),
+        (f"{Q}.lora_down.weight", torch.ones(48)),
+        (f"{Q}.lora_up.weight", torch.ones(48)),
+        (f"{Q}.lora_down.weight", torch.tensor(1.0)),
+        (f"{Q}.lora_down.weight", torch.ones(4, 48, dtype=torch.int8)),
+        (f"{Q}.alpha", torch.zeros(0)),
+        (f"{Q}.alpha", torch.ones(4)),
+        ("diffusion_model.patch_embedding.diff_b", torch.tensor(1.0)),
+        ("diffusion_model.patch_embedding.diff_b", torch.zeros(0)),
+    ],
+)
+def test_tensors_of_impossible_shapes_are_refused_by_name(name, value, good, pipeline, tmp_path):
+    assert name in refusal(pipeline, good | {name: value}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"lora_alpha": "much"}, "lora_alpha is 'much'"),
+        ({"lora_alpha": [8]}, r"lora_alpha is [8]"),
+        ({"lora_alpha": float("inf")}, "lora_alpha is inf"),
+        ({"lora_alpha": 8, "alpha_pattern": {"self_attn(": 4}}, "'self_attn(', which names no modules"),
+        ({"lora_alpha": 8, "alpha_pattern": {"self_attn.q": None, "ffn.2": 4}}, ""),
+        ({"lora_alpha": 8, "alpha_pattern": {"self_attn.q": {}}}, f"{Q}.lora_down.weight needs a number"),
+        ({"lora_alpha": 8, "alpha_pattern": ["self_attn.q"]}, "alpha_pattern is ['self_attn.q']"),
+        ("[" * 100_000, "alpha is damaged"),
+    ],
+)
+def test_impossible_alphas_of_a_configuration_are_refused(config, said, good, pipeline, tmp_path):
+    pairs = {name: value for name, value in good.items() if not name.endswith("alpha")}
+    path = files.save(pairs, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    if not said:  # null is as good as nothing
+        merged(pipeline(KIND), "denoise_high", path)
+        return
+    with pytest.raises(InvalidRequest) as raised:
+        merged(pipeline(KIND), "denoise_high", path)
+    assert said in str(raised.value)
+    assert raised.value.field == "loras"
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -415,6 +464,87 @@ def test_host_memory_is_bounded_and_files_that_change_are_read_again(pipeline, t
     again = adapters.read(component, base, Lora(paths[1]))
     name = "blocks.template.attn1.to_q.weight"
     assert not np.array_equal(again.factors[name].up, first[1].factors[name].up)
+
+
+def save_factors(transformer, path, seed):
+    names = files.blocks(transformer, {"attn1.to_q": "attn1.to_q"})
+    return files.save(files.named(files.factors(transformer, names, seed=seed), names, ""), path)
+
+
+def test_replaced_file_is_used_by_the_next_request(pipeline, transformer, tmp_path):
+    """Weights that the old content gave are kept under that content, not under the file's path."""
+    path, stage, loaded = tmp_path / "x.safetensors", "denoise_high", pipeline(KIND).runtime.component
+    weight = "blocks.template.attn1.to_q.weight"
+
+    def weights(seed):
+        asked = (lora_of(save_factors(transformer, path, seed)),)
+        return loaded(stage, asked).params[weight]
+
+    first, second = weights(0), weights(1)
+    assert np.abs(np.asarray(first) - np.asarray(second)).max() > 0.01
+    assert weights(0) is first  # the same content again
+    other = save_factors(transformer, tmp_path / "elsewhere.safetensors", 0)
+    assert loaded(stage, (lora_of(other),)).params[weight] is first
+
+
+def test_alpha_that_was_replaced_beside_a_file_is_used(pipeline, transformer, tmp_path):
+    path = save_factors(transformer, tmp_path / "adapter_model.safetensors", 0)
+    found = []
+    for alpha in (4, 8):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha}))
+        found.append(merged(pipeline(KIND), "denoise_high", path)["blocks.0.attn1.to_q.weight"])
+    assert (found[0] - found[1]).abs().max() > 0.01
+
+
+def test_request_keeps_the_adapters_that_were_fetched_for_it(pipeline, transformer, tmp_path):
+    runtime, path = pipeline(KIND).runtime, tmp_path / "x.safetensors"
+    (old,) = runtime.fetch_adapters((lora_of(save_factors(transformer, path, 2)),), ["denoise_high", "denoise_low"])
+    expected = np.asarray(runtime.component("denoise_high", (old,)).params["blocks.template.attn1.to_q.weight"])
+    for seed in range(3, 3 + KEPT):  # which make the merged weights go
+        runtime.component("denoise_high", (lora_of(save_factors(transformer, path, seed)),))
+    path.unlink()
+    again = np.asarray(runtime.component("denoise_high", (old,)).params["blocks.template.attn1.to_q.weight"])
+    assert np.array_equal(again, expected)
+
+
+def test_file_that_is_replaced_while_it_is_read_is_read_again_later(transformer, tmp_path):
+    """Half of it may be of the old one, half of the new one: nobody's input is wrong."""
+    path = save_factors(transformer, tmp_path / "x.safetensors", 0)
+    found = find(path)
+    other = save_factors(transformer, tmp_path / "y.safetensors", 1)
+    os.replace(other, path)
+    with pytest.raises(Unavailable, match="replaced while it was read"):
+        read(found, path)
+    assert read(find(path), path)
+
+
+class Stopped(BaseException):
+    """As KeyboardInterrupt, which comes at any time."""
+
+
+def test_base_is_whole_after_a_merge_in_place_was_interrupted(checkpoint, pipeline, transformer, tmp_path):
+    names = files.blocks(transformer, files.WAN)
+    path = files.save(files.named(files.factors(transformer, names), names, ""), tmp_path / "x.safetensors")
+    lean = load_pipeline(checkpoint(KIND), "float32", (1, 1, 1), keep_weights=False).runtime
+    changed = []
+
+    def stop(program):
+        """Told before a program is compiled: of the merges, which are several, let the first one end."""
+        if program is not None and program.startswith("apply adapters"):
+            changed.append(program)
+            if len(changed) > 1:
+                raise Stopped
+
+    lean.on_compile = stop
+    with pytest.raises(Stopped):
+        lean.component("denoise_high", (lora_of(path),))
+    lean.on_compile = lambda program: None
+    expected = pipeline(KIND).runtime
+    for loras in ((), (lora_of(path),)):
+        got, wanted = (runtime.component("denoise_high", loras).params for runtime in (lean, expected))
+        assert got.keys() == wanted.keys()
+        for name, array in got.items():
+            assert np.array_equal(np.asarray(array), np.asarray(wanted[name])), name
 
 
 def test_one_request_in_the_least_memory(checkpoint, pipeline, transformer, tmp_path):

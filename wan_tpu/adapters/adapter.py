@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from wan_tpu.adapters.files import ModuleChange, find, read, refuse
+from wan_tpu.adapters.files import ModuleChange, checksum_of, find, read, refuse
 from wan_tpu.runtime.bridge import ScannedBlocks
 from wan_tpu.runtime.components import DTYPES, MATRICES, SCALE, Component, Loaded, original_name
 from wan_tpu.runtime.weights import as_numpy
@@ -41,10 +41,12 @@ class Adapter:
     """A file's changes of an expert's weights, in host memory, by the program's names.
 
     factors, differences  a weight may have either, or both; differences are float32 in the weight's shape
+    checksum              of the file's content: what was made of the same content is the same
     """
 
     factors: Mapping[str, Factors]
     differences: Mapping[str, np.ndarray]
+    checksum: str
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -158,7 +160,8 @@ class Targets:
                 len(idle),
                 idle[0],
             )
-        return Adapter({name: self._stacked(name, layers) for name, layers in pairs.items()}, differences)
+        factors = {name: self._stacked(name, layers) for name, layers in pairs.items()}
+        return Adapter(factors, differences, checksum_of(changes))
 
     def _add_difference(self, differences: dict[str, np.ndarray], slot: _Slot, value: np.ndarray) -> None:
         weight = self._weights[slot.weight]

@@ -7,13 +7,14 @@ or beside the file (adapter_config.json, peft).
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, TypeVar
 
 import huggingface_hub
 import torch
@@ -25,7 +26,7 @@ from wan_tpu.checkpoint import on_disk
 from wan_tpu.errors import CheckpointError, InvalidRequest, Unavailable
 from wan_tpu.runtime.tensor_files import metadata, tensors
 from wan_tpu.runtime.weights import read_tensors
-from wan_tpu.sources.disk import explain_disk_error, read_file
+from wan_tpu.sources.disk import explain_disk_error
 from wan_tpu.sources.hub import explain_hub_errors
 
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # it always saves both
@@ -42,6 +43,7 @@ _PARTS = (
     ("diff_b", re.compile(r"\.diff_b$")),
     ("diff_m", re.compile(r"\.diff_m$")),
 )
+T = TypeVar("T")
 APPLIED = "lora_A and lora_B (or lora_down and lora_up), alpha, diff, diff_b and diff_m"
 
 
@@ -58,7 +60,19 @@ class ModuleChange:
     gain: float = 1.0
 
 
-def find(path: str) -> WeightFile:
+class AdapterFile(NamedTuple):
+    """An adapter's weights, and the adapter_config.json that belongs to them, where there is one."""
+
+    weights: WeightFile
+    config: WeightFile | None
+
+    @property
+    def version(self) -> str:
+        """Another one when either file has changed."""
+        return " ".join(file.version for file in self if file is not None)
+
+
+def find(path: str) -> AdapterFile:
     """Return the file that an adapter's path means.
 
     Raises:
@@ -67,36 +81,35 @@ def find(path: str) -> WeightFile:
     """
     with _blamed_on(path):
         if path.startswith(SCHEME):
-            folder, _, name = path.rpartition("/")
-            if name.endswith(_ENDING):
-                files = BucketFolder(folder).files(name)
-                return _only(files, path)
-            return _only(BucketFolder(path).files(f"*{_ENDING}"), path)
+            return _in_bucket(path)
         local = Path(path)
         if local.is_dir():
-            return _only({file.name: on_disk(file) for file in sorted(local.glob(f"*{_ENDING}"))}, path)
+            return _on_disk(_only({file.name: file for file in sorted(local.glob(f"*{_ENDING}"))}, path))
         if local.is_file():
-            return on_disk(local)
-        return on_disk(_fetched(path))
+            return _on_disk(local)
+        return _fetched(path)
 
 
-def read(file: WeightFile, path: str) -> dict[str, ModuleChange]:
+def read(file: AdapterFile, path: str) -> dict[str, ModuleChange]:
     """Return what a file changes, by module as the file names it, its prefix apart.
 
     Raises:
-        InvalidRequest: Tensors aren't understood, belong to no pair, or hold no finite numbers; it names them.
-        Unavailable: The bucket or the disk doesn't answer.
+        InvalidRequest: Tensors aren't understood, belong to no pair, have shapes that no factor has, or hold no finite
+            numbers; it names them.
+        Unavailable: The bucket or the disk doesn't answer, or the file was replaced meanwhile.
     """
-    if file.size > LARGEST:
+    if file.weights.size > LARGEST:
         raise InvalidRequest(
-            f"adapter {path} has {file.size / 2**30:.1f} GiB; allowed are {LARGEST / 2**30:.0f}", "loras"
+            f"adapter {path} has {file.weights.size / 2**30:.1f} GiB; allowed are {LARGEST / 2**30:.0f}", "loras"
         )
     with _blamed_on(path):
-        stored = tensors(file)
+        stored = tensors(file.weights)
         config = _config(file)
         values = read_tensors(stored)
+        if _look_again(file) != file.version:  # what was read may be of both
+            raise Unavailable("it was replaced while it was read; try again")
     changes: dict[str, ModuleChange] = {}
-    unknown, unhealthy, again = [], [], []
+    unknown, unhealthy, again, misshapen = (list[str]() for _ in range(4))
     for name, value in values.items():
         module, part = _parsed(name)
         if part is None:
@@ -105,7 +118,9 @@ def read(file: WeightFile, path: str) -> dict[str, ModuleChange]:
         change = changes.setdefault(module, ModuleChange())
         if part in change.names:
             again.append(name)
-        if not torch.isfinite(value.float()).all():
+        if (wanted := _misfit(part, value)) is not None:
+            misshapen.append(f"{name}, {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}, for {wanted}")
+        elif not torch.isfinite(value.float()).all():
             unhealthy.append(name)
         change.names[part], change.tensors[part] = name, value
     for change in changes.values():
@@ -114,13 +129,25 @@ def read(file: WeightFile, path: str) -> dict[str, ModuleChange]:
         unknown += [change.names[part] for part in sorted(lonely)]
     refuse(path, f"has tensors that can't be applied: {{}}; applied are {APPLIED}", unknown)
     refuse(path, "names the same weights twice: {}; leave one out", again)
+    refuse(path, "is damaged: it has {}; fetch it again", misshapen)
     refuse(path, "has NaN or Inf in {}; fetch it again", unhealthy)
     if not changes:
         raise InvalidRequest(f"adapter {path} holds no tensors; fetch it again", "loras")
-    for module, change in changes.items():
-        if "down" in change.tensors:
-            change.gain = _gain(module, change, config)
+    with _blamed_on(path):
+        for module, change in changes.items():
+            if "down" in change.tensors:
+                change.gain = _gain(module, change, config)
     return changes
+
+
+def checksum_of(changes: Mapping[str, ModuleChange]) -> str:
+    """Return a checksum of what `read` has returned: the same for the same content, wherever it lies."""
+    found = hashlib.sha256()
+    for module, change in sorted(changes.items()):
+        for part, value in sorted(change.tensors.items()):
+            found.update(repr((module, part, value.dtype, tuple(value.shape), change.gain)).encode())
+            found.update(value.reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 @contextlib.contextmanager
@@ -146,7 +173,7 @@ def refuse(path: str, problem: str, names: list[str]) -> None:
         raise InvalidRequest(f"adapter {path} {problem.format(listed)}", "loras")
 
 
-def _only(files: Mapping[str, WeightFile], path: str) -> WeightFile:
+def _only(files: Mapping[str, T], path: str) -> T:
     if len(files) == 1:
         return next(iter(files.values()))
     if files:
@@ -154,7 +181,35 @@ def _only(files: Mapping[str, WeightFile], path: str) -> WeightFile:
     raise CheckpointError(f"there is no {_ENDING} file; give one, a folder with one, or OWNER/NAME[/FILE] of the hub")
 
 
-def _fetched(path: str) -> Path:
+def _in_bucket(path: str) -> AdapterFile:
+    folder, _, name = path.rpartition("/")
+    if not name.endswith(_ENDING):
+        folder, name = path, ""
+    objects = {other: file for other, file in BucketFolder(folder).files("*").items() if "/" not in other}
+    wanted = {other: file for other, file in objects.items() if other.endswith(_ENDING) and name in ("", other)}
+    return AdapterFile(_only(wanted, path), objects.get(PEFT_CONFIG))
+
+
+def _on_disk(path: Path) -> AdapterFile:
+    config = path.with_name(PEFT_CONFIG)
+    return AdapterFile(_stamped(path), _stamped(config) if config.is_file() else None)
+
+
+def _stamped(path: Path) -> WeightFile:
+    """Return a file of this machine; one that takes its place has another version, though it be as old and as large."""
+    file, stat = on_disk(path), path.stat()
+    return file._replace(version=f"{file.version} {stat.st_ino} {stat.st_ctime_ns}")
+
+
+def _look_again(file: AdapterFile) -> str:
+    """Return the version that an adapter's files have now."""
+    address = file.weights.address
+    if address.startswith(SCHEME):
+        return _in_bucket(address).version
+    return " ".join(_stamped(Path(part.address)).version for part in file if part is not None)
+
+
+def _fetched(path: str) -> AdapterFile:
     """Return a file of the hub, OWNER/NAME/FILE, or the only one of OWNER/NAME."""
     owner, _, rest = path.partition("/")
     name, _, file = rest.partition("/")
@@ -172,9 +227,25 @@ def _fetched(path: str) -> Path:
             if len(names) != 1:
                 raise CheckpointError(f"the repository has {', '.join(names[:8]) or 'no such file'}; name one of these")
             file = names[0]
-        if Path(file).name == PEFT_FILE:
-            huggingface_hub.hf_hub_download(repository, str(Path(file).with_name(PEFT_CONFIG)))
-        return Path(huggingface_hub.hf_hub_download(repository, file))
+        weights = Path(huggingface_hub.hf_hub_download(repository, file))
+        # Of the hub's other files none is looked at: which are in the cache differs from host to host.
+        config = None
+        if PurePosixPath(file).name == PEFT_FILE:
+            commit = weights.parents[len(PurePosixPath(file).parents) - 1].name  # .../snapshots/COMMIT/FILE
+            beside = str(PurePosixPath(file).with_name(PEFT_CONFIG))
+            config = _stamped(Path(huggingface_hub.hf_hub_download(repository, beside, revision=commit)))
+    return AdapterFile(_stamped(weights), config)
+
+
+def _misfit(part: str, value: torch.Tensor) -> str | None:
+    """Return what a tensor should be, if no module could have it as that part; its size is compared later."""
+    if part == "alpha":
+        return None if value.numel() == 1 else "one number"
+    if not value.is_floating_point():
+        return "floating-point numbers"
+    if part in ("down", "up") and (value.ndim < 2 or 0 in value.shape):
+        return "a matrix of at least one rank"
+    return None if value.numel() else "a tensor that isn't empty"
 
 
 def _parsed(name: str) -> tuple[str, str | None]:
@@ -187,41 +258,48 @@ def _parsed(name: str) -> tuple[str, str | None]:
     return name, None
 
 
-def _config(file: WeightFile) -> dict[str, Any]:
+def _config(file: AdapterFile) -> dict[str, Any]:
     """Return what a header or adapter_config.json says of ranks and alpha: {} where there is neither."""
-    text = metadata(file).get("lora_adapter_metadata")
+    text = metadata(file.weights).get("lora_adapter_metadata")
     config: Any = {}
     try:
         if text is not None:
             # diffusers puts the component before each name: {"transformer.lora_alpha": 16, ...}
             config = {name.partition(".")[2] or name: value for name, value in json.loads(text).items()}
-        elif (beside := _beside(file.address)) is not None:
-            config = dict(json.loads(beside))
-    except (AttributeError, FileNotFoundError, TypeError, ValueError) as error:
+        elif file.config is not None:
+            config = dict(json.loads(file.config.read(0, file.config.size)))
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"what it says of its alpha is damaged ({error!r}); fetch it again") from None
     if config.get("use_dora"):
         raise CheckpointError("it is a DoRA, which scales whole rows of the merged weights; that can't be applied")
     return dict(config)
 
 
-def _beside(address: str) -> bytes | None:
-    """Return the adapter_config.json in an adapter's folder."""
-    if address.startswith(SCHEME):
-        folder = BucketFolder(address.rpartition("/")[0])
-        return folder.read(PEFT_CONFIG) if folder.has(PEFT_CONFIG) else None
-    path = Path(address).with_name(PEFT_CONFIG)
-    return read_file(path) if path.is_file() else None
-
-
 def _gain(module: str, change: ModuleChange, config: Mapping[str, Any]) -> float:
     """Return what up @ down is multiplied by: alpha / rank, or alpha / sqrt(rank) where peft says so; else one."""
     rank = change.tensors["down"].shape[0]
     if "alpha" in change.tensors:
-        alpha = float(change.tensors["alpha"].float().reshape(-1)[0])
-        return alpha / rank
+        return float(change.tensors["alpha"].float()) / rank
     patterns = config.get("alpha_pattern") or {}
-    named = next((value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module)), None)
-    said = config.get("lora_alpha") if named is None else named
+    if not isinstance(patterns, dict):
+        raise CheckpointError(f"its alpha_pattern is {patterns!r}, not a table of numbers by module; fetch it again")
+    named = next((key for key in patterns if _matches(key, module)), None)
+    said = config.get("lora_alpha") if named is None else patterns[named]
     if said is None:
         return 1.0
-    return float(said) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    try:
+        if not math.isfinite(alpha := float(said)):
+            raise ValueError
+    except (OverflowError, TypeError, ValueError):
+        where = "lora_alpha" if named is None else f"alpha_pattern for {named}"
+        raise CheckpointError(
+            f"its {where} is {said!r}, which {change.names['down']} needs a number for; fetch it again"
+        ) from None
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    try:
+        return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
+    except re.error as error:
+        raise CheckpointError(f"its alpha_pattern has {pattern!r}, which names no modules ({error})") from None

@@ -23,10 +23,11 @@ from wan_tpu.lora import Lora
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import DTYPES, SCALE, Component, Loaded
 from wan_tpu.runtime.program import Program
-from wan_tpu.runtime.runtime import Runtime
+from wan_tpu.runtime.runtime import FetchedLora, Runtime
 
 HOST_BYTES = 8 * 2**30  # of adapters in host memory, those of running requests apart: 14 pairs of rank 64 of A14B
 KEPT = 2  # merged sets of an expert that are kept where a device doesn't say how much memory it has
+Content = tuple[tuple[str, float], ...]  # Of adapters: checksums and scales.
 RANKS = 16  # factors are padded to this times a power of two, so that few programs are compiled
 
 
@@ -37,49 +38,66 @@ class Adapters:
         self._host_bytes = host_bytes
         self._read: OrderedDict[tuple[str, str], Adapter] = OrderedDict()  # by address and version
         self._targets: dict[str, Targets] = {}
-        self._merged: OrderedDict[tuple[str, tuple[Lora, ...]], Loaded] = OrderedDict()
+        self._merged: OrderedDict[tuple[str, Content], Loaded] = OrderedDict()
         self._lock = threading.Lock()
 
+    def fetch(self, component: Component, base: Loaded, lora: Lora) -> FetchedLora:
+        """Return an adapter with what its file holds now; arguments and errors are those of `read`."""
+        adapter = self.read(component, base, lora)
+        return FetchedLora(lora.path, lora.scale, lora.expert, checksum=adapter.checksum, adapter=adapter)
+
     def read(self, component: Component, base: Loaded, lora: Lora) -> Adapter:
-        """Return what a file changes, read if it isn't in memory; on any thread. Raises `InvalidRequest`."""
+        """Return what a file changes, read if it isn't in memory; on any thread.
+
+        Args:
+            component: What it changes.
+            base: The component's weights, or their shapes.
+            lora: Where the file lies.
+
+        Raises:
+            InvalidRequest: There is no such file, or it doesn't fit the component.
+            Unavailable: The bucket, the hub or the disk doesn't answer.
+        """
         with self._lock:
             if component.folder not in self._targets:
                 self._targets[component.folder] = Targets(component, base)
         file = find(lora.path)
-        name = file.address, file.version
+        key = file.weights.address, file.version
         with self._lock:
-            if name in self._read:
-                self._read.move_to_end(name)
-                return self._read[name]
-        found = self._targets[component.folder].adapter(lora.path, read(file, lora.path))
+            if key in self._read:
+                self._read.move_to_end(key)
+                return self._read[key]
+        adapter = self._targets[component.folder].adapter(lora.path, read(file, lora.path))
         with self._lock:
-            self._read[name] = found
+            self._read[key] = adapter
             while len(self._read) > 1 and sum(one.nbytes for one in self._read.values()) > self._host_bytes:
                 self._read.popitem(last=False)
-        return found
+        return adapter
 
-    def get(self, name: str, loras: tuple[Lora, ...]) -> Loaded | None:
+    def get(self, name: str, loras: tuple[FetchedLora, ...]) -> Loaded | None:
         """Return a component with adapters applied, if it is kept."""
+        key = name, _content(loras)
         with self._lock:
-            if (name, loras) in self._merged:
-                self._merged.move_to_end((name, loras))
-            return self._merged.get((name, loras))
+            if key in self._merged:
+                self._merged.move_to_end(key)
+            return self._merged.get(key)
 
-    def merge(self, runtime: Runtime[Any], name: str, base: Loaded, loras: tuple[Lora, ...], *, keep: bool) -> Loaded:
-        """Apply adapters to a component, and keep the result while there is room.
+    def merge(
+        self, runtime: Runtime[Any], name: str, base: Loaded, loras: tuple[FetchedLora, ...], *, keep: bool
+    ) -> Loaded:
+        """Apply adapters to a component, and keep the result while there is room. No file is read.
 
         keep  the base; else each of its weights is let go of as soon as its changed one is there
         """
-        component = runtime.model.components[name]
-        adapters = [(self.read(component, base, lora), lora.scale) for lora in loras]
+        adapters = [(lora.adapter, lora.scale) for lora in loras]
         self._make_room(runtime, name, base)
         params = base.params if not keep else dict(base.params)
         for weight in sorted({weight for one, _ in adapters for weight in (*one.factors, *one.differences)}):
             params |= _changed(runtime, params, weight, adapters)
-        found = Loaded(base.module, params)
+        merged = Loaded(base.module, params)
         with self._lock:
-            self._merged[name, loras] = found
-        return found
+            self._merged[name, _content(loras)] = merged
+        return merged
 
     def drop(self, name: str) -> None:
         """Let go of what was merged of a component."""
@@ -100,6 +118,11 @@ class Adapters:
             return sum(key[0] == name for key in self._merged) < KEPT
         # The peak has what steps take beside the weights.
         return memory["bytes_limit"] - max(memory["peak_bytes_in_use"], memory["bytes_in_use"]) > needed
+
+
+def _content(loras: Sequence[FetchedLora]) -> Content:
+    """Return what decides the weights that adapters give: not what they are called, nor where they lie."""
+    return tuple((lora.checksum, lora.scale) for lora in loras)
 
 
 def _changed(runtime: Runtime[Any], params: Params, weight: str, adapters: Sequence[tuple[Adapter, float]]) -> Params:

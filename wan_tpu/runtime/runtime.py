@@ -3,7 +3,8 @@
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from jax.sharding import Mesh
@@ -12,7 +13,15 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import InvalidInput
 from wan_tpu.lora import Lora
 from wan_tpu.progress import BYTES, Progress, Silent
-from wan_tpu.runtime.components import DTYPES, MATRICES, Component, Loaded, load_component, open_component
+from wan_tpu.runtime.components import (
+    DTYPES,
+    MATRICES,
+    Component,
+    Loaded,
+    abstract_component,
+    load_component,
+    open_component,
+)
 from wan_tpu.runtime.program import ExecutableStore, Program
 
 
@@ -26,16 +35,33 @@ class HasComponents(Protocol):
         """Every component by the name of the work it does."""
 
 
+@dataclass(frozen=True)
+class FetchedLora(Lora):
+    """An adapter of a request, and what its file held when it was fetched; the file isn't looked at again.
+
+    checksum  of the file's content, wherever it lies
+    adapter   that content, a `wan_tpu.adapters.adapter.Adapter`
+    """
+
+    checksum: str = field(kw_only=True)
+    adapter: Any = field(kw_only=True, compare=False, repr=False)
+
+
 class AdapterStore(Protocol):
     """Where weights with adapters applied come from: `wan_tpu.adapters.merging.Adapters`."""
 
-    def read(self, component: Component, base: Loaded, lora: Lora) -> Any:
-        """Read an adapter's file into host memory; raises `InvalidRequest`."""
+    def fetch(self, component: Component, base: Loaded, lora: Lora) -> FetchedLora:
+        """Read an adapter's file into host memory; base: weights or their shapes.
 
-    def get(self, name: str, loras: tuple[Lora, ...]) -> Loaded | None:
+        Raises `InvalidRequest` or `Unavailable`.
+        """
+
+    def get(self, name: str, loras: tuple[FetchedLora, ...]) -> Loaded | None:
         """Return a component with adapters applied, if it is kept."""
 
-    def merge(self, runtime: "Runtime[Any]", name: str, base: Loaded, loras: tuple[Lora, ...], *, keep: bool) -> Loaded:
+    def merge(
+        self, runtime: "Runtime[Any]", name: str, base: Loaded, loras: tuple[FetchedLora, ...], *, keep: bool
+    ) -> Loaded:
         """Apply adapters to a component; keep: its base."""
 
     def drop(self, name: str) -> None:
@@ -91,28 +117,55 @@ class Runtime(Generic[M]):
         self._adapters = adapters
         self._progress = progress
         self._components: dict[str, Loaded] = {}
+        self._abstract: dict[str, Loaded] = {}  # shapes of those that an adapter was read for before they were
         self._checked: set[str] = set()
         self._loading = threading.Lock()
         self.programs: dict[str, Program] = {}
         self.on_compile: Callable[[str | None], object] = lambda name: None
 
     def component(self, name: str, loras: tuple[Lora, ...] = ()) -> Loaded:
-        """Return a component, read from the checkpoint if it isn't on the devices; loras: applied to it."""
+        """Return a component, read from the checkpoint if it isn't on the devices.
+
+        loras  applied to it: those of `fetch_adapters` as they were then, the files of others as they are now
+        """
         if not loras:
             return self._base(name)
         assert self._adapters is not None
-        found = self._adapters.get(name, loras)
-        if found is None:
-            found = self._adapters.merge(self, name, self._base(name), loras, keep=self._keep_weights)
+        fetched = tuple(self._fetched(name, lora) for lora in loras)
+        merged = self._adapters.get(name, fetched)
+        if merged is None:
+            base = self._base(name)
             if not self._keep_weights:
-                self._components.pop(name)  # it has been changed
-        return found
+                # Its weights are changed in place. Whatever interrupts that, nobody else gets what is left of them.
+                with self._loading:
+                    self._components.pop(name, None)
+            merged = self._adapters.merge(self, name, base, fetched, keep=self._keep_weights)
+        return merged
 
-    def read_adapters(self, name: str, loras: tuple[Lora, ...]) -> None:
-        """Read the files of adapters for a component into host memory; raises `InvalidRequest`. On any thread."""
-        for lora in loras:
-            assert self._adapters is not None
-            self._adapters.read(self.model.components[name], self._base(name), lora)
+    def fetch_adapters(self, loras: tuple[Lora, ...], names: Sequence[str]) -> tuple[Lora, ...]:
+        """Return adapters with what their files hold now, those apart that change none of the named components.
+
+        On any thread. It may wait for a disk or the network; `component` doesn't, given what this returns. Raises
+        `InvalidRequest` or `Unavailable`.
+        """
+        stages = [next((name for name in names if lora.is_for(name)), None) for lora in loras]
+        return tuple(
+            lora if stage is None else self._fetched(stage, lora) for lora, stage in zip(loras, stages, strict=True)
+        )
+
+    def _fetched(self, name: str, lora: Lora) -> FetchedLora:
+        if isinstance(lora, FetchedLora):
+            return lora
+        assert self._adapters is not None
+        return self._adapters.fetch(self.model.components[name], self._shapes(name), lora)
+
+    def _shapes(self, name: str) -> Loaded:
+        """Return a component's weights if they are here, else their shapes: no adapter needs more to be read."""
+        if (loaded := self._components.get(name)) is not None:
+            return loaded
+        if name not in self._abstract:
+            self._abstract[name] = abstract_component(self.model.components[name], self.dtype, self.mesh)
+        return self._abstract[name]
 
     def _base(self, name: str) -> Loaded:
         with self._loading:

@@ -1,5 +1,6 @@
 """The expert stages: a request on an expert, a step at a time; its state stays on the devices between steps."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from wan_tpu.data import Conditioning, DenoiseState
-from wan_tpu.errors import InvalidRequest
+from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families.model import Model, StepInputs
 from wan_tpu.progress import Progress
 from wan_tpu.request import ResolvedRequest
@@ -72,7 +73,8 @@ def initial_state(
     """Return the state before the first step: `noise`, or what diffusers draws for the request's seed.
 
     noise  [1, C, T, H, W]; raises `InvalidRequest` for any other shape
-    video  latents of the request's video, of which there is so much under the noise as its first step begins with
+    video  latents of the request's video, of which there is so much under the noise as its first step begins with;
+           raises `InvalidInput` where they are missing
     """
     shape, schedule = model.spec.latent_shape(request), model.spec.schedule(request)
     history = tuple(np.zeros(shape, np.float32) for _ in range(schedule.history_terms))
@@ -80,7 +82,7 @@ def initial_state(
     if request.strength is None:
         return DenoiseState(np.float32(schedule.start) * drawn, history)
     if video is None:
-        raise InvalidRequest("a video to begin with is asked for, and its latents are missing; run the encoder again")
+        raise InvalidInput("a video to begin with is asked for, and its latents are missing; run the encoder again")
     first = model.spec.first_step(request)
     sigma = np.float32(schedule.sigmas[first])
     return DenoiseState((np.float32(1) - sigma) * video + sigma * drawn, history, first)
@@ -97,11 +99,11 @@ def _given_noise(noise: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def device_state(runtime: Runtime[Model], request: ResolvedRequest, state: DenoiseState) -> DenoiseState:
-    """Put a state on the devices; raises `InvalidRequest` when it is not one of this request."""
+    """Put a state on the devices; raises `InvalidInput`, which blames no request, when it is another request's."""
     spec = runtime.model.spec
     terms, expected = spec.schedule(request).history_terms, spec.latent_shape(request)
     if tuple(state.latents.shape) != expected or len(state.history) != terms:
-        raise InvalidRequest(
+        raise InvalidInput(
             f"the state has latents {tuple(state.latents.shape)} and {len(state.history)} history terms; "
             f"this request needs {expected} and {terms}: start from its own initial state"
         )
@@ -130,11 +132,11 @@ def finished(
 
 
 def expert_inputs(runtime: Runtime[Model], expert: Expert, conditioning: Conditioning) -> ExpertInputs:
-    """Put on the devices what an expert needs of a request; raises `InvalidRequest` when something is missing."""
+    """Put on the devices what an expert needs of a request; raises `InvalidInput` when something is missing."""
     prompts = [conditioning.prompt]
     if expert.guided:
         if conditioning.negative is None:
-            raise InvalidRequest("guidance needs the negative prompt's embeddings; run the encoder stage again with it")
+            raise InvalidInput("guidance needs the negative prompt's embeddings; run the encoder stage again with it")
         prompts.append(conditioning.negative)
     dtype = DTYPES[runtime.dtype]  # the encoder may have run in another
 
@@ -264,7 +266,11 @@ def denoise(
     The solver's history goes from one expert to the next: nothing restarts at the boundary.
     """
     state = device_state(runtime, request, state)
-    for expert in runtime.model.spec.experts(request):
+    experts = runtime.model.spec.experts(request)
+    if request.loras:  # read once: each step of every expert has what the files hold now
+        left = [expert.stage for expert in experts if state.step < expert.stop]
+        request = dataclasses.replace(request, loras=runtime.fetch_adapters(request.loras, left), video=None)
+    for expert in experts:
         last = expert.stop if stop is None else min(stop, expert.stop)
         if state.step >= last:
             continue

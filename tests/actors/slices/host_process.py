@@ -4,6 +4,7 @@ Arguments: rank, hosts, port, checkpoint, image, folder for results. Writes <ran
 """
 
 import dataclasses
+import os
 import pickle
 import sys
 import tempfile
@@ -16,13 +17,15 @@ import numpy as np
 import pytest
 import safetensors
 from diffusers import WanTransformer3DModel
+from jax.experimental import multihost_utils
 
 from actors.slices.payloads import pack, unpack
-from actors.slices.stage_host import StageHost
+from actors.slices.stage_host import OutOfOrder, StageHost
 from tests.actors.slices.image_request import image_request
 from tests.wan_tpu import adapter_files
 from wan_tpu import InvalidRequest, MeshError, OutputError, UnhealthyResult
 from wan_tpu.data import DenoiseState, Video
+from wan_tpu.errors import Unavailable
 from wan_tpu.families.shared.tokens import half_split
 from wan_tpu.pipeline import Pipeline
 from wan_tpu.progress import Silent
@@ -137,11 +140,11 @@ for step in (1, 3):
     assert rank > 0 or np.array_equal(resumed.arrays["latents"], state.arrays["latents"]), step
 
 # ---- what fails, fails on every host and leaves it usable
-with pytest.raises(InvalidRequest, match="no step to run here; call begin"):
+with pytest.raises(OutOfOrder, match="no step to run here; call begin"):
     host.step("b")
-with pytest.raises(InvalidRequest, match="step 4, latents"):
+with pytest.raises(OutOfOrder, match="step 4, latents"):
     host.prepare_decode("d", dataclasses.replace(later.request, steps=5), state)
-with pytest.raises(InvalidRequest, match="a TextEmbedding was given where a DenoiseState belongs"):
+with pytest.raises(OutOfOrder, match="a TextEmbedding was given where a DenoiseState belongs"):
     host.prepare_decode("d", later.request, texts[0])
 poison = unpack(handed("poison", snapshots[1].payload))
 latents = poison.latents.copy()
@@ -172,6 +175,11 @@ names = adapter_files.blocks(transformer, adapter_files.WAN)
 adapter_files.save(adapter_files.named(adapter_files.factors(transformer, names), names, "diffusion_model."), own)
 path = handed("adapter", str(own) if rank == 0 else None)
 adapted = host._spec.plan(dataclasses.replace(asked, loras=[f"{path}@high", f"{path}:0.5@low"])).without_image()
+host.fetch_adapters(adapted)
+multihost_utils.sync_global_devices("fetched")
+if rank == 0:
+    own.rename(own.with_suffix(".aside"))  # nobody looks at the file again
+multihost_utils.sync_global_devices("moved")
 host.prepare_denoise("f", adapted, *texts, condition)
 host.begin("f")
 host.step("f")
@@ -179,13 +187,35 @@ begin_and_step("b")
 begin_and_step("f")
 begin_and_step("f")
 changed = handed("changed", host.collect("f").payload)
+if rank == 0:
+    own.with_suffix(".aside").rename(own)
+multihost_utils.sync_global_devices("moved back")
 expected = []
 pipe.generate(dataclasses.replace(asked, loras=adapted.request.loras), on_step=lambda e: expected.append(e.latents))
 assert np.array_equal(unpack(changed).latents, expected[-1])
 assert np.abs(expected[-1] - unpack(state).latents).max() > 0.01
 wrong = host._spec.plan(dataclasses.replace(asked, loras=["/nowhere.safetensors"])).without_image()
 with pytest.raises(InvalidRequest, match="check the path"):
+    host.fetch_adapters(wrong)
+with pytest.raises(Unavailable, match="fetch_adapters"):
     host.prepare_denoise("g", wrong, *texts, condition)
+
+# ---- hosts that find different files by one path compute nothing, and can go on
+other = Path(folder) / f"host{rank}"
+other.mkdir()
+os.chdir(other)
+found = host._spec.plan(dataclasses.replace(asked, loras=["/proc/self/cwd/a.safetensors"])).without_image()
+for seed in (rank, 5):
+    made = adapter_files.factors(transformer, names, seed=seed)
+    adapter_files.save(adapter_files.named(made, names, "diffusion_model."), other / "a.safetensors")
+    host.fetch_adapters(found)
+    host.prepare_denoise("g", found, *texts, condition)
+    if seed == rank:
+        with pytest.raises(Unavailable, match=r"different content of /proc/self/cwd/a\.safetensors"):
+            host.begin("g")
+    else:
+        host.begin("g")
+    host.drop("g")
 begin_and_step("b")
 again = host.collect("b").payload
 assert rank > 0 or np.array_equal(again.arrays["latents"], state.arrays["latents"])

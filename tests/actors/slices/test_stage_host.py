@@ -9,14 +9,18 @@ import time
 
 import numpy as np
 import pytest
+from diffusers import WanTransformer3DModel
 
+from actors.slices.fetched_adapters import MAX_WAITING, FetchedAdapters
 from actors.slices.payloads import TextEmbedding, pack, unpack
 from actors.slices.stage_host import OutOfOrder, StageHost
 from tests.conftest import PHOTO, ROOT
 from tests.waiting import SECONDS
+from tests.wan_tpu import adapter_files
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, UnhealthyResult
 from wan_tpu.data import DenoiseState, ImageCondition
-from wan_tpu.errors import DoesNotFit
+from wan_tpu.errors import DoesNotFit, Unavailable
+from wan_tpu.families import preset_spec
 
 KIND = "wan2.2-i2v-a14b"
 
@@ -171,8 +175,9 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
     rng = np.random.default_rng(0)
     prompt, negative = (embedding(rng.standard_normal((1, 512, 32)).astype(np.float32)) for _ in range(2))
     image = pack(ImageCondition(None, np.zeros((1, 20, 2, 4, 6), np.float32)))
-    with pytest.raises(InvalidRequest, match="guidance needs the negative prompt's embeddings"):
+    with pytest.raises(InvalidInput, match="guidance needs the negative prompt's embeddings") as raised:
         host.prepare_denoise("a", plan.without_image(), prompt, None, image)
+    assert not isinstance(raised.value, InvalidRequest)  # which the driver has forgotten
     host.prepare_denoise("a", plan.without_image(), prompt, negative, image)
     inputs = host._work["a"].inputs
     assert {stage: (given.text["text"].shape[0], given.text["text"].dtype) for stage, given in inputs.items()} == {
@@ -183,8 +188,9 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
     first = host.snapshot("a")
     assert (first.value, len(unpack(first.payload).history)) == (0, 3)
     wrong = pack(DenoiseState(np.zeros((1, 16, 2, 4, 4), np.float32), (), 1))
-    with pytest.raises(InvalidRequest, match=r"this request needs .* and 3"):
+    with pytest.raises(InvalidInput, match=r"this request needs .* and 3") as raised:
         host.prepare_denoise("b", plan.without_image(), prompt, negative, image, wrong)
+    assert not isinstance(raised.value, InvalidRequest)  # somebody has mixed up two requests; neither is wrong
     host.drop("a")
     host.drop("a")
     assert host.keys() == []
@@ -192,3 +198,59 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
     one_step = low._spec.plan(GenerationRequest(prompt="a cat", **(size | {"steps": 1}))).without_image()
     with pytest.raises(OutOfOrder, match="request a has no step on denoise_low; leave this pool out"):
         low.prepare_denoise("a", one_step, prompt, negative, image)
+
+
+def test_a_request_runs_with_what_was_fetched_for_it(checkpoint, tmp_path):
+    """Whatever becomes of its adapter's file: it is replaced before another request comes, and then it is gone."""
+    kind = "wan2.1-t2v-1.3b"
+    host = StageHost(str(checkpoint(kind)), ("denoise",), (1, 1, 1), "float32")
+    transformer = WanTransformer3DModel.from_pretrained(checkpoint(kind), subfolder="transformer")
+    names = adapter_files.blocks(transformer, adapter_files.WAN)
+    path = tmp_path / "style.safetensors"
+
+    def write(seed):
+        made = adapter_files.factors(transformer, names, seed=seed)
+        return adapter_files.save(adapter_files.named(made, names, ""), path)
+
+    asked = GenerationRequest(prompt="a cat", height=32, width=32, frames=1, steps=1, guidance_scale=1.0)
+    text = embedding(np.random.default_rng(0).standard_normal((1, 512, 32)).astype(np.float32))
+
+    def plan(prompt, scale=1.0):
+        return host._spec.plan(dataclasses.replace(asked, prompt=prompt, loras=[{"path": str(path), "scale": scale}]))
+
+    def run(request):
+        host.prepare_denoise("a", request, text)
+        host.begin("a")
+        host.step("a")
+        return unpack(host.collect("a").payload).latents
+
+    write(0)
+    early, late, twin = plan("early"), plan("late"), plan("twin")
+    host.fetch_adapters(early)
+    write(1)
+    host.fetch_adapters(late)
+    path.unlink()
+    with_new, with_old = run(late), run(early)
+    assert np.abs(with_new - with_old).max() > 0.001
+
+    write(1)
+    host.fetch_adapters(twin)
+    host.fetch_adapters(twin)  # two requests that are alike in everything
+    path.unlink()
+    assert np.array_equal(run(twin), with_new)
+    assert np.array_equal(run(twin), with_new)
+    with pytest.raises(Unavailable, match="aren't held here"):
+        run(twin)
+    with pytest.raises(InvalidRequest, match="check the path"):
+        host.fetch_adapters(plan("gone"))
+
+
+def test_adapters_of_requests_that_never_come_are_let_go_of():
+    fetched = FetchedAdapters()
+    spec = preset_spec("wan2.1-t2v-1.3b")
+    plans = [spec.plan(GenerationRequest(prompt=str(i), loras=["owner/style"])) for i in range(MAX_WAITING + 1)]
+    for plan in plans:
+        fetched.put(plan, plan.request.loras)
+    with pytest.raises(Unavailable):
+        fetched.take(plans[0])
+    assert fetched.take(plans[-1]) == plans[-1].request.loras

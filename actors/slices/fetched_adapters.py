@@ -1,0 +1,70 @@
+"""Adapters on one host between the lane that may wait for the network and the lockstep, which may not."""
+
+import hashlib
+import threading
+from collections import OrderedDict
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from wan_tpu.errors import Unavailable
+from wan_tpu.lora import Lora
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.runtime.runtime import FetchedLora
+from wan_tpu.spec import RequestPlan
+
+MAX_WAITING = 64  # Requests that adapters are held for; more don't wait for a place at one slice.
+
+
+class FetchedAdapters:
+    """What was fetched for requests whose inputs aren't on the devices yet. Any thread may call its methods.
+
+    A request is known by its plan, since it has no place on the devices, and no name there, when its adapters are
+    fetched. Equal plans share what was fetched last.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[ResolvedRequest, tuple[int, tuple[Lora, ...]]] = OrderedDict()  # and for how many
+
+    def put(self, plan: RequestPlan, loras: tuple[Lora, ...]) -> None:
+        """Hold a request's adapters, as `Runtime.fetch_adapters` returns them, until it takes them."""
+        key = plan.without_image().request
+        with self._lock:
+            count, _ = self._waiting.pop(key, (0, ()))
+            self._waiting[key] = count + 1, loras
+            while len(self._waiting) > MAX_WAITING:  # of requests that were cancelled, for nobody else waits so long
+                self._waiting.popitem(last=False)
+
+    def take(self, plan: RequestPlan) -> tuple[Lora, ...]:
+        """Return what was fetched for a request, and let go of it; raises `Unavailable` where it is held no more."""
+        if not plan.request.loras:
+            return ()
+        key = plan.without_image().request
+        with self._lock:
+            count, loras = self._waiting.pop(key, (0, ()))
+            if count > 1:
+                self._waiting[key] = count - 1, loras
+        if not count:
+            raise Unavailable("the request's adapters aren't held here; fetch_adapters fetches them again")
+        return loras
+
+
+def check_same_everywhere(loras: tuple[Lora, ...]) -> None:
+    """Compare what the hosts of a slice have fetched for a request.
+
+    A collective: every process calls it, in the same order as its programs.
+
+    Raises:
+        Unavailable: On every host, when two have fetched different content.
+    """
+    if jax.process_count() == 1:
+        return
+    fetched = [lora for lora in loras if isinstance(lora, FetchedLora)]
+    mine = np.frombuffer(hashlib.sha256(" ".join(lora.checksum for lora in fetched).encode()).digest(), np.uint8)
+    if not (multihost_utils.process_allgather(mine) == mine).all():
+        paths = ", ".join(lora.path for lora in fetched)
+        raise Unavailable(
+            f"the hosts of this slice have different content of {paths}; try again when all hosts have the same file"
+        )

@@ -1,0 +1,115 @@
+"""Where adapters lie: which file a path means, what belongs to it, and when it is another one."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import save
+
+from tests.actors.gcs_server import Emulator
+from wan_tpu.adapters.files import find, read
+from wan_tpu.bucket import BucketFolder
+from wan_tpu.errors import InvalidRequest
+
+COMMITS = "0" * 39 + "1", "0" * 39 + "2"
+PAIR = {"x.lora_down.weight": torch.ones(2, 3), "x.lora_up.weight": torch.ones(3, 2)}
+
+
+def gain_of(path):
+    return read(find(path), path)["x"].gain
+
+
+# ---- buckets
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    emulator = Emulator()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", emulator.address)
+    monkeypatch.setenv("WAN_TPU_CACHE", str(tmp_path / "cache"))
+    emulator.make_bucket("adapters")
+    yield "gs://adapters/style"
+    emulator.close()
+
+
+def test_version_of_an_adapter_in_a_bucket_has_that_of_its_alpha(folder):
+    bucket = BucketFolder(folder)
+    bucket.write("adapter_model.safetensors", save(PAIR))
+    for alpha in (4, 8):
+        bucket.write("adapter_config.json", json.dumps({"lora_alpha": alpha}).encode())
+        found = find(folder)
+        assert find(f"{folder}/adapter_model.safetensors").version == found.version
+        assert gain_of(folder) == alpha / 2
+    before = found.version
+    bucket.write("adapter_config.json", b"{}")
+    assert find(folder).version != before
+
+
+def test_names_with_brackets_mean_themselves(folder):
+    bucket = BucketFolder(folder)
+    for name in ("a[1].safetensors", "a1.safetensors", "deeper/b.safetensors"):
+        bucket.write(name, b"")
+    assert find(f"{folder}/a[1].safetensors").weights.address == f"{folder}/a[1].safetensors"
+    with pytest.raises(InvalidRequest, match=r"has a1\.safetensors, a\[1\]\.safetensors; name one of these"):
+        find(folder)
+    assert find(f"{folder}/deeper").weights.address == f"{folder}/deeper/b.safetensors"
+
+
+# ---- the hub
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub with one repository of two commits, which differ in alpha; main is the first until `newest` is 1."""
+    contents = [
+        {"adapter_model.safetensors": save(PAIR), "adapter_config.json": json.dumps({"lora_alpha": alpha}).encode()}
+        for alpha in (4, 8)
+    ]
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            _, _, revision, file = self.path.lstrip("/").replace("owner/style/", "owner+style/").split("/", 3)
+            number = serving.newest if revision == "main" else COMMITS.index(revision)
+            content = contents[number][file]
+            self.send_response(200)
+            self.send_header("X-Repo-Commit", COMMITS[number])
+            self.send_header("ETag", f'"{number}-{file}"')
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+                serving.newest = 1  # somebody pushes as soon as anything was downloaded
+
+        do_HEAD = do_GET  # noqa: N815 (http.server's name)
+
+        def log_message(self, *args):
+            pass
+
+    serving = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    serving.newest = 0
+    thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    address = f"http://127.0.0.1:{serving.server_port}"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+    huggingface_hub.close_session()  # It was made offline.
+    yield serving
+    huggingface_hub.close_session()
+    serving.shutdown()
+    thread.join()
+    serving.server_close()
+
+
+def test_weights_and_alpha_of_the_hub_are_of_one_commit(hub):
+    path = "owner/style/adapter_model.safetensors"
+    first = find(path)
+    assert hub.newest == 1, "pushed between weights and alpha"
+    assert read(first, path)["x"].gain == 4 / 2
+    assert gain_of(path) == 8 / 2
+    assert find(path).version != first.version
