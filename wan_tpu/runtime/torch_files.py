@@ -6,8 +6,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wan_tpu.bucket import WeightFile
-from wan_tpu.errors import CheckpointError
+from wan_tpu.errors import CheckpointError, Unavailable
 from wan_tpu.runtime.tensor_files import Stored
+from wan_tpu.sources.disk import explain_disk_error
 
 SUFFIXES = (".pth", ".pt")
 
@@ -15,17 +16,27 @@ SUFFIXES = (".pth", ".pt")
 def torch_tensors(file: WeightFile) -> dict[str, Stored]:
     """Return the tensors of a file of this machine by name.
 
-    It may be a dictionary of tensors, or have one as its "state_dict". Nothing but tensors is unpickled. Raises
-    `CheckpointError` when it is damaged, holds something else, or a tensor doesn't lie in one piece.
+    It may be a dictionary of tensors, or have one as its "state_dict". Nothing but tensors is unpickled.
+
+    Raises:
+        CheckpointError: It is damaged, holds something else, or a tensor doesn't lie in one piece.
+        Unavailable: The disk or this machine fails: the file may be whole.
     """
-    if not zipfile.is_zipfile(file.address):
-        raise CheckpointError(f"{file.address} is no file of torch.save (since 1.6), or cut off; fetch it again")
-    with zipfile.ZipFile(file.address) as archive:
-        if any(one.compress_type != zipfile.ZIP_STORED for one in archive.infolist()):
-            raise CheckpointError(f"{file.address} was packed by something else than torch.save; fetch it again")
+    file.read(0, 1)  # which says whose fault it is where nothing can be read; `is_zipfile` says "no" then
     try:
+        if not zipfile.is_zipfile(file.address):
+            raise CheckpointError(f"{file.address} is no file of torch.save (since 1.6), or cut off; fetch it again")
+        with zipfile.ZipFile(file.address) as archive:
+            if any(one.compress_type != zipfile.ZIP_STORED for one in archive.infolist()):
+                raise CheckpointError(f"{file.address} was packed by something else than torch.save; fetch it again")
         with FakeTensorMode():  # by which torch.load tells where storages lie, in place of reading them
             found = torch.load(file.address, weights_only=True, map_location="cpu")
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise explain_disk_error(error, file.address) from None
+    except MemoryError as error:
+        raise Unavailable(f"{file.address} can't be read now: this machine has no memory left ({error})") from None
     except Exception as error:  # whatever a damaged pickle makes of it
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{file.address} can't be read as weights alone ({reason})") from None
