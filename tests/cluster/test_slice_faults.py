@@ -139,6 +139,20 @@ def test_an_exception_on_one_host_destroys_the_gang(cluster, all_free):
     all_free(*running.pids)
 
 
+def test_an_exception_on_one_host_beside_the_lockstep_fails_its_call_alone(cluster, all_free):
+    """An adapter or a disk that one host can't read: no other host waits for it in a collective."""
+    running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
+    for rank, group in ((0, "side"), (1, "side"), (1, "save"), (1, "network")):
+        with pytest.raises(CallFailed, match=rf"low/0: fail raised on host {rank} of 2 .*poison on {rank}") as raised:
+            running.call("fail", (rank,), group=group)
+        assert isinstance(raised.value.__cause__, ValueError)
+        assert running.call("fail", (), group=group).value == "fine"
+    assert running.call("psum", 1.0).value == (2, 4, 6.0)
+    error, _ = lost_in(running, "fail", (1,))
+    assert "other hosts did not" in str(error)
+    all_free(*running.pids)
+
+
 def test_an_exception_on_one_host_while_the_other_waits_for_it(cluster, all_free):
     running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
     error, seconds = lost_in(running, "fail_then_hang", 0)
