@@ -200,7 +200,7 @@ async def list_(
         first, last = (videos[0].id, videos[-1].id) if videos else (None, None)
         return _answer(VideoList(data=videos, first_id=first, last_id=last, has_more=found.more))
 
-    return await asyncio.to_thread(page)
+    return await service.work.run(caller.owner, page)
 
 
 @router.get("/{video_id}", response_model=Video, responses=errors(404))
