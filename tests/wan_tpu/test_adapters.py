@@ -516,6 +516,13 @@ def test_file_that_is_replaced_while_it_is_read_is_read_again_later(transformer,
     with pytest.raises(Unavailable, match="replaced while it was read"):
         read(found, path)
     assert read(find(path), path)
+    found = find(path)
+    os.truncate(path, 100)
+    with pytest.raises(Unavailable, match="replaced while it was read"):
+        read(found, path)
+    os.unlink(path)
+    with pytest.raises(Unavailable, match="replaced while it was read"):
+        read(found, path)
 
 
 class Stopped(BaseException):

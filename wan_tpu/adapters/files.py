@@ -103,11 +103,12 @@ def read(file: AdapterFile, path: str) -> dict[str, ModuleChange]:
             f"adapter {path} has {file.weights.size / 2**30:.1f} GiB; allowed are {LARGEST / 2**30:.0f}", "loras"
         )
     with _blamed_on(path):
-        stored = tensors(file.weights)
-        config = _config(file)
-        values = read_tensors(stored)
-        if _look_again(file) != file.version:  # what was read may be of both
-            raise Unavailable("it was replaced while it was read; try again")
+        try:
+            values, config = read_tensors(tensors(file.weights)), _config(file)
+        except CheckpointError:
+            _check_unchanged(file)  # it may be damaged only because somebody is writing it
+            raise
+        _check_unchanged(file)
     changes: dict[str, ModuleChange] = {}
     unknown, unhealthy, again, misshapen = (list[str]() for _ in range(4))
     for name, value in values.items():
@@ -201,12 +202,18 @@ def _stamped(path: Path) -> WeightFile:
     return file._replace(version=f"{file.version} {stat.st_ino} {stat.st_ctime_ns}")
 
 
-def _look_again(file: AdapterFile) -> str:
-    """Return the version that an adapter's files have now."""
+def _check_unchanged(file: AdapterFile) -> None:
+    """Raise `Unavailable` when a file isn't the one any more that `find` returned: what was read may be of both."""
     address = file.weights.address
-    if address.startswith(SCHEME):
-        return _in_bucket(address).version
-    return " ".join(_stamped(Path(part.address)).version for part in file if part is not None)
+    try:
+        if address.startswith(SCHEME):
+            version = _in_bucket(address).version
+        else:
+            version = " ".join(_stamped(Path(part.address)).version for part in file if part is not None)
+    except CheckpointError:  # it has gone
+        version = None
+    if version != file.version:
+        raise Unavailable("it was replaced while it was read; try again")
 
 
 def _fetched(path: str) -> AdapterFile:
