@@ -12,7 +12,7 @@ from actors.jobs.work import WorkQueue
 from tests.actors.simulation.scenario import little_garbage
 from tests.actors.simulation.service import simulate_service
 
-SEEDS, JOBS = range(6), 12
+SEEDS, JOBS = range(4), 12
 
 
 @pytest.fixture(autouse=True)
