@@ -6,6 +6,7 @@ It takes the slice, keeps it in order, and ends with it; what requests do there 
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -167,13 +168,13 @@ class SliceLeader:
 
     async def profile(self, output: str, seconds: float) -> tuple[str, int]:
         """Trace what the slice computes for so long, into a folder or gs://; return the run's name, bytes of a host."""
-        run = f"{self._pool}-{time.strftime('%Y-%m-%d-%H-%M-%S')}"
+        run = f"{self._pool}-{time.strftime('%Y-%m-%d-%H-%M-%S')}-{secrets.token_hex(2)}"
         try:
-            await self._slice.side("start_profile")
+            await self._slice.side("start_profile", run)
             await asyncio.sleep(seconds)
         except BaseException:  # one host of several may have begun
             with contextlib.suppress(Exception):
-                await self._slice.side("cancel_profile")
+                await self._slice.side("cancel_profile", run)
             raise
         stopped = await self._slice.call("stop_profile", output, run, group="network")
         return run, stopped.value

@@ -27,17 +27,20 @@ class HostProfile:
     """One trace at a time. Each host of a slice has its own; in one run, they lie beside each other."""
 
     _folder: tempfile.TemporaryDirectory[str] | None = None
+    _run = ""
 
-    def start_profile(self) -> None:
-        """Begin; raises `InvalidInput` while one is under way."""
+    def start_profile(self, run: str) -> None:
+        """Begin one of that name; raises `InvalidInput` while one is under way."""
         if self._folder is not None:
             raise InvalidInput("a profile of this slice is under way; try again when it has ended")
         folder = tempfile.TemporaryDirectory(prefix="wan-tpu-profile-")
         jax.profiler.start_trace(folder.name)  # where it is refused, the next one may begin
-        self._folder = folder
+        self._folder, self._run = folder, run
 
-    def cancel_profile(self) -> None:
-        """End one that is under way without writing it; none may be."""
+    def cancel_profile(self, run: str) -> None:
+        """End the one of that name without writing it; it may not be under way, or another may be."""
+        if run != self._run:
+            return
         folder, self._folder = self._folder, None
         if folder is not None:
             with folder:

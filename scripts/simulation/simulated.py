@@ -215,11 +215,11 @@ class SimulatedHost:
         """Return the requests that are held here."""
         return sorted(self._held)
 
-    def start_profile(self) -> None:
+    def start_profile(self, run: str) -> None:
         """Raise `InvalidRequest`: nothing is computed."""
         raise InvalidRequest("a simulated slice computes nothing that could be traced")
 
-    def cancel_profile(self) -> None:
+    def cancel_profile(self, run: str) -> None:
         """Return at once: none can be under way."""
 
     def stop_profile(self, output: str, run: str) -> int:

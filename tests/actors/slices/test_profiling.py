@@ -11,12 +11,12 @@ from wan_tpu.errors import InvalidInput
 def host():
     made = HostProfile()
     yield made
-    made.cancel_profile()
+    made.cancel_profile(made._run)
 
 
 def record(host, output):
     """Trace one computation; return the bytes that were written."""
-    host.start_profile()
+    host.start_profile("run")
     jax.block_until_ready(jax.numpy.ones(3) + 1)
     return host.stop_profile(str(output), "run")
 
@@ -25,7 +25,7 @@ def test_profile_that_the_profiler_refuses_blocks_no_later_one(host, tmp_path):
     jax.profiler.start_trace(str(tmp_path / "another"))  # as somebody at Ray's dashboard does
     try:
         with pytest.raises(Exception, match="one profile"):
-            host.start_profile()
+            host.start_profile("run")
     finally:
         jax.profiler.stop_trace()
     assert record(host, tmp_path) > 0
@@ -34,12 +34,13 @@ def test_profile_that_the_profiler_refuses_blocks_no_later_one(host, tmp_path):
 
 
 def test_profile_is_refused_while_one_is_under_way_and_cancelled_ones_are_not_written(host, tmp_path):
-    host.start_profile()
+    host.start_profile("run")
     with pytest.raises(InvalidInput, match="is under way"):
-        host.start_profile()
-    host.cancel_profile()
+        host.start_profile("run")
+    host.cancel_profile("another")  # which was refused, and may not end this one
+    host.cancel_profile("run")
     with pytest.raises(InvalidInput, match="no profile of this slice is under way"):
         host.stop_profile(str(tmp_path), "run")
     assert not list(tmp_path.iterdir())
-    host.cancel_profile()  # of which there may be none
+    host.cancel_profile("run")  # which isn't under way any more
     assert record(host, tmp_path) > 0
