@@ -141,7 +141,7 @@ def _explain_failed_read(ends: Mapping[str, int], error: ValueError) -> Checkpoi
 
 def _tell_emulator() -> None:
     if "STORAGE_EMULATOR_HOST" in os.environ:  # Google's client in C++ has a name of its own for it
-        os.environ.setdefault("CLOUD_STORAGE_EMULATOR_ENDPOINT", os.environ["STORAGE_EMULATOR_HOST"])
+        os.environ["CLOUD_STORAGE_EMULATOR_ENDPOINT"] = os.environ["STORAGE_EMULATOR_HOST"]
 
 
 class _Read(NamedTuple):
