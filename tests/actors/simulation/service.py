@@ -98,7 +98,7 @@ class Service:
             database=address, storage="storage", model="m", concurrency=chance.choice((2, 4)), jobs=SETTINGS
         )
         self._numbers = 0
-        self.client = Process(world.loop, "client")
+        self.client = self.opening = Process(world.loop, "client")
         self.store = JobStore(DatabaseOfProcess(address, self, self.client), SETTINGS)
         self.workers = [self.start_worker() for _ in range(chance.randint(1, 3))]
         self.jobs = jobs
@@ -120,15 +120,21 @@ class Service:
         return Worker(process, self.world.loop.create_task(work()))
 
     def _tools(self, engine: Any, process: Process) -> Tools:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tools_of_workers, "open_database", lambda _: DatabaseOfProcess(self.address, self, process))
-            patch.setattr(tools_of_workers, "open_storage", lambda _: BucketOfProcess(self.storage, process))
-            snapshots = Snapshots(BucketOfProcess(self.run.bucket, process))  # type: ignore[arg-type]
-            while True:
-                try:
-                    return Tools(self.settings, engine, snapshots, previews=False)
-                except StoreUnavailable:
-                    self.world.loop.block(1.0)
+        snapshots = Snapshots(BucketOfProcess(self.run.bucket, process))  # type: ignore[arg-type]
+        while True:
+            self.opening = process  # It opens both before it waits for anything.
+            try:
+                return Tools(self.settings, engine, snapshots, previews=False)
+            except StoreUnavailable:
+                self.world.loop.block(1.0)
+
+    def open_database(self, _address: str) -> DatabaseOfProcess:
+        """Open the database for the worker that starts."""
+        return DatabaseOfProcess(self.address, self, self.opening)
+
+    def open_storage(self, _location: str) -> Any:
+        """Open the storage of results for the worker that starts."""
+        return BucketOfProcess(self.storage, self.opening)
 
     async def _ready(self) -> None:
         pass
@@ -267,6 +273,8 @@ def simulate_service(seed: int, folder: Path, empty: Path, jobs: int = 12) -> Re
         async def live() -> None:
             nonlocal service
             service = Service(world, str(address), jobs)
+            patch.setattr(tools_of_workers, "open_database", service.open_database)
+            patch.setattr(tools_of_workers, "open_storage", service.open_storage)
             await service.live()
 
         try:

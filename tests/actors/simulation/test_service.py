@@ -40,6 +40,7 @@ def first_failure(simulate, seeds, until_s=float("inf")):
     return result, made * JOBS
 
 
+@pytest.mark.long
 def test_every_job_ends_once_with_its_video_or_a_reason_of_its_own(simulate):
     result, _ = first_failure(simulate, SEEDS)
     assert not result.problems, result.tell()
