@@ -22,6 +22,7 @@ from wan_tpu.spec import DECODER, ENCODER, RequestPlan
 log = logging.getLogger(__name__)
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # before a stage is tried again
+OUTAGE_S = 600.0  # A request waits so long for the storage of snapshots: it has one, for all that is known.
 MAX_MOVES = 600  # A request that is sent on so often, and gets nowhere, is given up: each takes a second.
 
 
@@ -94,10 +95,17 @@ class RequestRun:
         return self._state
 
     async def _newest_snapshot(self) -> int | None:
-        try:
-            found = await asyncio.to_thread(self._connection.snapshots.newest, self.snapshots)
-        except StorageError as error:
-            raise RequestFailed(f"there is no telling how far it was: {error}", "lost") from None
+        until, pause_s = time.monotonic() + OUTAGE_S, FIRST_WAIT_S
+        while True:
+            try:
+                found = await asyncio.to_thread(self._connection.snapshots.newest, self.snapshots)
+                break
+            except StorageError as error:
+                if time.monotonic() > until:
+                    raise RequestFailed(f"there is no telling how far it was: {error}", "lost") from None
+                log.warning("%s: there is no telling how far it was: %s", self._key, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(LONGEST_WAIT_S, 2 * pause_s)
         if found is not None:
             log_event(log, "goes on", job=self._key, step=found)
         return found
