@@ -73,7 +73,7 @@ def writes_what_it_has_not_announced(patch):
     patch.setattr(Attempt, "_insist", insist)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("defect", [forgets_the_jobs_of_lost_workers, writes_what_it_has_not_announced])
 def test_a_defect_that_is_put_back_is_found(defect, simulate, monkeypatch):
     defect(monkeypatch)
