@@ -12,8 +12,6 @@ import pytest
 from actors.pipeline.request_run import RequestRun
 from actors.slices.drain import Drain
 from actors.slices.leader import SliceLeader
-from actors.slices.snapshots import Snapshotter
-from actors.slices.stage_runner import StageRunner
 from tests.actors.simulation.scenario import little_garbage, simulate
 from wan_tpu.spec import RequestPlan
 
@@ -114,24 +112,6 @@ def raises_into_the_work(patch):
     """What was told of a step raised when somebody had set the clock, and failed the request."""
     patch.setattr(RequestRun, "_tell", lambda run, span: run._on_event(span))
     patch.setattr("actors.observe.span.Start.elapsed_s", property(lambda start: time.time() - start.wall_s))
-
-
-def drops_while_it_copies(patch):
-    """A request's arrays were dropped while a snapshot of them was being copied."""
-
-    async def settled(snapshotter, held):
-        pass
-
-    patch.setattr(Snapshotter, "settle", settled)
-
-
-def leaves_while_payloads_wait(patch):
-    """A drained leader ended while what it had made was still waiting for the next stage."""
-
-    async def nothing(runner):
-        pass
-
-    patch.setattr(StageRunner, "adopt", nothing)
 
 
 @pytest.mark.parametrize(
