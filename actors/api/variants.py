@@ -1,7 +1,9 @@
-"""The files of a finished video."""
+"""The files of a video: its results, and the images of its request."""
 
 VARIANTS = {  # by the API's name: media type and ending
     "video": ("video/mp4", "mp4"),
     "thumbnail": ("image/webp", "webp"),
     "spritesheet": ("image/jpeg", "jpg"),
+    "input_reference": ("image/png", "png"),
+    "last_frame": ("image/png", "png"),
 }

@@ -15,7 +15,7 @@ from actors.jobs.values import Status
 from wan_tpu.request import LIMITS, Preset
 from wan_tpu.spec import ModelSpec
 
-Variant = Literal["video", "thumbnail", "spritesheet"]
+Variant = Literal["video", "thumbnail", "spritesheet", "input_reference", "last_frame"]
 # Fields of `wan_tpu.request` by their names here.
 PICTURES = {"input_reference": "image", "last_frame": "last_image"}
 PARAMS = {"frames": "num_frames", "steps": "num_inference_steps"} | {ours: name for name, ours in PICTURES.items()}

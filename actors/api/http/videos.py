@@ -213,7 +213,10 @@ async def retrieve(service: Served, video_id: str, caller: Watcher) -> Response:
 async def content(
     request: Request, service: Served, video_id: str, caller: Watcher, variant: Variant = "video"
 ) -> Response:
-    """Return the mp4 of a completed video, or a picture of it. Ranges and If-None-Match are honoured."""
+    """Return the mp4 of a completed video, or a picture of it. Ranges and If-None-Match are honoured.
+
+    The images that a video begins and ends with are there from its start, as PNG in the video's size.
+    """
     job = await asyncio.to_thread(service.store.get, video_id, caller.sees)
     return await _content(request, service, job, variant)
 
@@ -277,9 +280,10 @@ async def follow(seen: Annotated[AsyncIterator[Seen], Depends(_followed)]) -> As
 
 
 async def _content(request: Request, service: Service, job: Job, variant: Variant) -> Response:
-    if job.status != "completed":
+    inputs = {"input_reference": job.input_image, "last_frame": job.input_last_image}
+    if variant not in inputs and job.status != "completed":
         raise HttpError(404, f"{job.id} is {job.status}; only completed videos have content", code="video_not_ready")
-    name = job.results.get(variant)
+    name = inputs.get(variant) or job.results.get(variant)
     if name is None:
         raise HttpError(404, f"{job.id} has no {variant}", code="variant_not_found", param="variant")
     try:
