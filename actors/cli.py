@@ -1,6 +1,5 @@
 """The `wan-tpu` command. It imports what a command needs when that is run: `wan-tpu generate` never imports Ray."""
 
-import argparse
 import atexit
 import contextlib
 import gc
@@ -12,6 +11,7 @@ from typing import NoReturn
 
 from cluster.errors import ClusterError
 from wan_tpu.cli import run
+from wan_tpu.commands.parser import Parser
 from wan_tpu.versions import summary
 
 # command -> module, function in it, what it does
@@ -39,16 +39,20 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `wan-tpu COMMAND ...`; return the exit code."""
+    gc.set_threshold(20_000)  # as on a slice's hosts (cluster/gang/host_actor.py)
+    return run(_command, argv, expected=(ClusterError,))
+
+
+def _command(argv: Sequence[str]) -> int | None:
     about = "Video generation on TPUs. It runs on CPUs, too; CUDA is not tried."
-    parser = argparse.ArgumentParser(prog="wan-tpu", description=about)
+    parser = Parser(prog="wan-tpu", description=about)
     parser.add_argument("--version", action="version", version=summary())
     listed = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, _, does) in COMMANDS.items():
         listed.add_parser(name, help=does, add_help=False)
-    argv = list(sys.argv[1:] if argv is None else argv)
     module, function, _ = COMMANDS[parser.parse_args(argv[:1]).command]
-    gc.set_threshold(20_000)  # as on a slice's hosts (cluster/gang/host_actor.py)
-    return run(getattr(importlib.import_module(module), function), argv[1:], expected=(ClusterError,))
+    code: int | None = getattr(importlib.import_module(module), function)(argv[1:])
+    return code
 
 
 def entry() -> NoReturn:

@@ -12,6 +12,7 @@
 A stage's name is any string: which ones a model has, the caller says (`Layout.check_stages`).
 """
 
+import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -167,7 +168,9 @@ def _find(path: str | Path) -> Path:
     named = SHIPPED / f"{given.name.removesuffix('.yaml')}.yaml"
     if len(given.parts) == 1 and named.is_file():
         return named
-    raise LayoutError(f"there is no layout file {path}; shipped ones, by name: {', '.join(shipped())}")
+    close = difflib.get_close_matches(given.name.removesuffix(".yaml").replace("_", "-"), shipped(), n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise LayoutError(f"there is no layout file {path}{hint}; shipped ones, by name: {', '.join(shipped())}")
 
 
 def _named(pools: Any) -> Any:

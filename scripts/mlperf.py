@@ -1,7 +1,7 @@
 """MLPerf's text-to-video benchmark through this project: its LoadGen asks, a pipeline answers, VBench judges.
 
     pip install '.[mlperf]'
-    python scripts/mlperf.py run --model_id Wan-AI/Wan2.2-T2V-A14B-Diffusers --prompts samples.txt --output out \\
+    python scripts/mlperf.py run --model Wan-AI/Wan2.2-T2V-A14B-Diffusers --prompts samples.txt --output out \\
         --scenario Offline
     python scripts/mlperf.py run ... --accuracy             # all prompts once, as files of their names
     python scripts/mlperf.py score --videos out/videos --vbench VBENCH_CHECKOUT
@@ -35,7 +35,7 @@ import numpy as np
 from actors.commands.arguments import add_cluster_arguments, gcs_address
 from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.cli import run as run_command
-from wan_tpu.commands.parser import Parser, add_precision
+from wan_tpu.commands.parser import Parser, add_model, add_precision
 from wan_tpu.errors import InvalidInput
 
 MODEL = "wan-2.2-t2v-a14b"  # LoadGen's name for it
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model_id", help="as wan-tpu generate; not with --pools")
+    add_model(parser, help="as wan-tpu generate; not with --pools")
     parser.add_argument("--prompts", type=Path, required=True, help="a prompt a line")
     parser.add_argument("--output", type=Path, required=True, help="LoadGen's logs, and videos/")
     parser.add_argument("--scenario", choices=SCENARIOS, default="Offline", help="default %(default)s")
@@ -91,7 +91,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
 def test(args: argparse.Namespace) -> int:
     """Let LoadGen ask once; its summary is printed, and written beside the videos."""
     if (args.model_id is not None) == args.pools or (args.pools and args.fixed_latent is not None):
-        raise InvalidInput("give --model_id, to make videos in this process, or --pools; only the former takes latents")
+        raise InvalidInput("give --model, to make videos in this process, or --pools; only the former takes latents")
     try:
         prompts = [line.strip() for line in args.prompts.read_text().splitlines() if line.strip()][: args.trial]
     except (OSError, UnicodeError) as error:

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Compile every program of a model ahead of time and keep the executables in a folder.
 
-    precompile.py --model_id Wan-AI/Wan2.2-I2V-A14B-Diffusers --slice v6e-8 --size 720*1280 executables/
-    precompile.py --model_id Wan-AI/Wan2.2-I2V-A14B-Diffusers --layout a14b-balanced-v6e --size 720*1280 executables/
-    precompile.py --model_id examples/small-wan2.2-i2v --size 64*64 --frames 17 --dtype float32 executables/   # here
+    precompile.py --model Wan-AI/Wan2.2-I2V-A14B-Diffusers --slice v6e-8 --size 720*1280 executables/
+    precompile.py --model Wan-AI/Wan2.2-I2V-A14B-Diffusers --layout a14b-balanced-v6e --size 720*1280 executables/
+    precompile.py --model examples/small-wan2.2-i2v --size 64*64 --frames 17 --dtype float32 executables/   # here
 
 `wan-tpu generate --executables executables/` then loads them; so do the pools of a pipeline, each the programs of its
 stages on its slice, which --layout compiles. With --slice or --layout no TPU is needed, but libtpu is
-(`pip install ".[tpu]"`). Of the checkpoint only configurations are read; --model takes a published one instead, whose
-programs serve where its files say exactly the same.
+(`pip install ".[tpu]"`). Of a checkpoint only configurations are read; the name of a published model (`wan-tpu models`)
+stands for its configuration without its files, whose programs serve where the files say exactly the same.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.cli import run
-from wan_tpu.commands.parser import add_precision
+from wan_tpu.commands.parser import Parser, add_model, add_precision
 from wan_tpu.families import published
 from wan_tpu.request import GenerationRequest, parse_size
 
@@ -43,7 +43,8 @@ def main() -> int:
     from wan_tpu.runtime.mesh import make_mesh
 
     try:
-        model = open_model(Checkpoint(args.model_id)) if args.model_id else preset_model(args.model)
+        name = args.model_id
+        model = preset_model(name) if name in published() else open_model(Checkpoint(name))
         height, width = parse_size(args.size) if args.size else (None, None)
         given = GenerationRequest(height=height, width=width, frames=args.frames, guidance_scale=args.guidance_scale)
         request = given.resolve(model.spec.defaults)
@@ -82,10 +83,8 @@ def _kind(part: _Part, mesh: "Mesh") -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model_id", help="diffusers directory or hub id; only its configurations are read")
-    which.add_argument("--model", choices=published(), help="a published configuration, without its files")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model(parser, required=True, help="diffusers directory, hub id, or a published model's name")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--slice", help="such as v6e-8; this machine's own devices when left out")
     where.add_argument("--layout", help="file or shipped name: every pool's stages, for its slice and mesh")

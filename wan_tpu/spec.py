@@ -28,6 +28,7 @@ from wan_tpu.request import (
 )
 from wan_tpu.schedules.magcache import Curve, magcache_of, skipped
 from wan_tpu.schedules.schedule import Schedule
+from wan_tpu.suggest import did_you_mean
 
 ENCODER, DECODER = "encoder", "decoder"  # the first and the last stage of every model; between them it denoises
 
@@ -283,7 +284,9 @@ class ModelSpec(abc.ABC):
             raise InvalidRequest("frames is 1, and there are a first and a last frame; give at least 5", "frames")
         if request.solver not in self.solvers:
             raise InvalidRequest(
-                f"solver {request.solver!r} is unknown; choose one of {', '.join(self.solvers)}", "solver"
+                f"solver {request.solver!r} is unknown{did_you_mean(request.solver, self.solvers)}; choose one of "
+                f"{', '.join(self.solvers)}",
+                "solver",
             )
         if (request.frames - 1) % self.frame_step:
             nearest = self.nearest_frames(request.frames)
@@ -340,13 +343,17 @@ class ModelSpec(abc.ABC):
         if request.preset is not None:
             if request.preset not in self.presets:
                 known = ", ".join(self.presets) or "none"
+                hint = did_you_mean(request.preset, self.presets)
                 raise InvalidRequest(
-                    f"preset {request.preset!r} is unknown; {self.name} has {known}, and its own settings without one",
+                    f"preset {request.preset!r} is unknown{hint}; {self.name} has {known}, and its own settings "
+                    "without one",
                     "preset",
                 )
             preset = dict(self.presets[request.preset].settings)
         resolved = request.resolve(self.defaults_for(request, picture), preset)
         self.check(resolved, image=image, last=last)
+        steps = self.schedule(resolved).steps
+        assert steps == resolved.steps, f"a schedule of {steps} steps for {resolved.steps}"
         return RequestPlan(resolved, self.prompts(resolved), self.experts(resolved), self.shapes(resolved, image=image))
 
     def guided(self, request: ResolvedRequest) -> bool:

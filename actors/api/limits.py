@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from wan_tpu.errors import InvalidInput
+from wan_tpu.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,10 @@ class Limits:
         for text in given:
             name, _, number = text.partition("=")
             if name not in names:
-                raise InvalidInput(f"--limit {text}: there is no limit {name!r}; there are {', '.join(sorted(names))}")
+                hint = did_you_mean(name, names)
+                raise InvalidInput(
+                    f"--limit {text}: there is no limit {name!r}{hint}; there are {', '.join(sorted(names))}"
+                )
             kind = type(getattr(cls, name))
             try:
                 changed[name] = kind(number)

@@ -1,7 +1,6 @@
 """Read one line of a manifest: JSON into fields; what can't be used is told with its remedy."""
 
 import dataclasses
-import difflib
 import hashlib
 import itertools
 import json
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 from actors.storage.base import MAX_PART_BYTES, name_problem
 from wan_tpu.errors import InvalidInput
 from wan_tpu.request import GenerationRequest
+from wan_tpu.suggest import nearest
 
 REQUEST_FIELDS = frozenset(field.name for field in dataclasses.fields(GenerationRequest))
 FIELDS = ("id", "output", *(field.name for field in dataclasses.fields(GenerationRequest)))
@@ -144,5 +144,5 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_read_pairs, parse_int=_read_integ
 def _suggest(name: str) -> str:
     if name == "size":
         return "give height and width"
-    close = difflib.get_close_matches(name, FIELDS, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(FIELDS)}"
+    close = nearest(name, FIELDS)
+    return f"did you mean {close!r}?" if close else f"known are {', '.join(FIELDS)}"

@@ -12,7 +12,7 @@ from cluster.connect import connect
 from cluster.emulation.cluster import EmulatedCluster, default_folder
 from cluster.errors import ClusterNotFound, LayoutError
 from cluster.layout import Layout, shipped
-from wan_tpu.commands.parser import add_precision
+from wan_tpu.commands.parser import add_model, add_precision
 from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.families import open_spec
 from wan_tpu.request import GenerationRequest
@@ -42,8 +42,8 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, about: str = "") -> 
     group = parser.add_argument_group("pipeline", about or None)
     group.add_argument("--layout", help=f"layout file, or a shipped one: {', '.join(shipped())}")
     group.add_argument("--layout_text", metavar="YAML", help="the layout itself, in place of a file")
-    group.add_argument(
-        "--model_id",
+    add_model(
+        group,
         type=absolute_model,
         help="diffusers directory, the same path on every host, one in gs://, or hub id",
     )
@@ -188,8 +188,8 @@ def settings_from(
     """
     layout = layout_from(args)
     if layout is None or args.model_id is None:
-        given = next((f"--{name} alone" for name in ("layout", "model_id") if getattr(args, name)), "neither")
-        raise InvalidInput(f"--layout and --model_id say what to bring up; both are needed, and {given} was given")
+        alone = "--layout alone" if layout is not None else "--model alone" if args.model_id is not None else "neither"
+        raise InvalidInput(f"--layout and --model say what to bring up; both are needed, and {alone} was given")
     snapshots = args.snapshots or snapshots
     if snapshots is None:
         if not is_here(args, address):

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from cluster.emulation.cluster import EmulatedCluster, Settings, default_folder, emulated_slices
 from cluster.layout import Layout, shipped
+from wan_tpu.commands.parser import Parser
 
 
 def cluster(argv: Sequence[str]) -> None:
     """Start and stop an emulated cluster."""
-    parser = argparse.ArgumentParser(prog="wan-tpu cluster", description=cluster.__doc__)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    parser = Parser(prog="wan-tpu cluster", description=cluster.__doc__)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
     start = actions.add_parser("up", help="start an emulated cluster that stays until `down`")
     start.add_argument(
         "--emulate", required=True, metavar="LAYOUT", help=f"layout file, or a shipped one: {', '.join(shipped())}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.commands.serve_arguments import database_address
 from cluster.emulation.cluster import default_folder
+from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ NONE = "none"
 
 def keys(argv: Sequence[str]) -> None:
     """Make, show, limit and revoke API keys, and show what they have used."""
-    parser = argparse.ArgumentParser(prog="wan-tpu keys", description=keys.__doc__)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    parser = Parser(prog="wan-tpu keys", description=keys.__doc__)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
     add = actions.add_parser("add", help="make a key and print it, this one time; from the first on, one is required")
     add.add_argument("name", help="whose it is, for you to know it by")
     show = actions.add_parser("list", help="show all keys in force, without their secrets")

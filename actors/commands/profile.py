@@ -6,6 +6,7 @@ from actors.commands.arguments import add_cluster_arguments, gcs_address
 from actors.storage.opening import absolute
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
+from wan_tpu.suggest import did_you_mean
 
 MOST_S = 60.0  # a trace of a busy chip grows by many megabytes a second
 
@@ -31,7 +32,9 @@ def profile(argv: Sequence[str]) -> None:
         raise PipelineNotFound(f"there is no pipeline {args.name!r} on this cluster: wan-tpu status")
     known = [pool.name for pool in spec.layout.pools]
     if args.pool not in known:
-        raise InvalidInput(f"there is no pool {args.pool!r}; this pipeline has {', '.join(known)}")
+        raise InvalidInput(
+            f"there is no pool {args.pool!r}{did_you_mean(args.pool, known)}; this pipeline has {', '.join(known)}"
+        )
     run, nbytes = handle(args.name, args.pool).profile.remote(args.output, args.seconds).result()
     print(f"{nbytes / 1e6:.1f} MB of each host are in {args.output}/plugins/profile/{run}; look at it with")
     print(f"  pip install xprof && xprof --logdir {args.output}")

@@ -36,7 +36,7 @@ def serve_parser(description: str | None = None) -> Parser:
         ("results", "folder or gs:// of images and videos; default: in --folder"),
     ):
         group.add_argument(f"--{name}", type=absolute, help=about)
-    group.add_argument("--model_name", help="as clients give it; default: the last part of --model_id")
+    group.add_argument("--model_name", help="as clients give it; default: the last part of --model")
     group.add_argument(
         "--alias", action="append", default=[], help="another name of the model that clients may give, such as sora-2"
     )

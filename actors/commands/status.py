@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 WATCH_S = 1.0
 MAX_GONE = 5  # Slices without a host that are listed: Ray remembers those that were taken away.
-UP = "wan-tpu pipeline up --layout ... --model_id ..."
+UP = "wan-tpu pipeline up --layout ... --model ..."
 
 
 def status(argv: Sequence[str]) -> None:

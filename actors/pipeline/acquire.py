@@ -85,7 +85,7 @@ def check_usable(found: PipelineSpec, wanted: PipelineSpec | None, precision: st
     remedy = "to use it, or choose another --name"
     if wanted is not None and runs.checkpoint != wanted.settings.checkpoint:
         raise PipelineNotFound(
-            f"pipeline {name!r} runs {runs.checkpoint}, not {wanted.settings.checkpoint}; leave --model_id out {remedy}"
+            f"pipeline {name!r} runs {runs.checkpoint}, not {wanted.settings.checkpoint}; leave --model out {remedy}"
         )
     if precision is not None and runs.dtype != precision:
         raise PipelineNotFound(
@@ -94,14 +94,14 @@ def check_usable(found: PipelineSpec, wanted: PipelineSpec | None, precision: st
     if wanted is not None and found.layout.pools != wanted.layout.pools:
         raise PipelineNotFound(
             f"pipeline {name!r} has the pools of {found.layout.source}, not of {wanted.layout.source}; leave --layout "
-            f"and --model_id out {remedy}"
+            f"and --model out {remedy}"
         )
 
 
 def _none(name: str) -> PipelineNotFound:
     return PipelineNotFound(
-        f"no pipeline {name!r} runs on this cluster; bring one up (wan-tpu pipeline up --layout ... --model_id ...), "
-        "or give this command --layout and --model_id and it brings up its own"
+        f"no pipeline {name!r} runs on this cluster; bring one up (wan-tpu pipeline up --layout ... --model ...), "
+        "or give this command --layout and --model and it brings up its own"
     )
 
 

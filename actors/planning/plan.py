@@ -241,7 +241,9 @@ def _positive(text: str) -> float:
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="wan-tpu plan", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=published(), required=True)
+    parser.add_argument(
+        "--model", "--model_id", choices=published(), required=True, metavar="MODEL", help="by name: wan-tpu models"
+    )
     parser.add_argument("--slice", action="append", help="such as v6e-8; may be given several times")
     parser.add_argument("--size", help="HEIGHT*WIDTH; default the model's")
     parser.add_argument("--frames", type=int)

@@ -13,7 +13,7 @@ from actors.commands.serve_arguments import serve_parser
 from cluster.layout import Layout, shipped
 from cluster.provision import kubernetes
 from cluster.provision.kubernetes import Target
-from wan_tpu.commands.parser import Parser, words
+from wan_tpu.commands.parser import Parser, flag, words
 from wan_tpu.errors import InvalidInput
 
 # What is about Kubernetes, and not about the pipeline or the service.
@@ -101,7 +101,7 @@ def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Targ
     if args.job is not None:
         for name in ("model_id", "output"):
             if getattr(args, name) is None:
-                raise InvalidInput(f"--{name} is missing; see wan-tpu manifests --help")
+                raise InvalidInput(f"{flag(name)} is missing; see wan-tpu manifests --help")
         _check_reached(args, "job", "output", "model_id", "snapshots")
         arguments = {name: value for name, value in given.items() if name not in ("layout", "layout_text")}
         text = args.layout_text or Path(layout.source).read_text()
@@ -124,4 +124,4 @@ def _check_reached(args: argparse.Namespace, *names: str) -> None:
         value = getattr(args, name)
         of_the_hub = name == "model_id" and not Path(str(value)).exists()
         if value is not None and not value.startswith(_BUCKET) and not of_the_hub:
-            raise InvalidInput(f"--{name} {value} isn't in a bucket; pods reach gs:// alone, not this machine")
+            raise InvalidInput(f"{flag(name)} {value} isn't in a bucket; pods reach gs:// alone, not this machine")

@@ -227,7 +227,7 @@ def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
         "drive", *given[:3], str(tmp_path / "o"), "--layout", str(cluster.layout), "--model_id", str(other)
     )
     assert (code, len(reasons(err))) == (2, 1), err
-    assert f"not {other}; leave --model_id out to use it" in err
+    assert f"not {other}; leave --model out to use it" in err
     code, _, err = cluster.run("drive", *given[:3], str(tmp_path / "o"), "--precision", "int8")
     assert (code, len(reasons(err))) == (2, 1), err
     assert "computes in float32, not int8; leave --precision out to use it" in err
@@ -300,7 +300,7 @@ def test_a_cluster_behind_a_forwarded_port_has_a_python_of_its_own(cluster, tmp_
         (["submit", "--output", "o"], "--manifest is missing"),
         (["status", "--address", "http://127.0.0.1:8265"], "give host:port of its GCS"),
         (["pipeline", "up", "--layout", "emulated-small"], "both are needed, and --layout alone was given"),
-        (["pipeline", "up"], "--layout and --model_id say what to bring up"),
+        (["pipeline", "up"], "--layout and --model say what to bring up"),
     ],
 )
 def test_errors_are_one_line(cluster, argv, message, capsys):

@@ -20,6 +20,7 @@ from tests.conftest import PHOTO, ROOT, STAGES
 from tests.wan_tpu import adapter_files
 from wan_tpu import DenoiseState, cli
 from wan_tpu.commands import staged
+from wan_tpu.commands.calibrate import calibrate
 from wan_tpu.commands.generate import generate
 from wan_tpu.data import load_value
 
@@ -147,6 +148,8 @@ def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
         (["--size", ""], "HEIGHT*WIDTH"),
         (["--size", "²*32"], "HEIGHT*WIDTH"),
         (["--steps", "1.5"], "see wan-tpu generate --help"),
+        (["--num_frames", "5"], "there is no --num_frames (did you mean --frames?)"),
+        (["--solver", "unipcc"], "(did you mean unipc?)"),
         (["--shift", "1e-30"], "nearest 0.01"),
         (["--prompt", "caf\udce9"], "no valid Unicode"),
         (["--image", "https://example.org/cat.png"], "download it"),
@@ -176,6 +179,16 @@ def test_bad_input_is_one_line_and_exit_code_2(change, message, checkpoint, tmp_
     assert captured.count("\n") == 1
     assert time.perf_counter() - start < 3  # nothing was loaded or compiled
     assert not list(tmp_path.iterdir())
+
+
+def test_a_prompt_is_only_empty_where_it_is_said(checkpoint, tmp_path, capsys):
+    given = ["--model-id", str(checkpoint("wan2.2-i2v-a14b")), *REQUEST[2:], "--frames", "6"]
+    output = ["--output", str(tmp_path / "video.mp4")]
+    for command in (generate, staged.encode, calibrate):
+        assert cli.run(command, [*given, *(output if command is generate else [])]) == 2
+        assert capsys.readouterr().err.startswith("error: --prompt is missing")
+    assert cli.run(generate, [*given, *output, "--prompt", ""]) == 2
+    assert "4n + 1" in capsys.readouterr().err  # the prompt is fine
 
 
 def damage(folder, file, change):
@@ -264,7 +277,7 @@ def test_constant_video_fails_the_run(checkpoint, tmp_path, capsys):
     tensors["decoder.conv_out.weight"][:] = 0
     safetensors.torch.save_file(tensors, file)
     out = tmp_path / "out" / "video.mp4"
-    assert cli.run(generate, ["--model_id", str(folder), *SETTINGS, "--output", str(out)]) == 1
+    assert cli.run(generate, ["--model", str(folder), "--prompt", "", *SETTINGS, "--output", str(out)]) == 1
     assert "same colour" in capsys.readouterr().err
     assert not list(out.parent.iterdir())
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wan_tpu.commands.parser import add_precision
-from wan_tpu.errors import OutputError
+from wan_tpu.commands.parser import add_model, add_precision
+from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.families import FAMILIES
 from wan_tpu.media.video import check_ffmpeg, check_output
 from wan_tpu.progress import Console
@@ -26,9 +26,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, where and how."""
     group = parser.add_argument_group("model and devices")
     examples = ", ".join(family.example for family in FAMILIES.values())
-    group.add_argument(
-        "--model_id", required=True, help=f"diffusers directory, here or in gs://, or hub id ({examples})"
-    )
+    add_model(group, required=True, help=f"diffusers directory, here or in gs://, or hub id ({examples})")
     add_device_arguments(group)
 
 
@@ -45,8 +43,8 @@ def add_device_arguments(group: argparse._ActionsContainer) -> None:
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     """What to make."""
     group = parser.add_argument_group("request (open settings are the model's published ones)")
-    group.add_argument("--prompt", default="")
-    group.add_argument("--negative_prompt")
+    group.add_argument("--prompt", help='what the video shows; "" for nothing in particular')
+    group.add_argument("--negative_prompt", help="what it is to be kept from showing; default none")
     group.add_argument("--image", help="first frame, for image-to-video models")
     group.add_argument("--last_image", help="last frame, for models that lead from one to another")
     group.add_argument("--video", help="a file to begin with, for text-to-video models of Wan: it is restyled")
@@ -90,7 +88,9 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def request_from(args: argparse.Namespace) -> GenerationRequest:
-    """Build the request from parsed arguments."""
+    """Build the request from parsed arguments; raises `InvalidInput` where the prompt was left out."""
+    if args.prompt is None:
+        raise InvalidInput('--prompt is missing; say what the video shows, or --prompt "" for nothing in particular')
     height, width = parse_size(args.size) if args.size is not None else (None, None)
     return GenerationRequest(
         prompt=args.prompt,

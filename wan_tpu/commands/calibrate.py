@@ -28,17 +28,13 @@ def calibrate(argv: Sequence[str]) -> None:
     arguments.add_model_arguments(parser)
     arguments.add_request_arguments(parser)
     parser.add_argument("--seeds", type=int, default=1, help="videos to average over; default %(default)s")
-    parser.add_argument(
-        "--write", action="store_true", help=f"into the {OWN} of --model_id, a folder; else it is printed"
-    )
+    parser.add_argument("--write", action="store_true", help=f"into the {OWN} of --model, a folder; else it is printed")
     args = parser.parse_args(argv)
     if args.seeds < 1:
         raise InvalidInput(f"--seeds is {args.seeds}; give 1 or more")
     file = Path(args.model_id) / OWN
     if args.write and not file.parent.is_dir():
-        raise InvalidInput(
-            f"--write needs a folder, and --model_id is {args.model_id}; leave it out, and copy the curve"
-        )
+        raise InvalidInput(f"--write needs a folder, and --model is {args.model_id}; leave it out, and copy the curve")
     given = arguments.request_from(args)
 
     pipe = arguments.pipeline_from(args)

@@ -1,16 +1,23 @@
 """The parser of all commands; it imports nothing of them, so that `--help` is there at once."""
 
 import argparse
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from wan_tpu.errors import InvalidInput
+from wan_tpu.suggest import did_you_mean
 
 PRECISIONS = ("bfloat16", "float32", "int8", "float8", "int8-attention", "float8-attention")
+_NUMBER = re.compile(r"-\.?[0-9]")
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports wrong arguments like all bad input: in one line. Takes no abbreviations, which a later option breaks."""
+    """Reports wrong arguments like all bad input: in one line, with what was probably meant.
+
+    Dashes and underscores in an option's name are alike. Takes no abbreviations, which a later option breaks.
+    """
 
     def __init__(self, **given: Any) -> None:
         """Take what `ArgumentParser` takes."""
@@ -23,6 +30,40 @@ class Parser(argparse.ArgumentParser):
     def given(self, args: argparse.Namespace) -> dict[str, Any]:
         """Return the arguments that aren't their defaults, by name."""
         return {name: value for name, value in vars(args).items() if value != self.get_default(name)}
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parse as `ArgumentParser` does; an option that isn't known is refused before one that is missing."""
+        return super().parse_known_args(self._spell(sys.argv[1:] if args is None else args), namespace)
+
+    def _spell(self, words: Iterable[str]) -> list[str]:
+        """Return the words with every option's name as it was added."""
+        options = self._option_string_actions
+        plain = {option.replace("-", "_"): option for option in options}
+        spelled: list[str] = []
+        rest = iter(words)
+        for word in rest:
+            name, equals, value = word.partition("=")
+            if word == "--" or (self._subparsers is not None and not word.startswith("-")):
+                return [*spelled, word, *rest]  # The rest has no options, or is another parser's.
+            if not name.startswith("-") or name == "-" or " " in name or _NUMBER.match(name):
+                spelled.append(word)
+                continue
+            known = name if name in options else plain.get(name.replace("-", "_"))
+            if known is None:
+                self.error(f"there is no {name}{did_you_mean(name, options)}")
+            spelled.append(f"{known}{equals}{value}")
+        return spelled
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            hint = did_you_mean(str(value), choices)
+            raise argparse.ArgumentError(action, f"there is no {value!r}{hint}; choose from {', '.join(choices)}")
+
+
+def add_model(to: argparse._ActionsContainer, **settings: Any) -> None:
+    """Add --model, by its older name --model_id too; it is `model_id` of the parsed arguments."""
+    to.add_argument("--model", "--model_id", dest="model_id", metavar="MODEL", **settings)
 
 
 def add_precision(to: argparse._ActionsContainer, default: str | None = "bfloat16", about: str = "") -> None:
@@ -39,7 +80,12 @@ def add_precision(to: argparse._ActionsContainer, default: str | None = "bfloat1
     )
 
 
+def flag(name: str) -> str:
+    """Return the flag of a parsed argument."""
+    return {"model_id": "--model", "dtype": "--precision"}.get(name, f"--{name}")
+
+
 def words(given: Mapping[str, Any]) -> list[str]:
     """Return the command line of such arguments: True is a flag, a list an option that is given several times."""
     options = [(name, one) for name, value in given.items() for one in (value if isinstance(value, list) else [value])]
-    return [word for name, value in options for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
+    return [word for name, value in options for word in ([flag(name)] if value is True else [flag(name), str(value)])]

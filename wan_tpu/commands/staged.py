@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wan_tpu.commands import arguments
-from wan_tpu.commands.parser import Parser
+from wan_tpu.commands.parser import Parser, add_model
 from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value, write_json
 from wan_tpu.errors import InvalidInput
 from wan_tpu.lora import loras_of
@@ -164,7 +164,7 @@ def decode(argv: Sequence[str]) -> None:
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input_dir", type=Path, default=Path("stages"), help="folder of stage 1; default %(default)s")
-    parser.add_argument("--model_id", help="default: as in stage 1")
+    add_model(parser, help="default: as in stage 1")
     arguments.add_device_arguments(parser)
 
 

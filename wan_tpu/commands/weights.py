@@ -11,7 +11,7 @@ def weights(argv: Sequence[str]) -> None:
     """Write a checkpoint's weights once as programs want them: smaller, and in pieces that follow a slice's shards."""
     parser = Parser(prog="wan-tpu weights", description=weights.__doc__)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
-    action = actions.add_parser("convert", help="write a checkpoint, for --model_id, from another one")
+    action = actions.add_parser("convert", help="write a checkpoint, for --model, from another one")
     action.add_argument("source", help="diffusers directory, one in gs://, or hub id; also one that was converted")
     action.add_argument("destination", help="folder or gs://bucket/folder; what it has of this source, whole, is kept")
     action.add_argument(
@@ -56,4 +56,4 @@ def _convert(args: argparse.Namespace) -> None:
     kept = convert(checkpoint, model.components, args.dtype, destination, Console())
     for folder in kept:
         print(f"{folder} was there already")
-    print(f"{destination.address} is ready for --model_id")
+    print(f"{destination.address} is ready for --model")
