@@ -94,13 +94,17 @@ class BucketFolder:
         self._prefix = f"{prefix}/"
         self.folder = cache_folder() / "buckets" / self._bucket / prefix
 
-    def files(self, pattern: str) -> dict[str, "WeightFile"]:
-        """Return the objects whose names match a pattern, to read ranges of them where they are."""
+    def files(self, folder: str = "") -> dict[str, "WeightFile"]:
+        """Return the objects in this folder, or in one in it, by their names there, to read ranges of them."""
+        prefix = f"{folder}/" if folder else ""
         with self._explained():
-            found = {name: blob for name, blob in self._blobs.items() if fnmatch.fnmatch(name, pattern)}
+            objects = {name.removeprefix(prefix): blob for name, blob in self._blobs.items() if name.startswith(prefix)}
         return {
-            name: WeightFile(f"{self.address}/{name}", blob.size or 0, functools.partial(self._read, blob), generation)
-            for name, (blob, generation) in found.items()
+            name: WeightFile(
+                f"{self.address}/{prefix}{name}", blob.size or 0, functools.partial(self._read, blob), generation
+            )
+            for name, (blob, generation) in objects.items()
+            if "/" not in name
         }
 
     def _read(self, blob: Any, start: int, stop: int) -> bytes:

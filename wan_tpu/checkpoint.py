@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from wan_tpu.bucket import SCHEME, BucketFolder, WeightFile
 from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.lora import lora_of
 from wan_tpu.request import Defaults, GenerationRequest, Own, Preset
 from wan_tpu.schedules.magcache import Curve, curve_from
 from wan_tpu.sources.disk import explain_disk_error, is_permanent, read_file
@@ -135,12 +137,37 @@ class Checkpoint:
 
         Raises `CheckpointError` or `Unavailable`.
         """
-        pattern = f"{component}/*.safetensors"
         if self._bucket is not None:
-            return {name.rpartition("/")[2]: file for name, file in self._bucket.files(pattern).items()}
+            files = self._bucket.files(component)
+            return {name: file for name, file in files.items() if name.endswith(".safetensors")}
         if not self._local:
-            self._fetch([pattern])
-        return {file.name: on_disk(file) for file in self.folder.glob(pattern)}
+            self._fetch([f"{component}/*.safetensors".lstrip("/")])
+        return {file.name: on_disk(file) for file in (self.folder / component).glob("*.safetensors")}
+
+    def adapters(self, own: Mapping[str, Any]) -> dict[str, WeightFile]:
+        """Return the adapters in this folder that presets name, by names from the folder on.
+
+        Args:
+            own: What wan_tpu.json says, as `sampling` accepts it.
+
+        Raises:
+            CheckpointError: One of them isn't there.
+            Unavailable: The bucket, the hub or the disk doesn't answer.
+        """
+        beside: dict[str, WeightFile] = {}
+        for preset, described in own.get("presets", {}).items():
+            for lora in map(self._beside, described["settings"].get("loras", [])):
+                path = lora_of(lora).path
+                if not path.startswith(f"{self.source}/"):
+                    continue
+                name = path.removeprefix(f"{self.source}/")
+                folder = name.rpartition("/")[0] if name.endswith(".safetensors") else name.rstrip("/")
+                files = {f"{folder}/{file}".lstrip("/"): found for file, found in self.weights(folder).items()}
+                files = {file: found for file, found in files.items() if name in (file, folder)}
+                if not files:
+                    raise CheckpointError(f"{self.folder / OWN}: preset {preset} has ./{name}, which isn't there")
+                beside |= files
+        return beside
 
     def others(self) -> dict[str, bytes]:
         """Return what all files hold but weights, by names from the folder on; fetched when they aren't there."""
@@ -184,10 +211,17 @@ def on_disk(path: Path) -> WeightFile:
             raise explain_disk_error(error, path) from None
 
     try:
-        found = path.stat()
-        return WeightFile(str(path.absolute()), found.st_size, read, f"{found.st_mtime_ns} {found.st_size}")
+        stat = path.stat()
+        return WeightFile(str(path.absolute()), stat.st_size, read, _version(path, stat))
     except OSError as error:  # a link to nothing, among others
         raise explain_disk_error(error, path) from None
+
+
+def _version(path: Path, stat: os.stat_result) -> str:
+    """Return what tells a file's content from what was, or will be, under its name."""
+    if path.is_symlink() and (blob := path.resolve()).parent.name == "blobs":  # in the hub's cache: by its checksum
+        return blob.name
+    return f"{stat.st_mtime_ns} {stat.st_size} {stat.st_ino} {stat.st_ctime_ns}"
 
 
 def weight_file(address: str) -> WeightFile:
@@ -195,7 +229,7 @@ def weight_file(address: str) -> WeightFile:
     if not address.startswith(SCHEME):
         return on_disk(Path(address))
     folder, _, name = address.rpartition("/")
-    found = BucketFolder(folder).files(name).get(name)
+    found = BucketFolder(folder).files().get(name)
     if found is None:
         raise CheckpointError(f"{address} is missing; upload the checkpoint again")
     return found

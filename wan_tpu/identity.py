@@ -108,13 +108,13 @@ def _generations(location: str) -> list[str]:
     folder, _, name = location.rpartition("/")
     single = name.endswith(_ADAPTER_ENDING)
     try:
-        objects = BucketFolder(folder if single else location).files("*")
+        objects = BucketFolder(folder if single else location).files()
     except CheckpointError:
         return []
     if single:
         wanted = [other for other in (name, _ADAPTER_CONFIG) if other in objects]
     else:
-        wanted = [other for other in sorted(objects) if other.endswith(_ADAPTER_ENDING) and "/" not in other]
+        wanted = [other for other in sorted(objects) if other.endswith(_ADAPTER_ENDING)]
         wanted += [_ADAPTER_CONFIG] * (_ADAPTER_CONFIG in objects)
     return [objects[other].version for other in wanted]
 

@@ -2,16 +2,20 @@
 
 import hashlib
 import json
+import os
 import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from actors.cli import main
 from tests.conftest import ROOT, with_devices
 from wan_tpu import load_pipeline
+from wan_tpu.adapters.files import find, read
 from wan_tpu.bucket import writable
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
@@ -123,11 +127,56 @@ def test_what_is_there_is_kept_and_a_converted_one_can_be_the_source(folder, tmp
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == first
 
 
-def test_another_source_leaves_nothing_of_the_first(folder, checkpoint, tmp_path, capsys):
-    assert main(["weights", "convert", str(folder), str(tmp_path)]) == 0
-    assert main(["weights", "convert", str(checkpoint(KINDS[0])), str(tmp_path)]) == 0
+def test_source_that_has_changed_leaves_nothing_of_what_it_was(checkpoint, tmp_path, mesh, capsys):
+    """Other weights of the same name, size and time are other weights; so are those of another source."""
+    kind, source, destination = "wan2.1-t2v-1.3b", tmp_path / "source", tmp_path / "destination"
+    assert main(["weights", "convert", str(checkpoint(kind)), str(destination)]) == 0
+    subprocess.run(["cp", "-r", checkpoint(kind), source], check=True)
+    assert main(["weights", "convert", str(source), str(destination)]) == 0
     assert "was there already" not in capsys.readouterr().out
-    assert json.loads((tmp_path / "vae" / MANIFEST).read_text())["source"] == str(checkpoint(KINDS[0]))
+    (file,) = (source / "vae").glob("*.safetensors")
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    save_file({name: value * 2 for name, value in load_file(file).items()}, file)
+    os.utime(file, ns=times)
+    add_presets_with_adapters(source)
+
+    assert main(["weights", "convert", str(source), str(destination)]) == 0
+
+    assert capsys.readouterr().out.count("was there already") == 2
+    component = open_model(Checkpoint(source)).components["decoder"]
+    ours, expected = (load_component(Checkpoint(x), component, "bfloat16", mesh).params for x in (destination, source))
+    for name, array in ours.items():
+        assert np.array_equal(np.asarray(array), np.asarray(expected[name])), name
+    loras = dict(dict(Checkpoint(destination).sampling().presets)["fast"].settings)["loras"]
+    assert [os.path.relpath(lora.path, destination) for lora in loras] == ["adapters/a.safetensors", "adapters/b"]
+    for lora in loras:
+        own = lora.path.replace("destination", "source")
+        changes = [read(find(path), path)["x"] for path in (lora.path, own)]
+        assert changes[0].gain == changes[1].gain
+        assert torch.equal(changes[0].tensors["up"], changes[1].tensors["up"])
+
+
+def add_presets_with_adapters(folder):
+    """Give a checkpoint a preset with a file and a folder of its own, and one that lies elsewhere."""
+    (folder / "adapters" / "b").mkdir(parents=True)
+    pair = {"x.lora_down.weight": torch.ones(2, 3), "x.lora_up.weight": torch.randn(3, 2)}
+    save_file(pair | {"x.alpha": torch.tensor(3.0)}, folder / "adapters" / "a.safetensors")
+    save_file(pair, folder / "adapters" / "b" / "adapter_model.safetensors")
+    (folder / "adapters" / "b" / "adapter_config.json").write_text(json.dumps({"lora_alpha": 4}))
+    loras = ["./adapters/a.safetensors:0.5", {"path": "./adapters/b"}]
+    presets = {"fast": {"about": "few", "source": "https://x", "settings": {"loras": loras}}}
+    presets["hub"] = {"about": "few", "source": "https://x", "settings": {"loras": ["owner/name"]}}
+    (folder / "wan_tpu.json").write_text(json.dumps({"presets": presets}))
+
+
+def test_preset_whose_adapter_is_not_there_is_refused_before_anything_is_written(checkpoint, tmp_path, capsys):
+    source, destination = tmp_path / "source", tmp_path / "destination"
+    subprocess.run(["cp", "-r", checkpoint("wan2.1-t2v-1.3b"), source], check=True)
+    add_presets_with_adapters(source)
+    (source / "adapters" / "a.safetensors").unlink()
+    assert main(["weights", "convert", str(source), str(destination)]) == 2
+    assert "preset fast has ./adapters/a.safetensors, which isn't there" in capsys.readouterr().err
+    assert not destination.exists()
 
 
 def spoil(folder, change, component="vae"):

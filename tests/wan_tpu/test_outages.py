@@ -104,7 +104,7 @@ def test_status_of_a_bucket_says_whose_fault_it_is(status, kind, server, monkeyp
 def test_bucket_that_does_not_answer_is_unavailable(closed_port, monkeypatch):
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", closed_port)
     with pytest.raises(Unavailable, match="gs://bucket/model doesn't answer now"):
-        BucketFolder("gs://bucket/model").files("*")
+        BucketFolder("gs://bucket/model").files()
     with pytest.raises(Unavailable, match=r"adapter gs://bucket/folder/a\.safetensors: "):
         adapters.find("gs://bucket/folder/a.safetensors")
 
@@ -135,21 +135,21 @@ def key_file(tmp_path, monkeypatch):
 def test_authorization_server_that_does_not_answer_is_unavailable(closed_port, key_file):
     key_file(closed_port)
     with pytest.raises(Unavailable):
-        BucketFolder("gs://bucket/model").files("*")
+        BucketFolder("gs://bucket/model").files()
 
 
 def test_key_that_the_authorization_server_refuses_is_the_callers(server, key_file):
     server.status, server.answer = 400, {"error": "invalid_grant"}
     key_file(server.address)
     with pytest.raises(CheckpointError, match="invalid_grant"):
-        BucketFolder("gs://bucket/model").files("*")
+        BucketFolder("gs://bucket/model").files()
 
 
 def test_missing_key_file_is_the_callers(tmp_path, monkeypatch):
     monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
     with pytest.raises(CheckpointError, match=r"none\.json"):
-        BucketFolder("gs://bucket/model").files("*")
+        BucketFolder("gs://bucket/model").files()
 
 
 @pytest.mark.parametrize(("status", "kind"), STATUSES)

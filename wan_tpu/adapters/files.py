@@ -186,20 +186,14 @@ def _in_bucket(path: str) -> AdapterFile:
     folder, _, name = path.rpartition("/")
     if not name.endswith(_ENDING):
         folder, name = path, ""
-    objects = {other: file for other, file in BucketFolder(folder).files("*").items() if "/" not in other}
+    objects = BucketFolder(folder).files()
     wanted = {other: file for other, file in objects.items() if other.endswith(_ENDING) and name in ("", other)}
     return AdapterFile(_only(wanted, path), objects.get(PEFT_CONFIG))
 
 
 def _on_disk(path: Path) -> AdapterFile:
     config = path.with_name(PEFT_CONFIG)
-    return AdapterFile(_stamped(path), _stamped(config) if config.is_file() else None)
-
-
-def _stamped(path: Path) -> WeightFile:
-    """Return a file of this machine; one that takes its place has another version, though it be as old and as large."""
-    file, stat = on_disk(path), path.stat()
-    return file._replace(version=f"{file.version} {stat.st_ino} {stat.st_ctime_ns}")
+    return AdapterFile(on_disk(path), on_disk(config) if config.is_file() else None)
 
 
 def _check_unchanged(file: AdapterFile) -> None:
@@ -209,7 +203,7 @@ def _check_unchanged(file: AdapterFile) -> None:
         if address.startswith(SCHEME):
             version = _in_bucket(address).version
         else:
-            version = " ".join(_stamped(Path(part.address)).version for part in file if part is not None)
+            version = " ".join(on_disk(Path(part.address)).version for part in file if part is not None)
     except CheckpointError:  # it has gone
         version = None
     if version != file.version:
@@ -240,8 +234,8 @@ def _fetched(path: str) -> AdapterFile:
         if PurePosixPath(file).name == PEFT_FILE:
             commit = weights.parents[len(PurePosixPath(file).parents) - 1].name  # .../snapshots/COMMIT/FILE
             beside = str(PurePosixPath(file).with_name(PEFT_CONFIG))
-            config = _stamped(Path(huggingface_hub.hf_hub_download(repository, beside, revision=commit)))
-    return AdapterFile(_stamped(weights), config)
+            config = on_disk(Path(huggingface_hub.hf_hub_download(repository, beside, revision=commit)))
+    return AdapterFile(on_disk(weights), config)
 
 
 def _misfit(part: str, value: torch.Tensor) -> str | None:

@@ -13,7 +13,7 @@ def weights(argv: Sequence[str]) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
     action = actions.add_parser("convert", help="write a checkpoint, for --model, from another one")
     action.add_argument("source", help="diffusers directory, one in gs://, or hub id; also one that was converted")
-    action.add_argument("destination", help="folder or gs://bucket/folder; what it has of this source, whole, is kept")
+    action.add_argument("destination", help="folder or gs://bucket/folder; what it has of the same files, whole, is kept")
     action.add_argument(
         "--experts",
         nargs="+",

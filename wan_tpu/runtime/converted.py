@@ -132,9 +132,23 @@ class Converted:
 
 
 def described(
-    cuts: Mapping[str, Cut], checksums: Mapping[str, Sequence[int]], dtype: str, size: int, source: str
+    cuts: Mapping[str, Cut],
+    checksums: Mapping[str, Sequence[int]],
+    dtype: str,
+    size: int,
+    source: str,
+    version: str,
 ) -> str:
-    """Return a manifest as JSON; size: the file's, bytes."""
+    """Return a manifest as JSON.
+
+    Args:
+        cuts: By the weights' names, how they lie.
+        checksums: By the weights' names, those of their pieces.
+        dtype: What the component was converted to.
+        size: Bytes of the file.
+        source: The checkpoint that the weights were read from.
+        version: Another one when the component's files in the source were others.
+    """
     found = {
         name: {
             "shape": list(one.shape),
@@ -145,4 +159,5 @@ def described(
         }
         for name, one in cuts.items()
     }
-    return json.dumps({"layout": LAYOUT, "dtype": dtype, "bytes": size, "source": source, "tensors": found})
+    manifest = {"layout": LAYOUT, "dtype": dtype, "bytes": size, "source": source, "version": version}
+    return json.dumps(manifest | {"tensors": found})

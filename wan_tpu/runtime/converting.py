@@ -1,8 +1,9 @@
 """Write a checkpoint's weights as programs want them: `wan_tpu.runtime.converted` says how they lie."""
 
+import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, Protocol
 
@@ -12,7 +13,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.bucket import WeightFile
+from wan_tpu.checkpoint import OWN, Checkpoint, weight_file
+from wan_tpu.errors import CheckpointError
 from wan_tpu.progress import BYTES, Progress
 from wan_tpu.runtime.components import Component, open_component
 from wan_tpu.runtime.converted import FILE, MANIFEST, Cut, described
@@ -20,6 +23,7 @@ from wan_tpu.runtime.weights import Block, Weight, read_weights
 
 _KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # as safetensors has them
 _HEADER_ALIGNED = 4096  # bytes: where the weights begin
+_COPIED_BYTES = 16 * 2**20  # Of an adapter's file, in memory at a time.
 
 
 class Destination(Protocol):
@@ -45,56 +49,85 @@ def convert(
     destination: Destination,
     progress: Progress,
 ) -> list[str]:
-    """Write all components; return the folders that were there already, whole, from an earlier try.
+    """Write all components, and the adapters of the checkpoint's own presets.
 
-    Host memory holds a layer of one weight. Raises `CheckpointError` for a source that can't be read, before anything
-    is written.
+    Host memory holds a layer of one weight.
+
+    Returns:
+        The folders that were there already, whole, from an earlier try with the same files.
+
+    Raises:
+        CheckpointError: The source can't be read, before anything is written; or it changes meanwhile.
     """
     mesh = Mesh(np.array(jax.local_devices(backend="cpu")[:1]).reshape(1, 1, 1), ("dp", "sp", "tp"))
-    folders: dict[str, dict[str, tuple[Weight, Cut]]] = {}
-    kinds: dict[str, str] = {}
+    folders = {component.folder: _Folder(checkpoint, component, dtype) for component in components.values()}
     for component in components.values():
-        kinds[component.folder] = component.kept_as(dtype)
         opened = open_component(checkpoint, component, dtype, mesh)
-        folders.setdefault(component.folder, {}).update(
+        folders[component.folder].weights.update(
             {opened.plain[name]: (weight, opened.cuts[name]) for name, weight in opened.weights.items()}
         )
-    for name, content in checkpoint.others().items():
+    others = checkpoint.others()
+    adapters = checkpoint.adapters(json.loads(others.get(OWN, b"{}")))
+    for name, content in others.items():
         destination.write(name, content)
+    for name, adapter in adapters.items():
+        with destination.open(name) as out:
+            for start in range(0, adapter.size, _COPIED_BYTES):
+                out.write(adapter.read(start, min(start + _COPIED_BYTES, adapter.size)))
     kept = []
-    for folder, weights in folders.items():
-        if _is_there(folder, weights, kinds[folder], checkpoint.source, destination):
-            kept.append(folder)
+    for name, folder in folders.items():
+        if _is_there(name, folder, destination):
+            kept.append(name)
             continue
-        manifest = _write(f"{folder}/{FILE}", weights, kinds[folder], checkpoint.source, destination, progress)
-        destination.write(f"{folder}/{MANIFEST}", manifest)  # last: with it, the component is whole
+        checksums = _write(f"{name}/{FILE}", folder.weights, destination, progress)
+        folder.check_unchanged()
+        destination.write(f"{name}/{MANIFEST}", folder.manifest(checksums).encode())  # last: now it is whole
     return kept
 
 
-def _is_there(
-    folder: str, weights: Mapping[str, tuple[Weight, Cut]], dtype: str, source: str, destination: Destination
-) -> bool:
-    """Whether a component was written whole: of this source, and as it would be written now."""
-    if not destination.has(f"{folder}/{FILE}"):
+class _Folder:
+    """A component's folder: its weights, and what its files in the source are before they are read."""
+
+    def __init__(self, checkpoint: Checkpoint, component: Component, dtype: str) -> None:
+        self.weights: dict[str, tuple[Weight, Cut]] = {}
+        self._dtype = component.kept_as(dtype)
+        self._source = checkpoint.source
+        self._config = json.dumps(checkpoint.config(component.folder), sort_keys=True)
+        self._files = checkpoint.weights(component.folder)
+        self._version = self._version_of(self._files)
+
+    def _version_of(self, files: Mapping[str, WeightFile]) -> str:
+        """Return what tells the files' content from other content under the same names."""
+        versions = {name: file.version for name, file in files.items()}
+        return hashlib.sha256(f"{self._config} {json.dumps(versions, sort_keys=True)}".encode()).hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Raise `CheckpointError` when the source's files are others by now: what was written may be of both."""
+        if self._version_of({name: weight_file(file.address) for name, file in self._files.items()}) != self._version:
+            raise CheckpointError(f"{self._source} was changed while it was converted; convert it again")
+
+    def manifest(self, checksums: Mapping[str, Sequence[int]]) -> str:
+        """Return the manifest of a file with pieces of these checksums."""
+        cuts = {name: cut for name, (_, cut) in self.weights.items()}
+        return described(cuts, checksums, self._dtype, _header(self.weights)[1], self._source, self._version)
+
+
+def _is_there(name: str, folder: _Folder, destination: Destination) -> bool:
+    """Whether a component was written whole: of the same files of this source, and as it would be written now."""
+    if not destination.has(f"{name}/{FILE}"):
         return False
     try:
-        found = json.loads(destination.read(f"{folder}/{MANIFEST}"))
-        checksums = {name: found["tensors"][name]["crc32c"] for name in weights}
+        manifest = json.loads(destination.read(f"{name}/{MANIFEST}"))
+        checksums = {weight: manifest["tensors"][weight]["crc32c"] for weight in folder.weights}
     except (FileNotFoundError, KeyError, TypeError, ValueError):
         return False
-    cuts = {name: cut for name, (_, cut) in weights.items()}
-    return bool(found == json.loads(described(cuts, checksums, dtype, _header(weights)[1], source)))
+    return bool(manifest == json.loads(folder.manifest(checksums)))
 
 
 def _write(
-    file: str,
-    weights: Mapping[str, tuple[Weight, Cut]],
-    dtype: str,
-    source: str,
-    destination: Destination,
-    progress: Progress,
-) -> bytes:
-    """Write one component's file; return its manifest."""
+    file: str, weights: Mapping[str, tuple[Weight, Cut]], destination: Destination, progress: Progress
+) -> dict[str, list[int]]:
+    """Write one component's file; return the checksums of its weights' pieces."""
     header, size = _header(weights)
     checksums: dict[str, list[int]] = {}
     bar = progress.bar(file, size, unit=BYTES)
@@ -108,7 +141,7 @@ def _write(
                 out.write(content)
                 bar.step(len(content))
     bar.close()
-    return described({name: cut for name, (_, cut) in weights.items()}, checksums, dtype, size, source).encode()
+    return checksums
 
 
 def _header(weights: Mapping[str, tuple[Weight, Cut]]) -> tuple[bytes, int]:
