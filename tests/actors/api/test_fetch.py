@@ -410,7 +410,7 @@ def test_slow_names_of_an_owner_delay_no_other(monkeypatch):
 
 def test_owners_of_slow_names_take_turns():
     names = SlowNames()
-    resolver = Resolver(threads=2, threads_of_an_owner=2, look_up=names.look_up)
+    resolver = Resolver(threads=1, look_up=names.look_up)  # With more, threads start in any order.
 
     async def do():
         waiting = [asyncio.create_task(resolver.resolve(f"slow{i}.test", 443, "mallory")) for i in range(6)]
@@ -422,7 +422,7 @@ def test_owners_of_slow_names_take_turns():
         await asyncio.wait_for(asyncio.gather(*waiting), 10)
 
     asyncio.run(do())
-    assert names.started.index("ann.test") <= 3  # behind the two that ran and at most one that was next
+    assert names.started.index("ann.test") <= 2  # Behind the one that ran and at most one that was next.
 
 
 def test_slow_servers_are_given_up_in_time(new_server, settings):

@@ -18,17 +18,10 @@ from actors.slices.messages import SliceRequest
 from actors.slices.surroundings import Surroundings
 from cluster.errors import SliceLost
 from cluster.layout import Pool
-from tests.actors.simulation.stand_ins import (
-    CALL_S,
-    Bucket,
-    BucketOfProcess,
-    Objects,
-    Process,
-    Slice,
-    StatusHandle,
-    World,
-    draining_for,
-)
+from tests.actors.simulation.bucket import Bucket, BucketOfProcess
+from tests.actors.simulation.ray_objects import Objects, StatusHandle
+from tests.actors.simulation.slices import Slice, draining_for
+from tests.actors.simulation.world import CALL_S, Process, World
 
 
 class Leader(SliceLeader):

@@ -23,9 +23,12 @@ from actors.jobs.store import JobStore
 from actors.jobs.tables import File, Job
 from actors.jobs.values import JobSettings
 from actors.slices.snapshots import Snapshots
-from tests.actors.simulation.scenario import FAULTS_S, MODEL, Result, Run
-from tests.actors.simulation.stand_ins import Bucket, BucketOfProcess, Process, World, video_of
+from tests.actors.simulation.bucket import Bucket, BucketOfProcess
+from tests.actors.simulation.scenario import FAULTS_S, Result, Run
+from tests.actors.simulation.slices import video_of
+from tests.actors.simulation.submissions import MODEL
 from tests.actors.simulation.virtual_time import Stuck, virtual_time
+from tests.actors.simulation.world import Process, World
 from wan_tpu.request import GenerationRequest
 
 SETTINGS = JobSettings(lease_s=30, abandoned_s=40.0)

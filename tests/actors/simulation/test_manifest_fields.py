@@ -18,8 +18,8 @@ from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.slices.stage_host import StageHost
 from cluster.layout import Layout
 from tests.actors.simulation.scenario import Run
-from tests.actors.simulation.stand_ins import World
 from tests.actors.simulation.virtual_time import virtual_time
+from tests.actors.simulation.world import World
 from tests.conftest import PHOTO
 from tests.wan_tpu import adapter_files
 from wan_tpu import load_pipeline

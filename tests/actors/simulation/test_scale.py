@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from tests.actors.simulation.scenario import Run, little_garbage, plan_of
-from tests.actors.simulation.stand_ins import SECONDS, World
+from tests.actors.simulation.scenario import Run, little_garbage
+from tests.actors.simulation.submissions import plan_of
 from tests.actors.simulation.virtual_time import virtual_time
+from tests.actors.simulation.world import SECONDS, World
 
 STEPS = 4
 LOAD = 0.8  # Of what the experts' slices can do.

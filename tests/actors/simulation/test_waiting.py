@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from actors.errors import RequestFailed
-from tests.actors.simulation.scenario import Run, plan_of
-from tests.actors.simulation.stand_ins import SECONDS, World
+from tests.actors.simulation.scenario import Run
+from tests.actors.simulation.submissions import plan_of
 from tests.actors.simulation.virtual_time import virtual_time
+from tests.actors.simulation.world import SECONDS, World
 from wan_tpu.errors import InvalidRequest, Unavailable
 
 STEPS = 10

@@ -1,0 +1,75 @@
+"""What must hold when a simulated run is over."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from tests.actors.simulation.slices import video_of
+from tests.actors.simulation.submissions import Submission
+
+if TYPE_CHECKING:
+    from tests.actors.simulation.scenario import Run
+
+KILLED = "its driver was killed"
+
+
+def check_submission(run: "Run", submission: Submission) -> Iterator[str]:
+    """Yield what is wrong with how a request ended, and with the steps that were computed for it."""
+    kind = submission.plan.request.prompt.split()[0]
+    expected = {"bad": "invalid", "nan": "unhealthy"}.get(kind)
+    if submission.ended != 1:
+        yield f"{submission.id} has ended {submission.ended} times"
+    elif submission.failure not in (expected, "cancelled"):
+        yield f"{submission.id} has failed as {submission.failure}, which is not its fault"
+    elif submission.failure is None and submission.video != video_of(submission.plan):
+        yield f"{submission.id} has become another video"
+    done = [step for step, _, _ in run.world.steps[submission.id]]
+    repeated, excuses = len(done) - len(set(done)), run.world.excuses[submission.id]
+    # What a loss costs, where snapshots can be written: the steps since the last one, which was being written.
+    # What nobody waits for any more is noticed after some seconds.
+    each = {why: run.spec.settings.snapshot_every + (11 if why == KILLED else 1) for _, why in excuses}
+    worst = sum(each[why] for _, why in excuses) if not run.bucket.was_ill else 0
+    # Without a snapshot, a drain takes a request back to the last one that could be written.
+    unexplained = not excuses and not (run.bucket.was_ill and run.was_drained)
+    if repeated and (unexplained or repeated > worst > 0):
+        yield f"{submission.id}: {repeated} steps were repeated: {run.world.steps[submission.id]}; reasons: {excuses}"
+    all_steps = range(submission.plan.first_step + 1, submission.plan.request.steps + 1)
+    if submission.failure is None and set(done) != set(all_steps):
+        yield f"{submission.id}: steps were left out: {done}"
+
+
+def leftovers(run: "Run") -> dict[str, Any]:
+    """Return what is there still, though nobody makes anything."""
+    left: dict[str, Any] = defaultdict(list)
+    for pool in run.pools.values():
+        if len(pool.ready) != len(pool.replicas):
+            left["replicas that don't come back"].append(pool.pool.name)
+        for replica in pool.ready:
+            runner = replica.leader._runner
+            scheduler = runner.scheduler
+            queues = [scheduler, scheduler.device, scheduler.places, scheduler.other_places]
+            there = {
+                "held on hosts": replica.slice.host.keys() if replica.slice else None,
+                "streams": replica.streams,
+                "work": runner.work,
+                "queued": [one for queue in queues for one in (*queue._inside, *queue._waiting)],
+                "paused": scheduler._paused,
+                "staying": replica.leader._drain._staying,
+                "snapshots being taken": [*runner._snapshotter._copying, *runner._snapshotter._writing],
+            }
+            for what, values in there.items():
+                if values:
+                    left[what].append((replica.process.name, values))
+    for driver in run.drivers:
+        queues = [driver.engine._queue, *driver.engine._connection._queues.values()]
+        inside = [one for queue in queues for one in (*queue._inside, *queue._waiting)]
+        if inside or driver.engine._inside or driver.ref_store._scopes:
+            left["in a driver"].append((driver.process.name, inside, driver.ref_store._scopes))
+    run.status.refresh()
+    # One whose driver was killed before it could name it is remembered for an hour.
+    named = {submission.id for submission in run.submissions if not submission.is_orphaned}
+    if requests := run.status.seen().requests.keys() & named:
+        left["said to be under way"] = sorted(requests)
+    if run.bucket.content and not run.bucket.failures:
+        left["snapshots"] = sorted(run.bucket.content)
+    return left

@@ -1,0 +1,56 @@
+"""Requests of a simulated run: what is submitted when, and what became of it."""
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from scripts.simulation.simulated import SimulatedSpec
+from wan_tpu.families.wan.presets import PRESETS
+from wan_tpu.request import GenerationRequest
+from wan_tpu.spec import RequestPlan
+
+if TYPE_CHECKING:
+    from tests.actors.simulation.scenario import Driver
+
+MODEL = SimulatedSpec(PRESETS["wan2.2-i2v-a14b"])
+_PICTURE = Image.new("RGB", (8, 8))
+
+
+@dataclasses.dataclass
+class Submission:
+    """A request that somebody submits, and what became of it."""
+
+    id: str
+    plan: RequestPlan
+    priority: int
+    at_s: float
+    cancel_s: float | None = None
+    video: bytes | None = None
+    failure: str | None = None
+    ended: int = 0
+    first_step_s: float | None = None
+    is_orphaned: bool = False
+    driver: "Driver | None" = None
+
+
+@functools.cache
+def _plan(steps: int, kind: str) -> RequestPlan:
+    given: dict[str, Any] = {"guidance_scale": 1.0, "guidance_scale_2": 1.0} if kind == "plain" else {}
+    request = GenerationRequest(prompt="p", height=64, width=64, frames=5, steps=steps, **given)
+    plan = MODEL.plan(request, image=kind == "image")
+    if kind == "video":  # the first steps are left out
+        first = steps // 3
+        experts = [dataclasses.replace(one, start=max(first, one.start)) for one in plan.experts if one.stop > first]
+        plan = dataclasses.replace(plan, experts=tuple(experts))
+        plan = dataclasses.replace(plan, request=dataclasses.replace(plan.request, video=__file__, strength=0.7))
+    return plan
+
+
+def plan_of(steps: int, kind: str, prompt: str, seed: int) -> RequestPlan:
+    """Return the plan of a request: of a text, with an image, with a video of which it is a change, or unguided."""
+    plan = _plan(steps, kind)
+    image: Any = _PICTURE if kind == "image" else None
+    request = dataclasses.replace(plan.request, prompt=prompt, seed=seed, image=image)
+    return dataclasses.replace(plan, request=request, prompts=(prompt, *plan.prompts[1:]))
