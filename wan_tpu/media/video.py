@@ -18,6 +18,12 @@ from wan_tpu.errors import OutputError
 from wan_tpu.media.sheet import contact_sheet, evenly
 
 CONTACT_SHEET_FRAMES = 12
+# Pixels become BT.709 with a limited range at every size, and the file says so. Players guess by the number of lines
+# where a file says nothing, and most of them guess BT.709 from 720 lines on, BT.601 below.
+_COLOURS = (
+    "scale=out_color_matrix=bt709:out_range=tv,format=yuv420p,"
+    "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
+)
 
 
 def check_ffmpeg() -> None:
@@ -58,7 +64,7 @@ def check_output(path: str | Path, *, overwrite: bool, inputs: Iterable[str | Pa
 
 
 class VideoWriter:
-    """Encode frames as they come: H.264, yuv420p, faststart; a context manager.
+    """Encode frames as they come: H.264, yuv420p, BT.709, faststart; a context manager.
 
     The file appears at `path` when the block ends well; on any exception nothing is left behind.
     """
@@ -102,7 +108,7 @@ class VideoWriter:
             "-",
         ]
         # crf 18 is what x264's authors call visually lossless.
-        target = ["-c:v", "libx264", "-crf", "18", "-pix_fmt", "yuv420p", "-movflags", "+faststart", str(self._partial)]
+        target = ["-vf", _COLOURS, "-c:v", "libx264", "-crf", "18", "-movflags", "+faststart", str(self._partial)]
         # Not imageio's writer: it starts ffmpeg through a Python fork, which is unsafe beside JAX's threads, and
         # loses hold of it when Ctrl-C comes meanwhile. A session of its own keeps Ctrl-C away from it.
         return subprocess.Popen(

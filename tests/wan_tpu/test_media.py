@@ -1,0 +1,88 @@
+"""Videos that are written: their colours as a player shows them."""
+
+import base64
+import shutil
+import subprocess
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+
+from wan_tpu.media.video import VideoWriter
+
+FFMPEG = imageio_ffmpeg.get_ffmpeg_exe()
+COLOURS = np.array([(220, 30, 30), (30, 220, 30), (30, 30, 220), (200, 180, 40), (128, 128, 128), (255, 255, 255)])
+MATRICES = {"bt709": (0.2126, 0.0722), "bt601": (0.299, 0.114)}  # The shares of red and blue in a pixel's luma.
+# Converting to eight bits of YUV and back loses up to a level each way; x264 at crf 18 keeps flat fields.
+TOLERANCE = 2
+
+
+@pytest.fixture(scope="module", params=[(48, 96, False), (720, 96, True)], ids=["below 720 lines", "720 lines"])
+def bars(request, tmp_path_factory):
+    """A video of bars in known colours, as both kinds of frames that are written, and its (height, width)."""
+    height, width, planes = request.param
+    path = tmp_path_factory.mktemp("bars") / "bars.mp4"
+    frame = np.repeat(COLOURS, width // len(COLOURS), 0)[None].repeat(height, 0).astype(np.uint8)
+    with VideoWriter(path, fps=16, planes=planes) as writer:
+        writer.write([frame[..., [1, 2, 0]].transpose(2, 0, 1) if planes else frame] * 2)
+    return path, height, width
+
+
+def middles(pixels):
+    """Return the pixel in the middle of each bar of [H, W, 3]."""
+    step = pixels.shape[1] // len(COLOURS)
+    return pixels[pixels.shape[0] // 2, step // 2 :: step].astype(float)
+
+
+def test_video_says_its_colours(bars):
+    path, _, _ = bars
+    if shutil.which("ffprobe"):
+        entries = "stream=color_range,color_space,color_transfer,color_primaries"
+        command = ["ffprobe", "-v", "error", "-show_entries", entries, "-of", "csv=p=0", str(path)]
+        assert subprocess.check_output(command, text=True).split() == ["tv,bt709,bt709,bt709"]
+    said = subprocess.run([FFMPEG, "-hide_banner", "-i", str(path)], capture_output=True, text=True).stderr
+    assert "yuv420p(tv, bt709, progressive)" in said  # which means the matrix, the primaries and the transfer
+    assert b"colrnclx\0\1\0\1\0\1\0" in path.read_bytes()  # in the container, for players that don't look further
+
+
+def test_colours_are_those_of_the_matrix_that_the_video_says(bars):
+    path, height, width = bars
+    command = [FFMPEG, "-v", "error", "-i", str(path), "-frames:v", "1", "-f", "rawvideo", "-pix_fmt", "yuv420p", "-"]
+    planes = np.frombuffer(subprocess.check_output(command), np.uint8).astype(float)
+    luma = (planes[: height * width].reshape(height, width) - 16) / 219
+    blue, red = (planes[height * width :].reshape(2, height // 2, width // 2).repeat(2, 1).repeat(2, 2) - 128) / 224
+    errors = {}
+    for name, (of_red, of_blue) in MATRICES.items():
+        r, b = luma + 2 * (1 - of_red) * red, luma + 2 * (1 - of_blue) * blue
+        g = (luma - of_red * r - of_blue * b) / (1 - of_red - of_blue)
+        errors[name] = np.abs(255 * middles(np.stack([r, g, b], -1)) - COLOURS).max()
+    assert errors["bt709"] <= TOLERANCE and errors["bt601"] > 20, errors
+
+
+@pytest.mark.long
+def test_browser_shows_the_colours(bars):
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("there is no Chromium (Debian: apt-get install chromium)")
+    path, height, width = bars
+    source = "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode()
+    draw = """async source => {
+        const video = document.createElement("video");
+        video.src = source;
+        video.muted = true;
+        await new Promise((resolve, reject) => {
+            video.requestVideoFrameCallback(resolve);
+            video.onerror = reject;
+            video.play();
+        });
+        const canvas = new OffscreenCanvas(video.videoWidth, video.videoHeight).getContext("2d");
+        canvas.drawImage(video, 0, 0);
+        return Array.from(canvas.getImageData(0, 0, video.videoWidth, video.videoHeight).data);
+    }"""
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        shown = browser.new_page().evaluate(draw, source)
+        browser.close()
+    errors = np.abs(middles(np.array(shown).reshape(height, width, 4)[..., :3]) - COLOURS).max(0)
+    # Without a GPU, Chromium multiplies what makes blue by at most 2, where BT.709 has 2.11.
+    assert (errors <= [TOLERANCE, TOLERANCE, 12]).all(), errors
