@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +10,7 @@ from cluster.chips import V6E
 from kernels.blocks import BlockSizes, Schedule
 from scripts.kernel_tables.attention_kernels import CASES, ours, sparse
 from wan_tpu.pricing.bundles import Body, CompileError, count_bundles, hot_bundles, read_loops, read_regions, slot_use
-from wan_tpu.pricing.kernel_prices import StepBundles, step_bundles
+from wan_tpu.pricing.kernel_prices import KernelPrices, StepBundles, step_bundles
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, which holds the TPU compiler, is not installed"
@@ -159,3 +160,21 @@ def test_bundles_count_as_often_as_the_loops_around_them_run():
 def test_slots_are_shares_of_their_capacity():
     text = "header\nMATMUL, VALU\n2 4\n\n2 0\n2 2\n"
     assert slot_use(text) == ({"MATMUL": 1.0, "VALU": 0.25}, 2)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"bundles": {"products"'])
+def test_price_whose_file_is_cut_off_is_counted_again(content, tmp_path):
+    counted = []
+
+    def count(*call):
+        counted.append(call)
+        return StepBundles(7, 1)
+
+    hardware = SimpleNamespace(name="v6e", peak_flops=1, clock_hz=1)
+    call = SimpleNamespace(digest="x", name="kernel", grid=(1,), steps_a_core=lambda cores: 1)
+    prices = KernelPrices(tmp_path, hardware, 1, count)
+    assert prices.bundles(call) == StepBundles(7, 1)
+    (file,) = tmp_path.glob("*.json")
+    file.write_text(content)
+    assert [prices.bundles(call), prices.bundles(call)] == [StepBundles(7, 1)] * 2
+    assert len(counted) == 2

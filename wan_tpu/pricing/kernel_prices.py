@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import tempfile
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,12 +68,18 @@ class KernelPrices:
     def bundles(self, call: KernelCall) -> StepBundles:
         """Return the bundles of one grid step."""
         file = self._folder / f"kernel-{self._chip}-{key.digest(f'{call.digest} {_counted_by()}')}.json"
-        if not file.exists():
+        try:
+            return StepBundles(**json.loads(file.read_text())["bundles"])
+        except (FileNotFoundError, KeyError, TypeError, ValueError):  # never counted, or the disk was full then
             count = self._count(call, self._chip, call.steps_a_core(self._cores))
-            counted = {"kernel": call.name, "grid": call.grid, "bundles": asdict(count)}
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(counted))
-        return StepBundles(**json.loads(file.read_text())["bundles"])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")  # others may count the same
+        try:
+            part.write_text(json.dumps({"kernel": call.name, "grid": call.grid, "bundles": asdict(count)}))
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
+        return count
 
 
 @functools.cache
