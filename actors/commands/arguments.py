@@ -3,13 +3,14 @@
 import argparse
 import contextlib
 import os
+import shlex
 import sys
 from pathlib import Path
 
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.storage.opening import absolute
 from cluster.connect import connect
-from cluster.emulation.cluster import EmulatedCluster, default_folder
+from cluster.emulation.cluster import STATE, EmulatedCluster, default_folder
 from cluster.errors import ClusterNotFound, LayoutError
 from cluster.layout import Layout, shipped
 from wan_tpu.commands.parser import add_model, add_precision
@@ -95,7 +96,7 @@ def gcs_address(args: argparse.Namespace) -> str:
     """Return "host:port" of the cluster's GCS."""
     address = args.address or os.environ.get("RAY_ADDRESS")
     if address is None:
-        return emulated(args.folder).address
+        return emulated(args).address
     if "://" in address:
         raise ClusterNotFound(
             f"{address} is where jobs are sent to; this command joins the cluster: give host:port of its GCS (usually "
@@ -108,18 +109,32 @@ def jobs_address(args: argparse.Namespace) -> str:
     """Return the URL that takes jobs."""
     if args.address is not None:
         return args.address if "://" in args.address else f"http://{args.address}"
-    running = emulated(args.folder)
+    running = emulated(args)
     if running.dashboard is None:
-        raise ClusterNotFound(f"the emulated cluster of {args.folder} takes no jobs; start it with wan-tpu cluster up")
+        raise ClusterNotFound(f"the emulated cluster of {args.folder} takes no jobs: no wan-tpu cluster up started it")
     return f"http://{running.dashboard}"
 
 
-def emulated(folder: Path) -> EmulatedCluster:
-    """Return the emulated cluster that runs there; raises `ClusterNotFound`."""
-    found = EmulatedCluster.attach(folder)
-    if not found.running:
-        raise ClusterNotFound(f"the emulated cluster of {folder} is not running any more; wan-tpu cluster down")
-    return found
+def emulated(args: argparse.Namespace) -> EmulatedCluster:
+    """Return the emulated cluster that runs in --folder; raises `ClusterNotFound` with the command that starts one."""
+    if not (args.folder / STATE).exists():
+        raise ClusterNotFound(f"no emulated cluster in {args.folder}; {_start_advice(args)}")
+    cluster = EmulatedCluster.attach(args.folder)
+    if not cluster.running:
+        raise ClusterNotFound(f"the emulated cluster of {args.folder} doesn't run any more; {_start_advice(args)}")
+    return cluster
+
+
+def _start_advice(args: argparse.Namespace) -> str:
+    """Return how to start a cluster for what a command was asked, as it is typed."""
+    layout = "emulated-demo"
+    with contextlib.suppress(LayoutError):
+        wanted = getattr(args, "layout", None)
+        if wanted is not None and Layout.load(wanted).devices_per_host is not None:
+            layout = wanted
+    folder = [] if args.folder == default_folder() else ["--folder", str(args.folder)]
+    command = shlex.join(["wan-tpu", "cluster", "up", "--emulate", layout, *folder])
+    return f"give the --address of a real one, or start one here: {command}"
 
 
 def is_here(args: argparse.Namespace, address: str) -> bool:

@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +44,15 @@ def keys(argv: Sequence[str]) -> None:
     from actors.jobs.keys import KeyLimits, limit_key, list_keys, make_key, revoke_key
     from actors.jobs.store import open_database
 
-    database = open_database(database_address(args.database, args.folder))
+    address = database_address(args.database, args.folder)
+    if args.action != "add" and "://" not in address and not Path(address).exists():
+        # Looking makes no database: its owner would be whoever looked first.
+        nothing = f"there are no keys, and no jobs: {address} isn't there yet; make a key with wan-tpu keys add NAME"
+        if args.action in ("limit", "revoke"):
+            raise InvalidInput(nothing)
+        print(nothing, file=sys.stderr)
+        return
+    database = open_database(address)
     match args.action:
         case "add":
             print(make_key(database, args.name, KeyLimits(**_limits(args))))
@@ -58,9 +67,11 @@ def keys(argv: Sequence[str]) -> None:
             revoke_key(database, args.key)
             print(f"revoked {args.key}")
         case "list":
-            for key in list_keys(database):
-                if key.revoked_at is None:
-                    print(_line(key))
+            in_force = [key for key in list_keys(database) if key.revoked_at is None]
+            for key in in_force:
+                print(_line(key))
+            if not in_force:
+                print(f"no key is in force in {database}; make one with wan-tpu keys add NAME", file=sys.stderr)
         case "usage":
             _show_usage(database, args.days)
 
@@ -116,6 +127,8 @@ def _show_usage(database: Any, days: int) -> None:
     names = {key.id: key.name for key in list_keys(database)}
     print(f"since {first}, UTC\n{'videos':>8} {'failed':>8} {'chip-seconds':>14} {'dollars':>10}  key")
     used = read_usage(database, first=first.isoformat())
+    if not used:
+        print("no job has ended since then", file=sys.stderr)
     for owner, row in sorted(used.items(), key=lambda one: -one[1].chip_seconds):
         whose = f"{owner}  {names.get(owner, '')}" if owner else "without a key"
         print(f"{row.videos:8} {row.failed:8} {row.chip_seconds:14.1f} {row.dollars:10.2f}  {whose}")

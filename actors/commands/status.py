@@ -33,7 +33,7 @@ def status(argv: Sequence[str]) -> None:
     from cluster.inventory import slices_found
 
     address = gcs_address(args)
-    running = None if args.address or "RAY_ADDRESS" in os.environ else emulated(args.folder)
+    running = None if args.address or "RAY_ADDRESS" in os.environ else emulated(args)
     jobs = f", jobs at http://{running.dashboard}" if running and running.dashboard else ""
     connect(address)
     while True:

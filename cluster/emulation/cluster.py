@@ -152,7 +152,7 @@ class EmulatedCluster:
                 _check_own(temp)
             return cls(path.parent, temp, state["address"], state["dashboard"])
         except FileNotFoundError:
-            raise ClusterNotFound(f"no emulated cluster in {path.parent}; start one: wan-tpu cluster up") from None
+            raise ClusterNotFound(f"no emulated cluster in {path.parent}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise ClusterNotFound(f"{path} is damaged ({error!r}); remove it") from None
 

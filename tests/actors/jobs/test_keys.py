@@ -111,3 +111,13 @@ def test_the_command(tmp_path, capsys):
     assert main(["keys", "revoke", "ann", *options]) == 2
     said = capsys.readouterr()
     assert "there are: none" in said.err and said.out == "revoked ann\n"
+    assert "no key is in force" in said.err
+
+
+def test_looking_for_keys_makes_no_database(tmp_path, capsys):
+    database = tmp_path / "jobs.sqlite"
+    for action, code in ((["list"], 0), (["usage"], 0), (["revoke", "ann"], 2), (["limit", "ann", "--days", "3"], 2)):
+        assert main(["keys", *action, "--database", str(database)]) == code
+        said = capsys.readouterr()
+        assert said.out == "" and f"there are no keys, and no jobs: {database} isn't there yet" in said.err
+    assert not database.exists()
