@@ -6,12 +6,12 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from cluster.errors import ClusterError
 from wan_tpu.cli import run
-from wan_tpu.commands.parser import Parser
+from wan_tpu.commands.parser import Parser, all_actions, parser_of
 from wan_tpu.versions import summary
 
 # command -> module, function in it, what it does
@@ -21,6 +21,8 @@ COMMANDS = {
     "stage1": ("wan_tpu.commands.staged", "encode", "only the encoder: request -> embeddings"),
     "stage2": ("wan_tpu.commands.staged", "denoise", "only the experts: embeddings -> latents"),
     "stage3": ("wan_tpu.commands.staged", "decode", "only the decoder: latents -> video"),
+    "models": ("wan_tpu.commands.models", "models", "list the published models, and what each makes"),
+    "layouts": ("actors.commands.layouts", "layouts", "list the layouts that come with this: slices, chips, models"),
     "plan": ("actors.planning.plan", "plan", "say what fits a slice, how long it takes, and what videos cost"),
     "weights": ("wan_tpu.commands.weights", "weights", "convert a checkpoint to what slices read fastest"),
     "cluster": ("actors.commands.cluster", "cluster", "start and stop an emulated cluster"),
@@ -34,7 +36,9 @@ COMMANDS = {
     "hosts": ("actors.provision.hosts", "hosts", "write what creates a layout's machines as TPU VMs"),
     "keys": ("actors.commands.keys", "keys", "make, show and revoke API keys of the online service"),
     "batch": ("actors.commands.batch", "batch", "make every video of a manifest in this process"),
+    "completion": ("actors.cli", "completion", "print what lets a shell complete these commands and their options"),
 }
+SHELLS = ("bash", "fish", "tcsh", "zsh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,15 +48,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(argv: Sequence[str]) -> int | None:
+    parser = _parser(lambda prog, of: Parser(prog=prog, add_help=False))
+    return command(parser.parse_args(argv[:1]).command)(argv[1:])
+
+
+def command(name: str) -> Callable[[Sequence[str]], int | None]:
+    """Return the function of a command."""
+    module, function, _ = COMMANDS[name]
+    run_it: Callable[[Sequence[str]], int | None] = getattr(importlib.import_module(module), function)
+    return run_it
+
+
+def completion(argv: Sequence[str]) -> None:
+    """Print a script that completes commands, options and their values: wan-tpu completion bash.
+
+    Written once, to where the shell looks, it costs nothing when Tab is pressed: no Python is started.
+    """
+    parser = Parser(prog="wan-tpu completion", description=completion.__doc__)
+    parser.add_argument("shell", choices=SHELLS, help="that is to be taught")
+    args = parser.parse_args(argv)
+
+    import shtab
+
+    whole = _parser(lambda prog, of: parser_of(command(of)))
+    for action in all_actions(whole):
+        if action.choices is None and action.nargs != 0 and action.type not in (int, float):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(whole, args.shell))
+
+
+def _parser(parser_class: Callable[..., Parser]) -> Parser:
+    """Return the parser of all commands; parser_class makes that of one, from (prog, of)."""
     about = "Video generation on TPUs. It runs on CPUs, too; CUDA is not tried."
     parser = Parser(prog="wan-tpu", description=about)
-    parser.add_argument("--version", action="version", version=summary())
-    listed = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=summary(), help="show the versions and exit")
+    listed = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=parser_class, help="each has a --help"
+    )
     for name, (_, _, does) in COMMANDS.items():
-        listed.add_parser(name, help=does, add_help=False)
-    module, function, _ = COMMANDS[parser.parse_args(argv[:1]).command]
-    code: int | None = getattr(importlib.import_module(module), function)(argv[1:])
-    return code
+        listed.add_parser(name, help=does, of=name)
+    return parser
 
 
 def entry() -> NoReturn:

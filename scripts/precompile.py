@@ -22,7 +22,7 @@ from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.cli import run
-from wan_tpu.commands.parser import Parser, add_model, add_precision
+from wan_tpu.commands.parser import Parser, add_mesh, add_model, add_precision
 from wan_tpu.families import published
 from wan_tpu.request import GenerationRequest, parse_size
 
@@ -88,12 +88,11 @@ def _arguments() -> argparse.Namespace:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--slice", help="such as v6e-8; this machine's own devices when left out")
     where.add_argument("--layout", help="file or shipped name: every pool's stages, for its slice and mesh")
-    parser.add_argument("--size", help="HEIGHT*WIDTH")
+    parser.add_argument("--size", help="HEIGHT*WIDTH or WIDTHxHEIGHT in pixels")
     parser.add_argument("--frames", type=int)
     parser.add_argument("--guidance_scale", type=float)
     add_precision(parser)
-    for axis in ("dp", "sp", "tp"):
-        parser.add_argument(f"--{axis}", type=int)
+    add_mesh(parser)
     parser.add_argument("folder", help="or gs://bucket/folder")
     args = parser.parse_args()
     if args.layout and any((args.dp, args.sp, args.tp)):

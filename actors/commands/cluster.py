@@ -12,7 +12,9 @@ from wan_tpu.commands.parser import Parser
 def cluster(argv: Sequence[str]) -> None:
     """Start and stop an emulated cluster."""
     parser = Parser(prog="wan-tpu cluster", description=cluster.__doc__)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="ACTION", parser_class=Parser, help="what to do; each has a --help"
+    )
     start = actions.add_parser("up", help="start an emulated cluster that stays until `down`")
     start.add_argument(
         "--emulate", required=True, metavar="LAYOUT", help=f"layout file, or a shipped one: {', '.join(shipped())}"
@@ -20,7 +22,7 @@ def cluster(argv: Sequence[str]) -> None:
     stop = actions.add_parser("down", help="stop the emulated cluster, also what a crash has left of it")
     for action in (start, stop):
         action.add_argument(
-            "--folder", type=Path, default=default_folder(), help="its state file's folder; default %(default)s"
+            "--folder", type=Path, default=default_folder(), help="of the emulated cluster's state; default %(default)s"
         )
     args = parser.parse_args(argv)
     {"up": _up, "down": _down}[args.action](args)

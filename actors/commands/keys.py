@@ -23,7 +23,9 @@ NONE = "none"
 def keys(argv: Sequence[str]) -> None:
     """Make, show, limit and revoke API keys, and show what they have used."""
     parser = Parser(prog="wan-tpu keys", description=keys.__doc__)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="ACTION", parser_class=Parser, help="what to do; each has a --help"
+    )
     add = actions.add_parser("add", help="make a key and print it, this one time; from the first on, one is required")
     add.add_argument("name", help="whose it is, for you to know it by")
     show = actions.add_parser("list", help="show all keys in force, without their secrets")
@@ -37,7 +39,12 @@ def keys(argv: Sequence[str]) -> None:
     usage.add_argument("--days", type=int, default=30, help="until today, UTC; default %(default)s")
     for action in (add, show, limit, revoke, usage):
         action.add_argument("--database", help="of the service's jobs, as of wan-tpu serve; default: in --folder")
-        action.add_argument("--folder", type=Path, default=default_folder(), help="as of wan-tpu serve; %(default)s")
+        action.add_argument(
+            "--folder",
+            type=Path,
+            default=default_folder(),
+            help="of the service's state, as of wan-tpu serve; default %(default)s",
+        )
     args = parser.parse_args(argv)
     os.umask(0o077)
 

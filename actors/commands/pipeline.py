@@ -12,7 +12,9 @@ from wan_tpu.commands.parser import Parser
 def pipeline(argv: Sequence[str]) -> None:
     """Bring a pipeline up on a cluster, and take it down."""
     parser = Parser(prog="wan-tpu pipeline", description=pipeline.__doc__)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="ACTION", parser_class=Parser, help="what to do; each has a --help"
+    )
     start = actions.add_parser("up", help="start its pools, and return when all have read their weights")
     add_pipeline_arguments(start)
     stop = actions.add_parser("down", help="end its pools when they have done what they have")

@@ -30,7 +30,7 @@ def serve_parser(description: str | None = None) -> Parser:
     group.add_argument(
         "--host", help="address to listen on; default 127.0.0.1, and 0.0.0.0 in a config for another cluster"
     )
-    group.add_argument("--port", type=int, default=8000, help="default %(default)s")
+    group.add_argument("--port", type=int, default=8000, help="to listen on; default %(default)s")
     for name, about in (
         ("database", "file of jobs and API keys, or postgresql://...; default: in --folder"),
         ("results", "folder or gs:// of images and videos; default: in --folder"),

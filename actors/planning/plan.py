@@ -16,7 +16,7 @@ from cluster.costs.capacity import Costs, Estimate, StageCost, Terms
 from cluster.costs.prices import Prices
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
-from wan_tpu.commands.parser import Parser, add_precision
+from wan_tpu.commands.parser import Parser, add_mesh, add_precision
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.families import preset_spec, published
 from wan_tpu.request import GenerationRequest, ResolvedRequest, parse_size
@@ -245,22 +245,21 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--model", "--model_id", choices=published(), required=True, metavar="MODEL", help="by name: wan-tpu models"
     )
     parser.add_argument("--slice", action="append", help="such as v6e-8; may be given several times")
-    parser.add_argument("--size", help="HEIGHT*WIDTH; default the model's")
-    parser.add_argument("--frames", type=int)
+    parser.add_argument("--size", help="HEIGHT*WIDTH or WIDTHxHEIGHT in pixels; default the model's")
+    parser.add_argument("--frames", type=int, help="of the video; default the model's")
     parser.add_argument("--preset", help="a named way to sample, such as lightning")
     parser.add_argument("--cache", help="skipped steps, such as magcache")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--guidance_scale", type=float)
+    parser.add_argument("--steps", type=int, help="denoising steps, of all experts together; default the model's")
+    parser.add_argument("--guidance_scale", type=float, help="1 turns guidance off: one branch a step, not two")
     add_precision(parser)
-    for axis in ("dp", "sp", "tp"):
-        parser.add_argument(f"--{axis}", type=int)
+    add_mesh(parser)
     parser.add_argument(
         "--meshes",
         action=argparse.BooleanOptionalAction,
         help="the denoise step on every other mesh, too; the default where neither mesh nor program is chosen",
     )
     parser.add_argument("--program", help='only this one, such as "denoise step"')
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
     parser.add_argument("--plot", type=Path, help="an image: of the denoise steps' seconds, or of layouts' dollars")
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     parser.add_argument("--compiled", type=Path, default=home / "wan-tpu" / "plan", help="default %(default)s")

@@ -17,7 +17,7 @@ def hosts(argv: Sequence[str]) -> None:
     parser.add_argument("--layout", required=True, help="a layout file, or a shipped one by its name")
     parser.add_argument("--image", required=True, help="container of all machines: this package, with Python and Ray")
     parser.add_argument("--project", required=True, help="of Google Cloud")
-    parser.add_argument("--zone", required=True)
+    parser.add_argument("--zone", required=True, help="of Google Cloud that has such slices, such as us-east5-b")
     parser.add_argument("--name", default="wan", help="that machines' names begin with; default %(default)s")
     parser.add_argument("--account", help="Google service account that the machines act as, to reach buckets")
     parser.add_argument("--spot", action="store_true", help="slices that Google may take away, for less")

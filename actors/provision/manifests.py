@@ -65,11 +65,14 @@ def _add_arguments(parser: Parser) -> None:
     group.add_argument("--output", help="gs:// of a job's videos")
     group.add_argument("--in_flight", type=int, help="requests of a job at a time")
     group.add_argument("--image", required=True, help="of all containers: this package, with Python and Ray as here")
-    group.add_argument("--namespace", default="default", help="default %(default)s")
+    group.add_argument("--namespace", default="default", help="of all objects; it is %(default)s where left out")
     group.add_argument("--account", help="Google service account that the pods act as, to reach buckets")
     group.add_argument("--secret", help="Secret whose keys are environment variables of the pods, such as PGPASSWORD")
     group.add_argument(
-        "--capacity", choices=("on-demand", "spot", "flex-start"), default="on-demand", help="default %(default)s"
+        "--capacity",
+        choices=("on-demand", "spot", "flex-start"),
+        default="on-demand",
+        help="how the slices are had; default %(default)s",
     )
     group.add_argument("--queue", help="Kueue's local queue that it waits in, for all its slices at once")
     group.add_argument(

@@ -1,13 +1,20 @@
-"""The command line itself: what is misspelt is answered with what was meant."""
+"""The command line itself: hints, help, completion, and the commands that documentation and messages show."""
 
+import argparse
+import itertools
+import json
+import re
 import shlex
+import subprocess
 
 import pytest
 
-from actors.cli import main
+from actors.cli import COMMANDS, SHELLS, command, main
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
-from cluster.layout import Layout
+from cluster.layout import Layout, shipped
 from tests.conftest import ROOT
+from wan_tpu.commands.parser import all_actions, parser_of
+from wan_tpu.families import published
 
 SMALL = ROOT / "examples" / "small-wan2.2-i2v"
 
@@ -68,3 +75,102 @@ def test_advice_to_start_a_cluster_works_as_it_is_typed(argv, tmp_path, capsys, 
 
 class Started:
     address = dashboard = "127.0.0.1:1"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_argument_of_a_command_has_help(name):
+    for action in all_actions(parser_of(command(name))):
+        what = "/".join(action.option_strings) or action.dest
+        assert action.help and action.help != argparse.SUPPRESS, what
+        said = action.help % (vars(action) | {"prog": name})
+        assert not re.search(r"default:? default|default:? None", said), f"{what}: {said}"
+
+
+def test_a_flag_that_commands_share_has_one_name():
+    """A setting that is parsed into the same place has the same flags in every command."""
+    flags = {}
+    for name in COMMANDS:
+        for action in all_actions(parser_of(command(name))):
+            if action.option_strings and action.dest in ("model_id", "model", "dtype", "prompt", "layout", "folder"):
+                flags.setdefault(action.dest, set()).add(tuple(action.option_strings))
+    assert flags.pop("model_id") == flags.pop("model") == {("--model", "--model_id")}
+    assert all(len(names) == 1 for names in flags.values()), flags
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
+BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def commands_of(page):
+    """The `wan-tpu` commands of a page's blocks, as lists of words."""
+    for block in BLOCK.findall(page.read_text()):
+        for line in block.replace("\\\n", " ").splitlines():
+            if re.match(r"(\w+=\S+ )*wan-tpu ", line):
+                words = shlex.split(line, comments=True)
+                words = words[words.index("wan-tpu") + 1 :]
+                yield list(itertools.takewhile(lambda word: word not in ("|", "&&", ">", ";", "&"), words))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_of_documentation_can_be_parsed(page):
+    for name, *words in commands_of(page):
+        if name == "--version":
+            continue
+        parser = parser_of(command(name))
+        if "..." in words and not words[words.index("...") - 1].startswith("--"):  # some of its options
+            known = {option for action in all_actions(parser) for option in action.option_strings}
+            assert {word for word in words if word.startswith("--")} <= known
+        else:
+            parser.parse_args([word.strip("[]") for word in words])
+
+
+SHOWN = re.compile(r"wan-tpu ([a-z0-9]+)((?: (?:--)?[A-Za-z0-9_.:/*=-]+)+)")
+
+
+def test_options_of_commands_that_messages_and_prose_name_are_there():
+    files = [
+        *PAGES,
+        *(file for folder in ("actors", "wan_tpu", "cluster", "scripts") for file in ROOT.glob(f"{folder}/**/*.py")),
+    ]
+    for file in files:
+        for name, rest in SHOWN.findall(file.read_text()):
+            options = [word.partition("=")[0].rstrip(".,:") for word in rest.split() if word.startswith("--")]
+            if options and name in COMMANDS:
+                known = {option for action in all_actions(parser_of(command(name))) for option in action.option_strings}
+                assert set(options) <= known, f"{file}: wan-tpu {name}{rest}"
+
+
+def test_models_and_layouts_are_listed(capsys):
+    assert main(["models", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [model["model"] for model in listed] == list(published())
+    [wan] = [model for model in listed if model["model"] == "wan2.2-i2v-a14b"]
+    shown = {"makes": "image to video", "size": "1280x720", "frames": 81, "seconds": 5.1, "steps": 40}
+    assert wan.items() >= shown.items() and "lightning" in wan["presets"]
+    assert main(["layouts", "--json"]) == 0
+    listed = {layout["layout"]: layout for layout in json.loads(capsys.readouterr().out)}
+    assert list(listed) == shipped()
+    assert listed["four-pools"]["chips"] == "21 to 105" and listed["emulated-demo"]["emulated"] == "yes"
+    for argv, row in (
+        (["models"], r"turbowan2.2-i2v-a14b +image to video +1280x720 +81 +5.1 +4 +turbo"),
+        (["layouts", "--model", "wan2.2-ti2v-5b"], r"one-machine-one-expert +one expert +8 +250 +no +1 x v6e-8: enc"),
+    ):
+        assert main(argv) == 0
+        assert re.search(row, capsys.readouterr().out)
+
+
+def test_bash_completes_commands_options_and_values(capsys, tmp_path):
+    for shell in SHELLS:
+        assert main(["completion", shell]) == 0
+        (tmp_path / shell).write_text(capsys.readouterr().out)
+    script = f'source {tmp_path / "bash"}; COMP_WORDS=(wan-tpu "$0" "$@"); COMP_CWORD=$(($# + 1)); '
+    script += "_shtab_wan_tpu; echo ${COMPREPLY[@]}"
+    for words, completed in (
+        (["gener"], "generate"),
+        (["generate", "--prec"], "--precision"),
+        (["plan", "--model", "wan2.2-i"], "wan2.2-i2v-a14b"),
+        (["cluster", "do"], "down"),
+        (["generate", "--image", str(ROOT / "examples" / "ca")], str(ROOT / "examples" / "cat.png")),
+    ):
+        found = subprocess.run(["bash", "--norc", "-c", script, *words], capture_output=True, text=True, check=True)
+        assert completed in found.stdout.split(), (words, found)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wan_tpu.commands.parser import add_model, add_precision
+from wan_tpu.commands.parser import add_mesh, add_model, add_precision
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.families import FAMILIES
 from wan_tpu.media.video import check_ffmpeg, check_output
@@ -36,8 +36,7 @@ def add_device_arguments(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--executables", help="folder, or gs://, of compiled programs, from scripts/precompile.py: one that you trust"
     )
-    for axis, what in (("dp", "guidance branches"), ("sp", "tokens"), ("tp", "heads and weights")):
-        group.add_argument(f"--{axis}", type=int, help=f"devices along the mesh axis of {what}")
+    add_mesh(group)
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +51,8 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--size", help=f"HEIGHT*WIDTH or WIDTHxHEIGHT in pixels, multiples of 16; usual: {' '.join(NAMED_SIZES)}"
     )
-    group.add_argument("--frames", type=int, help="4n + 1, or what else the model takes")
-    group.add_argument("--fps", type=float)
+    group.add_argument("--frames", type=int, help="how many: 4n + 1, or what else the model takes; default the model's")
+    group.add_argument("--fps", type=float, help="frames a second of the written video; default the model's")
     group.add_argument(
         "--shift", type=float, help="timestep shift; default the checkpoint's (usual: 5 at 720p, 3 at 480p)"
     )
@@ -66,7 +65,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_arguments(group: argparse._ActionsContainer) -> None:
     """What the experts can be told anew."""
-    group.add_argument("--steps", type=int)
+    group.add_argument("--steps", type=int, help="denoising steps, of all experts together; default the model's")
     group.add_argument("--guidance_scale", type=float, help="of the high-noise (or only) expert; 1 turns it off")
     group.add_argument("--guidance_scale_2", type=float, help="of the low-noise expert; default --guidance_scale")
     group.add_argument(
@@ -78,13 +77,20 @@ def add_sampling_arguments(group: argparse._ActionsContainer) -> None:
     group.add_argument("--cache", help=f"skip steps that would change little, which is lossy: {magcache.FORM}")
     group.add_argument("--sigmas", type=float, nargs="+", help="noise level of each step, in place of steps and shift")
     group.add_argument("--switch_step", type=int, help="the low-noise expert's first step, from 0")
-    group.add_argument("--seed", type=int)
+    group.add_argument("--seed", type=int, help="of the initial noise: the same seed gives the same video; default 0")
+
+
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Add --overwrite."""
+    parser.add_argument("--overwrite", action="store_true", help="write over existing outputs; else they are an error")
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     """Profiling of a few warm denoise steps."""
     parser.add_argument("--profile", action="store_true", help="trace a few warm denoise steps with jax.profiler")
-    parser.add_argument("--profile_output_path", type=Path, default=Path("profile"), help="default %(default)s")
+    parser.add_argument(
+        "--profile_output_path", type=Path, default=Path("profile"), help="folder of the trace; default %(default)s"
+    )
 
 
 def request_from(args: argparse.Namespace) -> GenerationRequest:

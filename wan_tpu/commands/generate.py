@@ -14,7 +14,7 @@ def generate(argv: Sequence[str]) -> None:
     arguments.add_request_arguments(parser)
     arguments.add_profile_arguments(parser)
     parser.add_argument("--output", type=Path, default=Path("video.mp4"), help="the mp4; default %(default)s")
-    parser.add_argument("--overwrite", action="store_true", help="write over existing outputs")
+    arguments.add_overwrite(parser)
     args = parser.parse_args(argv)
 
     given = arguments.request_from(args)

@@ -1,15 +1,17 @@
 """The parser of all commands; it imports nothing of them, so that `--help` is there at once."""
 
 import argparse
+import contextvars
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from wan_tpu.errors import InvalidInput
 from wan_tpu.suggest import did_you_mean
 
 PRECISIONS = ("bfloat16", "float32", "int8", "float8", "int8-attention", "float8-attention")
+_only_built = contextvars.ContextVar("only_built", default=False)  # Whether `parser_of` asks.
 _NUMBER = re.compile(r"-\.?[0-9]")
 
 
@@ -33,6 +35,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Parse as `ArgumentParser` does; an option that isn't known is refused before one that is missing."""
+        if _only_built.get():
+            raise _Built(self)
         return super().parse_known_args(self._spell(sys.argv[1:] if args is None else args), namespace)
 
     def _spell(self, words: Iterable[str]) -> list[str]:
@@ -61,9 +65,46 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"there is no {value!r}{hint}; choose from {', '.join(choices)}")
 
 
+class _Built(Exception):
+    """Carries a parser out of the command that has built it."""
+
+    def __init__(self, parser: Parser) -> None:
+        super().__init__()
+        self.parser = parser
+
+
+def parser_of(command: Callable[[Sequence[str]], object]) -> Parser:
+    """Return the parser that a command reads its arguments with; nothing of the command is run after that."""
+    token = _only_built.set(True)
+    try:
+        command([])
+    except _Built as built:
+        return built.parser
+    finally:
+        _only_built.reset(token)
+    raise TypeError(f"{command} reads its arguments with another parser")
+
+
+def all_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Give the options and arguments of a parser, and of the parsers of its actions."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in dict.fromkeys(action.choices.values()):
+                yield from all_actions(inner)
+
+
 def add_model(to: argparse._ActionsContainer, **settings: Any) -> None:
     """Add --model, by its older name --model_id too; it is `model_id` of the parsed arguments."""
     to.add_argument("--model", "--model_id", dest="model_id", metavar="MODEL", **settings)
+
+
+def add_mesh(to: argparse._ActionsContainer) -> None:
+    """Add the axes of a mesh."""
+    for axis, what in (("dp", "guidance branches"), ("sp", "tokens"), ("tp", "heads and weights")):
+        to.add_argument(
+            f"--{axis}", type=int, help=f"devices along the mesh axis of {what}; default the model's choice"
+        )
 
 
 def add_precision(to: argparse._ActionsContainer, default: str | None = "bfloat16", about: str = "") -> None:

@@ -61,8 +61,8 @@ def encode(argv: Sequence[str]) -> None:
     parser = Parser(prog="wan-tpu stage1", description=encode.__doc__)
     arguments.add_model_arguments(parser)
     arguments.add_request_arguments(parser)
-    parser.add_argument("--output_dir", type=Path, default=Path("stages"), help="default %(default)s")
-    parser.add_argument("--overwrite", action="store_true")
+    parser.add_argument("--output_dir", type=Path, default=Path("stages"), help="its folder; default %(default)s")
+    arguments.add_overwrite(parser)
     args = parser.parse_args(argv)
 
     given = arguments.request_from(args)
@@ -99,7 +99,7 @@ def denoise(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--stop_after_high", action="store_true", help="stop when the high-noise expert is done")
     parser.add_argument("--resume", action="store_true", help="go on from the state in the folder")
-    parser.add_argument("--overwrite", action="store_true")
+    arguments.add_overwrite(parser)
     args = parser.parse_args(argv)
 
     folder: Path = args.input_dir
@@ -137,9 +137,16 @@ def decode(argv: Sequence[str]) -> None:
     """Decoder stage: read the latents, write video, contact sheet and record."""
     parser = Parser(prog="wan-tpu stage3", description=decode.__doc__)
     _add_input(parser)
-    parser.add_argument("--output_video", type=Path, help="default video.mp4 in the input folder")
-    parser.add_argument("--fps", type=float, help="default: as in stage 1")
-    parser.add_argument("--overwrite", action="store_true")
+    parser.add_argument(
+        "--output",
+        "--output_video",
+        dest="output_video",
+        metavar="OUTPUT",
+        type=Path,
+        help="the mp4; default video.mp4 in the input folder",
+    )
+    parser.add_argument("--fps", type=float, help="frames a second of the written video; default: as in stage 1")
+    arguments.add_overwrite(parser)
     args = parser.parse_args(argv)
 
     folder: Path = args.input_dir
@@ -164,7 +171,7 @@ def decode(argv: Sequence[str]) -> None:
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input_dir", type=Path, default=Path("stages"), help="folder of stage 1; default %(default)s")
-    add_model(parser, help="default: as in stage 1")
+    add_model(parser, help="diffusers directory, here or in gs://, or hub id; default: as in stage 1")
     arguments.add_device_arguments(parser)
 
 

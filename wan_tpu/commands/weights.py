@@ -10,10 +10,14 @@ from wan_tpu.errors import InvalidInput
 def weights(argv: Sequence[str]) -> None:
     """Write a checkpoint's weights once as programs want them: smaller, and in pieces that follow a slice's shards."""
     parser = Parser(prog="wan-tpu weights", description=weights.__doc__)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="ACTION", parser_class=Parser, help="what to do; each has a --help"
+    )
     action = actions.add_parser("convert", help="write a checkpoint, for --model, from another one")
     action.add_argument("source", help="diffusers directory, one in gs://, or hub id; also one that was converted")
-    action.add_argument("destination", help="folder or gs://bucket/folder; what it has of the same files, whole, is kept")
+    action.add_argument(
+        "destination", help="folder or gs://bucket/folder; what it has of the same files, whole, is kept"
+    )
     action.add_argument(
         "--experts",
         nargs="+",

@@ -1,0 +1,65 @@
+"""`wan-tpu layouts`: the layouts that come with this package."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import LayoutError
+from cluster.layout import Layout, Pool, shipped
+from wan_tpu.commands.parser import Parser
+from wan_tpu.commands.tables import as_table
+from wan_tpu.families import preset_spec, published
+
+
+def layouts(argv: Sequence[str]) -> None:
+    """List the shipped layouts: their slices and chips, what they are for, and whether they can be emulated."""
+    parser = Parser(prog="wan-tpu layouts", description=layouts.__doc__)
+    parser.add_argument(
+        "--model", "--model_id", choices=published(), metavar="MODEL", help="only those for it; by name: wan-tpu models"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs: a list of JSON objects")
+    args = parser.parse_args(argv)
+    stages = None if args.model is None else preset_spec(args.model).stages
+    listed = [_describe(layout) for layout in map(Layout.load, shipped()) if stages is None or _hosts(layout, stages)]
+    if args.json:
+        print(json.dumps(listed))
+        return
+    header = ("layout", "models with", "chips", "GiB", "emulated", "slices")
+    rows = [[str(layout[column]) for column in header[:-1]] + ["; ".join(layout["slices"])] for layout in listed]
+    print(as_table(header, rows))
+    print(
+        "\nGiB: of the chips' memory. Those for emulation are for this machine: wan-tpu cluster up --emulate LAYOUT. "
+        "A layout\nof your own is a file: docs/cluster.md. What one makes and costs: wan-tpu plan --model MODEL "
+        "--layout LAYOUT."
+    )
+
+
+def _hosts(layout: Layout, stages: Sequence[str]) -> bool:
+    try:
+        layout.check_stages(stages)
+    except LayoutError:
+        return False
+    return True
+
+
+def _describe(layout: Layout) -> dict[str, Any]:
+    """Return a layout by the table's columns; an emulated one takes no chips."""
+    emulated = layout.devices_per_host is not None
+    experts = sum(len(pool.stages) for pool in layout.pools) - 2  # All but encoder and decoder.
+    return {
+        "layout": Path(layout.source).stem,
+        "models with": "one expert" if experts == 1 else f"{experts} experts",
+        "chips": "-" if emulated else _sum(layout.pools, lambda pool: pool.slice.chips),
+        "GiB": "-" if emulated else _sum(layout.pools, lambda pool: pool.slice.chips * pool.slice.chip.usable_gib),
+        "emulated": "yes" if emulated else "no",
+        "slices": [f"{pool.replicas} x {pool.slice}: {', '.join(pool.stages)}" for pool in layout.pools],
+    }
+
+
+def _sum(pools: Sequence[Pool], measure: Callable[[Pool], float]) -> str:
+    """Return what all slices have together, as "12" or "12 to 48" where pools grow."""
+    least, most = (
+        sum(getattr(pool.replicas, bound) * measure(pool) for pool in pools) for bound in ("minimum", "maximum")
+    )
+    return f"{least:.0f}" if least == most else f"{least:.0f} to {most:.0f}"

@@ -1,0 +1,44 @@
+"""`wan-tpu models`: the published models, and what each makes where a request leaves its settings open."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from wan_tpu.commands.parser import Parser
+from wan_tpu.commands.tables import as_table
+from wan_tpu.families import FAMILIES, preset_spec, published
+
+_MAKES = {("t2v",): "text to video", ("i2v",): "image to video", ("t2v", "i2v"): "text or image to video"}
+
+
+def models(argv: Sequence[str]) -> None:
+    """List the published models: what they make, their default size, length and steps, and their presets."""
+    parser = Parser(prog="wan-tpu models", description=models.__doc__)
+    parser.add_argument("--json", action="store_true", help="for programs: a list of JSON objects")
+    args = parser.parse_args(argv)
+    listed = [_describe(name) for name in published()]
+    if args.json:
+        print(json.dumps(listed))
+        return
+    header = ("model", "makes", "size", "frames", "seconds", "steps", "presets")
+    print(as_table(header, [[str(model[column]) for column in header] for model in listed]))
+    print(
+        "\nSizes are WIDTHxHEIGHT. wan-tpu plan takes these names; all else takes a checkpoint of such a model: a "
+        "diffusers\ndirectory, here or in gs://, or a hub id, such as"
+    )
+    print("\n".join(f"  {family.example}" for family in FAMILIES.values()))
+
+
+def _describe(name: str) -> dict[str, Any]:
+    """Return what a model makes, by the table's columns."""
+    spec = preset_spec(name)
+    settings = spec.defaults
+    return {
+        "model": name,
+        "makes": "two images to video" if spec.last_images == "required" else _MAKES[spec.tasks],
+        "size": f"{settings.width}x{settings.height}",
+        "frames": settings.frames,
+        "seconds": round(settings.frames / settings.fps, 1),
+        "steps": settings.steps,
+        "presets": ", ".join(spec.presets),
+    }
