@@ -1,9 +1,13 @@
 """Join a Ray cluster as a driver."""
 
+import contextlib
 import ipaddress
 import os
+import signal
 import socket
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from cluster.authentication import use_token
@@ -27,10 +31,25 @@ def connect(address: str) -> None:
     auto_init_hook.enable_auto_connect = False
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
-        ray.init(address=address, namespace="wan-tpu", **settings)
+        with _own_handler_of_sigterm():
+            ray.init(address=address, namespace="wan-tpu", **settings)
     except (ConnectionError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ClusterNotFound(f"no Ray cluster answers at {address} ({reason}); is it up?") from None
+
+
+@contextlib.contextmanager
+def _own_handler_of_sigterm() -> Iterator[None]:
+    """Put this process's handler of SIGTERM back in place of what Ray installs when it is initialised (2.60).
+
+    Ray's C++ library prints its stack and, three seconds later, aborts a process that is still ending in good order.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def leave() -> None:

@@ -29,6 +29,12 @@ class ClusterStartFailed(ClusterError):
     """An emulated cluster, or one of its hosts, didn't start."""
 
 
+class PortTaken(ClusterError):
+    """A port can't be listened on; the message says who has it, and which one is free."""
+
+    exit_code = 2
+
+
 class SliceError(ClusterError):
     """Base of what happens to a slice."""
 

@@ -26,9 +26,9 @@ def run(
     except known as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return getattr(interrupt, "exit_code", 130)
 
 
 def _keep_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:

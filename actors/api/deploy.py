@@ -22,6 +22,7 @@ from actors.pipeline.pools import POLL_S, Tell, deploy, find_spec, running, shut
 from actors.pipeline_spec import PipelineSpec
 from actors.storage.opening import open_storage
 from cluster.connect import is_loopback
+from cluster.ports import check_port
 from cluster.provision import haproxy
 from wan_tpu.errors import InvalidInput
 
@@ -72,10 +73,12 @@ def deploy_service(
     """Start pipeline, worker and ingress, and return when the service answers. What runs already is updated.
 
     Raises `InvalidInput` where database or secret can't be used, or the host is public and there are no keys;
-    `StorageError`, `PipelineStartFailed`, `PipelineExists`, `ServiceStartFailed`. Nothing that this has started is
+    `PortTaken` before anything is started; `StorageError`, `PipelineStartFailed`, `PipelineExists`, `ServiceStartFailed`. Nothing that this has started is
     left then.
     """
-    if not prepare_on_head(settings, host):
+    # Where Serve listens there already, what runs is updated.
+    new_port = None if (client := _serve()) is not None and _listens_at(client) == (host, port) else port
+    if not prepare_on_head(settings, host, new_port):
         log.warning(
             "Serve's own proxy runs on this cluster, and nothing bounds what its clients send: start Ray's nodes with "
             "RAY_SERVE_ENABLE_HA_PROXY=1, or RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=%s",
@@ -119,13 +122,17 @@ def deploy_service(
         raise
 
 
-def prepare_on_head(settings: ServiceSettings, host: str) -> bool:
+def prepare_on_head(settings: ServiceSettings, host: str, new_port: int | None = None) -> bool:
     """Prepare what is of one machine on the head node, where ingress and worker will find it; raises as `prepare`.
+
+    new_port  that Serve is to listen on, unless it does; raises `PortTaken` where it can't
 
     Returns whether something bounds what clients send there.
     """
 
     def prepared() -> bool:
+        if new_port is not None:
+            check_port(host, new_port)
         prepare(settings, host)
         asked = os.environ.get
         return asked("RAY_SERVE_ENABLE_HA_PROXY") == "1" or bool(asked("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"))

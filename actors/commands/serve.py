@@ -36,16 +36,19 @@ def serve(argv: Sequence[str]) -> None:
         if args.down:
             _down(args)
             return
-        _up(args)
+        ready = _up(args)
         if args.detach:
+            print(f"{ready}; wan-tpu serve --down takes it down")
             return
         try:
+            print(f"{ready}; Ctrl-C takes it down", flush=True)
             threading.Event().wait()
         finally:
             _down(args)
 
 
-def _up(args: argparse.Namespace) -> None:
+def _up(args: argparse.Namespace) -> str:
+    """Bring the service up; return where it is."""
     from actors.api.deploy import deploy_service
 
     with LiveConsole() as live:
@@ -64,7 +67,7 @@ def _up(args: argparse.Namespace) -> None:
         join(args)
         deploy_service(service, spec, host=args.host, port=args.port, ingresses=args.ingresses, tell=live.tell)
     host = f"[{args.host}]" if ":" in args.host else args.host
-    print(f"{service.model} at http://{host}:{args.port} (API: /v1, its description: /docs)", flush=True)
+    return f"{service.model} at http://{host}:{args.port} (API: /v1, its description: /docs)"
 
 
 def _down(args: argparse.Namespace) -> None:

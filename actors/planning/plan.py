@@ -35,8 +35,9 @@ video cost?
     wan-tpu plan --model MODEL --layout a14b-balanced-v6e [--spot]
     wan-tpu plan --model MODEL --slice v6e-4 --slice v6e-8 --videos_a_day 5000 --within 10m [--spot]
 
-The first also says what the denoise step would be on each other mesh of the slice: half of its 13 minutes on two cores
-(--no-meshes). The third says what a layout makes and costs, the last which layout meets a demand for the least money.
+The first also says what the denoise step would be on each other mesh of the slice. On two cores it takes 13 minutes the
+first time, six with --no-meshes, and seconds from then on. The third says what a layout makes and costs, the last which
+layout meets a demand for the least money.
 
 Every program is compiled for the slice by libtpu's compiler (`pip install ".[tpu]"`); no TPU and no weights are
 needed. What was compiled once is kept in --compiled. docs/performance.md says what the seconds and dollars mean.

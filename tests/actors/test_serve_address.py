@@ -1,6 +1,7 @@
 """Where Ray Serve's one proxy listens, on an emulated cluster: it starts anew elsewhere when nothing runs on it."""
 
 import contextlib
+import os
 import socket
 
 import pytest
@@ -15,6 +16,7 @@ from actors.jobs.keys import make_key
 from actors.jobs.store import open_database
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
+from cluster.errors import PortTaken
 from tests.actors.on_service.conftest import LAYOUT, LAYOUT_TEXT, free_port
 from tests.waiting import wait_for
 from wan_tpu.errors import InvalidInput
@@ -101,6 +103,16 @@ def test_what_is_of_one_machine_is_made_where_the_service_will_look_for_it(tmp_p
         prepare_on_head(settings, "0.0.0.0")
     prepare_on_head(settings, "127.0.0.1")
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("jobs")] == []
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_is_made(tmp_path):
+    settings = ServiceSettings(database=str(tmp_path / "jobs.sqlite"), storage=str(tmp_path / "results"), model="m")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(PortTaken, match=rf"port {port} of 127.0.0.1 is taken by process {os.getpid()} "):
+            prepare_on_head(settings, "127.0.0.1", port)
+    assert not list(tmp_path.iterdir())
+    prepare_on_head(settings, "127.0.0.1", port)
 
 
 def test_a_config_s_applications_are_built_wherever_serve_does_it(tmp_path, checkpoint):

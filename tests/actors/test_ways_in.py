@@ -22,8 +22,11 @@ from ray.job_submission import JobSubmissionClient
 from actors.cli import main
 from actors.storage.opening import open_storage
 from cluster.connect import leave
+from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, Settings, emulated_slices
 from cluster.layout import Layout
+from tests.actors.on_service.conftest import free_port
+from tests.actors.on_slices.running import title
 from tests.conftest import PHOTO, ROOT
 from tests.waiting import SECONDS
 
@@ -260,6 +263,28 @@ def test_a_batch_of_a_bucket_and_a_status_that_is_watched(cluster, gcs_prefix):
     (result,) = storage.read("out/results.jsonl").splitlines()
     assert json.loads(result)["output"] == f"{gcs_prefix}/out/cat.mp4"
     assert not [name for name in storage.list("out/") if "snapshots" in name]
+    cluster.check_nothing_is_held()
+
+
+def test_a_service_ends_in_good_order_when_it_is_terminated(cluster, tmp_path):
+    """However long that takes, and however often: Ray's own handler aborts after three seconds."""
+    given = [*cluster.pipeline, "--port", str(free_port()), "--database", str(tmp_path / "jobs.sqlite")]
+    service = cluster.start("serve", *given)
+    assert " at http://127.0.0.1:" in service.stdout.readline()
+    signal_sent = time.monotonic()
+    for _ in range(2):
+        service.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    controllers = [one for one in ray_nodes.processes(cluster.running.temp) if "ServeController" in title(one)]
+    assert controllers
+    for process in controllers:
+        process.suspend()
+    time.sleep(max(0, signal_sent + 4 - time.monotonic()))
+    for process in controllers:
+        process.resume()
+    out, err = service.communicate(timeout=SECONDS)
+    assert (service.returncode, out) == (143, "stopped\n"), err
+    assert reasons(err) == ["interrupted"]
     cluster.check_nothing_is_held()
 
 

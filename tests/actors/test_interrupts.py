@@ -1,0 +1,64 @@
+"""SIGTERM ends a command in good order, once."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from actors import interrupts
+from wan_tpu import cli
+
+
+@pytest.fixture(autouse=True)
+def handler():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_ends_a_command_once_with_its_own_exit_code(capsys):
+    tidied = []
+
+    def command(argv):
+        with interrupts.ended_as_by_ctrl_c():
+            try:
+                terminate()
+                signal.pause()
+            finally:
+                terminate()  # A second one doesn't disturb what is tidied up,
+                tidied.append("slices")
+        tidied.append("never")
+
+    try:
+        assert cli.run(command) == 143
+    finally:
+        terminate()  # nor one that comes while the process ends.
+    assert tidied == ["slices"] and capsys.readouterr().err == "interrupted\n"
+
+
+def test_sigterm_of_an_event_loop_is_the_last_one_for_what_is_around_it():
+    async def work():
+        terminate()
+        await asyncio.sleep(60)
+
+    tidied = []
+    with pytest.raises(interrupts.Terminated):
+        with interrupts.ended_as_by_ctrl_c():
+            try:
+                interrupts.run(work())
+            finally:
+                terminate()
+                tidied.append("pipeline")
+    assert tidied == ["pipeline"]
+
+
+def test_ctrl_c_is_told_from_sigterm():
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        with interrupts.ended_as_by_ctrl_c():
+            signal.raise_signal(signal.SIGINT)
+    assert not isinstance(interrupt.value, interrupts.Terminated)
