@@ -73,8 +73,8 @@ def deploy_service(
     """Start pipeline, worker and ingress, and return when the service answers. What runs already is updated.
 
     Raises `InvalidInput` where database or secret can't be used, or the host is public and there are no keys;
-    `PortTaken` before anything is started; `StorageError`, `PipelineStartFailed`, `PipelineExists`, `ServiceStartFailed`. Nothing that this has started is
-    left then.
+    `PortTaken` before anything is started; `StorageError`, `PipelineStartFailed`, `PipelineExists`,
+    `ServiceStartFailed`. Nothing that this has started is left then.
     """
     # Where Serve listens there already, what runs is updated.
     new_port = None if (client := _serve()) is not None and _listens_at(client) == (host, port) else port
