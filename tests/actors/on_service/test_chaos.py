@@ -37,6 +37,7 @@ JOBS = int(os.environ.get("WAN_TPU_CHAOS_JOBS", "90"))  # at least: they are sen
 KILLS = int(os.environ.get("WAN_TPU_CHAOS_KILLS", str(min(8, JOBS // 15))))
 A_SECOND = 3.0  # jobs are sent
 EVERY_S = 4.0  # something is killed
+SEED = int(os.environ.get("WAN_TPU_CHAOS_SEED", time.time()))  # Of what is killed when.
 # What is killed, by the titles of its processes; each comes up again by itself, but for a node and the application.
 TITLES = {
     "ingress": ("Ingress",),
@@ -133,10 +134,11 @@ class Killer(threading.Thread):
 
 
 def test_nothing_is_lost_and_nothing_done_twice(online):
-    client, killer = Client(online.address), Killer(online, seed=5)
+    client, killer = Client(online.address), Killer(online, SEED)
     database = open_database(online.settings.database)
     keys = [{"Authorization": f"Bearer {make_key(database, name)}"} for name in ("ann", "bob", "cleo")]
     wait_for(lambda: httpx.get(f"{online.address}/v1/models").status_code == 401)
+    print(f"WAN_TPU_CHAOS_SEED={SEED}")
     killer.start()
     start, jobs = time.monotonic(), {}
     for i in itertools.takewhile(lambda i: i < JOBS or killer.killed.total() < KILLS, itertools.count()):
