@@ -4,22 +4,22 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
 
 from pydantic import ValidationError
 from starlette.requests import Request
 
 from actors.api.http.error_answers import HttpError
-from actors.api.intake.apart import FORM, IMAGE, IMAGES, JSON, PICTURE, Parts, apart, loads, media_type
-from actors.api.intake.create_video import CreateVideo
+from actors.api.intake.apart import FORM, JSON, PICTURE, Parts, apart, media_type
+from actors.api.intake.create_video import Adapter, CreateVideo
+from actors.api.intake.json_text import loads
 from actors.api.intake.reader import Reader, Reading
 from actors.api.intake.receiving import Arriving
+from actors.api.intake.references import IMAGE, IMAGES
 from actors.api.intake.turns import Work
 from actors.api.outbound.client import FetchSettings, fetch
 from wan_tpu.errors import InvalidRequest
-
-_LISTS = ("loras", "sigmas")  # fields that a form has as JSON
+from wan_tpu.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,18 +58,14 @@ async def asked_for(request: Request, held: Arriving, reader: Reader, work: Work
         uploads = {} if reading is None else reading.uploads
         if not uploads:  # before an image is fetched, which takes a process, too
             await stack.aclose()
-        held.add(_text_bytes(parts))
+        held.add(len(parts.text))
         fields, digest = await work.run(held.key, _understood, parts, uploads)
         yield Asked(fields=fields, digest=digest, reading=reading if uploads else None)
 
 
-def _text_bytes(parts: Parts) -> int:
-    return len(parts.text or "") + sum(len(value) for _, value in parts.fields or ())
-
-
 def _understood(parts: Parts, uploads: dict[str, str]) -> tuple[CreateVideo, str]:
     """Return a request's fields and digest; raises `InvalidRequest`."""
-    fields = from_json(parts.text) if parts.text is not None else from_form(parts.fields or [])
+    fields = from_json(parts.text)
     named = [name for name in IMAGES if getattr(fields, name) is not None]
     if uploads and named:  # one that waits for a process while it holds another would keep others from theirs
         file = next(iter(uploads))
@@ -110,33 +106,10 @@ def _named(name: str) -> Iterator[None]:
 
 def from_json(text: str | bytes) -> CreateVideo:
     """Return a request from JSON; raises `InvalidRequest`."""
-    with _named_fields():  # by Python's own reader, which lets a lone surrogate through: so its field can be named
-        return CreateVideo.model_validate(loads(text), strict=True)
-
-
-def from_form(fields: Iterable[tuple[str, str]]) -> CreateVideo:
-    """Return a request from a form's text fields, its file left out; raises `InvalidRequest`.
-
-    An object's field is written with brackets, as OpenAI's client writes it: input_reference[image_url].
-    """
-    body: dict[str, Any] = {}
-    for name, value in fields:
-        outer, bracket, inner = name.partition("[")
-        target, key = body, outer
-        if bracket and inner.endswith("]"):
-            target, key = body.setdefault(outer, {}), inner[:-1]
-        if not isinstance(target, dict) or key in target:
-            raise InvalidRequest(f"the field {name[:80]!r} was sent more than once; send it once", outer[:80])
-        target[key] = _listed(name, value) if name in _LISTS else value
     with _named_fields():
-        return CreateVideo.model_validate(body, strict=False)  # a form has only texts: "81" is a number
-
-
-def _listed(name: str, value: str) -> Any:
-    try:
-        return loads(value)
-    except InvalidRequest:
-        raise InvalidRequest(f"{name} is no JSON; in a form, give a list as JSON writes it", name) from None
+        # By Python's own reader, which lets half of a surrogate pair through, so that its field can be named. Numbers
+        # may be texts: a form has no others, and LiteLLM's clients write them in JSON, too.
+        return CreateVideo.model_validate(loads(text), strict=False)
 
 
 @contextlib.contextmanager
@@ -148,8 +121,9 @@ def _named_fields() -> Iterator[None]:
         first = error.errors(include_url=False, include_input=False)[0]
         param = ".".join(str(part) for part in first["loc"])[:80]
         if first["type"] == "extra_forbidden":
-            known = ", ".join(CreateVideo.model_fields)
-            raise InvalidRequest(f"there is no field {param!r}; there are: {known}", param) from None
+            known = (Adapter if first["loc"][0] == "loras" and len(first["loc"]) > 1 else CreateVideo).model_fields
+            hint = did_you_mean(str(first["loc"][-1]), known)
+            raise InvalidRequest(f"there is no field {param!r}{hint}; there are: {', '.join(known)}", param) from None
         # Said in JSON's words instead of Python's.
         reason = "Input should be an object" if first["type"] == "model_type" else first["msg"]
         raise InvalidRequest(f"{param or 'the body'}: {reason}", param) from None

@@ -19,10 +19,10 @@ from actors.api.http.error_answers import HttpError
 from actors.api.http.following import Following, Seen
 from actors.api.http.objects import KeyUsage
 from actors.api.intake.acceptance import Acceptance, MaybeAccepted
-from actors.api.intake.apart import IMAGES
 from actors.api.intake.drafts import Drafts, image_name
 from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import Bodies
+from actors.api.intake.references import IMAGES
 from actors.api.intake.retries import Retries
 from actors.api.intake.turns import Work
 from actors.api.metrics import FRESH_S, HEARTBEAT_S, Meters, ServiceMetrics

@@ -45,13 +45,15 @@ def _limited(name: str, description: str | None = None) -> Any:
 class _Sent(BaseModel):
     """What a client sends. PostgreSQL stores no NUL and UTF-8 has no half of a surrogate pair: no text has either."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _check_text(cls, value: Any) -> Any:
-        for text in value if isinstance(value, list) else (value,):
-            if isinstance(text, str) and (problem := text_problem(text)) is not None:
+    def _check_value(cls, value: Any) -> Any:
+        for inner in value if isinstance(value, list) else (value,):
+            if isinstance(inner, bool):  # Python would take it for 0 or 1.
+                raise PydanticCustomError("boolean", "no field is true or false; give a number or a text")
+            if isinstance(inner, str) and (problem := text_problem(inner)) is not None:
                 raise PydanticCustomError("text", "{problem}", {"problem": problem})
         return value
 
@@ -110,6 +112,12 @@ class CreateVideo(_Sent):
     priority: int = Field(default=0, ge=-100, le=100, description="higher is earlier")
     deadline: float | None = Field(default=None, gt=0, le=1e11, description="the video fails if it isn't done by then")
 
+    @field_validator("seconds", mode="before")
+    @classmethod
+    def _as_text(cls, seconds: Any) -> Any:
+        """OpenAI's clients write "4", SGLang's and OpenRouter's 4."""
+        return str(seconds).removesuffix(".0") if isinstance(seconds, int | float) else seconds
+
 
 def adapters_of(asked: CreateVideo, spec: ModelSpec, catalogue: Catalogue) -> list[dict[str, Any]]:
     """Return the adapters of a request, by name: its own, or those that its preset wants; raises `InvalidRequest`."""
@@ -141,6 +149,9 @@ def generation_request(
 
 def _size(text: str) -> tuple[int, int]:
     """Return (height, width) in pixels; raises `InvalidRequest` with the nearest size that works."""
+    if "*" in text:  # HEIGHT*WIDTH on our command line, WIDTH*HEIGHT in Wan's own program: nobody can tell.
+        sides = " or ".join("x".join(pair) for pair in (text.split("*")[:2], text.split("*")[1::-1]))[:40]
+        raise InvalidRequest(f"size {text[:20]!r} doesn't say which side is which; write WIDTHxHEIGHT: {sides}", "size")
     height, width = parse_size(text)
     near = [nearest_multiple(side, SIZE_MULTIPLE) for side in (width, height)]
     if near != [width, height]:

@@ -8,10 +8,10 @@ from actors.api.http.access import Caller
 from actors.api.http.bodies import Asked, image_of
 from actors.api.http.error_answers import HttpError
 from actors.api.http.objects import PICTURES
-from actors.api.intake.apart import IMAGE, IMAGES, LAST
 from actors.api.intake.create_video import adapters_of, generation_request
 from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import Arriving
+from actors.api.intake.references import IMAGE, IMAGES, LAST
 from actors.api.intake.turns import Work
 from actors.api.outbound.client import FetchError, check_url
 from actors.api.settings import ServiceSettings
@@ -61,7 +61,7 @@ class Drafts:
                 if follows and name == IMAGE:  # only now is there a size
                     plan = await self._work.run(owner, self._plan_for, plan.request, asked, reading.sizes[there])
                 height, width = plan.resolved.height, plan.resolved.width
-                png = await reading.picture(height, width, crop=spec.crops_image, name=there, count=held.add)
+                png = await reading.picture(height, width, slack=spec.shape_slack, name=there, count=held.add)
                 pngs.append(png)
                 sizes[PICTURES[name]] = "{1}x{0}".format(*reading.sizes[there])
         job = Job(

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, NoReturn, TypeVar
 
-from actors.api.intake.apart import IMAGE, PICTURE, Parts
+from actors.api.intake.apart import PICTURE, Parts
 from actors.api.intake.reader_process import LENGTH, REFUSED
+from actors.api.intake.references import IMAGE
 from actors.api.intake.turns import Turns
 from actors.api.limits import Limits
 from wan_tpu.errors import InvalidRequest
@@ -23,14 +24,13 @@ _CHILD = "actors.api.intake.reader_process"
 class Reading:
     """What a process has found.
 
-    parts    texts and fields; images stay in the process
+    parts    the fields; images stay in the process
     uploads  SHA-256 of each image's file, by the name of its field; sizes  (height, width) of those images
     """
 
     def __init__(self, run: "_Run", said: dict[str, Any]) -> None:
         self._run = run
-        fields = said["fields"]
-        self.parts = Parts(text=said["text"], fields=None if fields is None else [tuple(pair) for pair in fields])
+        self.parts = Parts(text=said["text"])
         self.uploads: dict[str, str] = said["uploads"]
         self.sizes: dict[str, tuple[int, int]] = {name: (size[0], size[1]) for name, size in said["sizes"].items()}
 
@@ -39,7 +39,7 @@ class Reading:
         height: int,
         width: int,
         *,
-        crop: bool,
+        slack: int,
         name: str = IMAGE,
         count: Callable[[int], None] = lambda size: None,
     ) -> bytes:
@@ -47,7 +47,7 @@ class Reading:
 
         count  called with the size of the PNG before it is held here; what it raises is raised
         """
-        wanted = {"name": name, "height": height, "width": width, "crop": crop}
+        wanted = {"name": name, "height": height, "width": width, "slack": slack}
         length = await self._run.wait_for(self._run.child.make, wanted)
         count(length)
         return await self._run.wait_for(self._run.child.take, length)

@@ -4,7 +4,7 @@ python -m actors.api.intake.reader_process FILE_DESCRIPTOR CPU_SECONDS MEMORY_BY
 
 stdin   a line: the type of what is in the file
 stdout  a line: what that is, and the sizes of its images
-stdin   a line {"name": ..., "height": ..., "width": ..., "crop": ...} for each image that is wanted
+stdin   a line {"name": ..., "height": ..., "width": ..., "slack": ...} for each image that is wanted
 stdout  eight bytes that say how long it is, and the image, upright, of that size, as a PNG that this program has
         written itself, without any metadata
 
@@ -19,7 +19,8 @@ import resource
 import sys
 from typing import TYPE_CHECKING
 
-from actors.api.intake.apart import IMAGE, apart
+from actors.api.intake.apart import apart
+from actors.api.intake.references import IMAGE
 from wan_tpu.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -57,7 +58,6 @@ def _serve(descriptor: int) -> None:
     images = {name: opened(content, name) for name, content in parts.uploads.items()}
     told = {
         "text": parts.text,
-        "fields": parts.fields,
         "uploads": {name: hashlib.sha256(content).hexdigest() for name, content in parts.uploads.items()},
         "sizes": {name: [image.height, image.width] for name, image in images.items()},
     }

@@ -1,57 +1,246 @@
-"""Bodies as clients send them: the form is made by OpenAI's own client."""
+"""Bodies as clients write them: whatever the form, the same job results; what can't be is refused by its field."""
 
 import base64
 import json
 
+import httpx
+import httpx2
 import pytest
+import requests
+from openai import OpenAI
 
-from actors.api.http.bodies import from_form, from_json
+from actors.api.http.bodies import from_json
+from actors.api.intake.apart import FORM, JSON, apart
 from tests.conftest import ROOT
 from wan_tpu.errors import InvalidRequest
+
+URL = "http://here/v1/videos"
+PNG = (ROOT / "examples" / "ball.png").read_bytes()
+DATA = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+LORAS = [{"name": "lightning", "scale": 0.5}, {"name": "style", "scale": 1.5}]
+ASKED = {"prompt": "a cät", "size": "96x64", "seconds": "4", "num_inference_steps": 2, "shift": 3.5, "seed": 7}
+LISTS = ASKED | {"sigmas": [1.0, 0.5], "loras": LORAS}
+IMAGE = {"image_url": DATA}
+
+
+def understood(content_type, body):
+    """Return what a service takes a body for: the fields, and the images' files."""
+    parts = apart(content_type, body)
+    return from_json(parts.text), parts.uploads
+
+
+def in_json(**body):
+    return JSON, json.dumps(body).encode()
+
+
+def openai_python(**body):
+    """Return the body that OpenAI's own client sends."""
+    seen = []
+
+    def answer(request):
+        seen.append((request.headers["content-type"], request.read()))
+        return httpx2.Response(200, json={"id": "x", "object": "video"})
+
+    own = ("prompt", "size", "seconds") + (
+        ("input_reference",) if isinstance(body.get("input_reference"), bytes) else ()
+    )
+    sent = {name: body.pop(name) for name in own}  # An object goes into `extra_body`: it takes files alone.
+    with httpx2.Client(transport=httpx2.MockTransport(answer)) as http:
+        OpenAI(base_url="http://here/v1", api_key="x", http_client=http).videos.create(**sent, extra_body=body)
+    return seen[0]
+
+
+def in_requests(**given):
+    sent = requests.Request("POST", URL, **given).prepare()
+    return sent.headers["content-type"], sent.body
+
+
+def in_httpx(**given):
+    sent = httpx.Request("POST", URL, **given)
+    return sent.headers["content-type"], sent.read()
+
+
+def in_form(*parts):
+    """Parts: what follows a field's name, and content."""
+    lines = [f"--x\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode() + text + b"\r\n" for head, text in parts]
+    return f"{FORM}; boundary=x", b"".join(lines) + b"--x--\r\n"
+
+
+def fields(*pairs):
+    return in_form(*((f'name="{name}"', text.encode()) for name, text in pairs))
+
+
+def texts(body):
+    return {name: str(value) for name, value in body.items()}
+
+
+EMPTY_FILE = 'name="input_reference"; filename=""\r\nContent-Type: application/octet-stream'  # Chromium's and Firefox's
+PLAIN = {  # ASKED, by client
+    "JSON": lambda: in_json(**ASKED),
+    "OpenAI's Python client": lambda: openai_python(**ASKED),
+    "a browser's form": lambda: in_form(
+        *((f'name="{name}"', text.encode()) for name, text in texts(ASKED).items()),
+        ('name="num_frames"', b""), ('name="solver"', b""), (EMPTY_FILE, b""),
+    ),
+    "OpenAI's Node client, nulls as it asks for": lambda: fields(*texts(ASKED).items(), ("priority", "null")),
+    "LiteLLM, JSON of texts": lambda: in_json(**texts(ASKED), user="ann"),
+    "nulls": lambda: in_json(**ASKED, **dict.fromkeys(("priority", "loras", "sigmas", "input_reference", "fps"))),
+    "vLLM-Omni": lambda: fields(
+        ("prompt", "a cät"), ("width", "96"), ("height", "64"), ("seconds", "4"), ("num_inference_steps", "2"),
+        ("flow_shift", "3.5"), ("seed", "7"), ("generate_sound", "false"), ("num_outputs_per_prompt", "1"),
+    ),
+    "SGLang": lambda: in_json(
+        prompt="a cät", size="96x64", seconds=4, n=1, flow_shift=3.5, extra_body={"num_inference_steps": 2, "seed": 7}
+    ),
+    "OpenRouter": lambda: in_json(
+        prompt="a cät", size="96x64", duration=4, generate_audio=False, seed=7, num_inference_steps=2, shift=3.5
+    ),
+}  # fmt: skip
+WITH_LISTS = {  # LISTS, by client
+    "JSON": lambda: in_json(**LISTS),
+    "OpenAI's Python client": lambda: openai_python(**LISTS),
+    "JSON in a form": lambda: fields(
+        *texts(ASKED).items(), ("sigmas", "[1, 0.5]"), ("loras", json.dumps(LORAS))
+    ),
+    "OpenAI's Node client": lambda: fields(
+        *texts(ASKED).items(), ("sigmas[]", "1"), ("sigmas[]", "0.5"), ("loras[][name]", "lightning"),
+        ("loras[][scale]", "0.5"), ("loras[][name]", "style"), ("loras[][scale]", "1.5"),
+    ),
+    "indices": lambda: fields(
+        *texts(ASKED).items(), ("sigmas[1]", "0.5"), ("sigmas[0]", "1"), ("loras[1][name]", "style"),
+        ("loras[0][name]", "lightning"), ("loras[0][scale]", "0.5"), ("loras[1][scale]", "1.5"),
+    ),
+    "requests, names repeated": lambda: in_requests(
+        data=ASKED | {"sigmas": ["1.0", "0.5"], "loras": [json.dumps(lora) for lora in LORAS]}, files={"": (None, b"")}
+    ),
+}  # fmt: skip
+WITH_IMAGE = {  # ASKED and an image, by client
+    "JSON": lambda: in_json(**ASKED, input_reference=IMAGE),
+    "a string": lambda: in_json(**ASKED, input_reference=DATA),
+    "a list of one": lambda: in_json(**ASKED, input_reference=[DATA]),
+    "OpenRouter's object": lambda: in_json(**ASKED, input_reference={"type": "image_url", "image_url": {"url": DATA}}),
+    "OpenRouter's frames": lambda: in_json(
+        **ASKED, frame_images=[{"type": "image_url", "image_url": {"url": DATA}, "frame_type": "first_frame"}]
+    ),
+    "vLLM-Omni's JSON": lambda: fields(*texts(ASKED).items(), ("image_reference", json.dumps(IMAGE))),
+    "SGLang's URL": lambda: fields(*texts(ASKED).items(), ("reference_url", DATA)),
+    "OpenAI's Python client, an object": lambda: openai_python(**ASKED, input_reference=IMAGE),
+    "OpenAI's Python client, a file": lambda: openai_python(**ASKED, input_reference=PNG),
+    "LiteLLM and httpx": lambda: in_httpx(
+        data=texts(ASKED), files=[("input_reference", ("input_reference.png", PNG, "image/png"))]
+    ),
+    "requests": lambda: in_requests(data=ASKED, files={"input_reference": ("bäll.png", PNG)}),
+    "a list of files": lambda: in_requests(data=ASKED, files=[("input_reference[]", ("ball.png", PNG))]),
+    "urllib3 1.x": lambda: in_form(
+        *((f'name="{name}"', text.encode()) for name, text in texts(ASKED).items()),
+        ("name=\"input_reference\"; filename*=utf-8''b%C3%A4ll.png\r\nContent-Type: image/png", PNG),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("client", PLAIN)
+def test_a_request_is_the_same_in_every_client_s_form(client):
+    assert understood(*PLAIN[client]()) == understood(*in_json(**ASKED))
+
+
+@pytest.mark.parametrize("client", WITH_LISTS)
+def test_lists_are_the_same_in_every_client_s_form(client):
+    asked, _ = understood(*WITH_LISTS[client]())
+    assert (asked.sigmas, [lora.model_dump() for lora in asked.loras]) == ([1.0, 0.5], LORAS)
+    assert asked == understood(*in_json(**LISTS))[0]
+
+
+@pytest.mark.parametrize("client", WITH_IMAGE)
+def test_an_image_is_the_same_in_every_client_s_form(client):
+    asked, uploads = understood(*WITH_IMAGE[client]())
+    assert (asked, uploads) == (from_json(json.dumps(ASKED)), {"input_reference": PNG})
+
+
+def test_an_image_elsewhere_is_the_same_in_every_form():
+    there = "https://pictures.test/a.png"
+    for reference in (there, {"image_url": there}, {"image_url": {"url": there}}, [there]):
+        asked, _ = understood(*in_json(prompt="x", input_reference=reference, last_frame=reference))
+        assert asked.input_reference.image_url == asked.last_frame.image_url == there
+    for name in ("input_reference", "input_reference[image_url]", "input_reference[image_url][url]"):
+        assert understood(*fields(("prompt", "x"), (name, there)))[0].input_reference.image_url == there
 
 
 def test_what_openai_s_client_sends_is_the_same_in_json(client, http):
     """The same idempotency key with any other field would be refused."""
-    image = base64.b64encode((ROOT / "examples" / "ball.png").read_bytes()).decode()
     asked, key = {"prompt": "a cat", "size": "96x64", "seconds": "1"}, {"Idempotency-Key": "the same"}
-    extras = {"num_inference_steps": 8, "guidance_scale": 3.5}
-    extras["input_reference"] = {"image_url": f"data:image/png;base64,{image}"}
+    extras = {"guidance_scale": 3.5, "sigmas": [1.0, 0.75, 0.25], "input_reference": IMAGE}
     made = client.videos.create(**asked, extra_body=extras, extra_headers=key)
     assert (made.prompt, made.size, made.num_frames) == ("a cat", "96x64", 17)
-    assert (made.num_inference_steps, made.guidance_scale, made.input_size) == (8, 3.5, "64x64")
-    again = http.post("/v1/videos", json=asked | extras, headers=key)
+    assert (made.num_inference_steps, made.guidance_scale, made.input_size) == (3, 3.5, "64x64")
+    again = http.post("/v1/videos", json=asked | extras | {"priority": None}, headers=key)
     assert (again.status_code, again.json()["id"]) == (200, made.id)
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    ("sent", "param", "remedy"),
     [
-        ([], "prompt"),
-        ([("prompt", "a"), ("prompt", "b")], "prompt"),
-        ([("prompt", "a"), ("num_frames", "many")], "num_frames"),
-        ([("prompt", "a"), ("prompt[x]", "b")], "prompt"),
-        ([("prompt", "a"), ("input_reference[file_id]", "file-1")], "input_reference.image_url"),
-        ([("prompt", "a"), ("input_reference", "cat.png")], "input_reference"),
-        ([("prompt", "a"), ("", "b")], ""),
-        ([("prompt", "a"), ("n" * 500, "b")], "n" * 80),
+        ([], "prompt", "required"),
+        ([("prompt", "a"), ("prompt", "b")], "prompt", "send it once"),
+        ([("prompt", "a"), ("num_frames", "many")], "num_frames", "valid integer"),
+        ([("prompt", "a"), ("prompt[x]", "b")], "prompt", "send it once"),
+        ([("prompt", "a"), ("input_reference[file_id]", "file-1")], "input_reference", "keeps no files"),
+        ([("prompt", "a"), ("input_reference", "cat.png")], "input_reference", '"image_url": "https://'),
+        ([("prompt", "a"), ("", "b")], "", "there are: prompt"),
+        ([("prompt", "a"), ("n" * 500, "b")], "n" * 80, "there are: prompt"),
+        ([("prompt", "a"), ("sigmas", "[1, 0.5")], "sigmas", "invalid JSON"),
+        ([("prompt", "a"), ("sigmas", "1, 0.5")], "sigmas.0", "valid number"),
+        ([("prompt", "a"), ("loras[][name]", "a"), ("loras[][name]", "b"), ("loras[][scale]", "1")], "loras", "JSON"),
+        ([("prompt", "a"), ("num_frame", "9")], "num_frame", "did you mean num_frames"),
+        ([("prompt", "a"), ("width", "96")], "height", "give both"),
+        ([("prompt", "a"), ("n", "2")], "n", "send it n times"),
+        ([("prompt", "a"), ("flow_shift", "2"), ("shift", "3")], "shift", "send it once"),
+        ([("prompt", "a"), ("aspect_ratio", "16:9")], "aspect_ratio", "`size`"),
+        ([("prompt", "a"), ("lora", '{"name": "a"}')], "lora", "loras="),
     ],
 )
-def test_wrong_fields_are_named(fields, param):
+def test_wrong_fields_are_named_with_the_right_form(sent, param, remedy):
     with pytest.raises(InvalidRequest) as refused:
-        from_form(fields)
+        understood(*fields(*sent))
     assert refused.value.field == param
-    assert len(str(refused.value)) < 500
+    assert remedy in str(refused.value) and len(str(refused.value)) < 600
 
 
 @pytest.mark.parametrize(
-    "body", [None, [], "x", 1, {}, {"prompt": 1}, {"prompt": "x", "num_frames": "81"}, {"prompt": None}]
-)
+    "body",
+    [None, [], "x", 1, {}, {"prompt": 1}, {"prompt": None}, {"prompt": "x", "num_frames": "many"},
+     {"prompt": "x", "num_frames": True}, {"prompt": "x", "sigmas": ["NaN"]}, {"prompt": "x", "shift": "inf"},
+     {"prompt": "x", "extra_body": 1}, {"prompt": "x", "frame_images": {"frame_type": []}}, {"prompt": "x", "loras": 1},
+     {"prompt": "x", "input_reference": [DATA, DATA]}, {"prompt": "x", "input_reference": {"type": "video_url"}}],
+)  # fmt: skip
 def test_wrong_json_is_refused(body):
     with pytest.raises(InvalidRequest):
-        from_json(json.dumps(body).encode())
+        understood(JSON, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("depth", [10, 300, 600, 900, 990])
+def test_nested_bodies_are_refused_however_deep(depth):
+    for opened, closed in (("[", "]"), ('{"a":', "}")):
+        for name in ("loras", "input_reference", "extra_body"):
+            body = f'{{"prompt": "x", "{name}": {opened * depth}1{closed * depth}}}'
+            with pytest.raises(InvalidRequest):
+                understood(JSON, body.encode())
+
+
+@pytest.mark.parametrize("content", [b"\xed\xa0\x80", b"\xff"])
+def test_what_is_no_text_is_refused_with_the_name_of_its_field(content):
+    with pytest.raises(InvalidRequest) as refused:
+        understood(*in_form(('name="prompt"', b"a cat " + content)))
+    assert refused.value.field == "prompt"
+
+
+def test_a_prompt_means_itself_whatever_it_is():
+    for text in ("null", "[1]", "{", "a[b]"):
+        assert understood(*fields(("prompt", text), ("negative_prompt", "")))[0].prompt == text
+    assert understood(*fields(("prompt", "x"), ("negative_prompt", "")))[0].negative_prompt == ""
 
 
 def test_what_was_sent_isn_t_repeated():
-    with pytest.raises(InvalidRequest) as refused:
-        from_json(b'{"prompt": {"secret": "hunter2"}}')
-    assert "hunter2" not in str(refused.value)
+    for body in (b'{"prompt": {"secret": "hunter2"}}', b'{"prompt": "x", "input_reference": "hunter2"}'):
+        with pytest.raises(InvalidRequest) as refused:
+            understood(JSON, body)
+        assert "hunter2" not in str(refused.value)

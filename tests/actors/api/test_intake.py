@@ -15,10 +15,11 @@ import pytest
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, PngImagePlugin
 
-from actors.api.intake.apart import FORM, IMAGE, JSON, LAST, PICTURE, apart, data_url_content
+from actors.api.intake.apart import FORM, JSON, PICTURE, apart
 from actors.api.intake.reader import Reader
 from actors.api.intake.reader_process import REFUSED, opened, png
 from actors.api.intake.receiving import as_file
+from actors.api.intake.references import IMAGE, LAST, data_url_content
 from actors.api.intake.turns import Turns
 from actors.api.limits import Limits
 from wan_tpu.errors import InvalidRequest
@@ -37,13 +38,13 @@ def saved(image, kind="PNG", **options):
     return out.getvalue()
 
 
-def decoded(content, limits=LIMITS, *, size=None, crop=False):
+def decoded(content, limits=LIMITS, *, size=None, slack=16):
     """The picture that a process has made of an image, in its own size if no other is given."""
 
     async def made():
         with as_file(content) as file:
             async with Reader(limits).read(PICTURE, file, "ann") as reading:
-                return await reading.picture(*(size or reading.sizes[IMAGE]), crop=crop)
+                return await reading.picture(*(size or reading.sizes[IMAGE]), slack=slack)
 
     return asyncio.run(made())
 
@@ -56,7 +57,7 @@ def test_two_images_come_out_one_by_one_each_with_its_own_size():
         with as_file(body) as file:
             async with Reader(LIMITS).read(FORM_X, file, "ann") as reading:
                 assert reading.sizes == {IMAGE: (20, 30), LAST: (48, 64)} and set(reading.uploads) == {IMAGE, LAST}
-                return [await reading.picture(16, 32, crop=False, name=name) for name in (LAST, IMAGE)]
+                return [await reading.picture(16, 32, slack=32, name=name) for name in (LAST, IMAGE)]
 
     found = asyncio.run(made())
     for one, source in zip(found, (second, first), strict=True):
@@ -264,11 +265,13 @@ def test_what_is_no_data_url_of_an_image_is_refused(url):
         data_url_content(url)
 
 
-@pytest.mark.parametrize("crop", [False, True])
-@pytest.mark.parametrize("size", [(48, 80), (80, 48), (64, 64), (30, 40)])
-def test_an_image_is_brought_to_the_size_of_its_video_as_diffusers_does(size, crop):
+@pytest.mark.parametrize(
+    ("size", "slack", "crop"),
+    [((48, 80), 16, False), ((48, 80), 8, True), ((80, 48), 16, True), ((64, 64), 16, True), ((30, 40), 0, True)],
+)
+def test_an_image_is_brought_to_the_size_of_its_video_as_diffusers_does(size, slack, crop):
     given, (height, width) = picture(123, 91), size
-    ours = Image.open(io.BytesIO(decoded(saved(given), size=size, crop=crop)))
+    ours = Image.open(io.BytesIO(decoded(saved(given), size=size, slack=slack)))
     processor = VaeImageProcessor(vae_scale_factor=8)
     theirs = processor.resize(given, height, width, resize_mode="crop" if crop else "default")
     assert ours.tobytes() == theirs.tobytes()
@@ -291,12 +294,12 @@ FORM_X = f"{FORM}; boundary=x"
 
 def test_forms_and_json_give_their_texts_and_their_image():
     found = apart(FORM_X, form(("prompt", "", "a cät".encode()), FILE))
-    assert (found.fields, found.uploads) == ([("prompt", "a cät")], {IMAGE: FILE[2]})
+    assert (json.loads(found.text), found.uploads) == ({"prompt": "a cät"}, {IMAGE: FILE[2]})
     url = f"data:image/png;base64,{base64.b64encode(FILE[2]).decode()}"
     in_json = apart(JSON, json.dumps({"prompt": "x", "input_reference": {"image_url": url}}).encode())
     assert (json.loads(in_json.text), in_json.uploads) == ({"prompt": "x"}, {IMAGE: FILE[2]})
     in_form = apart(FORM_X, form(("input_reference[image_url]", "", url.encode())))
-    assert (in_form.fields, in_form.uploads) == ([], {IMAGE: FILE[2]})
+    assert (in_form.text, in_form.uploads) == ("{}", {IMAGE: FILE[2]})
 
 
 BODIES = {  # made when one is sent: a hundred megabytes in all

@@ -1,0 +1,106 @@
+"""What clients of other servers with `/v1/videos` write, in this service's own fields.
+
+OpenAI, LiteLLM, OpenRouter, vLLM-Omni and SGLang name the same things differently. What means the same is taken under
+either name; what can't be done is refused with what to send instead. docs/serving.md compares all fields.
+"""
+
+from typing import Any
+
+from actors.api.intake.references import IMAGE, LAST
+from wan_tpu.errors import InvalidRequest
+
+# Another server's field: ours with the same meaning.
+_SAME = {
+    "flow_shift": "shift",  # vLLM-Omni, SGLang
+    "duration": "seconds",  # OpenRouter
+    "image_reference": IMAGE,  # vLLM-Omni
+    "reference_url": IMAGE,  # SGLang
+}
+# Fields that may be sent as long as they ask for nothing: with one of these values.
+_NOTHING = {
+    "user": None,  # OpenAI, LiteLLM, vLLM-Omni: for the caller's own books. Any value.
+    "n": ("1",),
+    "num_outputs_per_prompt": ("1",),
+    "generate_audio": ("false", "0"),
+    "generate_sound": ("false", "0"),
+    "enable_teacache": ("false", "0"),
+    "enable_frame_interpolation": ("false", "0"),
+    "enable_upscaling": ("false", "0"),
+}
+# Another server's field: what to do instead.
+_INSTEAD = {
+    "n": "each request makes one video; send it n times, with seeds of your own",
+    "num_outputs_per_prompt": "each request makes one video; send it several times, with seeds of your own",
+    "generate_audio": "these models make no sound; leave it out",
+    "generate_sound": "these models make no sound; leave it out",
+    "enable_teacache": "name a step cache with `cache`, as GET /v1/models shows it",
+    "enable_frame_interpolation": "ask for more frames with num_frames and fps",
+    "enable_upscaling": "ask for the size itself with `size`",
+    "aspect_ratio": "give both sides in pixels with `size`, such as '1280x720'",
+    "resolution": "give both sides in pixels with `size`, such as '1280x720'",
+    "boundary_ratio": "name the low-noise expert's first step with switch_step",
+    "true_cfg_scale": "it is guidance_scale here",
+    "callback_url": "it is webhook_url here, and is called as Standard Webhooks say",
+    "input_references": f"{IMAGE} is the first frame, {LAST} the last; these models take no other images",
+    "video_reference": "these models start from an image; send one as input_reference",
+    "audio_reference": "these models hear nothing; leave it out",
+    "lora": 'it is a list here: loras=[{"name": "NAME", "scale": 1.0}], with names that GET /v1/models shows',
+    "image": f"the first frame is {IMAGE}",
+    "steps": "it is num_inference_steps here",
+    "frames": "it is num_frames here",
+    "output_format": "videos are mp4 files; leave it out",
+}
+_FRAME_TYPES = {"first_frame": IMAGE, "last_frame": LAST}
+
+
+def translate(sent: dict[str, Any]) -> dict[str, Any]:
+    """Return a body in this service's fields, without nulls; raises `InvalidRequest`."""
+    body = _without_nulls(sent)
+    if "extra_body" in body:  # What OpenAI's clients merge by themselves, SGLang's examples send as it is.
+        extra = body.pop("extra_body")
+        if not isinstance(extra, dict):
+            raise InvalidRequest("extra_body is no object; send its fields beside the others", "extra_body")
+        for name, value in extra.items():
+            _set(body, name, value, f"extra_body.{name}")
+    for name, ours in _SAME.items():
+        if name in body:
+            _set(body, ours, body.pop(name), name)
+    if "width" in body or "height" in body:
+        if "width" not in body or "height" not in body:
+            missing = "width" if "height" in body else "height"
+            raise InvalidRequest(f"{missing} is missing beside the other side; give both, or `size`", missing)
+        _set(body, "size", f"{body.pop('width')}x{body.pop('height')}", "width")
+    if "frame_images" in body:
+        _set_frames(body, body.pop("frame_images"))
+    for name in [name for name in body if name in _NOTHING or name in _INSTEAD]:
+        usual = _NOTHING.get(name, ())
+        if usual is not None and str(body[name]).lower() not in usual:
+            raise InvalidRequest(f"there is no field {name!r}: {_INSTEAD[name]}", name)
+        del body[name]
+    return body
+
+
+def _set_frames(body: dict[str, Any], frames: Any) -> None:
+    """Set the first and last frame from OpenRouter's list."""
+    for frame in frames if isinstance(frames, list) else [frames]:
+        name = _FRAME_TYPES.get(str(frame.get("frame_type"))) if isinstance(frame, dict) else None
+        if name is None:
+            raise InvalidRequest(
+                'frame_images takes {"type": "image_url", "image_url": {"url": "https://..."}, "frame_type": '
+                '"first_frame" or "last_frame"}, one of each at most',
+                "frame_images",
+            )
+        _set(body, name, {key: value for key, value in frame.items() if key != "frame_type"}, "frame_images")
+
+
+def _set(body: dict[str, Any], name: str, value: Any, source: str) -> None:
+    if name in body:
+        raise InvalidRequest(f"{source[:80]} says {name[:80]} again; send it once", name[:80])
+    body[name] = value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value whose objects have no null: a field that is null is left out."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
