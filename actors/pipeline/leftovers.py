@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from actors.pipeline_spec import PipelineSettings
-from actors.slices.snapshots import Snapshots, name_of
+from actors.slices.snapshots import Snapshots, name_of, stem_of
 from actors.storage.base import StorageError
 from wan_tpu.errors import WanTpuError
 from wan_tpu.spec import RequestPlan
@@ -27,11 +27,10 @@ def delete_leftovers(settings: PipelineSettings, done: Callable[[], Mapping[str,
     deleted = 0
     try:
         snapshots = Snapshots(settings.snapshots)
-        if not (ids := snapshots.ids()):
+        if not (stems := set(snapshots.stems())):
             return 0
-        plans = done()
-        for id_ in ids:
-            if (plan := plans.get(id_)) is not None:
+        for id_, plan in done().items():
+            if stem_of(id_) in stems:
                 deleted += _delete(snapshots, id_, plan, settings)
     except StorageError as error:
         log.warning("left-over snapshots stay: %s", error)

@@ -58,7 +58,7 @@ def name_of(id: str, request: ResolvedRequest, model: str) -> str:
     named = [lora.path for lora in request.loras] + ([] if request.video is None else [str(request.video)])
     if versions := {path: version for path in named if (version := _version_of(path)) is not None}:
         digest.update(json.dumps(versions, sort_keys=True).encode())
-    return f"{_stem(id)}.{digest.hexdigest()[:16]}"
+    return f"{stem_of(id)}.{digest.hexdigest()[:16]}"
 
 
 def _version_of(path: str) -> str | None:
@@ -120,13 +120,13 @@ class Snapshots:
         except StorageError as error:
             log.warning("half written snapshots stay: %s", error)
 
-    def ids(self) -> list[str]:
-        """Return the ids that have snapshots."""
+    def stems(self) -> list[str]:
+        """Return what stands for the ids that have snapshots (`stem_of`)."""
         return sorted({found["id"] for name in self._storage.list() if (found := NAME.fullmatch(name))})
 
     def names(self, id: str) -> list[str]:
         """Return the names of all snapshots of an id, in the storage."""
-        stem = _stem(id)
+        stem = stem_of(id)
         listed = self._storage.list(f"{stem}.")
         return [name for name in listed if (found := NAME.fullmatch(name)) and found["id"] == stem]
 
@@ -134,7 +134,7 @@ class Snapshots:
         return [int(found["step"]) for name in self._storage.list(f"{request}.") if (found := NAME.fullmatch(name))]
 
 
-def _stem(id: str) -> str:
+def stem_of(id: str) -> str:
     """Return what stands for an id in a file's name: itself, or its beginning and a digest where it is too long."""
     content = id.encode()
     if len(content) <= _LONGEST_ID:

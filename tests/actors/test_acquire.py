@@ -105,11 +105,12 @@ def save(settings, entry, steps=(2, 3)):
 def test_snapshots_of_requests_that_are_done_are_deleted(tmp_path):
     settings = dataclasses.replace(RUNS.settings, snapshots=str(tmp_path / "snapshots"))
     done = request(tmp_path, "clips/cat", image=str(PHOTO), seed=1)
-    names = {entry: save(settings, entry) for entry in (done, request(tmp_path, "dog"))}
+    long = request(tmp_path, "clips/" + "cat" * 75)  # Its snapshots' names have a part of this id only.
+    names = {entry: save(settings, entry) for entry in (done, long, request(tmp_path, "dog"))}
     another = save(settings, request(tmp_path, "clips/cat", seed=2))  # of somebody else, who uses the same id
-    assert delete_leftovers(settings, lambda: {done.id: done.load}) == 1
+    assert delete_leftovers(settings, lambda: {entry.id: entry.load for entry in (done, long)}) == 2
     left = {name: Snapshots(settings.snapshots).newest(name) for name in (*names.values(), another)}
-    assert list(left.values()) == [None, 3, 3]
+    assert list(left.values()) == [None, None, 3, 3]
 
 
 def test_nothing_is_planned_where_there_are_no_snapshots(tmp_path):

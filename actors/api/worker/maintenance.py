@@ -68,7 +68,7 @@ def remove_orphans(store: JobStore, snapshots: Snapshots) -> int:
 
     Those of batches, which have other ids, stay.
     """
-    if not (ids := set(filter(is_id, snapshots.ids()))):
+    if not (ids := set(filter(is_id, snapshots.stems()))):
         return 0
     orphans = ids - {job.id for job in store.look_at_all(ids) if not job.ended}
     for job in orphans:
