@@ -17,8 +17,9 @@ from wan_tpu.lora import lora_of
 from wan_tpu.request import Defaults, GenerationRequest, Own, Preset
 from wan_tpu.schedules.magcache import Curve, curve_from
 from wan_tpu.sources.disk import explain_disk_error, is_permanent, read_file
-from wan_tpu.sources.hub import explain_hub_errors
+from wan_tpu.sources.hub import explain_hub_errors, explain_missing_index
 
+INDEX = "model_index.json"
 OWN = "wan_tpu.json"
 OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "*LICENSE*")  # than weights, in a folder and those in it
 
@@ -45,7 +46,7 @@ class Checkpoint:
         self._hub_id = None if exists or self._bucket else _hub_id(self.source)
         self._local = self._bucket is None and self._hub_id is None
         self.folder = local if self._local else self._fetch(["*.json", "tokenizer/*"])
-        self.index = self._json("model_index.json")
+        self.index = self._json(INDEX)
 
     def has(self, component: str) -> bool:
         """Whether the index names this component (diffusers writes [null, null] for an absent one)."""
@@ -183,8 +184,10 @@ class Checkpoint:
         except OSError as error:
             if not is_permanent(error):
                 raise explain_disk_error(error, self.folder / name) from None
+            if name == INDEX:
+                raise explain_missing_index(self.source, is_hub=self._hub_id is not None) from None
             raise CheckpointError(
-                f"{self.source} has no {name}; give a diffusers directory (with model_index.json) or a hub id"
+                f"{self.source} has no {name}, which its {INDEX} says it has; fetch the checkpoint again"
             ) from None
         except ValueError as error:
             raise CheckpointError(f"{self.folder / name} is no JSON ({error}); fetch it again") from None

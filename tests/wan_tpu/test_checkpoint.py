@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
 
+import diffusers
+import huggingface_hub
 import numpy as np
 import pytest
 import safetensors.torch
@@ -14,8 +17,10 @@ import transformers
 
 from tests.conftest import PHOTO, ROOT
 from wan_tpu import CheckpointError, GenerationRequest, load_pipeline
+from wan_tpu.checkpoint import Checkpoint, on_disk
 from wan_tpu.families import open_spec
 from wan_tpu.lora import Lora
+from wan_tpu.runtime.tensor_files import tensors
 from wan_tpu.tiny import make_checkpoint
 
 KIND = "wan2.2-i2v-a14b"
@@ -86,6 +91,47 @@ def test_sharded_files_equal_one_file(copy):
     (folder / "diffusion_pytorch_model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"00002-of-00002.safetensors is missing or"):
         load_high(copy)
+
+
+def test_stray_files_beside_the_weights_are_left_alone(copy):
+    """An average of the weights, an older file, another precision: none is named as diffusers names its own."""
+    folder = copy / "transformer"
+    expected = np.asarray(load_high(copy).params["proj_out.bias"])
+    for stray in ("ema.safetensors", "diffusion_pytorch_model.fp16.safetensors", "z.safetensors"):
+        shutil.copy(folder / WEIGHTS, folder / stray)
+        edit(folder / stray, lambda t: t.update({"proj_out.bias": t["proj_out.bias"] + 1, "surprise": torch.ones(1)}))
+    assert np.array_equal(load_high(copy).params["proj_out.bias"], expected)
+    reference = diffusers.WanTransformer3DModel.from_pretrained(folder)
+    assert np.array_equal(reference.proj_out.bias.detach().numpy(), expected)
+    (folder / WEIGHTS).rename(folder / "half-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match=r"ema\.safetensors and half-.* leave one there, or call it"):
+        load_high(copy)
+    for stray in ("ema.safetensors", "diffusion_pytorch_model.fp16.safetensors", "z.safetensors"):
+        (folder / stray).unlink()
+    assert np.array_equal(load_high(copy).params["proj_out.bias"], expected)  # the only one there is
+
+
+@pytest.mark.parametrize("name", ["proj_out.scale_weight", "scaled_fp8", "proj_out.weight.absmax"])
+def test_quantised_weights_are_refused_with_what_works(name, copy):
+    edit(copy / "transformer" / WEIGHTS, lambda t: t.update({name: torch.ones(1)}))
+    with pytest.raises(CheckpointError, match=rf"quantised weights \({name}\).* give the same model in bfloat16"):
+        load_pipeline(copy, dtype="float32", mesh=(1, 1, 1)).check_components("denoise_high")
+
+
+@pytest.mark.parametrize(
+    ("offsets", "said"),
+    [([[0, 8], [4, 12]], "overlap at byte 4"), ([[0, 8], [12, 20]], "leave a hole at byte 8"), ([[4, 12]], "hole")],
+)
+def test_tensors_that_overlap_or_leave_holes_are_refused(offsets, said, tmp_path):
+    """As the format's own reader refuses them."""
+    fields = {str(i): {"dtype": "F32", "shape": [2], "data_offsets": span} for i, span in enumerate(offsets)}
+    header = json.dumps(fields).encode()
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(max(last for _, last in offsets)))
+    with pytest.raises(CheckpointError, match=said):
+        tensors(on_disk(file))
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.torch.load_file(file)
 
 
 def test_text_encoder_stored_under_either_tied_name(copy):
@@ -185,6 +231,21 @@ def test_a_model_of_ones_own_has_its_own_presets(copy):
         (copy / "wan_tpu.json").write_text(json.dumps({"presets": {"fast": wrong}}))
         with pytest.raises(CheckpointError, match=message):
             open_spec(copy)
+
+
+@pytest.mark.parametrize(
+    ("repository", "works"),
+    [
+        ("Wan-AI/Wan2.2-T2V-A14B", "Wan-AI/Wan2.2-T2V-A14B-Diffusers"),
+        ("Wan-AI/Wan2.1-FLF2V-14B-720P", "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers"),
+        ("tencent/HunyuanVideo-1.5", "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"),
+        ("somebody/model", "many end in -Diffusers"),
+    ],
+)
+def test_models_as_first_published_are_refused_with_what_works(repository, works, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **more: str(tmp_path))
+    with pytest.raises(CheckpointError, match=re.escape(works)):
+        Checkpoint(repository)
 
 
 def test_folder_without_index_is_refused(tmp_path):

@@ -1,7 +1,5 @@
 """Read a checkpoint's components: torch modules without weights, and their weights on a mesh."""
 
-import json
-import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +18,12 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.progress import Silent
 from wan_tpu.runtime.bridge import Params, scan_blocks
+from wan_tpu.runtime.component_files import check_tensors, index_tensors
 from wan_tpu.runtime.converted import Converted, Cut, cut
 from wan_tpu.runtime.mesh import Rule, replicated, rule_of, weight_spec
 from wan_tpu.runtime.program import place
-from wan_tpu.runtime.tensor_files import Stored, tensors
-from wan_tpu.runtime.torch_files import SUFFIXES, torch_tensors
+from wan_tpu.runtime.tensor_files import Stored
 from wan_tpu.runtime.weights import Block, Show, Weight, read_weights
-from wan_tpu.sources.disk import read_file
 
 _BFLOAT16, _INT8, _FLOAT8 = (np.dtype(kind) for kind in (ml_dtypes.bfloat16, np.int8, ml_dtypes.float8_e4m3fn))
 _AND_ATTENTION = "-attention"  # of a precision: attention's logits are in 8 bits, too
@@ -52,6 +49,7 @@ class Component:
     changes   (pattern, function) applied to the values of weights whose whole name matches, as they are read
     originals (pattern, replacement) that make the name which a parameter had where the model was first published: files
               of adapters have either. Several of one name were one matrix there, its rows in the module's order
+    aliases   (pattern, replacement) that make of an original name the one that other programs, and so trainers, give it
     absent    patterns of modules that this model's siblings have, and it has nothing that they would work on: changes
               of them have no effect, and are no error
     matrices  pattern of the weights [O, I] that may be in 8 bits, with a scale for each output; "": none
@@ -67,6 +65,7 @@ class Component:
     renames: tuple[tuple[str, str], ...] = ()
     changes: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = ()
     originals: tuple[tuple[str, str], ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
     absent: tuple[str, ...] = ()
     matrices: str = ""
     logits: bool = False
@@ -137,12 +136,14 @@ def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
     except Exception as error:  # whatever a constructor makes of a damaged config.json
         reason = str(error).splitlines()[0] if str(error) else repr(error)
         raise CheckpointError(
-            f"{checkpoint.source}/{component.folder}/config.json describes no such model ({reason}); fetch it again"
+            f"{checkpoint.source}/{component.folder}/config.json describes no such model ({reason}); give one that "
+            "diffusers opens, too, or fetch it again where it was changed"
         ) from error
     converted = Converted.open(checkpoint, component.folder, component.kept_as(dtype))
-    stored = {} if converted is not None else _index(checkpoint, component, module)
+    stored: dict[str, Stored] = {}
     if converted is None:
-        _check(module, stored, component, checkpoint)
+        stored = index_tensors(checkpoint, component.folder, module, component.renames, component.originals)
+        check_tensors(module, _tied(module), stored, f"{checkpoint.source}/{component.folder}")
     component.adapt(module, mesh)
     opened = Opened(module, {}, {}, {}, {})
     for name, weight in _weights(module, component, dtype, mesh):
@@ -224,80 +225,6 @@ def _build(component: Component) -> torch.nn.Module:
 def _tied(module: torch.nn.Module) -> dict[str, str]:
     """Return which parameters share the values of which other ones, as transformers declares it."""
     return getattr(module, "_tied_weights_keys", None) or {}
-
-
-def original_name(name: str, originals: Sequence[tuple[str, str]]) -> str:
-    """Return the name that a parameter had where the model was first published: see `Component.originals`."""
-    for pattern, replacement in originals:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def _index(checkpoint: Checkpoint, component: Component, module: torch.nn.Module) -> dict[str, Stored]:
-    """Return every tensor of a component by the name the module uses, from the files' headers alone.
-
-    The files may have the names of where the model was first published, and a convolution's weight as a matrix.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
-    known = {original_name(name, component.originals): name for name in shapes}
-    files = checkpoint.weights(component.folder)
-    folder = f"{checkpoint.source}/{component.folder}"
-    indexes = sorted(checkpoint.path(component.folder).glob("*.safetensors.index.json"))
-    if indexes and not any(name.endswith(SUFFIXES) for name in files):  # of the files that these stand in for
-        try:
-            names = sorted(set(json.loads(read_file(indexes[0]))["weight_map"].values()))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{indexes[0]} is damaged ({error!r}); fetch it again") from None
-    else:
-        names = sorted(files)
-    if not names:
-        raise CheckpointError(
-            f"{folder} holds no .safetensors file; other formats are not read: "
-            "save the model again with save_pretrained(safe_serialization=True)"
-        )
-    stored = {}
-    for file in names:
-        if file not in files:
-            raise CheckpointError(f"{folder}/{file} is missing or can't be read; fetch the checkpoint again")
-        read = torch_tensors if file.endswith(SUFFIXES) else tensors
-        for name, tensor in read(files[file]).items():
-            renamed = name
-            for pattern, replacement in component.renames:
-                renamed = re.sub(pattern, replacement, renamed)
-            renamed = renamed if renamed in shapes else known.get(renamed, renamed)
-            shape = shapes.get(renamed, ())
-            if len(shape) > 2 and tensor.shape == (shape[0], math.prod(shape[1:])):
-                tensor = tensor._replace(shape=shape)
-            stored[renamed] = tensor
-    return stored
-
-
-def _check(module: torch.nn.Module, stored: dict[str, Stored], component: Component, checkpoint: Checkpoint) -> None:
-    """Refuse a component whose files don't hold exactly the module's tensors."""
-    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
-    ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
-    tied = _tied(module)  # stored under either name, or both
-    for alias, name in tied.items():
-        if name not in stored and alias in stored:
-            stored[name] = stored[alias]
-    missing = [name for name in expected if name not in stored and name not in tied]
-    extra = [
-        name
-        for name in stored
-        if name not in expected and name not in tied and not any(re.search(p, name) for p in ignored)
-    ]
-    wrong = [
-        f"{name} {list(stored[name].shape)} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if name in stored and stored[name].shape != shape
-    ]
-    for problem, names in (("lacks", missing), ("has unknown", extra), ("has the wrong shape of", wrong)):
-        if names:
-            listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise CheckpointError(
-                f"{checkpoint.source}/{component.folder} {problem} {listed}; "
-                "the files don't belong to this config.json: fetch the checkpoint again"
-            )
 
 
 def _scan(module: torch.nn.Module, paths: Sequence[str]) -> dict[str, int]:

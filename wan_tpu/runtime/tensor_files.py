@@ -27,6 +27,7 @@ KINDS: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 _LENGTH = 8  # bytes of the number that says how long the header is
+_MOST_DIMENSIONS = 64  # Of a tensor, as torch and numpy have them.
 _MOST = 100_000_000  # bytes that a header may have
 
 
@@ -56,19 +57,37 @@ def tensors(file: WeightFile) -> dict[str, Stored]:
         header = json.loads(file.read(_LENGTH, start))
         header.pop("__metadata__", None)
         found = {name: _stored(file, start, **fields) for name, fields in header.items()}
-        end = max((start + fields["data_offsets"][1] for fields in header.values()), default=start)
-        if end != file.size:
-            raise ValueError(f"it has {file.size} bytes, its header says {end}")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        _check_offsets(sorted(tuple(fields["data_offsets"]) for fields in header.values()), file.size - start)
+    except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file.address} is damaged or cut off ({error}); fetch it again") from None
     return found
+
+
+def _check_offsets(spans: list[tuple[int, ...]], size: int) -> None:
+    """Raise `ValueError` unless the tensors fill a file's data: each begins where the one before it ends.
+
+    Args:
+        spans: First byte and the one after the last of each tensor, in order.
+        size: Bytes of data.
+    """
+    end = 0
+    for first, last in spans:
+        if first != end:
+            raise ValueError(f"its tensors {'overlap' if first < end else 'leave a hole'} at byte {min(first, end)}")
+        end = last
+    if end != size:
+        raise ValueError(f"it has {size} bytes of tensors, its header says {end}")
 
 
 def _stored(file: WeightFile, start: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Stored:
     first, last = data_offsets
     if dtype not in KINDS:
-        raise ValueError(f"a tensor is of {dtype}; read are {', '.join(KINDS)}")
+        raise CheckpointError(
+            f"{file.address} has a tensor of {dtype}; read are {', '.join(KINDS)}: give one that wasn't quantised"
+        )
     stored = Stored(file.address, start + first, KINDS[dtype], tuple(map(int, shape)))
+    if len(stored.shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"a tensor has {len(stored.shape)} dimensions; read are {_MOST_DIMENSIONS}")
     if min(stored.shape, default=0) < 0 or last - first != math.prod(stored.shape) * stored.kind.itemsize:
         raise ValueError(f"a tensor of {shape} {dtype} has {last - first} bytes")
     return stored

@@ -26,8 +26,10 @@ def is_permanent(error: OSError) -> bool:
 def explain_disk_error(error: OSError, path: str | Path) -> CheckpointError | Unavailable:
     """Return the exception that says whose fault it is that `path` can't be read."""
     reason = error.strerror or str(error)
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return CheckpointError(f"{path} can't be read ({reason}); let the user that runs this read it")
     if is_permanent(error):
-        return CheckpointError(f"{path} is missing or can't be read ({reason}); fetch the checkpoint again")
+        return CheckpointError(f"{path} is missing or can't be read ({reason}); fetch it again")
     return Unavailable(f"{path} can't be read now ({reason}); check the disk that it lies on, and try again")
 
 

@@ -1,0 +1,173 @@
+"""Which files of a component's folder hold its weights, where its tensors lie in them, and what is wrong with them."""
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from wan_tpu.bucket import WeightFile
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError
+from wan_tpu.runtime.tensor_files import Stored, tensors
+from wan_tpu.runtime.torch_files import SUFFIXES, torch_tensors
+from wan_tpu.sources.disk import read_file
+
+_ENDING, _INDEX = ".safetensors", ".safetensors.index.json"
+_STEMS = "diffusion_pytorch_model", "model"  # What diffusers and transformers read, of all files that they find.
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+# What follows a layer's name, or stands alone, in files of those who keep more numbers than the 8-bit or 4-bit weights:
+# ComfyUI, DeepSeek and compressed-tensors, bitsandbytes, GPTQ.
+_QUANTISED = re.compile(
+    r"(^|\.)(scaled_fp8|comfy_quant|scale_weight|scale_input|weight_scale|weight_scale_inv|weight_scale_2|input_scale|"
+    r"int8_weight|absmax|quant_map|quant_state\.\w+|SCB|qweight|qzeros)$"
+)
+
+Renames = Sequence[tuple[str, str]]
+
+
+def original_name(name: str, originals: Renames) -> str:
+    """Return the name that a parameter had where the model was first published: see `Component.originals`."""
+    for pattern, replacement in originals:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def index_tensors(
+    checkpoint: Checkpoint, component: str, module: torch.nn.Module, renames: Renames, originals: Renames
+) -> dict[str, Stored]:
+    """Return every tensor of a component by the name the module uses, from the files' headers alone.
+
+    The files may have the names of where the model was first published, and a convolution's weight as a matrix.
+
+    Args:
+        checkpoint: Whose files are read.
+        component: The component's folder in it.
+        module: The component, for the names and shapes of its tensors.
+        renames: (pattern, replacement) applied to the names in the files.
+        originals: See `Component.originals`.
+
+    Raises:
+        CheckpointError: There are no such files, or several that could be meant.
+        Unavailable: The bucket, the hub or the disk doesn't answer.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
+    known = {original_name(name, originals): name for name in shapes}
+    stored: dict[str, Stored] = {}
+    for file in _weight_files(checkpoint, component):
+        read = torch_tensors if file.address.endswith(SUFFIXES) else tensors
+        for name, tensor in read(file).items():
+            renamed = name
+            for pattern, replacement in renames:
+                renamed = re.sub(pattern, replacement, renamed)
+            renamed = renamed if renamed in shapes else known.get(renamed, renamed)
+            shape = shapes.get(renamed, ())
+            if len(shape) > 2 and tensor.shape == (shape[0], math.prod(shape[1:])):
+                tensor = tensor._replace(shape=shape)
+            stored[renamed] = tensor
+    return stored
+
+
+def _weight_files(checkpoint: Checkpoint, component: str) -> Iterator[WeightFile]:
+    """Yield the files that diffusers or transformers would read, wherever they lie; raises as `index_tensors`."""
+    files = checkpoint.weights(component)
+    folder = f"{checkpoint.source}/{component}"
+    if any(name.endswith(SUFFIXES) for name in files):  # They stand in for those of the folder.
+        names = sorted(files)
+    else:
+        names = _choose(files, _read_indexes(checkpoint.path(component)), folder)
+    for name in names:
+        if name not in files:
+            raise CheckpointError(
+                f"{folder}/{name} is missing or can't be read; fetch the checkpoint again, or delete the "
+                "*.index.json that names it"
+            )
+        yield files[name]
+
+
+def _read_indexes(folder: Path) -> dict[str, list[str]]:
+    """Return the files that indexes name, by the index's name without its ending."""
+    indexes = {}
+    for path in folder.glob(f"*{_INDEX}"):
+        try:
+            names = sorted(set(json.loads(read_file(path))["weight_map"].values()))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged ({error!r}); fetch it again") from None
+        indexes[path.name.removesuffix(_INDEX)] = names
+    return indexes
+
+
+def _choose(files: Collection[str], indexes: Mapping[str, list[str]], folder: str) -> list[str]:
+    """Return the names of the files that hold a component's weights; no others beside them are read.
+
+    Of a folder with the names that diffusers and transformers give, those; else all that there is, if that is one
+    variant: a file, or the shards of one.
+    """
+    indexed = {name for names in indexes.values() for name in names}
+    variants: dict[str, list[str]] = {}
+    for name in sorted(files):
+        if name not in indexed:
+            variants.setdefault(_SHARD.sub("", name.removesuffix(_ENDING)), []).append(name)
+    for stem, names in indexes.items():
+        # transformers prefers one whole file to an index; diffusers reads its index first.
+        whole = f"{stem}{_ENDING}"
+        variants[stem] = [whole] if stem == _STEMS[1] and whole in files else names
+    if not variants:
+        raise CheckpointError(
+            f"{folder} holds no {_ENDING} file; other formats are not read: "
+            "save the model again with save_pretrained(safe_serialization=True)"
+        )
+    for stem in _STEMS:
+        if stem in variants:
+            return variants[stem]
+    if len(variants) > 1:
+        first = [names[0] for names in variants.values()]
+        raise CheckpointError(
+            f"{folder} has {' and '.join(first[:4])}, and none of them is the one that diffusers reads by its name; "
+            f"leave one there, or call it {_STEMS[0]}{_ENDING}"
+        )
+    return next(iter(variants.values()))
+
+
+def check_tensors(module: torch.nn.Module, tied: Mapping[str, str], stored: dict[str, Stored], folder: str) -> None:
+    """Refuse a component whose files don't hold exactly the module's tensors.
+
+    Args:
+        module: The component.
+        tied: Which of its parameters share the values of which other ones. They are stored under either name, or both.
+        stored: What the files hold; a shared value that has one of its names gets the other, too.
+        folder: Of the files, for messages.
+
+    Raises:
+        CheckpointError: Tensors are missing, unknown or of another shape, or they are quantised; it names them.
+    """
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
+    ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    for alias, name in tied.items():
+        if name not in stored and alias in stored:
+            stored[name] = stored[alias]
+    missing = [name for name in expected if name not in stored and name not in tied]
+    extra = [
+        name
+        for name in stored
+        if name not in expected and name not in tied and not any(re.search(p, name) for p in ignored)
+    ]
+    if quantised := [name for name in extra if _QUANTISED.search(name)]:
+        raise CheckpointError(
+            f"{folder} holds quantised weights ({quantised[0]}), which aren't read; give the same model in bfloat16, "
+            "float16 or float32, and --precision int8 or float8, which rounds it to 8 bits"
+        )
+    wrong = [
+        f"{name} {list(stored[name].shape)} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    for problem, names in (("lacks", missing), ("has unknown", extra), ("has the wrong shape of", wrong)):
+        if names:
+            listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise CheckpointError(
+                f"{folder} {problem} {listed}: its files don't belong to its config.json; fetch both again from one "
+                "place, or, where they were published so, give another checkpoint of this model"
+            )
