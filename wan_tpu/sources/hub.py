@@ -45,23 +45,14 @@ def explain_hub_errors(repository: str) -> Iterator[None]:
 
 
 def explain_missing_index(source: str, *, is_hub: bool) -> CheckpointError:
-    """Return the exception for a source without a model_index.json: which one has the same model in diffusers' form."""
-    owner, _, name = source.partition("/")
-    if not is_hub:
+    """Return the exception for a source without a model_index.json, which says where one with it is to be found."""
+    advice = "give a folder in diffusers' form, or a hub id; single files and models as first published are not read"
+    if is_hub:
+        name = source.partition("/")[2]
         advice = (
-            "give a folder in diffusers' form, as `hf download Wan-AI/Wan2.2-I2V-A14B-Diffusers --local-dir FOLDER` "
-            "writes it, or a hub id; single files and models as first published (Wan2.1_VAE.pth, ...) are not read"
+            "it isn't in diffusers' form; give a repository of the same model that is: "
+            f"https://huggingface.co/models?search={name}-Diffusers lists them"
         )
-    elif owner == "Wan-AI" and not name.lower().endswith("-diffusers"):
-        ending = "-diffusers" if "FLF2V" in name else "-Diffusers"
-        advice = f"it has the model as first published; give {source}{ending}"
-    elif source == "tencent/HunyuanVideo-1.5":
-        advice = (
-            "it has the models as first published; give one of hunyuanvideo-community, such as "
-            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
-        )
-    else:
-        advice = "it isn't in diffusers' form; give a repository of this model that is: many end in -Diffusers"
     return CheckpointError(f"{source} has no model_index.json: {advice}")
 
 
