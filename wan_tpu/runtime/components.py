@@ -96,7 +96,8 @@ class Loaded:
 class Opened(NamedTuple):
     """A component that its files were found to hold.
 
-    tables   that the module made for itself; weights  where the others are read from, both by the program's names
+    tables   that the module made for itself and no file holds; weights  where all others are read from, persistent
+             buffers included; both by the program's names
     plain    the name of a weight in a converted file; cuts  how it lies there
     """
 
@@ -219,6 +220,12 @@ def _build(component: Component) -> torch.nn.Module:
     for alias, name in _tied(module).items():
         parent, _, leaf = alias.rpartition(".")
         module.get_submodule(parent).register_parameter(leaf, module.get_parameter(name))
+    # Of tables, those that a checkpoint's files hold (persistent buffers) are read from there, as parameters are.
+    stored = module.state_dict(keep_vars=True)
+    for name, table in list(module.named_buffers()):
+        if name in stored:
+            parent, _, leaf = name.rpartition(".")
+            module.get_submodule(parent).register_buffer(leaf, table.to("meta"))
     return module
 
 

@@ -9,6 +9,7 @@ import transformers
 
 from wan_tpu.families.cogvideox.presets import PRESETS, TEXT_TOKENS
 from wan_tpu.families.shared.tokenizer import train_tokenizer
+from wan_tpu.families.shared.values import set_own_values
 
 _TEXT_WIDTH = 32
 _TRANSFORMER: dict[str, Any] = {
@@ -48,19 +49,15 @@ def make_checkpoint(
     image_to_video = settings["in_channels"] > preset.vae["latent_channels"]
     made = diffusers.CogVideoXImageToVideoPipeline if image_to_video else diffusers.CogVideoXPipeline
     tokenizer.model_max_length = TEXT_TOKENS
+    text_encoder = transformers.T5EncoderModel(transformers.T5Config(**(preset.text_encoder | text)))
+    blocks = {f"{side}_block_types": [f"CogVideoX{name}Block3D"] * 4 for side, name in (("down", "Down"), ("up", "Up"))}
+    autoencoder = diffusers.AutoencoderKLCogVideoX.from_config(preset.vae | _VAE | blocks | (vae or {}))
+    expert = diffusers.CogVideoXTransformer3DModel.from_config(settings)
     made(
         tokenizer=tokenizer,
-        text_encoder=transformers.T5EncoderModel(transformers.T5Config(**(preset.text_encoder | text))),
-        vae=diffusers.AutoencoderKLCogVideoX.from_config(
-            preset.vae
-            | _VAE
-            | {
-                f"{side}_block_types": [f"CogVideoX{name}Block3D"] * 4
-                for side, name in (("down", "Down"), ("up", "Up"))
-            }
-            | (vae or {})
-        ),
-        transformer=diffusers.CogVideoXTransformer3DModel.from_config(settings),
+        text_encoder=set_own_values(text_encoder, seed),
+        vae=set_own_values(autoencoder, seed),
+        transformer=set_own_values(expert, seed),
         scheduler=diffusers.CogVideoXDDIMScheduler(
             beta_start=preset.noise.beta_start,
             beta_end=preset.noise.beta_end,

@@ -9,6 +9,7 @@ import transformers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from wan_tpu.families.hunyuan15.presets import PRESETS
+from wan_tpu.families.shared.values import set_own_values
 
 _TEXT_WIDTH, _GLYPH_WIDTH, _IMAGE_WIDTH = 32, 24, 16
 _TRANSFORMER: dict[str, Any] = {
@@ -85,6 +86,9 @@ def make_checkpoint(
             "image_encoder": transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**siglip)),
             "feature_extractor": transformers.SiglipImageProcessor(size=size),
         }
+    for part in parts.values():
+        if isinstance(part, torch.nn.Module):
+            set_own_values(part, seed)
     made(**parts).save_pretrained(folder)
     return folder
 

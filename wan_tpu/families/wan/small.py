@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from wan_tpu.families.shared.tokenizer import train_tokenizer
+from wan_tpu.families.shared.values import set_own_values
 from wan_tpu.families.wan.components import SPARSE, diffusers_expert
 from wan_tpu.families.wan.presets import PRESETS, VAE_21, VAE_22, WanConfig
 
@@ -64,17 +65,18 @@ def make_checkpoint(
         settings |= {"kept_blocks": 0.3}  # of few
     settings |= transformer or {}
     residual = preset.vae is VAE_22
-    for name in experts:
-        _save_expert(folder / name, settings)
+    for number, name in enumerate(experts):
+        _save_expert(folder / name, settings, seed + number)
     small_vae = (VAE_22 | {"base_dim": 8, "decoder_base_dim": 8, "num_res_blocks": 1}) if residual else VAE_21 | _VAE
-    diffusers.AutoencoderKLWan.from_config(small_vae | (vae or {})).save_pretrained(folder / "vae")
+    autoencoder = diffusers.AutoencoderKLWan.from_config(small_vae | (vae or {}))
+    set_own_values(autoencoder, seed).save_pretrained(folder / "vae")
     tokenizer = train_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
     text = _TEXT_ENCODER | {"vocab_size": len(tokenizer), "d_model": settings["text_dim"]}
     config = transformers.UMT5Config(**(preset.text_encoder | text))
-    transformers.UMT5EncoderModel(config).save_pretrained(folder / "text_encoder")
+    set_own_values(transformers.UMT5EncoderModel(config), seed).save_pretrained(folder / "text_encoder")
     if clip:
-        _save_image_encoder(folder)
+        _save_image_encoder(folder, seed)
     diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=preset.shift if shift is None else shift
     ).save_pretrained(folder / "scheduler")
@@ -82,17 +84,17 @@ def make_checkpoint(
     return folder
 
 
-def _save_expert(folder: Path, settings: dict[str, Any]) -> None:
+def _save_expert(folder: Path, settings: dict[str, Any], seed: int) -> None:
     sparse = {key: settings[key] for key in SPARSE if key in settings}
-    diffusers_expert(settings).save_pretrained(folder)
+    set_own_values(diffusers_expert(settings), seed).save_pretrained(folder)
     if sparse:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | sparse, indent=2) + "\n")
 
 
-def _save_image_encoder(folder: Path) -> None:
+def _save_image_encoder(folder: Path, seed: int) -> None:
     config = transformers.CLIPVisionConfig(hidden_act="gelu", **_IMAGE_ENCODER)
-    transformers.CLIPVisionModel(config).save_pretrained(folder / "image_encoder")
+    set_own_values(transformers.CLIPVisionModel(config), seed).save_pretrained(folder / "image_encoder")
     size = {"height": _IMAGE_ENCODER["image_size"], "width": _IMAGE_ENCODER["image_size"]}
     transformers.CLIPImageProcessor(size={"shortest_edge": size["height"]}, crop_size=size).save_pretrained(
         folder / "image_processor"

@@ -1,0 +1,86 @@
+"""Every tensor of a checkpoint, tables among them, is read, and what is read changes what is computed."""
+
+import re
+
+import jax
+import pytest
+from jax.interpreters import partial_eval
+from safetensors import safe_open
+
+from wan_tpu.aot.programs import AbstractRuntime, stage_programs
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families.model import open_model
+from wan_tpu.request import GenerationRequest
+from wan_tpu.runtime.components import load_component, open_component
+from wan_tpu.runtime.mesh import make_mesh
+
+# One of each architecture, and what of its files no pipeline of diffusers uses either.
+UNUSED = {
+    "wan2.1-t2v-1.3b": "",
+    "wan2.1-flf2v-14b-720p": r"image_encoder/encoder\.layers\.2\..*",
+    "wan2.2-ti2v-5b": "",
+    "turbowan2.2-i2v-a14b": "",
+    "cogvideox-2b": r"vae/encoder\..*",
+    "cogvideox-5b-i2v": "",
+    "cogvideox1.5-5b-i2v": "",
+    "hunyuanvideo1.5-480p-i2v": r"text_encoder/(layers\.[23]\..*|norm\.weight)|image_encoder/head\..*",
+    "hunyuanvideo1.5-480p-i2v-step-distilled": r"text_encoder/(layers\.[23]\..*|norm\.weight)|image_encoder/head\..*",
+}
+# Read for CLIP's last layer, which Wan leaves out; and for videos, where TI2V 5B is given an image.
+IN_NO_RESULT = r"post_layernorm\..*|encoder\.down_blocks\.\d\.downsampler\.time_conv\..*"
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh((1, 1, 1), heads=2)
+
+
+@pytest.mark.parametrize("kind", UNUSED)
+def test_all_tensors_of_all_files_are_read(kind, checkpoint, mesh):
+    opened, held, read = Checkpoint(checkpoint(kind)), {}, set()
+    for path in opened.path("").rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it isn't a dict)
+                held[f"{path.parent.name}/{name}"] = file.get_tensor(name)
+    for component in open_model(opened).components.values():
+        part = open_component(opened, component, "float32", mesh)
+        for name, weight in part.weights.items():
+            plain = part.plain[name]
+            count = len(weight.blocks) if "*" in plain else 1
+            read |= {f"{component.folder}/{plain.replace('*', str(layer), 1)}" for layer in range(count)}
+    assert {name for name in held if not re.fullmatch(UNUSED[kind], name)} == read
+    # Where all numbers of a tensor are ones or zeros, it could be ignored without a difference.
+    assert [name for name, tensor in held.items() if tensor.unique().numel() == 1 < tensor.numel()] == []
+
+
+def test_a_trained_table_is_read_as_the_file_has_it(checkpoint, mesh):
+    opened = Checkpoint(checkpoint("cogvideox-5b-i2v"))
+    component, name = open_model(opened).components["denoise"], "patch_embed.pos_embedding"
+    loaded = load_component(opened, component, "float32", mesh).params[name]
+    with safe_open(opened.path("transformer") / "diffusion_pytorch_model.safetensors", "np") as file:
+        stored = file.get_tensor(name).astype("float32")
+    assert (jax.device_get(loaded) == stored).all()
+    assert abs(component.build().get_buffer(name).numpy() - stored).mean() > 0.05
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", UNUSED)
+def test_all_that_is_read_changes_what_is_computed(kind, checkpoint, mesh):
+    opened = Checkpoint(checkpoint(kind))
+    model = open_model(opened)
+    runtime = AbstractRuntime(model, mesh, "float32")
+    side = 128 if "5b" in kind and "wan" in kind else 64
+    request = GenerationRequest(prompt="a cat", height=side, width=side * 3 // 2, frames=9).resolve(model.spec.defaults)
+    used = {}
+    for program, arguments, _ in stage_programs(runtime, request).values():
+        with jax.set_mesh(mesh):
+            traced = jax.make_jaxpr(program.function)(*arguments).jaxpr
+        _, needed = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(arguments)]
+        owner = next(n for n in runtime._components if runtime._components[n].params is arguments[0])
+        used.setdefault(owner, set()).update(
+            path[1].key for path, need in zip(paths, needed, strict=True) if need and path[0].idx == 0
+        )
+    for component, names in used.items():
+        read = open_component(opened, model.components[component], "float32", mesh).weights
+        assert [name for name in read if name not in names and not re.fullmatch(IN_NO_RESULT, name)] == [], component

@@ -1,0 +1,17 @@
+"""Values for the tensors of small checkpoints, such that none of them can be ignored without a difference."""
+
+import torch
+
+
+def set_own_values(module: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Give every parameter and persistent buffer of a new module values of its own, as training would; return it.
+
+    Norms start as ones, biases as zeros and tables as sines: a program that ignored such a tensor of a checkpoint, or
+    worked the table out by itself, would compute the same.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parameters = {name for name, _ in module.named_parameters()}
+    for name, tensor in module.state_dict().items():
+        if name not in parameters or bool((tensor == tensor.flatten()[0]).all()):
+            tensor += 0.1 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+    return module
