@@ -53,7 +53,9 @@ class NoiseSchedule:
         if self.spacing == "leading":
             return np.arange(steps)[::-1] * (TRAIN_TIMESTEPS // steps)
         spaced = np.round(np.arange(TRAIN_TIMESTEPS, 0, -TRAIN_TIMESTEPS / steps)).astype(np.int64)
-        return spaced - 1
+        # Of 62 numbers of steps, 61 for example, rounding makes one more, which ends at timestep -1. diffusers runs it,
+        # on a video that is clean by then, with the noise level of timestep 999.
+        return spaced[:steps] - 1
 
     def levels(self, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (timesteps, share of the signal at each, share after it); diffusers' steps all have one length."""

@@ -39,7 +39,9 @@ class Schedule:
     def __post_init__(self) -> None:
         arrays = (self.timesteps, self.alphas, self.sigmas, self.matrices, self.guidance, self.following)
         for array in (one for one in arrays if one is not None):
+            assert len(array) == self.steps, f"{len(array)} numbers for {self.steps} steps"
             array.flags.writeable = False  # it is shared by all who ask for it
+        assert len(self.draws) == self.steps, f"{len(self.draws)} draws for {self.steps} steps"
 
     @property
     def steps(self) -> int:
