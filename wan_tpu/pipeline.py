@@ -1,5 +1,6 @@
 """The whole job on one machine: load a checkpoint, make videos."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,6 +82,7 @@ class Pipeline:
         if resolved.video is None:
             self.initial_state(resolved, noise)  # what is wrong with the noise is said before any work
         self.check_components()
+        resolved = self.fetch_adapters(resolved)
         conditioning = self.encode(resolved)
         state = self.initial_state(resolved, noise, conditioning)
         state = self.denoise(resolved, conditioning, state, on_step=on_step)
@@ -93,6 +95,14 @@ class Pipeline:
         """
         components = self.runtime.model.components
         self.runtime.check(name for name in components if not names or name in names)
+
+    def fetch_adapters(self, request: ResolvedRequest) -> ResolvedRequest:
+        """Return a resolved request with what its adapters' files hold now; no weights are needed for it.
+
+        Raises `InvalidRequest` naming what doesn't fit the model, `Unavailable` when a file can't be read now.
+        """
+        stages_run = [expert.stage for expert in self.experts(request)]
+        return dataclasses.replace(request, loras=self.runtime.fetch_adapters(request.loras, stages_run))
 
     def initial_state(
         self, request: ResolvedRequest, noise: np.ndarray | None = None, conditioning: Conditioning | None = None

@@ -89,6 +89,7 @@ class _Run:
         pipe, request, warnings = self.pipeline, plan.request, list[str]()
         self._check()
         pipe.check_components()
+        request = pipe.fetch_adapters(request)
         self.since = self._now()
         conditioning = pipe.encode(request, warnings.append)
         state = pipe.initial_state(request, conditioning=conditioning)

@@ -15,6 +15,7 @@ def batch(argv: Sequence[str]) -> None:
     add_batch_arguments(parser)
     args = parser.parse_args(argv)
 
+    from actors.batch.checking import CheckingPlanner
     from actors.batch.manifest import read_manifest
     from actors.batch.one_process import OneProcessEngine
     from actors.batch.run import open_batch, say
@@ -29,7 +30,8 @@ def batch(argv: Sequence[str]) -> None:
     precision = args.dtype or PipelineSettings.dtype
     pipe = load_pipeline(args.model_id, precision, (args.dp, args.sp, args.tp), executables=args.executables)
     engine = OneProcessEngine(pipe)
-    manifest, output = read_manifest(args.manifest, engine.model.plan), open_storage(args.output)
+    planner = CheckingPlanner(engine.model, args.model_id)
+    manifest, output = read_manifest(args.manifest, planner), open_storage(args.output)
     spans = LatestSpans()
     opening = open_batch(
         manifest,

@@ -47,6 +47,7 @@ def drive(argv: Sequence[str]) -> None:
 
 
 def _drive(args: argparse.Namespace, given: Collection[str], live: LiveConsole) -> "BatchReport":
+    from actors.batch.checking import CheckingPlanner
     from actors.batch.manifest import read_manifest
     from actors.batch.run import open_batch
     from actors.batch.spans import LatestSpans
@@ -63,7 +64,7 @@ def _drive(args: argparse.Namespace, given: Collection[str], live: LiveConsole) 
         for text in explain_ineffective(args, given, runs):
             live.line(text)
     live.tell("reading the manifest")
-    manifest = read_manifest(args.manifest, spec.model.plan)
+    manifest = read_manifest(args.manifest, CheckingPlanner(spec.model, spec.settings.checkpoint))
     opening = open_batch(
         manifest,
         output,

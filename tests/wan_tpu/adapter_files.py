@@ -1,5 +1,8 @@
 """Writes adapters for a torch module in the formats that are found in the wild, with random numbers."""
 
+import json
+import math
+
 import numpy as np
 import torch
 from safetensors.torch import save_file
@@ -71,3 +74,108 @@ def by_hand(state, made, gain):
         product = (up.double() @ down.double().flatten(1)).reshape(weight.shape)
         changed[f"{name}.weight"] = (weight.double() + gain * product).float()
     return changed
+
+
+_MODULES = [
+    "blocks.0.self_attn.q",
+    "blocks.1.ffn.2",
+    "blocks_1_attn1_to_k",
+    "patch_embedding",
+    "head.head",
+    "blocks.9.x",
+    "",
+]
+_LEAVES = [
+    "lora_down.weight",
+    "lora_up.weight",
+    "lora_A",
+    "lora_B.default.weight",
+    "lora_B.bias",
+    "alpha",
+    "diff",
+    "diff_b",
+]
+_LEAVES += ["diff_m", "dora_scale", "hada_w1_a", "w_norm", "weight"]
+_SHAPES = [
+    [],
+    [0],
+    [1],
+    [48],
+    [4, 48],
+    [48, 4],
+    [0, 48],
+    [48, 0],
+    [96, 4],
+    [4, 96],
+    [4, 48, 1, 1],
+    [1, 1, 48],
+    [1] * 70,
+]
+_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I8": 1, "BOOL": 1, "F4": 1, "": 1}
+_VALUES = [
+    None,
+    True,
+    0,
+    -1,
+    8,
+    "8",
+    "x",
+    [],
+    {},
+    {"q": 4},
+    {"(": 4},
+    {"": None},
+    {"q": "x"},
+    1e300,
+    math.nan,
+    math.inf,
+    "\ud800",
+]
+
+
+def save_made_up(path, random):
+    """Write a file that is nearly an adapter: pairs that fit, and a few tensors, fields and bytes of any kind."""
+    tensors = {}
+    for module in random.sample(["blocks.0.self_attn.q", "blocks.1.self_attn.v", "blocks.0.cross_attn.o"], 2):
+        for leaf, shape in (("lora_down.weight", [4, 48]), ("lora_up.weight", [48, 4]), ("alpha", [])):
+            tensors[f"diffusion_model.{module}.{leaf}"] = shape, "F32"
+    for _ in range(random.choice([0, 0, 1, 3])):
+        prefix = random.choice(["diffusion_model.", "lora_unet_", "transformer.", ""])
+        name = f"{prefix}{random.choice(_MODULES)}.{random.choice(_LEAVES)}"
+        tensors[name] = random.choice(_SHAPES), random.choice(list(_DTYPES)) if random.random() < 0.5 else "F32"
+    if random.random() < 0.2:
+        tensors.pop(random.choice(list(tensors)))
+    header, data = {}, b""
+    for name, (shape, dtype) in tensors.items():
+        numbers = np.full(math.prod(shape), random.choice([0.5, 1, 1e30, np.nan] if random.random() < 0.2 else [0.5]))
+        size = len(numbers) * _DTYPES[dtype]
+        content = numbers.astype(np.float32).tobytes() if dtype == "F32" else random.randbytes(size)
+        fields = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + size]}
+        if random.random() < 0.02:
+            fields[random.choice(list(fields))] = random.choice(_VALUES)
+        header[name], data = fields, data + content
+    said = {
+        key: random.choice(_VALUES)
+        for key in ("lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
+        if random.random() < 0.2
+    }
+    config = path.with_name("adapter_config.json")
+    config.unlink(missing_ok=True)
+    if random.random() < 0.3:
+        header["__metadata__"] = {
+            "lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in said.items()})
+        }
+    elif random.random() < 0.1:
+        header["__metadata__"] = random.choice(
+            [None, [], {"lora_adapter_metadata": 3}, {"lora_adapter_metadata": "[]"}]
+        )
+    elif random.random() < 0.5:
+        config.write_text(json.dumps(random.choice([said, said, said, *_VALUES])))
+    encoded = json.dumps(header).encode()
+    content = bytearray(len(encoded).to_bytes(8, "little") + encoded + data)
+    if random.random() < 0.15:
+        content[random.randrange(len(encoded) + 8)] = random.randrange(256)
+    if random.random() < 0.05:
+        del content[random.randrange(len(content)) :]
+    path.write_bytes(content)
+    return str(path)

@@ -12,6 +12,7 @@ from safetensors.torch import save
 from tests.actors.gcs_server import Emulator
 from wan_tpu.adapters.files import find, read
 from wan_tpu.bucket import BucketFolder
+from wan_tpu.checkpoint import weight_file
 from wan_tpu.errors import InvalidRequest
 
 COMMITS = "0" * 39 + "1", "0" * 39 + "2"
@@ -49,13 +50,17 @@ def test_version_of_an_adapter_in_a_bucket_has_that_of_its_alpha(folder):
 
 
 def test_names_with_brackets_mean_themselves(folder):
+    """Names of objects are never patterns: neither when a file is looked for, nor when it is read."""
     bucket = BucketFolder(folder)
-    for name in ("a[1].safetensors", "a1.safetensors", "deeper/b.safetensors"):
-        bucket.write(name, b"")
-    assert find(f"{folder}/a[1].safetensors").weights.address == f"{folder}/a[1].safetensors"
-    with pytest.raises(InvalidRequest, match=r"has a1\.safetensors, a\[1\]\.safetensors; name one of these"):
+    for name in ("a [1] (2)*.safetensors", "a 1 (2)*.safetensors", "deeper/b.safetensors", "deeper/x/c.safetensors"):
+        bucket.write(name, save(PAIR))
+    path = f"{folder}/a [1] (2)*.safetensors"
+    assert find(path).weights.address == weight_file(path).address == path
+    assert gain_of(path) == 1
+    with pytest.raises(InvalidRequest, match=r"has a 1 \(2\)\*\.safetensors, a \[1\] \(2\)\*\.safetensors; name one"):
         find(folder)
     assert find(f"{folder}/deeper").weights.address == f"{folder}/deeper/b.safetensors"
+    assert list(BucketFolder(folder).files("deeper")) == ["b.safetensors"]
 
 
 # ---- the hub

@@ -1,7 +1,10 @@
 """Adapters: what is made of files in the wild is what diffusers makes of them, or what is computed by hand."""
 
+import asyncio
+import contextlib
 import json
 import os
+import random
 import re
 
 import diffusers
@@ -9,15 +12,21 @@ import numpy as np
 import pytest
 import torch
 
+from actors.batch.checking import CheckingPlanner
+from actors.batch.manifest import read_manifest
+from actors.batch.one_process import OneProcessEngine
+from actors.cli import main
 from tests.conftest import denoised
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.test_parity import PIXEL_TOLERANCE
 from wan_tpu import GenerationRequest, load_pipeline
+from wan_tpu.adapters import merging
 from wan_tpu.adapters.adapter import Targets
 from wan_tpu.adapters.files import find, read
 from wan_tpu.adapters.merging import KEPT, Adapters
 from wan_tpu.errors import InvalidRequest, Unavailable
 from wan_tpu.lora import Lora, lora_of
+from wan_tpu.pipeline import Pipeline
 from wan_tpu.runtime.bridge import ScannedBlocks
 
 RELATIVE = 1e-5  # to the largest value: float32 rounding of a merged weight, and what six steps make of it
@@ -74,6 +83,16 @@ FORMATS = {
     "diffusion-pipe": ("diffusion_model.", "lora_A", "lora_B", None, False),
     "musubi": ("lora_unet_", "lora_down", "lora_up", 2, True),
 }
+# Of what other trainers write and diffusers doesn't read: as above, and whether modules go by diffusers' names.
+OTHER_FORMATS = {
+    "videox-fun": ("lora_unet__", "lora_down", "lora_up", 2, True, False),
+    "diffsynth": ("pipe.dit.", "lora_A.default", "lora_B.default", None, False, False),
+    "onetrainer": ("lora_transformer_", "lora_down", "lora_up", 2, True, True),
+    "onetrainer, with dots": ("lora_transformer.", "lora_down", "lora_up", 2, False, True),
+    "lycoris": ("lycoris_", "lora_down", "lora_up", 2, True, True),
+    "compiled": ("transformer._orig_mod.", "lora_A", "lora_B", None, False, True),
+    "distributed": ("base_model.model.module.", "lora_A.default", "lora_B.default", None, False, True),
+}
 
 
 @pytest.mark.parametrize(("form", "stage"), [*((form, "denoise_high") for form in FORMATS), ("musubi", "denoise_low")])
@@ -93,6 +112,30 @@ def test_files_in_wans_names_are_applied_as_diffusers_does(form, stage, checkpoi
     assert (got["blocks.1.attn1.to_q.weight"] - base["blocks.1.attn1.to_q.weight"]).abs().max() > 0.01
     other = "low" if expert == "high" else "high"
     assert pipeline(KIND).resolve(request(loras=[f"{path}@{other}"])).loras_for(stage) == ()
+
+
+@pytest.mark.parametrize("form", OTHER_FORMATS)
+def test_files_of_other_trainers_are_applied(form, pipeline, transformer, tmp_path):
+    prefix, down, up, alpha, underscores, own = OTHER_FORMATS[form]
+    names = files.blocks(transformer, files.WAN)
+    made = files.factors(transformer, names)
+    written = {name: name if own else original for name, original in names.items()}
+    tensors = files.named(made, written, prefix, down, up, alpha=alpha, underscores=underscores)
+    path = files.save(tensors, tmp_path / "x.safetensors")
+    expected = files.by_hand(transformer.state_dict(), made, 1.0 if alpha is None else alpha / 4)
+    assert_same(merged(pipeline(KIND), "denoise_high", path), expected)
+
+
+def test_factors_without_weight_in_their_names_and_norms_of_lycoris_are_applied(pipeline, transformer, tmp_path):
+    state, norm = transformer.state_dict(), "blocks.0.norm2"
+    made = files.factors(transformer, ["blocks.0.attn1.to_q"])
+    tensors = files.named(made, {"blocks.0.attn1.to_q": "blocks.0.attn1.to_q"}, "")
+    tensors = {name.removesuffix(".weight"): value for name, value in tensors.items()}
+    tensors |= {f"{norm}.w_norm": torch.ones(48), f"{norm}.b_norm": torch.full((48,), 2.0)}
+    expected = files.by_hand(state, made, 1.0)
+    expected |= {f"{norm}.weight": state[f"{norm}.weight"] + 1, f"{norm}.bias": state[f"{norm}.bias"] + 2}
+    path = files.save(tensors, tmp_path / "x.safetensors")
+    assert_same(merged(pipeline(KIND), "denoise_high", path), expected)
 
 
 def test_what_diffusers_saves_is_applied_as_it_does(checkpoint, pipeline, tmp_path):
@@ -149,10 +192,10 @@ def test_what_diffusers_drops_is_applied(pipeline, transformer, tmp_path):
         "patch_embedding.bias": "patch_embedding.diff_b",
         "proj_out.bias": "head.head.diff_b",
     }
-    random = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     expected = files.by_hand(state, made, 1.0)
     for own, name in given.items():
-        tensors[f"diffusion_model.{name}"] = torch.randn(state[own].shape, generator=random)
+        tensors[f"diffusion_model.{name}"] = torch.randn(state[own].shape, generator=generator)
     path = files.save(tensors, tmp_path / "lightning.safetensors")
     twice = files.by_hand(state, made, 0.5)
     for own, name in given.items():
@@ -278,6 +321,19 @@ def test_cogvideox_as_diffusers_has_it(checkpoint, pipeline, tmp_path):
     assert_same(merged(pipeline(kind), "denoise", str(tmp_path)), pipe.transformer.state_dict())
 
 
+def test_cogvideox_as_videox_fun_writes_it(checkpoint, pipeline, tmp_path):
+    kind = "cogvideox1.5-5b"
+    kind_of = diffusers.CogVideoXTransformer3DModel
+    transformer = kind_of.from_pretrained(checkpoint(kind), subfolder="transformer")
+    names = [
+        f"transformer_blocks.1.{name}" for name in ("attn1.to_q", "attn1.to_out.0", "ff.net.0.proj", "norm1.linear")
+    ]
+    made = files.factors(transformer, names)
+    tensors = files.named(made, {name: name for name in names}, "lora_unet__", alpha=2, underscores=True)
+    path = files.save(tensors, tmp_path / "x.safetensors")
+    assert_same(merged(pipeline(kind), "denoise", path), files.by_hand(transformer.state_dict(), made, 0.5))
+
+
 HUNYUAN = {
     "transformer_blocks.0.attn.to_q": "double_blocks.0.img_attn_q",
     "transformer_blocks.1.attn.to_k": "double_blocks.1.img_attn_k",
@@ -302,14 +358,29 @@ def test_hunyuan_in_its_own_names(underscores, checkpoint, pipeline, tmp_path):
     prefix = "lora_unet_" if underscores else "diffusion_model."
     tensors = files.named(made, HUNYUAN, prefix, alpha=2, underscores=underscores)
     refiner = "context_embedder.token_refiner.refiner_blocks.0.attn"
-    fused = files.factors(transformer, [f"{refiner}.{name}" for name in ("to_q", "to_k", "to_v")], seed=1)
-    down = next(iter(fused.values()))[0]
-    fused = {name: (down, up) for name, (_, up) in fused.items()}
-    whole = {"x": (down, torch.cat([up for _, up in fused.values()]))}
-    name = "txt_in.individual_token_refiner.blocks.0.self_attn_qkv"
-    tensors |= files.named(whole, {"x": name}, prefix, alpha=2, underscores=underscores)
+    block = "transformer_blocks.0.attn"
+    for names, name in (
+        (
+            [f"{refiner}.{part}" for part in ("to_q", "to_k", "to_v")],
+            "txt_in.individual_token_refiner.blocks.0.self_attn_qkv",
+        ),
+        ([f"{block}.{part}" for part in ("add_q_proj", "add_k_proj", "add_v_proj")], "double_blocks.0.txt_attn.qkv"),
+    ):
+        fused = files.factors(transformer, names, seed=1)
+        down = next(iter(fused.values()))[0]
+        made |= {name: (down, up) for name, (_, up) in fused.items()}
+        whole = {"x": (down, torch.cat([up for _, up in fused.values()]))}
+        tensors |= files.named(whole, {"x": name}, prefix, alpha=2, underscores=underscores)
+    comfy = {
+        f"{block}.to_out.0": "double_blocks.0.img_attn.proj",
+        "transformer_blocks.1.ff.net.0.proj": "double_blocks.1.img_mlp.0",
+    }
+    made |= files.factors(transformer, list(comfy), seed=2)
+    tensors = {name: value for name, value in tensors.items() if not re.search("0.img_attn.proj", name)}
+    more = {name: made[name] for name in comfy}
+    tensors |= files.named(more, comfy, prefix, alpha=2, underscores=underscores)
     path = files.save(tensors, tmp_path / "x.safetensors")
-    assert_same(merged(pipeline(kind), "denoise", path), files.by_hand(transformer.state_dict(), made | fused, 0.5))
+    assert_same(merged(pipeline(kind), "denoise", path), files.by_hand(transformer.state_dict(), made, 0.5))
 
 
 # ---- what is refused
@@ -420,6 +491,21 @@ def test_impossible_alphas_of_a_configuration_are_refused(config, said, good, pi
     assert raised.value.field == "loras"
 
 
+def test_made_up_files_are_read_or_refused_whole(pipeline, tmp_path):
+    """Whatever stands in a file: `InvalidRequest`, or finite numbers."""
+    runtime = pipeline(KIND).runtime
+    targets = Targets(runtime.model.components["denoise_high"], runtime.component("denoise_high"))
+    read_whole = 0
+    for seed in range(400):
+        path = files.save_made_up(tmp_path / "x.safetensors", random.Random(seed))
+        with contextlib.suppress(InvalidRequest):
+            adapter = targets.adapter(path, read(find(path), path))
+            read_whole += 1
+            gains = [factors.gain for factors in adapter.factors.values()]
+            assert all(np.isfinite(array).all() for array in (*gains, *adapter.differences.values())), seed
+    assert 40 < read_whole < 300
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -525,33 +611,61 @@ def test_file_that_is_replaced_while_it_is_read_is_read_again_later(transformer,
         read(found, path)
 
 
+def test_adapters_are_checked_before_anything_is_computed(checkpoint, pipeline, good, tmp_path, monkeypatch, capsys):
+    far = {name.replace("blocks.0", "blocks.30"): value for name, value in good.items()}
+    path = files.save(far, tmp_path / "far.safetensors")
+    files.save(good, tmp_path / "good.safetensors")
+    pipe, model = pipeline(KIND), checkpoint(KIND)
+    monkeypatch.setattr(Pipeline, "encode", lambda *args: pytest.fail("the encoder has run"))
+    with pytest.raises(InvalidRequest, match="another model"):
+        pipe.generate(request(loras=[path]))
+    with contextlib.closing(OneProcessEngine(pipe)) as engine, pytest.raises(InvalidRequest, match="another model"):
+        plan = engine.model.plan(request(loras=[path]))
+        asyncio.run(engine.generate(plan, id="a", on_event=lambda span: None))
+    for command, output in (("generate", "--output"), ("stage1", "--output_dir")):
+        out = str(tmp_path / command)
+        assert main([command, "--model_id", str(model), "--prompt", "a cat", "--lora", path, output, out]) == 2
+        assert "another model" in capsys.readouterr().err
+    manifest = tmp_path / "requests.jsonl"
+    loras = [path], ["good.safetensors"], ["/elsewhere/x.safetensors"], ["good.safetensors", path]
+    manifest.write_text("\n".join(json.dumps({"prompt": "a cat", "loras": paths}) for paths in loras))
+    read_lines = read_manifest(manifest, CheckingPlanner(pipe.runtime.model.spec, str(model)))
+    assert [bad.line for bad in read_lines.bad] == [1, 4]
+    assert "another model" in read_lines.bad[0].reason
+
+
 class Stopped(BaseException):
     """As KeyboardInterrupt, which comes at any time."""
 
 
-def test_base_is_whole_after_a_merge_in_place_was_interrupted(checkpoint, pipeline, transformer, tmp_path):
+def test_base_is_whole_after_a_merge_in_place_was_interrupted(checkpoint, pipeline, transformer, tmp_path, monkeypatch):
+    """At any of its weights, before it is changed or after."""
     names = files.blocks(transformer, files.WAN)
     path = files.save(files.named(files.factors(transformer, names), names, ""), tmp_path / "x.safetensors")
     lean = load_pipeline(checkpoint(KIND), "float32", (1, 1, 1), keep_weights=False).runtime
-    changed = []
+    whole, change = pipeline(KIND).runtime, merging._changed
 
-    def stop(program):
-        """Told before a program is compiled: of the merges, which are several, let the first one end."""
-        if program is not None and program.startswith("apply adapters"):
-            changed.append(program)
-            if len(changed) > 1:
-                raise Stopped
-
-    lean.on_compile = stop
-    with pytest.raises(Stopped):
-        lean.component("denoise_high", (lora_of(path),))
-    lean.on_compile = lambda program: None
-    expected = pipeline(KIND).runtime
-    for loras in ((), (lora_of(path),)):
-        got, wanted = (runtime.component("denoise_high", loras).params for runtime in (lean, expected))
-        assert got.keys() == wanted.keys()
+    def assert_whole(*loras):
+        got, expected = (runtime.component("denoise_high", loras).params for runtime in (lean, whole))
+        assert got.keys() == expected.keys()
         for name, array in got.items():
-            assert np.array_equal(np.asarray(array), np.asarray(wanted[name])), name
+            assert np.array_equal(np.asarray(array), np.asarray(expected[name])), name
+
+    for last in range(len(files.WAN)):
+        changed = []
+
+        def stop(*call, last=last, changed=changed):
+            changed.append(change(*call))
+            if len(changed) > last:
+                raise Stopped
+            return changed[-1]
+
+        monkeypatch.setattr(merging, "_changed", stop)
+        with pytest.raises(Stopped):
+            lean.component("denoise_high", (lora_of(path),))
+        monkeypatch.undo()
+        assert_whole()
+    assert_whole(lora_of(path))
 
 
 def test_one_request_in_the_least_memory(checkpoint, pipeline, transformer, tmp_path):

@@ -155,6 +155,9 @@ def test_source_that_has_changed_leaves_nothing_of_what_it_was(checkpoint, tmp_p
         assert changes[0].gain == changes[1].gain
         assert torch.equal(changes[0].tensors["up"], changes[1].tensors["up"])
 
+    assert main(["weights", "convert", str(checkpoint(kind)), str(destination)]) == 2
+    assert "the destination has a wan_tpu.json" in capsys.readouterr().err
+
 
 def add_presets_with_adapters(folder):
     """Give a checkpoint a preset with a file and a folder of its own, and one that lies elsewhere."""

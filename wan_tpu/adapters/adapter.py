@@ -3,7 +3,7 @@
 import functools
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,12 +13,14 @@ import torch
 
 from wan_tpu.adapters.files import ModuleChange, checksum_of, find, read, refuse
 from wan_tpu.runtime.bridge import ScannedBlocks
-from wan_tpu.runtime.components import DTYPES, MATRICES, SCALE, Component, Loaded, original_name
+from wan_tpu.runtime.component_files import original_name
+from wan_tpu.runtime.components import DTYPES, MATRICES, SCALE, Component, Loaded
 from wan_tpu.runtime.weights import as_numpy
 
 log = logging.getLogger(__name__)
 
 _MODULATION = "scale_shift_table"  # what diffusers calls the parameter that `diff_m` changes
+_FUSED = re.compile(r"_([qkv])(_proj)?\.\w+$")  # to_q and add_q_proj, which are one matrix with others in some names.
 _LEAVES = {"diff": "weight", "diff_b": "bias", "up_bias": "bias", "diff_m": _MODULATION}
 
 
@@ -56,12 +58,16 @@ class Adapter:
 
 
 class _Slot(NamedTuple):
-    """Where a parameter of diffusers' module lies: a program's weight, and its layer in it if it is a stack."""
+    """Where a parameter of diffusers' module lies: a program's weight, and its layer in it if it is a stack.
+
+    part  which of several that are one matrix elsewhere: queries come first, then keys, then values
+    """
 
     weight: str
     layer: int | None
     shape: tuple[int, ...]
     change: Callable[[np.ndarray], np.ndarray] | None
+    part: int
 
 
 class _Weight(NamedTuple):
@@ -97,16 +103,20 @@ class Targets:
             shape = tuple(array.shape) if depth is None else tuple(array.shape[1:])
             for layer in [None] if depth is None else range(depth):
                 own = name if layer is None else f"{path}.{layer}.{rest}"
-                self._add(own, component.originals, _Slot(name, layer, shape, change))
+                part = _FUSED.search(own)
+                self._add(own, component, _Slot(name, layer, shape, change, "qkv".find(part[1]) if part else 0))
 
-    def _add(self, own: str, originals: Sequence[tuple[str, str]], slot: _Slot) -> None:
-        original = original_name(own, originals)
+    def _add(self, own: str, component: Component, slot: _Slot) -> None:
+        original = original_name(own, component.originals)
+        names = own, original, original_name(original, component.aliases)
         leaf = own.rpartition(".")[2]
-        known = {(name.rpartition(".")[0], leaf) for name in (own, original)}
+        known = {(name.rpartition(".")[0], leaf) for name in names}
         if leaf not in ("weight", "bias"):  # a parameter that no module has for itself goes by its whole name too
-            known |= {(name, "weight") for name in (own, original)}
+            known |= {(name, "weight") for name in names}
         for module, leaf in known | {(module.replace(".", "_"), leaf) for module, leaf in known}:
-            self._slots.setdefault((module, leaf), []).append(slot)
+            slots = self._slots.setdefault((module, leaf), [])
+            slots.append(slot)
+            slots.sort(key=lambda slot: slot.part)
 
     def read(self, path: str) -> Adapter:
         """Read a file; raises `InvalidRequest` naming the tensors that don't belong to this model."""

@@ -1,5 +1,6 @@
 """Whether adapters fit a model, found out without its weights."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -16,12 +17,21 @@ from wan_tpu.runtime.mesh import AXES
 
 def check(checkpoint: str, loras: Sequence[Lora]) -> None:
     """Read adapters' files; raises `InvalidRequest` naming the tensors that don't fit the model's experts."""
+    targets = _targets(checkpoint)
+    for lora in loras:
+        for stage in targets:
+            if lora.is_for(stage):
+                targets[stage].read(lora.path)
+                break  # the other expert has the same shapes
+
+
+@functools.lru_cache(1)
+def _targets(checkpoint: str) -> dict[str, Targets]:
+    """Return what adapters may change of each of a model's experts."""
     model = open_model(Checkpoint(checkpoint))
     mesh = Mesh(np.array(jax.local_devices(backend="cpu")[:1]).reshape(1, 1, 1), AXES)
-    for stage in model.spec.denoise_stages:
-        mine = [lora for lora in loras if lora.is_for(stage)]
-        if mine:
-            component = model.components[stage]
-            targets = Targets(component, abstract_component(component, "bfloat16", mesh))
-            for lora in mine:
-                targets.read(lora.path)
+    components = {stage: model.components[stage] for stage in model.spec.denoise_stages}
+    return {
+        stage: Targets(component, abstract_component(component, "bfloat16", mesh))
+        for stage, component in components.items()
+    }

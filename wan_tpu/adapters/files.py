@@ -2,8 +2,8 @@
 
 Formats: peft's and diffusers' `lora_A`, `lora_B`; kohya's and musubi-tuner's `lora_down`, `lora_up` with `alpha`, and
 their names in which underscores stand for dots; whole differences `diff` (weight), `diff_b` (bias), `diff_m`
-(modulation) as LightX2V and Kijai publish them. Alpha may also stand in the header (`lora_adapter_metadata`, diffusers)
-or beside the file (adapter_config.json, peft).
+(modulation) as LightX2V and Kijai publish them, LyCORIS' `w_norm` and `b_norm`. Alpha may also stand in the header
+(`lora_adapter_metadata`, diffusers) or beside the file (adapter_config.json, peft).
 """
 
 import contextlib
@@ -31,16 +31,30 @@ from wan_tpu.sources.hub import explain_hub_errors
 
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # it always saves both
 LARGEST = 8 * 2**30  # bytes of a file: a difference of every weight of a 14B model would be 28
+_LARGEST_ALPHA = 1e30  # Far beyond any, and float32 has it.
 _ENDING = ".safetensors"
-_PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.", "lora_unet_")
+# What programs put before a module's name: peft, DistributedDataParallel, ComfyUI, DiffSynth, diffusers, OneTrainer.
+_PREFIXES = (
+    "base_model.model.",
+    "module.",
+    "model.diffusion_model.",
+    "diffusion_model.",
+    "pipe.dit.",
+    "transformer.",
+    "lora_transformer.",
+)
+# Before names whose dots are underscores: kohya, musubi-tuner, OneTrainer, LyCORIS. VideoX-Fun writes one more "_".
+_FLAT_PREFIX = re.compile(r"^(lora_unet|lora_transformer|lycoris)_{1,2}")
+_COMPILED = "_orig_mod."  # torch.compile puts it in names, of the whole module or of its blocks.
 # What follows a module's name. Of `lora_A.default.weight`, "default" is the name that peft gave the adapter.
+_LEAF = r"(\.(?!weight$|bias$)\w+)?(\.weight)?$"
 _PARTS = (
-    ("down", re.compile(r"\.(lora_A|lora_down|lora\.down|lora_linear_layer\.down)(\.\w+)?\.weight$")),
-    ("up", re.compile(r"\.(lora_B|lora_up|lora\.up|lora_linear_layer\.up)(\.\w+)?\.weight$")),
+    ("down", re.compile(rf"\.(lora_A|lora_down|lora\.down|lora_linear_layer\.down){_LEAF}")),
+    ("up", re.compile(rf"\.(lora_B|lora_up|lora\.up|lora_linear_layer\.up){_LEAF}")),
     ("up_bias", re.compile(r"\.(lora_B|lora_up|lora\.up)(\.\w+)?\.bias$")),
     ("alpha", re.compile(r"\.alpha$")),
-    ("diff", re.compile(r"\.diff$")),
-    ("diff_b", re.compile(r"\.diff_b$")),
+    ("diff", re.compile(r"\.(diff|w_norm)$")),
+    ("diff_b", re.compile(r"\.(diff_b|b_norm)$")),
     ("diff_m", re.compile(r"\.diff_m$")),
 )
 T = TypeVar("T")
@@ -251,8 +265,10 @@ def _misfit(part: str, value: torch.Tensor) -> str | None:
 
 def _parsed(name: str) -> tuple[str, str | None]:
     """Return a tensor's module and part; None for what isn't known."""
+    name = name.replace(_COMPILED, "")
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
+    name = _FLAT_PREFIX.sub("", name)
     for part, pattern in _PARTS:
         if found := pattern.search(name):
             return name[: found.start()], part
@@ -289,7 +305,7 @@ def _gain(module: str, change: ModuleChange, config: Mapping[str, Any]) -> float
     if said is None:
         return 1.0
     try:
-        if not math.isfinite(alpha := float(said)):
+        if not abs(alpha := float(said)) < _LARGEST_ALPHA:  # NaN is no less
             raise ValueError
     except (OverflowError, TypeError, ValueError):
         where = "lora_alpha" if named is None else f"alpha_pattern for {named}"

@@ -78,6 +78,7 @@ def encode(argv: Sequence[str]) -> None:
     pipe = arguments.pipeline_from(args)
     request = pipe.resolve(given)
     assert pipe.runtime.model.checkpoint is not None
+    pipe.fetch_adapters(request)  # what is wrong with them is said before any work
     recorder = Recorder(pipe.runtime)
     conditioning = encode_recorded(pipe, recorder, request)
     source = pipe.runtime.model.checkpoint.source
@@ -120,6 +121,7 @@ def denoise(argv: Sequence[str]) -> None:
     if conditioning.video_latents is None:
         spec.check(request, image=given, last=spec.last_images == "required")
     pipe.check_components(*spec.denoise_stages)
+    request = pipe.fetch_adapters(request)
     state = resumed or pipe.initial_state(request, conditioning=conditioning)
     stop = spec.experts(request)[0].stop if args.stop_after_high else None
     if args.warmup_steps:

@@ -48,7 +48,7 @@ class Component:
     renames   (pattern, replacement) applied to the names in the files
     changes   (pattern, function) applied to the values of weights whose whole name matches, as they are read
     originals (pattern, replacement) that make the name which a parameter had where the model was first published: files
-              of adapters have either. Several of one name were one matrix there, its rows in the module's order
+              of adapters have either. Several of one name were one matrix there: queries, keys, values
     aliases   (pattern, replacement) that make of an original name the one that other programs, and so trainers, give it
     absent    patterns of modules that this model's siblings have, and it has nothing that they would work on: changes
               of them have no effect, and are no error

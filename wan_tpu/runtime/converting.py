@@ -68,16 +68,20 @@ def convert(
         )
     others = checkpoint.others()
     adapters = checkpoint.adapters(json.loads(others.get(OWN, b"{}")))
+    kept = [name for name, folder in folders.items() if _is_there(name, folder, destination)]
+    if len(kept) < len(folders) and OWN not in others and destination.has(OWN):
+        raise CheckpointError(
+            f"the destination has a {OWN}, and {checkpoint.source} has none: it is another model's; "
+            "delete it, or give another folder"
+        )
     for name, content in others.items():
         destination.write(name, content)
     for name, adapter in adapters.items():
         with destination.open(name) as out:
             for start in range(0, adapter.size, _COPIED_BYTES):
                 out.write(adapter.read(start, min(start + _COPIED_BYTES, adapter.size)))
-    kept = []
     for name, folder in folders.items():
-        if _is_there(name, folder, destination):
-            kept.append(name)
+        if name in kept:
             continue
         checksums = _write(f"{name}/{FILE}", folder.weights, destination, progress)
         folder.check_unchanged()

@@ -67,6 +67,14 @@ _ORIGINALS = (
     (r"^(double_blocks\.\d+)\.ff_context\.net\.2\.", r"\1.txt_mlp.fc2."),
     (r"^proj_out\.", "final_layer.linear."),
 )
+# ComfyUI's names: queries, keys and values are one matrix in them.
+_ALIASES = (
+    (r"_attn_(qkv|[qkv])\.", "_attn.qkv."),
+    (r"_attn_proj\.", "_attn.proj."),
+    (r"mlp\.fc1\.", "mlp.0."),
+    (r"mlp\.fc2\.", "mlp.2."),
+    (r"_mod\.linear\.", "_mod.lin."),
+)
 _UNUSED_LAYERS = 2  # of Qwen, the last ones: the model reads hidden_states[-3]
 
 
@@ -84,6 +92,7 @@ def transformer(config: HunyuanConfig) -> Component:
         matrices=expert.MATRICES,
         changes=((projections, functools.partial(half_split, heads)), (norms, functools.partial(half_split, 1))),
         originals=_ORIGINALS,
+        aliases=_ALIASES,
     )
 
 

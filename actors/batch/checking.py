@@ -1,0 +1,45 @@
+"""A manifest's requests planned, and their adapters looked at before anything is computed."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from wan_tpu.errors import Unavailable
+from wan_tpu.identity import identify
+from wan_tpu.lora import Lora
+from wan_tpu.request import GenerationRequest
+from wan_tpu.spec import ModelSpec, RequestPlan
+
+
+class CheckingPlanner:
+    """Plans requests as a model does, and refuses those whose adapters don't fit it. Each adapter is read once.
+
+    An adapter that this machine can't see is left to the slices: they may have it.
+    """
+
+    def __init__(self, spec: ModelSpec, checkpoint: str) -> None:
+        self._spec, self._checkpoint = spec, checkpoint
+        self._checked: set[Lora] = set()
+
+    def __call__(
+        self, request: GenerationRequest, *, image: bool, last: bool, picture: tuple[int, int] | None
+    ) -> RequestPlan:
+        """Return what a request takes; raises `InvalidRequest` where the model can't make it."""
+        plan = self._spec.plan(request, image=image, last=last, picture=picture)
+        for lora in plan.request.loras:
+            if lora not in self._checked:
+                with contextlib.suppress(Unavailable):  # now; the request may be right
+                    self._check(lora)
+                self._checked.add(lora)
+        return plan
+
+    def _check(self, lora: Lora) -> None:
+        here = Path(lora.path).exists() or (lora.path.startswith("gs://") and identify(lora.path) is not None)
+        if not here:
+            return
+        if "jax" not in sys.modules:  # this computes nothing: accelerators of this machine are for the slices
+            os.environ["JAX_PLATFORMS"] = "cpu"
+        from wan_tpu.adapters.checking import check  # torch and JAX take seconds
+
+        check(self._checkpoint, [lora])
