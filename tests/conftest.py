@@ -15,6 +15,7 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # its 15 is below what 
 # numpy's and torch's threads spin while they wait for each other: beside other tests that took ten times as long.
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["DIFFUSERS_VERBOSITY"] = os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # as commands set it
 os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"  # else reading a video back forks in Python, beside JAX's threads
 
 import functools

@@ -73,7 +73,7 @@ class DiskFolder:
                 yield file
             part.rename(path)
         except OSError as error:
-            raise OutputError(f"can't write {path} ({error})") from error
+            raise OutputError(f"can't write {path} ({error.strerror or error})") from error
         finally:
             part.unlink(missing_ok=True)
 

@@ -1,11 +1,16 @@
 """How every command ends: with one line and an exit code. `actors.cli` has the table of commands."""
 
 import _thread
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from wan_tpu.errors import WanTpuError
+
+NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
+_GOOGLE = "0x1ae0"  # As a vendor of PCI devices.
 
 
 def run(
@@ -19,6 +24,7 @@ def run(
     expected  what else it raises on purpose; its `exit_code` is used, 1 without
     """
     known: tuple[type[Exception], ...] = (WanTpuError, *expected)
+    _quiet_libraries()
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     sys.unraisablehook = _keep_interrupt
     try:
@@ -29,6 +35,26 @@ def run(
     except KeyboardInterrupt as interrupt:
         print("interrupted", file=sys.stderr)
         return getattr(interrupt, "exit_code", 130)
+
+
+def _quiet_libraries() -> None:
+    """Keep libraries from writing what is nothing to a user; each reads this when it is imported."""
+    for name in ("DIFFUSERS_VERBOSITY", "TRANSFORMERS_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+    if "JAX_PLATFORMS" not in os.environ and not _has_tpu():
+        # JAX asks libtpu, where that is installed, which looks for what describes a TPU VM, with ten lines of errors.
+        for name, value in NO_TPU.items():
+            os.environ.setdefault(name, value)
+
+
+def _has_tpu() -> bool:
+    """Whether this machine may have a TPU: by its PCI devices, as JAX knows them, or its device files."""
+    if any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*")):
+        return True
+    try:
+        return any(file.read_text().strip() == _GOOGLE for file in Path("/sys/bus/pci/devices").glob("*/vendor"))
+    except OSError:
+        return True  # It can't be told: nothing is changed then.
 
 
 def _keep_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:

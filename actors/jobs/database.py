@@ -178,7 +178,10 @@ def _postgresql(url: URL) -> Engine:
 def _sqlite(url: URL) -> Engine:
     assert url.database is not None
     file = Path(url.database)
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StoreError(f"the folder of {file} can't be made ({error.strerror}); give another path") from None
     with contextlib.suppress(OSError):  # SQLite says what is wrong; beside it the same mode is used
         file.touch(mode=0o600)
     engine = sqlalchemy.create_engine(

@@ -29,7 +29,9 @@ class Prices:
         source = resources.files("cluster.costs") / "prices.yaml" if path is None else path
         try:
             return validated(cls, parsed(source.read_text()), {cls: _FORM})
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise PriceError(f"{source} can't be read ({error.strerror})") from None
+        except ValueError as error:
             raise PriceError(f"{source}: {error}") from None
 
     def chip_hour(self, kind: SliceSpec, capacity: str, region: str | None = None) -> float:

@@ -118,6 +118,7 @@ class EmulatedCluster:
         """
         slices = tuple(slices)
         folder = (folder or default_folder()).absolute()
+        _check_folder(folder)
         _refuse_second(folder, slices)
         _check_name()
         temp = Path(tempfile.mkdtemp(prefix="wan-"))
@@ -200,13 +201,22 @@ class EmulatedCluster:
 
     def _save(self) -> None:
         state = {"temp": str(self.temp), "address": self.address, "dashboard": self.dashboard}
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_own(self.folder)
         part = self.folder / f"{STATE}.part"
         part.unlink(missing_ok=True)
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump(state, file, indent=1)
         part.replace(self.folder / STATE)
+
+
+def _check_folder(folder: Path) -> None:
+    """Make the folder of the state, and refuse one that can't be written to before anything is started."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ClusterStartFailed(f"{folder} can't be made ({error.strerror}); give another folder") from None
+    if not os.access(folder, os.W_OK):
+        raise ClusterStartFailed(f"{folder} can't be written to; give another folder")
 
 
 def _check_own(path: Path) -> None:

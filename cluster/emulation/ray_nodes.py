@@ -166,7 +166,10 @@ def environment() -> Iterator[None]:
     some calls (2.60, `Node._init_gcs_client`), and once that one has ended, Ray ends this process.
     """
     make_token()
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    of_this_machine = [name for name in os.environ if name.startswith("TPU_")]  # Ray would take it for every node's.
+    before = {name: os.environ.get(name) for name in (*ENVIRONMENT, *of_this_machine)}
+    for name in of_this_machine:
+        del os.environ[name]
     os.environ.update(ENVIRONMENT)
     from ray.experimental import internal_kv  # after the line above: Ray reads its settings when it is imported
 
@@ -178,7 +181,7 @@ def environment() -> Iterator[None]:
             internal_kv._initialize_internal_kv(joined)
         for name, value in before.items():
             if value is None:
-                os.environ.pop(name)
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = value
 

@@ -41,6 +41,36 @@ def test_what_is_misspelt_is_answered_with_what_was_meant(argv, hint, capsys):
     assert line.startswith("error: ") and hint in line
 
 
+PLAN = ["plan", "--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["cluster", "up", "--emulate", "emulated-small", "--folder", "/proc/x"], "/proc/x can't be made (No such"),
+        (["serve", "--write_config", "/proc/x/c.yaml"], "can't write /proc/x/c.yaml (No such"),
+        (
+            ["keys", "add", "ann", "--database", "/proc/x/jobs.sqlite"],
+            "the folder of /proc/x/jobs.sqlite can't be made",
+        ),
+        ([*PLAN, "--compiled", "/proc/x"], "--compiled /proc/x can't be written to (No such"),
+        ([*PLAN, "--plot", "/proc/x.png"], "can't write /proc/x.png (No such"),
+        ([*PLAN, "--videos_a_day", "5", "--prices", "/proc/x.yaml"], "/proc/x.yaml can't be read (No such"),
+        ([*PLAN, "--slice", "v6e-3"], "there is no v6e-3; nearest: v6e-4"),
+        (
+            ["hosts", "/proc/x", "--layout", "four-pools", "--image", "i", "--project", "p", "--zone", "z"],
+            "/proc/x (No",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_what_can_t_be_written_or_had_is_said_before_anything_is_computed(argv, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(argv) in (1, 2)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line
+
+
 BRINGS_UP = ["--layout", "emulated-small", "--model", str(SMALL)]
 
 

@@ -14,10 +14,10 @@ pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
 REFUSED = [
     (["--slice", "v6e-6"], "nearest: v6e-8"),
     (["--slice", "v6e-4", "--dp", "3"], "uses 3 of the 4 devices of v6e-4"),
-    (["--model", "wan2.2-ti2v-5b", "--size", "720*1280"], "multiple of 32, nearest 704"),
+    (["--model", "wan2.2-ti2v-5b", "--size", "1280x720"], "multiple of 32, nearest 704"),
     (["--program", "denois"], "'denoise step'"),
     (["--plot", "step.foo"], "allowed are .png"),
-    (["--compiled", "/proc/nope"], "--compiled /proc/nope can't be made"),
+    (["--compiled", "/proc/nope"], "--compiled /proc/nope can't be written to"),
     (["--slice", "v5e-8", "--videos_a_day", "9"], "no price of v5e is known, of v6e, v5p, v7x only"),
     (["--layout", "one-expert-v6e"], "the model has no stage denoise; it has encoder, denoise_high"),
     (["--videos_a_day", "9", "--within", "soon"], "'soon' is no duration; write 90s, 10m or 2h"),
@@ -29,7 +29,7 @@ REFUSED = [
 # tests/kernels/test_bundles.py has.
 SMALL_STEP = 0.0095, 2.8  # 1.3B on v7x-1, 17 frames of 256x256
 LARGE_STEP = {"0.0.50.1": (2.16, 9.8), "0.0.42.1": (2.40, 10.1)}  # A14B on v7x-4, 81 of 720x1280: by libtpu
-SMALL = ["--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4", "--size", "64*64", "--frames", "5"]
+SMALL = ["--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4", "--size", "64x64", "--frames", "5"]
 
 
 ASK = """
@@ -60,7 +60,7 @@ def step_of(model, kind, size, frames, folder):
 def said(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plans")
     twice = [*SMALL, "--program", "text keys", "--compiled", str(folder)]
-    full = step_of("wan2.1-t2v-1.3b", "v7x-1", "256*256", 17, folder)
+    full = step_of("wan2.1-t2v-1.3b", "v7x-1", "256x256", 17, folder)
     refused = [argv if "--model" in argv else ["--model", "wan2.2-i2v-a14b", *argv] for argv, _ in REFUSED]
     return answers(twice, twice, full, *refused)
 
@@ -83,7 +83,7 @@ def test_a_small_model_s_step_takes_what_it_took(said):
 
 @pytest.mark.soak
 def test_a_large_model_s_step_takes_what_the_docs_say(tmp_path):
-    [answer] = answers(step_of("wan2.2-i2v-a14b", "v7x-4", "720*1280", 81, tmp_path))
+    [answer] = answers(step_of("wan2.2-i2v-a14b", "v7x-4", "1280x720", 81, tmp_path))
     check_step(answer, *LARGE_STEP[version("libtpu")])
 
 

@@ -12,6 +12,7 @@ from wan_tpu.checkpoint import OWN
 from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
+from wan_tpu.media.video import check_output
 
 if TYPE_CHECKING:
     from wan_tpu.pipeline import Pipeline
@@ -36,6 +37,8 @@ def calibrate(argv: Sequence[str]) -> None:
     if args.write and not file.parent.is_dir():
         raise InvalidInput(f"--write needs a folder, and --model is {args.model_id}; leave it out, and copy the curve")
     given = arguments.request_from(args)
+    if args.write:
+        check_output(file, overwrite=True)
 
     pipe = arguments.pipeline_from(args)
     request = pipe.resolve(given)
@@ -57,7 +60,8 @@ def calibrate(argv: Sequence[str]) -> None:
 def _schedule(curve: dict[str, Any]) -> tuple[Any, ...]:
     """Return what tells a curve from another: the schedule that it holds for."""
     sigmas = curve.get("sigmas")
-    return ("own",) if sigmas is None else (tuple(sigmas), curve["first_low"])
+    steps = (curve["shift"],) if sigmas is None else (tuple(sigmas), curve["first_low"])
+    return (curve.get("solver", "unipc"), *steps)
 
 
 def measured(pipe: "Pipeline", request: "ResolvedRequest", seeds: int) -> dict[str, Any]:
@@ -88,4 +92,5 @@ def measured(pipe: "Pipeline", request: "ResolvedRequest", seeds: int) -> dict[s
     first_low = experts[1].start if len(experts) > 1 else None
     curve = [[round(float(value), 5) for value in pair] for pair in ratios]
     of = {} if request.sigmas is None else {"sigmas": list(request.sigmas)}
-    return {"ratios": curve, "first_low": first_low, "shift": request.shift, "boundary": spec.boundary_ratio} | of
+    of |= {"shift": request.shift, "boundary": spec.boundary_ratio, "solver": request.solver}
+    return {"ratios": curve, "first_low": first_low} | of

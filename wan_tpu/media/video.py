@@ -1,5 +1,6 @@
 """Write results people look at: an mp4 and a contact sheet, each whole or not at all."""
 
+import errno
 import os
 import shutil
 import signal
@@ -61,6 +62,18 @@ def check_output(path: str | Path, *, overwrite: bool, inputs: Iterable[str | Pa
         reason = error.strerror or error
         raise OutputError(f"can't write {path} ({reason}); choose a folder that can be written to") from None
     return path
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """Make a folder where it is missing; raises `OutputError`, naming the option, unless files can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except FileExistsError:
+        raise OutputError(f"{option} {folder} is a file; give a folder") from None
+    except OSError as error:
+        raise OutputError(f"{option} {folder} can't be written to ({error.strerror}); give another folder") from None
 
 
 class VideoWriter:
