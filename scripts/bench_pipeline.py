@@ -80,14 +80,14 @@ def simulated(args: argparse.Namespace, folder: Path) -> None:
     count = args.requests or 48
     # As the preset lightning, whose adapters a host that waits can't read.
     few = {"sigmas": SIGMAS, "switch_step": 2, "solver": "euler", "guidance_scale": 1.0}
-    sampling: dict[str, Any] = few if args.four_steps else {}
+    sampling: dict[str, Any] = few if args.four_steps else {"preset": "original"}
     requests = {
         f"r{i}": GenerationRequest(prompt=f"prompt {i}", image=IMAGE, height=720, width=1280, seed=i, **sampling)
         for i in range(count)
     }
-    one = requests["r0"].resolve(MODEL.defaults)
+    one = MODEL.plan(requests["r0"], image=True).request
     planned_s = {stage: planned.seconds(stage, one) for stage in MODEL.stages}
-    what = f"Wan 2.2 A14B, 720x1280, 81 frames, {one.steps} steps on v6e-8"
+    what = f"Wan 2.2 A14B, 1280x720, 81 frames, {one.steps} steps on v6e-8"
     print(f"{NOTES['simulated']}: {what}, divided by {args.speed:g}")
     print(f"{count} requests, {args.in_flight} in flight; load of this machine before: {os.getloadavg()[0]:.1f}")
     rates: dict[str, float] = {}

@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from wan_tpu.bucket import SCHEME, BucketFolder, WeightFile
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.lora import lora_of
-from wan_tpu.request import Defaults, GenerationRequest, Own, Preset
+from wan_tpu.request import Defaults, GenerationRequest, Own, Preset, both_scales
 from wan_tpu.schedules.magcache import Curve, curve_from
 from wan_tpu.sources.disk import explain_disk_error, is_permanent, read_file
 from wan_tpu.sources.hub import explain_hub_errors, explain_missing_index
@@ -51,9 +51,22 @@ class Checkpoint:
     def has(self, component: str) -> bool:
         """Whether the index names this component (diffusers writes [null, null] for an absent one)."""
         entry = self.index.get(component) or [None, None]
-        if not isinstance(entry, list) or len(entry) != 2:
-            raise CheckpointError(f"{self.source}/model_index.json has {component}: {entry!r}; fetch it again")
-        return entry[0] is not None
+        kinds = {type(part) for part in entry} if isinstance(entry, list) and len(entry) == 2 else set()
+        if kinds not in ({str}, {type(None)}):
+            raise CheckpointError(
+                f"{self.source}/model_index.json has {component}: {json.dumps(entry)[:200]}; give the names of a "
+                "library and a class in it, or null twice"
+            )
+        return kinds == {str}
+
+    @property
+    def names(self) -> list[str]:
+        """What the checkpoint is called: parts of its address, the last one first, and where its index says it's from.
+
+        diffusers writes the latter, as `others` does.
+        """
+        origin = self.index.get("_name_or_path")
+        return [*reversed(self.source.split("/")), *(reversed(origin.split("/")) if isinstance(origin, str) else ())]
 
     def class_name(self, component: str) -> str:
         """Return the class that the index gives for `component`."""
@@ -85,7 +98,7 @@ class Checkpoint:
         """
         found = self.own(*others)
         allowed = [field.name for field in dataclasses.fields(Defaults)]
-        defaults = self._settings("defaults", found.get("defaults", {}), allowed)
+        defaults = both_scales(self._settings("defaults", found.get("defaults", {}), allowed))
         presets: dict[str, Preset] = {}
         for name, said in dict(found.get("presets", {})).items():
             where = f"presets {name}"
@@ -110,14 +123,14 @@ class Checkpoint:
             ) from None
 
     def _settings(self, where: str, found: Any, allowed: Sequence[str]) -> dict[str, Any]:
-        """Return settings as a request has them; raises `CheckpointError`."""
+        """Return settings as a request has them, without those that are null; raises `CheckpointError`."""
         try:
             if unknown := sorted(set(found) - set(allowed)):
                 raise InvalidRequest(f"{', '.join(unknown)} is no setting; allowed are {', '.join(allowed)}")
             request = GenerationRequest(**found)
         except (InvalidRequest, TypeError) as error:
             raise CheckpointError(f"{self.folder / OWN}: in {where}, {error}") from None
-        return {name: getattr(request, name) for name in found}
+        return {name: getattr(request, name) for name in found if getattr(request, name) is not None}
 
     def _beside(self, lora: Any) -> Any:
         """Return an adapter's text, or fields, with a path that may be used anywhere: "./" is the checkpoint."""
@@ -171,12 +184,19 @@ class Checkpoint:
         return beside
 
     def others(self) -> dict[str, bytes]:
-        """Return what all files hold but weights, by names from the folder on; fetched when they aren't there."""
+        """Return what all files hold but weights, by names from the folder on; fetched when they aren't there.
+
+        The index says where they are from, since a copy's own name may not say which model it is (`names`).
+        """
         if not self._local:
             self._fetch(OTHERS)
         found = {file for pattern in OTHERS for file in self.folder.rglob(pattern.rpartition("/")[2])}
         found = {file for file in found if file.is_file() and ".safetensors." not in file.name}
-        return {str(file.relative_to(self.folder)): read_file(file) for file in sorted(found)}
+        contents = {str(file.relative_to(self.folder)): read_file(file) for file in sorted(found)}
+        if "_name_or_path" not in self.index:
+            index = {"_name_or_path": self.source} | json.loads(contents[INDEX])
+            contents[INDEX] = json.dumps(index, indent=2).encode()
+        return contents
 
     def _json(self, name: str) -> dict[str, Any]:
         try:

@@ -16,7 +16,7 @@ from wan_tpu.lora import Lora, loras_of
 from wan_tpu.media.image import load_image
 from wan_tpu.schedules.magcache import Curve, magcache_of
 
-NAMED_SIZES = ("720*1280", "1280*720", "480*832", "832*480")
+NAMED_SIZES = ("1280x720", "720x1280", "832x480", "480x832")
 SIZE_MULTIPLE = 16  # pixels: the VAE's 8 x the transformer's patch of 2 (TI2V 5B: 32, checked by the model)
 # What is taken of each field that is a number, both ends included.
 LIMITS: dict[str, tuple[float, float]] = {
@@ -34,7 +34,7 @@ LIMITS: dict[str, tuple[float, float]] = {
 }
 STRENGTH = 0.8  # of a video, as diffusers has it
 IMAGES = ("image", "last_image")  # fields of a request that are pictures
-_SIZE = re.compile(r"([1-9][0-9]{0,4})([*x])([1-9][0-9]{0,4})", re.ASCII)
+_SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
 FRAME_STRIDE = 4  # pixel frames a latent frame: the VAEs of every family compress time by four
 
 
@@ -95,7 +95,8 @@ class GenerationRequest:
     frames            4n + 1, or what else the model takes
     fps               frames per second of the written video
     steps             denoising steps over both experts
-    guidance_scale    classifier-free guidance of the high-noise expert, or of the only one; none when 1.0
+    guidance_scale    classifier-free guidance of the high-noise expert, or of the only one; no expert has any when it
+                      is at most 1.0
     guidance_scale_2  the same for the low-noise expert; `guidance_scale` when left open but that is given
     shift             timestep shift of the flow schedule
     seed              of the initial noise: `torch.Generator("cpu").manual_seed(seed)`, as diffusers draws it
@@ -170,18 +171,14 @@ class GenerationRequest:
     def resolve(self, defaults: Defaults, preset: Mapping[str, Any] = MappingProxyType({})) -> "ResolvedRequest":
         """Fill every open field from a preset's, and what that leaves open from `defaults`."""
         filled = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
-        filled |= {"negative_prompt": "", "loras": (), **preset}
+        filled |= {"negative_prompt": "", "loras": (), **both_scales(preset)}
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        given = {name: value for name, value in given.items() if value is not None}
-        if "guidance_scale" in given:
-            filled["guidance_scale_2"] = self.guidance_scale
+        given = both_scales({name: value for name, value in given.items() if value is not None})
         if filled.get("sigmas") is not None:
             filled["steps"] = len(filled["sigmas"])
-        others = given.get("steps", filled["steps"]) != filled["steps"]  # than the preset's
-        if "sigmas" not in given and (others or "shift" in given):
-            filled["sigmas"] = None
-        if others:
-            filled["switch_step"] = None
+        # A preset's noise levels and its switch of experts hold for its own schedule alone.
+        if any(given.get(name, filled.get(name)) != filled.get(name) for name in ("steps", "shift", "sigmas")):
+            filled |= {"sigmas": None, "switch_step": None}
         if self.video is not None:
             filled["strength"] = STRENGTH
         if self.sigmas is not None:
@@ -221,19 +218,29 @@ class ResolvedRequest(GenerationRequest):
         return tuple(lora for lora in self.loras if lora.is_for(stage))
 
 
-def parse_size(text: str) -> tuple[int, int]:
-    """Read "HEIGHT*WIDTH", as Wan writes it, or "WIDTHxHEIGHT", as OpenAI's API does, into (height, width) in pixels.
+def both_scales(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings in which the first expert's guidance is the second's, too, unless that has its own."""
+    scale = {"guidance_scale_2": settings["guidance_scale"]} if "guidance_scale" in settings else {}
+    return {**scale, **settings}
 
-    Raises `InvalidRequest` when it is neither; the values are checked by `GenerationRequest`.
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Read WIDTHxHEIGHT into (height, width) in pixels; the values are checked by `GenerationRequest`.
+
+    Raises:
+        InvalidRequest: It is nothing of the kind, or A*B, which programs read in either order.
     """
-    found = _SIZE.fullmatch(text)
-    if found is None:
-        raise InvalidRequest(
-            f"size {text[:40]!r} is neither HEIGHT*WIDTH nor WIDTHxHEIGHT; for example 720*1280, which is 1280x720",
-            "size",
-        )
-    sides = int(found[1]), int(found[3])
-    return sides if found[2] == "*" else sides[::-1]
+    sides = _SIZE.fullmatch(text)
+    if sides is None:
+        if (starred := _SIZE.fullmatch(text.replace("*", "x"))) is not None:
+            first, second = starred.groups()
+            raise InvalidRequest(
+                f"size {text!r} doesn't say which side is which; write WIDTHxHEIGHT: {first}x{second} or "
+                f"{second}x{first}",
+                "size",
+            )
+        raise InvalidRequest(f"size {text[:40]!r} is no WIDTHxHEIGHT; for example 1280x720, or 720x1280", "size")
+    return int(sides[2]), int(sides[1])
 
 
 def nearest_multiple(value: float, multiple: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from wan_tpu.errors import InvalidRequest
+from wan_tpu.media.image import size_at_area
 from wan_tpu.request import (
     FRAME_STRIDE,
     NAMED_SIZES,
@@ -99,7 +100,7 @@ class ModelSpec(abc.ABC):
     boundary_ratio  the first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert
     last_images  whether a request may, or must, have a last frame, too
     takes_video  whether a request may begin with a video's frames
-    crops_image  whether an image of another shape is cropped to its video's, instead of stretched
+    shape_slack  by how many pixels a side may differ from the image's shape: an image that differs more is cropped
     """
 
     name: str
@@ -113,7 +114,6 @@ class ModelSpec(abc.ABC):
     boundary_ratio: float | None
     last_images: Literal["none", "optional", "required"] = "none"
     takes_video: bool = False
-    crops_image: bool = False
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -133,7 +133,16 @@ class ModelSpec(abc.ABC):
     @property
     def follows_image(self) -> bool:
         """Whether a video has the shape of its image unless a request says another."""
-        return False
+        return "i2v" in self.tasks
+
+    def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
+        """Return the (height, width) of a video that follows an image of such a (height, width)."""
+        return size_at_area(self.defaults.height * self.defaults.width, picture, self.size_multiple)
+
+    @property
+    def shape_slack(self) -> int:
+        """What rounding to multiples leaves: so much is stretched, as in diffusers' examples and in Wan's program."""
+        return self.size_multiple
 
     @property
     def presets(self) -> Mapping[str, Preset]:
@@ -141,8 +150,18 @@ class ModelSpec(abc.ABC):
         return dict(self.own.presets)
 
     def defaults_for(self, request: GenerationRequest, picture: tuple[int, int] | None) -> Defaults:
-        """Return what fills a request's open fields; picture: (height, width) of its image, if known."""
-        return self.defaults
+        """Return what fills a request's open fields; picture: (height, width) of its image, if known.
+
+        Where the request leaves the size open, it is the image's shape; where it leaves one side open, that follows.
+        """
+        if picture is None or not self.follows_image or None not in (request.height, request.width):
+            return self.defaults
+        height, width = self.size_like(picture)
+        if request.height is not None:
+            width = nearest_multiple(request.height * picture[1] / picture[0], self.size_multiple)
+        if request.width is not None:
+            height = nearest_multiple(request.width * picture[0] / picture[1], self.size_multiple)
+        return dataclasses.replace(self.defaults, height=height, width=width)
 
     def first_step(self, request: ResolvedRequest) -> int:
         """Return the first step that is run: with a video not all are, by its strength."""
@@ -155,17 +174,23 @@ class ModelSpec(abc.ABC):
 
     @property
     def curve(self) -> Curve | None:
-        """The curve of the model's own schedule."""
-        return next((curve for curve in self.curves if curve.sigmas is None), None)
+        """The curve of the model's own schedule: what a request takes that says nothing of steps."""
+        return self._own_curve(self.defaults.shift, self.defaults.solver)
+
+    def _own_curve(self, shift: float, solver: str) -> Curve | None:
+        """Return the curve of a shift; it is of one boundary between experts and one solver, too."""
+        schedule = (None, shift, self.boundary_ratio, solver)
+        holding = (c for c in self.curves if (c.sigmas, c.shift, c.boundary, c.solver) == schedule)
+        return next(holding, None)
 
     def _curve_of(self, request: ResolvedRequest) -> Curve | None:
         """Return the curve that holds for a request's schedule."""
         if request.sigmas is None:
-            return self.curve
+            return self._own_curve(request.shift, request.solver)
         experts = self.experts(request)
-        first_low = experts[1].start if len(experts) > 1 else None
-        found = (curve for curve in self.curves if (curve.sigmas, curve.first_low) == (request.sigmas, first_low))
-        return next(found, None)
+        schedule = (request.sigmas, experts[1].start if len(experts) > 1 else None, request.solver)
+        holding = (curve for curve in self.curves if (curve.sigmas, curve.first_low, curve.solver) == schedule)
+        return next(holding, None)
 
     def skipped(self, request: ResolvedRequest) -> np.ndarray | None:
         """Return which branches of which steps reuse what was computed before, bool [S, 2]; None without a cache."""
@@ -188,23 +213,29 @@ class ModelSpec(abc.ABC):
         """Refuse a cache whose curve isn't known, or is of another schedule."""
         if request.cache is None:
             return
-        remedy = "measure one with wan-tpu calibrate, or leave it out"
-        curve = self._curve_of(request)
-        if curve is None:
-            of = self.name if request.sigmas is None else f"{self.name} with these sigmas and this switch of experts"
-            raise InvalidRequest(f"cache is {request.cache}, and no curve of {of} is known; {remedy}", "cache")
         if request.strength is not None or (request.switch_step is not None and request.sigmas is None):
             raise InvalidRequest(
                 f"cache is {request.cache}; its curve is of a whole schedule, not of strength, nor of another "
                 "switch_step without sigmas",
                 "cache",
             )
-        if request.sigmas is None and (request.shift != curve.shift or self.boundary_ratio != curve.boundary):
-            raise InvalidRequest(
-                f"cache is {request.cache}, whose curve holds for shift {curve.shift:g}; shift is "
-                f"{request.shift:g}: {remedy}",
-                "cache",
-            )
+        if self._curve_of(request) is not None:
+            return
+        remedy = "measure one with wan-tpu calibrate, or leave it out"
+        others = [curve for curve in self.curves if curve.sigmas is None]
+        if request.sigmas is not None or not others:
+            of = self.name if request.sigmas is None else f"{self.name} with these sigmas and this switch of experts"
+            raise InvalidRequest(f"cache is {request.cache}, and no curve of {of} is known; {remedy}", "cache")
+        wanted = [(curve.shift, curve.solver) for curve in others]
+        settings = {name: dict(preset.settings) for name, preset in self.presets.items()}
+        presets = [name for name, said in settings.items() if (said.get("shift"), said.get("solver")) in wanted]
+        remedy = f"give preset {' or '.join(presets)}, {remedy}" if presets else remedy
+        known = " and ".join(f"shift {curve.shift:g} and solver {curve.solver}" for curve in others)
+        raise InvalidRequest(
+            f"cache is {request.cache}, whose curve holds for {known}; here they are {request.shift:g} and "
+            f"{request.solver}: {remedy}",
+            "cache",
+        )
 
     @property
     def usual_sizes(self) -> list[tuple[int, int]]:
@@ -357,8 +388,8 @@ class ModelSpec(abc.ABC):
         return RequestPlan(resolved, self.prompts(resolved), self.experts(resolved), self.shapes(resolved, image=image))
 
     def guided(self, request: ResolvedRequest) -> bool:
-        """Whether any expert uses guidance, so that the negative prompt is needed."""
-        return request.guidance_scale > 1 or (len(self.denoise_stages) > 1 and request.guidance_scale_2 > 1)
+        """Whether there is guidance, so that the negative prompt is needed."""
+        return request.guidance_scale > 1
 
     def prompts(self, request: ResolvedRequest) -> tuple[str, ...]:
         """Return the texts whose embeddings a request needs: the prompt and, under guidance, the negative prompt."""

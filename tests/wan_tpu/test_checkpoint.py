@@ -133,6 +133,26 @@ def test_tensors_that_overlap_or_leave_holes_are_refused(offsets, said, tmp_path
         safetensors.torch.load_file(file)
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n",
+            "is a pointer of Git LFS",
+        ),
+        (b"\n<!DOCTYPE html><title>Sign in</title>", "is a web page"),
+        (b"PK\x03\x04" + bytes(100), "safetensors.torch.save_file"),
+        (b"GGUF\x03" + bytes(100), "GGUF"),
+        (b"", "damaged or cut off"),
+    ],
+)
+def test_what_is_no_file_of_weights_is_named(content, said, tmp_path):
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=said):
+        tensors(on_disk(file))
+
+
 def test_text_encoder_stored_under_either_tied_name(copy):
     """Published text encoders name the embedding shared.weight, encoder.embed_tokens.weight, or both."""
     file = copy / "text_encoder" / "model.safetensors"
@@ -149,9 +169,13 @@ def test_text_encoder_stored_under_either_tied_name(copy):
 
 
 def test_image_encoder_with_and_without_the_old_prefix(checkpoint, tmp_path):
+    """Of the class without a projection; published checkpoints say the one with it, whose names have the prefix."""
     copy = shutil.copytree(checkpoint("wan2.1-i2v-14b-480p"), tmp_path / "copy")
+    index = json.loads((copy / "model_index.json").read_text()) | {"image_encoder": ["transformers", "CLIPVisionModel"]}
+    (copy / "model_index.json").write_text(json.dumps(index))
     file = copy / "image_encoder" / "model.safetensors"
     bare = {name.removeprefix("vision_model."): t for name, t in safetensors.torch.load_file(file).items()}
+    del bare["visual_projection.weight"]
     for prefix in ("", "vision_model."):
         safetensors.torch.save_file({prefix + name: t for name, t in bare.items()}, file)
         pipe = load_pipeline(copy, dtype="float32", mesh=(1, 1, 1))
@@ -192,7 +216,9 @@ def test_a_model_of_ones_own_has_its_own_defaults(copy):
     published = open_spec(copy).defaults
     (copy / "wan_tpu.json").write_text('{"defaults": {"height": 64, "frames": 17, "guidance_scale": 3}}')
     own = open_spec(copy).defaults
-    assert own == dataclasses.replace(published, height=64, frames=17, guidance_scale=3)
+    assert own == dataclasses.replace(published, height=64, frames=17, guidance_scale=3, guidance_scale_2=3)
+    (copy / "wan_tpu.json").write_text('{"defaults": {"steps": null, "guidance_scale": 3, "guidance_scale_2": 2}}')
+    assert open_spec(copy).defaults == dataclasses.replace(published, guidance_scale=3, guidance_scale_2=2)
     assert open_spec(ROOT / "examples" / "small-wan2.2-i2v").usual_sizes == [(64, 64)]
 
 

@@ -62,7 +62,7 @@ def hooked_decisions(ratios, cache):
 
 @pytest.mark.parametrize("name", ["wan2.2-t2v-a14b", "wan2.2-i2v-a14b", "wan2.1-t2v-14b", "wan2.1-i2v-14b-480p"])
 def test_decisions_are_those_of_diffusers_hook(name):
-    curve = preset_spec(name).curve
+    [curve] = preset_spec(name).curves
     ratios = np.array(curve.ratios, np.float32)
     first = curve.first_low or 0
     for threshold, most, retention in ((0.04, 2, 0.2), (0.06, 2, 0.2), (0.12, 2, 0.1), (0.3, 5, 0.0), (0.01, 1, 0.5)):
@@ -88,7 +88,7 @@ def test_published_curves_skip_as_many_steps_as_is_said_of_them():
     """maxdiffusion measured 1.82 x for T2V and 1.75 x for I2V; 18 and 17 of 40 steps are what the curves allow."""
     for name, expected in (("wan2.2-t2v-a14b", 18), ("wan2.2-i2v-a14b", 17)):
         spec = preset_spec(name)
-        request = spec.plan(GenerationRequest(cache="magcache"), image="i2v" in spec.tasks).request
+        request = spec.plan(GenerationRequest(cache="magcache", preset="original"), image="i2v" in spec.tasks).request
         found = spec.skipped(request)
         assert found.all(1).sum() == expected and np.array_equal(found[:, 0], found[:, 1])
 
@@ -125,7 +125,7 @@ def test_latents_are_those_of_diffusers_with_its_hook(folder, pipe):
     reference = diffusers.WanImageToVideoPipeline.from_pretrained(folder)
     reference.set_progress_bar_config(disable=True)
     reference.scheduler = diffusers.UniPCMultistepScheduler.from_config(reference.scheduler.config, flow_shift=5.0)
-    ratios = np.array(spec.curve.ratios)
+    ratios = np.array(spec.curves[0].ratios)
     for expert, module in zip(spec.experts(ours), (reference.transformer, reference.transformer_2), strict=True):
         config = MagCacheConfig(
             threshold=0.1, max_skip_steps=2, retention_ratio=0.2, num_inference_steps=expert.stop - expert.start,
@@ -216,7 +216,7 @@ def test_calibration_measures_what_diffusers_does(checkpoint, tmp_path, capsys):
         guidance_scale=3.5, generator=torch.Generator().manual_seed(3), output_type="latent",
     )  # fmt: skip
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[1.0")]
-    argv = ["--model_id", str(copy), "--prompt", "a cat", "--image", str(PHOTO), "--size", "64*96", "--frames", "9"]
+    argv = ["--model_id", str(copy), "--prompt", "a cat", "--image", str(PHOTO), "--size", "96x64", "--frames", "9"]
     argv += [
         "--steps",
         "6",
@@ -233,13 +233,14 @@ def test_calibration_measures_what_diffusers_does(checkpoint, tmp_path, capsys):
     ]
     assert cli.run(calibrate, argv) == 0
     [found] = json.loads(capsys.readouterr().out)["magcache"]
-    assert (found["first_low"], found["shift"], found["boundary"]) == (experts[0].stop, 5.0, 0.9)
+    of = [found[name] for name in ("first_low", "shift", "boundary", "solver")]
+    assert of == [experts[0].stop, 5.0, 0.9, "unipc"]
     # diffusers prints a branch's ratios when it has made its last step: prompt, then negative, by experts.
     for branch in (0, 1):
         expected = printed[branch] + printed[2 + branch]
         np.testing.assert_allclose(np.array(found["ratios"])[:, branch], expected, atol=2e-4)
     assert cli.run(calibrate, [*argv, "--seeds", "2", "--write"]) == 0
-    assert len(open_spec(copy).curve.ratios) == 6
+    assert [len(curve.ratios) for curve in open_spec(copy).curves] == [6]
     assert cli.run(calibrate, [*argv, "--guidance_scale", "1"]) == 2
     assert cli.run(calibrate, [*argv, "--switch_step", "2"]) == 2
 
@@ -249,7 +250,7 @@ def test_given_sigmas_have_a_curve_of_their_own(folder, tmp_path):
     """As presets give them: measured without guidance, kept beside the model's own, and holding for nothing else."""
     copy = tmp_path / "model"
     shutil.copytree(folder, copy)
-    argv = ["--model_id", str(copy), "--prompt", "a cat", "--image", str(PHOTO), "--size", "64*96", "--frames", "9"]
+    argv = ["--model_id", str(copy), "--prompt", "a cat", "--image", str(PHOTO), "--size", "96x64", "--frames", "9"]
     argv += ["--sigmas", "1", "0.9", "0.7", "0.4", "--switch_step", "2", "--guidance_scale", "1", "--solver", "euler"]
     argv += ["--dtype", "float32", "--dp", "1"]
     for _ in range(2):  # the second takes the first one's place
@@ -264,7 +265,8 @@ def test_given_sigmas_have_a_curve_of_their_own(folder, tmp_path):
     for other in ({"switch_step": 1}, {"sigmas": [1, 0.9, 0.7, 0.3]}):
         with pytest.raises(InvalidRequest, match="these sigmas and this switch of experts"):
             pipe.resolve(request(**given | other))
-    assert pipe.runtime.model.spec.curve == own  # of a request without sigmas
+    with pytest.raises(InvalidRequest, match="these sigmas and this switch of experts"):
+        pipe.resolve(request(**given | {"solver": "unipc"}))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +276,8 @@ def test_given_sigmas_have_a_curve_of_their_own(folder, tmp_path):
         ({"cache": "magcache:x"}, "magcache:0.06,2,0.2"),
         ({"cache": "magcache:0.1,0"}, "nearest 1"),
         ({"cache": "magcache:0.1,2,3"}, "nearest 1"),
-        ({"shift": 8.0}, "shift 5.*wan-tpu calibrate"),
+        ({"shift": 8.0}, "shift 5 and solver unipc; here they are 8 and unipc: measure one with wan-tpu calibrate"),
+        ({"solver": "euler"}, "shift 5 and solver unipc; here they are 5 and euler: measure one"),
         ({"sigmas": [1.0, 0.5]}, "no curve of .* with these sigmas and this switch.*wan-tpu calibrate"),
         ({"switch_step": 3}, "another switch_step without sigmas"),
     ],

@@ -8,7 +8,7 @@ import pytest
 from wan_tpu import GenerationRequest
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.families import preset_spec, published
-from wan_tpu.request import ResolvedRequest
+from wan_tpu.request import Own, Preset, ResolvedRequest
 
 A14B = preset_spec("wan2.2-i2v-a14b")
 
@@ -35,18 +35,23 @@ def test_every_preset_resolves_for_its_model():
     found = [(name, preset) for name in published() for preset in preset_spec(name).presets]
     assert len(found) >= 5
     for name, preset in found:
-        resolved = plan(preset_spec(name), preset=preset).request
-        assert resolved.sigmas and preset_spec(name).presets[preset].source.startswith("https://")
-        assert bool(resolved.loras) == (preset != "turbo")  # which is weights of its own
+        spec = preset_spec(name)
+        image, last = "t2v" not in spec.tasks, spec.last_images == "required"
+        resolved = spec.plan(GenerationRequest(preset=preset), image=image, last=last).request
+        assert bool(resolved.sigmas) == (preset != "original")
+        assert preset_spec(name).presets[preset].source.startswith("https://")
+        assert bool(resolved.loras) == (preset == "lightning")
 
 
 @pytest.mark.parametrize(
     ("given", "steps", "switch", "sigmas"),
     [
         ({"steps": 8}, 8, None, False),  # then both follow from the shift and the model's boundary
-        ({"shift": 3.0}, 4, 2, False),
+        ({"shift": 3.0}, 4, None, False),
+        ({"shift": 5.0}, 4, 2, True),  # which is its own
         ({"steps": 4}, 4, 2, True),
-        ({"sigmas": (1.0, 0.5)}, 2, 2, True),
+        ({"sigmas": (1.0, 0.5)}, 2, None, True),
+        ({"sigmas": (0.5,)}, 1, None, True),  # nobody asked for a switch after the second step
         ({"switch_step": 1}, 4, 1, True),
         ({"guidance_scale": 2.0}, 4, 2, True),
         ({"loras": []}, 4, 2, True),
@@ -64,7 +69,9 @@ def test_a_request_overrides_its_preset(given, steps, switch, sigmas):
 
 SETTINGS = [
     {},
+    {"preset": "original"},
     {"preset": "lightning"},
+    {"preset": "lightning", "sigmas": [0.9, 0.5]},
     {"sigmas": [0.9, 0.5]},
     {"preset": "lightning", "steps": 6},
     {"switch_step": 3},
@@ -79,6 +86,15 @@ def test_a_resolved_request_stays_what_it_is(fields):
     assert again.request == resolved
     assert ResolvedRequest(**resolved.to_json()) == resolved
     assert A14B.experts(resolved) == again.experts
+
+
+def test_a_presets_guidance_is_of_both_experts():
+    """As a request's is, and what a checkpoint's own wan_tpu.json says."""
+    quick = Preset("for tests", "none", (("guidance_scale", 2.0),))
+    spec = dataclasses.replace(A14B, own=Own(presets=(("quick", quick),)))
+    request = plan(spec, preset="quick").request
+    assert (request.guidance_scale, request.guidance_scale_2) == (2.0, 2.0)
+    assert plan(spec, preset="quick", guidance_scale_2=4.0).request.guidance_scale_2 == 4.0
 
 
 def test_calls_are_routed_by_adapters_as_by_programs():
@@ -123,7 +139,7 @@ def test_models_without_such_settings_say_so():
     for name, fields in (
         ("wan2.1-t2v-1.3b", {"switch_step": 1}),
         ("cogvideox1.5-5b", {"sigmas": [1.0, 0.5]}),
-        ("wan2.1-t2v-1.3b", {"preset": "lightning"}),
+        ("cogvideox1.5-5b", {"preset": "lightning"}),
     ):
         with pytest.raises(InvalidRequest, match="has none"):
             plan(preset_spec(name), **fields)

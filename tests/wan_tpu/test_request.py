@@ -4,11 +4,16 @@ import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import diffusers
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from tests.conftest import denoised
+from tests.wan_tpu.test_parity import LATENT_TOLERANCE
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, load_pipeline
+from wan_tpu.commands.sizes import read_size, read_size_with_frames
 from wan_tpu.families import preset_spec
 from wan_tpu.media.image import load_image
 from wan_tpu.request import parse_size
@@ -57,15 +62,24 @@ def test_empty_prompt_is_allowed():
     assert GenerationRequest(prompt="").prompt == ""
 
 
-@pytest.mark.parametrize("text", ["720*1280", "1280x720"])
-def test_the_order_of_a_size_is_that_of_who_writes_it_so(text):
-    assert parse_size(text) == (720, 1280)
-
-
-@pytest.mark.parametrize("text", ["720", "720*", "a*b", "720*1280*3", "-720*1280", "720X1280"])
+@pytest.mark.parametrize("text", ["720", "720x", "axb", "1280x720x3", "-720x1280", "720X1280", "720*1280"])
 def test_bad_size(text):
-    with pytest.raises(InvalidRequest, match=r"neither HEIGHT\*WIDTH nor WIDTHxHEIGHT"):
+    with pytest.raises(InvalidRequest, match=r"WIDTHxHEIGHT"):
         parse_size(text)
+
+
+def test_size_on_the_command_line_says_which_side_is_which_where_it_can_be_mistaken(capsys):
+    assert read_size("--size", "1280x720") == (720, 1280)
+    assert read_size_with_frames("--largest", "1280x720x81") == (720, 1280, 81)
+    assert capsys.readouterr().err == ""
+    assert read_size("--size", "1280*720") == (1280, 720)
+    assert "--size 1280*720 is HEIGHT*WIDTH here: 720 wide and 1280 high" in (said := capsys.readouterr().err)
+    assert "720x1280 can't be mistaken" in said
+    assert read_size_with_frames("--largest", "1280*720*81") == (1280, 720, 81)
+    assert "720x1280x81 can't be mistaken" in capsys.readouterr().err
+    for text in ("1280x720", "1280*720", "1280x720x", "1280x720xmany", "x", ""):
+        with pytest.raises(InvalidInput, match="WIDTHxHEIGHTxFRAMES, such as"):
+            read_size_with_frames("--largest", text)
 
 
 def test_broken_images_are_refused(tmp_path):
@@ -170,7 +184,7 @@ def test_open_fields_take_the_published_settings(checkpoint):
     image = Image.new("RGB", (64, 64))
     resolved = pipe.resolve(GenerationRequest(image=image))
     assert (resolved.height, resolved.width, resolved.frames, resolved.fps) == (720, 1280, 81, 16)
-    assert (resolved.steps, resolved.guidance_scale, resolved.guidance_scale_2, resolved.shift) == (40, 3.5, 3.5, 5.0)
+    assert (resolved.steps, resolved.guidance_scale, resolved.guidance_scale_2, resolved.shift) == (40, 3.5, 3.5, 3.0)
     assert pipe.resolve(GenerationRequest(image=image, guidance_scale=2.0)).guidance_scale_2 == 2.0
 
 
@@ -185,3 +199,35 @@ def test_long_prompt_is_cut_with_a_warning_that_says_where(pipeline):
     assert len(cut) == 1
     assert len(cut[0][1]) > 3
     assert cut[0][1] in request.prompt
+
+
+SCALES = [(0.5, 3.0), (1.0, 3.0), (1.0, 0.5), (3.0, 0.5), (3.0, 1.0), (3.0, 2.0), (0.5, 0.5)]
+
+
+@pytest.fixture(scope="module")
+def theirs(checkpoint):
+    reference = diffusers.WanImageToVideoPipeline.from_pretrained(checkpoint("wan2.2-i2v-a14b"))
+    reference.set_progress_bar_config(disable=True)
+    return reference
+
+
+@pytest.mark.parametrize(("high", "low"), SCALES)
+def test_guidance_of_two_experts_is_that_of_diffusers(high, low, pipeline, theirs):
+    """There the first scale alone decides whether there is any; the second may be below 1 where there is."""
+    pipe, image = pipeline("wan2.2-i2v-a14b"), Image.new("RGB", (48, 32), "red")
+    request = GenerationRequest(
+        prompt="a cat", negative_prompt="a dog", image=image, height=32, width=48, frames=1, steps=2,
+        guidance_scale=high, guidance_scale_2=low,
+    )  # fmt: skip
+    noise = np.random.default_rng(0).standard_normal((1, 16, 1, 4, 6)).astype(np.float32)
+    expected = theirs(
+        image=image, prompt="a cat", negative_prompt="a dog", height=32, width=48, num_frames=1,
+        num_inference_steps=2, guidance_scale=high, guidance_scale_2=low, latents=torch.from_numpy(noise),
+        output_type="latent",
+    ).frames.numpy()  # fmt: skip
+    assert [(expert.start, expert.stop) for expert in pipe.runtime.model.spec.experts(pipe.resolve(request))] == [
+        (0, 1),
+        (1, 2),
+    ]
+    ours = denoised(pipe, request, noise)[-1].latents
+    assert np.abs(ours - expected).max() <= LATENT_TOLERANCE * np.abs(expected).max()

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wan_tpu.commands.parser import add_mesh, add_model, add_precision
+from wan_tpu.commands.sizes import read_size
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.families import FAMILIES
-from wan_tpu.media.video import check_ffmpeg, check_output
+from wan_tpu.media.video import check_ffmpeg, check_folder, check_output
 from wan_tpu.progress import Console
-from wan_tpu.request import NAMED_SIZES, GenerationRequest, parse_size
+from wan_tpu.request import NAMED_SIZES, GenerationRequest
 from wan_tpu.schedules import magcache
 
 if TYPE_CHECKING:
@@ -49,12 +50,14 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--video", help="a file to begin with, for text-to-video models of Wan: it is restyled")
     group.add_argument("--strength", type=float, help="of its change, 0 to 1: the part of the steps; default 0.8")
     group.add_argument(
-        "--size", help=f"HEIGHT*WIDTH or WIDTHxHEIGHT in pixels, multiples of 16; usual: {' '.join(NAMED_SIZES)}"
+        "--size",
+        help=f"WIDTHxHEIGHT in pixels, multiples of 16; default the image's shape, else the model's size; usual: "
+        f"{' '.join(NAMED_SIZES)}",
     )
     group.add_argument("--frames", type=int, help="how many: 4n + 1, or what else the model takes; default the model's")
     group.add_argument("--fps", type=float, help="frames a second of the written video; default the model's")
     group.add_argument(
-        "--shift", type=float, help="timestep shift; default the checkpoint's (usual: 5 at 720p, 3 at 480p)"
+        "--shift", type=float, help="timestep shift; default the checkpoint's (Wan's own program: --preset original)"
     )
     group.add_argument("--solver", help="default the model's own; others are named where one is unknown")
     group.add_argument(
@@ -97,7 +100,7 @@ def request_from(args: argparse.Namespace) -> GenerationRequest:
     """Build the request from parsed arguments; raises `InvalidInput` where the prompt was left out."""
     if args.prompt is None:
         raise InvalidInput('--prompt is missing; say what the video shows, or --prompt "" for nothing in particular')
-    height, width = parse_size(args.size) if args.size is not None else (None, None)
+    height, width = (None, None) if args.size is None else read_size("--size", args.size)
     return GenerationRequest(
         prompt=args.prompt,
         negative_prompt=args.negative_prompt,
@@ -155,10 +158,9 @@ def check_outputs(video: Path, *, overwrite: bool, inputs: Sequence[str | Path |
 
 def profiler_from(args: argparse.Namespace) -> "Profiler | None":
     """Return the profiler that was asked for."""
-    if args.profile and args.profile_output_path.exists() and not args.profile_output_path.is_dir():
-        raise OutputError(f"--profile_output_path {args.profile_output_path} is a file; give a folder")
     if not args.profile:
         return None
+    check_folder(args.profile_output_path, "--profile_output_path")
     from wan_tpu.commands.record import Profiler
 
     return Profiler(args.profile_output_path)

@@ -15,6 +15,7 @@ from wan_tpu.families.model import preset_model
 from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.compiling import Compiled, Job, compile_job, is_known
 from wan_tpu.pricing.cost import Cost, Times
+from wan_tpu.pricing.host import host_seconds
 from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_prices import CountBundles, KernelPrices, count_alone
 from wan_tpu.request import ResolvedRequest
@@ -48,15 +49,20 @@ class ProgramPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Programs of one stage together; flops of the whole stage for one video, all devices."""
+    """Programs of one stage together.
+
+    flops   of the whole stage for one video, all devices
+    host_s  seconds for one video in which the devices wait for the host
+    """
 
     name: str
     programs: tuple[ProgramPlan, ...]
     flops: int
+    host_s: float = 0.0
 
     @property
     def seconds(self) -> Times | None:
-        """Seconds a video, heads optimistic; None when a program can't be compiled."""
+        """Seconds a video of the devices, heads optimistic; None when a program can't be compiled."""
         total = Times(0.0, 0.0)
         for program in self.programs:
             if program.optimistic is None:
@@ -102,7 +108,8 @@ class Plan:
             if STEP in weights:
                 weights[STEP] *= self.copies
             other = max(program.compiled.other_bytes for program in stage.programs)
-            needed = Needs(seconds.estimate, sum(weights.values()), other)
+            other += sum(program.compiled.code_bytes for program in stage.programs)
+            needed = Needs(seconds.estimate + stage.host_s, sum(weights.values()), other)
             if stage.name != "denoise":
                 found[stage.name] = needed
                 continue
@@ -124,7 +131,7 @@ class Plan:
 
     @property
     def resident_gib(self) -> float:
-        """GiB a device with all weights resident.
+        """GiB a device with all weights and programs resident.
 
         The programs of a VAE half share theirs, so do a step and the text's keys; experts don't.
         """
@@ -132,7 +139,8 @@ class Plan:
         for program in self.programs:
             owner = _owner(program)
             weights[owner] = program.compiled.weights_bytes * (self.experts * self.copies if owner == STEP else 1)
-        return (sum(weights.values()) + max(program.compiled.other_bytes for program in self.programs)) / GIB
+        code = sum(program.compiled.code_bytes for program in self.programs)
+        return (sum(weights.values()) + code + max(program.compiled.other_bytes for program in self.programs)) / GIB
 
     @property
     def largest_gib(self) -> float:
@@ -215,6 +223,8 @@ class Planner:
             settings["solver"] = sampled.solver
         if program in (STEP, SKIPPED) and self._request.cache is not None:
             settings["cache"] = self._request.cache
+            schedule = {name: getattr(self._request, name) for name in ("shift", "solver", "sigmas", "switch_step")}
+            settings |= {name: value for name, value in schedule.items() if value is not None}
         if program.startswith(ADAPTERS):
             settings["loras"] = [str(lora) for lora in self._request.loras]
         return Job(self._name, program, self._slice, mesh, settings, self._dtype)
@@ -243,13 +253,17 @@ class Planner:
         denoise = [one for one in programs if one.name in (KEYS, STEP, SKIPPED) or one.name.startswith(ADAPTERS)]
         decoder = [program for program in programs if program.name.startswith("decoder")]
         encoder = [program for program in programs if program not in denoise + decoder]
+        host_s = host_seconds(self._model.spec, self._request)
         if encoder:
-            yield StagePlan("encoder", tuple(encoder), flops.encoder(self._request, prompts=branches))
+            operations = flops.encoder(self._request, prompts=branches)
+            yield StagePlan("encoder", tuple(encoder), operations, host_s["encoder"])
         if denoise:
             steps = sum(program.calls for program in denoise if program.name == STEP)
-            yield StagePlan("denoise", tuple(denoise), flops.step(shape, branches=branches) * steps)
+            operations = flops.step(shape, branches=branches) * steps
+            yield StagePlan("denoise", tuple(denoise), operations, host_s["denoise"])
         if decoder:
-            yield StagePlan("decoder", tuple(decoder), flops.decoder(self._model.spec.decoded_shape(self._request)))
+            operations = flops.decoder(self._model.spec.decoded_shape(self._request))
+            yield StagePlan("decoder", tuple(decoder), operations, host_s["decoder"])
 
 
 def share_of_peak(stage: StagePlan, plan: Plan) -> float:

@@ -45,10 +45,10 @@ class Curve:
 
     ratios     [S, 2]: of each step, prompt's and negative prompt's branch
     first_low  the first step of the low-noise expert; None with one expert
-    shift, boundary  of that schedule; others have other curves
+    shift, boundary, solver  of that schedule; others have other curves
     usual      the published settings
     sigmas     the noise levels that it was measured with, where they were given, as a preset gives them: then it holds
-               for these and its `first_low` alone, whatever shift and boundary are
+               for these, its `first_low` and its solver alone, whatever shift and boundary are
     """
 
     ratios: tuple[tuple[float, float], ...]
@@ -57,6 +57,7 @@ class Curve:
     boundary: float | None
     usual: MagCache
     sigmas: tuple[float, ...] | None = None
+    solver: str = "unipc"
 
 
 def magcache_of(text: str) -> MagCache:
@@ -137,7 +138,7 @@ USUAL = MagCache(0.06, 2, 0.2)  # of a curve that says nothing else
 
 
 def curve_from(given: Any) -> Curve:
-    """Return a curve from its JSON, {"ratios": [[1, 1], ...], "first_low", "shift", "boundary", "sigmas"}.
+    """Return a curve from its JSON, {"ratios": [[1, 1], ...], "first_low", "shift", "boundary", "sigmas", "solver"}.
 
     Raises `KeyError`, `TypeError`, `ValueError`.
     """
@@ -150,4 +151,5 @@ def curve_from(given: Any) -> Curve:
         sigmas = tuple(float(sigma) for sigma in sigmas)
         if len(sigmas) != len(ratios):
             raise ValueError("there is a pair of ratios for each of the sigmas")
-    return Curve(ratios, None if first is None else int(first), float(given["shift"]), boundary, USUAL, sigmas)
+    solver = str(given.get("solver", "unipc"))
+    return Curve(ratios, None if first is None else int(first), float(given["shift"]), boundary, USUAL, sigmas, solver)

@@ -4,24 +4,39 @@ from typing import Any
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.cogvideox.presets import CogVideoXConfig
+from wan_tpu.families.cogvideox.presets import TRANSFORMER_2B, VAE_2B, CogVideoXConfig
+from wan_tpu.families.shared.settings import check_supported, completed
 from wan_tpu.schedules.diffusion import SPACINGS, NoiseSchedule
 
 _SOLVERS = {"CogVideoXDDIMScheduler": "ddim", "CogVideoXDPMScheduler": "dpm"}
-_PLAIN: dict[str, Any] = {  # of a scheduler, with diffusers' default: what else there is has no published model
+# Defaults of both schedulers' settings that change what they compute.
+SCHEDULER: dict[str, Any] = {
     "num_train_timesteps": 1000,
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
     "trained_betas": None,
+    "set_alpha_to_one": True,
     "steps_offset": 0,
+    "prediction_type": "epsilon",
+    "timestep_spacing": "leading",
+    "rescale_betas_zero_snr": False,
+    "snr_shift_scale": 3.0,
 }
-_PLAIN_MODEL: dict[str, Any] = {
-    "activation_fn": "gelu-approximate",
-    "timestep_activation_fn": "silu",
-    "attention_bias": True,
-    "norm_elementwise_affine": True,
-    "flip_sin_to_cos": True,
-    "freq_shift": 0,
-    "temporal_compression_ratio": 4,
-}
+# What all published models have; what else there is has no published model.
+_SAME_SCHEDULER = ("num_train_timesteps", "beta_schedule", "trained_betas", "steps_offset", "prediction_type")
+_SAME_MODEL = (
+    "activation_fn",
+    "timestep_activation_fn",
+    "attention_bias",
+    "norm_elementwise_affine",
+    "flip_sin_to_cos",
+    "freq_shift",
+    "temporal_compression_ratio",
+)
+# Sizes in latents of an earlier revision of the two 1.5 models, and those of today's: the weights are the same. They
+# bound the positions that a video may have, and these are numbered from 0 in either.
+_EARLIER, _TODAY = (96, 170), (300, 300)
 
 
 def read_config(checkpoint: Checkpoint) -> CogVideoXConfig:
@@ -33,12 +48,14 @@ def read_config(checkpoint: Checkpoint) -> CogVideoXConfig:
         raise CheckpointError(
             f"{checkpoint.source} has VAE {checkpoint.class_name('vae')}; CogVideoX's is AutoencoderKLCogVideoX"
         )
-    transformer = checkpoint.config("transformer")
-    _check(checkpoint, "transformer", transformer, _PLAIN_MODEL)
+    transformer = completed(checkpoint, "transformer", TRANSFORMER_2B)
+    check_supported(checkpoint, "transformer", transformer, {key: TRANSFORMER_2B[key] for key in _SAME_MODEL}, {})
+    if transformer["patch_size_t"] and (transformer["sample_height"], transformer["sample_width"]) == _EARLIER:
+        transformer["sample_height"], transformer["sample_width"] = _TODAY
     noise, solver = _noise(checkpoint)
     return CogVideoXConfig(
         transformer=transformer,
-        vae=checkpoint.config("vae"),
+        vae=completed(checkpoint, "vae", VAE_2B),
         text_encoder=checkpoint.config("text_encoder"),
         text_encoder_class=checkpoint.class_name("text_encoder"),
         noise=noise,
@@ -53,29 +70,20 @@ def _noise(checkpoint: Checkpoint) -> tuple[NoiseSchedule, str]:
         raise CheckpointError(
             f"{checkpoint.source} has scheduler {name}; supported are {' and '.join(sorted(_SOLVERS))}"
         )
-    _check(checkpoint, "scheduler", config, _PLAIN)
-    for key, value in (("prediction_type", "v_prediction"), ("beta_schedule", "scaled_linear")):
-        if config.get(key) != value:
-            raise CheckpointError(
-                f"{checkpoint.source} has scheduler {key} {config.get(key)!r}; supported is {value!r}"
-            )
-    spacing = config.get("timestep_spacing", "leading")
-    if spacing not in SPACINGS:
+    same = {key: SCHEDULER[key] for key in _SAME_SCHEDULER}
+    check_supported(checkpoint, "scheduler", config, same, {"prediction_type": "v_prediction"})
+    config = SCHEDULER | config
+    spacing = config["timestep_spacing"]
+    if spacing not in list(SPACINGS):
         raise CheckpointError(
             f"{checkpoint.source} has timestep_spacing {spacing!r}; supported are {', '.join(SPACINGS)}"
         )
     noise = NoiseSchedule(
         beta_start=float(config["beta_start"]),
         beta_end=float(config["beta_end"]),
-        snr_shift=float(config.get("snr_shift_scale", 3.0)),
-        zero_snr=bool(config.get("rescale_betas_zero_snr", False)),
-        final_one=bool(config.get("set_alpha_to_one", True)),
+        snr_shift=float(config["snr_shift_scale"]),
+        zero_snr=bool(config["rescale_betas_zero_snr"]),
+        final_one=bool(config["set_alpha_to_one"]),
         spacing=spacing,
     )
     return noise, _SOLVERS[name]
-
-
-def _check(checkpoint: Checkpoint, what: str, config: dict[str, Any], plain: dict[str, Any]) -> None:
-    for key, value in plain.items():
-        if config.get(key, value) != value:
-            raise CheckpointError(f"{checkpoint.source} has {what} {key} {config[key]!r}; supported is {value!r}")

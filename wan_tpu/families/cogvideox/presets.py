@@ -33,15 +33,16 @@ class CogVideoXConfig:
     @property
     def frames_a_patch(self) -> int:
         """Latent frames that one token covers."""
-        return self.transformer.get("patch_size_t") or 1
+        return self.transformer["patch_size_t"] or 1
 
 
+# The first transformer's and VAE's are also what diffusers' classes take for keys that a file leaves out.
 # fmt: off
 TRANSFORMER_2B: dict[str, Any] = {
     "num_attention_heads": 30, "attention_head_dim": 64, "in_channels": 16, "out_channels": 16, "flip_sin_to_cos": True,
-    "freq_shift": 0, "time_embed_dim": 512, "ofs_embed_dim": None, "text_embed_dim": 4096, "num_layers": 30,
-    "attention_bias": True, "sample_width": 90, "sample_height": 60, "sample_frames": 49, "patch_size": 2,
-    "patch_size_t": None, "temporal_compression_ratio": 4, "max_text_seq_length": TEXT_TOKENS,
+    "freq_shift": 0, "dropout": 0.0, "time_embed_dim": 512, "ofs_embed_dim": None, "text_embed_dim": 4096,
+    "num_layers": 30, "attention_bias": True, "sample_width": 90, "sample_height": 60, "sample_frames": 49,
+    "patch_size": 2, "patch_size_t": None, "temporal_compression_ratio": 4, "max_text_seq_length": TEXT_TOKENS,
     "activation_fn": "gelu-approximate", "timestep_activation_fn": "silu", "norm_elementwise_affine": True,
     "norm_eps": 1e-5, "spatial_interpolation_scale": 1.875, "temporal_interpolation_scale": 1.0,
     "use_rotary_positional_embeddings": False, "use_learned_positional_embeddings": False, "patch_bias": True,
@@ -56,8 +57,11 @@ TRANSFORMER_15 = TRANSFORMER_5B | {
 TRANSFORMER_15_I2V = TRANSFORMER_15 | {"in_channels": 32, "ofs_embed_dim": 512}
 
 VAE_2B: dict[str, Any] = {
-    "in_channels": 3, "out_channels": 3, "block_out_channels": [128, 256, 256, 512], "latent_channels": 16,
-    "layers_per_block": 3, "act_fn": "silu", "norm_eps": 1e-6, "norm_num_groups": 32, "temporal_compression_ratio": 4,
+    "in_channels": 3, "out_channels": 3, "down_block_types": ["CogVideoXDownBlock3D"] * 4,
+    "up_block_types": ["CogVideoXUpBlock3D"] * 4, "sample_height": 480, "sample_width": 720, "shift_factor": None,
+    "latents_mean": None, "latents_std": None, "force_upcast": True, "latent_channels": 16,
+    "block_out_channels": [128, 256, 256, 512], "layers_per_block": 3, "act_fn": "silu", "norm_eps": 1e-6,
+    "norm_num_groups": 32, "temporal_compression_ratio": 4,
     "scaling_factor": 1.15258426, "use_quant_conv": False, "use_post_quant_conv": False, "invert_scale_latents": False,
 }
 VAE_5B = VAE_2B | {"scaling_factor": 0.7}
@@ -87,7 +91,7 @@ PRESETS: dict[str, CogVideoXConfig] = {
 def recognise(config: CogVideoXConfig) -> str:
     """Return the name of the published model that a configuration is, or `CUSTOM`."""
     for name, preset in PRESETS.items():
-        if all(config.transformer.get(key, value) == value for key, value in preset.transformer.items()):
+        if all(config.transformer[key] == value for key, value in preset.transformer.items()):
             return name
     return CUSTOM
 

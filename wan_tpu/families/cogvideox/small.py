@@ -9,7 +9,7 @@ import transformers
 
 from wan_tpu.families.cogvideox.presets import PRESETS, TEXT_TOKENS
 from wan_tpu.families.shared.tokenizer import train_tokenizer
-from wan_tpu.families.shared.values import set_own_values
+from wan_tpu.families.shared.values import leave_out_later_keys, set_own_values
 
 _TEXT_WIDTH = 32
 _TRANSFORMER: dict[str, Any] = {
@@ -24,6 +24,18 @@ _TRANSFORMER: dict[str, Any] = {
 }
 _VAE: dict[str, Any] = {"block_out_channels": [8, 16, 16, 16], "layers_per_block": 1, "norm_num_groups": 4}
 _TEXT_ENCODER: dict[str, Any] = {"d_model": _TEXT_WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+
+# What classes got after published files had been written, with its defaults.
+_LATER: dict[str, dict[str, Any]] = {
+    "transformer/config.json": {
+        "use_rotary_positional_embeddings": False,
+        "use_learned_positional_embeddings": False,
+        "patch_bias": True,
+        "patch_size_t": None,
+        "ofs_embed_dim": None,
+    },
+    "vae/config.json": {"invert_scale_latents": False},
+}
 
 
 def make_checkpoint(
@@ -68,4 +80,6 @@ def make_checkpoint(
             timestep_spacing=preset.noise.spacing,
         ),
     ).save_pretrained(folder)
+    for file, later in _LATER.items():
+        leave_out_later_keys(folder / file, later)
     return folder

@@ -4,38 +4,33 @@ from typing import Any
 
 from wan_tpu.checkpoint import OWN, Checkpoint
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.hunyuan15.presets import HunyuanConfig
+from wan_tpu.families.hunyuan15.presets import TRANSFORMER, VAE, HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import OVERLAP, STRIDE
+from wan_tpu.families.shared.settings import FLOW_MATCH_EULER, check_supported, completed
 
 _CLASSES = {
     "vae": "AutoencoderKLHunyuanVideo15",
     "scheduler": "FlowMatchEulerDiscreteScheduler",
     "guider": "ClassifierFreeGuidance",
 }
-# With diffusers' defaults: what else there is has no published model.
-_PLAIN_TRANSFORMER: dict[str, Any] = {"patch_size": 1, "patch_size_t": 1, "qk_norm": "rms_norm"}
-_PLAIN_SCHEDULER: dict[str, Any] = {
-    "num_train_timesteps": 1000,
-    "use_dynamic_shifting": False,
-    "shift_terminal": None,
-    "use_karras_sigmas": False,
-    "use_exponential_sigmas": False,
-    "use_beta_sigmas": False,
-    "invert_sigmas": False,
-    "stochastic_sampling": False,
-}
-_PLAIN_GUIDER: dict[str, Any] = {
+# Defaults of settings that change what is computed: what else there is has no published model.
+GUIDER: dict[str, Any] = {
     "guidance_rescale": 0.0,
     "use_original_formulation": False,
     "start": 0.0,
     "stop": 1.0,
     "enabled": True,
 }
+_SAME_TRANSFORMER = ("patch_size", "patch_size_t", "qk_norm")
 
 
 def read_config(checkpoint: Checkpoint) -> HunyuanConfig:
     """Read a checkpoint's configuration; raises `CheckpointError` for what its pipelines don't run."""
-    transformer = checkpoint.config("transformer")
+    if not checkpoint.has("transformer"):
+        raise CheckpointError(f"{checkpoint.source} has no transformer; give a complete checkpoint")
+    transformer = completed(checkpoint, "transformer", TRANSFORMER)
+    if transformer["task_type"] not in ("t2v", "i2v"):
+        raise CheckpointError(f"{checkpoint.source} has task_type {transformer['task_type']!r}; it is t2v or i2v")
     takes_image = transformer["task_type"] == "i2v"
     needed = ["tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2", "transformer", *_CLASSES]
     for component in [*needed, "image_encoder", "feature_extractor"] if takes_image else needed:
@@ -48,17 +43,13 @@ def read_config(checkpoint: Checkpoint) -> HunyuanConfig:
             )
     scheduler = checkpoint.config("scheduler", "scheduler_config.json")
     guider = checkpoint.config("guider", "guider_config.json")
-    for what, config, plain in (
-        ("transformer", transformer, _PLAIN_TRANSFORMER),
-        ("scheduler", scheduler, _PLAIN_SCHEDULER),
-        ("guider", guider, _PLAIN_GUIDER),
-    ):
-        for key, value in plain.items():
-            if (config.get(key, value) or None) != (value or None):
-                raise CheckpointError(f"{checkpoint.source} has {what} {key} {config[key]!r}; supported is {value!r}")
+    same = {key: TRANSFORMER[key] for key in _SAME_TRANSFORMER}
+    check_supported(checkpoint, "transformer", transformer, same, {})
+    check_supported(checkpoint, "scheduler", scheduler, FLOW_MATCH_EULER, {})
+    check_supported(checkpoint, "guider", guider, GUIDER, {})
     return HunyuanConfig(
         transformer=transformer,
-        vae=checkpoint.config("vae"),
+        vae=completed(checkpoint, "vae", VAE),
         text_encoder=checkpoint.config("text_encoder"),
         glyph_encoder=checkpoint.config("text_encoder_2"),
         image_encoder=checkpoint.config("image_encoder") if takes_image else None,

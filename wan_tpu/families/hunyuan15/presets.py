@@ -41,15 +41,16 @@ class HunyuanConfig:
     @property
     def meanflow(self) -> bool:
         """Whether the transformer is told the timestep after a step's own, too: the step-distilled model."""
-        return bool(self.transformer.get("use_meanflow", False))
+        return bool(self.transformer["use_meanflow"])
 
 
+# The first transformer's and VAE's are also what diffusers' classes take for keys that a file leaves out.
 # fmt: off
 TRANSFORMER: dict[str, Any] = {
     "in_channels": 65, "out_channels": 32, "num_attention_heads": 16, "attention_head_dim": 128, "num_layers": 54,
     "num_refiner_layers": 2, "mlp_ratio": 4.0, "patch_size": 1, "patch_size_t": 1, "qk_norm": "rms_norm",
     "text_embed_dim": 3584, "text_embed_2_dim": 1472, "image_embed_dim": 1152, "rope_theta": 256.0,
-    "rope_axes_dim": [16, 56, 56],
+    "rope_axes_dim": [16, 56, 56], "target_size": 640, "task_type": "i2v", "use_meanflow": False,
 }
 VAE: dict[str, Any] = {
     "in_channels": 3, "out_channels": 3, "latent_channels": 32, "block_out_channels": [128, 256, 512, 1024, 1024],
@@ -94,7 +95,7 @@ PRESETS: dict[str, HunyuanConfig] = {
 def recognise(config: HunyuanConfig) -> str:
     """Return the name of the published model that a configuration is, or `CUSTOM`."""
     for name, preset in PRESETS.items():
-        same = all(config.transformer.get(key) == value for key, value in preset.transformer.items())
+        same = all(config.transformer[key] == value for key, value in preset.transformer.items())
         if same and (config.shift, config.guidance) == (preset.shift, preset.guidance):
             return name
     return CUSTOM

@@ -9,7 +9,7 @@ import transformers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from wan_tpu.families.hunyuan15.presets import PRESETS
-from wan_tpu.families.shared.values import set_own_values
+from wan_tpu.families.shared.values import leave_out_later_keys, set_own_values
 
 _TEXT_WIDTH, _GLYPH_WIDTH, _IMAGE_WIDTH = 32, 24, 16
 _TRANSFORMER: dict[str, Any] = {
@@ -90,6 +90,7 @@ def make_checkpoint(
         if isinstance(part, torch.nn.Module):
             set_own_values(part, seed)
     made(**parts).save_pretrained(folder)
+    leave_out_later_keys(folder / "transformer" / "config.json", {"use_meanflow": False})
     return folder
 
 

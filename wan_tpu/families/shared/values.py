@@ -1,5 +1,10 @@
 """Values for the tensors of small checkpoints, such that none of them can be ignored without a difference."""
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import torch
 
 
@@ -15,3 +20,13 @@ def set_own_values(module: torch.nn.Module, seed: int) -> torch.nn.Module:
         if name not in parameters or bool((tensor == tensor.flatten()[0]).all()):
             tensor += 0.1 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
     return module
+
+
+def leave_out_later_keys(file: Path, later: Mapping[str, Any]) -> None:
+    """Leave keys that a class got later out of a configuration where they have their defaults, as published files do.
+
+    later: those keys, and their defaults.
+    """
+    config = json.loads(file.read_text())
+    kept = {key: value for key, value in config.items() if key not in later or value != later[key]}
+    file.write_text(json.dumps(kept, indent=2) + "\n")

@@ -1,10 +1,17 @@
 """What a Wan checkpoint says of itself, and whether this project runs it."""
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
-from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.checkpoint import OWN, Checkpoint
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.wan.presets import WanConfig
+from wan_tpu.families.shared.settings import FLOW_MATCH_EULER, UNIPC, check_supported, completed
+from wan_tpu.families.wan.presets import PRESETS, TRANSFORMER_14B, VAE_21, WanConfig
+
+# Settings of published VAEs that diffusers' class never had: it warns of each.
+_NO_SETTINGS = ("clip_output",)
+_RESOLUTION = re.compile(r"(?<!\d)(480|720)p", re.IGNORECASE)
 
 
 def read_config(checkpoint: Checkpoint) -> WanConfig:
@@ -17,33 +24,55 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
     two_experts = checkpoint.has("transformer_2")
     if two_experts and index.get("boundary_ratio") is None:
         raise CheckpointError(f"{checkpoint.source} has two experts but no boundary_ratio in model_index.json")
-    if two_experts and _shape(checkpoint.config("transformer_2")) != _shape(checkpoint.config("transformer")):
-        raise CheckpointError(
-            f"{checkpoint.source} has experts of different shapes: transformer/config.json and "
-            "transformer_2/config.json must say the same"
-        )
-    _check_attention(checkpoint)
+    transformer = completed(checkpoint, "transformer", TRANSFORMER_14B)
+    if two_experts:
+        _check_same(checkpoint, transformer, completed(checkpoint, "transformer_2", TRANSFORMER_14B))
+    _check_attention(checkpoint, transformer)
     boundary = index.get("boundary_ratio") if two_experts else None
     if boundary is not None and not (isinstance(boundary, int | float) and 0 < boundary < 1):
         raise CheckpointError(f"{checkpoint.source} has boundary_ratio {boundary!r}; it lies between 0 and 1")
+    expand_timesteps = index.get("expand_timesteps") or False
+    if not isinstance(expand_timesteps, bool):
+        raise CheckpointError(f"{checkpoint.source} has expand_timesteps {expand_timesteps!r}; it is true or false")
     if checkpoint.class_name("vae") != "AutoencoderKLWan":
         raise CheckpointError(f"{checkpoint.source} has VAE {checkpoint.class_name('vae')}; Wan's is AutoencoderKLWan")
+    vae = completed(checkpoint, "vae", VAE_21)
+    solver, shift = _scheduler(checkpoint)
     return WanConfig(
-        transformer=checkpoint.config("transformer"),
-        vae=checkpoint.config("vae"),
+        transformer=transformer,
+        vae={key: value for key, value in vae.items() if key not in _NO_SETTINGS},
         text_encoder=checkpoint.config("text_encoder"),
         image_encoder=checkpoint.config("image_encoder") if has_image_encoder else None,
         text_encoder_class=checkpoint.class_name("text_encoder"),
         image_encoder_class=checkpoint.class_name("image_encoder") if has_image_encoder else None,
         boundary_ratio=boundary,
-        expand_timesteps=bool(index.get("expand_timesteps", False)),
-        shift=_scheduler_shift(checkpoint),
+        expand_timesteps=expand_timesteps,
+        shift=shift,
+        solver=solver,
+        resolution=_resolution(checkpoint),
     )
 
 
-def _check_attention(checkpoint: Checkpoint) -> None:
-    config = checkpoint.config("transformer")
-    attention, kept = config.get("attention"), config.get("kept_blocks")
+def own_model(checkpoint: Checkpoint) -> str | None:
+    """Return which published model wan_tpu.json says that this is, for those that their files don't tell apart."""
+    name = checkpoint.own("model").get("model")
+    if name is not None and name not in list(PRESETS):
+        raise CheckpointError(f"{checkpoint.folder / OWN} has model {name!r}; it is one of {', '.join(PRESETS)}")
+    return name
+
+
+def _check_same(checkpoint: Checkpoint, high: dict[str, Any], low: dict[str, Any]) -> None:
+    differing = sorted(key for key in {*high, *low} if high.get(key) != low.get(key))
+    if differing:
+        said = "; ".join(f"{key} is {high.get(key)!r} and {low.get(key)!r}" for key in differing)
+        raise CheckpointError(
+            f"{checkpoint.source} has experts of different shapes: of transformer and transformer_2, {said}; the "
+            "experts of a model share their programs. Of a published model, take another revision"
+        )
+
+
+def _check_attention(checkpoint: Checkpoint, transformer: dict[str, Any]) -> None:
+    attention, kept = transformer.get("attention"), transformer.get("kept_blocks")
     if attention not in (None, "sla"):
         raise CheckpointError(
             f"{checkpoint.source} has attention {attention!r} in transformer/config.json; supported is 'sla', or none "
@@ -56,34 +85,29 @@ def _check_attention(checkpoint: Checkpoint) -> None:
         )
 
 
-def _shape(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if not key.startswith("_")}
+def _resolution(checkpoint: Checkpoint) -> str:
+    """Return "480p" or "720p" where wan_tpu.json or the checkpoint's name says so, the nearest part of it first."""
+    model = own_model(checkpoint)
+    names: Iterable[str] = checkpoint.names if model is None else [PRESETS[model].resolution]
+    for name in names:
+        said = {match.lower() for match in _RESOLUTION.findall(name)}
+        if len(said) == 1:
+            return f"{said.pop()}p"
+    return ""
 
 
-def _scheduler_shift(checkpoint: Checkpoint) -> float:
+def _scheduler(checkpoint: Checkpoint) -> tuple[str, float]:
+    """Return the solver that the scheduler's class is, and its shift."""
     config = checkpoint.config("scheduler", "scheduler_config.json")
     name = config.get("_class_name")
-    unipc = name == "UniPCMultistepScheduler" and config.get("use_flow_sigmas")
-    if not unipc and name != "FlowMatchEulerDiscreteScheduler":
-        raise CheckpointError(
-            f"{checkpoint.source} has scheduler {name}; supported are UniPCMultistepScheduler with "
-            "use_flow_sigmas and FlowMatchEulerDiscreteScheduler"
-        )
-    plain: dict[str, Any] = {
-        "num_train_timesteps": 1000,
-        "solver_order": 2,
-        "solver_type": "bh2",
-        "prediction_type": "flow_prediction",
-        "predict_x0": True,
-        "lower_order_final": True,
-        "disable_corrector": [],
-        "final_sigmas_type": "zero",
-        "shift_terminal": None,
-    }
-    off = ["use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"]
-    off += ["thresholding", "invert_sigmas", "stochastic_sampling"]
-    plain |= dict.fromkeys(off, False)
-    for key, value in plain.items():
-        if config.get(key, value) != value:
-            raise CheckpointError(f"{checkpoint.source} has scheduler {key} {config[key]!r}; supported is {value!r}")
-    return float(config.get("flow_shift" if unipc else "shift", 1.0))
+    if name == "UniPCMultistepScheduler":
+        flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+        check_supported(checkpoint, "scheduler", config, UNIPC, flow)
+        return "unipc", float(config.get("flow_shift", 1.0))
+    if name == "FlowMatchEulerDiscreteScheduler":
+        check_supported(checkpoint, "scheduler", config, FLOW_MATCH_EULER, {})
+        return "euler", float(config.get("shift", 1.0))
+    raise CheckpointError(
+        f"{checkpoint.source} has scheduler {name}; supported are UniPCMultistepScheduler with "
+        "use_flow_sigmas and FlowMatchEulerDiscreteScheduler"
+    )

@@ -2,7 +2,8 @@
 
 Sources: the config.json files of the Wan-AI/*-Diffusers repositories on the Hugging Face hub (the same values
 stand in diffusers' scripts/convert_wan_to_diffusers.py), google/umt5-xxl and laion/CLIP-ViT-H-14 for the
-encoders; sampling settings from wan/configs of github.com/Wan-Video/Wan2.1 and Wan2.2.
+encoders; shift and solver from scheduler/scheduler_config.json there; all other sampling settings from wan/configs of
+github.com/Wan-Video/Wan2.1 and Wan2.2, whose own shift is another: `sampling.ORIGINAL_SHIFTS`.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,14 @@ CUSTOM = "a custom Wan"
 
 @dataclass(frozen=True)
 class WanConfig:
-    """What a checkpoint (or a preset) says about a Wan model."""
+    """What a checkpoint (or a preset) says about a Wan model.
+
+    Attributes:
+        shift: Of the scheduler's flow schedule.
+        solver: What the scheduler's class is called here, "unipc" or "euler".
+        resolution: "480p" or "720p" where the checkpoint's name says so: Wan 2.1 I2V was published as two models whose
+            files say the same. "" where it doesn't.
+    """
 
     transformer: dict[str, Any]
     vae: dict[str, Any]
@@ -28,6 +36,8 @@ class WanConfig:
     boundary_ratio: float | None
     expand_timesteps: bool
     shift: float
+    solver: str = "unipc"
+    resolution: str = ""
 
     @property
     def kept_blocks(self) -> float | None:
@@ -40,6 +50,7 @@ class WanConfig:
         return self.boundary_ratio is not None
 
 
+# The first transformer's and VAE's are also what diffusers' classes take for keys that a file leaves out.
 # fmt: off
 TRANSFORMER_14B: dict[str, Any] = {
     "patch_size": [1, 2, 2], "num_attention_heads": 40, "attention_head_dim": 128, "in_channels": 16,
@@ -59,7 +70,8 @@ TRANSFORMER_5B = TRANSFORMER_14B | {
 
 VAE_21: dict[str, Any] = {
     "base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": [],
-    "temperal_downsample": [False, True, True], "dropout": 0.0,
+    "temperal_downsample": [False, True, True], "dropout": 0.0, "decoder_base_dim": None, "is_residual": False,
+    "in_channels": 3, "out_channels": 3, "patch_size": None, "scale_factor_spatial": 8, "scale_factor_temporal": 4,
     "latents_mean": [
         -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508, 0.4134, -0.0715, 0.5517, -0.3632,
         -0.1922, -0.9497, 0.2503, -0.2921,
@@ -105,6 +117,7 @@ def _preset(
     clip: bool = False,
     boundary_ratio: float | None = None,
     expand_timesteps: bool = False,
+    resolution: str = "",
 ) -> WanConfig:
     return WanConfig(
         transformer=transformer,
@@ -112,27 +125,28 @@ def _preset(
         text_encoder=UMT5_XXL,
         image_encoder=CLIP_VIT_H if clip else None,
         text_encoder_class="UMT5EncoderModel",
-        image_encoder_class="CLIPVisionModel" if clip else None,
+        image_encoder_class="CLIPVisionModelWithProjection" if clip else None,
         boundary_ratio=boundary_ratio,
         expand_timesteps=expand_timesteps,
         shift=shift,
+        resolution=resolution,
     )
 
 
 PRESETS: dict[str, WanConfig] = {
-    "wan2.1-t2v-1.3b": _preset(TRANSFORMER_1_3B, 5.0),
-    "wan2.1-t2v-14b": _preset(TRANSFORMER_14B, 5.0),
-    "wan2.1-i2v-14b-480p": _preset(TRANSFORMER_14B_I2V_21, 3.0, clip=True),
-    "wan2.1-i2v-14b-720p": _preset(TRANSFORMER_14B_I2V_21, 5.0, clip=True),
+    "wan2.1-t2v-1.3b": _preset(TRANSFORMER_1_3B, 3.0),
+    "wan2.1-t2v-14b": _preset(TRANSFORMER_14B, 3.0),
+    "wan2.1-i2v-14b-480p": _preset(TRANSFORMER_14B_I2V_21, 3.0, clip=True, resolution="480p"),
+    "wan2.1-i2v-14b-720p": _preset(TRANSFORMER_14B_I2V_21, 3.0, clip=True, resolution="720p"),
     "wan2.1-flf2v-14b-720p": _preset(TRANSFORMER_14B_FLF2V, 16.0, clip=True),
-    "wan2.2-t2v-a14b": _preset(TRANSFORMER_14B, 12.0, boundary_ratio=0.875),
-    "wan2.2-i2v-a14b": _preset(TRANSFORMER_14B_I2V_22, 5.0, boundary_ratio=0.9),
+    "wan2.2-t2v-a14b": _preset(TRANSFORMER_14B, 3.0, boundary_ratio=0.875),
+    "wan2.2-i2v-a14b": _preset(TRANSFORMER_14B_I2V_22, 3.0, boundary_ratio=0.9),
     "wan2.2-ti2v-5b": _preset(TRANSFORMER_5B, 5.0, vae=VAE_22, expand_timesteps=True),
-    "turbowan2.2-i2v-a14b": _preset(TRANSFORMER_14B_TURBO, 5.0, boundary_ratio=0.9),
+    "turbowan2.2-i2v-a14b": _preset(TRANSFORMER_14B_TURBO, 3.0, boundary_ratio=0.9),
 }
 
-_FIELDS = ("height", "width", "frames", "fps", "steps", "guidance_scale", "guidance_scale_2")
-_SAMPLING: dict[str, tuple[int, int, int, int, int, float, float]] = {
+FIELDS = ("height", "width", "frames", "fps", "steps", "guidance_scale", "guidance_scale_2")
+SAMPLING: dict[str, tuple[int, int, int, int, int, float, float]] = {
     "wan2.1-t2v-1.3b": (480, 832, 81, 16, 50, 5.0, 5.0),
     "wan2.1-t2v-14b": (720, 1280, 81, 16, 50, 5.0, 5.0),
     "wan2.1-i2v-14b-480p": (480, 832, 81, 16, 40, 5.0, 5.0),
@@ -146,17 +160,18 @@ _SAMPLING: dict[str, tuple[int, int, int, int, int, float, float]] = {
 
 
 def recognise(config: WanConfig) -> str:
-    """Return the name of the published model that a configuration is, or `CUSTOM`."""
+    """Return the name of the published model that a configuration is, or `CUSTOM`.
+
+    Where the name of a Wan 2.1 I2V says neither 480p nor 720p it is taken for the first.
+    """
     for name, preset in PRESETS.items():
         fixed = {key: value for key, value in preset.transformer.items() if key != "kept_blocks"}
-        same_transformer = all(config.transformer.get(key, value) == value for key, value in fixed.items())
+        same_transformer = all(config.transformer.get(key) == value for key, value in fixed.items())
+        same_attention = config.transformer.get("attention") == preset.transformer.get("attention")
         same_rest = all(getattr(config, key) == getattr(preset, key) for key in ("boundary_ratio", "expand_timesteps"))
-        same_shift = config.shift == preset.shift or not name.startswith("wan2.1-i2v")
-        both = [
-            (one.transformer.get("pos_embed_seq_len"), one.transformer.get("attention")) for one in (config, preset)
-        ]
-        same_kind = both[0] == both[1]
-        if same_transformer and same_kind and same_rest and same_shift and config.vae["z_dim"] == preset.vae["z_dim"]:
+        same_vae = config.vae["z_dim"] == preset.vae["z_dim"]
+        same_resolution = preset.resolution in ("", config.resolution or preset.resolution)
+        if same_transformer and same_attention and same_rest and same_vae and same_resolution:
             return name
     return CUSTOM
 
@@ -166,6 +181,6 @@ def defaults(preset: str, task: str, config: WanConfig) -> Defaults:
     relative = "wan2.2-i2v-a14b" if task == "i2v" else "wan2.1-t2v-14b"
     if config.kept_blocks is not None:
         relative = "turbowan2.2-i2v-a14b"
-    published = dict(zip(_FIELDS, _SAMPLING.get(preset, _SAMPLING[relative]), strict=True))
-    solver = "unipc" if config.kept_blocks is None else "rcm"
+    published = dict(zip(FIELDS, SAMPLING.get(preset, SAMPLING[relative]), strict=True))
+    solver = config.solver if config.kept_blocks is None else "rcm"
     return Defaults(**published, shift=config.shift, solver=solver)  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""Ways to sample the published Wan models: presets of four unguided steps, and curves for MagCache.
+"""Ways to sample the published Wan models: as Wan's own program does, in four steps, and with MagCache's curves.
+
+Published checkpoints come with another shift than Wan's own program takes (wan/configs of github.com/Wan-Video/Wan2.1
+and Wan2.2; generate.py of Wan 2.1 has 3 for 480p).
 
 LightX2V trained its adapters with Euler's method at sigma = shift s / (1 + (shift - 1) s), s = 1, 0.75, 0.5, 0.25 and
 shift 5, two steps on each expert of Wan 2.2: github.com/ModelTC/LightX2V, configs/distill; the files are those of
@@ -10,6 +13,7 @@ The curves were measured by the authors of MagCache (github.com/Zehong-Ma/MagCac
 prompt's branch. Beside each stand the settings that it was published with.
 """
 
+from wan_tpu.families.wan import presets
 from wan_tpu.lora import Lora
 from wan_tpu.request import Preset
 from wan_tpu.schedules import flow
@@ -57,7 +61,30 @@ TURBO = Preset(
     ),
 )
 
-PRESETS: dict[str, dict[str, Preset]] = {
+ORIGINAL_SHIFTS = {
+    "wan2.1-t2v-1.3b": 5.0,
+    "wan2.1-t2v-14b": 5.0,
+    "wan2.1-i2v-14b-480p": 3.0,
+    "wan2.1-i2v-14b-720p": 5.0,
+    "wan2.1-flf2v-14b-720p": 16.0,
+    "wan2.2-t2v-a14b": 12.0,
+    "wan2.2-i2v-a14b": 5.0,
+    "wan2.2-ti2v-5b": 5.0,
+}
+
+
+def original(name: str) -> dict[str, Preset]:
+    """Return the preset of a published model with the settings of Wan's own program; none of other models."""
+    if name not in ORIGINAL_SHIFTS:
+        return {}
+    published = dict(zip(presets.FIELDS, presets.SAMPLING[name], strict=True))
+    settings = {key: published[key] for key in ("steps", "guidance_scale", "guidance_scale_2")}
+    settings |= {"shift": ORIGINAL_SHIFTS[name], "solver": "unipc"}
+    repository = f"https://github.com/Wan-Video/{name.partition('-')[0].title()}"
+    return {"original": Preset("the settings of Wan's own program", repository, tuple(settings.items()))}
+
+
+DISTILLED: dict[str, dict[str, Preset]] = {
     "wan2.2-i2v-a14b": _two_experts("i2v", "1022"),
     "wan2.2-t2v-a14b": _two_experts("t2v", "1217"),
     "wan2.1-t2v-14b": _one_expert("wan2.1_t2v_14b"),

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from wan_tpu.families.shared.tokenizer import train_tokenizer
-from wan_tpu.families.shared.values import set_own_values
+from wan_tpu.families.shared.values import leave_out_later_keys, set_own_values
 from wan_tpu.families.wan.components import SPARSE, diffusers_expert
 from wan_tpu.families.wan.presets import PRESETS, VAE_21, VAE_22, WanConfig
 
@@ -35,6 +35,20 @@ _IMAGE_ENCODER: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
     "projection_dim": 16,
+}
+# What classes got after published files had been written, with its defaults.
+_LATER: dict[str, dict[str, Any]] = {
+    "model_index.json": {"boundary_ratio": None, "expand_timesteps": False, "transformer_2": [None, None]},
+    "transformer/config.json": {"pos_embed_seq_len": None},
+    "vae/config.json": {key: VAE_21[key] for key in VAE_21 if key.startswith("scale_factor")}
+    | {"decoder_base_dim": None, "is_residual": False, "in_channels": 3, "out_channels": 3, "patch_size": None},
+    "scheduler/scheduler_config.json": {
+        "use_dynamic_shifting": False,
+        "time_shift_type": "exponential",
+        "sigma_min": None,
+        "sigma_max": None,
+        "shift_terminal": None,
+    },
 }
 
 
@@ -70,6 +84,8 @@ def make_checkpoint(
     small_vae = (VAE_22 | {"base_dim": 8, "decoder_base_dim": 8, "num_res_blocks": 1}) if residual else VAE_21 | _VAE
     autoencoder = diffusers.AutoencoderKLWan.from_config(small_vae | (vae or {}))
     set_own_values(autoencoder, seed).save_pretrained(folder / "vae")
+    if residual:
+        _add_settings(folder / "vae", {"clip_output": False})  # which the class never had
     tokenizer = train_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
     text = _TEXT_ENCODER | {"vocab_size": len(tokenizer), "d_model": settings["text_dim"]}
@@ -81,20 +97,26 @@ def make_checkpoint(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=preset.shift if shift is None else shift
     ).save_pretrained(folder / "scheduler")
     _write_index(folder, preset, clip=clip)
+    for file, later in _LATER.items():
+        leave_out_later_keys(folder / file, later)
     return folder
 
 
 def _save_expert(folder: Path, settings: dict[str, Any], seed: int) -> None:
     sparse = {key: settings[key] for key in SPARSE if key in settings}
     set_own_values(diffusers_expert(settings), seed).save_pretrained(folder)
-    if sparse:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | sparse, indent=2) + "\n")
+    _add_settings(folder, sparse)
+
+
+def _add_settings(folder: Path, settings: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings, indent=2) + "\n")
 
 
 def _save_image_encoder(folder: Path, seed: int) -> None:
     config = transformers.CLIPVisionConfig(hidden_act="gelu", **_IMAGE_ENCODER)
-    set_own_values(transformers.CLIPVisionModel(config), seed).save_pretrained(folder / "image_encoder")
+    encoder = transformers.CLIPVisionModelWithProjection(config)
+    set_own_values(encoder, seed).save_pretrained(folder / "image_encoder")
     size = {"height": _IMAGE_ENCODER["image_size"], "width": _IMAGE_ENCODER["image_size"]}
     transformers.CLIPImageProcessor(size={"shortest_edge": size["height"]}, crop_size=size).save_pretrained(
         folder / "image_processor"
@@ -117,6 +139,6 @@ def _write_index(folder: Path, preset: WanConfig, *, clip: bool) -> None:
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
     if image_to_video:
-        index["image_encoder"] = ["transformers", "CLIPVisionModel"] if clip else [None, None]
+        index["image_encoder"] = ["transformers", "CLIPVisionModelWithProjection"] if clip else [None, None]
         index["image_processor"] = ["transformers", "CLIPImageProcessor"] if clip else [None, None]
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")

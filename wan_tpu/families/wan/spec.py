@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.checkpoint import OWN, Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.wan import presets, sampling
-from wan_tpu.families.wan.config import read_config
+from wan_tpu.families.wan.config import own_model, read_config
 from wan_tpu.families.wan.presets import WanConfig
 from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, Defaults, Own, Preset, ResolvedRequest
 from wan_tpu.schedules import flow
@@ -42,7 +42,7 @@ class WanSpec(ModelSpec):
                 raise CheckpointError(
                     f"vae/config.json has {len(self.config.vae[key])} {key} for z_dim {self.latent_channels}"
                 )
-        if (self.config.vae.get("scale_factor_temporal") or FRAME_STRIDE) != FRAME_STRIDE:
+        if self.config.vae["scale_factor_temporal"] != FRAME_STRIDE:
             raise CheckpointError(
                 f"the VAE compresses time by {self.config.vae['scale_factor_temporal']}, supported is {FRAME_STRIDE}"
             )
@@ -50,7 +50,12 @@ class WanSpec(ModelSpec):
     @classmethod
     def open(cls, checkpoint: Checkpoint) -> "WanSpec":
         """Read a checkpoint's configuration; raises `CheckpointError`."""
-        return cls(read_config(checkpoint), checkpoint.sampling())
+        spec, model = cls(read_config(checkpoint), checkpoint.sampling("model")), own_model(checkpoint)
+        if model not in (None, spec.name):
+            raise CheckpointError(
+                f"{checkpoint.folder / OWN} has model {model}, and the configuration is that of {spec.name}"
+            )
+        return spec
 
     @functools.cached_property
     def name(self) -> str:  # type: ignore[override]
@@ -66,14 +71,15 @@ class WanSpec(ModelSpec):
 
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]
-        """The checkpoint's own sampling settings, else the published ones; the shift is the checkpoint's."""
+        """The checkpoint's own sampling settings, else the published ones; shift and solver are its scheduler's."""
         published = presets.defaults(self.name, self.tasks[0], self.config)
         return dataclasses.replace(published, **dict(self.own.defaults))  # type: ignore[arg-type]
 
     @property
     def solvers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """UniPC, as the published schedulers, and Euler; of models with sparse-linear attention, rCM before them."""
-        return ("unipc", "euler") if self.config.kept_blocks is None else ("rcm", "unipc", "euler")
+        """UniPC and Euler, the checkpoint's own scheduler first; of models with sparse-linear attention, rCM before."""
+        flow_solvers = sorted(("unipc", "euler"), key=lambda name: name != self.config.solver)
+        return (*(() if self.config.kept_blocks is None else ("rcm",)), *flow_solvers)
 
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
@@ -89,7 +95,7 @@ class WanSpec(ModelSpec):
         """Wan 2.1 has checkpoints for both frames and for the first one; Wan 2.2 I2V takes one or both."""
         if not self.takes_image_features:
             return "optional" if self.tasks == ("i2v",) else "none"
-        return "none" if self.config.transformer.get("pos_embed_seq_len") is None else "required"
+        return "none" if self.config.transformer["pos_embed_seq_len"] is None else "required"
 
     @property
     def takes_video(self) -> bool:  # type: ignore[override]
@@ -99,7 +105,7 @@ class WanSpec(ModelSpec):
     @property
     def takes_image_features(self) -> bool:
         """Whether the transformer takes CLIP features of the image (Wan 2.1 I2V)."""
-        return self.config.transformer.get("image_dim") is not None and self.config.image_encoder is not None
+        return self.config.transformer["image_dim"] is not None and self.config.image_encoder is not None
 
     @property
     def heads(self) -> int:  # type: ignore[override]
@@ -114,7 +120,7 @@ class WanSpec(ModelSpec):
     @property
     def spatial_stride(self) -> int:
         """Pixels to a pixel of the latents, in height and width."""
-        return int(self.config.vae.get("scale_factor_spatial", 8))
+        return int(self.config.vae["scale_factor_spatial"])
 
     @property
     def patch(self) -> list[int]:
@@ -153,11 +159,15 @@ class WanSpec(ModelSpec):
         return int(np.prod([n // p for n, p in zip(latent_shape[2:], self.patch, strict=True)]))
 
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
-        """Return who denoises which steps of a resolved request, experts with no step left out."""
-        boundary = self._high_noise_steps(request)
-        ends, scales = [0, boundary, request.steps], (request.guidance_scale, request.guidance_scale_2)
-        ends = [max(end, self.first_step(request)) for end in ends]
-        found = [Expert(stage, ends[i], ends[i + 1], scales[i] > 1) for i, stage in enumerate(self.denoise_stages)]
+        """Return who denoises which steps of a resolved request, experts with no step left out.
+
+        As in diffusers, the first expert's scale decides whether there is guidance, the second's how strong its own is;
+        at 1 that is the prompt's branch alone.
+        """
+        ends = [max(end, self.first_step(request)) for end in (0, self._high_noise_steps(request), request.steps)]
+        guided = self.guided(request)
+        branches = (guided, guided and request.guidance_scale_2 != 1)
+        found = [Expert(stage, ends[i], ends[i + 1], branches[i]) for i, stage in enumerate(self.denoise_stages)]
         return tuple(expert for expert in found if expert.start < expert.stop)
 
     def schedule(self, request: ResolvedRequest) -> Schedule:
@@ -168,8 +178,8 @@ class WanSpec(ModelSpec):
 
     @property
     def presets(self) -> Mapping[str, Preset]:
-        """Four steps: by distilled adapters, for the published models that have some; and the checkpoint's own."""
-        published = sampling.PRESETS.get(self.name, {})
+        """The settings of Wan's own program, four steps by distilled adapters, and the checkpoint's own presets."""
+        published = sampling.original(self.name) | sampling.DISTILLED.get(self.name, {})
         if self.config.kept_blocks is not None:  # there are none that weren't distilled
             published = {"turbo": sampling.TURBO}
         return {**published, **super().presets}

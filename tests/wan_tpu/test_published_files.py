@@ -1,0 +1,237 @@
+"""Published checkpoints open from their files as they are: under their names, with the defaults that `plan` has."""
+
+import inspect
+import json
+
+import diffusers
+import numpy as np
+import pytest
+
+from tests.wan_tpu.published_files import EULER, REPOSITORIES, WAN_I2V, write
+from wan_tpu import CheckpointError, GenerationRequest, InvalidRequest
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families import open_spec, preset_spec, published
+from wan_tpu.families.cogvideox import presets as cogvideox
+from wan_tpu.families.cogvideox.config import SCHEDULER
+from wan_tpu.families.hunyuan15 import presets as hunyuan15
+from wan_tpu.families.hunyuan15.config import GUIDER
+from wan_tpu.families.shared.settings import FLOW_MATCH_EULER, UNIPC
+from wan_tpu.families.wan import presets as wan
+from wan_tpu.families.wan import sampling
+
+I2V_A14B = "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
+# Name, task, size, frames, steps, shift, guidance of both experts, first steps of the experts.
+OPENED = {
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ("wan2.1-t2v-1.3b", (480, 832, 81), 50, 3, (5, 5), (0,)),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": ("wan2.1-t2v-14b", (720, 1280, 81), 50, 3, (5, 5), (0,)),
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": ("wan2.1-i2v-14b-480p", (480, 832, 81), 40, 3, (5, 5), (0,)),
+    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": ("wan2.1-i2v-14b-720p", (720, 1280, 81), 40, 3, (5, 5), (0,)),
+    "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers": ("wan2.1-flf2v-14b-720p", (720, 1280, 81), 50, 16, (5, 5), (0,)),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": ("wan2.2-t2v-a14b", (720, 1280, 81), 40, 3, (4, 3), (0, 13)),
+    I2V_A14B: ("wan2.2-i2v-a14b", (720, 1280, 81), 40, 3, (3.5, 3.5), (0, 11)),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": ("wan2.2-ti2v-5b", (704, 1280, 121), 50, 5, (5, 5), (0,)),
+    "THUDM/CogVideoX-2b": ("cogvideox-2b", (480, 720, 49), 50, 1, (6, 6), (0,)),
+    "THUDM/CogVideoX-2b, later": ("cogvideox-2b", (480, 720, 49), 50, 1, (6, 6), (0,)),
+    "THUDM/CogVideoX-5b": ("cogvideox-5b", (480, 720, 49), 50, 1, (6, 6), (0,)),
+    "THUDM/CogVideoX-5b-I2V": ("cogvideox-5b-i2v", (480, 720, 49), 50, 1, (6, 6), (0,)),
+    "zai-org/CogVideoX1.5-5B": ("cogvideox1.5-5b", (768, 1360, 81), 50, 1, (6, 6), (0,)),
+    "zai-org/CogVideoX1.5-5B, earlier": ("cogvideox1.5-5b", (768, 1360, 81), 50, 1, (6, 6), (0,)),
+    "zai-org/CogVideoX1.5-5B-I2V": ("cogvideox1.5-5b-i2v", (768, 1360, 81), 50, 1, (6, 6), (0,)),
+    "zai-org/CogVideoX1.5-5B-I2V, earlier": ("cogvideox1.5-5b-i2v", (768, 1360, 81), 50, 1, (6, 6), (0,)),
+    **{
+        f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{name}": (
+            f"hunyuanvideo1.5-{name.replace('_', '-')}",
+            (*size, 121),
+            steps,
+            shift,
+            (guidance, guidance),
+            (0,),
+        )
+        for name, size, steps, shift, guidance in (
+            ("480p_t2v", (480, 848), 50, 5, 6),
+            ("480p_i2v", (480, 848), 50, 5, 6),
+            ("720p_t2v", (720, 1280), 50, 9, 6),
+            ("720p_i2v", (720, 1280), 50, 7, 6),
+            ("480p_t2v_distilled", (480, 848), 50, 5, 1),
+            ("480p_i2v_distilled", (480, 848), 50, 5, 1),
+            ("720p_i2v_distilled", (720, 1280), 50, 7, 1),
+            ("480p_i2v_step_distilled", (480, 848), 12, 7, 1),
+        )
+    },
+}
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens a repository's files from a folder called as it is or otherwise; `...` in place of a value: no such key."""
+
+    def open_files(repository, changed=None, name=None):
+        files = dict(REPOSITORIES[repository])
+        for file, values in (changed or {}).items():
+            content = files.get(file, {}) | values
+            files[file] = {key: value for key, value in content.items() if value is not ...}
+        return open_spec(write(tmp_path / (name or repository.replace(", ", "-")), files))
+
+    return open_files
+
+
+def default_plan(spec, **fields):
+    return spec.plan(GenerationRequest(**fields), image="t2v" not in spec.tasks, last=spec.last_images == "required")
+
+
+@pytest.mark.parametrize("repository", REPOSITORIES)
+def test_a_published_checkpoint_opens_as_what_it_is(repository, opened):
+    spec = opened(repository)
+    name, size, steps, shift, scales, starts = OPENED[repository]
+    plan = default_plan(spec)
+    request = plan.request
+    assert spec.name == name
+    assert (request.height, request.width, request.frames) == size
+    assert (request.steps, request.shift) == (steps, shift)
+    assert (request.guidance_scale, request.guidance_scale_2) == scales
+    assert tuple(expert.start for expert in plan.experts) == starts
+    # What `wan-tpu plan`, layouts and the README's figures are made from is the same.
+    ours = preset_spec(name)
+    assert default_plan(ours) == plan
+    assert (ours.tasks, ours.solvers, ours.components) == (spec.tasks, spec.solvers, spec.components)
+    assert (ours.config.transformer, ours.config.vae) == (spec.config.transformer, spec.config.vae)
+
+
+def test_every_published_model_is_among_them():
+    named = {name for name, *_ in OPENED.values()}
+    assert named | {"turbowan2.2-i2v-a14b"} == {name for name in published() if not name.startswith("toy")}
+    assert set(OPENED) == set(REPOSITORIES)
+    assert all(preset_spec(name).name == name for name in published())
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours"),
+    [
+        (diffusers.WanTransformer3DModel, wan.TRANSFORMER_14B),
+        (diffusers.AutoencoderKLWan, wan.VAE_21),
+        (diffusers.CogVideoXTransformer3DModel, cogvideox.TRANSFORMER_2B),
+        (diffusers.AutoencoderKLCogVideoX, cogvideox.VAE_2B),
+        (diffusers.HunyuanVideo15Transformer3DModel, hunyuan15.TRANSFORMER),
+        (diffusers.AutoencoderKLHunyuanVideo15, hunyuan15.VAE),
+    ],
+)
+def test_what_a_file_leaves_out_is_what_diffusers_class_takes(kind, ours):
+    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    assert json.loads(json.dumps({one.name: one.default for one in parameters})) == ours
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours"),
+    [
+        (diffusers.UniPCMultistepScheduler, UNIPC),
+        (diffusers.FlowMatchEulerDiscreteScheduler, FLOW_MATCH_EULER),
+        (diffusers.CogVideoXDDIMScheduler, SCHEDULER),
+        (diffusers.CogVideoXDPMScheduler, SCHEDULER),
+        (diffusers.ClassifierFreeGuidance, GUIDER),
+    ],
+)
+def test_what_a_scheduler_leaves_out_is_what_diffusers_class_takes(kind, ours):
+    parameters = inspect.signature(kind.__init__).parameters
+    assert {name: parameters[name].default for name in ours} == ours
+
+
+SCHEDULER_FILE = "scheduler/scheduler_config.json"
+
+
+@pytest.mark.parametrize(
+    ("repository", "changed", "message"),
+    [  # Keys left out of a scheduler mean noise prediction, or a schedule without a shift: diffusers would run these.
+        (I2V_A14B, {SCHEDULER_FILE: {"prediction_type": ...}}, "scheduler prediction_type 'epsilon'; supported is"),
+        (I2V_A14B, {SCHEDULER_FILE: {"use_flow_sigmas": ...}}, "scheduler use_flow_sigmas False; supported is True"),
+        (I2V_A14B, {SCHEDULER_FILE: {"sigma_min": 0.1}}, "scheduler sigma_min 0.1; supported is None"),
+        ("THUDM/CogVideoX-5b", {SCHEDULER_FILE: {"prediction_type": ...}}, "scheduler prediction_type 'epsilon'"),
+        (I2V_A14B, {SCHEDULER_FILE: {"_class_name": "DDIMScheduler"}}, "supported are UniPCMultistepScheduler with"),
+        # The high-noise expert of the revision 348da65e has the file of Wan 2.1's.
+        (
+            I2V_A14B,
+            {"transformer/config.json": WAN_I2V | {"pos_embed_seq_len": ...}},
+            "added_kv_proj_dim is 5120 and None; image_dim is 1280 and None; .*another revision",
+        ),
+        (I2V_A14B, {"vae/config.json": {"scale_factor_spatial": None}}, "scale_factor_spatial None .*something like 8"),
+        (I2V_A14B, {"transformer/config.json": {"num_layers": "40"}}, "num_layers '40' in transformer/config.json"),
+        (I2V_A14B, {"model_index.json": {"transformer": ["diffusers", {}]}}, r'transformer: \["diffusers", {}\]'),
+        (I2V_A14B, {"model_index.json": {"expand_timesteps": "no"}}, "expand_timesteps 'no'; it is true or false"),
+        (I2V_A14B, {"wan_tpu.json": {"model": "wan3"}}, "model 'wan3'; it is one of wan2.1-t2v-1.3b, "),
+        (I2V_A14B, {"wan_tpu.json": {"model": "wan2.2-t2v-a14b"}}, "the configuration is that of wan2.2-i2v-a14b"),
+    ],
+)
+def test_a_checkpoint_that_diffusers_runs_otherwise_is_refused(repository, changed, message, opened):
+    with pytest.raises(CheckpointError, match=message):
+        opened(repository, changed)
+
+
+def test_experts_are_compared_by_what_they_say(opened):
+    """One may leave out what the other says, as long as it is the class's default."""
+    assert (
+        opened(I2V_A14B, {"transformer/config.json": {"pos_embed_seq_len": ..., "eps": ...}}).name == "wan2.2-i2v-a14b"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "model"),
+    [
+        ({}, "models/wan-2.1-i2v-720p/bf16", "720p"),
+        ({}, "models/720p/Wan2.1-I2V-14B-480P", "480p"),
+        ({}, "models--Wan-AI--Wan2.1-I2V-14B-720P-Diffusers/snapshots/8823af45fcc5", "720p"),
+        ({"model_index.json": {"_name_or_path": "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"}}, "mine", "720p"),
+        ({"wan_tpu.json": {"model": "wan2.1-i2v-14b-720p"}}, "Wan2.1-I2V-14B-480P", "720p"),
+        ({}, "mine", "480p"),
+    ],
+)
+def test_which_of_two_equal_models_it_is_says_its_name(changed, name, model, opened):
+    assert opened("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", changed, name).name == f"wan2.1-i2v-14b-{model}"
+
+
+def test_a_copy_says_which_model_it_is_of(tmp_path, opened):
+    """As `weights convert` writes it, whatever its folder is called."""
+    source = write(tmp_path / "Wan2.1-I2V-14B-720P", REPOSITORIES["Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"])
+    copy = tmp_path / "copy"
+    for name, content in Checkpoint(source).others().items():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes(content)
+    assert open_spec(copy).name == "wan2.1-i2v-14b-720p"
+    assert Checkpoint(copy).others() == Checkpoint(copy / ".").others()
+    assert Checkpoint(copy).index["_name_or_path"] == str(source)
+
+
+def test_the_solver_is_the_scheduler_s(opened):
+    euler = dict.fromkeys(REPOSITORIES[I2V_A14B][SCHEDULER_FILE], ...) | EULER | {"shift": 4.0}
+    spec = opened(I2V_A14B, {SCHEDULER_FILE: euler})
+    plan = default_plan(spec, steps=7)
+    assert (plan.request.solver, plan.request.shift, spec.solvers) == ("euler", 4.0, ("euler", "unipc"))
+    theirs = diffusers.FlowMatchEulerDiscreteScheduler.from_config(EULER | {"shift": 4.0})
+    theirs.set_timesteps(7)
+    np.testing.assert_allclose(spec.schedule(plan.request).timesteps, theirs.timesteps, rtol=1e-6)
+    assert default_plan(spec, solver="unipc").request.solver == "unipc"
+
+
+def test_another_revision_makes_what_today_s_makes(opened):
+    spec = opened("zai-org/CogVideoX1.5-5B, earlier")
+    portrait = spec.plan(GenerationRequest(height=1360, width=768)).request
+    assert (portrait.height, portrait.width) == (1360, 768)
+
+
+def test_settings_that_no_class_has_are_not_handed_to_it(opened):
+    """diffusers warns of TI2V 5B's clip_output each time that it builds a VAE."""
+    assert "clip_output" not in opened("Wan-AI/Wan2.2-TI2V-5B-Diffusers").config.vae
+
+
+@pytest.mark.parametrize("name", sampling.ORIGINAL_SHIFTS)
+def test_wans_own_settings_are_a_preset(name):
+    """Its shift is that of wan/configs; published checkpoints have another. MagCache's curves were measured with it."""
+    spec, shifts = preset_spec(name), {"wan2.2-t2v-a14b": 12, "wan2.1-flf2v-14b-720p": 16, "wan2.1-i2v-14b-480p": 3}
+    plan = default_plan(spec, preset="original")
+    assert (plan.request.shift, plan.request.solver) == (shifts.get(name, 5), "unipc")
+    assert plan.request.steps == spec.defaults.steps
+    if "a14b" in name:
+        assert [expert.stop - expert.start for expert in plan.experts] == ([26, 14] if "t2v" in name else [15, 25])
+    if spec.curves:
+        assert default_plan(spec, preset="original", cache="magcache").request.cache == "magcache"
+        if spec.curve is None:
+            with pytest.raises(InvalidRequest, match="give preset original, measure one with wan-tpu calibrate"):
+                default_plan(spec, cache="magcache")

@@ -1,0 +1,87 @@
+"""What a component's configuration says, by the diffusers class's own defaults where its file says nothing.
+
+Published files have the keys that their class had when they were written, and not those that it got since.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import CheckpointError
+
+# Defaults of schedulers' settings that change what they compute; the shifts, which families read, are left out.
+UNIPC: dict[str, Any] = {
+    "num_train_timesteps": 1000,
+    "solver_order": 2,
+    "solver_type": "bh2",
+    "prediction_type": "epsilon",
+    "predict_x0": True,
+    "lower_order_final": True,
+    "disable_corrector": [],
+    "solver_p": None,
+    "final_sigmas_type": "zero",
+    "thresholding": False,
+    "use_flow_sigmas": False,
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+    "use_dynamic_shifting": False,
+    "sigma_min": None,
+    "sigma_max": None,
+    "shift_terminal": None,
+}
+FLOW_MATCH_EULER: dict[str, Any] = {
+    "num_train_timesteps": 1000,
+    "use_dynamic_shifting": False,
+    "shift_terminal": None,
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+    "invert_sigmas": False,
+    "stochastic_sampling": False,
+}
+
+
+def completed(checkpoint: Checkpoint, component: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a component's configuration with every key of its class; raises `CheckpointError` for a wrong value.
+
+    What says where a file comes from (`_class_name`, ...) is left out.
+    """
+    config = {key: value for key, value in checkpoint.config(component).items() if not key.startswith("_")}
+    for key, value in config.items():
+        if not _fits(value, defaults.get(key)):
+            raise CheckpointError(
+                f"{checkpoint.source} has {key} {value!r} in {component}/config.json; give something like "
+                f"{defaults[key]!r}, which holds where it is left out"
+            )
+    return {**defaults, **config}
+
+
+def check_supported(
+    checkpoint: Checkpoint,
+    component: str,
+    config: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    supported: Mapping[str, Any],
+) -> None:
+    """Raise `CheckpointError` where a setting, or its default, isn't what this project runs.
+
+    supported: settings that must be other than their defaults; all others of `defaults` must be these.
+    """
+    for key, default in defaults.items():
+        value, wanted = config.get(key, default), supported.get(key, default)
+        if (value or None) != (wanted or None):
+            raise CheckpointError(f"{checkpoint.source} has {component} {key} {value!r}; supported is {wanted!r}")
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """Whether a value is of the kind of a default; where that is None, it is."""
+    if default is None:
+        return True
+    if isinstance(default, list):
+        return isinstance(value, list) and all(_fits(item, default[0]) for item in value if default)
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(value, bool) and isinstance(default, bool)
+    if isinstance(default, int):
+        return isinstance(value, int)
+    return isinstance(value, int | float if isinstance(default, float) else type(default))
