@@ -6,7 +6,7 @@
     python scripts/mlperf.py run ... --accuracy             # all prompts once, as files of their names
     python scripts/mlperf.py score --videos out/videos --vbench VBENCH_CHECKOUT
 
-The setting is that of github.com/mlcommons/inference, text_to_video (closed division): Wan 2.2 T2V A14B, 720x1280, 81
+The setting is that of github.com/mlcommons/inference, text_to_video (closed division): Wan 2.2 T2V A14B, 1280x720, 81
 frames, 20 steps of UniPC, guidance 4 and 3, seed 42. Its prompts (samples.txt, 248 of VBench's) and its latents to
 begin with (fixed_latent.pt) are files of that repository. What LoadGen wants of a scenario (at least 10 minutes and 248
 videos offline) is in LoadGen itself, by the model's name; with `--trial N` it asks for N prompts once, for no result.

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Compile every program of a model ahead of time and keep the executables in a folder.
 
-    precompile.py --model Wan-AI/Wan2.2-I2V-A14B-Diffusers --slice v6e-8 --size 720*1280 executables/
-    precompile.py --model Wan-AI/Wan2.2-I2V-A14B-Diffusers --layout a14b-balanced-v6e --size 720*1280 executables/
-    precompile.py --model examples/small-wan2.2-i2v --size 64*64 --frames 17 --dtype float32 executables/   # here
+    precompile.py --model Wan-AI/Wan2.2-I2V-A14B-Diffusers --slice v6e-8 --size 1280x720 executables/
+    precompile.py --model Wan-AI/Wan2.2-I2V-A14B-Diffusers --layout a14b-balanced-v6e --size 1280x720 executables/
+    precompile.py --model examples/small-wan2.2-i2v --size 64x64 --frames 17 --dtype float32 executables/   # here
 
 `wan-tpu generate --executables executables/` then loads them; so do the pools of a pipeline, each the programs of its
 stages on its slice, which --layout compiles. With --slice or --layout no TPU is needed, but libtpu is
@@ -23,8 +23,9 @@ from cluster.slice_spec import SliceSpec
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.cli import run
 from wan_tpu.commands.parser import Parser, add_mesh, add_model, add_precision
+from wan_tpu.commands.sizes import read_size
 from wan_tpu.families import published
-from wan_tpu.request import GenerationRequest, parse_size
+from wan_tpu.request import GenerationRequest
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -45,7 +46,7 @@ def main() -> int:
     try:
         name = args.model_id
         model = preset_model(name) if name in published() else open_model(Checkpoint(name))
-        height, width = parse_size(args.size) if args.size else (None, None)
+        height, width = (None, None) if args.size is None else read_size("--size", args.size)
         given = GenerationRequest(height=height, width=width, frames=args.frames, guidance_scale=args.guidance_scale)
         request = given.resolve(model.spec.defaults)
         for part in _parts(args, model):
@@ -88,7 +89,7 @@ def _arguments() -> argparse.Namespace:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--slice", help="such as v6e-8; this machine's own devices when left out")
     where.add_argument("--layout", help="file or shipped name: every pool's stages, for its slice and mesh")
-    parser.add_argument("--size", help="HEIGHT*WIDTH or WIDTHxHEIGHT in pixels")
+    parser.add_argument("--size", help="WIDTHxHEIGHT in pixels")
     parser.add_argument("--frames", type=int)
     parser.add_argument("--guidance_scale", type=float)
     add_precision(parser)

@@ -14,12 +14,12 @@ from cluster.emulation.cluster import STATE, EmulatedCluster, default_folder
 from cluster.errors import ClusterNotFound, LayoutError
 from cluster.layout import Layout, shipped
 from wan_tpu.commands.parser import add_model, add_precision
+from wan_tpu.commands.sizes import WITH_FRAMES, read_size_with_frames
 from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.families import open_spec
 from wan_tpu.request import GenerationRequest
 from wan_tpu.spec import ModelSpec
 
-SIZE = "HEIGHT*WIDTH*FRAMES"
 PER_SLICE = 2  # Requests in flight for each slice: one that computes, and one whose inputs come meanwhile.
 
 
@@ -60,7 +60,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, about: str = "") -> 
         "--warm_up",
         action="append",
         default=[],
-        metavar=SIZE,
+        metavar=WITH_FRAMES,
         help="compile for this size before the first request; more than once for several",
     )
 
@@ -212,7 +212,7 @@ def settings_from(
         snapshots = absolute(str(args.folder / "snapshots"))
     if args.snapshot_every < 1:
         raise InvalidInput(f"--snapshot_every is {args.snapshot_every}; allowed are 1 and more")
-    sizes = [size_from(size, "warm_up") for size in args.warm_up]
+    sizes = [read_size_with_frames("--warm_up", size) for size in args.warm_up]
     # At least what a batch or a service sends at a time.
     in_flight = [PER_SLICE * layout.slices, *(getattr(args, name, None) or 0 for name in ("in_flight", "concurrency"))]
     settings = PipelineSettings(
@@ -226,12 +226,3 @@ def settings_from(
         name=args.name,
     )
     return layout, settings
-
-
-def size_from(text: str, option: str) -> tuple[int, int, int]:
-    """Return (height, width, frames) of HEIGHT*WIDTH*FRAMES; raises `InvalidInput`."""
-    try:
-        height, width, frames = (int(part) for part in text.split("*"))
-    except ValueError:
-        raise InvalidInput(f"--{option} {text}: give {SIZE}, such as 720*1280*81") from None
-    return height, width, frames

@@ -6,12 +6,13 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.commands.arguments import SIZE, add_cluster_arguments, add_pipeline_arguments, size_from
+from actors.commands.arguments import add_cluster_arguments, add_pipeline_arguments
 from actors.pipeline_spec import PipelineSettings
 from actors.storage.opening import absolute
 from cluster.costs.prices import Prices
 from cluster.layout import Layout
 from wan_tpu.commands.parser import Parser
+from wan_tpu.commands.sizes import WITH_FRAMES, read_size_with_frames
 from wan_tpu.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def serve_parser(description: str | None = None) -> Parser:
         "--largest",
         action="append",
         default=[],
-        metavar=SIZE,
+        metavar=WITH_FRAMES,
         help="refuse larger ones: what --warm_up has proven that the slices have memory for; default: no limit",
     )
     group.add_argument("--queue_limit", type=int, default=1000, help="jobs that may wait; default %(default)s")
@@ -98,7 +99,7 @@ def service_settings(args: argparse.Namespace, layout: Layout, settings: Pipelin
         aliases=tuple(args.alias),
         names=(*LOCAL_NAMES, *args.name_of_host),
         catalogue=Catalogue.of(args.lora),
-        largest=tuple(size_from(size, "largest") for size in args.largest),
+        largest=tuple(read_size_with_frames("--largest", size) for size in args.largest),
         queue_limit=args.queue_limit,
         concurrency=args.concurrency or max(2, 2 * layout.slices),
         chips={stage: pool.slice.chips for pool in layout.pools for stage in pool.stages},

@@ -17,9 +17,11 @@ from cluster.costs.prices import Prices
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
 from wan_tpu.commands.parser import Parser, add_mesh, add_precision
+from wan_tpu.commands.sizes import read_size
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.families import preset_spec, published
-from wan_tpu.request import GenerationRequest, ResolvedRequest, parse_size
+from wan_tpu.media.video import check_folder, check_output
+from wan_tpu.request import GenerationRequest, ResolvedRequest
 
 if TYPE_CHECKING:
     from wan_tpu.pricing.plan import Planner
@@ -30,7 +32,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _ABOUT = """Plan a published model on TPU slices: does it fit, how long does it take, on which mesh, and what does a
 video cost?
 
-    wan-tpu plan --model MODEL --slice v6e-8 --size 720*1280 --frames 81 --steps 40 [--json]
+    wan-tpu plan --model MODEL --slice v6e-8 --size 1280x720 --frames 81 --steps 40 [--json]
     wan-tpu plan --model MODEL --slice v6e-8 --slice v5p-8 --program "denoise step" --plot step.png
     wan-tpu plan --model MODEL --layout a14b-balanced-v6e [--spot]
     wan-tpu plan --model MODEL --slice v6e-4 --slice v6e-8 --videos_a_day 5000 --within 10m [--spot]
@@ -62,8 +64,8 @@ def _programs(args: argparse.Namespace) -> int:
     from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
 
     plans, others = [], []  # those asked for; those of other meshes, the denoise step only
-    for name in args.slice:
-        planner = _planner(args, SliceSpec(name))
+    for kind in [SliceSpec(name) for name in args.slice]:  # All are looked up before the first is compiled for.
+        planner = _planner(args, kind)
         plans.append(planner.plan((args.dp, args.sp, args.tp), only=args.program))
         if args.meshes:
             others += [planner.plan(mesh, only=STEP) for mesh in planner.meshes() if mesh != plans[-1].mesh]
@@ -87,7 +89,7 @@ def _planner(args: argparse.Namespace, kind: SliceSpec) -> "Planner":
 
 
 def _request(args: argparse.Namespace) -> ResolvedRequest:
-    height, width = parse_size(args.size) if args.size else (None, None)
+    height, width = (None, None) if args.size is None else read_size("--size", args.size)
     given = GenerationRequest(
         height=height,
         width=width,
@@ -125,7 +127,7 @@ def _money(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps([_as_json(one) for one in found]))
         return
-    size = f"{request.height}x{request.width}, {request.frames} frames, {request.steps} steps"
+    size = f"{request.width}x{request.height}, {request.frames} frames, {request.steps} steps"
     where = terms.region or "the cheapest region"
     print(f"{args.model}, {size}; predicted seconds; {terms.capacity} prices of {terms.prices.date} in {where},")
     print(
@@ -206,15 +208,11 @@ def _check_plot(file: Path) -> None:
     """Raise `OutputError` before minutes of compiling, not after."""
     if file.suffix not in PLOTS:
         raise OutputError(f"--plot {file} ends with {file.suffix or 'nothing'}; allowed are {', '.join(PLOTS)}")
-    if not file.absolute().parent.is_dir():
-        raise OutputError(f"--plot {file}: {file.absolute().parent} is no folder; make it first")
+    check_output(file, overwrite=True)
 
 
 def _check_compiled(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"--compiled {folder} can't be made ({error.strerror}); give another folder") from None
+    check_folder(folder, "--compiled")
 
 
 def _progress():  # type: ignore[no-untyped-def]
@@ -246,7 +244,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--model", "--model_id", choices=published(), required=True, metavar="MODEL", help="by name: wan-tpu models"
     )
     parser.add_argument("--slice", action="append", help="such as v6e-8; may be given several times")
-    parser.add_argument("--size", help="HEIGHT*WIDTH or WIDTHxHEIGHT in pixels; default the model's")
+    parser.add_argument("--size", help="WIDTHxHEIGHT in pixels; default the model's")
     parser.add_argument("--frames", type=int, help="of the video; default the model's")
     parser.add_argument("--preset", help="a named way to sample, such as lightning")
     parser.add_argument("--cache", help="skipped steps, such as magcache")

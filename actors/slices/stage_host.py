@@ -36,6 +36,7 @@ from wan_tpu.runtime.processes import same_everywhere
 from wan_tpu.spec import ENCODER, Expert, RequestPlan
 
 COMPILE_S = 1800.0  # that a program may take to compile
+_SIZES = 64  # Sizes of videos that are remembered to fit, the largest ones.
 
 
 class OutOfOrder(WanTpuError):
@@ -115,10 +116,11 @@ class StageHost(HostProfile):
     # ---- in lockstep
 
     def load(self) -> None:
-        """Read the weights of all stages, after a look at every file's headers."""
+        """Read the weights and tokenizers of all stages, after a look at every file's headers."""
         self._runtime.check(self._components)
         for name in self._components:
             self._runtime.component(name)
+            self._runtime.prepare(name)
 
     def warm_up(self, request: GenerationRequest) -> None:
         """Compile every program that a request like this needs here.
@@ -315,10 +317,12 @@ class StageHost(HostProfile):
             remedy = "no size is known to fit yet"
             if self._fitting:
                 height, width, frames = max(self._fitting, key=math.prod)
-                remedy = f"the nearest that is known to fit is {height}x{width} with {frames} frames"
-            asked = f"{request.height}x{request.width} with {request.frames} frames"
+                remedy = f"the nearest that is known to fit is {width}x{height} with {frames} frames"
+            asked = f"{request.width}x{request.height} with {request.frames} frames"
             raise DoesNotFit(f"{asked} doesn't fit the memory of this slice; {remedy} ({error})") from None
         self._fitting.add(size)
+        if len(self._fitting) > _SIZES:
+            self._fitting.remove(min(self._fitting, key=math.prod))
 
     # ----
 

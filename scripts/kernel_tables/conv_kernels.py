@@ -17,7 +17,7 @@ from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
 
 from .conv_cases import causal
 
-# One latent frame of 720x1280 on one of eight devices, from the middle to the last level: frames, columns, rows
+# One latent frame of 1280x720 on one of eight devices, from the middle to the last level: frames, columns, rows
 # (96 for 90 at the lowest level), channels.
 LEVELS = ((1, 20, 96, 384), (2, 40, 192, 384), (4, 80, 384, 192), (4, 160, 768, 96))
 TAPS = 27

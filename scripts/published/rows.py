@@ -29,9 +29,9 @@ from published.torchax_steps import (
 from wan_tpu.pricing.cost import Cost, Times
 
 PEDIA, PEER = "gpu-tpu-pedia", "maxdiffusion"
-WAN_14B = "Wan 2.1 14B, 720x1280, 81 frames, a guided step"
-A14B = "Wan 2.2 {}A14B, 720x1280, 81 frames, a guided step"
-HUNYUAN_720P = "HunyuanVideo-1.5, 720x1280, 121 frames, a guided step"
+WAN_14B = "Wan 2.1 14B, 1280x720, 81 frames, a guided step"
+A14B = "Wan 2.2 {}A14B, 1280x720, 81 frames, a guided step"
+HUNYUAN_720P = "HunyuanVideo-1.5, 1280x720, 121 frames, a guided step"
 
 
 def attention_alone(pricing: Pricing) -> Times:
@@ -57,7 +57,7 @@ def all_to_alls(pricing: Pricing) -> Times:
 
 
 def wan_step(attention: Attention) -> Callable[[Pricing], Times]:
-    """Wan 2.1 14B T2V, 720x1280, 81 frames, guided, dp 2 x tp 4."""
+    """Wan 2.1 14B T2V, 1280x720, 81 frames, guided, dp 2 x tp 4."""
 
     def predict(pricing: Pricing) -> Times:
         from diffusers import WanTransformer3DModel
@@ -110,7 +110,7 @@ def cogvideox_step(height: int, width: int, frames: int, attention: Attention) -
 
 
 def hunyuan_step(attention: Attention) -> Callable[[Pricing], Times]:
-    """HunyuanVideo-1.5 T2V, 720x1280, 121 frames, guided, tp 8."""
+    """HunyuanVideo-1.5 T2V, 1280x720, 121 frames, guided, tp 8."""
 
     def predict(pricing: Pricing) -> Times:
         from diffusers import HunyuanVideo15Transformer3DModel
@@ -137,7 +137,7 @@ def hunyuan_step(attention: Attention) -> Callable[[Pricing], Times]:
 
 
 def maxdiffusion(checkout: Path, setting: Setting) -> Callable[[Pricing], Cost]:
-    """Wan 2.2 A14B, 720x1280, 81 frames, guided, data 2 x context 4."""
+    """Wan 2.2 A14B, 1280x720, 81 frames, guided, data 2 x context 4."""
 
     @functools.cache
     def cost(pricing: Pricing) -> Cost:
@@ -238,12 +238,12 @@ def torchax_rows(pedia: Path | None) -> Iterator[Row]:
     yield Row(f"{WAN_14B}, exp2", "v6e-8", (4.59,) * 2, wan, wan_step(attention), (line,))
     whole = "of the MLP the first matrix is whole on every chip: the rule given there names another"
     yield Row(
-        "CogVideoX 1.5 5B, 720x1280, 81 frames, a guided step, exp2", "v6e-8", (2.08, 2.13), cogvideox,
+        "CogVideoX 1.5 5B, 1280x720, 81 frames, a guided step, exp2", "v6e-8", (2.08, 2.13), cogvideox,
         cogvideox_step(720, 1280, 81, attention), (line, whole),
     )  # fmt: skip
     frames = "published as 81 frames at 8 a second; fewer pixels took 2.08 s, and five seconds of 8 are 41"
     yield Row(
-        "CogVideoX 1.5 5B, 768x1360, 41 frames, a guided step, exp2", "v6e-8", (1.13,) * 2, cogvideox,
+        "CogVideoX 1.5 5B, 1360x768, 41 frames, a guided step, exp2", "v6e-8", (1.13,) * 2, cogvideox,
         cogvideox_step(768, 1360, 41, attention), (line, whole, frames),
     )  # fmt: skip
 

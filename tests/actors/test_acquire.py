@@ -58,7 +58,7 @@ def arguments(*argv):
 
 
 def test_arguments_without_effect_on_a_pipeline_that_runs_are_told():
-    args, given = arguments("--snapshot_every", "3", "--warm_up", "64*96*5", "--in_flight", "99", "--keep")
+    args, given = arguments("--snapshot_every", "3", "--warm_up", "96x64x5", "--in_flight", "99", "--keep")
     assert explain_ineffective(args, given, RUNS) == [
         "--snapshot_every has no effect: pipeline wan-tpu was brought up without this command",
         "--warm_up has no effect: pipeline wan-tpu was brought up without this command",

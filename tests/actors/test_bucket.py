@@ -67,7 +67,7 @@ def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(uploaded, g
 def test_a_second_start_with_the_same_bucket_compiles_nothing(gcs_prefix, emulator, checkpoint, tmp_path):
     kept = f"{gcs_prefix}/executables"
     command = [sys.executable, "-m", "actors.cli", "generate", "--model_id", checkpoint(KIND), "--executables", kept]
-    command += ["--prompt", "a cat", "--size", "32*32", "--frames", "1", "--steps", "2", "--dtype", "float32"]
+    command += ["--prompt", "a cat", "--size", "32x32", "--frames", "1", "--steps", "2", "--dtype", "float32"]
     command += ["--guidance_scale", "1"]
     environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     videos, objects = [], []

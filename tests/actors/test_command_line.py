@@ -32,7 +32,7 @@ SMALL = ROOT / "examples" / "small-wan2.2-i2v"
         (["cluster", "up", "--emulate", "emulated_dmo"], "(did you mean emulated-demo?)"),
         (["cluster", "dwn"], "(did you mean down?)"),
         (["keys", "limit", "ann", "--per-minutes", "3"], "(did you mean --per_minute?)"),
-        (["serve", "--largest_size", "720*1280*81"], "(did you mean --largest?)"),
+        (["serve", "--largest_size", "1280x720x81"], "(did you mean --largest?)"),
     ],
 )
 def test_what_is_misspelt_is_answered_with_what_was_meant(argv, hint, capsys):

@@ -53,14 +53,14 @@ def test_a_service_has_the_arguments_of_serve(capsys):
         "--secret",
         "database",
         "--largest",
-        "720*1280*81",
+        "1280x720x81",
     ]
     found = printed(capsys, *given)
     check(found["RayService"])
     config = yaml.safe_load(found["RayService"]["spec"]["serveConfigV2"])
     assert config["http_options"] == {"host": "0.0.0.0", "port": 8000}
     arguments = config["applications"][0]["args"]["arguments"]
-    assert arguments["database"] == "postgresql://wan@db/jobs" and arguments["largest"] == ["720*1280*81"]
+    assert arguments["database"] == "postgresql://wan@db/jobs" and arguments["largest"] == ["1280x720x81"]
     assert not {"image", "secret", "service"} & set(arguments)
     assert {8000, 8265} == {
         port["port"] for rule in found["NetworkPolicy"]["spec"]["ingress"] for port in rule.get("ports", ())

@@ -53,7 +53,7 @@ def test_cogvideox_through_openai_s_client(checkpoint, tmp_path):
         with pytest.raises(openai.BadRequestError, match="image"):
             client.videos.create(prompt="Nobody.", size="96x64", extra_body=FIELDS)
     alone = tmp_path / "alone.mp4"
-    command = ["--model_id", str(model), "--image", str(PHOTO), "--prompt", asked["prompt"], "--size", "64*96"]
+    command = ["--model_id", str(model), "--image", str(PHOTO), "--prompt", asked["prompt"], "--size", "96x64"]
     command += ["--frames", "9", "--steps", "3", "--seed", "5", "--solver", "dpm", "--dtype", "float32"]
     assert run(generate, [*command, "--dp", "1", "--sp", "1", "--tp", "1", "--output", str(alone)]) == 0
     assert alone.read_bytes() == video

@@ -41,7 +41,7 @@ def test_a_public_address_needs_a_key(tmp_path):
         (["--limit", "bodies=0"], "above 0"),
         (["--download_s", "0"], "--download_s is 0"),
         (["--keep_days", "inf"], "--keep_days is inf"),
-        (["--largest", "720x1280"], "HEIGHT*WIDTH*FRAMES"),
+        (["--largest", "1280x720"], "WIDTHxHEIGHTxFRAMES"),
     ],
 )
 def test_what_can_t_be_is_said_before_anything_starts(given, said, tmp_path, capsys, checkpoint):
@@ -64,10 +64,10 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
     file = tmp_path / "config.yaml"
     model = str(checkpoint("wan2.2-i2v-a14b"))
     given = ["--layout", LAYOUT, "--model_id", model, "--snapshots", "gs://bucket/snapshots"]
-    given += ["--database", "postgresql://user@db/jobs", "--results", "gs://bucket/results", "--largest", "720*1280*81"]
+    given += ["--database", "postgresql://user@db/jobs", "--results", "gs://bucket/results", "--largest", "1280x720x81"]
     given += [
         "--largest",
-        "480*832*121",
+        "832x480x121",
         "--queue_limit",
         "50",
         "--ingresses",
@@ -77,7 +77,7 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
         "--alias",
         "sora-2",
         "--warm_up",
-        "720*1280*81",
+        "1280x720x81",
     ]
     assert main(["serve", *given, "--write_config", str(file)]) == 0
     said = capsys.readouterr().out

@@ -144,7 +144,7 @@ def test_a_batch_brings_up_its_own_pipeline_and_the_next_one_finishes_what_a_kil
     lines = tmp_path / "in.jsonl"
     wanted = {"long": {"steps": 100}, "short": {"steps": 2}}
     given = ["--manifest", manifest(lines, **MINUTES, **wanted), "--output", str(out)]
-    driver = cluster.start("drive", *cluster.pipeline, *given, "--warm_up", "64*96*5")
+    driver = cluster.start("drive", *cluster.pipeline, *given, "--warm_up", "96x64x5")
     try:
         found = cluster.stepping(driver)
         assert found["pipeline"]["chips"] == "emulated"
@@ -157,7 +157,7 @@ def test_a_batch_brings_up_its_own_pipeline_and_the_next_one_finishes_what_a_kil
         driver.communicate()
     # What is left of it is taken over, by a job on the cluster; a bad line is reported and stops nothing.
     manifest(lines, **wanted, bad={"frames": 6})
-    code, log, err = cluster.run("submit", *cluster.pipeline, *given, "--warm_up", "64*96*5", "--timeline")
+    code, log, err = cluster.run("submit", *cluster.pipeline, *given, "--warm_up", "96x64x5", "--timeline")
     assert code == 1, (log, err)
     assert "line 3 " in log
     assert "reads" not in log  # the weights were there

@@ -119,7 +119,7 @@ def test_another_process_generates_without_compiling(tmp_path, checkpoint):
     assert all(program.compile_s > 0 for program in done)
     assert all(program.compile_s == 0 for program in precompile(model, request, mesh, "float32", tmp_path / "programs"))
 
-    command = ["--model_id", str(folder), "--prompt", "A cat", "--size", "32*48"]
+    command = ["--model_id", str(folder), "--prompt", "A cat", "--size", "48x32"]
     command += ["--frames", "5", "--steps", "2", "--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1"]
     loaded, compiled = tmp_path / "loaded.mp4", tmp_path / "compiled.mp4"
     loading = [*command, "--executables", str(tmp_path / "programs"), "--output", str(loaded)]

@@ -24,7 +24,7 @@ from wan_tpu.commands.calibrate import calibrate
 from wan_tpu.commands.generate import generate
 from wan_tpu.data import load_value
 
-SETTINGS = ["--size", "32*48", "--frames", "5", "--steps", "4", "--guidance_scale", "2", "--dtype", "float32"]
+SETTINGS = ["--size", "48x32", "--frames", "5", "--steps", "4", "--guidance_scale", "2", "--dtype", "float32"]
 SETTINGS += ["--fps", "8", "--seed", "3", "--dp", "1"]
 REQUEST = ["--prompt", "A cat", "--negative_prompt", "ugly", "--image", str(PHOTO), *SETTINGS]
 
@@ -55,6 +55,10 @@ def test_generate_writes_video_sheet_and_record(made):
     for stage in stages.values():
         assert stage["total_s"] == pytest.approx(stage["load_s"] + stage["compile_s"] + stage["run_s"], abs=0.01)
         assert stage["tflops_per_s"] > 0
+        assert 0 < stage["host_s"] < stage["run_s"]  # in each the host prepares, copies or encodes
+    video = record["video"]
+    assert video["total_s"] > sum(stage["total_s"] for stage in stages.values())
+    assert video["host_s"] > sum(stage["host_s"] for stage in stages.values())
     assert stages["denoise_high"]["compile_s"] > stages["denoise_low"]["compile_s"] == 0  # one program for both
     assert [step["step"] for step in record["steps"]] == [1, 2, 3, 4]
     assert list((made.parent / "profile").rglob("*.xplane.pb"))
@@ -93,11 +97,25 @@ def test_adapters_and_sigmas_stage_by_stage(checkpoint, tmp_path):
     ]
     assert cli.run(staged.denoise, [*where, "--switch_step", "9", "--overwrite"]) == 2
 
-    # Settings travel with the latents they made; a bfloat16 stage 2 takes float32 embeddings.
-    overridden = ["--steps", "2", "--guidance_scale", "1", "--seed", "4", "--dtype", "bfloat16", "--overwrite"]
+    # Settings and model travel with the latents they made; a bfloat16 stage 2 takes float32 embeddings.
+    other = shutil.copytree(source, tmp_path / "other")
+    overridden = [
+        "--model",
+        str(other),
+        "--steps",
+        "2",
+        "--guidance_scale",
+        "1",
+        "--seed",
+        "4",
+        "--dtype",
+        "bfloat16",
+        "--overwrite",
+    ]
     assert cli.run(staged.denoise, [*where, *overridden]) == 0
     run = staged.Run.from_json(load_value(DenoiseState, folder / staged.LATENTS)[1], folder)
     assert (run.request.steps, run.request.guidance_scale_2, run.request.seed, run.dtype) == (2, 1, 4, "bfloat16")
+    assert run.model_id == str(other)
 
 
 def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
@@ -131,6 +149,9 @@ def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
     (folder / staged.LATENTS).write_bytes(half)
     assert cli.run(staged.denoise, [*where, "--resume", "--seed", "5"]) == 2
     assert "leave the sampling options out" in capsys.readouterr().err
+    for option, other in (("model", shutil.copytree(stage1[1], tmp_path / "other")), ("precision", "bfloat16")):
+        assert cli.run(staged.denoise, [*where, "--resume", f"--{option}", str(other)]) == 2
+        assert f"leave --{option} out" in capsys.readouterr().err
     assert cli.run(staged.encode, [*stage1, "--prompt", "A dog", "--overwrite"]) == 0
     assert cli.run(staged.denoise, [*where, "--resume"]) == 2
     assert "begun with other embeddings" in capsys.readouterr().err
@@ -143,10 +164,10 @@ def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--size", "30*48"], "nearest 32"),
-        (["--size", "big"], "HEIGHT*WIDTH"),
-        (["--size", ""], "HEIGHT*WIDTH"),
-        (["--size", "²*32"], "HEIGHT*WIDTH"),
+        (["--size", "48x30"], "nearest 32"),
+        (["--size", "big"], "WIDTHxHEIGHT"),
+        (["--size", ""], "WIDTHxHEIGHT"),
+        (["--size", "²x32"], "WIDTHxHEIGHT"),
         (["--steps", "1.5"], "see wan-tpu generate --help"),
         (["--num_frames", "5"], "there is no --num_frames (did you mean --frames?)"),
         (["--solver", "unipcc"], "(did you mean unipc?)"),

@@ -181,7 +181,7 @@ def test_noise_of_another_shape(pipeline):
 
 def test_open_fields_take_the_published_settings(checkpoint):
     pipe = load_pipeline(checkpoint("wan2.2-i2v-a14b"), mesh=(1, 1, 1))
-    image = Image.new("RGB", (64, 64))
+    image = Image.new("RGB", (128, 72))
     resolved = pipe.resolve(GenerationRequest(image=image))
     assert (resolved.height, resolved.width, resolved.frames, resolved.fps) == (720, 1280, 81, 16)
     assert (resolved.steps, resolved.guidance_scale, resolved.guidance_scale_2, resolved.shift) == (40, 3.5, 3.5, 3.0)

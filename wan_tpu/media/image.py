@@ -1,5 +1,6 @@
 """Read the input image: any common format, upright, RGB, within limits."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 # 64 megapixels decode to 192 MB of RGB; the largest model input is below 1 megapixel.
 MAX_PIXELS = 64_000_000
+# Models know shapes near those of films and phones. Of a longer image a video has the middle.
+_LONGEST = 4.0
 
 
 def load_image(source: str | Path | Image.Image) -> Image.Image:
@@ -83,13 +86,36 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return upright.convert("RGB")
 
 
-def fit_image(image: Image.Image, height: int, width: int, *, crop: bool) -> Image.Image:
+def size_at_area(area: int, picture: tuple[int, int], multiple: int) -> tuple[int, int]:
+    """Return the (height, width) of an image's shape whose product is at most about `area`.
+
+    So compute the examples of diffusers' pipelines, and, up to one multiple, Wan's own program.
+
+    Args:
+        area: Pixels of a frame.
+        picture: (height, width) of the image.
+        multiple: What both sides are multiples of.
+    """
+    shape = min(max(picture[0] / picture[1], 1 / _LONGEST), _LONGEST)
+    height, width = (round(math.sqrt(side)) // multiple * multiple for side in (area * shape, area / shape))
+    return max(height, multiple), max(width, multiple)
+
+
+def has_shape(image: Image.Image, height: int, width: int, slack: int) -> bool:
+    """Whether an image has a video's shape, but for `slack` pixels of a side."""
+    off_width = abs(width - height * image.width / image.height)
+    off_height = abs(height - width * image.height / image.width)
+    return min(off_width, off_height) < slack
+
+
+def fit_image(image: Image.Image, height: int, width: int, *, slack: int) -> Image.Image:
     """Return an RGB image in the size of its video, as `diffusers.image_processor.VaeImageProcessor.resize` does.
 
-    crop  what sticks out over the video's shape is cut off on both sides; stretched to that shape otherwise
+    An image of the video's shape (`has_shape`) is resized, as diffusers does by itself. Of another, what is beyond the
+    video's shape is cut off on both sides: the "crop" of diffusers.
     """
     lanczos = Image.Resampling.LANCZOS
-    if not crop:
+    if has_shape(image, height, width, slack):
         return image.resize((width, height), lanczos)
     wider = width / height > image.width / image.height
     inner_w = width if wider else image.width * height // image.height

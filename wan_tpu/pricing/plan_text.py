@@ -16,7 +16,7 @@ SHORT = "predicted; kernels that were measured took up to 7 % longer: docs/perfo
 def describe(plan: Plan) -> str:
     """Return a plan for people."""
     request, memory = plan.request, plan.slice.hardware.hbm_bytes / GIB
-    size = f"{request.height}x{request.width}, {request.frames} frames ({plan.tokens} tokens), {request.steps} steps"
+    size = f"{request.width}x{request.height}, {request.frames} frames ({plan.tokens} tokens), {request.steps} steps"
     lines = [f"{plan.model}, {size}", f"{plan.slice.name}, mesh {_mesh(plan)}, {memory:g} GiB a device can be used", ""]
     lines.append(f"{'':<20}{'calls':>6}{'weights':>9}{'other':>8}{'GiB':>5}{'compile':>9}{'CPU':>8}   fits")
     lines += [_memory(program, memory) for program in plan.programs]
@@ -26,14 +26,16 @@ def describe(plan: Plan) -> str:
     ]
     priced = [line for program in plan.programs for line in _seconds(program)]
     lines += priced or ["nothing was compiled"]
-    lines += ["", f"{'seconds a video':<20}{'estimate':>9}{'floor':>8}{'of peak':>10}"]
+    lines += ["", f"{'seconds a video':<20}{'estimate':>9}{'floor':>8}{'of peak':>10}{'and the host':>14}"]
     for stage in plan.stages:
         seconds = stage.seconds
         if seconds is None:
             lines.append(f"{stage.name:<20}  not all of it could be compiled")
             continue
         share = share_of_peak(stage, plan)
-        lines.append(f"{stage.name:<20}{seconds.estimate:>9.2f}{seconds.floor:>8.2f}{share:>10.1%}")
+        lines.append(
+            f"{stage.name:<20}{seconds.estimate:>9.2f}{seconds.floor:>8.2f}{share:>10.1%}{stage.host_s:>14.3f}"
+        )
     if any(stage.seconds for stage in plan.stages):
         lines.append(SHORT)
     lines += ["", *_verdict(plan, memory)]
@@ -100,7 +102,7 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
     axes.set_ylabel("seconds a step (left: estimate, right: floor)")
     request = plans[0].request
     axes.set_title(
-        f"{plans[0].model}, {request.height}x{request.width}, {request.frames} frames, predicted", fontsize=10
+        f"{plans[0].model}, {request.width}x{request.height}, {request.frames} frames, predicted", fontsize=10
     )
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)

@@ -210,15 +210,25 @@ def test_a_model_that_needs_an_image_says_so(settings):
         assert answer.json()["error"]["message"].startswith("input_reference: image is missing")
 
 
-def test_a_video_has_the_shape_of_its_image_where_the_model_says_so(settings):
-    with served(settings, preset_spec("hunyuanvideo1.5-480p-i2v")) as address, httpx.Client(base_url=address) as http:
+@pytest.mark.parametrize(
+    ("name", "default", "sizes"),
+    [
+        ("hunyuanvideo1.5-480p-i2v", "848x480", ("640x640", "480x848", "1280x320")),
+        ("wan2.2-i2v-a14b", "1280x720", ("960x960", "720x1280", "1920x480")),
+    ],
+)
+def test_a_video_has_the_shape_of_its_image_where_no_size_is_said(settings, name, default, sizes):
+    with served(settings, preset_spec(name)) as address, httpx.Client(base_url=address) as http:
         [model] = http.get("/v1/models").json()["data"]
-        assert (model["follows_image"], model["defaults"]["size"]) == (True, "848x480")
-        for width, height, expected in ((300, 300, "640x640"), (90, 160, "480x848"), (4000, 400, "1280x320")):
+        assert (model["follows_image"], model["defaults"]["size"]) == (True, default)
+        for (width, height), expected in zip([(300, 300), (90, 160), (4000, 400)], sizes, strict=True):
             image = {"image_url": as_data_url(Image.new("RGB", (width, height)))}
             made = create(http, input_reference=image).json()
             assert (made["size"], made["input_size"]) == (expected, f"{width}x{height}")
         assert create(http, input_reference=image, size="640x352").json()["size"] == "640x352"
+
+
+def test_largest_size_holds_for_one_that_follows_an_image(settings):
     small = dataclasses.replace(settings, largest=((480, 832, 121),))
     with served(small, preset_spec("hunyuanvideo1.5-480p-i2v")) as address, httpx.Client(base_url=address) as http:
         image = {"image_url": as_data_url(Image.new("RGB", (300, 300)))}

@@ -10,7 +10,7 @@ from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.cogvideox import presets
 from wan_tpu.families.cogvideox.config import read_config
 from wan_tpu.families.cogvideox.presets import TEXT_TOKENS, CogVideoXConfig
-from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, Defaults, Own, ResolvedRequest
+from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, Defaults, Own, ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import diffusion
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
@@ -100,6 +100,23 @@ class CogVideoXSpec(ModelSpec):
     def size_multiple(self) -> int:
         """What heights and widths are multiples of, pixels."""
         return _STRIDE * self.patch[1]
+
+    @property
+    def follows_image(self) -> bool:
+        """Whether there are images, and positions of more than one size."""
+        return super().follows_image and not self.config.transformer["use_learned_positional_embeddings"]
+
+    def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
+        """Return what the models' cards say: the shorter side of the model's own size, and no more than the longer.
+
+        The model's own size, where that has more rows or columns than there are positions of.
+        """
+        own = self.defaults.height, self.defaults.width
+        shape = max(picture) / min(picture)
+        sides = min(own), min(max(own), nearest_multiple(min(own) * shape, self.size_multiple))
+        height, width = sides if picture[0] < picture[1] else sides[::-1]
+        rows, columns = (_STRIDE * int(self.config.transformer[f"sample_{side}"]) for side in ("height", "width"))
+        return (height, width) if height <= rows and width <= columns else own
 
     def check_size(self, request: ResolvedRequest) -> None:
         """Raise `InvalidRequest` where positions aren't known, too, or the model has no such setting."""

@@ -11,15 +11,7 @@ from wan_tpu.families.hunyuan15 import presets
 from wan_tpu.families.hunyuan15.config import read_config
 from wan_tpu.families.hunyuan15.presets import HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import STRIDE, default_size
-from wan_tpu.request import (
-    FRAME_STRIDE,
-    NOTHING_OWN,
-    Defaults,
-    GenerationRequest,
-    Own,
-    ResolvedRequest,
-    nearest_multiple,
-)
+from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, Defaults, Own, ResolvedRequest
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
@@ -40,7 +32,7 @@ class HunyuanSpec(ModelSpec):
     boundary_ratio = None
     solvers = ("euler",)
     size_multiple = STRIDE
-    crops_image = True
+    shape_slack = 0  # diffusers and the published program crop whatever the shapes are.
 
     def __post_init__(self) -> None:
         vae, transformer = self.config.vae, self.config.transformer
@@ -73,21 +65,9 @@ class HunyuanSpec(ModelSpec):
         """The checkpoint's own sampling settings, else the published ones; shift and guidance are the checkpoint's."""
         return dataclasses.replace(presets.defaults(self.config), **dict(self.own.defaults))  # type: ignore[arg-type]
 
-    @property
-    def follows_image(self) -> bool:
-        """Where there is one."""
-        return "i2v" in self.tasks
-
-    def defaults_for(self, request: GenerationRequest, picture: tuple[int, int] | None) -> Defaults:
-        """The model's, with the size that has the shape of the image: a known one, or what one given side leads to."""
-        if picture is None or None not in (request.height, request.width):
-            return self.defaults
-        height, width = default_size(int(self.config.transformer["target_size"]), *picture)
-        if request.height is not None:
-            width = nearest_multiple(request.height * picture[1] / picture[0], STRIDE)
-        if request.width is not None:
-            height = nearest_multiple(request.width * picture[0] / picture[1], STRIDE)
-        return dataclasses.replace(self.defaults, height=height, width=width)
+    def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
+        """Return the size among those that the model knows."""
+        return default_size(int(self.config.transformer["target_size"]), *picture)
 
     def guided(self, request: ResolvedRequest) -> bool:
         """Whether there are two branches: diffusers' guider has them at a scale below 1, too."""

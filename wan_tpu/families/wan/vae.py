@@ -32,7 +32,7 @@ from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import to_jax
 
 # Rows of queries of the middle block whose scores are formed at once (one column of a strip has 45 to 160): with the
-# 14,400 keys of a frame of 720x1280, 180 queries' float32 scores are 10 MB, which stay in VMEM.
+# 14,400 keys of a frame of 1280x720, 180 queries' float32 scores are 10 MB, which stay in VMEM.
 QUERIES = 180
 
 

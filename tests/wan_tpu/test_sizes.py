@@ -1,0 +1,108 @@
+"""The size of a video that has an image, and what becomes of an image of another shape."""
+
+import math
+
+import numpy as np
+import pytest
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image, ImageDraw
+
+from wan_tpu import GenerationRequest
+from wan_tpu.families import preset_spec
+from wan_tpu.families.model import preset_model
+from wan_tpu.media.image import fit_image, has_shape
+from wan_tpu.stages.encode import crop_warnings
+
+PICTURES = [(720, 1280), (1280, 720), (4032, 3024), (3024, 4032), (300, 451), (1000, 1000), (2400, 1080), (777, 333)]
+
+
+def size_for(model, picture, **asked):
+    spec = preset_spec(model)
+    last = spec.last_images == "required"
+    planned = spec.plan(GenerationRequest(**asked), image=True, last=last, picture=picture).request
+    return planned.height, planned.width
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+@pytest.mark.parametrize(
+    ("model", "area", "multiple"),
+    [
+        ("wan2.1-i2v-14b-480p", 480 * 832, 16),
+        ("wan2.1-i2v-14b-720p", 720 * 1280, 16),
+        ("wan2.1-flf2v-14b-720p", 720 * 1280, 16),
+        ("wan2.2-i2v-a14b", 720 * 1280, 16),
+        ("wan2.2-ti2v-5b", 704 * 1280, 32),
+    ],
+)
+def test_wan_video_has_the_shape_of_its_image(model, area, multiple, picture):
+    size, shape = size_for(model, picture), picture[0] / picture[1]
+    # The example of diffusers' WanImageToVideoPipeline.
+    height = round(np.sqrt(area * shape)) // multiple * multiple
+    width = round(np.sqrt(area / shape)) // multiple * multiple
+    assert size == (height, width)
+    # Wan's own image2video.py, which doesn't round before it cuts down to a multiple.
+    own = [int(math.sqrt(side) // multiple * multiple) for side in (area * shape, area / shape)]
+    assert all(0 <= ours - theirs <= multiple for ours, theirs in zip(size, own, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("picture", "size"),
+    [
+        ((768, 1360), (768, 1360)),
+        ((4032, 3024), (1024, 768)),
+        ((1080, 1920), (768, 1360)),
+        ((1000, 1000), (768, 768)),
+        ((3000, 100), (1360, 768)),
+    ],
+)
+def test_cogvideox_video_has_the_shape_of_its_image_within_what_its_card_says(picture, size):
+    assert size_for("cogvideox1.5-5b-i2v", picture) == size
+    assert size_for("cogvideox-5b-i2v", picture) == (480, 720)  # which has learned positions of that size alone
+
+
+def test_size_that_is_said_is_kept_and_one_side_leads_to_the_other():
+    assert size_for("wan2.2-i2v-a14b", (4032, 3024), height=480, width=832) == (480, 832)
+    assert size_for("wan2.2-i2v-a14b", (4032, 3024), height=640) == (640, 480)
+    assert size_for("wan2.2-ti2v-5b", (4032, 3024), width=480) == (640, 480)
+    assert size_for("wan2.2-i2v-a14b", None) == (720, 1280)
+    assert size_for("wan2.2-i2v-a14b", (10, 9000)) == (480, 1920)  # no longer than four to one
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+@pytest.mark.parametrize("model", ["wan2.2-i2v-a14b", "wan2.2-ti2v-5b", "wan2.1-i2v-14b-480p"])
+def test_image_that_a_video_follows_is_resized_as_diffusers_does(model, picture):
+    height, width = size_for(model, picture)
+    assert has_shape(Image.new("L", picture[::-1]), height, width, preset_spec(model).shape_slack)
+
+
+@pytest.mark.parametrize(
+    ("size", "slack", "mode"),
+    [
+        ((480, 832), 16, "crop"),
+        ((832, 480), 16, "crop"),
+        ((416, 624), 16, "default"),
+        ((400, 608), 16, "default"),
+        ((400, 608), 0, "crop"),
+    ],
+)
+def test_image_is_fitted_as_diffusers_does(size, slack, mode):
+    image = Image.effect_noise((451, 300), 50).convert("RGB")
+    theirs = VaeImageProcessor(vae_scale_factor=8).resize(image, *size, resize_mode=mode)
+    assert fit_image(image, *size, slack=slack).tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize(
+    "name", ["wan2.1-flf2v-14b-720p", "wan2.2-ti2v-5b", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v"]
+)
+def test_circle_stays_a_circle_where_another_shape_is_asked_for(name):
+    photo, model = Image.new("RGB", (600, 800)), preset_model(name)
+    ImageDraw.Draw(photo).ellipse((200, 300, 400, 500), fill="white")
+    images = {"image": photo} | ({"last_image": photo} if model.spec.last_images == "required" else {})
+    request = model.spec.plan(GenerationRequest(**images, height=448, width=832, frames=9)).request
+    assert [str(text).split(" is 600x800 and the video 832x448: ")[0] for text in crop_warnings(model, request)] == [
+        *images
+    ]
+    chunks = model.video_condition(request)
+    for pixels in (chunks[0][0, 0, 0], chunks[-1][0, 0, -1]):
+        rows, columns = np.nonzero(pixels > 0)
+        assert abs(np.ptp(rows) - np.ptp(columns)) <= 1 and np.ptp(rows) > 200
