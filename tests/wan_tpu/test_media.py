@@ -1,4 +1,4 @@
-"""Videos that are written: their colours as a player shows them."""
+"""Videos that are written, whose colours a player shows, and videos that are read, as diffusers reads them."""
 
 import base64
 import shutil
@@ -7,7 +7,11 @@ import subprocess
 import imageio_ffmpeg
 import numpy as np
 import pytest
+from diffusers.utils import load_video
+from PIL import Image
 
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.media.reading import read_frames
 from wan_tpu.media.video import VideoWriter
 
 FFMPEG = imageio_ffmpeg.get_ffmpeg_exe()
@@ -86,3 +90,49 @@ def test_browser_shows_the_colours(bars):
     errors = np.abs(middles(np.array(shown).reshape(height, width, 4)[..., :3]) - COLOURS).max(0)
     # Without a GPU, Chromium multiplies what makes blue by at most 2, where BT.709 has 2.11.
     assert (errors <= [TOLERANCE, TOLERANCE, 12]).all(), errors
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("10 bits.mp4", ["-c:v", "libx264", "-pix_fmt", "yuv420p10le"]),
+        ("12 bits.mkv", ["-c:v", "ffv1", "-pix_fmt", "yuv422p12le"]),
+        ("whole colours.mp4", ["-c:v", "libx264", "-pix_fmt", "yuv444p"]),
+        ("full range.mp4", ["-c:v", "libx264", "-pix_fmt", "yuvj420p"]),
+        ("gray.mp4", ["-c:v", "libx264", "-pix_fmt", "gray"]),
+        ("deep gray.mkv", ["-c:v", "ffv1", "-pix_fmt", "gray12le"]),
+        ("rgb.mp4", ["-c:v", "libx264rgb", "-pix_fmt", "rgb24"]),
+        ("deep rgb.mkv", ["-c:v", "ffv1", "-pix_fmt", "gbrp12le"]),
+        ("deeper rgb.mkv", ["-c:v", "ffv1", "-pix_fmt", "rgb48le"]),
+        ("alpha.mov", ["-vf", "format=argb,colorchannelmixer=aa=0.5", "-c:v", "qtrle"]),
+        ("deep alpha.mov", ["-c:v", "prores_ks", "-profile:v", "4444", "-pix_fmt", "yuva444p10le"]),
+        ("bt709.mp4", ["-vf", "scale=out_color_matrix=bt709,format=yuv420p,setparams=colorspace=bt709"]),
+        ("hdr.mp4", ["-vf", "setparams=colorspace=bt2020nc:color_trc=smpte2084", "-pix_fmt", "yuv420p10le"]),
+        ("odd sides.mkv", ["-vf", "crop=63:47:0:0:exact=1", "-c:v", "ffv1", "-pix_fmt", "yuv444p"]),
+        ("variable rate.mp4", ["-vf", "select='not(eq(n,3)+eq(n,4)+eq(n,7))'", "-fps_mode", "vfr"]),
+        ("late.mp4", ["-vf", "setpts=PTS+0.5/TB"]),
+        ("turned.mp4", ["turned"]),
+    ],
+)
+def test_video_is_read_as_diffusers_reads_it(name, how, tmp_path):
+    source, path = ["-f", "lavfi", "-i", "testsrc2=size=64x48:rate=10:duration=1"], tmp_path / name
+    if how == ["turned"]:
+        subprocess.run([FFMPEG, "-v", "error", *source, tmp_path / "upright.mp4"], check=True)
+        source, how = ["-display_rotation", "90", "-i", tmp_path / "upright.mp4"], ["-c", "copy"]
+    subprocess.run([FFMPEG, "-v", "error", *source, *how, path], check=True)
+    expected = load_video(str(path))
+    frames = read_frames(path, len(expected))
+    assert all(ours.tobytes() == theirs.tobytes() for ours, theirs in zip(frames, expected, strict=True))
+    assert frames[0].size == expected[0].size and (frames[0].width < frames[0].height) == (name == "turned.mp4")
+    with pytest.raises(InvalidRequest, match=f"has {len(expected)} frames, and 99 are asked for"):
+        read_frames(path, 99)
+
+
+def test_gif_is_read_as_diffusers_reads_it(tmp_path):
+    path, shades = tmp_path / "a.gif", [Image.new("RGBA", (64, 48), (0, 9 * i, 200, 255 * (i % 2))) for i in range(5)]
+    shades[0].save(path, save_all=True, append_images=shades[1:], duration=[40, 400, 40, 80, 40], disposal=2)
+    expected = [frame.convert("RGB").tobytes() for frame in load_video(str(path))]
+    assert [frame.tobytes() for frame in read_frames(path, len(expected))] == expected
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(InvalidRequest, match="give an mp4, or what else ffmpeg reads"):
+        read_frames(path, 1)

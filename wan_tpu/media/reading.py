@@ -1,11 +1,12 @@
 """Frames of a video that is given: read by ffmpeg, as pictures with a size of their own."""
 
+import itertools
 import signal
 import subprocess
 from pathlib import Path
 
 import imageio_ffmpeg
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from wan_tpu.errors import InvalidRequest, Unavailable
 from wan_tpu.media.video import check_ffmpeg
@@ -17,7 +18,10 @@ _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHU
 
 
 def read_frames(path: str | Path, count: int) -> list[Image.Image]:
-    """Return a video's first frames, RGB.
+    """Return a video's first frames, RGB, as `diffusers.utils.load_video` does.
+
+    Of other pixels, eight bits of RGB are made by the colours that the file says; it is turned as the file says; a
+    variable frame rate becomes a constant one. Of a GIF each picture is a frame, however long it is shown.
 
     Raises:
         InvalidRequest: The file is missing or damaged, or has fewer frames.
@@ -26,8 +30,26 @@ def read_frames(path: str | Path, count: int) -> list[Image.Image]:
     """
     check_ffmpeg()
     _check_readable(Path(path))
+    frames = _gif_frames(Path(path), count) if str(path).endswith(".gif") else _ffmpeg_frames(path, count)
+    if len(frames) < count:
+        nearest = max(1, (len(frames) - 1) // 4 * 4 + 1)
+        raise InvalidRequest(
+            f"video {path} has {len(frames)} frames, and {count} are asked for; ask for {nearest}", "frames"
+        )
+    return frames
+
+
+def _gif_frames(path: Path, count: int) -> list[Image.Image]:
+    try:
+        with Image.open(path, formats=["GIF"]) as pictures:
+            return [frame.convert("RGB") for frame in itertools.islice(ImageSequence.Iterator(pictures), count)]
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise _no_video(path, str(error)) from None
+
+
+def _ffmpeg_frames(path: str | Path, count: int) -> list[Image.Image]:
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-nostdin", "-i", str(path)]
-    command += ["-frames:v", str(count), "-f", "image2pipe", "-vcodec", "ppm", "-"]
+    command += ["-frames:v", str(count), "-f", "image2pipe", "-pix_fmt", "rgb24", "-vcodec", "ppm", "-"]
     try:
         made = subprocess.run(command, capture_output=True, timeout=_LONGEST_S, check=False)
     except subprocess.TimeoutExpired:
@@ -51,15 +73,7 @@ def read_frames(path: str | Path, count: int) -> list[Image.Image]:
         frames.append(Image.frombytes("RGB", (width, height), bytes(pixels)))
         rest = rest[start + 3 * width * height :]
     if not frames:
-        reason = (made.stderr.decode(errors="replace").strip().splitlines() or ["it has no frames"])[-1]
-        raise InvalidRequest(
-            f"video {path} can't be read ({reason[:200]}); give an mp4, or what else ffmpeg reads", "video"
-        )
-    if len(frames) < count:
-        nearest = max(1, (len(frames) - 1) // 4 * 4 + 1)
-        raise InvalidRequest(
-            f"video {path} has {len(frames)} frames, and {count} are asked for; ask for {nearest}", "frames"
-        )
+        raise _no_video(path, (made.stderr.decode(errors="replace").strip().splitlines() or ["it has no frames"])[-1])
     return frames
 
 
@@ -72,6 +86,10 @@ def _check_readable(path: Path) -> None:
         reason = error.strerror or error
         if not is_permanent(error):
             raise Unavailable(f"video {path} can't be read now ({reason}); check the disk, and try again") from None
-        raise InvalidRequest(
-            f"video {path} can't be read ({reason}); give an mp4, or what else ffmpeg reads", "video"
-        ) from None
+        raise _no_video(path, str(reason)) from None
+
+
+def _no_video(path: str | Path, reason: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"video {path} can't be read ({reason[:200]}); give an mp4, or what else ffmpeg reads", "video"
+    )
