@@ -12,6 +12,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from wan_tpu.cli import QUIET, run
+
+os.environ.update(QUIET)  # Read by what is imported next.
+
 import imageio.v3 as iio
 from demo_model.sheets import save_rows
 
@@ -32,7 +36,6 @@ from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.errors import ClusterError
 from cluster.layout import Layout
-from wan_tpu.cli import run
 from wan_tpu.commands.parser import Parser
 from wan_tpu.families import open_spec
 

@@ -9,6 +9,14 @@ from pathlib import Path
 
 from wan_tpu.errors import WanTpuError
 
+# What keeps libraries from writing what is nothing to a user; each reads it when it is imported or first used.
+QUIET = {
+    "DIFFUSERS_VERBOSITY": "error",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "GRPC_VERBOSITY": "NONE",  # Its failures are raised; it tells of each process that is started beside it.
+    "GRPC_ENABLE_FORK_SUPPORT": "0",
+}
+# JAX asks libtpu, where that is installed, which looks for what describes a TPU VM, with ten lines of errors.
 NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
 _GOOGLE = "0x1ae0"  # As a vendor of PCI devices.
 
@@ -25,6 +33,7 @@ def run(
     """
     known: tuple[type[Exception], ...] = (WanTpuError, *expected)
     _quiet_libraries()
+    warnings.filterwarnings("always", module="wan_tpu|actors")  # Each video's, also where another one's were the same.
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     sys.unraisablehook = _keep_interrupt
     try:
@@ -38,13 +47,9 @@ def run(
 
 
 def _quiet_libraries() -> None:
-    """Keep libraries from writing what is nothing to a user; each reads this when it is imported."""
-    for name in ("DIFFUSERS_VERBOSITY", "TRANSFORMERS_VERBOSITY"):
-        os.environ.setdefault(name, "error")
-    if "JAX_PLATFORMS" not in os.environ and not _has_tpu():
-        # JAX asks libtpu, where that is installed, which looks for what describes a TPU VM, with ten lines of errors.
-        for name, value in NO_TPU.items():
-            os.environ.setdefault(name, value)
+    wanted = QUIET if "JAX_PLATFORMS" in os.environ or _has_tpu() else QUIET | NO_TPU
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
 
 
 def _has_tpu() -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -324,6 +325,34 @@ def test_ctrl_c_leaves_nothing_half_written(checkpoint, tmp_path):
     assert "interrupted" in process.stderr.read()
     assert process.wait(60) == 130
     assert not list(tmp_path.iterdir())
+
+
+FORKS_BESIDE_GRPC = """
+import subprocess, sys, time
+from wan_tpu import cli
+
+def command(argv):
+    import grpc
+    grpc.channel_ready_future(grpc.insecure_channel("127.0.0.1:1"))
+    time.sleep(0.2)
+    for _ in range(3):
+        subprocess.run(["true"], preexec_fn=lambda: None)
+
+sys.exit(cli.run(command))
+"""
+
+
+@pytest.mark.long
+def test_libraries_are_quiet(checkpoint, tmp_path):
+    """Each is as a user has it: their variables, which the tests set for all, are left out."""
+    names = ("JAX_PLATFORMS", *cli.QUIET, *cli.NO_TPU)
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    # JAX is asked for devices before the request is refused.
+    wrong = [*REQUEST, "--frames", "6", "--output", str(tmp_path / "video.mp4")]
+    generated = ["-m", "actors.cli", "generate", "--model", str(checkpoint("wan2.2-i2v-a14b")), *wrong]
+    for argv, expected in ((["-c", FORKS_BESIDE_GRPC], r""), (generated, r"error: .*4n \+ 1.*\n")):
+        shown = subprocess.run([sys.executable, *argv], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert re.fullmatch(expected, shown.stderr), shown.stderr
 
 
 def test_console_script_lists_its_commands():
