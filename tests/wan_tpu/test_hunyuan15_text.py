@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from tests.conftest import PHOTO
 from wan_tpu.checkpoint import Checkpoint
@@ -12,6 +13,7 @@ from wan_tpu.errors import CheckpointError
 from wan_tpu.families.hunyuan15 import components, text
 from wan_tpu.families.hunyuan15.small import make_checkpoint
 from wan_tpu.families.hunyuan15.spec import HunyuanSpec
+from wan_tpu.families.shared.tokenizing import Tokenizer, tokenized
 from wan_tpu.media.image import load_image
 from wan_tpu.runtime.bridge import call
 from wan_tpu.runtime.components import load_component
@@ -38,6 +40,11 @@ def theirs(folder):
 
 
 @pytest.fixture(scope="module")
+def tokenizers(folder):
+    return {"text": Tokenizer(folder / "tokenizer", 259), "glyphs": Tokenizer(folder / "tokenizer_2", 384)}
+
+
+@pytest.fixture(scope="module")
 def run(folder):
     """Returns a function that runs a component's function on arrays."""
     checkpoint, mesh = Checkpoint(folder), make_mesh((1, 1, 1), heads=4)
@@ -53,17 +60,17 @@ def run(folder):
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_prompts_are_embedded_as_diffusers_does(name, folder, theirs, run):
+def test_prompts_are_embedded_as_diffusers_does(name, tokenizers, theirs, run):
     prompt = PROMPTS[name]
     with torch.no_grad():
         expected, mask, glyphs, glyph_mask = (one.numpy() for one in theirs.encode_prompt(prompt, device="cpu"))
-    ids, ours, warnings = text.prompt_tokens(folder / "tokenizer", prompt)
+    ids, ours, warnings = text.prompt_tokens(tokenizers["text"], prompt)
     assert np.array_equal(ours[:, 108:], mask)
     assert ("cut after" in "".join(warnings)) == (name == "too long")
     found, read = run("text", text.encode_prompt, ids, ours), mask[0] > 0
     assert found.shape == expected.shape
     assert np.abs(found - expected)[:, read].max() <= 1e-4 * np.abs(expected[:, read]).max()
-    quoted = text.glyph_tokens(folder / "tokenizer_2", prompt, 384)
+    quoted = text.glyph_tokens(tokenizers["glyphs"], prompt)
     assert (quoted is None) == (not glyph_mask.any())
     if quoted is not None:
         ids, ours, warnings = quoted
@@ -84,6 +91,20 @@ def test_images_are_embedded_as_diffusers_does(folder, theirs, run):
     assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
-def test_a_tokenizer_that_is_not_there_is_named(tmp_path):
+def test_a_tokenizer_that_is_not_there_is_named(tmp_path, folder):
     with pytest.raises(CheckpointError, match="holds no working tokenizer"):
-        text.prompt_tokens(tmp_path, "a cat")
+        text.prompt_tokens(Tokenizer(tmp_path, 384), "a cat")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
+    with pytest.raises(CheckpointError, match="1 words, of the 384 that"):
+        tokenized(Tokenizer(tmp_path, 384), "a cat", 16)
+    with pytest.raises(CheckpointError, match="it has token 119, the text encoder knows 100"):
+        tokenized(Tokenizer(folder / "tokenizer_2", 100), "a cat", 16)
+
+
+def test_a_tokenizer_is_read_once(folder, monkeypatch):
+    kept = Tokenizer(folder / "tokenizer_2", 384)
+    first = tokenized(kept, "a cat", 4)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", None)
+    ids, mask, warnings = tokenized(kept, "a cat", 16)
+    assert (ids[0, :6].tolist(), mask.sum(), warnings) == ([100, 35, 102, 100, 119, 1], 6, [])
+    assert "cut after" in first[2][0]

@@ -1,6 +1,7 @@
 """A family in one file: a transformer of one matrix, a decoder that repeats pixels. Two experts, no guidance, Euler."""
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -19,7 +20,7 @@ from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.shared.tokenizer import train_tokenizer
-from wan_tpu.families.shared.tokenizing import tokenized
+from wan_tpu.families.shared.tokenizing import Tokenizer, tokenized
 from wan_tpu.request import Defaults
 from wan_tpu.runtime.bridge import call, to_jax
 from wan_tpu.runtime.components import Component
@@ -139,9 +140,12 @@ class ToyModel(Model):
     token_shapes: ClassVar = {"text_encoder": ((1, TOKENS),)}
     prompt_shapes: ClassVar = {"moved": ((WIDTH,), False), "length": ((), True)}
 
+    @functools.cached_property
+    def tokenizers(self):
+        return {"text_encoder": Tokenizer(self.checkpoint.path("tokenizer"), self.config.text_encoder["vocab_size"])}
+
     def tokenize(self, prompt):
-        folder, vocabulary = self.checkpoint.path("tokenizer"), self.config.text_encoder["vocab_size"]
-        ids, _, warnings = tokenized(folder, prompt, TOKENS, vocabulary)
+        ids, _, warnings = tokenized(self.tokenizers["text_encoder"], prompt, TOKENS)
         return {"text_encoder": (ids,)}, warnings
 
     def encode_text(self, component, module, params, ids):

@@ -1,5 +1,6 @@
 """What `generate` and the stage commands do with a model: each stage is timed in the record of the video."""
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -69,11 +70,14 @@ def decode_to_files(
     sheet = ContactSheet(request.frames)
     with recorder.stage("decoder") as record:
         with VideoWriter(outputs[0], fps=request.fps, overwrite=overwrite) as writer:
+            decoded = time.perf_counter()
             for pixels in pipe.decode(latents):
+                decoded = time.perf_counter()
                 frames = to_uint8(pixels)
                 writer.write(frames)
                 sheet.add(frames)
         sheet.save(outputs[1], overwrite=overwrite)
+        record.host_s += time.perf_counter() - decoded  # since the last frames
     record.flops = pipe.runtime.model.flops.decoder(latents.shape)
 
 

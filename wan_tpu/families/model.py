@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import family_of, preset_spec, published, spec_of
 from wan_tpu.families.shared.causal_vae import CausalChunks
+from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component
@@ -124,6 +125,20 @@ class Model(abc.ABC):
         return [1] * frames
 
     # ---- encoder stage
+
+    @property
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        """The tokenizer of each text encoder, by component."""
+        return {}
+
+    def prepare(self, component: str) -> None:
+        """Read what the host needs for a component beside its weights: a text encoder's tokenizer.
+
+        Raises `CheckpointError`.
+        """
+        if component in self.tokenizers:
+            with self.tokenizers[component].opened():
+                pass
 
     @abc.abstractmethod
     def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:

@@ -1,9 +1,10 @@
 """A model on devices: its weights, loaded when a stage first needs them, and its compiled programs."""
 
+import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -33,6 +34,9 @@ class HasComponents(Protocol):
     @property
     def components(self) -> dict[str, Component]:
         """Every component by the name of the work it does."""
+
+    def prepare(self, component: str) -> None:
+        """Read what the host needs for a component beside its weights."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,17 @@ def check_precision(model: HasComponents, precision: str) -> None:
 
 M = TypeVar("M", bound=HasComponents)
 
+# Some programs have a request's numbers in their names. A model's stages have about thirty names otherwise.
+MAX_PROGRAMS = 64
+
 
 class Runtime(Generic[M]):
     """Weights and programs of one model on one mesh.
 
-    load_s      seconds spent reading weights, by component
+    load_s      seconds spent reading weights and tokenizers, by component
+    host_s      seconds in which the host worked and the devices had nothing to compute
     on_compile  given the name of a program before it is compiled, and None after
-    programs    compiled programs by name; each knows the seconds its compilations took
+    programs    compiled programs by name, the latest `MAX_PROGRAMS`; each knows the seconds its compilations took
     """
 
     def __init__(
@@ -112,6 +120,7 @@ class Runtime(Generic[M]):
         self.mesh = mesh
         self.dtype = dtype
         self.load_s: dict[str, float] = {}
+        self.host_s = 0.0
         self._keep_weights = keep_weights
         self._executables = executables
         self._adapters = adapters
@@ -119,7 +128,10 @@ class Runtime(Generic[M]):
         self._components: dict[str, Loaded] = {}
         self._abstract: dict[str, Loaded] = {}  # shapes of those that an adapter was read for before they were
         self._checked: set[str] = set()
+        self._prepared: set[str] = set()
         self._loading = threading.Lock()
+        self._naming = threading.Lock()
+        self._dropped_compile_s = 0.0
         self.programs: dict[str, Program] = {}
         self.on_compile: Callable[[str | None], object] = lambda name: None
 
@@ -179,6 +191,24 @@ class Runtime(Generic[M]):
                 self.load_s[name] = self.load_s.get(name, 0.0) + time.perf_counter() - start
             return self._components[name]
 
+    def prepare(self, name: str) -> None:
+        """Read what the host needs for a component beside its weights, once; raises `CheckpointError`."""
+        with self._loading:
+            if name not in self._prepared:
+                start = time.perf_counter()
+                self.model.prepare(name)
+                self.load_s[name] = self.load_s.get(name, 0.0) + time.perf_counter() - start
+                self._prepared.add(name)
+
+    @contextlib.contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Count the block's seconds as the host's, while the devices wait."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.host_s += time.perf_counter() - start
+
     def check(self, names: Iterable[str]) -> None:
         """Compare the headers of components' files with their modules, once; raises `CheckpointError`."""
         with self._loading:
@@ -196,20 +226,25 @@ class Runtime(Generic[M]):
 
     def program(self, name: str, function: Callable[..., Any], results: Any = None) -> Program:
         """Return the program of this name, made from `function` the first time."""
-        if name not in self.programs:
-            exact = self.dtype == "float32"
-            self.programs[name] = Program(
-                function,
-                self.mesh,
-                exact=exact,
-                results=results,
-                name=name,
-                executables=self._executables,
-                told=lambda program: self.on_compile(program),
-            )
-        return self.programs[name]
+        with self._naming:
+            program = self.programs.pop(name, None)
+            if program is None:
+                program = Program(
+                    function,
+                    self.mesh,
+                    exact=self.dtype == "float32",
+                    results=results,
+                    name=name,
+                    executables=self._executables,
+                    told=lambda program: self.on_compile(program),
+                )
+            self.programs[name] = program  # The one used last comes last.
+            if len(self.programs) > MAX_PROGRAMS:
+                self._dropped_compile_s += self.programs.pop(next(iter(self.programs))).compile_s
+            return program
 
     @property
     def compile_s(self) -> float:
         """Seconds spent compiling so far, over all programs."""
-        return sum(program.compile_s for program in list(self.programs.values()))  # others may add some meanwhile
+        with self._naming:
+            return self._dropped_compile_s + sum(program.compile_s for program in self.programs.values())

@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 def decode(runtime: Runtime[Model], latents: np.ndarray, progress: Progress) -> Iterator[np.ndarray]:
     """Yield the video of final latents [1, C, T, H, W] as it is decoded: float32 [1 or 4, H, W, 3] in [0, 1]."""
-    for pixels, _ in decode_chunks(runtime, decoder_inputs(runtime, latents), progress):
+    with runtime.on_host():
+        frames = decoder_inputs(runtime, latents)
+    for pixels, _ in decode_chunks(runtime, frames, progress):
         yield runtime.model.pixels(np.asarray(pixels))
 
 

@@ -265,7 +265,8 @@ def denoise(
 
     The solver's history goes from one expert to the next: nothing restarts at the boundary.
     """
-    state = device_state(runtime, request, state)
+    with runtime.on_host():
+        state = device_state(runtime, request, state)
     experts = runtime.model.spec.experts(request)
     if request.loras:  # read once: each step of every expert has what the files hold now
         left = [expert.stage for expert in experts if state.step < expert.stop]
@@ -276,7 +277,9 @@ def denoise(
             continue
         bar = progress.bar(expert.stage, last - state.step)
         try:
-            run = ExpertRun(runtime, request, expert, expert_inputs(runtime, expert, conditioning), state)
+            with runtime.on_host():
+                inputs = expert_inputs(runtime, expert, conditioning)
+            run = ExpertRun(runtime, request, expert, inputs, state)
             while run.state.step < last:
                 event = run.step()
                 bar.step()
@@ -287,7 +290,8 @@ def denoise(
         state = run.state
         del run  # its keys and weights go before the next expert's come
         runtime.done_with(expert.stage)
-    return finished(runtime.model, request, state, conditioning.image_latents)
+    with runtime.on_host():
+        return finished(runtime.model, request, state, conditioning.image_latents)
 
 
 def step_numbers(schedule: Schedule, i: int) -> dict[str, Any]:

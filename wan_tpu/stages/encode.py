@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 import torch
+from PIL import Image
 
 from wan_tpu.data import Arrays, Conditioning, ImageCondition
 from wan_tpu.families.model import Model
+from wan_tpu.media.image import has_shape
 from wan_tpu.progress import Bar, Progress
-from wan_tpu.request import ResolvedRequest
+from wan_tpu.request import IMAGES, ResolvedRequest
 from wan_tpu.runtime.components import DTYPES
 from wan_tpu.runtime.health import check_finite
 from wan_tpu.runtime.mesh import replicated
@@ -37,7 +39,10 @@ class ImageInputs:
 def encode(runtime: Runtime[Model], request: ResolvedRequest, progress: Progress, warn: Warn) -> Conditioning:
     """Encode a resolved request's prompts and image."""
     texts = runtime.model.spec.prompts(request)
-    inputs = image_inputs(runtime, request)
+    with runtime.on_host():
+        inputs = image_inputs(runtime, request)
+    for warning in crop_warnings(runtime.model, request):
+        warn(warning)
     units = 0 if inputs is None else len(inputs.chunks) + (inputs.clip is not None)
     bar = progress.bar("encoder", len(texts) + units)
     try:
@@ -54,13 +59,28 @@ def encode(runtime: Runtime[Model], request: ResolvedRequest, progress: Progress
     return Conditioning(embeddings[0], negative, image.image, image.image_latents, image.video_latents)
 
 
+def crop_warnings(model: Model, request: ResolvedRequest) -> Iterator[str]:
+    """Yield a warning for each image of another shape than the video, of which a part isn't seen."""
+    size = request.height, request.width
+    for name in IMAGES:
+        image = getattr(request, name)
+        if isinstance(image, Image.Image) and not has_shape(image, *size, model.spec.size_multiple):
+            yield (
+                f"{name} is {image.width}x{image.height} and the video {request.width}x{request.height}: what is "
+                "beyond the video's shape is cut off"
+            )
+
+
 def encode_prompt(runtime: Runtime[Model], prompt: str, warn: Warn) -> Arrays:
     """Return what the model's text encoders make of a prompt, by name (`Conditioning`); `warn` is told when it is cut.
 
     One prompt a call: its bits depend on nothing else, so they can be kept and used for another request. Two at once
     would read the weights once: 24 ms against 2 x 16 on a v6e chip (docs/benchmarks.md), of a minute's request.
     """
-    tokens, warnings = runtime.model.tokenize(prompt)
+    for name in runtime.model.tokenizers:
+        runtime.prepare(name)
+    with runtime.on_host():
+        tokens, warnings = runtime.model.tokenize(prompt)
     for warning in warnings:
         warn(warning)
     found = {}
@@ -108,7 +128,8 @@ def encode_image(runtime: Runtime[Model], request: ResolvedRequest, inputs: Imag
     for moment in vae_encode(runtime, inputs.chunks):
         moments.append(moment)
         bar.step()
-    latents = runtime.model.image_latents(np.concatenate(moments, axis=2), request)
+    with runtime.on_host():
+        latents = runtime.model.image_latents(np.concatenate(moments, axis=2), request)
     if request.video is not None:
         return ImageCondition(video_latents=latents)
     return ImageCondition(features, latents)

@@ -26,7 +26,8 @@ from wan_tpu.families.cogvideox.spec import DENOISE, CogVideoXSpec
 from wan_tpu.families.model import Model, StepInputs, guided
 from wan_tpu.families.shared.causal_vae import CausalChunks, RepeatedStart
 from wan_tpu.families.shared.t5 import text_encoder
-from wan_tpu.families.shared.tokenizing import tokenized
+from wan_tpu.families.shared.tokenizing import Tokenizer, tokenized
+from wan_tpu.media.image import fit_image
 from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
 from wan_tpu.runtime.components import Component
@@ -90,11 +91,15 @@ class CogVideoXModel(Model):
 
     # ---- encoder stage
 
+    @functools.cached_property
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        """T5's."""
+        assert self.checkpoint is not None
+        return {"text_encoder": Tokenizer(self.checkpoint.path("tokenizer"), self.config.text_encoder["vocab_size"])}
+
     def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
         """Return token ids, int32 [1, 226], and a warning if the prompt was cut."""
-        assert self.checkpoint is not None
-        folder, vocabulary = self.checkpoint.path("tokenizer"), self.config.text_encoder["vocab_size"]
-        ids, _, warnings = tokenized(folder, prompt, TEXT_TOKENS, vocabulary)
+        ids, _, warnings = tokenized(self.tokenizers["text_encoder"], prompt, TEXT_TOKENS)
         return {"text_encoder": (ids,)}, warnings
 
     def encode_text(self, component: str, module: torch.nn.Module, params: Params, *tokens: jax.Array) -> jax.Array:
@@ -109,7 +114,8 @@ class CogVideoXModel(Model):
         """Return the pixels that the VAE encodes: the image, float32 [1, 3, 1, H, W] in [-1, 1]."""
         assert isinstance(request.image, Image.Image)
         processor = VideoProcessor(vae_scale_factor=8)
-        pixels = processor.preprocess(request.image, height=request.height, width=request.width)
+        image = fit_image(request.image, request.height, request.width, slack=self.spec.shape_slack)
+        pixels = processor.preprocess(image, height=request.height, width=request.width)
         return [pixels[:, :, None].numpy().astype(np.float32)]
 
     def image_latents(self, moments: np.ndarray, request: ResolvedRequest) -> np.ndarray:

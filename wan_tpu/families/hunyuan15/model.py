@@ -28,6 +28,7 @@ from wan_tpu.families.hunyuan15.spec import DENOISE, HunyuanSpec
 from wan_tpu.families.model import Flops, Model, StepInputs, guided
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.tiles import TiledChunks
+from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
 from wan_tpu.runtime.components import Component
@@ -116,13 +117,21 @@ class HunyuanModel(Model):
 
     # ---- encoder stage
 
+    @functools.cached_property
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        """Qwen's, and ByT5's."""
+        assert self.checkpoint is not None
+        qwen, byt5 = (self.checkpoint.path(folder) for folder in ("tokenizer", "tokenizer_2"))
+        return {
+            "text_encoder": Tokenizer(qwen, self.config.text_encoder["vocab_size"]),
+            "glyph_encoder": Tokenizer(byt5, self.config.glyph_encoder["vocab_size"]),
+        }
+
     def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
         """Return ids and mask of the prompt and, where it quotes something, of that; and warnings if either was cut."""
-        assert self.checkpoint is not None
-        ids, mask, warnings = text.prompt_tokens(self.checkpoint.path("tokenizer"), prompt)
+        ids, mask, warnings = text.prompt_tokens(self.tokenizers["text_encoder"], prompt)
         found: dict[str, tuple[np.ndarray, ...]] = {"text_encoder": (ids, mask)}
-        vocabulary = self.config.glyph_encoder["vocab_size"]
-        quoted = text.glyph_tokens(self.checkpoint.path("tokenizer_2"), prompt, vocabulary)
+        quoted = text.glyph_tokens(self.tokenizers["glyph_encoder"], prompt)
         if quoted is not None:
             found["glyph_encoder"] = quoted[:2]
             warnings = warnings + quoted[2]
@@ -147,10 +156,15 @@ class HunyuanModel(Model):
 
     def clip_pixels(self, request: ResolvedRequest) -> np.ndarray:
         """Return the image, cut to the video's shape, as SigLIP takes it, float32 [1, 3, 384, 384]."""
-        assert self.checkpoint is not None
-        processor = transformers.SiglipImageProcessor.from_pretrained(str(self.checkpoint.path("feature_extractor")))
-        given = processor.preprocess(self.image_of(request), do_resize=True, do_convert_rgb=True, return_tensors="np")
+        given = self._siglip_processor.preprocess(
+            self.image_of(request), do_resize=True, do_convert_rgb=True, return_tensors="np"
+        )
         return np.asarray(given["pixel_values"], np.float32)
+
+    @functools.cached_property
+    def _siglip_processor(self) -> transformers.SiglipImageProcessor:
+        assert self.checkpoint is not None
+        return transformers.SiglipImageProcessor.from_pretrained(str(self.checkpoint.path("feature_extractor")))
 
     def encode_image(self, module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
         """pixels [1, 3, 384, 384] -> features [1, L, C]."""

@@ -4,17 +4,14 @@ The instructions before every prompt, and what counts as quoted, are diffusers' 
 """
 
 import inspect
-from pathlib import Path
 
 import jax
 import numpy as np
 import torch
-import transformers
 from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5 as reference
 
-from wan_tpu.errors import CheckpointError
 from wan_tpu.families.hunyuan15.presets import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS
-from wan_tpu.families.shared.tokenizing import cut, tokenized
+from wan_tpu.families.shared.tokenizing import Tokenizer, cut, tokenized
 from wan_tpu.runtime.bridge import Params, call
 
 _INSTRUCTIONS: str = (
@@ -22,34 +19,30 @@ _INSTRUCTIONS: str = (
 )
 
 
-def prompt_tokens(folder: Path, prompt: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def prompt_tokens(kept: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return ids and mask of a prompt in its chat, int32 [1, 1108], and a warning if the prompt was cut.
 
-    folder  of the tokenizer; raises `CheckpointError` where there is none that works
+    Raises `CheckpointError` as `Tokenizer.opened`.
     """
     length = TEMPLATE_TOKENS + TEXT_TOKENS
     given = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder.resolve()))
-        chat = reference.format_text_input([prompt], _INSTRUCTIONS)
+    chat = reference.format_text_input([prompt], _INSTRUCTIONS)
+    warnings = []
+    with kept.opened() as tokenizer:
         whole = len(tokenizer.apply_chat_template(chat, **given)["input_ids"][0])
         tokens = tokenizer.apply_chat_template(
             chat, **given, padding="max_length", max_length=length, truncation=True, return_tensors="np"
         )
-    except Exception as error:  # tokenizers raises bare Exception for damaged files
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise CheckpointError(f"{folder} holds no working tokenizer ({reason}); fetch it again") from error
-    warnings = []
-    if whole > length:
-        end = tokenizer.decode(tokens["input_ids"][0, -9:], skip_special_tokens=True)
-        warnings.append(cut("the prompt", whole - TEMPLATE_TOKENS, TEXT_TOKENS, end))
-    return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32), warnings
+        if whole > length:
+            end = tokenizer.decode(tokens["input_ids"][0, -9:], skip_special_tokens=True)
+            warnings.append(cut("the prompt", whole - TEMPLATE_TOKENS, TEXT_TOKENS, end))
+        return *kept.arrays(tokens), warnings
 
 
-def glyph_tokens(folder: Path, prompt: str, vocabulary: int) -> tuple[np.ndarray, np.ndarray, list[str]] | None:
+def glyph_tokens(kept: Tokenizer, prompt: str) -> tuple[np.ndarray, np.ndarray, list[str]] | None:
     """Return ids and mask of what a prompt quotes, int32 [1, 256], and a warning if it was cut; None without quotes."""
     quoted = reference.extract_glyph_texts(prompt)
-    return None if quoted is None else tokenized(folder, quoted, GLYPH_TOKENS, vocabulary, "quoted text")
+    return None if quoted is None else tokenized(kept, quoted, GLYPH_TOKENS, "quoted text")
 
 
 def encode_prompt(module: torch.nn.Module, params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array:

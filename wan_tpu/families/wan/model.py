@@ -24,13 +24,14 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.model import Model, StepInputs, guided
 from wan_tpu.families.shared.causal_vae import CausalChunks
 from wan_tpu.families.shared.t5 import text_encoder
-from wan_tpu.families.shared.tokenizing import tokenized
+from wan_tpu.families.shared.tokenizing import Tokenizer, tokenized
 from wan_tpu.families.wan import components, transformer, vae
 from wan_tpu.families.wan.flops import WanFlops
 from wan_tpu.families.wan.presets import TEXT_TOKENS, WanConfig
 from wan_tpu.families.wan.spec import WanSpec
 from wan_tpu.families.wan.tokens import unpatchify as unpatchify_tokens
 from wan_tpu.families.wan.transformer import TextKeys
+from wan_tpu.media.image import fit_image, has_shape
 from wan_tpu.media.reading import read_frames
 from wan_tpu.request import FRAME_STRIDE, ResolvedRequest
 from wan_tpu.runtime.bridge import Params, call
@@ -110,11 +111,15 @@ class WanModel(Model):
 
     # ---- encoder stage
 
+    @functools.cached_property
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        """UMT5's."""
+        assert self.checkpoint is not None
+        return {"text_encoder": Tokenizer(self.checkpoint.path("tokenizer"), self.config.text_encoder["vocab_size"])}
+
     def tokenize(self, prompt: str) -> tuple[dict[str, tuple[np.ndarray, ...]], list[str]]:
         """Return token ids and mask, both int32 [1, 512], and a warning if the prompt was cut."""
-        assert self.checkpoint is not None
-        folder, vocabulary = self.checkpoint.path("tokenizer"), self.config.text_encoder["vocab_size"]
-        ids, mask, warnings = tokenized(folder, prompt_clean(prompt), TEXT_TOKENS, vocabulary)
+        ids, mask, warnings = tokenized(self.tokenizers["text_encoder"], prompt_clean(prompt), TEXT_TOKENS)
         return {"text_encoder": (ids, mask)}, warnings
 
     def encode_text(self, component: str, module: torch.nn.Module, params: Params, *tokens: jax.Array) -> jax.Array:
@@ -126,12 +131,22 @@ class WanModel(Model):
         return call(module, params, method, *tokens) * tokens[1][:, :, None]
 
     def clip_pixels(self, request: ResolvedRequest) -> np.ndarray:
-        """Return the image, or both, as CLIP takes it, float32 [1 or 2, 3, 224, 224] (sizes from the checkpoint)."""
+        """Return the image, or both, as CLIP takes it, float32 [1 or 2, 3, 224, 224] (sizes from the checkpoint).
+
+        CLIP sees what the video begins with: of an image of another shape, the middle.
+        """
+        size, slack = (request.height, request.width), self.spec.shape_slack
+        images = [
+            image if has_shape(image, *size, slack) else fit_image(image, *size, slack=slack)
+            for image in (request.image, request.last_image)
+            if isinstance(image, Image.Image)
+        ]
+        return np.asarray(self._image_processor(images=images, return_tensors="np")["pixel_values"], np.float32)
+
+    @functools.cached_property
+    def _image_processor(self) -> transformers.CLIPImageProcessor:
         assert self.checkpoint is not None
-        folder = str(self.checkpoint.path("image_processor"))
-        processor = transformers.CLIPImageProcessor.from_pretrained(folder)
-        images = [image for image in (request.image, request.last_image) if image is not None]
-        return np.asarray(processor(images=images, return_tensors="np")["pixel_values"], np.float32)
+        return transformers.CLIPImageProcessor.from_pretrained(str(self.checkpoint.path("image_processor")))
 
     def encode_image(self, module: torch.nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
         """pixels [n, 3, 224, 224] -> features [n, L, C] of CLIP's last layer but one (`adapt` dropped the last)."""
@@ -154,6 +169,7 @@ class WanModel(Model):
 
         def frame(image: object) -> np.ndarray:
             assert isinstance(image, Image.Image)
+            image = fit_image(image, request.height, request.width, slack=self.spec.shape_slack)
             pixels = self._video_processor.preprocess(image, height=request.height, width=request.width)
             return pixels[:, :, None].numpy().astype(np.float32)
 
