@@ -36,6 +36,7 @@ class Seconds:
         return self.encode + self.step * steps + self.decode
 
 
+_SIZES = 256  # Sizes of videos whose seconds are remembered; requests choose them.
 # Of Wan 2.2 A14B at 720p on v6e-8 (docs/performance.md, docs/benchmarks.md), until the first job has been measured.
 _FIRST = Seconds(encode=0.4, step=2.62, decode=0.35)
 
@@ -67,6 +68,8 @@ class Pace:
             near = min(self._known, key=lambda known: abs(known - size), default=None)
             scale, base = (size / near, self._known[near]) if near is not None else (1.0, _FIRST)
             self._known[size] = Seconds(base.encode * scale, base.step * scale, base.decode * scale, base.wait)
+            if len(self._known) > _SIZES:
+                del self._known[next(iter(self._known))]
         return self._known[size]
 
 

@@ -24,6 +24,7 @@ THREADS = 32  # Each lane of the hosts takes one at a time, so that health check
 READING_FILES = ("fetch_adapters", "prepare_encode")  # Methods of hosts that read what a request names by its path.
 T = TypeVar("T")
 HUNG = 20.0  # times the fastest call of its kind
+_KINDS = 256  # Kinds of calls whose fastest is remembered, those that were made last; requests choose their sizes.
 SICK = 3  # different requests that fail in a row, none succeeding: the slice is replaced
 
 
@@ -58,7 +59,10 @@ class AsyncSlice:
                 start = time.monotonic()
                 returned = await self.run(run)
             if like is not None:
+                self._fastest.pop((method, like), None)
                 self._fastest[method, like] = min(time.monotonic() - start - returned.value[0], fastest or math.inf)
+                if len(self._fastest) > _KINDS:
+                    del self._fastest[next(iter(self._fastest))]
             return returned
         except CallFailed as failed:
             cause = failed.__cause__

@@ -39,16 +39,17 @@ def prediction(attention: float) -> Prediction:
 @pytest.fixture
 def plan() -> Plan:
     request = GenerationRequest(height=480, width=832, frames=81, steps=50).resolve(preset_spec(MODEL).defaults)
-    step = ProgramPlan(STEP, 50, Compiled(30.0, 55.0, 2 * GIB, GIB), prediction(1.0), prediction(1.5))
+    compiled = Compiled(30.0, 55.0, 2 * GIB, GIB // 2, code_bytes=GIB // 2)
+    step = ProgramPlan(STEP, 50, compiled, prediction(1.0), prediction(1.5))
     refused = Compiled(60.0, 60.0, GIB, 40 * GIB, 10 * GIB, refused="needs 41.0 GiB a device of 31.2")
     decoder = ProgramPlan("decoder later", 20, refused, None, None)
-    stages = (StagePlan("denoise", (step,), int(1e17)), StagePlan("decoder", (decoder,), int(1e15)))
+    stages = (StagePlan("denoise", (step,), int(1e17), host_s=0.5), StagePlan("decoder", (decoder,), int(1e15)))
     return Plan(MODEL, SLICE, MeshShape(2, 1, 2), request, 32760, stages, experts=2)
 
 
 def test_a_plan_says_what_fits_and_what_does_not(plan):
     text = describe(plan)
-    assert f"{MODEL}, 480x832, 81 frames (32760 tokens), 50 steps" in text
+    assert f"{MODEL}, 832x480, 81 frames (32760 tokens), 50 steps" in text
     assert "yes, 29.0 GiB free" in text
     assert "NO, by 10.0 GiB (needs 41.0 GiB a device of 31.2)" in text
     assert "doesn't fit: decoder later" in text
@@ -68,12 +69,15 @@ def test_seconds_and_shares_are_of_the_whole_video(plan):
     assert denoise.seconds == Times(100.0, 75.0)
     assert decoder.seconds is None
     assert share_of_peak(denoise, plan) == pytest.approx(1e17 / (100 * 4 * 918e12))
-    assert plan.resident_gib == 2 * 2 + 1 + 40  # two experts, the decoder, the largest of what isn't weights
+    assert plan.resident_gib == 2 * 2 + 1 + 40.5  # two experts, the decoder, the largest of what isn't weights, code
+    assert [line.split()[-1] for line in describe(plan).splitlines() if line.startswith("denoise   ")] == ["0.500"]
 
 
 def test_the_texts_keys_and_the_steps_have_one_copy_of_the_weights(plan):
     denoise, decoder = plan.stages
-    keys = dataclasses.replace(denoise.programs[0], name=KEYS)
+    keys = dataclasses.replace(
+        denoise.programs[0], name=KEYS, compiled=dataclasses.replace(denoise.programs[0].compiled, code_bytes=0)
+    )
     both = dataclasses.replace(denoise, programs=(keys, *denoise.programs))
     assert dataclasses.replace(plan, stages=(both, decoder)).resident_gib == plan.resident_gib
 
@@ -128,11 +132,22 @@ def test_other_steps_and_guidance_compile_the_experts_programs_again_and_no_othe
 
 def test_a_stage_takes_its_experts_share_and_what_is_refused_is_left_out(plan):
     keys = ProgramPlan(KEYS, 2, Compiled(5.0, 9.0, 2 * GIB, 3 * GIB), prediction(0.0), prediction(0.0))
-    denoise = StagePlan("denoise", (keys, *plan.stages[0].programs), int(1e17))
+    denoise = StagePlan("denoise", (keys, *plan.stages[0].programs), int(1e17), host_s=1.0)
     found = dataclasses.replace(plan, stages=(denoise, plan.stages[1])).needs(
         [Expert("high", 0, 20, True), Expert("low", 20, 50, True)]
     )
     assert list(found) == ["high", "low"]  # the decoder can't be compiled
-    seconds = 50 * 2.0 + 2 * 1.0
+    seconds = 50 * 2.0 + 2 * 1.0 + 1.0  # of the host
     assert [needed.seconds for needed in found.values()] == pytest.approx([seconds * 20 / 50, seconds * 30 / 50])
-    assert {(needed.weights_bytes, needed.other_bytes) for needed in found.values()} == {(2 * GIB, 3 * GIB)}
+    assert {(needed.weights_bytes, needed.other_bytes) for needed in found.values()} == {
+        (2 * GIB, 3 * GIB + GIB // 2)
+    }  # the code of both programs stays
+
+
+def test_a_cached_step_is_compiled_for_the_schedule_of_its_curve(tmp_path):
+    spec = preset_spec("wan2.2-i2v-a14b")
+    request = spec.plan(GenerationRequest(preset="original", cache="magcache"), image=True).request
+    planner = Planner(spec.name, request, SLICE, dtype="bfloat16", cache=tmp_path, report=print)
+    settings = planner.job(STEP, MeshShape(2, 1, 2)).settings
+    compiled = GenerationRequest(**settings).resolve(spec.defaults)  # as the process that compiles it does
+    assert (spec.skipped(compiled) == spec.skipped(request)).all()

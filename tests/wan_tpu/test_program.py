@@ -1,10 +1,13 @@
 """What a device has no memory for fails as a request that doesn't fit, wherever JAX says so."""
 
+import gc
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from wan_tpu.errors import DoesNotFit
+from wan_tpu.runtime import program as program_module
 from wan_tpu.runtime.mesh import make_mesh
 from wan_tpu.runtime.program import Program, fetch, place
 
@@ -38,6 +41,21 @@ def test_it_says_when_it_compiles(mesh):
     with pytest.raises(TypeError):
         Program(lambda x: x + jnp.ones(3), mesh, exact=True, told=told.append)(place(np.ones(2, np.float32), mesh))
     assert told[-1] is None
+
+
+def test_executables_that_are_not_used_any_more_are_dropped(mesh, monkeypatch):
+    monkeypatch.setattr(program_module, "MAX_SIZES", 4)
+    told, device = [], mesh.devices.flat[0]
+    program = Program(lambda x: x + 2, mesh, exact=True, told=told.append)
+    before = len(device.client.live_executables())
+    for length in range(1, 10):
+        program(place(np.ones(length, np.float32), mesh))
+        program(place(np.ones(1, np.float32), mesh))  # used all along, so it stays
+    gc.collect()
+    assert len(device.client.live_executables()) - before == 4
+    assert told.count(None) == 9
+    program(place(np.ones(2, np.float32), mesh))
+    assert told.count(None) == 10
 
 
 def test_other_failures_stay_what_they_are(mesh):

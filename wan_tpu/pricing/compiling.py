@@ -77,6 +77,7 @@ class Compiled:
     compile_s, compile_cpu_s    tracing and compiling: by the clock, and summed over the cores, which depends less on
                                 what else the machine does
     weights_bytes, other_bytes  its weights; other arguments, results and temporaries
+    code_bytes                  the program itself, which stays on the device from its first call on
     refused  why it can't be compiled, else empty; over_bytes by how much it exceeds the memory, when that is why
     """
 
@@ -86,11 +87,12 @@ class Compiled:
     other_bytes: int = 0
     over_bytes: int = 0
     refused: str = ""
+    code_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All memory it needs."""
-        return self.weights_bytes + self.other_bytes
+        return self.weights_bytes + self.other_bytes + self.code_bytes
 
 
 def compile_job(job: Job, cache: Path) -> tuple[Compiled, str]:
@@ -154,7 +156,7 @@ def _compile(job: Job, result: Path) -> None:
         memory = built.memory_analysis()
         inputs = max(0, memory.argument_size_in_bytes - weights)  # not all weights are arguments where few are used
         other = inputs + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
-        compiled = Compiled(*seconds, weights, other)
+        compiled = Compiled(*seconds, weights, other, code_bytes=memory.generated_code_size_in_bytes)
         result.with_suffix(".hlo.gz").write_bytes(gzip.compress(built.as_text().encode()))
     result.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(compiled)))
 

@@ -18,7 +18,7 @@ def describe(plan: Plan) -> str:
     request, memory = plan.request, plan.slice.hardware.hbm_bytes / GIB
     size = f"{request.width}x{request.height}, {request.frames} frames ({plan.tokens} tokens), {request.steps} steps"
     lines = [f"{plan.model}, {size}", f"{plan.slice.name}, mesh {_mesh(plan)}, {memory:g} GiB a device can be used", ""]
-    lines.append(f"{'':<20}{'calls':>6}{'weights':>9}{'other':>8}{'GiB':>5}{'compile':>9}{'CPU':>8}   fits")
+    lines.append(f"{'':<20}{'calls':>6}{'weights':>9}{'other':>8}{'code':>6}{'GiB':>5}{'compile':>9}{'CPU':>8}   fits")
     lines += [_memory(program, memory) for program in plan.programs]
     lines += [
         "",
@@ -110,7 +110,7 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
 
 def _memory(program: ProgramPlan, memory: float) -> str:
     compiled = program.compiled
-    weights, other = compiled.weights_bytes / GIB, compiled.other_bytes / GIB
+    weights, other, code = (getattr(compiled, f"{kind}_bytes") / GIB for kind in ("weights", "other", "code"))
     total = compiled.total_bytes / GIB
     if compiled.over_bytes:
         fits = f"NO, by {compiled.over_bytes / GIB:.1f} GiB ({compiled.refused})"
@@ -119,7 +119,7 @@ def _memory(program: ProgramPlan, memory: float) -> str:
     else:
         # Arguments, results and temporaries added up are more than the compiler needs, which shares memory among them.
         fits = f"yes, {memory - total:.1f} GiB free" if total < memory else "yes, just"
-    start = f"{program.name:<20}{program.calls:>6}{weights:>9.2f}{other:>8.2f}{total:>5.1f}"
+    start = f"{program.name:<20}{program.calls:>6}{weights:>9.2f}{other:>8.2f}{code:>6.2f}{total:>5.1f}"
     return f"{start}{compiled.compile_s:>7.0f} s{compiled.compile_cpu_s:>6.0f} s   {fits}"
 
 

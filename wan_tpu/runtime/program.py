@@ -1,5 +1,6 @@
 """Compiled programs, with their compile time kept apart from their run time."""
 
+import functools
 import re
 import threading
 import time
@@ -18,6 +19,10 @@ from wan_tpu.runtime.mesh import placed, replicated
 TPU_OPTIONS: dict[str, str | bool] = {"xla_tpu_enable_async_all_to_all": "true"}
 
 GIB = 2**30
+
+# A program, the denoising step for example, keeps executables of so many sizes. The one that was used least recently
+# goes, and is compiled or loaded again when it is asked for. Without a bound they would fill the host and the TPU.
+MAX_SIZES = 16
 
 _tracing = threading.Lock()  # a module's weights are swapped while it is traced: one thread at a time
 
@@ -53,14 +58,14 @@ class Program:
         told         given the name before it is compiled, and None after
         """
         self.function = function
-        self._jit = jax.jit(function, out_shardings=results)
+        self._results = results
         self._mesh = mesh
         self._options = TPU_OPTIONS if mesh.devices.flat[0].platform == "tpu" else None
         self._precision = "highest" if exact else "default"
         self._name, self._told = name, told
         self._executables = executables
-        self._compiled: dict[Any, Any] = {}
-        self._known: dict[Any, Any] = {}  # the same by shardings as they are spelt, which is quicker to look up
+        self._compiled: dict[Any, Any] = {}  # The one used last comes last.
+        self._keys: dict[Any, Any] = {}  # By shardings as they are spelt, which is quicker to look up.
         self.compile_s = 0.0  # summed over all compilations
 
     def __call__(self, *args: Any) -> Any:
@@ -77,13 +82,18 @@ class Program:
         leaves, tree = jax.tree.flatten(args)
         spelt = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         with _tracing:
-            if spelt not in self._known:
-                # Results come back with axes of size 1 left out of their shardings: nothing to compile anew for.
-                key = (tree, tuple((leaf.shape, leaf.dtype, placed(leaf.sharding)) for leaf in leaves))
-                if key not in self._compiled:
-                    self._compiled[key] = self._get(args)
-                self._known[spelt] = self._compiled[key]
-            return self._known[spelt]
+            # Results come back with axes of size 1 left out of their shardings: nothing to compile anew for.
+            key = self._keys.get(spelt) or (
+                tree,
+                tuple((leaf.shape, leaf.dtype, placed(leaf.sharding)) for leaf in leaves),
+            )
+            compiled = self._compiled.pop(key, None)
+            self._compiled[key] = compiled = self._get(args) if compiled is None else compiled
+            self._keys[spelt] = key
+            if len(self._compiled) > MAX_SIZES:
+                del self._compiled[next(iter(self._compiled))]
+                self._keys = {spelt: key for spelt, key in self._keys.items() if key in self._compiled}
+            return compiled
 
     def _get(self, args: tuple[Any, ...]) -> Any:
         if self._executables is None:
@@ -91,12 +101,19 @@ class Program:
         name = f"{self._name}, {self._precision} precision"
         return self._executables.get(name, args, self._mesh, lambda: self._build(args))
 
+    def _traced(self, args: tuple[Any, ...]) -> Any:
+        @functools.wraps(self.function)
+        def of_this_size(*args: Any) -> Any:  # JAX keeps what it makes of a function for as long as that is there.
+            return self.function(*args)
+
+        return jax.jit(of_this_size, out_shardings=self._results).lower(*args)
+
     def _build(self, args: tuple[Any, ...]) -> Any:
         start = time.perf_counter()
         self._told(self._name)
         try:
             with jax.default_matmul_precision(self._precision), jax.set_mesh(self._mesh), _memory(self._name, args):
-                compiled = self._jit.lower(*args).compile(compiler_options=self._options)
+                compiled = self._traced(args).compile(compiler_options=self._options)
         except jax.errors.JaxRuntimeError as error:
             raise CompileFailed(f"{self._name} can't be compiled: {str(error).splitlines()[0]}") from error
         finally:

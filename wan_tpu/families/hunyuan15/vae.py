@@ -54,7 +54,7 @@ class Past(RepeatedStart):
         return seen[0], seen[1], before
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def past_of(frames: int) -> type[Past]:
     """Return the history of a video of so many latent frames."""
     return type("Past", (Past,), {"frames": frames})

@@ -1,0 +1,32 @@
+"""Seconds of a video in which the host works and the devices wait, predicted from a request's size.
+
+Of one core: `python scripts/bench_host.py` measures them (docs/benchmarks.md). What the host does while the devices
+compute takes no time of a video: drawing a later step's noise, and encoding all frames but the last.
+"""
+
+import math
+
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.spec import DECODER, ENCODER, ModelSpec
+
+DENOISE = "denoise"
+_PROMPT_S = 0.001
+_PIXEL_S = 4e-8  # of an image or a video to begin with
+_NOISE_S = 1e-8  # for each number
+_COPY_S = 2e-9  # for each number that one stage hands to the next
+_MP4_S = 0.1  # from the last frame to the finished file
+
+
+def host_seconds(spec: ModelSpec, request: ResolvedRequest) -> dict[str, float]:
+    """Return the host's seconds for a resolved request by stage: "encoder", "denoise" for all experts, "decoder".
+
+    A model that takes an image is given one.
+    """
+    pictures = request.frames if request.video is not None else int("i2v" in spec.tasks)
+    numbers = math.prod(spec.latent_shape(request))
+    handed = numbers * (1 + spec.schedule(request).history_terms)
+    return {
+        ENCODER: _PROMPT_S * len(spec.prompts(request)) + _PIXEL_S * pictures * request.height * request.width,
+        DENOISE: _NOISE_S * numbers + _COPY_S * handed * len(spec.experts(request)),
+        DECODER: _MP4_S,
+    }
