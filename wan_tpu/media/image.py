@@ -12,6 +12,10 @@ from wan_tpu.sources.disk import is_permanent
 if TYPE_CHECKING:
     import numpy as np
 
+# The decoders of Pillow that see files, wherever these come from: what cameras, phones, browsers and scanners write.
+# Each more is one more that strangers may try; that of EPS runs another program.
+FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "GIF", "BMP", "TIFF")
+KINDS = "PNG, JPEG, WebP, AVIF, GIF, BMP or TIFF"
 # 64 megapixels decode to 192 MB of RGB; the largest model input is below 1 megapixel.
 MAX_PIXELS = 64_000_000
 # Models know shapes near those of films and phones. Of a longer image a video has the middle.
@@ -34,7 +38,7 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
     path = Path(source)
     try:
         if not path.is_file():
-            raise InvalidRequest(f"image {str(source)!r} is not a file; give the path of a PNG, JPEG or WebP file")
+            raise InvalidRequest(f"image {str(source)!r} is not a file; give the path of a {KINDS} file")
         with open(path, "rb") as file:
             return decode_image(file, str(path))
     except OSError as error:
@@ -44,19 +48,18 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
         raise InvalidRequest(f"image {path} can't be read ({reason}); check the path and its permissions") from None
 
 
-def decode_image(file: BinaryIO, source: str, formats: tuple[str, ...] | None = None) -> Image.Image:
+def decode_image(file: BinaryIO, source: str) -> Image.Image:
     """Return the image in an open file as upright RGB; `source` is its name for people, also in `info["source"]`.
 
-    formats  the decoders of Pillow that may see the file ("PNG", ...); all of them when left out
+    Of an animation it is the first picture.
 
     Raises `InvalidRequest` for a damaged or oversized image, `OSError` when the file can't be read.
     """
     try:
-        with Image.open(file, formats=None if formats is None else tuple(formats)) as image:
+        with Image.open(file, formats=FORMATS) as image:
             upright = _to_rgb(image)
     except UnidentifiedImageError:
-        readable = "that Pillow can read" if formats is None else f"of the kinds {', '.join(formats)}"
-        raise InvalidRequest(f"image {source} is no image {readable}; convert it to PNG or JPEG") from None
+        raise InvalidRequest(f"image {source} is no {KINDS}; convert it to PNG or JPEG") from None
     except Image.DecompressionBombError:
         raise InvalidRequest(f"image {source} is too large; {_LIMIT}") from None
     except (OSError, SyntaxError, ValueError) as error:
@@ -82,7 +85,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         return image
     upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I;16"):
-        upright = upright.point(lambda value: value / 256).convert("L")
+        upright = upright.convert("I").point(lambda value: value / 256).convert("L")  # big-endian ones have no point()
     return upright.convert("RGB")
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 REFUSED = 3
 LENGTH = 8  # bytes of the number before an image
-FORMATS = ("PNG", "JPEG", "WEBP")  # what OpenAI's API takes, and few decoders for a stranger to try
 _NICE = 5  # behind what answers
 
 
@@ -74,12 +73,16 @@ def _serve(descriptor: int) -> None:
 
 def opened(content: bytes, name: str = IMAGE) -> "Image.Image":
     """Return an image, upright and in RGB; raises `InvalidRequest` with the name of its field."""
-    from wan_tpu.media.image import decode_image  # within the limits
+    from PIL import AvifImagePlugin
+
+    from wan_tpu.media.image import KINDS, decode_image  # within the limits
+
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # Of as many as there are cores, the stacks alone would pass the limit.
 
     if not content:
-        raise InvalidRequest("the image is empty; send a PNG, JPEG or WebP file", name)
+        raise InvalidRequest(f"the image is empty; send a {KINDS} file", name)
     try:
-        image = decode_image(io.BytesIO(content), "upload", FORMATS)
+        image = decode_image(io.BytesIO(content), "upload")
     except InvalidRequest as error:
         raise InvalidRequest(str(error), name) from None
     except MemoryError:

@@ -23,6 +23,7 @@ from actors.api.intake.references import IMAGE, LAST, data_url_content
 from actors.api.intake.turns import Turns
 from actors.api.limits import Limits
 from wan_tpu.errors import InvalidRequest
+from wan_tpu.media.image import FORMATS
 
 LIMITS = Limits(image_bytes=2_000_000)
 
@@ -95,7 +96,11 @@ def a_png(width, height, *chunks, depth=8, colours=2):
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"), [("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"), ("WEBP", "RGB"), ("JPEG", "L")]
+    ("kind", "mode"),
+    [
+        *[("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"), ("WEBP", "RGB"), ("JPEG", "L"), ("AVIF", "RGB")],
+        *[("GIF", "P"), ("TIFF", "RGB"), ("TIFF", "CMYK"), ("BMP", "RGB")],
+    ],
 )
 def test_images_come_back_as_plain_rgb(kind, mode):
     given = picture(mode=mode)
@@ -133,9 +138,12 @@ def broken():
         "svg": lambda: b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
         "postscript": lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(/etc/passwd) run",
         "pdf": lambda: b"%PDF-1.4\n",
-        "gif": lambda: saved(picture(), "GIF"),
-        "bmp": lambda: saved(picture(), "BMP"),
-        "tiff": lambda: saved(picture(), "TIFF"),
+        "tga": lambda: saved(picture(), "TGA"),
+        "jpeg 2000": lambda: saved(picture(), "JPEG2000"),
+        "gif half": lambda: saved(picture(), "GIF")[:200],
+        "bmp half": lambda: saved(picture(), "BMP")[:200],
+        "tiff half": lambda: saved(picture(), "TIFF", compression="tiff_lzw")[:200],
+        "avif half": lambda: saved(picture(), "AVIF")[:200],
         "ico": lambda: saved(picture(32, 32), "ICO"),
         "zeros": lambda: bytes(10_000),
         "noise": lambda: random.Random(1).randbytes(10_000),
@@ -188,9 +196,10 @@ def test_hostile_images_are_refused_by_the_process(name):
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # such sizes are refused
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
 def test_a_corrupted_file_is_an_image_or_refused():
     """Every kind of damage: bits flipped, parts doubled or missing."""
-    source, rng = [saved(picture(), kind) for kind in ("PNG", "JPEG", "WEBP")], random.Random(2)
+    source, rng = [saved(picture(), kind) for kind in FORMATS], random.Random(2)
     outcomes = {True: 0, False: 0}
     for _ in range(1000):
         try:

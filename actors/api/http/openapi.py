@@ -1,0 +1,123 @@
+"""What /docs and /openapi.json say beside the routes and the objects: bodies, errors, examples, and the whole."""
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from actors.api.http.objects import ErrorBody, Video
+from actors.api.intake.create_video import CreateVideo
+from actors.api.intake.references import IMAGES
+from actors.api.variants import VARIANTS
+from wan_tpu.media.image import KINDS
+
+DESCRIPTION = """
+Videos from text and images. This is the `/v1/videos` API that OpenAI defined (its own was shut down on 24 September
+2026), with more fields and routes: OpenAI's clients work with another base URL.
+
+A video is a job: POST /v1/videos accepts it, GET /v1/videos/{video_id} says how far it is, and
+GET /v1/videos/{video_id}/content returns the mp4. Bodies are JSON or multipart/form-data. Times are Unix seconds, sizes
+WIDTHxHEIGHT in pixels.
+"""
+TAGS = [
+    {"name": "videos", "description": "Ask for videos, follow them, and get their files."},
+    {"name": "models", "description": "What can be asked for, with defaults and limits."},
+    {"name": "usage", "description": "What API keys have used."},
+    {"name": "service", "description": "For operators and their machines."},
+]
+_SCHEMAS = "#/components/schemas/"
+_ERRORS = {
+    400: "Something about the request is wrong: `param` names the field, `message` says what works.",
+    401: "There is no API key, or it isn't in force.",
+    403: "The key may not do this, or a page of another site asks.",
+    404: "There is no such video, model or file, or it belongs to another key.",
+    408: "The body came too slowly, or, of /v1/videos/sync, the video missed its deadline.",
+    409: "The video is being made, was cancelled, or the Idempotency-Key came with another body.",
+    413: "The body is too large, or the route takes none.",
+    415: "The body is neither JSON nor multipart/form-data.",
+    421: "The service has no keys, and was asked under a name that isn't localhost.",
+    429: "Too many requests, bodies, streams or waiting videos; `Retry-After` says when to try again.",
+    500: "The service failed; its log says why. Of /v1/videos/sync: the video can't be made.",
+    503: "Database, storage or room is missing now; `Retry-After` says when to try again.",
+}
+_ANYWHERE = (400, 401, 403, 413, 421, 429, 500, 503)
+_EXAMPLES = {
+    "text": {
+        "summary": "From a text",
+        "value": {"prompt": "a red ball rolls to the right over a brown floor", "size": "1280x720", "seconds": "5"},
+    },
+    "image": {
+        "summary": "From an image, in four steps",
+        "value": {
+            "prompt": "the cat looks into the camera",
+            "input_reference": {"image_url": "https://example.com/cat.png"},
+            "preset": "lightning",
+            "seed": 7,
+        },
+    },
+}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the description of answers that aren't a success, those that any route may give included."""
+    return {status: {"model": ErrorBody, "description": _ERRORS[status]} for status in sorted({*_ANYWHERE, *statuses})}
+
+
+def create_body() -> dict[str, Any]:
+    """Return the description of the body of POST /v1/videos."""
+    json_ = {"schema": {"$ref": f"{_SCHEMAS}CreateVideo"}, "examples": _EXAMPLES}
+    return {
+        "description": "The video. A form may hold images as files; lists are JSON, `sigmas[]` or `loras[0][name]`.",
+        "required": True,
+        "content": {
+            "application/json": json_,
+            "multipart/form-data": {"schema": {"$ref": f"{_SCHEMAS}CreateVideoForm"}},
+        },
+    }
+
+
+def remix_body() -> dict[str, Any]:
+    """Return the description of the body of a remix."""
+    prompt = CreateVideo.model_json_schema()["properties"]["prompt"]
+    schema = {"type": "object", "required": ["prompt"], "properties": {"prompt": prompt}}
+    example = {"prompt": "the same ball, in blue"}
+    return {
+        "description": "The new prompt.",
+        "required": True,
+        "content": {"application/json": {"schema": schema, "example": example}},
+    }
+
+
+CONTENT: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The whole file.", "content": {kind: {} for kind, _ in VARIANTS.values()}},
+    206: {"description": "The part that `Range` asked for."},
+    304: {"description": "The file is the one that `If-None-Match` names."},
+    307: {"description": "The file is at the address in `Location`, which needs no key."},
+    416: {"description": "The file has no such part."},
+}
+MADE: dict[int | str, dict[str, Any]] = CONTENT | {
+    200: {"description": "The mp4; `x-video-id` is the video's id.", "content": {"video/mp4": {}}},
+    202: {"model": Video, "description": "The video isn't finished yet: poll for it."},
+}
+
+
+def describe(app: FastAPI) -> None:
+    """Complete the application's description of itself."""
+    described = app.openapi()
+    for path in described["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)  # FastAPI's own; such requests are answered with 400 here.
+    schemas = described["components"]["schemas"]
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    create = CreateVideo.model_json_schema(ref_template=_SCHEMAS + "{model}")
+    schemas.update(create.pop("$defs"))
+    schemas["CreateVideo"] = create
+    # In a form an image is a file. In JSON it is an object, and may be the URL alone.
+    files, urls = {}, {}
+    for name in IMAGES:
+        field = create["properties"][name]
+        text = f"{field['description']} {KINDS}, up to 20 MB unless the operator says otherwise."
+        files[name] = {"type": "string", "format": "binary", "description": f"{text} A URL is taken, too."}
+        urls[name] = field | {"anyOf": [*field["anyOf"], {"type": "string", "format": "uri"}], "description": text}
+    schemas["CreateVideoForm"] = create | {"title": "CreateVideoForm", "properties": create["properties"] | files}
+    create["properties"] = create["properties"] | urls
