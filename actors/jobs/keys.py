@@ -112,7 +112,8 @@ def match_key(keys: Mapping[str, ApiKey], presented: str) -> ApiKey | None:
 
 def _in_force(database: Database, session: Session, id_or_name: str) -> list[ApiKey]:
     named = (ApiKey.id == id_or_name) | (ApiKey.name == id_or_name)
-    found = session.scalars(select(ApiKey).where(named, ApiKey.revoked_at.is_(None)).with_for_update()).all()
+    in_force = select(ApiKey).where(named, ApiKey.revoked_at.is_(None)).order_by(ApiKey.id)
+    found = session.scalars(in_force.with_for_update()).all()
     if not found:
         names = ", ".join(session.scalars(select(ApiKey.name).where(ApiKey.revoked_at.is_(None)).order_by(ApiKey.name)))
         raise InvalidInput(f"no key in {database} has the id or name {id_or_name!r}; there are: {names or 'none'}")

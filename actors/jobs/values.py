@@ -6,10 +6,16 @@ import secrets
 from typing import Literal
 
 Status = Literal["queued", "in_progress", "completed", "failed"]
-# Codes of failures that the store itself records; workers add theirs ("invalid", "unhealthy", ...).
+# Why a job can have failed, by its `error_code`. The store itself records the first three, workers the others.
 CANCELLED = "cancelled"
 DEADLINE = "deadline_exceeded"
-LOST = "lost"
+LOST = "lost"  # Workers or the pipeline went away again and again.
+INVALID = "invalid"  # The request doesn't fit the model, or the devices' memory.
+UNHEALTHY = "unhealthy"  # A stage computed NaN.
+BROKEN_VIDEO = "broken_video"  # What was made can't be read as a video.
+INPUT_LOST = "input_lost"  # Its image isn't in storage any more.
+INTERNAL_ERROR = "internal_error"
+CODES = (CANCELLED, DEADLINE, LOST, INVALID, UNHEALTHY, BROKEN_VIDEO, INPUT_LOST, INTERNAL_ERROR)
 _ID = re.compile(r"video_[0-9a-f]{48}")
 
 

@@ -152,13 +152,19 @@ class WorkQueue:
         return None
 
     def _may_run(self, session: Session, owner: str) -> bool:
-        """Whether a key may have one more job running. Its row stays locked, so that another worker counts this one."""
-        limited = select(ApiKey).where(ApiKey.id == owner, ApiKey.running.is_not(None)).with_for_update()
-        key = session.scalars(limited).one_or_none()
-        if key is None or key.running is None:
-            return True
-        running = select(func.count()).select_from(Job).where(Job.status == "in_progress", Job.owner == owner)
-        return (session.scalar(running) or 0) < key.running
+        """Whether a key may have one more job running. Its row stays locked then, so that another worker counts it.
+
+        The row of a key that may not is let go of: workers come to the keys in different orders, and would wait for
+        each other's.
+        """
+        limited = select(ApiKey.running).where(ApiKey.id == owner, ApiKey.running.is_not(None)).with_for_update()
+        with session.begin_nested() as locked:
+            most = session.scalar(limited)
+            running = select(func.count()).select_from(Job).where(Job.status == "in_progress", Job.owner == owner)
+            if most is None or (session.scalar(running) or 0) < most:
+                return True
+            locked.rollback()
+        return False
 
     def _held(self, session: Session, claimed: Job) -> Job:
         """Return a claimed job, locked, with what its worker has noted; raises `LeaseLost`."""

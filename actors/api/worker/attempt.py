@@ -19,6 +19,7 @@ from actors.api.worker.tools import Tools
 from actors.errors import PipelineError, RequestFailed
 from actors.jobs.errors import CommitUncertain, LeaseLost, StoreUnavailable
 from actors.jobs.tables import Job
+from actors.jobs.values import BROKEN_VIDEO, INPUT_LOST, INTERNAL_ERROR, INVALID, LOST
 from actors.observe.logs import log_event
 from actors.observe.span import Span
 from actors.storage.base import Missing, Storage, StorageError
@@ -179,8 +180,8 @@ class Attempt:
                 log_event(log, "released", logging.WARNING, job=self._job.id, reason=message)
                 await self._insist(self._queue.release, self._job)
                 return None
-            code, message = "lost", f"given up after {self._job.attempts} attempts; the last: {message}"
-        if code == "internal_error":
+            code, message = LOST, f"given up after {self._job.attempts} attempts; the last: {message}"
+        if code == INTERNAL_ERROR:
             log.error("job failed", exc_info=error, extra={"fields": {"job": self._job.id}})
             message = "the pipeline failed; its log says why"
         return await self._insist(self._queue.fail, self._job, code, message)
@@ -239,15 +240,15 @@ def _blame(error: BaseException) -> tuple[str | None, str]:
         case RequestFailed(code="lost") | asyncio.CancelledError():
             return None, str(error)
         case RequestFailed():
-            return "internal_error", str(error)
+            return INTERNAL_ERROR, str(error)
         case BrokenVideo():
-            return "broken_video", str(error)
+            return BROKEN_VIDEO, str(error)
         case InputGone():
-            return "input_lost", str(error)
+            return INPUT_LOST, str(error)
         case InvalidRequest():
-            return "invalid", str(error)
+            return INVALID, str(error)
         case WanTpuError():  # of what the job shares with others: the pipeline, storage, a hub
             return None, str(error)
     if type(error).__module__.split(".")[0] == "ray":  # the pipeline's way to its slices is gone, not the job's fault
         return None, f"{type(error).__name__}: {error}"
-    return "internal_error", f"{type(error).__name__}: {error}"
+    return INTERNAL_ERROR, f"{type(error).__name__}: {error}"

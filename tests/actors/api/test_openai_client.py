@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import imageio_ffmpeg
@@ -11,8 +12,11 @@ import pytest
 from openai import OpenAI
 from PIL import Image
 
+from actors.api.http.videos import _STATUS
 from actors.errors import RequestFailed
 from actors.jobs.keys import KeyLimits, limit_key, make_key
+from actors.jobs.values import CODES
+from actors.jobs.work import WorkQueue
 from tests.actors.api.serving import MODEL, create, done, served, working
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
@@ -169,6 +173,26 @@ def test_a_short_video_in_one_call(http, worker, engine):
     engine.failure = RequestFailed("the decoder gave NaN", "unhealthy")
     failed = http.post("/v1/videos/sync", json={"prompt": "x"})
     assert (failed.status_code, failed.json()["error"]["code"]) == (500, "unhealthy")
+
+
+def test_every_reason_of_a_failure_has_a_status_of_its_own(http, database):
+    """503 alone is to be repeated: the others would be computed again for nothing."""
+    statuses = {"invalid": 400, "deadline_exceeded": 408, "cancelled": 409, "lost": 503, "input_lost": 503}
+    work = WorkQueue(database)
+
+    def failed(code):
+        return http.post("/v1/videos/sync", json={"prompt": code})
+
+    with ThreadPoolExecutor(len(CODES)) as pool:
+        answers = {code: pool.submit(failed, code) for code in CODES}
+        for _ in CODES:
+            job = wait_for(lambda: work.claim("w"))
+            work.fail(job, job.request["prompt"], "no")
+        for code, answer in answers.items():
+            status = statuses.get(code, 500)
+            assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (status, code)
+            assert answer.result().headers.get("x-should-retry") == (None if status == 503 else "false")
+    assert _STATUS.keys() == set(CODES)
 
 
 def test_one_that_takes_longer_is_polled_for_and_one_that_nobody_waits_for_is_cancelled(settings, engine):

@@ -337,3 +337,25 @@ def test_limit_of_running_jobs_holds_for_workers_that_claim_at_the_same_moment(a
             WorkQueue(database).release(claimed_jobs[0])
     for opened in databases:
         opened.close()
+
+
+def test_workers_that_come_to_two_full_keys_in_different_orders_don_t_wait_for_each_other(database, store, work):
+    owners = []
+    for name in ("ann", "bob"):
+        make_key(database, name, KeyLimits(running=1))
+        owners.append(next(key.id for key in list_keys(database) if key.name == name))
+        ask(store, owners[-1])
+        assert work.claim("w").owner == owners[-1]
+    if not database.postgresql:
+        return  # SQLite has one writer at a time.
+    met = threading.Barrier(2)
+
+    def look(first, second):
+        with database.write() as session:
+            assert not work._may_run(session, first)
+            met.wait(10)  # Each has looked at its first key, and its transaction goes on.
+            assert not work._may_run(session, second)
+
+    with ThreadPoolExecutor(2) as pool:
+        for looked in [pool.submit(look, *owners), pool.submit(look, *reversed(owners))]:
+            looked.result(timeout=20)
