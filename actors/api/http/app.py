@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from importlib.resources import files
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi_offline import FastAPIOffline
@@ -19,8 +19,9 @@ from actors.api.http.access import Caller, presented_key
 from actors.api.http.error_answers import HANDLERS, HttpError
 from actors.api.http.middleware import Middleware
 from actors.api.http.objects import Model, ModelList, UsageList, model
+from actors.api.http.openapi import DESCRIPTION, TAGS, describe, errors
 from actors.api.http.service import Service
-from actors.api.http.videos import POLL_AFTER, Served, Watcher, errors, refuse_body, router
+from actors.api.http.videos import POLL_AFTER, Served, Watcher, refuse_body, router
 from actors.api.metrics import CONTENT_TYPE, KeyMetrics
 from actors.jobs.errors import StoreUnavailable
 from actors.jobs.keys import OPERATE, READ
@@ -46,7 +47,8 @@ def make_app(service: Service) -> FastAPI:
 
     app = FastAPIOffline(  # its page of the API asks no other server for its script
         title="wan-tpu",
-        description="Video generation. OpenAI's videos API, and some fields and routes more.",
+        description=DESCRIPTION,
+        openapi_tags=TAGS,
         version="1",
         lifespan=lifespan,
         redoc_url=None,
@@ -66,46 +68,75 @@ def make_app(service: Service) -> FastAPI:
             expose_headers=[POLL_AFTER, "Retry-After", "x-request-id", "x-video-id"],
         )
     app.add_middleware(Middleware, service=service)
-    described = app.openapi()
-    for path in described["paths"].values():
-        for operation in path.values():
-            operation["responses"].pop("422", None)  # FastAPI's own; such requests are answered with 400 here
+    describe(app)
     return app
 
 
-@rest.get("/v1/models", tags=["models"], responses=errors())
+@rest.get(
+    "/v1/models", tags=["models"], summary="List the models", response_description="The models.", responses=errors()
+)
 async def list_models(service: Served, caller: Watcher) -> ModelList:
-    """List what can be asked for, with its tasks, stages, defaults and limits."""
+    """Return what can be asked for, with its tasks, stages, defaults and limits."""
     return ModelList(data=[model(service.settings, service.spec, _STARTED)])
 
 
-@rest.get("/v1/models/{name:path}", tags=["models"], responses=errors(404))
-async def retrieve_model(service: Served, name: str, caller: Watcher) -> Model:
-    """Return one model."""
+_ModelName = Annotated[str, Path(description="The model's `id`, or one of its `aliases`.")]
+
+
+@rest.get(
+    "/v1/models/{name:path}",
+    tags=["models"],
+    summary="Get a model",
+    response_description="The model.",
+    responses=errors(404),
+)
+async def retrieve_model(service: Served, name: _ModelName, caller: Watcher) -> Model:
+    """Return one model, by its name or an alias."""
     if name not in (service.settings.model, *service.settings.aliases):
         raise HttpError(404, f"there is no model {name[:80]!r}; GET /v1/models lists them", code="model_not_found")
     return model(service.settings, service.spec, _STARTED)
 
 
-_Day = Annotated[str, Query(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+_DAY = r"^\d{4}-\d{2}-\d{2}$"
 
 
-@rest.get("/v1/usage", tags=["usage"], responses=errors(400))
-async def usage(service: Served, caller: Watcher, first: _Day = "2000-01-01", last: _Day = "9999-12-31") -> UsageList:
-    """Return what a key has used from a day (UTC) to another, of all keys to one that may operate."""
+@rest.get(
+    "/v1/usage", tags=["usage"], summary="Get usage by key", response_description="The usage.", responses=errors()
+)
+async def usage(
+    service: Served,
+    caller: Watcher,
+    first: Annotated[str, Query(pattern=_DAY, description="The first day that counts, UTC.")] = "2000-01-01",
+    last: Annotated[str, Query(pattern=_DAY, description="The last day that counts, UTC.")] = "9999-12-31",
+) -> UsageList:
+    """Return what your key has used; with the scope `operate`, what every key has."""
     data = await asyncio.to_thread(service.usage_now, caller, first, last)
     return UsageList(data=data, first=first, last=last)
 
 
-@rest.get("/health", tags=["service"], responses=errors(), dependencies=NO_BODY)
+@rest.get(
+    "/health",
+    tags=["service"],
+    summary="Check that it answers",
+    response_description="It answers.",
+    responses=errors(),
+    dependencies=NO_BODY,
+)
 async def health() -> JSONResponse:
-    """Say that this process answers."""
+    """Say that this process answers, and nothing about database, storage or workers."""
     return JSONResponse({"status": "ok"})
 
 
-@rest.get("/ready", tags=["service"], responses=errors(), dependencies=NO_BODY)
+@rest.get(
+    "/ready",
+    tags=["service"],
+    summary="Check that it takes jobs",
+    response_description="It takes jobs.",
+    responses=errors(),
+    dependencies=NO_BODY,
+)
 async def ready(service: Served) -> JSONResponse:
-    """Say that jobs can be accepted: database and storage can be read and written. 503 where not."""
+    """Say that database and storage can be read and written, and how many workers there are; 503 where they can't."""
     workers = await asyncio.to_thread(service.ready_now)
     return JSONResponse({"status": "ok", "workers": workers})
 
@@ -113,14 +144,15 @@ async def ready(service: Served) -> JSONResponse:
 @rest.get(
     "/metrics",
     tags=["service"],
+    summary="Get figures for Prometheus",
     response_class=Response,
-    responses=errors() | {200: {"content": {CONTENT_TYPE: {}}}},
+    responses=errors() | {200: {"description": "The figures.", "content": {CONTENT_TYPE: {}}}},
     dependencies=NO_BODY,
 )
 async def metrics(request: Request, service: Served) -> Response:
-    """Return the figures of all processes for Prometheus. They name no job and no prompt.
+    """Return the figures of all processes. They name no job and no prompt.
 
-    What keys have used is told to who shows a key: of this key, or of all to one that may operate.
+    With a key they say what it has used; with the scope `operate`, what every key has.
     """
     caller = None
     if not service.access.required or "authorization" in request.headers:

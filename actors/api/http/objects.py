@@ -1,6 +1,6 @@
 """What the API returns, in the form of OpenAI's videos API: the video, the list, the model, the error.
 
-Sizes are "WIDTHxHEIGHT", as OpenAI writes them (the command line writes HEIGHT*WIDTH). Times are Unix seconds.
+Sizes are "WIDTHxHEIGHT", as OpenAI writes them. Times are Unix seconds.
 """
 
 import dataclasses
@@ -25,112 +25,162 @@ _OF_REQUEST = (*SETTINGS, "model", "seed", "num_frames", "num_inference_steps")
 
 
 class _Object(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class VideoError(_Object):
     """Why a video failed."""
 
     code: str
+    """`invalid`, `unhealthy` (a stage computed NaN), `broken_video`, `input_lost` (its image is gone), `lost`
+    (slices were lost again and again), `cancelled`, `deadline_exceeded` or `internal_error`."""
     message: str
+    """What went wrong, for people."""
 
 
 class Video(_Object):
     """OpenAI's video object. What stands after `expires_at` is ours."""
 
     id: str
+    """Names the video in every other call."""
     object: Literal["video"] = "video"
     model: str
+    """The model that makes it."""
     status: Status
+    """`queued`, `in_progress`, `completed` or `failed`."""
     progress: int = Field(ge=0, le=100)
+    """Percent of the work, weighted by measured seconds; 100 only for a completed video."""
     created_at: int
+    """Unix seconds."""
     completed_at: int | None
+    """Unix seconds; null until it has completed."""
     expires_at: int | None
+    """Unix seconds, when the video and its files are removed; null until it has ended."""
     prompt: str
+    """As it was asked for."""
     size: str
+    """WIDTHxHEIGHT in pixels."""
     seconds: str
+    """Length in seconds."""
     remixed_from_video_id: str | None = None
+    """The video whose request it repeats with another prompt."""
     error: VideoError | None
+    """Why it failed; null unless it has."""
     priority: int
+    """Higher ones are made first."""
     seed: int
+    """Of the noise, also where the request named none."""
     num_frames: int
+    """Length in frames."""
     fps: float
+    """Frames per second."""
     stage: str | None = None
+    """The stage that computes now: `encoder`, `denoise_high`, `denoise_low`, `denoise` or `decoder`."""
     step: int | None = None
+    """The last finished step of `num_inference_steps`."""
     num_inference_steps: int
+    """Denoising steps."""
     negative_prompt: str
+    """What it steers away from."""
     guidance_scale: float
+    """How closely the prompt is followed."""
     guidance_scale_2: float
+    """The same for the low-noise expert."""
     shift: float
+    """The schedule's timestep shift."""
     solver: str
+    """The solver that it is made with."""
     preset: str | None = None
+    """The preset that it was asked for with."""
     loras: list[Adapter] = []
+    """The adapters that it is made with, those of its preset included."""
     sigmas: list[float] | None = None
+    """The noise level of each step, where the request or its preset gave them."""
     switch_step: int | None = None
+    """The low-noise expert's first step, where the request or its preset gave it."""
     cache: str | None = None
+    """The step cache that it was asked for with."""
     skipped_steps: list[int] = []
+    """Steps that the cache skips, counted from 0."""
     input_size: str | None
+    """WIDTHxHEIGHT of the first frame's file; null without one."""
     last_frame_size: str | None = None
+    """WIDTHxHEIGHT of the last frame's file; null without one."""
     queue_position: int | None = None
+    """How many waiting videos come before it; null unless it waits."""
     eta_seconds: float | None = None
+    """Seconds until it is finished; null where nothing is known yet."""
     attempts: int
+    """How often a worker has begun it."""
     warnings: list[str]
+    """What its owner should know, such as that the prompt was cut."""
     stage_seconds: dict[str, float]
+    """Seconds that each stage has computed, over all attempts."""
     chip_seconds: float
+    """The same seconds times the chips of the slices, summed."""
 
 
 class Limits(_Object):
     """The lowest and the highest value of a field."""
 
     minimum: float
+    """The lowest value that is taken."""
     maximum: float
+    """The highest value that is taken."""
 
 
 class PresetModel(_Object):
     """A named way to sample: what it is, where its numbers are from, and what it sets, by a request's fields."""
 
     name: str
+    """What a request writes in `preset`."""
     about: str
+    """What it is for."""
     source: str
+    """Where its numbers are from."""
     settings: dict[str, float | str | list[float]]
+    """What it sets, by a request's fields."""
 
 
 class Model(_Object):
-    """What a model makes, and how: OpenAI's model object, and what stands after `owned_by` is ours.
-
-    tasks     "t2v": videos of a text, "i2v": of an image and a text
-    last_frames  whether a video may, or must, end with an image, too: "none", "optional", "required"
-    stages    that a video passes, in order
-    defaults  of fields of a request that are left open
-    sizes     that are usual; others are taken too, in multiples of `size_multiple`
-    follows_image  whether a video has its image's shape where no size is asked for
-    limits    of fields that are numbers and that the model has; frames are a multiple of `frame_step`, and one
-    solvers   its schedulers, the one that is used unless a request names another first
-    largest   the largest sizes that the slices have memory for; anything if None
-    aliases   other names that a request may give it
-    cache     that a request may ask for, with its usual settings; None: there is none
-    presets   named ways to sample; loras  names of adapters
-    """
+    """What a model makes, and how: OpenAI's model object, and what stands after `owned_by` is ours."""
 
     id: str
+    """What a request writes in `model`."""
     object: Literal["model"] = "model"
     created: int
+    """Unix seconds, when this process began to offer it."""
     owned_by: Literal["wan-tpu"] = "wan-tpu"
     tasks: list[str]
+    """`t2v`: videos of a text; `i2v`: of an image and a text."""
     last_frames: str
+    """Whether a video may end with an image: `none`, `optional` or `required`."""
     stages: list[str]
+    """The stages that a video passes, in order."""
     defaults: dict[str, float | str]
+    """What fields have that a request omits."""
     sizes: list[str]
+    """Sizes that are usual; others are taken too."""
     follows_image: bool
+    """Whether a video without `size` has its image's shape."""
     limits: dict[str, Limits]
+    """The lowest and highest value of each field that is a number and that the model has."""
     size_multiple: int
+    """Both sides are multiples of this many pixels."""
     frame_step: int
+    """A video has one frame more than a multiple of this."""
     solvers: list[str]
+    """What `solver` may be; the first is used unless a request names another."""
     largest: list[dict[str, int | str]] | None
+    """The largest sizes that the slices have memory for; null where any is taken."""
     aliases: list[str]
+    """Other names that `model` may have."""
     cache: str | None
+    """What `cache` may be, with its usual settings; null where the model has no cache."""
     presets: list[PresetModel]
+    """Named ways to sample."""
     loras: list[str]
+    """Names of adapters."""
 
 
 class ModelList(_Object):
@@ -138,6 +188,7 @@ class ModelList(_Object):
 
     object: Literal["list"] = "list"
     data: list[Model]
+    """The models; a service has one."""
 
 
 class VideoList(_Object):
@@ -145,15 +196,20 @@ class VideoList(_Object):
 
     object: Literal["list"] = "list"
     data: list[Video]
+    """The videos, in order."""
     first_id: str | None
+    """Id of the first of them; null on an empty page."""
     last_id: str | None
+    """Id of the last of them: `after` of the next page."""
     has_more: bool
+    """Whether others follow."""
 
 
 class VideoDeleted(_Object):
     """A video and its files are gone."""
 
     id: str
+    """The video that was deleted."""
     object: Literal["video.deleted"] = "video.deleted"
     deleted: Literal[True] = True
 
@@ -163,11 +219,17 @@ class KeyUsage(_Object):
 
     object: Literal["usage"] = "usage"
     key: str
+    """Id of the API key; empty where the service has none."""
     name: str
+    """The key's name."""
     videos: int
+    """Videos that have completed."""
     failed: int
+    """Videos that failed or were cancelled."""
     chip_seconds: float
+    """What all of them computed, in seconds of one chip."""
     dollars: float
+    """What that costs, where the price of the chips is known."""
 
 
 class UsageList(_Object):
@@ -175,23 +237,31 @@ class UsageList(_Object):
 
     object: Literal["list"] = "list"
     data: list[KeyUsage]
+    """Usage by key."""
     first: str
+    """The first day that is counted, UTC."""
     last: str
+    """The last day that is counted, UTC."""
 
 
 class ErrorDetail(_Object):
     """What went wrong: `type` is OpenAI's class of error, `code` says which, `param` where."""
 
     message: str
+    """What was given, what is allowed, and what works instead."""
     type: str
+    """OpenAI's class of the error, such as `invalid_request_error`."""
     param: str | None = None
+    """The field that is wrong, where it is one."""
     code: str | None = None
+    """Which error it is, for programs."""
 
 
 class ErrorBody(_Object):
     """The body of every answer that isn't a success."""
 
     error: ErrorDetail
+    """What went wrong."""
 
 
 def video(job: Job, eta_s: float | None = None) -> Video:

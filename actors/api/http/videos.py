@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
@@ -13,27 +13,42 @@ from actors.api.http.access import Caller
 from actors.api.http.content import send
 from actors.api.http.error_answers import HttpError, answer
 from actors.api.http.following import Seen
-from actors.api.http.objects import ErrorBody, Variant, Video, VideoDeleted, VideoList, video
+from actors.api.http.objects import Variant, Video, VideoDeleted, VideoList, video
+from actors.api.http.openapi import CONTENT, MADE, create_body, errors, remix_body
 from actors.api.http.service import Accepted, Service
-from actors.api.intake.create_video import CreateVideo
 from actors.api.variants import VARIANTS
 from actors.jobs.errors import JobNotFound, StoreUnavailable
 from actors.jobs.keys import MAKE, OPERATE, READ
 from actors.jobs.store import MAX_PAGE
 from actors.jobs.tables import Job
-from actors.jobs.values import CANCELLED, DEADLINE, Status
+from actors.jobs.values import (
+    BROKEN_VIDEO,
+    CANCELLED,
+    DEADLINE,
+    INPUT_LOST,
+    INTERNAL_ERROR,
+    INVALID,
+    LOST,
+    UNHEALTHY,
+    Status,
+)
 from actors.storage.base import Missing
 from wan_tpu.errors import InvalidRequest
 
 POLL_AFTER = "openai-poll-after-ms"
 _KEY_LENGTH = 255
 _NO_BODY = 1024  # bytes of a body that is sent to a route which has none: some clients send {}
-_STATUS = {"invalid": 400, CANCELLED: 409, DEADLINE: 408}  # of a failed job whose client waits for it
-
-
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the description of answers that aren't a success, those that any route may give included."""
-    return {status: {"model": ErrorBody} for status in (401, 403, 421, 429, 500, 503, *statuses)}
+# What a client that waits for its video is answered when the job failed, by the error's code.
+_STATUS = {
+    INVALID: 400,
+    DEADLINE: 408,
+    CANCELLED: 409,
+    UNHEALTHY: 500,
+    BROKEN_VIDEO: 500,
+    INTERNAL_ERROR: 500,
+    LOST: 503,
+    INPUT_LOST: 503,
+}
 
 
 async def service_of(request: Request) -> Service:
@@ -43,7 +58,9 @@ async def service_of(request: Request) -> Service:
 
 
 Served = Annotated[Service, Depends(service_of)]
-_BEARER = HTTPBearer(auto_error=False, description="a key of wan-tpu keys add; any where the service has none")
+_BEARER = HTTPBearer(
+    auto_error=False, description="A key of `wan-tpu keys add`; any text where the service has no keys."
+)
 
 
 def caller_of(*scopes: str, body: bool = False) -> Callable[..., Coroutine[Any, Any, Caller]]:
@@ -85,45 +102,53 @@ Watcher = Annotated[Caller, Depends(caller_of(READ, OPERATE))]
 Ender = Annotated[Caller, Depends(caller_of(MAKE, OPERATE))]
 
 
-def _key(idempotency_key: Annotated[str | None, Header(max_length=_KEY_LENGTH)] = None) -> str | None:
+_ONCE = "A random text: the same key and body is the same video, however often it is sent; another body is refused."
+
+
+def _key(
+    idempotency_key: Annotated[str | None, Header(max_length=_KEY_LENGTH, description=_ONCE)] = None,
+) -> str | None:
     if idempotency_key is not None and (not idempotency_key.isprintable() or not idempotency_key):
         raise InvalidRequest("the Idempotency-Key is empty or has control characters; give a random one")
     return idempotency_key
 
 
 IdempotencyKey = Annotated[str | None, Depends(_key)]
+VideoId = Annotated[str, Path(description="The video's `id`.", examples=["video_" + "0" * 48])]
+Which = Annotated[Variant, Query(description="The video, a picture of it, or an image that it was asked for with.")]
 
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
-_JSON = CreateVideo.model_json_schema(ref_template="#/components/schemas/{model}")
-_JSON.pop("$defs")
-_FILE = {"input_reference": {"type": "string", "format": "binary"}}
-_FORM = {"type": "object", "required": ["prompt"], "properties": _JSON["properties"] | _FILE}
-_BODY = {"required": True, "content": {"application/json": {"schema": _JSON}, "multipart/form-data": {"schema": _FORM}}}
-_ONLY = {"type": "object", "required": ["prompt"], "properties": {"prompt": _JSON["properties"]["prompt"]}}
-_PROMPT = {"required": True, "content": {"application/json": {"schema": _ONLY}}}
-_REFUSED = errors(400, 408, 409, 413, 415)
-_CONTENT: dict[int | str, dict[str, Any]] = {
-    200: {"content": {kind: {} for kind, _ in VARIANTS.values()}},
-    206: {"description": "A part of it"},
-    304: {"description": "As before"},
-    307: {"description": "It is at another address, which needs no key"},
-    416: {"description": "No such part"},
-}
-_MADE = _CONTENT | {202: {"model": Video, "description": "It isn't made yet; poll for it"}}
+_REFUSED = errors(408, 409, 415)
 
 
-@router.post("", response_model=Video, responses=_REFUSED, openapi_extra={"requestBody": _BODY})
+@router.post(
+    "",
+    summary="Ask for a video",
+    response_description="The video, queued.",
+    response_model=Video,
+    responses=_REFUSED,
+    openapi_extra={"requestBody": create_body()},
+)
 async def create(request: Request, service: Served, caller: Maker, key: IdempotencyKey) -> Response:
-    """Accept a video to be made. It is then finished, or failed with a reason, whatever dies."""
+    """Accept a video to be made, and return it at once. It is then finished, or failed with a reason.
+
+    Poll it, follow its events, or give a `webhook_url`.
+    """
     accepted = await service.submit(request, caller, key)
     return await _seen(request, accepted.seen)
 
 
-@router.post("/sync", response_class=Response, responses=_REFUSED | _MADE, openapi_extra={"requestBody": _BODY})
+@router.post(
+    "/sync",
+    summary="Ask for a video and wait for it",
+    response_class=Response,
+    responses=_REFUSED | MADE,
+    openapi_extra={"requestBody": create_body()},
+)
 async def create_and_wait(request: Request, service: Served, caller: Maker, key: IdempotencyKey) -> Response:
-    """Have a short video made, and return its mp4, its id in the header `x-video-id`.
+    """Have a short video made, and return its mp4, with its id in the header `x-video-id`.
 
     A video that isn't there in time is made on, and the answer is 202 with the video object: poll for it. One whose
     client hangs up is cancelled.
@@ -138,8 +163,10 @@ async def create_and_wait(request: Request, service: Served, caller: Maker, key:
         return waiting
     request.state.job = job.id
     if job.status == "failed":
-        status = _STATUS.get(job.error_code or "", 500)
-        raise HttpError(status, f"{job.id} failed: {job.error_message}", code=job.error_code)
+        status = _STATUS.get(job.error_code or "", 500)  # A newer worker may know other codes.
+        # OpenAI's clients repeat 408, 409 and all from 500 on, which would have the same video computed again.
+        headers = {} if status == 503 else {"x-should-retry": "false"}
+        raise HttpError(status, f"{job.id} failed: {job.error_message}", code=job.error_code, headers=headers)
     made = await _content(request, service, job, "video")
     made.headers["x-video-id"] = job.id
     return made
@@ -183,16 +210,18 @@ async def unsupported(request: Request, caller: Watcher) -> Response:
     )
 
 
-@router.get("", response_model=VideoList, responses=errors(400, 404))
+@router.get(
+    "", summary="List videos", response_description="The page.", response_model=VideoList, responses=errors(404)
+)
 async def list_(
     service: Served,
     caller: Watcher,
-    after: Annotated[str | None, Query(max_length=80)] = None,
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
-    order: Literal["asc", "desc"] = "desc",
-    status: Status | None = None,
+    after: Annotated[str | None, Query(max_length=80, description="`last_id` of the page before.")] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="How many videos a page has at most.")] = 20,
+    order: Annotated[Literal["asc", "desc"], Query(description="`desc`: newest first; `asc`: oldest first.")] = "desc",
+    status: Annotated[Status | None, Query(description="Only videos of this status.")] = None,
 ) -> Response:
-    """List videos, newest first; `after` is the `last_id` of the page before, `status` that of those wanted."""
+    """Return a page of your videos. One of long requests ends at about 1 MB, before `limit`: `has_more` says so."""
 
     def page() -> Response:
         found = service.store.list(caller.sees, after=after, limit=limit, order=order, status=status)
@@ -203,15 +232,26 @@ async def list_(
     return await service.work.run(caller.owner, page)
 
 
-@router.get("/{video_id}", response_model=Video, responses=errors(404))
-async def retrieve(service: Served, video_id: str, caller: Watcher) -> Response:
-    """Return one video, how far it is, and when it will be done."""
+@router.get(
+    "/{video_id}",
+    summary="Get a video's state",
+    response_description="The video.",
+    response_model=Video,
+    responses=errors(404),
+)
+async def retrieve(service: Served, video_id: VideoId, caller: Watcher) -> Response:
+    """Return one video: its status, how far it is, and in how many seconds it will be finished.
+
+    The header `openai-poll-after-ms` says when to ask again.
+    """
     return await asyncio.to_thread(lambda: _of_video(service.look_now(video_id, caller.sees)))
 
 
-@router.get("/{video_id}/content", response_class=Response, responses=errors(400, 404) | _CONTENT)
+@router.get(
+    "/{video_id}/content", summary="Download a video's file", response_class=Response, responses=errors(404) | CONTENT
+)
 async def content(
-    request: Request, service: Served, video_id: str, caller: Watcher, variant: Variant = "video"
+    request: Request, service: Served, video_id: VideoId, caller: Watcher, variant: Which = "video"
 ) -> Response:
     """Return the mp4 of a completed video, or a picture of it. Ranges and If-None-Match are honoured.
 
@@ -221,16 +261,28 @@ async def content(
     return await _content(request, service, job, variant)
 
 
-@router.delete("/{video_id}", response_model=VideoDeleted, responses=errors(404, 409))
-async def delete(service: Served, video_id: str, caller: Ender) -> Response:
-    """Remove a video and its files. One that waits is cancelled; one in progress is to be cancelled first."""
+@router.delete(
+    "/{video_id}",
+    summary="Delete a video",
+    response_description="The video is deleted.",
+    response_model=VideoDeleted,
+    responses=errors(404, 409),
+)
+async def delete(service: Served, video_id: VideoId, caller: Ender) -> Response:
+    """Delete a video and its files. One that waits is cancelled; one in progress has to be cancelled first."""
     await asyncio.to_thread(service.store.delete, video_id, caller.sees)
     return _answer(VideoDeleted(id=video_id))
 
 
-@router.post("/{video_id}/cancel", response_model=Video, responses=errors(404))
-async def cancel(service: Served, video_id: str, caller: Ender) -> Response:
-    """Have a video not made: it becomes `failed` with code `cancelled`. One that has ended stays as it is.
+@router.post(
+    "/{video_id}/cancel",
+    summary="Cancel a video",
+    response_description="The video, stopped or about to be.",
+    response_model=Video,
+    responses=errors(404),
+)
+async def cancel(service: Served, video_id: VideoId, caller: Ender) -> Response:
+    """Stop a video: it becomes `failed` with code `cancelled`. One that has ended stays as it is.
 
     The step that computes is finished first: `eta_seconds` of a video in progress says how long steps take.
     """
@@ -243,10 +295,15 @@ async def cancel(service: Served, video_id: str, caller: Ender) -> Response:
 
 
 @router.post(
-    "/{video_id}/remix", response_model=Video, responses=_REFUSED | errors(404), openapi_extra={"requestBody": _PROMPT}
+    "/{video_id}/remix",
+    summary="Make a video again with another prompt",
+    response_description="The new video, queued.",
+    response_model=Video,
+    responses=_REFUSED | errors(404),
+    openapi_extra={"requestBody": remix_body()},
 )
-async def remix(request: Request, service: Served, video_id: str, caller: Maker, key: IdempotencyKey) -> Response:
-    """Accept a video with the request of another one, its image and seed included, but for the prompt."""
+async def remix(request: Request, service: Served, video_id: VideoId, caller: Maker, key: IdempotencyKey) -> Response:
+    """Accept a video with the request of another one, its images and seed included, and a new prompt."""
     accepted = await service.remix(video_id, request, caller, key)
     return await _seen(request, accepted.seen)
 
@@ -257,7 +314,7 @@ class Events(EventSourceResponse):
     media_type = None  # type: ignore[assignment]
 
 
-async def _followed(service: Served, video_id: str, caller: Watcher) -> AsyncIterator[AsyncIterator[Seen]]:
+async def _followed(service: Served, video_id: VideoId, caller: Watcher) -> AsyncIterator[AsyncIterator[Seen]]:
     # Looked for before an answer begins, so that a 404 is an answer.
     with service.following.place(caller.owner):
         found = await asyncio.to_thread(service.look_now, video_id, caller.sees)
@@ -265,9 +322,15 @@ async def _followed(service: Served, video_id: str, caller: Watcher) -> AsyncIte
             yield seen
 
 
-@router.get("/{video_id}/events", response_class=Events, responses=errors(404))
+@router.get(
+    "/{video_id}/events",
+    summary="Follow a video",
+    response_description="The stream of events.",
+    response_class=Events,
+    responses=errors(404),
+)
 async def follow(seen: Annotated[AsyncIterator[Seen], Depends(_followed)]) -> AsyncIterator[ServerSentEvent]:
-    """Follow a video: "progress" events with the video object, then "completed" or "failed", and the stream ends.
+    """Stream server-sent events: `progress` with the video object, then `completed` or `failed`, and the stream ends.
 
     A job that is deleted meanwhile ends with "error", as does a stream whose key is revoked.
     """

@@ -1,6 +1,6 @@
 """What a client may ask for, checked field by field, and the pipeline's request that it becomes.
 
-Sizes are "WIDTHxHEIGHT", as OpenAI writes them (the command line writes HEIGHT*WIDTH). Times are Unix seconds.
+Sizes are "WIDTHxHEIGHT", as OpenAI writes them. Times are Unix seconds.
 """
 
 import math
@@ -36,7 +36,7 @@ def text_problem(text: str) -> str | None:
     return None
 
 
-def _limited(name: str, description: str | None = None) -> Any:
+def _limited(name: str, description: str) -> Any:
     """Return a field that may be left out, with the limits of the request's own."""
     lowest, highest = LIMITS[name]
     return Field(default=None, ge=lowest, le=highest, description=description)
@@ -61,7 +61,11 @@ class _Sent(BaseModel):
 class ImageReference(_Sent):
     """An image that is fetched, or that is in the URL itself."""
 
-    image_url: str = Field(min_length=1, description="an https:// URL, or a data: URL with the image in base64")
+    image_url: str = Field(
+        min_length=1,
+        description="A public `https://` URL of at most 8,192 characters, or `data:image/png;base64,...`.",
+        examples=["https://example.com/cat.png"],
+    )
 
     @field_validator("image_url")
     @classmethod
@@ -72,45 +76,107 @@ class ImageReference(_Sent):
 
 
 class Adapter(_Sent):
-    """An adapter (LoRA) of the model's experts, and what its changes are multiplied by."""
+    """An adapter (LoRA) of the model, and what its changes are multiplied by."""
 
-    name: str = Field(min_length=1, max_length=80, description="as GET /v1/models names it")
-    scale: float = Field(default=1.0, ge=SCALES[0], le=SCALES[1])
+    name: str = Field(min_length=1, max_length=80, description="Its name, as GET /v1/models lists it.")
+    scale: float = Field(
+        default=1.0, ge=SCALES[0], le=SCALES[1], description="What its changes are multiplied by; 0 changes nothing."
+    )
 
 
 class CreateVideo(_Sent):
-    """A video to be made. `prompt`, `model`, `seconds`, `size` and `input_reference` are OpenAI's; others are ours.
+    """A video to be made. Anything you omit, or send as null, uses the model's published settings.
 
-    What is left open takes the model's published settings.
+    `prompt`, `model`, `seconds`, `size` and `input_reference` are the fields that OpenAI defined; the others are this
+    service's. GET /v1/models says which of them the model has, with its defaults and limits.
     """
 
-    prompt: str = Field(min_length=1, max_length=_MAX_PROMPT, description="what is seen")
-    model: str | None = Field(default=None, max_length=200, description="as GET /v1/models names it")
-    seconds: str | None = Field(default=None, description="length of the clip; rounded to whole latent frames")
-    size: str | None = Field(default=None, description="WIDTHxHEIGHT in pixels", examples=["1280x720"])
-    input_reference: ImageReference | None = Field(default=None, description="the first frame")
-    last_frame: ImageReference | None = Field(default=None, description="the last frame, for models that lead to one")
-    negative_prompt: str | None = Field(default=None, max_length=_MAX_PROMPT, description="what to steer away from")
-    num_inference_steps: int | None = _limited("steps")
-    guidance_scale: float | None = _limited("guidance_scale", "of the high-noise expert, or of the only one")
-    guidance_scale_2: float | None = _limited("guidance_scale_2", "of the low-noise expert")
-    shift: float | None = _limited("shift", "timestep shift of the flow schedule")
-    seed: int | None = _limited("seed", "of the noise; random when left out")
-    num_frames: int | None = _limited("frames", "such as the model makes (its frame_step n + 1); instead of seconds")
-    fps: float | None = _limited("fps")
-    solver: str | None = Field(default=None, max_length=40, description="one of the model's solvers")
+    prompt: str = Field(
+        min_length=1,
+        max_length=_MAX_PROMPT,
+        description="What the video shows. What is longer than the model reads is cut, and `warnings` says so.",
+        examples=["a red ball rolls to the right over a brown floor"],
+    )
+    model: str | None = Field(
+        default=None, max_length=200, description="The model, as GET /v1/models names it; a service has one."
+    )
+    seconds: str | None = Field(
+        default=None,
+        description="Length in seconds, above 0 and at most 600, as a text or a number. It is rounded to a number of "
+        "frames that the model makes. Use this or `num_frames`.",
+        examples=["5"],
+    )
+    size: str | None = Field(
+        default=None,
+        description=f"WIDTHxHEIGHT in pixels, multiples of {SIZE_MULTIPLE}; a few models need multiples of more, and "
+        "GET /v1/models says so. Without it the video has the model's own size, or the shape of its image where "
+        "`follows_image` says so.",
+        examples=["1280x720"],
+    )
+    input_reference: ImageReference | None = Field(default=None, description="The first frame.")
+    last_frame: ImageReference | None = Field(
+        default=None, description='The last frame, for models whose `last_frames` isn\'t "none".'
+    )
+    negative_prompt: str | None = Field(
+        default=None, max_length=_MAX_PROMPT, description="What to steer away from; an empty text for nothing."
+    )
+    num_inference_steps: int | None = _limited("steps", "Denoising steps. The video takes that much longer to make.")
+    guidance_scale: float | None = _limited(
+        "guidance_scale", "How closely to follow the prompt, from the first step on. At most 1 halves the work."
+    )
+    guidance_scale_2: float | None = _limited(
+        "guidance_scale_2", "The same for the low-noise expert, of models with two."
+    )
+    shift: float | None = _limited(
+        "shift", "Timestep shift of the schedule: a higher one spends more of the steps at high noise."
+    )
+    seed: int | None = _limited(
+        "seed", "Of the noise: the same seed and fields make the same video. Random if omitted."
+    )
+    num_frames: int | None = _limited(
+        "frames", "Length in frames: one more than a multiple of the model's `frame_step`. Use this or `seconds`."
+    )
+    fps: float | None = _limited("fps", "Frames per second of the file. Motion is computed for the model's own rate.")
+    solver: str | None = Field(
+        default=None, max_length=40, description="One of the model's `solvers`.", examples=["unipc"]
+    )
     preset: str | None = Field(
-        default=None, max_length=80, description="a named way to sample, as GET /v1/models has it"
+        default=None, max_length=80, description="One of the model's `presets`, which sets the fields that you omit."
     )
-    loras: list[Adapter] | None = Field(default=None, max_length=MOST, description="adapters; a preset has its own")
+    loras: list[Adapter] | None = Field(
+        default=None, max_length=MOST, description="Adapters in place of those that the preset brings."
+    )
     sigmas: list[float] | None = Field(
-        default=None, min_length=1, max_length=1000, description="noise level of each step; steps and shift make others"
+        default=None,
+        min_length=1,
+        max_length=1000,
+        description="The noise level of each step, falling from at most 1 to above 0, in place of "
+        "`num_inference_steps` and `shift`.",
+        examples=[[1.0, 0.75, 0.5, 0.25]],
     )
-    switch_step: int | None = _limited("switch_step", "the low-noise expert's first step, from 0")
-    cache: str | None = Field(default=None, max_length=80, description=f"skipped steps, which is lossy: {FORM}")
-    webhook_url: str | None = Field(default=None, max_length=_MAX_URL, description="called when the video has ended")
-    priority: int = Field(default=0, ge=-100, le=100, description="higher is earlier")
-    deadline: float | None = Field(default=None, gt=0, le=1e11, description="the video fails if it isn't done by then")
+    switch_step: int | None = _limited(
+        "switch_step", "The low-noise expert's first step, counted from 0, of models with two experts."
+    )
+    cache: str | None = Field(
+        default=None,
+        max_length=80,
+        description=f"Skip steps whose result changes little, which costs quality: {FORM}.",
+        examples=["magcache"],
+    )
+    webhook_url: str | None = Field(
+        default=None,
+        max_length=_MAX_URL,
+        description="An `https://` URL that is called, with a signature, when the video has completed or failed.",
+    )
+    priority: int = Field(
+        default=0, ge=-100, le=100, description="Higher ones are made first. The API key says how high it may be."
+    )
+    deadline: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e11,
+        description="Unix time in seconds. A video that isn't finished by then fails with code `deadline_exceeded`.",
+    )
 
     @field_validator("seconds", mode="before")
     @classmethod
@@ -149,9 +215,6 @@ def generation_request(
 
 def _size(text: str) -> tuple[int, int]:
     """Return (height, width) in pixels; raises `InvalidRequest` with the nearest size that works."""
-    if "*" in text:  # HEIGHT*WIDTH on our command line, WIDTH*HEIGHT in Wan's own program: nobody can tell.
-        sides = " or ".join("x".join(pair) for pair in (text.split("*")[:2], text.split("*")[1::-1]))[:40]
-        raise InvalidRequest(f"size {text[:20]!r} doesn't say which side is which; write WIDTHxHEIGHT: {sides}", "size")
     height, width = parse_size(text)
     near = [nearest_multiple(side, SIZE_MULTIPLE) for side in (width, height)]
     if near != [width, height]:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -10,8 +11,10 @@ import sys
 from pathlib import Path
 
 import httpx
+import openapi_spec_validator
 import pytest
 
+from actors.api.http.bodies import from_json
 from tests.actors.api.serving import served, working
 from tests.actors.jobs import postgres
 from tests.waiting import wait_for
@@ -20,6 +23,24 @@ EXAMPLES = os.environ.get("WAN_TPU_EXAMPLES", "50")  # made up for each operatio
 SEED = os.environ.get("WAN_TPU_SEED", "7")
 # Not "positive_data_acceptance" and its kin: what fits the description may still not fit the model.
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+
+
+def test_the_description_is_valid_and_says_what_everything_is(http):
+    described = http.get("/openapi.json").json()
+    openapi_spec_validator.validate(described)
+    operations = [operation for path in described["paths"].values() for operation in path.values()]
+    assert len(operations) >= 14
+    for operation in operations:
+        assert " " in operation["summary"] and operation["description"].endswith(".")
+        said = [*operation.get("parameters", []), *operation["responses"].values()]
+        assert all(part.get("description", "Successful Response") != "Successful Response" for part in said), operation
+        assert {"400", "401", "429", "500", "503"} <= operation["responses"].keys()
+    for name, schema in described["components"]["schemas"].items():
+        for field, description in schema["properties"].items():
+            assert description.get("description") or "const" in description, f"{name}.{field}"
+    body = described["paths"]["/v1/videos"]["post"]["requestBody"]["content"]["application/json"]
+    for example in body["examples"].values():
+        assert from_json(json.dumps(example["value"]))
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.soak)])
