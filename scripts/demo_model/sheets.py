@@ -10,25 +10,26 @@ from wan_tpu.media.image import to_uint8
 from wan_tpu.media.sheet import contact_sheet, evenly
 
 _SHOWN = 9  # frames of 17
-_LINE = 12
+_LINE = 28
 
 
 def save_rows(file: Path, clips: Sequence[np.ndarray], titles: Sequence[str] | None = None) -> None:
     """Draw clips below each other, uint8 or float in [0, 1], [T, H, W, 3]; every other frame is shown."""
-    rows = [contact_sheet(_shown(clip), columns=_SHOWN, gap=2) for clip in clips]
+    rows = [_row(clip) for clip in clips]
     head = _LINE if titles else 0
     sheet = Image.new("RGB", (max(row.width for row in rows), sum(row.height + head for row in rows)), "white")
     draw = ImageDraw.Draw(sheet)
     y = 0
     for i, row in enumerate(rows):
         if titles:
-            draw.text((1, y), titles[i], fill="black", font_size=10)
+            draw.text((8, y + 8), titles[i], fill="black", font_size=18)
         sheet.paste(row, (0, y + head))
         y += row.height + head
     file.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(file)
 
 
-def _shown(clip: np.ndarray) -> list[Image.Image]:
+def _row(clip: np.ndarray) -> Image.Image:
     frames = clip if clip.dtype == np.uint8 else to_uint8(np.clip(clip, 0, 1))
-    return [Image.fromarray(frames[i]) for i in evenly(len(frames), _SHOWN)]
+    shown = evenly(len(frames), _SHOWN)
+    return contact_sheet([Image.fromarray(frames[i]) for i in shown], [f"frame {i + 1}" for i in shown], columns=_SHOWN)

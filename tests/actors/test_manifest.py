@@ -89,7 +89,7 @@ def test_an_image_that_is_replaced_meanwhile_is_not_taken_for_the_one_that_was_r
         ('{"fps": NaN}', "fps is nan; give a finite number"),
         ('{"prompt": 3}', "prompt is a int; give a string"),
         ('{"image": "none.png"}', r"image '.*/none.png' is not a file"),
-        ('{"image": "requests.jsonl"}', "is no image that Pillow can read"),
+        ('{"image": "requests.jsonl"}', "is no PNG, JPEG, WebP, AVIF, GIF, BMP or TIFF"),
         ('{"image": "' + "x" * 5000 + '"}', "can't be read"),
         ('{"image": "\\u0000"}', "is not a file"),
         ('{"id": "\\ud800"}', "no valid Unicode"),

@@ -67,7 +67,7 @@ def decode_to_files(
     overwrite: bool,
 ) -> None:
     """Decode latents into the mp4 and the contact sheet as the frames come."""
-    sheet = ContactSheet(request.frames)
+    sheet = ContactSheet(request.frames, request.fps)
     with recorder.stage("decoder") as record:
         with VideoWriter(outputs[0], fps=request.fps, overwrite=overwrite) as writer:
             decoded = time.perf_counter()

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
-WIDEST = 400  # pixels of a frame in a sheet
+# Pixels of a frame in a sheet: smaller ones are enlarged by a whole number, so that their pixels stay what they are.
+WIDEST, NARROWEST = 480, 240
+COLUMNS = 4
+_TEXT = 16  # pixels
 
 
 def evenly(total: int, count: int) -> list[int]:
@@ -13,15 +16,47 @@ def evenly(total: int, count: int) -> list[int]:
     return np.linspace(0, total - 1, min(count, total)).round().astype(int).tolist()
 
 
-def contact_sheet(frames: Sequence[Image.Image], *, columns: int = 4, gap: int = 4) -> Image.Image:
-    """Return frames of one size in rows, no wider than `WIDEST` each, with white gaps of so many pixels around them."""
+def full_rows(total: int, count: int) -> list[int]:
+    """Return the indices of at most `count` frames of `total`, evenly spaced, that leave no cell of a sheet empty."""
+    count = min(count, total)
+    return evenly(total, count if count < COLUMNS else count - count % COLUMNS)
+
+
+def label(index: int, fps: float) -> str:
+    """Return what stands below a frame: its number, from 1, and when it is shown."""
+    return f"frame {index + 1}, {index / fps:.2f} s"
+
+
+def contact_sheet(frames: Sequence[Image.Image], labels: Sequence[str], *, columns: int = COLUMNS) -> Image.Image:
+    """Return frames of one size in rows, with a line of text below each, for people."""
     width, height = frames[0].size
-    scale = min(1.0, WIDEST / width)
-    cell = max(1, round(width * scale)), max(1, round(height * scale))
+    if width < NARROWEST:
+        scale = -(-NARROWEST // width)
+        cell, how = (width * scale, height * scale), Image.Resampling.NEAREST
+    else:
+        cell = min(width, WIDEST), max(1, round(height * min(1, WIDEST / width)))
+        how = Image.Resampling.LANCZOS
+    line = _TEXT + 6
+    sheet = grid([_padded(frame.resize(cell, how), line) for frame in frames], columns=columns, gap=8)
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_TEXT)
+    for i, text in enumerate(labels):
+        left, top = 8 + i % columns * (cell[0] + 8), 8 + i // columns * (cell[1] + line + 8)
+        draw.text((left, top + cell[1] + 3), text, fill="black", font=font)
+    return sheet
+
+
+def grid(frames: Sequence[Image.Image], *, columns: int = COLUMNS, gap: int = 0) -> Image.Image:
+    """Return frames of one size in rows, with white gaps of so many pixels around them."""
+    width, height = frames[0].size
     columns = min(columns, len(frames))
     rows = -(-len(frames) // columns)
-    sheet = Image.new("RGB", (columns * (cell[0] + gap) + gap, rows * (cell[1] + gap) + gap), "white")
+    sheet = Image.new("RGB", (columns * (width + gap) + gap, rows * (height + gap) + gap), "white")
     for i, frame in enumerate(frames):
-        corner = (gap + i % columns * (cell[0] + gap), gap + i // columns * (cell[1] + gap))
-        sheet.paste(frame if frame.size == cell else frame.resize(cell, Image.Resampling.LANCZOS), corner)
+        sheet.paste(frame, (gap + i % columns * (width + gap), gap + i // columns * (height + gap)))
     return sheet
+
+
+def _padded(frame: Image.Image, below: int) -> Image.Image:
+    whole = Image.new("RGB", (frame.width, frame.height + below), "white")
+    whole.paste(frame, (0, 0))
+    return whole

@@ -7,7 +7,7 @@ import imageio_ffmpeg
 from PIL import Image
 
 from wan_tpu.errors import Unavailable, WanTpuError
-from wan_tpu.media.sheet import WIDEST, contact_sheet
+from wan_tpu.media.sheet import WIDEST, full_rows, grid
 
 SHEET_FRAMES = 12
 _TIMEOUT_S = 300.0
@@ -20,16 +20,17 @@ class BrokenVideo(WanTpuError):
 def previews(mp4: bytes, *, height: int, width: int, frames: int) -> dict[str, bytes]:
     """Return the thumbnail (WebP) and the sheet (JPEG) of a video by variant; raises `BrokenVideo`."""
     pictures = _pictures(mp4, height=height, width=width, frames=frames)
-    sheet = contact_sheet(pictures, gap=0)
-    return {"thumbnail": _saved(pictures[0], "WEBP", quality=80), "spritesheet": _saved(sheet, "JPEG", quality=85)}
+    sheet = _saved(grid(pictures), "JPEG", quality=85)
+    return {"thumbnail": _saved(pictures[0], "WEBP", quality=80), "spritesheet": sheet}
 
 
 def _pictures(mp4: bytes, *, height: int, width: int, frames: int) -> list[Image.Image]:
     wide = min(WIDEST, width)
     tall = max(2, round(height * wide / width))
-    every = -(-frames // SHEET_FRAMES)
+    chosen = full_rows(frames, SHEET_FRAMES)
+    select = "+".join(f"eq(n,{index})" for index in chosen)
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-threads", "1", "-i", "-"]
-    command += ["-vf", f"select='not(mod(n,{every}))',scale={wide}:{tall}", "-fps_mode", "passthrough"]
+    command += ["-vf", f"select='{select}',scale={wide}:{tall}", "-fps_mode", "passthrough"]
     command += ["-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
     try:
         done = subprocess.run(command, input=mp4, capture_output=True, timeout=_TIMEOUT_S, start_new_session=True)
@@ -40,7 +41,7 @@ def _pictures(mp4: bytes, *, height: int, width: int, frames: int) -> list[Image
     if done.returncode < 0:
         raise Unavailable(f"ffmpeg was ended by signal {-done.returncode}; is memory short?")
     size = wide * tall * 3
-    expected = -(-frames // every)
+    expected = len(chosen)
     if done.returncode or len(done.stdout) != expected * size:
         said = done.stderr.decode(errors="replace").strip().splitlines() or ["it ends early"]
         raise BrokenVideo(f"the video has {len(done.stdout) / size:g} of {expected} pictures ({said[-1][:200]})")
