@@ -75,6 +75,7 @@ def measured(pipe: "Pipeline", request: "ResolvedRequest", seeds: int) -> dict[s
 
     spec = pipe.runtime.model.spec
     experts = spec.experts(request)
+    request = pipe.fetch_adapters(request)
     conditioning = pipe.encode(request)
     ratios = np.zeros((request.steps, 2))
     for seed in range(request.seed, request.seed + seeds):
