@@ -31,7 +31,7 @@ COMMANDS = {
     "status": ("actors.commands.status", "status", "show what the pipeline of a cluster is doing"),
     "profile": ("actors.commands.profile", "profile", "trace what a slice of a running pool computes"),
     "drive": ("actors.commands.drive", "drive", "what submit runs on the cluster: the batch's driver"),
-    "serve": ("actors.commands.serve", "serve", "put a pipeline behind HTTP: OpenAI's videos API"),
+    "serve": ("actors.commands.serve", "serve", "put a pipeline behind HTTP: the /v1/videos API"),
     "manifests": ("actors.provision.manifests", "manifests", "print a layout as Kubernetes objects, for kubectl apply"),
     "hosts": ("actors.provision.hosts", "hosts", "write what creates a layout's machines as TPU VMs"),
     "keys": ("actors.commands.keys", "keys", "make, show and revoke API keys of the online service"),

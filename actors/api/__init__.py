@@ -1,1 +1,1 @@
-"""The HTTP API: OpenAI's videos API over the jobs of a database."""
+"""The HTTP API: the `/v1/videos` API over the jobs of a database."""

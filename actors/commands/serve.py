@@ -21,7 +21,7 @@ _HERE = ("address", "folder", "layout", "layout_text", "host", "port", "write_co
 
 
 def serve(argv: Sequence[str]) -> None:
-    """Bring a pipeline up with OpenAI's videos API in front of it, until Ctrl-C; jobs outlast it."""
+    """Bring a pipeline up with the `/v1/videos` API in front of it, until Ctrl-C; jobs outlast it."""
     parser = serve_parser(serve.__doc__)
     group = parser.add_argument_group("instead of serving here until Ctrl-C")
     group.add_argument("--detach", action="store_true", help="return when it is up")

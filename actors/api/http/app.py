@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's videos API, models, health, figures and a page for people."""
+"""The HTTP application: the `/v1/videos` API, models, health, figures and a page for people."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""What the API returns, in the form of OpenAI's videos API: the video, the list, the model, the error.
+"""What the API returns, in the form of the `/v1/videos` API: the video, the list, the model, the error.
 
 Sizes are "WIDTHxHEIGHT", as OpenAI writes them. Times are Unix seconds.
 """

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's videos API, and ours beside them."""
+"""The routes of the `/v1/videos` API, and ours beside them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine

@@ -10,7 +10,7 @@ from wan_tpu.errors import InvalidRequest
 IMAGE, LAST = "input_reference", "last_frame"
 IMAGES = (IMAGE, LAST)  # The fields that are images.
 _HEAD = 200  # Characters of a data URL before its content.
-# Keys of the objects that OpenAI's videos API, OpenRouter's and OpenAI's chat and responses APIs have for an image.
+# Keys of the objects that OpenAI's and OpenRouter's APIs have for an image.
 _KEYS = {"image_url", "url", "type", "detail", "file_id"}
 
 
