@@ -30,6 +30,8 @@ from wan_tpu.pricing.compiling import READABLE
 from wan_tpu.pricing.cost import Times
 from wan_tpu.versions import version
 
+WITHIN = 0.1  # The band that the plot draws around what was measured.
+
 
 def main() -> None:
     """Print the table."""
@@ -64,22 +66,44 @@ def main() -> None:
         draw(found, args.plot)
 
 
-def draw(found: Sequence[tuple[Row, Times]], path: Path) -> None:
-    """Draw from floor to estimate, by what was measured."""
+def draw(pairs: Sequence[tuple[Row, Times]], path: Path) -> None:
+    """Draw each prediction over what was measured, from floor to estimate, in the colour of its chip."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(11, 0.42 * len(found) + 1.2))
+    chips = sorted({_chip(row) for row, _ in pairs})
+    colours = dict(zip(chips, ("#4477AA", "#EE7733", "#228833", "#AA3377"), strict=False))
+    figure = Figure(figsize=(12, 0.42 * len(pairs) + 2.2), layout="constrained")
     axes = figure.subplots()
-    for y, (row, times) in enumerate(reversed(found)):
+    axes.axvspan(1 - WITHIN, 1 + WITHIN, color="#EEF3E6", zorder=0)
+    for y, (row, times) in enumerate(reversed(pairs)):
         least, most = row.measured
-        middle = (least + most) / 2
-        axes.barh(y, (most - least) / middle, left=least / middle, height=0.7, color="0.85")
-        axes.plot([times.floor / middle, times.estimate / middle], [y, y], "o-", color="C0", markersize=5)
-    axes.axvline(1, color="0.4", linewidth=1)
-    axes.set_yticks(range(len(found)), [row.what for row, _ in reversed(found)])
-    axes.set_xlabel("predicted by measured, from floor to estimate; grey: measured twice")
-    figure.tight_layout()
+        middle, colour = (least + most) / 2, colours[_chip(row)]
+        floor, estimate = times.floor / middle, times.estimate / middle
+        axes.barh(y, (most - least) / middle, left=least / middle, height=0.7, color="0.78", zorder=1)
+        axes.plot([floor, estimate], [y, y], color=colour, linewidth=2, zorder=2)
+        axes.plot(floor, y, "o", color=colour, markerfacecolor="white", markersize=7, zorder=3)
+        axes.plot(estimate, y, "o", color=colour, markersize=7, zorder=3)
+    axes.axvline(1, color="0.3", linewidth=1, zorder=1)
+    axes.set_yticks(range(len(pairs)), [f"{row.what}  ({row.slice})" for row, _ in reversed(pairs)], fontsize=9)
+    axes.grid(axis="x", color="0.9", zorder=0)
+    axes.set_xlabel("predicted seconds / measured seconds")
+    title = "Published TPU measurements, and what is predicted for the same programs"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    handles = [
+        *(Line2D([], [], color=colour, linewidth=2, label=chip) for chip, colour in colours.items()),
+        Line2D([], [], linestyle="", marker="o", color="0.3", markerfacecolor="white", label="floor"),
+        Line2D([], [], linestyle="", marker="o", color="0.3", label="estimate"),
+        Patch(color="0.78", label="between two published measurements"),
+        Patch(color="#EEF3E6", label=f"within {WITHIN:.0%} of the measured time"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     figure.savefig(path, dpi=110)
+
+
+def _chip(row: Row) -> str:
+    return row.slice.partition("-")[0]
 
 
 def _span(least: float, most: float) -> str:

@@ -194,6 +194,10 @@ def _draw(found: Sequence[Estimate], path: Path) -> None:
     for number, one in enumerate(found[:SHOWN]):
         axes.scatter(one.to_a_video_s, one.dollars_a_video, s=40, color="#c0392b" if number == 0 else "#4878a8")
         axes.annotate(f"{one.name}, {one.chips} chips", (one.to_a_video_s, one.dollars_a_video), fontsize=8)
+    axes.scatter([], [], s=40, color="#c0392b", label="cheapest")
+    axes.scatter([], [], s=40, color="#4878a8", label="other layouts that meet the demand")
+    axes.legend(fontsize=8, frameon=False)
+    axes.set_title("What a video costs and how long it takes, by layout (predicted)", loc="left", fontsize=11)
     axes.set_xlabel("seconds to a video, mean (predicted)")
     axes.set_ylabel("US dollars a video")
     axes.set_xlim(0, None)

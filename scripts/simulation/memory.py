@@ -74,16 +74,21 @@ def growth(samples: Sequence[Sample], warm: int) -> dict[str, float]:
 
 
 def draw(samples: Sequence[Sample], title: str) -> bytes:
-    """Return a picture of all samples as PNG bytes."""
-    figure = Figure(figsize=(9, 4.5), dpi=110, layout="constrained")
+    """Return a picture of all samples as PNG bytes: a line a role, with the band that its values stay in."""
+    figure = Figure(figsize=(11, 5.5), dpi=110, layout="constrained")
     axes = figure.subplots()
-    done = [one.done for one in samples]
-    for role in samples[0].private_mib:
-        axes.plot(done, [one.private_mib.get(role, np.nan) for one in samples], label=role, linewidth=1.2)
-    axes.plot(done, [one.store_mib for one in samples], label="object store", linewidth=1.2, linestyle="--", color="k")
-    axes.set(title=title, xlabel="requests done", ylabel="MiB, the largest process of a role")
+    done = [sample.done for sample in samples]
+    lines = {role: [sample.private_mib.get(role, np.nan) for sample in samples] for role in samples[0].private_mib}
+    lines["object store"] = [sample.store_mib for sample in samples]
+    for role, mib in sorted(lines.items(), key=lambda line: -np.nanmax(line[1])):
+        [line] = axes.plot(
+            done, mib, linewidth=1.5, marker=".", label=f"{role}: {mib[0]:.0f} at first, {mib[-1]:.0f} at last"
+        )
+        axes.axhspan(np.nanmin(mib), np.nanmax(mib), color=line.get_color(), alpha=0.08, linewidth=0)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    axes.set(xlabel="requests done", ylabel="MiB that a process shares with nobody")
     axes.set_ylim(0)
-    figure.legend(fontsize=8, loc="outside right upper")
+    figure.legend(fontsize=9, loc="outside right upper", title="largest process of a role", frameon=False)
     axes.grid(alpha=0.3)
     content = io.BytesIO()
     figure.savefig(content, format="png")

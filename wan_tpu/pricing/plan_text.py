@@ -79,10 +79,12 @@ def to_json(plan: Plan) -> dict[str, Any]:
 def draw(plans: Sequence[Plan], path: Path) -> None:
     """Draw the denoise step's seconds by kind of work, stacked, a bar for each plan: estimate beside floor."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(1.5 + 1.6 * len(plans), 4.5), layout="constrained")
+    figure = Figure(figsize=(max(6.5, 2.5 + 1.6 * len(plans)), 4.8), layout="constrained")
     axes = figure.subplots()
     colours = dict(zip(CATEGORIES, ("#4477aa", "#aa3377", "#ee6677", "#228833", "#ccbb44", "#66ccee"), strict=True))
+    drawn = set[str]()
     for i, plan in enumerate(plans):
         step = next(program for program in plan.programs if program.name == STEP)
         if step.optimistic is None:
@@ -93,18 +95,23 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
                 height = getattr(step.optimistic.by_category[name], figure_name)
                 if height == 0:  # a step has no convolutions
                     continue
-                label = name if i == 0 and figure_name == "estimate" else None
                 faded = 1.0 if figure_name == "estimate" else 0.55
-                axes.bar(i + offset, height, 0.36, bottom=base, color=colours[name], alpha=faded, label=label)
+                axes.bar(i + offset, height, 0.36, bottom=base, color=colours[name], alpha=faded)
+                drawn.add(name)
                 base += height
             axes.text(i + offset, base, f"{base:.2f}", ha="center", va="bottom", fontsize=8)
     axes.set_xticks(range(len(plans)), [f"{plan.slice.name}\n{_mesh(plan)}" for plan in plans], fontsize=8)
-    axes.set_ylabel("seconds a step (left: estimate, right: floor)")
+    axes.set_ylabel("seconds")
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
     request = plans[0].request
-    axes.set_title(
-        f"{plans[0].model}, {request.width}x{request.height}, {request.frames} frames, predicted", fontsize=10
+    size = f"{request.width}x{request.height}, {request.frames} frames"
+    figure.suptitle(
+        f"Predicted seconds of one denoising step: {plans[0].model}, {size}", x=0.01, ha="left", fontsize=11
     )
-    axes.legend(fontsize=8)
+    handles = [Patch(color=colours[name], label=name) for name in CATEGORIES if name in drawn]
+    handles += [Patch(color="0.3", label="left: estimate"), Patch(color="0.3", alpha=0.55, label="right: floor")]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
 
 
