@@ -106,7 +106,7 @@ def test_shift_changes_the_schedule_and_the_video(pipeline):
         timesteps[shift] = [event.timestep for event in events]
     assert timesteps[1.0] == [999.0, 500.0]
     assert timesteps[8.0][1] == pytest.approx(8 * 0.5005 / (1 + 7 * 0.5005) * 1000, abs=1)
-    assert timesteps[None][1] == pytest.approx(5 * 0.5005 / (1 + 4 * 0.5005) * 1000, abs=1)  # the checkpoint's 5
+    assert timesteps[None][1] == pytest.approx(3 * 0.5005 / (1 + 2 * 0.5005) * 1000, abs=1)  # the checkpoint's 3
     assert np.abs(videos[1.0] - videos[8.0]).max() > 0.01
 
 
