@@ -23,7 +23,7 @@ from playwright.sync_api import Page, sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT, IMAGE = "a red ball rolls to the right over a brown floor", ROOT / "examples" / "ball.png"
-PAGE, CLIP, EDGE = (976, 672), (176, 176), 16
+PAGE, CLIP, LABEL, EDGE = (976, 672), (176, 176), 48, 16
 FPS = 8
 
 
@@ -43,8 +43,8 @@ def main() -> None:
 
 
 def _clips(demo: Path) -> list[tuple[str, list[Image.Image]]]:
-    """Return prompt and frames of each video that the demo's manifest names."""
-    lines = (ROOT / "examples" / "scenes.jsonl").read_text().splitlines()
+    """Return prompt and frames of the demo's first videos, as many as have room beside the page."""
+    lines = (ROOT / "examples" / "scenes.jsonl").read_text().splitlines()[: PAGE[1] // (CLIP[1] + LABEL)]
     return [
         (line["prompt"], [Image.fromarray(frame).resize(CLIP) for frame in imageio.imread(demo / f"{line['id']}.mp4")])
         for line in map(json.loads, lines)
@@ -58,22 +58,26 @@ def _film(address: str) -> list[Image.Image]:
         page = browser.new_page(viewport={"width": PAGE[0], "height": PAGE[1]})
         page.goto(address)
         shots = [_shot(page)] * FPS
-        page.locator("#file").set_input_files(IMAGE)
+        page.locator("[name=input_reference]").set_input_files(IMAGE)
         for end in range(0, len(PROMPT) + 4, 4):
             page.get_by_label("Prompt", exact=True).fill(PROMPT[:end])
             shots.append(_shot(page))
-        page.get_by_role("button", name="Make it").click()
+        page.get_by_role("button", name="Make video").click()
         card = page.locator("article").first
         made = card.get_by_role("button", name="play:")
         while not made.count():
             time.sleep(0.2)
             if (shot := _shot(page)) != shots[-1]:
                 shots.append(shot)
+        shots += [_shot(page)] * FPS
         made.click()
-        video = card.locator("video").element_handle()
-        video.evaluate("video => { video.pause(); video.controls = false; }")
+        video = page.locator("#viewer video").element_handle()
+        video.evaluate("video => { video.controls = false; }")
+        while video.evaluate("video => video.readyState") < 2:
+            time.sleep(0.1)
+        video.evaluate("video => video.pause()")
         seconds = video.evaluate("video => video.duration")
-        for index in range(round(2 * seconds * FPS)):
+        for index in range(round(3 * seconds * FPS)):
             video.evaluate(
                 "(video, at) => new Promise(done => { video.onseeked = done; video.currentTime = at; })",
                 (index / FPS) % seconds,
@@ -95,7 +99,7 @@ def _beside(shot: Image.Image, clips: list[tuple[str, list[Image.Image]]], index
     for prompt, frames in clips:
         picture.paste(frames[index % len(frames)], (EDGE, top))
         draw.multiline_text((EDGE, top + CLIP[1] + 4), textwrap.fill(prompt, 26), "#444", font)
-        top += CLIP[1] + 48
+        top += CLIP[1] + LABEL
     return picture
 
 
