@@ -64,7 +64,7 @@ def make_app(service: Service) -> FastAPI:
             CORSMiddleware,
             allow_origins=settings.origins,
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "Idempotency-Key"],
+            allow_headers=["*"],  # OpenAI's Node client sends a dozen of its own from browsers, too.
             expose_headers=[POLL_AFTER, "Retry-After", "x-request-id", "x-video-id"],
         )
     app.add_middleware(Middleware, service=service)

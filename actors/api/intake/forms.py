@@ -51,7 +51,7 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
 
     def on_field(field: Field) -> None:
         name, value = _name(field.field_name), field.value or b""
-        may_be_file = name.partition("[")[0] in files
+        may_be_file = _path(name)[0] in files
         try:
             text = value.decode(errors="surrogatepass")  # Half of a pair is refused later, with the field's name.
         except UnicodeDecodeError:
@@ -69,7 +69,7 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
         content = file.file_object.read()
         if not content and not file.file_name:
             return
-        if name.partition("[")[0] not in files:
+        if _path(name)[0] not in files:
             raise InvalidRequest(
                 f"the field {name[:80]!r} is a file; only {' and '.join(files)} may be; send others without a filename",
                 name,

@@ -1,7 +1,9 @@
 """Bodies as clients write them: whatever the form, the same job results; what can't be is refused by its field."""
 
 import base64
+import contextlib
 import json
+import random
 
 import httpx
 import httpx2
@@ -10,7 +12,9 @@ import requests
 from openai import OpenAI
 
 from actors.api.http.bodies import from_json
+from actors.api.intake import dialects
 from actors.api.intake.apart import FORM, JSON, apart
+from actors.api.intake.create_video import CreateVideo
 from tests.conftest import ROOT
 from wan_tpu.errors import InvalidRequest
 
@@ -244,3 +248,51 @@ def test_what_was_sent_isn_t_repeated():
         with pytest.raises(InvalidRequest) as refused:
             understood(JSON, body)
         assert "hunter2" not in str(refused.value)
+
+
+NAMES = [*CreateVideo.model_fields, *dialects._SAME, *dialects._INSTEAD, "frame_images", "extra_body", "width", "", "["]
+KEYS = ["", "0", "1", "99999", "name", "scale", "image_url", "url", "type", "file_id", "frame_type"]
+VALUES = [
+    "",
+    "null",
+    "1",
+    "0.5",
+    "{",
+    "[1",
+    "[[[]]]",
+    '{"a": null}',
+    DATA[:40],
+    "https://a.test/b",
+    "NaN",
+    "9" * 500,
+    "\0",
+]
+
+
+def any_value(rng, depth=0):
+    match rng.randrange(8 if depth < 4 else 5):
+        case 0 | 1:
+            return rng.choice([None, True, 0, -1, 1e308, 10**30, 1.5])
+        case 5:
+            return [any_value(rng, depth + 1) for _ in range(rng.randrange(3))]
+        case 6 | 7:
+            return {rng.choice(KEYS): any_value(rng, depth + 1) for _ in range(rng.randrange(4))}
+    return rng.choice(VALUES)
+
+
+def any_part(rng):
+    name = rng.choice(NAMES) + "".join(f"[{rng.choice(KEYS)}]" for _ in range(rng.choice([0, 0, 1, 2, 3, 4])))
+    file = rng.choice(["", "", "", '; filename=""', '; filename="a.png"', "; filename*=utf-8''a"])
+    return f'name="{name}"{file}', rng.choice([*map(str.encode, VALUES), b"\xed\xa0\x80", b"\xff\0"])
+
+
+def test_whatever_is_sent_is_understood_or_refused():
+    rng, taken = random.Random(3), 0
+    for number in range(1500):
+        fields = {rng.choice(NAMES): any_value(rng) for _ in range(rng.randrange(5))}
+        parts = [any_part(rng) for _ in range(rng.randrange(6))] + [('name="prompt"', b"x")]
+        with contextlib.suppress(InvalidRequest):
+            asked, _ = understood(*(in_json(**{"prompt": "x"} | fields) if number % 2 else in_form(*parts)))
+            assert asked.model_dump_json().encode()
+            taken += 1
+    assert taken > 100

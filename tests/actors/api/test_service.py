@@ -253,7 +253,8 @@ def test_a_model_says_what_it_makes_and_within_which_limits(settings):
 def test_a_page_elsewhere_may_ask_where_it_was_allowed_to(settings):
     there = "https://videos.example"
     with served(dataclasses.replace(settings, origins=(there,))) as address, httpx.Client(base_url=address) as http:
-        asked = {"Origin": there, "Access-Control-Request-Method": "POST"}
+        headers = "authorization, content-type, x-stainless-os"  # As OpenAI's Node client sends them.
+        asked = {"Origin": there, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": headers}
         before = http.options("/v1/videos", headers=asked)
         assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, there)
         assert create(http, {"Origin": there}).headers["access-control-allow-origin"] == there
