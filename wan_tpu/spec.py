@@ -150,11 +150,12 @@ class ModelSpec(abc.ABC):
         return dict(self.own.presets)
 
     def defaults_for(self, request: GenerationRequest, picture: tuple[int, int] | None) -> Defaults:
-        """Return what fills a request's open fields; picture: (height, width) of its image, if known.
+        """Return what fills a request's open fields; picture: (height, width) of its image or video, if known.
 
-        Where the request leaves the size open, it is the image's shape; where it leaves one side open, that follows.
+        Where the request leaves the size open, it has that shape; where it leaves one side open, that side follows.
         """
-        if picture is None or not self.follows_image or None not in (request.height, request.width):
+        follows = self.follows_image or request.video is not None
+        if picture is None or not follows or None not in (request.height, request.width):
             return self.defaults
         height, width = self.size_like(picture)
         if request.height is not None:
@@ -370,6 +371,11 @@ class ModelSpec(abc.ABC):
         last = request.last_image is not None if last is None else last
         if isinstance(request.image, Image.Image):
             picture = request.image.height, request.image.width
+        elif request.video is not None and self.takes_video and None in (request.height, request.width):
+            from wan_tpu.media.reading import read_frames  # Few requests need ffmpeg.
+
+            [frame] = read_frames(request.video, 1)
+            picture = frame.height, frame.width
         preset: dict[str, Any] = {}
         if request.preset is not None:
             if request.preset not in self.presets:

@@ -7,10 +7,11 @@ import pytest
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageDraw
 
-from wan_tpu import GenerationRequest
+from wan_tpu import GenerationRequest, InvalidRequest
 from wan_tpu.families import preset_spec
 from wan_tpu.families.model import preset_model
 from wan_tpu.media.image import fit_image, has_shape
+from wan_tpu.media.video import VideoWriter
 from wan_tpu.stages.encode import crop_warnings
 
 PICTURES = [(720, 1280), (1280, 720), (4032, 3024), (3024, 4032), (300, 451), (1000, 1000), (2400, 1080), (777, 333)]
@@ -66,6 +67,18 @@ def test_size_that_is_said_is_kept_and_one_side_leads_to_the_other():
     assert size_for("wan2.2-ti2v-5b", (4032, 3024), width=480) == (640, 480)
     assert size_for("wan2.2-i2v-a14b", None) == (720, 1280)
     assert size_for("wan2.2-i2v-a14b", (10, 9000)) == (480, 1920)  # no longer than four to one
+
+
+def test_video_that_begins_with_another_has_its_shape(tmp_path):
+    with VideoWriter(tmp_path / "phone.mp4", fps=8) as writer:
+        writer.write(np.zeros((5, 128, 72, 3), np.uint8))
+    for asked, size in (({}, (1280, 720)), ({"height": 640}, (640, 352)), ({"height": 480, "width": 832}, (480, 832))):
+        request = GenerationRequest(video=tmp_path / "phone.mp4", **asked)
+        planned = preset_spec("wan2.1-t2v-14b").plan(request).request
+        assert (planned.height, planned.width) == size
+    (tmp_path / "phone.mp4").write_text("no video")
+    with pytest.raises(InvalidRequest, match=r"phone.mp4 can't be read"):
+        preset_spec("wan2.1-t2v-14b").plan(GenerationRequest(video=tmp_path / "phone.mp4"))
 
 
 @pytest.mark.parametrize("picture", PICTURES)
