@@ -3,10 +3,13 @@
 import asyncio
 import contextlib
 import signal
+import time
 from collections.abc import Coroutine, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
+
+REPEATED_S = 5.0  # Within which a second SIGTERM is the first one, sent again.
 
 
 class Terminated(KeyboardInterrupt):
@@ -19,34 +22,35 @@ class Terminated(KeyboardInterrupt):
 def ended_as_by_ctrl_c() -> Iterator[None]:
     """Let SIGTERM end what is done here in good order, with `Terminated`. Only in the main thread.
 
-    From then on SIGTERM changes nothing more, here and in what ends after this: senders repeat it. Ctrl-C still does.
+    Senders repeat it: within `REPEATED_S` a second one changes nothing, nor does any once this block has ended. Later
+    ones, and Ctrl-C, interrupt again: what this process was importing or waiting for may have swallowed the first.
 
     Ray starts its processes with SIGINT blocked, and a job's driver inherits that (2.60, services.py), so it is
     unblocked here. A shell's `command &` has it ignored, and then SIGTERM alone interrupts.
     """
-    terminated = False
+    terminated_s: float | None = None
 
     def interrupt(*_: object) -> None:
-        nonlocal terminated
-        if terminated:
+        nonlocal terminated_s
+        now = time.monotonic()
+        if terminated_s is not None and now - terminated_s < REPEATED_S:
             return
-        terminated = True
+        terminated_s = now
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)  # asyncio has a handler of its own, which cancels what runs
 
     blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    afterwards = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     except KeyboardInterrupt as error:
-        terminated = terminated or isinstance(error, Terminated)
-        if terminated:
-            raise Terminated from None
-        raise
+        if terminated_s is None and not isinstance(error, Terminated):
+            raise
+        afterwards = _ignore
+        raise Terminated from None
     finally:
-        # A function, not SIG_IGN, which processes that are started now would inherit.
-        signal.signal(signal.SIGTERM, (lambda *_: None) if terminated else previous)
+        signal.signal(signal.SIGTERM, afterwards)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
@@ -68,3 +72,7 @@ def run(work: Coroutine[None, None, T]) -> T:
             return asyncio.run(cancellable())
         except asyncio.CancelledError:
             raise Terminated from None
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing at a signal. Processes that are started meanwhile don't inherit that, as they would `SIG_IGN`."""

@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -233,9 +234,10 @@ def _refuse_second(folder: Path, slices: Sequence[EmulatedSlice]) -> None:
     with contextlib.suppress(ClusterNotFound):
         existing = EmulatedCluster.attach(folder)
         if existing.running:
+            down = shlex.join(["wan-tpu", "cluster", "down", "--folder", str(folder)])
             raise ClusterStartFailed(
-                f"an emulated cluster runs in {folder} already (at {existing.address}); "
-                "stop it (wan-tpu cluster down) or choose another folder"
+                f"an emulated cluster runs in {folder} already (at {existing.address}); stop it ({down}), or choose "
+                "another --folder"
             )
         existing.stop()  # what a crash has left
 

@@ -238,7 +238,7 @@ def stop_and_resume(tmp_path, request, kind, number, through=()):
     if number == signal.SIGKILL:
         assert first.returncode == -9
     else:
-        assert first.returncode == 130
+        assert first.returncode == (143 if number == signal.SIGTERM else 130)
         assert errors.splitlines()[-1] == "interrupted"
         assert {line["id"] for line in lines_of(storage)} == set(before)
 

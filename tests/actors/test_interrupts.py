@@ -1,6 +1,7 @@
 """SIGTERM ends a command in good order, once."""
 
 import asyncio
+import contextlib
 import os
 import signal
 
@@ -55,6 +56,17 @@ def test_sigterm_of_an_event_loop_is_the_last_one_for_what_is_around_it():
                 terminate()
                 tidied.append("pipeline")
     assert tidied == ["pipeline"]
+
+
+def test_sigterm_interrupts_again_where_the_first_one_was_swallowed(monkeypatch):
+    with pytest.raises(interrupts.Terminated):
+        with interrupts.ended_as_by_ctrl_c():
+            with contextlib.suppress(KeyboardInterrupt):  # as imports of some packages do
+                terminate()
+            terminate()  # too soon to be another one
+            monkeypatch.setattr(interrupts, "REPEATED_S", 0)
+            terminate()
+            signal.pause()
 
 
 def test_ctrl_c_is_told_from_sigterm():
