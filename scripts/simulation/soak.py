@@ -41,7 +41,7 @@ def soak_spec(folder: Path, step_s: float = 0.0, layout: Layout = LAYOUT) -> Pip
 
 def request(i: int, image: Path | None) -> GenerationRequest:
     """Return the i-th request of a soak: 4 steps, latents of 0.3 MB."""
-    return GenerationRequest(prompt=f"{i}", image=image, height=256, width=256, frames=17, steps=4, seed=i)
+    return GenerationRequest(prompt=f"{i}", image=image, height=256, width=256, frames=17, steps=4, seed=i, shift=5.0)
 
 
 async def soak(

@@ -34,7 +34,7 @@ ORDERS = {
     1: {
         "wan2.2-i2v-a14b": "be4557190d628f9d",
         "wan2.2-ti2v-5b": "0b01a2a316d5fe27",
-        "wan2.1-i2v-14b-480p": "442c86c7d2965467",
+        "wan2.1-i2v-14b-480p": "dd898b94e3e1f760",
         "cogvideox1.5-5b-i2v": "9b6c444ded4255f0",
         "hunyuanvideo1.5-480p-i2v": "90b1a50ae0129c6c",
     }

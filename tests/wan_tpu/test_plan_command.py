@@ -15,6 +15,7 @@ REFUSED = [
     (["--slice", "v6e-6"], "nearest: v6e-8"),
     (["--slice", "v6e-4", "--dp", "3"], "uses 3 of the 4 devices of v6e-4"),
     (["--model", "wan2.2-ti2v-5b", "--size", "1280x720"], "multiple of 32, nearest 704"),
+    (["--cache", "magcache"], "holds for shift 5 and solver unipc; here they are 3 and unipc: give preset original"),
     (["--program", "denois"], "'denoise step'"),
     (["--plot", "step.foo"], "allowed are .png"),
     (["--compiled", "/proc/nope"], "--compiled /proc/nope can't be written to"),

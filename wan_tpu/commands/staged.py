@@ -11,7 +11,7 @@ import json
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser, add_model
@@ -20,6 +20,10 @@ from wan_tpu.errors import InvalidInput
 from wan_tpu.lora import loras_of
 from wan_tpu.media.video import check_output
 from wan_tpu.request import IMAGES, ResolvedRequest
+from wan_tpu.spec import DECODER, ENCODER
+
+if TYPE_CHECKING:
+    from wan_tpu.pipeline import Pipeline
 
 CONFIG = "generation_config.json"
 EMBEDDINGS = "stage1_embeddings.safetensors"
@@ -79,6 +83,7 @@ def encode(argv: Sequence[str]) -> None:
     request = pipe.resolve(given)
     assert pipe.runtime.model.checkpoint is not None
     pipe.fetch_adapters(request)  # what is wrong with them is said before any work
+    pipe.check_components(*pipe.runtime.model.spec.components[ENCODER])
     recorder = Recorder(pipe.runtime)
     conditioning = encode_recorded(pipe, recorder, request)
     source = pipe.runtime.model.checkpoint.source
@@ -116,6 +121,7 @@ def denoise(argv: Sequence[str]) -> None:
     from wan_tpu.commands.recorded import Recorder, denoise_recorded
 
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
+    run = _made_by(run, pipe, resumed=args.resume)
     request, spec = run.request, pipe.runtime.model.spec
     given = conditioning.image is not None or conditioning.image_latents is not None
     if conditioning.video_latents is None:
@@ -165,6 +171,7 @@ def decode(argv: Sequence[str]) -> None:
     from wan_tpu.commands.recorded import Recorder, decode_to_files, report
 
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
+    pipe.check_components(*pipe.runtime.model.spec.components[DECODER])
     recorder = Recorder(pipe.runtime, run.warnings)
     decode_to_files(pipe, recorder, request, state.latents, outputs, overwrite=args.overwrite)
     recorder.save(outputs[2], request)
@@ -203,6 +210,23 @@ def _read_state(folder: Path, run_id: str | None) -> tuple[DenoiseState, Run]:
     return state, run
 
 
+def _made_by(run: Run, pipe: "Pipeline", *, resumed: bool) -> Run:
+    """Return a run with the model and precision that its latents are made with.
+
+    Raises:
+        InvalidInput: A resumed one began with others.
+    """
+    assert pipe.runtime.model.checkpoint is not None
+    now = dataclasses.replace(run, model_id=pipe.runtime.model.checkpoint.source, dtype=pipe.runtime.dtype)
+    for name, option in (("model_id", "model"), ("dtype", "precision")):
+        if resumed and getattr(now, name) != getattr(run, name):
+            raise InvalidInput(
+                f"--{option} is {getattr(now, name)}, and --resume goes on with what it began with, "
+                f"{getattr(run, name)}; leave --{option} out"
+            )
+    return now
+
+
 def _with_overrides(run: Run, args: argparse.Namespace) -> Run:
     given = {
         "steps": args.steps,
@@ -223,6 +247,4 @@ def _with_overrides(run: Run, args: argparse.Namespace) -> Run:
         overrides["switch_step"] = args.switch_step
     if args.resume and overrides:
         raise InvalidInput("--resume goes on with the settings it began with; leave the sampling options out")
-    return dataclasses.replace(
-        run, request=dataclasses.replace(run.request, **overrides), dtype=args.dtype or run.dtype
-    )
+    return dataclasses.replace(run, request=dataclasses.replace(run.request, **overrides))

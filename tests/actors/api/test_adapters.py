@@ -72,7 +72,7 @@ def test_a_model_says_what_there_is(http):
     """A preset whose adapters the operator doesn't offer isn't one of this service."""
     found = http.get("/v1/models").json()["data"][0]
     assert found["loras"] == ["style", "fast"]
-    assert [preset["name"] for preset in found["presets"]] == ["fast", "plain"]
+    assert [preset["name"] for preset in found["presets"]] == ["original", "fast", "plain"]
     assert found["presets"][0] == {
         "name": "fast",
         "about": "in two steps",
@@ -91,7 +91,7 @@ def test_a_model_says_what_there_is(http):
         ({"loras": [{"name": "style"}] * 9}, "loras", "at most 8"),
         ({"loras": [{"name": "fast"}] * 5}, "loras", "10 adapters; allowed are 8"),
         ({"loras": [{"name": "style", "scale": 10}] * 1 + [{"name": "style", "scale": -11}]}, "loras.1.scale", "-10"),
-        ({"preset": "other"}, "preset", "there are: fast, plain"),
+        ({"preset": "other"}, "preset", "there are: original, fast, plain"),
         ({"sigmas": [0.5, 0.9]}, "sigmas", "0.9 after 0.5"),
         ({"sigmas": [0.5], "num_inference_steps": 3}, "sigmas", "leave steps out"),
         ({"switch_step": 9}, "switch_step", "0 to 4"),
@@ -139,7 +139,8 @@ def test_a_catalogue_is_read_from_what_an_operator_gives():
     found = Catalogue.of(["a=x.safetensors@low", "lightning"]).for_model(A14B)
     assert found.adapters["a"] == (Lora("x.safetensors", expert="low"),)
     assert [lora.expert for lora in found.adapters["lightning"]] == ["high", "low"]
-    assert list(found.presets(A14B)) == ["lightning"] and not Catalogue().presets(A14B)
+    assert list(found.presets(A14B)) == ["original", "lightning"]
+    assert list(Catalogue().presets(A14B)) == ["original"]  # which has no adapters
     for given, said in (
         (["=x"], "no name"),
         (["a=x:200"], "nearest 10"),

@@ -132,7 +132,7 @@ def test_a_pool_grows_under_load_and_shrinks_after(running, spec):
 def driver_command(running, spec, folder, id, size, steps):
     """Return the command of a batch in a process of its own."""
     (folder / "told.pickle").write_bytes(pickle.dumps(spec))
-    line = {"id": id, "prompt": REQUEST.prompt, "height": size, "width": size, "frames": 9, "steps": steps}
+    line = {"id": id, "prompt": REQUEST.prompt, "height": size, "width": size, "frames": 9, "steps": steps, "shift": 5}
     (folder / "manifest.jsonl").write_text(json.dumps(line | {"image": str(PHOTO)}))
     command = [sys.executable, "-m", "tests.actors.on_slices.batch_driver", running.cluster.address]
     return command + [str(folder / name) for name in ("told.pickle", "manifest.jsonl", "out")]
