@@ -16,26 +16,26 @@ from wan_tpu.versions import summary
 
 # command -> module, function in it, what it does
 COMMANDS = {
-    "calibrate": ("wan_tpu.commands.calibrate", "calibrate", "measure the curve by which MagCache skips steps"),
     "generate": ("wan_tpu.commands.generate", "generate", "make one video from a prompt and, where it can, an image"),
-    "stage1": ("wan_tpu.commands.staged", "encode", "only the encoder: request -> embeddings"),
-    "stage2": ("wan_tpu.commands.staged", "denoise", "only the experts: embeddings -> latents"),
-    "stage3": ("wan_tpu.commands.staged", "decode", "only the decoder: latents -> video"),
     "models": ("wan_tpu.commands.models", "models", "list the published models, and what each makes"),
     "layouts": ("actors.commands.layouts", "layouts", "list the layouts that come with this: slices, chips, models"),
     "plan": ("actors.planning.plan", "plan", "say what fits a slice, how long it takes, and what videos cost"),
+    "batch": ("actors.commands.batch", "batch", "make every video of a manifest in this process"),
+    "stage1": ("wan_tpu.commands.staged", "encode", "only the encoder: request -> embeddings"),
+    "stage2": ("wan_tpu.commands.staged", "denoise", "only the experts: embeddings -> latents"),
+    "stage3": ("wan_tpu.commands.staged", "decode", "only the decoder: latents -> video"),
+    "calibrate": ("wan_tpu.commands.calibrate", "calibrate", "measure the curve by which MagCache skips steps"),
     "weights": ("wan_tpu.commands.weights", "weights", "convert a checkpoint to what slices read fastest"),
     "cluster": ("actors.commands.cluster", "cluster", "start and stop an emulated cluster"),
     "pipeline": ("actors.commands.pipeline", "pipeline", "bring a pipeline up on a cluster, and take it down"),
     "submit": ("actors.commands.submit", "submit", "have a cluster make every video of a manifest, as a job"),
+    "drive": ("actors.commands.drive", "drive", "what submit runs on the cluster: the batch's driver"),
     "status": ("actors.commands.status", "status", "show what the pipeline of a cluster is doing"),
     "profile": ("actors.commands.profile", "profile", "trace what a slice of a running pool computes"),
-    "drive": ("actors.commands.drive", "drive", "what submit runs on the cluster: the batch's driver"),
     "serve": ("actors.commands.serve", "serve", "put a pipeline behind HTTP: the /v1/videos API"),
+    "keys": ("actors.commands.keys", "keys", "make, show and revoke API keys of the online service"),
     "manifests": ("actors.provision.manifests", "manifests", "print a layout as Kubernetes objects, for kubectl apply"),
     "hosts": ("actors.provision.hosts", "hosts", "write what creates a layout's machines as TPU VMs"),
-    "keys": ("actors.commands.keys", "keys", "make, show and revoke API keys of the online service"),
-    "batch": ("actors.commands.batch", "batch", "make every video of a manifest in this process"),
     "completion": ("actors.cli", "completion", "print what lets a shell complete these commands and their options"),
 }
 SHELLS = ("bash", "fish", "tcsh", "zsh")
@@ -49,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(argv: Sequence[str]) -> int | None:
     parser = _parser(lambda prog, of: Parser(prog=prog, add_help=False))
+    if not argv:
+        parser.print_help(sys.stderr)
+        return 2
     return command(parser.parse_args(argv[:1]).command)(argv[1:])
 
 

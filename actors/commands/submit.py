@@ -73,8 +73,11 @@ def _submit(client: Any, args: argparse.Namespace, given: dict[str, Any]) -> str
             raise InvalidInput(f"--{name} is missing; see wan-tpu submit --help")
     job = f"wan-tpu-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     given = {name: value for name, value in given.items() if name not in _OWN} | _layout(args)
-    # A cluster behind a port that is forwarded to here has no such path.
-    python = sys.executable if is_here(args, urlsplit(client.get_address()).netloc) else "python"
+    # A cluster behind a port that is forwarded to here has no such paths.
+    here = is_here(args, urlsplit(client.get_address()).netloc)
+    if here and "://" not in args.manifest and not Path(args.manifest).is_file():
+        raise InvalidInput(f"--manifest {args.manifest} isn't there; give a file, or gs://bucket/name")
+    python = sys.executable if here else "python"
     command = ["exec", python, "-m", "actors.cli", "drive", *words(given)]
     metadata = {"manifest": args.manifest, "output": args.output}
     try:

@@ -107,6 +107,12 @@ class Started:
     address = dashboard = "127.0.0.1:1"
 
 
+def test_without_a_command_all_are_listed(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert all(name in shown for name in COMMANDS)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_argument_of_a_command_has_help(name):
     for action in all_actions(parser_of(command(name))):

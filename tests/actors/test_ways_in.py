@@ -323,6 +323,7 @@ def test_a_cluster_behind_a_forwarded_port_has_a_python_of_its_own(cluster, tmp_
     [
         (["submit", "--manifest", "m", "--output", "o", "--address", "http://127.0.0.1:9"], "nothing takes jobs at"),
         (["submit", "--output", "o"], "--manifest is missing"),
+        (["submit", "--manifest", "/no/lines.jsonl", "--output", "o"], "--manifest /no/lines.jsonl isn't there"),
         (["status", "--address", "http://127.0.0.1:8265"], "give host:port of its GCS"),
         (["pipeline", "up", "--layout", "emulated-small"], "both are needed, and --layout alone was given"),
         (["pipeline", "up"], "--layout and --model say what to bring up"),
