@@ -32,6 +32,7 @@ SMALL = ROOT / "examples" / "small-wan2.2-i2v"
         (["cluster", "up", "--emulate", "emulated_dmo"], "(did you mean emulated-demo?)"),
         (["cluster", "dwn"], "(did you mean down?)"),
         (["keys", "limit", "ann", "--per-minutes", "3"], "(did you mean --per_minute?)"),
+        (["keys", "--database", "jobs.sqlite", "list"], "--database comes after what to do: wan-tpu keys ACTION --dat"),
         (["serve", "--largest_size", "1280x720x81"], "(did you mean --largest?)"),
     ],
 )

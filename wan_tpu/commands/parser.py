@@ -54,6 +54,8 @@ class Parser(argparse.ArgumentParser):
                 continue
             known = name if name in options else plain.get(name.replace("-", "_"))
             if known is None:
+                if any(name in action.option_strings for action in all_actions(self)):
+                    self.error(f"{name} comes after what to do: {self.prog} ACTION {name} ...")
                 self.error(f"there is no {name}{did_you_mean(name, options)}")
             spelled.append(f"{known}{equals}{value}")
         return spelled
@@ -115,7 +117,8 @@ def add_precision(to: argparse._ActionsContainer, default: str | None = "bfloat1
         dest="dtype",
         choices=PRECISIONS,
         default=default,
-        help=f"{about or 'of weights and activations'}; int8 (v5e, v5p, v6e) and float8 (v7x): the linear layers of "
+        metavar="PRECISION",
+        help=f"{about or 'of weights and activations'}: {', '.join(PRECISIONS)}; int8 (v5e, v5p, v6e) and float8 (v7x): the linear layers of "
         "transformers in 8 bits, all else in bfloat16; with -attention its logits, too; "
         f"default {default or 'bfloat16'}",
     )
