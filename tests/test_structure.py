@@ -227,3 +227,11 @@ def test_our_kernels_are_not_taken_for_the_package_of_that_name():
 def test_torchax_is_imported_in_one_file_only():
     users = [file.name for file in (ROOT / "wan_tpu").rglob("*.py") if "torchax" in imports(file)]
     assert users == ["bridge.py"]
+
+
+def test_generators_are_closed_where_they_are_left():
+    """One that is iterated without a name stays open when the loop is left, until its memory is collected."""
+    for file in (ROOT / "actors").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.AsyncFor | ast.comprehension) and getattr(node, "is_async", True):
+                assert not isinstance(node.iter, ast.Call), f"{file}: bind {ast.unparse(node.iter)} by aclosing"

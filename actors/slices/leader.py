@@ -136,14 +136,16 @@ class SliceLeader:
 
     async def encode_text(self, request: SliceRequest, prompt: str) -> AsyncIterator[Event]:
         """Encode a prompt, as `StageRunner.encode_text`."""
-        async for event in self._stages_of(request).encode_text(request, prompt):
-            yield event
+        async with contextlib.aclosing(self._stages_of(request).encode_text(request, prompt)) as events:
+            async for event in events:
+                yield event
 
     async def encode_image(self, request: SliceRequest, given: ResolvedRequest) -> AsyncIterator[Event]:
         """Encode a request's image, as `StageRunner.encode_image`."""
         await self._programs(request.plan.shapes[ENCODER])
-        async for event in self._stages_of(request).encode_image(request, given):
-            yield event
+        async with contextlib.aclosing(self._stages_of(request).encode_image(request, given)) as events:
+            async for event in events:
+                yield event
 
     async def denoise(
         self, request: SliceRequest, inputs: list[RefHandle | None], state: RefHandle | None, snapshot: int | None
@@ -151,14 +153,16 @@ class SliceLeader:
         """Run the steps that are left here, as `StageRunner.denoise`."""
         stage = next(expert.stage for expert in request.plan.experts if expert.stage in self._stages)
         await self._programs(request.plan.shapes[stage])
-        async for event in self._stages_of(request).denoise(request, inputs, state, snapshot):
-            yield event
+        async with contextlib.aclosing(self._stages_of(request).denoise(request, inputs, state, snapshot)) as events:
+            async for event in events:
+                yield event
 
     async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncIterator[Event]:
         """Decode final latents, as `StageRunner.decode`."""
         await self._programs(request.plan.shapes[DECODER])
-        async for event in self._stages_of(request).decode(request, state):
-            yield event
+        async with contextlib.aclosing(self._stages_of(request).decode(request, state)) as events:
+            async for event in events:
+                yield event
 
     def _stages_of(self, request: SliceRequest) -> StageRunner:
         """Return what runs a request's stages; raises `StageMoved` when no new request is taken any more."""

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator
 from typing import Any
 
 from actors.errors import RequestFailed, StageLost, StageMoved, StageWaited
@@ -84,7 +84,7 @@ class StageRunner:
         self._visits = itertools.count(1)
         self._left: deque[tuple[RequestScope, RefHandle]] = deque(maxlen=MAX_LEFT)
 
-    async def encode_text(self, request: SliceRequest, prompt: str) -> AsyncIterator[Event]:
+    async def encode_text(self, request: SliceRequest, prompt: str) -> AsyncGenerator[Event, None]:
         """Encode a prompt: one `TextEmbedding`."""
         with self._serving(request, ENCODER):
             spans, warnings, ref = await self._compute(request, ENCODER, "one prompt", "encode_text", prompt)
@@ -92,7 +92,7 @@ class StageRunner:
                 yield span
             yield StageResult(await self._leave(request.scope, ref), warnings=warnings)
 
-    async def encode_image(self, request: SliceRequest, given: ResolvedRequest) -> AsyncIterator[Event]:
+    async def encode_image(self, request: SliceRequest, given: ResolvedRequest) -> AsyncGenerator[Event, None]:
         """Encode the image of a request, given as it was made: one `ImageCondition`."""
         shape = request.plan.shapes[ENCODER]
         with self._serving(request, ENCODER):
@@ -110,7 +110,7 @@ class StageRunner:
 
     async def denoise(
         self, request: SliceRequest, inputs: list[RefHandle | None], state: RefHandle | None, snapshot: int | None
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """Run all steps of this pool's experts that are left: one `DenoiseState`.
 
         inputs    prompt, negative prompt or None, image or None
@@ -140,8 +140,9 @@ class StageRunner:
                 yield self._span(key, stage, "fetch", start, nbytes=nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
                 if (experts[0].start if snapshot is None else snapshot) < experts[-1].stop:
-                    async for span in self._steps(request, experts, visit.held, snapshot):
-                        yield span
+                    async with contextlib.aclosing(self._steps(request, experts, visit.held, snapshot)) as spans:
+                        async for span in spans:
+                            yield span
                 start = Start()
                 done, ref = await self._slice.save("collect", visit.held)
                 visit.is_empty = True
@@ -154,7 +155,7 @@ class StageRunner:
 
     async def _steps(
         self, request: SliceRequest, experts: tuple[Expert, ...], held: str, snapshot: int | None
-    ) -> AsyncIterator[Span]:
+    ) -> AsyncGenerator[Span, None]:
         """Run the steps, between which others may come first."""
         key, plan, scheduler = request.key, request.plan, self.scheduler
         done, last = experts[0].start if snapshot is None else snapshot, experts[-1].stop
@@ -187,7 +188,7 @@ class StageRunner:
                     if done % self._where.snapshot_every == 0 and done < last:
                         self._snapshotter.start(held, request)
 
-    async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncIterator[Event]:
+    async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncGenerator[Event, None]:
         """Decode final latents: one `EncodedVideo`."""
         plan = request.plan
         with self._serving(request, DECODER):

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 
 from actors.api.http.access import Access
 from actors.api.http.error_answers import HttpError
@@ -67,7 +67,8 @@ class Following:
         if self._looking is None:
             self._looking = asyncio.create_task(self._look_on())
         try:
-            yield self._seen(follower)
+            async with contextlib.aclosing(self._seen(follower)) as news:
+                yield news
         finally:
             self._followers[job].discard(follower)
             if not self._followers[job]:
@@ -77,7 +78,7 @@ class Following:
         """Return how many streams of this ingress follow a job."""
         return len(self._followers.get(job, ()))
 
-    async def _seen(self, follower: _Follower) -> AsyncIterator[Seen]:
+    async def _seen(self, follower: _Follower) -> AsyncGenerator[Seen, None]:
         while True:
             follower.news.clear()
             yield follower.seen

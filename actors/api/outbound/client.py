@@ -12,7 +12,7 @@ import logging
 import re
 import ssl
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import IO, Any
 from urllib.parse import urljoin, urlsplit
 
@@ -115,7 +115,7 @@ class Answer:
         self.status = response.status
         self.headers = {name.decode("latin-1").lower(): text.decode("latin-1") for name, text in response.headers}
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the content in pieces; raises `FetchError`."""
         chunks = self._response.aiter_stream()
         while True:
@@ -241,11 +241,12 @@ async def _content(answer: Answer, settings: FetchSettings, into: IO[bytes]) -> 
     announced, size = answer.headers.get("content-length", ""), 0
     if _SIZE.fullmatch(announced) and int(announced) > settings.max_bytes:
         raise _too_large(settings)
-    async for chunk in answer.chunks():
-        size += len(chunk)
-        if size > settings.max_bytes:
-            raise _too_large(settings)
-        into.write(chunk)
+    async with contextlib.aclosing(answer.chunks()) as chunks:
+        async for chunk in chunks:
+            size += len(chunk)
+            if size > settings.max_bytes:
+                raise _too_large(settings)
+            into.write(chunk)
 
 
 def _too_large(settings: FetchSettings) -> FetchError:
