@@ -105,7 +105,7 @@ def save(settings, entry, steps=(2, 3)):
 def test_snapshots_of_requests_that_are_done_are_deleted(tmp_path):
     settings = dataclasses.replace(RUNS.settings, snapshots=str(tmp_path / "snapshots"))
     done = request(tmp_path, "clips/cat", image=str(PHOTO), seed=1)
-    long = request(tmp_path, "clips/" + "cat" * 75)  # Its snapshots' names have a part of this id only.
+    long = request(tmp_path, "clips/" + "cat" * 60)  # Its snapshots' names have a part of this id only.
     names = {entry: save(settings, entry) for entry in (done, long, request(tmp_path, "dog"))}
     another = save(settings, request(tmp_path, "clips/cat", seed=2))  # of somebody else, who uses the same id
     assert delete_leftovers(settings, lambda: {entry.id: entry.load for entry in (done, long)}) == 2

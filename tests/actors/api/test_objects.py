@@ -69,7 +69,7 @@ def test_errors_have_openai_s_form(status, kind):
 
 
 def test_a_size_is_width_by_height():
-    """With an asterisk nobody can tell: Wan's own program means WIDTH*HEIGHT, and our command line the opposite."""
+    """With an asterisk nobody can tell: programs read it in either order."""
     request = generation_request(CreateVideo(prompt="x", size="1280x720"), SPEC, seed=0)
     assert (request.width, request.height) == (1280, 720)
     with pytest.raises(InvalidRequest, match="WIDTHxHEIGHT: 1280x720 or 720x1280") as refused:
