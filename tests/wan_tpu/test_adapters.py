@@ -496,14 +496,14 @@ def test_made_up_files_are_read_or_refused_whole(pipeline, tmp_path):
     runtime = pipeline(KIND).runtime
     targets = Targets(runtime.model.components["denoise_high"], runtime.component("denoise_high"))
     read_whole = 0
-    for seed in range(400):
+    for seed in range(120):
         path = files.save_made_up(tmp_path / "x.safetensors", random.Random(seed))
         with contextlib.suppress(InvalidRequest):
             adapter = targets.adapter(path, read(find(path), path))
             read_whole += 1
             gains = [factors.gain for factors in adapter.factors.values()]
             assert all(np.isfinite(array).all() for array in (*gains, *adapter.differences.values())), seed
-    assert 40 < read_whole < 300
+    assert 5 < read_whole < 100
 
 
 @pytest.mark.parametrize(

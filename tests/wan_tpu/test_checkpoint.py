@@ -18,6 +18,7 @@ from tests.conftest import PHOTO, ROOT
 from wan_tpu import CheckpointError, GenerationRequest, load_pipeline
 from wan_tpu.checkpoint import Checkpoint, on_disk
 from wan_tpu.families import open_spec
+from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.lora import Lora
 from wan_tpu.runtime.tensor_files import tensors
 from wan_tpu.tiny import make_checkpoint
@@ -320,3 +321,9 @@ def test_tokenizer_is_trained(checkpoint):
     assert ids[-1] == tokenizer.eos_token_id
     assert tokenizer.unk_token_id not in ids
     assert tokenizer.decode(ids[:-1]) == "A cat looks into the camera"
+
+
+def test_tokenizer_may_know_fewer_words_than_the_text_encoder(checkpoint):
+    """As diffusers takes it; none at all is what transformers makes of a missing file."""
+    with Tokenizer(checkpoint(KIND) / "tokenizer", vocabulary=250_000).opened() as tokenizer:
+        assert len(tokenizer("a cat")["input_ids"]) > 1

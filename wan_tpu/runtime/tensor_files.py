@@ -5,6 +5,7 @@ Source: github.com/huggingface/safetensors, "Format".
 
 import json
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,16 @@ KINDS: dict[str, torch.dtype] = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+}
+# How files begin that are found in place of weights, and what to do about them; below, only in place of safetensors.
+_STAND_INS = {
+    b"version https://git-lfs": "a pointer of Git LFS; `git lfs pull`, or `hf download`, fetches the file itself",
+    b"<!doctype": "a web page; where it was downloaded from, a login may be wanted",
+    b"<html": "a web page; where it was downloaded from, a login may be wanted",
+}
+_OTHER_FORMATS = {
+    b"pk\x03\x04": "an archive, as torch.save writes it; save its tensors with safetensors.torch.save_file",
+    b"gguf": "a GGUF file; give the same model in bfloat16, float16 or float32, as safetensors",
 }
 _LENGTH = 8  # bytes of the number that says how long the header is
 _MOST_DIMENSIONS = 64  # Of a tensor, as torch and numpy have them.
@@ -59,8 +70,17 @@ def tensors(file: WeightFile) -> dict[str, Stored]:
         found = {name: _stored(file, start, **fields) for name, fields in header.items()}
         _check_offsets(sorted(tuple(fields["data_offsets"]) for fields in header.values()), file.size - start)
     except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        refuse_other_content(file, _STAND_INS | _OTHER_FORMATS)
         raise CheckpointError(f"{file.address} is damaged or cut off ({error}); fetch it again") from None
     return found
+
+
+def refuse_other_content(file: WeightFile, contents: Mapping[bytes, str] = _STAND_INS) -> None:
+    """Raise `CheckpointError` for a file that fetching again would not help: something else has the name of weights."""
+    begins = file.read(0, min(file.size, 64)).lstrip().lower() if file.size else b""
+    for start, advice in contents.items():
+        if begins.startswith(start):
+            raise CheckpointError(f"{file.address} is {advice}")
 
 
 def _check_offsets(spans: list[tuple[int, ...]], size: int) -> None:

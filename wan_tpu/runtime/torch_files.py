@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wan_tpu.bucket import WeightFile
 from wan_tpu.errors import CheckpointError, Unavailable
-from wan_tpu.runtime.tensor_files import Stored
+from wan_tpu.runtime.tensor_files import Stored, refuse_other_content
 from wan_tpu.sources.disk import explain_disk_error
 
 SUFFIXES = (".pth", ".pt")
@@ -25,6 +25,7 @@ def torch_tensors(file: WeightFile) -> dict[str, Stored]:
     file.read(0, 1)  # which says whose fault it is where nothing can be read; `is_zipfile` says "no" then
     try:
         if not zipfile.is_zipfile(file.address):
+            refuse_other_content(file)
             raise CheckpointError(f"{file.address} is no file of torch.save (since 1.6), or cut off; fetch it again")
         with zipfile.ZipFile(file.address) as archive:
             if any(one.compress_type != zipfile.ZIP_STORED for one in archive.infolist()):
