@@ -61,7 +61,7 @@ class DeviceFailed(SliceLost):
 
 class CallFailed(SliceError):
     """Every host raised in the same call, or one of them beside the lockstep: the slice lives. The cause is the first
-    host's exception, by rank.
+    process's exception.
     """
 
 

@@ -1,17 +1,41 @@
-"""Whether a TPU host's chips are free for a new process: who had them may not be gone yet, and a lock may be left."""
+"""Whether a TPU host's chips are free for a new process, and what is wrong when JAX can't start on them.
+
+The process that had them before may not be gone yet, and it may have left a lock behind.
+"""
 
 import contextlib
 import glob
 import os
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.errors import ChipsBusy
+from cluster.errors import ChipsBusy, SliceError, WrongHost
 
 DEVICES = ("/dev/vfio/[0-9]*", "/dev/accel*")  # of chips: newer generations, older ones
 LOCKFILE = "/tmp/libtpu_lockfile"  # libtpu's, which one that was killed leaves behind
 POLL_S = 0.1
+
+# What libtpu says when it can't start, as bug reports quote it (vllm-project/tpu-inference 2257, levanter 1127,
+# transformers 28204). Of older devices, /dev/accel*, a chip that another process has open gives EPERM.
+_BUSY = re.compile(r"Device or resource busy|already in use|/dev/accel\d+\)?: Operation not permitted|libtpu_lockfile")
+_ADVICE = (
+    (
+        r"Permission denied",
+        "this user may not open the chips' devices; run the container with --privileged, or give the user the devices' "
+        "group (ls -l /dev/vfio /dev/accel*)",
+    ),
+    (
+        r"Expected \d+ worker addresses, got \d+",
+        "this host is one of several in its TPU slice, and all of them must start together: give its node the labels "
+        "of the whole slice, and unset TPU_PROCESS_ADDRESSES",
+    ),
+    (
+        r"(?i)unsupported|unknown tpu|unrecognized|no such device type",
+        "this libtpu may be older than the chip: pip install --upgrade 'wan-tpu[tpu]'",
+    ),
+)
 
 
 def wait_for_chips(timeout_s: float, devices: Sequence[str] = DEVICES, lockfile: str = LOCKFILE) -> None:
@@ -28,6 +52,23 @@ def wait_for_chips(timeout_s: float, devices: Sequence[str] = DEVICES, lockfile:
     if not _holders({os.path.realpath(lockfile)}):
         with contextlib.suppress(OSError):  # there is none, or another user's
             os.unlink(lockfile)
+
+
+def start_failure(place: str, error: Exception) -> SliceError:
+    """Return what to raise when JAX can't start the TPU of a host.
+
+    Args:
+        place: the host, for people
+        error: what JAX raised
+
+    Returns:
+        `ChipsBusy`, which is worth another try, only where another process has the chips; else `WrongHost`.
+    """
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    if _BUSY.search(reason):
+        return ChipsBusy(f"another process has the TPU of {place}: {reason}")
+    advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, reason)), "see the host's log")
+    return WrongHost(f"JAX can't start the TPU of {place}: {reason}; {advice}")
 
 
 def _holders(paths: set[str]) -> dict[int, str]:

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from cluster.errors import ChipsBusy, WrongHost
-from cluster.gang.devices import wait_for_chips
+from cluster.gang.devices import start_failure, wait_for_chips
 from cluster.gang.protocol import GROUPS, Group, GroupRunner, HostPlace, Outcome, Pulse
 
 COORDINATOR_PORTS = (21_000, 31_000)  # below those of outgoing connections on Linux, 32,768 and up
@@ -26,6 +26,7 @@ class HostActor:
 
     def __init__(self, place: HostPlace) -> None:
         self._place = place
+        self._process = 0  # JAX's index of this process in the slice.
         self._runners = {group: GroupRunner() for group in GROUPS}
         self._host: Any = None
         # torch, JAX and diffusers are half a million objects: looked through after every 700, as is Python's way, they
@@ -49,7 +50,10 @@ class HostActor:
 
     @ray.method(concurrency_group="lockstep")
     def join(self, coordinator: str, timeout_s: float) -> tuple[Outcome, Any]:
-        """Join the other hosts' JAX; the host with rank 0 listens on `coordinator` ("host:port")."""
+        """Join the other hosts' JAX; return the index that it gives this process.
+
+        Worker 0 listens on `coordinator` ("host:port"); which process is the first is another matter.
+        """
         return self._runners["lockstep"].run(self._join, coordinator, timeout_s)
 
     @ray.method(concurrency_group="lockstep")
@@ -60,26 +64,27 @@ class HostActor:
     @ray.method(concurrency_group="lockstep")
     def lockstep(self, method: str, *args: Any) -> tuple[Outcome, Any]:
         """Run a method of it, in step with the other hosts."""
-        return self._runners["lockstep"].run(getattr(self._host, method), *args, keep=self._place.rank == 0)
+        return self._runners["lockstep"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     @ray.method(concurrency_group="side")
     def side(self, method: str, *args: Any) -> tuple[Outcome, Any]:
         """Run a method of it beside those in lockstep."""
-        return self._runners["side"].run(getattr(self._host, method), *args, keep=self._place.rank == 0)
+        return self._runners["side"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     @ray.method(concurrency_group="save")
     def save(self, method: str, *args: Any) -> tuple[Outcome, Any]:
         """Run a method of it that copies a state out, beside all others."""
-        return self._runners["save"].run(getattr(self._host, method), *args, keep=self._place.rank == 0)
+        return self._runners["save"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     @ray.method(concurrency_group="network")
     def network(self, method: str, *args: Any) -> tuple[Outcome, Any]:
         """Run a method of it that may wait for the network, beside all others."""
-        return self._runners["network"].run(getattr(self._host, method), *args, keep=self._place.rank == 0)
+        return self._runners["network"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
-    def _join(self, coordinator: str, timeout_s: float) -> None:
+    def _join(self, coordinator: str, timeout_s: float) -> int:
         self._wait_for_chips()
-        _join(self._place, coordinator, timeout_s)
+        self._process = _join(self._place, coordinator, timeout_s)
+        return self._process
 
     def _wait_for_chips(self) -> None:
         """Let the gang that had this host before go: its processes are killed, and may need a moment to be gone."""
@@ -119,17 +124,17 @@ def _emulate(devices: int, hosts: int) -> None:
 
 
 def _check_chips(place: HostPlace) -> None:
-    """Raise `ChipsBusy` unless JAX gets the TPU of this host, `WrongHost` where it would never get all its chips."""
+    """Raise `ChipsBusy` where another process has this host's TPU, `WrongHost` where JAX would never get all of it."""
     import jax
 
     if importlib.util.find_spec("libtpu") is None:
         raise WrongHost(f"on {place} libtpu isn't installed, without which JAX has no TPU: pip install 'wan-tpu[tpu]'")
     try:
-        found = jax.default_backend()
+        backend = jax.default_backend()
     except RuntimeError as error:  # JAX takes no other one where JAX_PLATFORMS names the TPU
-        raise ChipsBusy(f"JAX on {place} doesn't get the TPU: {error}") from error
-    if found != "tpu":
-        raise ChipsBusy(f"JAX on {place} has {found}, not the TPU: another process has the chips")
+        raise start_failure(str(place), error) from error
+    if backend != "tpu":
+        raise ChipsBusy(f"JAX on {place} has {backend}, not the TPU: another process has the chips")
     if jax.local_device_count() != place.chips:
         raise WrongHost(
             f"JAX on {place} has {jax.local_device_count()} devices, not {place.chips}; is TPU_VISIBLE_CHIPS set, or "
@@ -137,20 +142,36 @@ def _check_chips(place: HostPlace) -> None:
         )
 
 
-def _join(place: HostPlace, coordinator: str, timeout_s: float) -> None:
+def _join(place: HostPlace, coordinator: str, timeout_s: float) -> int:
+    """Join the slice's processes; return JAX's index of this one."""
     import jax
 
-    if place.emulated:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         coordinator,
         place.hosts,
-        place.rank,
+        place.worker_id,
         initialization_timeout=int(timeout_s),
-        coordinator_bind_address=coordinator if place.rank == 0 else None,  # else on all interfaces
+        coordinator_bind_address=coordinator if place.worker_id == 0 else None,  # else on all interfaces
     )
-    if (jax.process_count(), jax.process_index()) != (place.hosts, place.rank):
-        raise RuntimeError(
-            f"JAX counts this process as {jax.process_index()} of {jax.process_count()}, Ray's labels say "
-            f"{place.rank} of {place.hosts}; the label ray.io/tpu-worker-id must be the TPU's own worker id"
+    if place.emulated:
+        _emulate_joined(place)
+    else:
+        _check_chips(place)
+    if jax.process_count() != place.hosts:
+        raise WrongHost(
+            f"JAX on {place} counts {jax.process_count()} processes in the slice, Ray's labels {place.hosts} hosts; do "
+            "the slices of two pools have the same name?"
         )
+    return jax.process_index()
+
+
+def _emulate_joined(place: HostPlace) -> None:
+    """Let JAX count this slice's processes from another host than worker 0, as it may on a TPU.
+
+    On a TPU the index follows from the network of the slice. For CPU devices JAX takes it from here.
+    """
+    import jax
+    from jax._src import distributed
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    distributed.global_state.process_id = (place.worker_id + 1) % place.hosts

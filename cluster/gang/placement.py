@@ -24,7 +24,7 @@ Tell = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Placement:
-    """A reserved slice: its placement group, its hosts by rank, and the bundle of each."""
+    """A reserved slice: its placement group, its hosts by worker id, and the bundle of each."""
 
     group: PlacementGroup
     hosts: tuple[HostPlace, ...]
@@ -89,7 +89,7 @@ def _wait(group: PlacementGroup, spec: SliceSpec, name: str, timeout_s: float | 
 
 
 def _placement(spec: SliceSpec, group: PlacementGroup, nodes: list[dict[str, Any]]) -> Placement:
-    """Return a placement by rank; nodes: of the bundles, each on any host of the slice."""
+    """Return a placement by worker id; nodes: of the bundles, each on any host of the slice."""
     found = [int(node["Labels"].get(WORKER_ID, 0)) if spec.hosts > 1 else 0 for node in nodes]
     if sorted(found) != list(range(spec.hosts)):
         raise SliceError(
@@ -97,12 +97,12 @@ def _placement(spec: SliceSpec, group: PlacementGroup, nodes: list[dict[str, Any
             f"needs its own from 0 to {spec.hosts - 1}, as the label {WORKER_ID}"
         )
     bundles = tuple(sorted(range(spec.hosts), key=lambda bundle: found[bundle]))
-    return Placement(group, tuple(_place(spec, rank, nodes[b]) for rank, b in enumerate(bundles)), bundles)
+    return Placement(group, tuple(_place(spec, worker, nodes[b]) for worker, b in enumerate(bundles)), bundles)
 
 
-def _place(spec: SliceSpec, rank: int, node: dict[str, Any]) -> HostPlace:
+def _place(spec: SliceSpec, worker_id: int, node: dict[str, Any]) -> HostPlace:
     return HostPlace(
-        rank=rank,
+        worker_id=worker_id,
         hosts=spec.hosts,
         slice_name=node["Labels"].get(SLICE_NAME, "unnamed slice"),
         node_id=node["NodeID"],

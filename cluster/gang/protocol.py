@@ -58,12 +58,13 @@ class Output:
 class HostPlace:
     """Where one process of a slice runs.
 
-    rank     0 to hosts - 1: the TPU worker id
+    worker_id  0 to hosts - 1, from the node's label. Hosts find each other by it. It need not be JAX's process index,
+               which follows from where the host lies in the slice's network
     devices  CPU devices that stand for this host's chips when it is emulated, None on a TPU
     chips    devices that JAX counts on a TPU host
     """
 
-    rank: int
+    worker_id: int
     hosts: int
     slice_name: str
     node_id: str
@@ -77,7 +78,7 @@ class HostPlace:
         return self.devices is not None
 
     def __str__(self) -> str:
-        return f"host {self.rank} of {self.hosts} ({self.slice_name}, node {self.node_id[:8]} at {self.ip})"
+        return f"host {self.worker_id} of {self.hosts} ({self.slice_name}, node {self.node_id[:8]} at {self.ip})"
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended on one host: a value (rank 0's only), or what was raised; and its last report."""
+    """How a call ended on one host: a value (the first process's only), or what was raised; and its last report."""
 
     value: Any = None
     error: Exception | None = None
@@ -111,7 +112,7 @@ class GroupRunner:
     def run(self, function: Callable[..., Any], *args: Any, keep: bool = True) -> tuple[Outcome, Any]:
         """Run a function; return how it ended and its payload.
 
-        keep  whether the result is wanted (rank 0's is)
+        keep  whether the result is wanted (the first process's is)
         """
         with self._lock:
             self._since, self._reports, self._progress = time.monotonic(), 0, None

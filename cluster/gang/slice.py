@@ -44,7 +44,7 @@ def take(spec: SliceSpec, host_class: type | str, *args: Any, tell: Tell = lambd
 
 
 class Returned(NamedTuple):
-    """What a call gave: rank 0's value, and a reference to the payload of its `Output`, which isn't brought here."""
+    """What a call gave: the first process's value, and a reference to its `Output`'s payload, which stays there."""
 
     value: Any
     payload: ray.ObjectRef
@@ -94,7 +94,7 @@ class Slice:
                 port = self._start_hosts(self._placement)
             if spec.hosts > 1:
                 with self._timed("joined"):
-                    self._run_phase("join", timeouts.join_s, "join", f"{self.hosts[0].ip}:{port}", timeouts.join_s)
+                    self._join(f"{self.hosts[0].ip}:{port}")
             with self._timed("built"):
                 built = self._run_phase("build", timeouts.build_s, "build", host_class, *args, on_progress=on_progress)
             self.software: dict[str, str] = self._alike([outcome.value for outcome in built])
@@ -104,12 +104,12 @@ class Slice:
 
     @property
     def hosts(self) -> tuple[HostPlace, ...]:
-        """Where its hosts run, by rank."""
+        """Where its hosts run, in the order of JAX's processes."""
         return tuple(member.place for member in self._members)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of its hosts, by rank."""
+        """Process ids of its hosts, in the same order."""
         return tuple(member.pid for member in self._members)
 
     @property
@@ -201,14 +201,23 @@ class Slice:
         )
         return hellos[0][1]
 
+    def _join(self, coordinator: str) -> None:
+        """Join the hosts' JAX, and put them in the order in which it counts them."""
+        joined = self._run_phase("join", self.timeouts.join_s, "join", coordinator, self.timeouts.join_s)
+        by_process = {outcome.value: member for outcome, member in zip(joined, self._members, strict=True)}
+        if sorted(by_process) != list(range(self.spec.hosts)):
+            counted = ", ".join(f"{m} is {o.value}" for o, m in zip(joined, self._members, strict=True))
+            raise SliceError(f"{self.name}: JAX counts two of its hosts as the same process: {counted}")
+        self._members = tuple(by_process[process] for process in range(self.spec.hosts))
+
     def _alike(self, software: Sequence[dict[str, str]]) -> dict[str, str]:
         """Return what all hosts compute with; raises `SliceError` where they differ: half a result would be wrong."""
-        for rank, other in enumerate(software[1:], 1):
+        for process, other in enumerate(software[1:], 1):
             if different := sorted(name for name in software[0] if software[0][name] != other.get(name)):
                 name = different[0]
                 raise SliceError(
                     f"{self.name}: its hosts aren't alike: {name} is {software[0][name]!r} on {self._members[0]}, and "
-                    f"{other.get(name)!r} on {self._members[rank]}; give them the same software and flags"
+                    f"{other.get(name)!r} on {self._members[process]}; give them the same software and flags"
                 )
         return software[0]
 

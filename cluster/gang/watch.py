@@ -53,8 +53,8 @@ class Watch:
 
         outcomes   of type Outcome, one for each member
         group      whose heartbeats are watched; None when the hosts can't answer any yet
-        timeout_s  that may pass until the end, or until rank 0 reports something, and from then on: a report that has
-                   an attribute `within_s`, not None, asks for so long in place of it until the next
+        timeout_s  that may pass until the end, or until the first member reports something, and from then on: a report
+                   that has an attribute `within_s`, not None, asks for so long in place of it until the next
         """
         now = time.monotonic()
         self._members = members
@@ -72,7 +72,7 @@ class Watch:
         self._reports = 0
 
     def wait(self) -> list[Outcome]:
-        """Return the outcomes by rank: of calls in lockstep all have failed, or none has.
+        """Return the outcomes in the order of the members: of calls in lockstep all have failed, or none has.
 
         Raises `GangFailed` or, after `timeout_s`, `OutOfTime`.
         """
@@ -87,54 +87,54 @@ class Watch:
                 if self._group is not None:
                     self._check_pulses(self._group)
                 if self._deadline is not None and time.monotonic() > self._deadline:
-                    missing = "; ".join(str(self._members[rank]) for rank in sorted(self._pending.values()))
+                    missing = "; ".join(str(self._members[index]) for index in sorted(self._pending.values()))
                     raise OutOfTime(f"no answer from {missing}")
-        ended = [self._outcomes[rank] for rank in range(len(self._members))]
+        ended = [self._outcomes[index] for index in range(len(self._members))]
         if self._symmetric and self._first_error is not None and any(outcome.error is None for outcome in ended):
-            _, rank, error = self._first_error
-            raise GangFailed(self._members[rank], f"raised {_named(error)}, other hosts did not", error)
+            _, index, error = self._first_error
+            raise GangFailed(self._members[index], f"raised {_named(error)}, other hosts did not", error)
         self._report(ended[0].reports, ended[0].progress)
         return ended
 
     def _collect(self, ref: ray.ObjectRef) -> None:
-        rank = self._pending.pop(ref)
+        index = self._pending.pop(ref)
         try:
-            outcome = self._answer(ref, rank)
+            outcome = self._answer(ref, index)
         except RayError as error:  # an argument that couldn't be fetched: the method didn't run
             outcome = Outcome(error=error)
-        self._outcomes[rank] = outcome
+        self._outcomes[index] = outcome
         if outcome.error is not None and self._first_error is None:
-            self._first_error = time.monotonic(), rank, outcome.error
+            self._first_error = time.monotonic(), index, outcome.error
 
     def _check_grace(self) -> None:
         if self._symmetric and self._first_error is not None:
-            since, rank, error = self._first_error
+            since, index, error = self._first_error
             if time.monotonic() - since >= self._timeouts.grace_s:
-                raise GangFailed(self._members[rank], f"raised {_named(error)} while others went on", error)
+                raise GangFailed(self._members[index], f"raised {_named(error)} while others went on", error)
 
     def _check_pulses(self, group: Group) -> None:
         refs = list(self._pulses.values())
         answered = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
         now = time.monotonic()
-        for rank, ref in list(self._pulses.items()):
+        for index, ref in list(self._pulses.items()):
             if ref in answered:
-                del self._pulses[rank]
-                pulse: Pulse = self._answer(ref, rank)
+                del self._pulses[index]
+                pulse: Pulse = self._answer(ref, index)
                 # Idle: the call has ended, or hasn't begun and what is there is of the one before.
-                if rank == 0 and pulse.busy_s is not None:
+                if index == 0 and pulse.busy_s is not None:
                     self._report(pulse.reports, pulse.progress)
-                self._seen[rank] = now
-            elif now - self._seen[rank] > self._timeouts.heartbeat_s:
-                raise GangFailed(self._members[rank], f"is hung: no heartbeat for {self._timeouts.heartbeat_s:g} s")
-        for rank, member in enumerate(self._members):
-            if rank not in self._pulses:
-                self._pulses[rank] = member.actor.pulse.remote(group)
+                self._seen[index] = now
+            elif now - self._seen[index] > self._timeouts.heartbeat_s:
+                raise GangFailed(self._members[index], f"is hung: no heartbeat for {self._timeouts.heartbeat_s:g} s")
+        for index, member in enumerate(self._members):
+            if index not in self._pulses:
+                self._pulses[index] = member.actor.pulse.remote(group)
 
-    def _answer(self, ref: ray.ObjectRef, rank: int) -> Any:
+    def _answer(self, ref: ray.ObjectRef, index: int) -> Any:
         try:
             return ray.get(ref)
         except RayActorError as error:
-            raise GangFailed(self._members[rank], f"died ({telling_line(error)})", error) from None
+            raise GangFailed(self._members[index], f"died ({telling_line(error)})", error) from None
 
     def _report(self, reports: int, progress: Any) -> None:
         if reports <= self._reports:

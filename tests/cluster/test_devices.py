@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from cluster.errors import ChipsBusy
-from cluster.gang.devices import wait_for_chips
+from cluster.errors import ChipsBusy, WrongHost
+from cluster.gang.devices import start_failure, wait_for_chips
 
 HOLD = "import sys, time; held = open(sys.argv[1]); print('held', flush=True); time.sleep(600)"
 
@@ -68,3 +68,40 @@ def test_a_lock_that_is_held_stays(chip):
 
 def test_a_machine_without_chips_is_free(tmp_path):
     free(tmp_path / "vfio0", 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "advice"),
+    [
+        (
+            "FAILED_PRECONDITION: TPU initialization failed: open(/dev/vfio/0): Device or resource busy: Device or "
+            "resource busy; Couldn't open iommu group /dev/vfio/0",
+            ChipsBusy,
+            "another process has the TPU of host 3",
+        ),
+        (
+            "UNKNOWN: TPU initialization failed: open(/dev/accel3): Operation not permitted: Operation not permitted; "
+            "Couldn't open device: /dev/accel3",
+            ChipsBusy,
+            "another process",
+        ),
+        (
+            "ABORTED: The TPU is already in use by process with pid 5130. Not attempting to load libtpu.so",
+            ChipsBusy,
+            "pid 5130",
+        ),
+        ("UNKNOWN: TPU initialization failed: open(/dev/vfio/0): Permission denied", WrongHost, "--privileged"),
+        (
+            "UNKNOWN: TPU initialization failed: Invalid --2a886c8_slice_builder_worker_addresses specified. Expected "
+            "4 worker addresses, got 1.",
+            WrongHost,
+            "all of them must start together",
+        ),
+        ("INTERNAL: something new", WrongHost, "something new; see the host's log"),
+    ],
+)
+def test_what_stops_the_tpu_is_told_apart_and_only_busy_chips_are_worth_another_try(message, kind, advice):
+    error = RuntimeError(f"Unable to initialize backend 'tpu': {message} (set JAX_PLATFORMS='')")
+    failure = start_failure("host 3", error)
+    assert type(failure) is kind
+    assert advice in str(failure)

@@ -1,8 +1,12 @@
 """Programs compiled for TPUs that aren't there, by libtpu's own compiler."""
 
 import dataclasses
+import json
 import math
+import os
 import pickle
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from cluster.slice_spec import SliceSpec
 from kernels.linear import linear
+from tests.conftest import ROOT
 from wan_tpu import GenerationRequest
+from wan_tpu.aot import key
 from wan_tpu.aot.executables import SUFFIX, Executables
 from wan_tpu.aot.programs import AbstractRuntime, stage_programs
 from wan_tpu.errors import DoesNotFit, InvalidInput
@@ -66,6 +72,23 @@ def test_kinds_of_slices_are_known_to_the_compiler(name, devices, device_kind):
 def test_an_unknown_topology_is_refused(v6e_4):
     with pytest.raises(InvalidInput, match="v6e:3x7"):
         dataclasses.replace(v6e_4, topology="v6e:3x7").devices()
+
+
+def test_what_is_compiled_without_chips_has_the_flags_of_a_host_with_chips(v6e_4):
+    """There JAX adds a flag of its own when it is imported; an executable without it would be used on no TPU."""
+    v6e_4.devices()
+    environment = {name: value for name, value in os.environ.items() if name != "LIBTPU_INIT_ARGS"}
+    command = [sys.executable, "-c", "import json, wan_tpu.aot.key as key; print(json.dumps(key.made_by()))"]
+    child = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment | {"JAX_FORCE_TPU_INIT": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "launch_barrier=true" in json.loads(child.stdout)["LIBTPU_INIT_ARGS"]
+    assert key.differences(key.made_by(), json.loads(child.stdout)) == []
 
 
 def layers(x, weights):

@@ -45,7 +45,7 @@ def what(name: str, args: Any, mesh: Mesh, settings: str) -> dict[str, str]:
 def made_by() -> dict[str, str]:
     """Return what makes a program out of that: sources, versions, flags."""
     versions = {package: version(package) for package in PACKAGES}
-    flags = {name: os.environ.get(name, "") for name in ENVIRONMENT}
+    flags = {name: " ".join(os.environ.get(name, "").split()) for name in ENVIRONMENT}
     options = {name: str(getattr(jax.config, name)) for name in OPTIONS}
     return {"source": source_digest(), **versions, **flags, **options}
 

@@ -17,6 +17,9 @@ ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v6e-8",  # must be a valid type; which one is of no consequence
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+# On hosts with chips JAX adds this flag when it is imported (jax/_src/cloud_tpu_init.py). What is compiled elsewhere
+# must have it too, or no TPU would take it for its own.
+_ADDED_BY_JAX = "--xla_tpu_use_enhanced_launch_barrier"
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,9 @@ class DescribedSlice:
             raise InvalidInput("compiling for a TPU needs its compiler: pip install '.[tpu]' (Linux, x86-64)")
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+        if _ADDED_BY_JAX not in flags:
+            os.environ["LIBTPU_INIT_ARGS"] = f"{flags} {_ADDED_BY_JAX}=true".strip()
         try:
             described = topologies.get_topology_desc(
                 platform="tpu", topology_name=self.topology, chips_per_host_bounds=self.host_bounds
