@@ -5,7 +5,8 @@ SIGTERM, which drains the node; one that boots again joins again. The number of 
 scales by itself.
 
 Sources: docs.cloud.google.com/tpu/docs, "Queued resources" and "TPU software versions", for the API and for what a
-TPU VM's metadata says; docs.ray.io for `ray start`.
+TPU VM's metadata says; docs.cloud.google.com/container-optimized-os, "Configure the host firewall", and
+docs.cloud.google.com/artifact-registry, "Set up authentication for Docker"; docs.ray.io for `ray start`.
 """
 
 import shlex
@@ -25,10 +26,11 @@ _START = """\
 # {what}: joins a Ray cluster at every boot. Written by wan-tpu hosts.
 set -euo pipefail
 
-attribute() {{
+metadata() {{
   curl --silent --fail --header 'Metadata-Flavor: Google' \\
-    "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$1"
+    "http://metadata.google.internal/computeMetadata/v1/instance/$1"
 }}
+attribute() {{ metadata "attributes/$1"; }}
 {variables}
 umask 077
 mkdir -p /etc/wan-tpu
@@ -37,14 +39,15 @@ RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN=$(attribute wan-tpu-token)
 {environment}
 EOF
-cat > {unit} <<EOF
+{login}cat > {unit} <<EOF
 [Unit]
 Description=A node of a Ray cluster: {what}
 Requires=docker.service
 After=docker.service network-online.target
 
 [Service]
-ExecStartPre=-/usr/bin/env docker rm --force wan-tpu
+Environment=DOCKER_CONFIG=/etc/wan-tpu/docker
+{log_in}ExecStartPre=-/usr/bin/env docker rm --force wan-tpu
 ExecStart=/usr/bin/env docker run --name wan-tpu --rm --privileged --user root --network host --ipc host \\
   --ulimit nofile=1048576 --env-file /etc/wan-tpu/environment --entrypoint ray {image} \\
   start --block --disable-usage-stats {arguments}
@@ -59,6 +62,26 @@ EOF
 systemctl daemon-reload
 systemctl enable wan-tpu.service
 systemctl restart wan-tpu.service
+"""
+
+# Artifact Registry asks for credentials: the machine's service account has a token, which lasts an hour. There is no
+# gcloud, jq or Python on Container-Optimized OS.
+_LOGIN = """\
+cat > /etc/wan-tpu/login <<'EOF'
+set -euo pipefail
+curl --silent --fail --header 'Metadata-Flavor: Google' \\
+  http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/default/token \\
+  | sed 's/.*"access_token" *: *"\\([^"]*\\)".*/\\1/' \\
+  | docker login --username oauth2accesstoken --password-stdin https://{registry}
+EOF
+"""
+
+# Container-Optimized OS drops what comes in but SSH, also for containers of the host's network, and forgets its rules
+# at every boot.
+_LET_SUBNET_IN = """\
+subnet=$(metadata network-interfaces/0/ip)/$(metadata network-interfaces/0/subnetmask)
+rule="INPUT --protocol tcp --source $subnet --jump ACCEPT"
+iptables --wait --check $rule 2> /dev/null || iptables --wait --insert $rule
 """
 
 
@@ -80,6 +103,12 @@ class Machines:
     def head(self) -> str:
         """The head's name."""
         return f"{self.name}-head"
+
+    @property
+    def registry(self) -> str | None:
+        """The image's registry where it is one of Google's, which asks for the machine's credentials."""
+        host = self.image.partition("/")[0]
+        return host if host.endswith((".pkg.dev", "gcr.io")) else None
 
     @property
     def address(self) -> str:
@@ -111,7 +140,7 @@ def files(layout: Layout, machines: Machines) -> dict[str, str]:
 def head_start(machines: Machines) -> str:
     """Return the head's start-up script. Leaders and drivers run there, too: there is no other machine without TPUs."""
     arguments = f"--head --port {PORT} --dashboard-host 0.0.0.0 --dashboard-port {DASHBOARD}"
-    return _start("the head", machines, "", arguments)
+    return _start("the head", machines, _LET_SUBNET_IN, arguments)
 
 
 def host_start(kind: SliceSpec, machines: Machines) -> str:
@@ -138,8 +167,11 @@ resources='{{"TPU": {kind.chips_per_host}}}'
 
 def _start(what: str, machines: Machines, variables: str, arguments: str) -> str:
     environment = ENVIRONMENT | {"JAX_PLATFORMS": "tpu,cpu"}
+    registry = machines.registry
     return _START.format(
         what=what,
+        login="" if registry is None else _LOGIN.format(registry=registry),
+        log_in="" if registry is None else "ExecStartPre=/usr/bin/env bash /etc/wan-tpu/login\n",
         variables=variables,
         environment="\n".join(f"{name}={value}" for name, value in environment.items()),
         unit=UNIT,

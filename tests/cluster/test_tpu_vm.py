@@ -12,7 +12,7 @@ from cluster.layout import Layout, shipped
 from cluster.provision.tpu_vm import Machines, files
 from tests.conftest import ROOT
 
-MACHINES = Machines("wan", "project", "us-east5-b", "registry/wan-tpu:1")
+MACHINES = Machines("wan", "project", "us-east5-b", "us-docker.pkg.dev/project/wan/wan-tpu:1")
 INSIDE = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
 REAL = [name for name in shipped() if not name.startswith("emulated")]
 LAYOUT = "pools:\n  all: {stages: [a], slice: v5p-16, replicas: {min: 1, max: 2}}\n"
@@ -65,8 +65,9 @@ def test_machines_join_one_cluster_and_leave_it_when_they_are_stopped(tmp_path):
     (tmp_path / "up").mkdir()
     (tmp_path / "work").mkdir()
     overlay = f"mount -t overlay overlay -o lowerdir=/etc,upperdir={tmp_path}/up,workdir={tmp_path}/work /etc"
-    if subprocess.run([*INSIDE, "bash", "-c", f"ip link set lo up && {overlay}"], capture_output=True).returncode:
-        pytest.skip("a network of its own, and an /etc, are for root, with iproute2")
+    probe = f"ip link set lo up && iptables --policy INPUT DROP && {overlay}"
+    if subprocess.run([*INSIDE, "bash", "-c", probe], capture_output=True).returncode:
+        pytest.skip("a network and an /etc of its own are for root, with iproute2 and iptables")
     for name, content in files(Layout.parse(LAYOUT, "tests"), MACHINES).items():
         (tmp_path / name).write_text(content)
     command = [*INSIDE, sys.executable, "-m", "tests.cluster.tpu_vm_machines", str(tmp_path)]
@@ -76,5 +77,5 @@ def test_machines_join_one_cluster_and_leave_it_when_they_are_stopped(tmp_path):
     logs = "".join(f"\n---- {log}\n{log.read_text()[-2000:]}" for log in tmp_path.glob("*.log"))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}{logs}"
     assert "slice-a" in done.stdout
-    assert '"hosts": ["10.0.0.3", "10.0.0.2"]' in done.stdout  # by rank, not by when they came
+    assert '"hosts": ["10.0.0.3", "10.0.0.2"]' in done.stdout  # by worker id, not by when they came
     assert 'left: {"stopped": true}' in done.stdout

@@ -36,6 +36,8 @@ class Metadata(BaseHTTPRequestHandler):
 def boot(machine, script, **own):
     attributes.clear()
     attributes.update({"wan-tpu-token": TOKEN, "wan-tpu-head": "10.0.0.1"} | own)
+    attributes.update({"ip": machine, "subnetmask": "255.255.255.0"})
+    attributes["token"] = '{"access_token":"ya29.of-the-account","expires_in":3599,"token_type":"Bearer"}'
     environment = os.environ | {"PATH": f"{SHIMS}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment |= {"MACHINE": machine, "FOLDER": str(FOLDER)}
     subprocess.run(["bash", FOLDER / script], env=environment, check=True)
@@ -58,6 +60,17 @@ def wait_for(condition, what):
 subprocess.run("ip link set lo up; ip addr add 169.254.169.254/32 dev lo", shell=True, check=True)
 for number in range(1, 4):
     subprocess.run(["ip", "addr", "add", f"10.0.0.{number}/32", "dev", "lo"], check=True)
+# The head's Container-Optimized OS lets SSH in, and what it has asked for; the hosts' images let in what comes.
+COS = """
+iptables --append INPUT --match conntrack --ctstate ESTABLISHED,RELATED --jump ACCEPT
+iptables --append INPUT --source 127.0.0.0/8 --jump ACCEPT
+iptables --append INPUT --source 10.0.0.1 --destination 10.0.0.1 --jump ACCEPT
+iptables --append INPUT --destination 169.254.169.254 --jump ACCEPT
+iptables --append INPUT --protocol tcp --dport 22 --jump ACCEPT
+iptables --append INPUT --destination 10.0.0.2/31 --jump ACCEPT
+iptables --policy INPUT DROP
+"""
+subprocess.run(["bash", "-ec", COS], check=True)
 overlay = f"lowerdir=/etc,upperdir={FOLDER}/up,workdir={FOLDER}/work"
 subprocess.run(["mount", "-t", "overlay", "overlay", "-o", overlay, "/etc"], check=True)
 Path("/tmp/ray").mkdir(exist_ok=True)
