@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
-from actors.storage.opening import absolute
+from actors.storage.opening import absolute, open_storage
 from cluster.connect import connect
 from cluster.emulation.cluster import STATE, EmulatedCluster, default_folder
 from cluster.errors import ClusterNotFound, LayoutError
@@ -197,7 +197,9 @@ def pipeline_spec(layout: Layout, settings: PipelineSettings, *, lasting: bool =
 def settings_from(
     args: argparse.Namespace, address: str, snapshots: str | None = None
 ) -> tuple[Layout, PipelineSettings]:
-    """Return layout and settings of a pipeline without a look at its checkpoint; raises `InvalidInput`, `LayoutError`.
+    """Return layout and settings of a pipeline without a look at its checkpoint.
+
+    Raises `InvalidInput`, `LayoutError`, and `StorageError` for a folder of this machine that can't be written to.
 
     snapshots  where states are kept unless told; without it a folder of this machine, if the cluster is there too
     """
@@ -210,6 +212,8 @@ def settings_from(
         if not is_here(args, address):
             raise InvalidInput("--snapshots is missing; give a folder or gs://bucket/prefix that every host reaches")
         snapshots = absolute(str(args.folder / "snapshots"))
+    if args.snapshots is not None and "://" not in snapshots and is_here(args, address):
+        open_storage(snapshots).probe()
     if args.snapshot_every < 1:
         raise InvalidInput(f"--snapshot_every is {args.snapshot_every}; allowed are 1 and more")
     sizes = [read_size_with_frames("--warm_up", size) for size in args.warm_up]

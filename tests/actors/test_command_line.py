@@ -104,6 +104,14 @@ def test_advice_to_start_a_cluster_works_as_it_is_typed(argv, tmp_path, capsys, 
     assert not folder.exists()
 
 
+def test_snapshots_that_can_t_be_kept_are_refused_before_a_pipeline_is_brought_up(tmp_path, capsys):
+    state = {"temp": str(tmp_path / "ray"), "address": "127.0.0.1:1", "dashboard": None}
+    (tmp_path / "cluster.json").write_text(json.dumps(state))
+    given = ["--folder", str(tmp_path), "--address", "127.0.0.1:1", "--snapshots", "/proc/x"]
+    assert main(["serve", *BRINGS_UP, *given]) in (1, 2)
+    assert "can't write" in capsys.readouterr().err.splitlines()[-1]
+
+
 class Started:
     address = dashboard = "127.0.0.1:1"
 
