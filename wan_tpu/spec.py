@@ -173,25 +173,16 @@ class ModelSpec(abc.ABC):
         """How the model's residuals change, of each schedule that it was measured for: by them MagCache decides."""
         return ()
 
-    @property
-    def curve(self) -> Curve | None:
-        """The curve of the model's own schedule: what a request takes that says nothing of steps."""
-        return self._own_curve(self.defaults.shift, self.defaults.solver)
-
-    def _own_curve(self, shift: float, solver: str) -> Curve | None:
-        """Return the curve of a shift; it is of one boundary between experts and one solver, too."""
-        schedule = (None, shift, self.boundary_ratio, solver)
-        holding = (c for c in self.curves if (c.sigmas, c.shift, c.boundary, c.solver) == schedule)
-        return next(holding, None)
-
     def _curve_of(self, request: ResolvedRequest) -> Curve | None:
         """Return the curve that holds for a request's schedule."""
         if request.sigmas is None:
-            return self._own_curve(request.shift, request.solver)
+            schedule = (None, request.shift, self.boundary_ratio, request.solver)
+            of_shift = (c for c in self.curves if (c.sigmas, c.shift, c.boundary, c.solver) == schedule)
+            return next(of_shift, None)
         experts = self.experts(request)
-        schedule = (request.sigmas, experts[1].start if len(experts) > 1 else None, request.solver)
-        holding = (curve for curve in self.curves if (curve.sigmas, curve.first_low, curve.solver) == schedule)
-        return next(holding, None)
+        first_low = experts[1].start if len(experts) > 1 else None
+        given = (request.sigmas, first_low, request.solver)
+        return next((c for c in self.curves if (c.sigmas, c.first_low, c.solver) == given), None)
 
     def skipped(self, request: ResolvedRequest) -> np.ndarray | None:
         """Return which branches of which steps reuse what was computed before, bool [S, 2]; None without a cache."""

@@ -238,7 +238,7 @@ class Model(abc.ABC):
         """Return what the transformer predicts, guided, float32 [1, C, T, H, W]."""
 
     def residual_shape(self, mesh: Mesh, branches: int, latent_shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return shape and sharding of what the blocks add to the tokens; asked for where the model has a `curve`."""
+        """Return shape and sharding of what the blocks add to the tokens; asked for where the model has `curves`."""
         raise NotImplementedError
 
     def cached_velocity(
@@ -249,7 +249,7 @@ class Model(abc.ABC):
         given: StepInputs,
         reuse: tuple[jax.Array, jax.Array | None] | None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return `velocity`, and what the blocks added; asked for where the model has a `curve`.
+        """Return `velocity`, and what the blocks added; asked for where the model has `curves`.
 
         reuse  what they added before (`residual_shape`), and of which branches that is taken, bool [B]; None: of all,
                and no block is computed

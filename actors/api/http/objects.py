@@ -176,7 +176,7 @@ class Model(_Object):
     aliases: list[str]
     """Other names that `model` may have."""
     cache: str | None
-    """What `cache` may be, with its usual settings; null where the model has no cache."""
+    """What `cache` may be, with its usual settings; null where the model has none. It may need a preset."""
     presets: list[PresetModel]
     """Named ways to sample."""
     loras: list[str]
@@ -310,7 +310,7 @@ def model(settings: ServiceSettings, spec: ModelSpec, created: int) -> Model:
         solvers=list(spec.solvers),
         largest=[{"size": f"{w}x{h}", "num_frames": n} for h, w, n in settings.largest] or None,
         aliases=list(settings.aliases),
-        cache=None if spec.curve is None else str(spec.curve.usual),
+        cache=next((str(curve.usual) for curve in spec.curves), None),
         presets=[_preset(name, preset) for name, preset in settings.catalogue.presets(spec).items()],
         loras=list(settings.catalogue.adapters),
     )
