@@ -3,7 +3,7 @@
 
     make demo
     wan-tpu cluster up --emulate emulated-demo
-    wan-tpu serve --layout emulated-demo --model_id examples/small-wan2.2-i2v --dtype float32
+    wan-tpu serve --layout emulated-demo --model examples/small-wan2.2-i2v --dtype float32
     python scripts/film_page.py --output docs/demo.webp
 
 Needs Chromium. Time is cut: a picture each time that the page has changed, then the video at its own pace.

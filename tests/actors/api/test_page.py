@@ -137,7 +137,7 @@ def test_from_the_prompt_to_the_video(page, worker, engine):
     assert page.evaluate("document.querySelector('article video').muted")
     page.get_by_role("heading", name="New video").hover()
     sync_api.expect(card.locator("video")).to_have_count(0)
-    play.click()
+    play.press("Enter")
     plays(page)
     assert page.evaluate("document.querySelector('#viewer video').videoWidth") == 96
     viewer = page.get_by_role("dialog", name="A cat looks up")
@@ -162,6 +162,7 @@ def test_from_the_prompt_to_the_video(page, worker, engine):
     sync_api.expect(page.get_by_text("Nothing here yet.")).to_be_visible()
 
 
+@pytest.mark.long
 def test_arrows_walk_through_the_videos(page, worker):
     for prompt in ("First", "Second", "Third"):
         card = ask(page, prompt)
@@ -212,6 +213,7 @@ def test_an_example_is_there_and_its_image_comes_back(page, worker, engine):
     assert engine.asked[1].image.tobytes() == first.tobytes()
 
 
+@pytest.mark.long
 def test_failed_and_cancelled_videos_fold_away_and_are_retried(page, worker, engine):
     engine.go.clear()
     cancelled = ask(page, "Never mind")
@@ -322,10 +324,10 @@ def test_the_page_is_made_for_the_model(browser, settings, model, parts, image, 
         size, follows = page.get_by_role("combobox", name="Size"), preset_spec(model).follows_image
         assert (size.input_value() == "" and "As the image" in size.inner_text()) == follows
         if image:
-            ask(page, "Without one")
+            page.get_by_label("Prompt", exact=True).fill("Without one")
+            page.get_by_role("button", name="Make video").click()
             said = error_of(page, page.locator("[name=input_reference]"))
             sync_api.expect(said).to_have_text("This model starts from an image: add one.")
-            page.locator("#ask details").evaluate("fold => { fold.open = false; }")
         assert page.get_by_label("Frames", exact=True).get_attribute("step") == str(preset_spec(model).frame_step)
         page.get_by_text("Fine-tuning").click()
         for label in ("Guidance", "Guidance, high noise", "Guidance, low noise", "Shift"):
@@ -381,7 +383,7 @@ def test_older_ones_take_the_focus(page, http):
         create(http, prompt=f"video {number}.")
     page.get_by_role("button", name="Older ones").press("Enter")
     sync_api.expect(page.locator("article")).to_have_count(26)
-    sync_api.expect(page.get_by_role("button", name="Reuse: video 1.")).to_be_focused()
+    sync_api.expect(page.get_by_role("button", name="Cancel: video 1.")).to_be_focused()
 
 
 def test_names_say_of_which_video(page):
