@@ -92,6 +92,6 @@ def measured(pipe: "Pipeline", request: "ResolvedRequest", seeds: int) -> dict[s
             state = run.state
     first_low = experts[1].start if len(experts) > 1 else None
     curve = [[round(float(value), 5) for value in pair] for pair in ratios]
-    of = {} if request.sigmas is None else {"sigmas": list(request.sigmas)}
+    of: dict[str, Any] = {} if request.sigmas is None else {"sigmas": list(request.sigmas)}
     of |= {"shift": request.shift, "boundary": spec.boundary_ratio, "solver": request.solver}
     return {"ratios": curve, "first_low": first_low} | of

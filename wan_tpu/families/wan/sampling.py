@@ -13,6 +13,8 @@ The curves were measured by the authors of MagCache (github.com/Zehong-Ma/MagCac
 prompt's branch. Beside each stand the settings that it was published with.
 """
 
+from typing import Any
+
 from wan_tpu.families.wan import presets
 from wan_tpu.lora import Lora
 from wan_tpu.request import Preset
@@ -78,7 +80,7 @@ def original(name: str) -> dict[str, Preset]:
     if name not in ORIGINAL_SHIFTS:
         return {}
     published = dict(zip(presets.FIELDS, presets.SAMPLING[name], strict=True))
-    settings = {key: published[key] for key in ("steps", "guidance_scale", "guidance_scale_2")}
+    settings: dict[str, Any] = {key: published[key] for key in ("steps", "guidance_scale", "guidance_scale_2")}
     settings |= {"shift": ORIGINAL_SHIFTS[name], "solver": "unipc"}
     repository = f"https://github.com/Wan-Video/{name.partition('-')[0].title()}"
     return {"original": Preset("the settings of Wan's own program", repository, tuple(settings.items()))}
