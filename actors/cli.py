@@ -7,15 +7,17 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cluster.errors import ClusterError
+from cluster.layout import shipped
 from wan_tpu.cli import run
 from wan_tpu.commands.parser import Parser, all_actions, parser_of
 from wan_tpu.versions import summary
 
 # command -> module, function in it, what it does
 COMMANDS = {
+    "doctor": ("actors.commands.doctor", "doctor", "check this machine's chips, kernels, network and disk"),
     "generate": ("wan_tpu.commands.generate", "generate", "make one video from a prompt and, where it can, an image"),
     "models": ("wan_tpu.commands.models", "models", "list the published models, and what each makes"),
     "layouts": ("actors.commands.layouts", "layouts", "list the layouts that come with this: slices, chips, models"),
@@ -73,15 +75,19 @@ def completion(argv: Sequence[str]) -> None:
 
     import shtab
 
+    # In bash a layout is a shipped one's name, or a file.
+    function = f"_wan_tpu_layouts() {{ compgen -W '{' '.join(shipped())}' -- $1; compgen -f -- $1; }}"
+    layouts = {**shtab.FILE, "bash": "_wan_tpu_layouts", "preamble": {"bash": function}}
     whole = _parser(lambda prog, of: parser_of(command(of)))
     for action in all_actions(whole):
         if action.choices is None and action.nargs != 0 and action.type not in (int, float):
-            action.complete = shtab.FILE  # type: ignore[attr-defined]
+            names_layout = action.dest in ("layout", "emulate")
+            action.complete = layouts if names_layout else shtab.FILE  # type: ignore[attr-defined]
     print(shtab.complete(whole, args.shell))
 
 
-def _parser(parser_class: Callable[..., Parser]) -> Parser:
-    """Return the parser of all commands; parser_class makes that of one, from (prog, of)."""
+def _parser(parser_class: Any) -> Parser:
+    """Return the parser of all commands; parser_class, a function, makes that of one from (prog, of)."""
     about = "Video generation on TPUs. It runs on CPUs, too; CUDA is not tried."
     parser = Parser(prog="wan-tpu", description=about)
     parser.add_argument("--version", action="version", version=summary(), help="show the versions and exit")

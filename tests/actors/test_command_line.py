@@ -215,6 +215,7 @@ def test_bash_completes_commands_options_and_values(capsys, tmp_path):
         (["generate", "--prec"], "--precision"),
         (["plan", "--model", "wan2.2-i"], "wan2.2-i2v-a14b"),
         (["cluster", "do"], "down"),
+        (["cluster", "up", "--emulate", "emulated-d"], "emulated-demo"),
         (["generate", "--image", str(ROOT / "examples" / "ca")], str(ROOT / "examples" / "cat.png")),
     ):
         found = subprocess.run(["bash", "--norc", "-c", script, *words], capture_output=True, text=True, check=True)

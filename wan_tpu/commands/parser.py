@@ -33,7 +33,9 @@ class Parser(argparse.ArgumentParser):
         """Return the arguments that aren't their defaults, by name."""
         return {name: value for name, value in vars(args).items() if value != self.get_default(name)}
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]  # it is overloaded by the type of the namespace
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> Any:
         """Parse as `ArgumentParser` does; an option that isn't known is refused before one that is missing."""
         if _only_built.get():
             raise _Built(self)
@@ -118,9 +120,9 @@ def add_precision(to: argparse._ActionsContainer, default: str | None = "bfloat1
         choices=PRECISIONS,
         default=default,
         metavar="PRECISION",
-        help=f"{about or 'of weights and activations'}: {', '.join(PRECISIONS)}; int8 (v5e, v5p, v6e) and float8 (v7x): the linear layers of "
-        "transformers in 8 bits, all else in bfloat16; with -attention its logits, too; "
-        f"default {default or 'bfloat16'}",
+        help=f"{about or 'of weights and activations'}: {', '.join(PRECISIONS)}; int8 (v5e, v5p, v6e) and "
+        "float8 (v7x): the linear layers of transformers in 8 bits, all else in bfloat16; with -attention its logits, "
+        f"too; default {default or 'bfloat16'}",
     )
 
 
