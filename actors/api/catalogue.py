@@ -47,6 +47,11 @@ class Catalogue:
                     raise InvalidInput(f"--lora {name}={lora}: {spec.name} has one expert; leave @{lora.expert} out")
         return Catalogue(found)
 
+    @property
+    def files(self) -> tuple[Lora, ...]:
+        """All adapters' files."""
+        return tuple(lora for loras in self.adapters.values() for lora in loras)
+
     def loras(self, used: Sequence[Mapping[str, Any]]) -> tuple[Lora, ...]:
         """Return the files of adapters, each {"name", "scale"}; raises `InvalidRequest` for what isn't offered."""
         found = []

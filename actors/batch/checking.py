@@ -1,10 +1,9 @@
 """A manifest's requests planned, and their adapters looked at before anything is computed."""
 
 import contextlib
-import os
-import sys
 from pathlib import Path
 
+from wan_tpu.adapters.checking import check
 from wan_tpu.errors import Unavailable
 from wan_tpu.identity import identify
 from wan_tpu.lora import Lora
@@ -36,10 +35,5 @@ class CheckingPlanner:
 
     def _check(self, lora: Lora) -> None:
         here = Path(lora.path).exists() or (lora.path.startswith("gs://") and identify(lora.path) is not None)
-        if not here:
-            return
-        if "jax" not in sys.modules:  # this computes nothing: accelerators of this machine are for the slices
-            os.environ["JAX_PLATFORMS"] = "cpu"
-        from wan_tpu.adapters.checking import check  # torch and JAX take seconds
-
-        check(self._checkpoint, [lora])
+        if here:
+            check(self._checkpoint, [lora])

@@ -12,6 +12,7 @@ from actors.commands.arguments import gcs_address, join, pipeline_spec, settings
 from actors.commands.serve_arguments import NONE, serve_parser, service_settings
 from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
+from wan_tpu.adapters.checking import check
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
 
@@ -60,10 +61,7 @@ def _up(args: argparse.Namespace) -> str:
         service = dataclasses.replace(service, catalogue=service.catalogue.for_model(spec.model))
         if service.catalogue.adapters:
             live.tell("reading the adapters")
-            os.environ["JAX_PLATFORMS"] = "cpu"  # this machine's accelerators, if it has some, are the slices'
-            from wan_tpu.adapters.checking import check
-
-            check(settings.checkpoint, [lora for loras in service.catalogue.adapters.values() for lora in loras])
+            check(settings.checkpoint, service.catalogue.files)
         join(args)
         deploy_service(service, spec, host=args.host, port=args.port, ingresses=args.ingresses, tell=live.tell)
     host = f"[{args.host}]" if ":" in args.host else args.host

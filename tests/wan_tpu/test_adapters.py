@@ -6,16 +6,19 @@ import json
 import os
 import random
 import re
+from types import SimpleNamespace
 
 import diffusers
 import numpy as np
 import pytest
 import torch
 
+from actors.api.catalogue import Catalogue
 from actors.batch.checking import CheckingPlanner
 from actors.batch.manifest import read_manifest
 from actors.batch.one_process import OneProcessEngine
 from actors.cli import main
+from actors.commands import serve_config
 from tests.conftest import denoised
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.test_parity import PIXEL_TOLERANCE
@@ -632,6 +635,11 @@ def test_adapters_are_checked_before_anything_is_computed(checkpoint, pipeline, 
     read_lines = read_manifest(manifest, CheckingPlanner(pipe.runtime.model.spec, str(model)))
     assert [bad.line for bad in read_lines.bad] == [1, 4]
     assert "another model" in read_lines.bad[0].reason
+    settings = SimpleNamespace(catalogue=Catalogue({"far": (Lora(path),)}))
+    spec = SimpleNamespace(settings=SimpleNamespace(checkpoint=str(model)))
+    monkeypatch.setattr(serve_config, "_service", lambda args: (settings, spec))
+    with pytest.raises(InvalidRequest, match="another model"):
+        serve_config.worker({})
 
 
 class Stopped(BaseException):

@@ -1,33 +1,44 @@
 """Whether adapters fit a model, found out without its weights."""
 
 import functools
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import jax
-import numpy as np
-from jax.sharding import Mesh
-
-from wan_tpu.adapters.adapter import Targets
-from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families.model import open_model
 from wan_tpu.lora import Lora
-from wan_tpu.runtime.components import abstract_component
-from wan_tpu.runtime.mesh import AXES
+
+if TYPE_CHECKING:
+    from wan_tpu.adapters.adapter import Targets
 
 
-def check(checkpoint: str, loras: Sequence[Lora]) -> None:
+def check(checkpoint: str, loras: Iterable[Lora]) -> None:
     """Read adapters' files; raises `InvalidRequest` naming the tensors that don't fit the model's experts."""
-    targets = _targets(checkpoint)
     for lora in loras:
-        for stage in targets:
+        if (
+            "jax" not in sys.modules
+        ):  # nothing is computed: accelerators of this machine, if it has some, are for others
+            os.environ["JAX_PLATFORMS"] = "cpu"
+        for stage, targets in _targets(checkpoint).items():
             if lora.is_for(stage):
-                targets[stage].read(lora.path)
+                targets.read(lora.path)
                 break  # the other expert has the same shapes
 
 
 @functools.lru_cache(1)
-def _targets(checkpoint: str) -> dict[str, Targets]:
+def _targets(checkpoint: str) -> dict[str, "Targets"]:
     """Return what adapters may change of each of a model's experts."""
+    # Here, since JAX and torch take seconds, and JAX reads the environment when it is imported.
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    from wan_tpu.adapters.adapter import Targets
+    from wan_tpu.checkpoint import Checkpoint
+    from wan_tpu.families.model import open_model
+    from wan_tpu.runtime.components import abstract_component
+    from wan_tpu.runtime.mesh import AXES
+
     model = open_model(Checkpoint(checkpoint))
     mesh = Mesh(np.array(jax.local_devices(backend="cpu")[:1]).reshape(1, 1, 1), AXES)
     components = {stage: model.components[stage] for stage in model.spec.denoise_stages}
