@@ -28,10 +28,11 @@ ACTORS: dict[str, set[str]] = {
     "batch": {"errors", "engine", "storage", "observe", "interrupts", "pipeline_spec"},
     "jobs": {"errors", "storage"},
     "planning": set(),
+    "doctor": {"planning"},
     "api": {"errors", "engine", "storage", "observe", "slices", "pipeline", "jobs", "pipeline_spec"},
     "commands": {
         "errors", "engine", "interrupts", "storage", "observe", "slices", "pipeline", "batch", "jobs", "api",
-        "pipeline_spec",
+        "pipeline_spec", "doctor",
     },
     "provision": {"commands"},
     "cli": {"errors", "interrupts", "commands"},

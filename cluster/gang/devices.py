@@ -8,7 +8,7 @@ import glob
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from cluster.errors import ChipsBusy, SliceError, WrongHost
@@ -44,14 +44,19 @@ def wait_for_chips(timeout_s: float, devices: Sequence[str] = DEVICES, lockfile:
     Call it before JAX is imported: libtpu would fail, and JAX go on on the CPU. Raises `ChipsBusy` with who has one.
     """
     until = time.monotonic() + timeout_s
-    while holders := _holders({os.path.realpath(path) for pattern in devices for path in glob.glob(pattern)}):
+    while found := holders(map(os.path.realpath, device_files(devices))):
         if time.monotonic() > until:
-            pid, path = next(iter(holders.items()))
+            pid, path = next(iter(found.items()))
             raise ChipsBusy(f"process {pid} ({_command(pid)}) has {path} still, {timeout_s:g} s on; end it")
         time.sleep(POLL_S)
-    if not _holders({os.path.realpath(lockfile)}):
+    if not holders([os.path.realpath(lockfile)]):
         with contextlib.suppress(OSError):  # there is none, or another user's
             os.unlink(lockfile)
+
+
+def device_files(patterns: Sequence[str] = DEVICES) -> list[str]:
+    """Return the device files of this machine's chips."""
+    return sorted(path for pattern in patterns for path in glob.glob(pattern))
 
 
 def start_failure(place: str, error: Exception) -> SliceError:
@@ -71,14 +76,14 @@ def start_failure(place: str, error: Exception) -> SliceError:
     return WrongHost(f"JAX can't start the TPU of {place}: {reason}; {advice}")
 
 
-def _holders(paths: set[str]) -> dict[int, str]:
-    """Return the other processes that have one of these files open, and which. Those of other users aren't seen."""
-    found: dict[int, str] = {}
+def holders(paths: Iterable[str]) -> dict[int, str]:
+    """Return which of these files other processes have open, by process id. Those of other users aren't seen."""
+    files, found = set(paths), dict[int, str]()
     for folder in Path("/proc").glob("[0-9]*/fd"):
         pid = int(folder.parent.name)
         if pid != os.getpid():
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                held = paths & {os.readlink(file) for file in folder.iterdir()}
+                held = files & {os.readlink(file) for file in folder.iterdir()}
                 found |= dict.fromkeys([pid], min(held)) if held else {}
     return found
 

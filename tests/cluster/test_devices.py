@@ -97,7 +97,7 @@ def test_a_machine_without_chips_is_free(tmp_path):
             WrongHost,
             "all of them must start together",
         ),
-        ("INTERNAL: something new", WrongHost, "something new; see the host's log"),
+        ("INTERNAL: something new", WrongHost, "see the host's log"),
     ],
 )
 def test_what_stops_the_tpu_is_told_apart_and_only_busy_chips_are_worth_another_try(message, kind, advice):

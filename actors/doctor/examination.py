@@ -1,0 +1,94 @@
+"""All checks in their order, what they say, and the bundle that is attached to an issue."""
+
+import dataclasses
+import functools
+import importlib
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.doctor.finding import Finding, Machine
+from actors.doctor.host import variables
+from actors.doctor.jax_start import NoDevices
+from wan_tpu.versions import versions
+
+# Part -> the module and function that check it, and what it is about. JAX starts in the second.
+PARTS = {
+    "host": ("host", "check_host", "the machine"),
+    "jax": ("jax_start", "check_start", "JAX and its devices"),
+    "rates": ("rates", "check_rates", "what a device can do"),
+    "collectives": ("collectives", "check_collectives", "what devices send each other"),
+    "kernels": ("kernels", "check_kernels", "kernels against plain operations"),
+    "model": ("small_model", "check_small_model", "a small model, from text to pixels"),
+    "executables": ("executables", "check_executables", "programs that were compiled ahead of time"),
+    "mp4": ("small_model", "check_mp4", "encoding"),
+}
+_UNEXPECTED = "this check failed in a way that nobody foresaw: attach the report to an issue"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A group of findings, and how long they took."""
+
+    name: str
+    about: str
+    findings: tuple[Finding, ...]
+    seconds: float
+
+
+def examine(machine: Machine, parts: Sequence[str], on_finding: Callable[[str, Finding], object]) -> list[Part]:
+    """Run checks, one part after the other; whatever one of them raises is a finding of its own.
+
+    Args:
+        machine: what is checked; it is completed on the way
+        parts: of `PARTS`; "jax" is run in any case where one of them needs devices
+        on_finding: is told each finding, with its part's name, as soon as it is there
+    """
+    wanted = [name for name in PARTS if name in parts or (name == "jax" and set(parts) - {"host", "jax", "mp4"})]
+    done = []
+    for name in wanted:
+        part = _examine_part(name, machine, functools.partial(on_finding, name))
+        done.append(part)
+        if name == "jax" and not machine.devices:
+            break
+    return done
+
+
+def _examine_part(name: str, machine: Machine, on_finding: Callable[[Finding], object]) -> Part:
+    start, findings = time.perf_counter(), list[Finding]()
+
+    def add(finding: Finding) -> None:
+        findings.append(finding)
+        on_finding(finding)
+
+    module, function, about = PARTS[name]
+    try:
+        check = getattr(importlib.import_module(f"actors.doctor.{module}"), function)
+        for finding in check(machine):
+            add(finding)
+    except NoDevices as error:
+        add(Finding("start", str(error), "fail", "devices", "nothing else can be checked before JAX starts"))
+    except Exception as error:
+        figures = {"traceback": traceback.format_exc()}
+        add(Finding(name, f"{type(error).__name__}: {error}", "fail", "", _UNEXPECTED, figures))
+    return Part(name, about, tuple(findings), time.perf_counter() - start)
+
+
+def write_bundle(path: Path, machine: Machine, parts: Sequence[Part]) -> None:
+    """Write everything as JSON: versions, flags, findings with their figures. No secret and no prompt is in it."""
+    bundle: dict[str, Any] = {
+        "wan_tpu_doctor": 1,
+        "versions": versions(),
+        "environment": variables(),
+        "devices": {"kind": machine.kind, "count": machine.devices, "rehearsal": machine.is_rehearsal},
+        "parts": [dataclasses.asdict(part) for part in parts],
+    }
+    path.write_text(json.dumps(bundle, indent=1))
+
+
+def problems(parts: Sequence[Part]) -> Iterator[Finding]:
+    """Yield what is wrong or slow."""
+    return (finding for part in parts for finding in part.findings if finding.verdict in ("fail", "warn"))

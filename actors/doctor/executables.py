@@ -1,0 +1,101 @@
+"""Whether programs that were compiled ahead of time are used: made here, and made on a machine without chips."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from actors.doctor.finding import Finding, Machine
+from wan_tpu.aot.executables import Executables
+from wan_tpu.runtime.mesh import AXES, replicated
+from wan_tpu.runtime.program import Program, place
+
+_LOG = "wan_tpu.aot.executables"
+_ADVICE = "every start compiles again, for minutes: give both machines the same packages and flags"
+
+
+def check_executables(machine: Machine) -> Iterator[Finding]:
+    """Yield whether a program that another process has compiled is loaded, and if not why."""
+    yield load("compiled here", machine.folder / "here", _compile_elsewhere(machine.folder / "here", ""))
+    if machine.chip is not None:
+        kind = f"{machine.chip.name}-{max(machine.chip.one_host_chips)}"
+        folder = machine.folder / "elsewhere"
+        yield load("compiled without chips", folder, _compile_elsewhere(folder, kind))
+
+
+def compile_to(folder: Path, kind: str) -> None:
+    """Compile the program for a described slice (this machine's own devices without one) and store it."""
+    if kind:
+        from actors.planning.described import described
+        from cluster.slice_spec import SliceSpec
+
+        devices = described(SliceSpec(kind)).devices()
+    else:
+        devices = jax.devices()
+    mesh = _mesh(devices)
+    x = jax.ShapeDtypeStruct((8, 128), np.float32, sharding=replicated(mesh))
+    _program(folder, mesh, save=True).compile(x)
+
+
+def _compile_elsewhere(folder: Path, kind: str) -> str:
+    """Have another process compile the program; return what it said where it failed."""
+    environment = os.environ | ({"JAX_PLATFORMS": "cpu"} if kind else {})
+    command = [sys.executable, "-m", __name__, json.dumps([str(folder), kind])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    lines = done.stderr.strip().splitlines() or ["no message"]
+    return "" if done.returncode == 0 else lines[-1]
+
+
+def load(name: str, folder: Path, failure: str = "") -> Finding:
+    """Return whether the program in a folder is used; failure: what kept another process from making it."""
+    if failure:
+        return Finding(name, f"it could not be made: {failure}", "fail", "a file", "attach this report to an issue")
+    mesh, reasons = _mesh(jax.devices()), _Reasons()
+    logging.getLogger(_LOG).addHandler(reasons)
+    try:
+        program = _program(folder, mesh, save=False)
+        result = np.asarray(program(place(np.ones((8, 128), np.float32), mesh)))
+    finally:
+        logging.getLogger(_LOG).removeHandler(reasons)
+    right = bool((result == 129).all())
+    used = program.compile_s == 0
+    return Finding(
+        name,
+        "used" if used and right else "used, with a wrong result" if used else f"not used: {'; '.join(reasons.lines)}",
+        "ok" if used and right else "fail",
+        "used",
+        "" if used and right else _ADVICE,
+    )
+
+
+def _mesh(devices: list[jax.Device]) -> Mesh:
+    return Mesh(np.array(devices[:1]).reshape(1, 1, 1), AXES)
+
+
+def _program(folder: Path, mesh: Mesh, *, save: bool) -> Program:
+    stored = Executables(folder, "doctor", save=save)
+    return Program(lambda x: x @ x.T @ x / x.shape[0] + 1, mesh, exact=True, name="doctor", executables=stored)
+
+
+class _Reasons(logging.Handler):
+    """Keeps why a stored program isn't used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line of the log."""
+        self.lines.append(record.getMessage().partition("is used: ")[2])
+
+
+if __name__ == "__main__":
+    _folder, _kind = json.loads(sys.argv[1])
+    compile_to(Path(_folder), _kind)

@@ -1,0 +1,76 @@
+"""What a check has found, and the machine that is checked."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from cluster.chips import CHIPS, Chip
+
+Verdict = Literal["ok", "info", "warn", "fail"]
+
+# What JAX calls a device, by generation of TPU.
+_KINDS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at
+        measured: what it is
+        verdict: "fail" where videos would be wrong or not made, "warn" where they would be slow
+        expected: what it should be, where that is known
+        advice: what to do about it
+        figures: the numbers behind it, for the bundle
+    """
+
+    name: str
+    measured: str
+    verdict: Verdict = "info"
+    expected: str = ""
+    advice: str = ""
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Machine:
+    """What is checked.
+
+    Attributes:
+        folder: where files may be written: on the disk that weights go to
+        is_rehearsal: whether CPU devices stand in for chips; sizes are small then, and kernels are interpreted
+        kind: what JAX calls a device, once it has started
+        devices: how many devices it has
+    """
+
+    folder: Path
+    is_rehearsal: bool = False
+    kind: str = ""
+    devices: int = 0
+
+    @property
+    def chip(self) -> Chip | None:
+        """The generation of its TPU; None where it has none that is known."""
+        return CHIPS.get(_KINDS.get(self.kind, ""))
+
+
+def compare(name: str, unit: str, value: float, peak: float | None, share: float, advice: str) -> Finding:
+    """Return a finding about a rate.
+
+    Args:
+        name: what was measured
+        unit: of the rate
+        value: the rate
+        peak: what the hardware is published to do; None where that isn't known
+        share: the part of it below which something is wrong
+        advice: what to do then
+    """
+    figures = {"value": value, "unit": unit, "peak": peak}
+    if peak is None:
+        return Finding(name, f"{value:.3g} {unit}", figures=figures)
+    fine = value >= share * peak
+    measured = f"{value:.3g} {unit}, {value / peak:.0%} of its peak"
+    expected = f"at least {share:.0%} of {peak:.3g}"
+    return Finding(name, measured, "ok" if fine else "warn", expected, "" if fine else advice, figures)

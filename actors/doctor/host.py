@@ -1,0 +1,135 @@
+"""The machine itself: where it runs, what it has, and who uses its chips. Nothing of JAX is imported."""
+
+import os
+import resource
+import shutil
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from actors.doctor.finding import Finding, Machine
+from cluster.gang.devices import LOCKFILE, device_files, holders
+
+METADATA = "http://169.254.169.254/computeMetadata/v1/instance"
+HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+MIB, GIB = 2**20, 2**30
+_METADATA_S = 0.5
+_VARIABLES = ("TPU_", "LIBTPU_", "XLA_", "JAX_", "RAY_")
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+def check_host(machine: Machine) -> Iterator[Finding]:
+    """Yield what is found about machine, memory, devices and disk."""
+    yield from _look_at_metadata()
+    yield from _look_at_memory()
+    yield from _look_at_devices()
+    yield from _look_at_variables()
+    yield _write_to_disk(machine)
+
+
+def variables() -> dict[str, str]:
+    """Return the environment variables that decide what JAX, libtpu and Ray do; none that is a secret."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_VARIABLES) and not any(word in name for word in _SECRET)
+    }
+
+
+def worker_number() -> int | None:
+    """Return which worker of its TPU slice a TPU VM is; None elsewhere."""
+    number = _metadata("attributes/agent-worker-number") or os.environ.get("TPU_WORKER_ID")
+    return int(number) if number and number.isdigit() else None
+
+
+def _metadata(path: str) -> str | None:
+    request = urllib.request.Request(f"{METADATA}/{path}", headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=_METADATA_S) as answer:
+            return answer.read().decode()
+    except (OSError, ValueError):
+        return None
+
+
+def _look_at_metadata() -> Iterator[Finding]:
+    machine = _metadata("machine-type")
+    if machine is None:
+        yield Finding("machine", f"{os.cpu_count()} cores, not on Google Cloud")
+        return
+    kind = _metadata("attributes/accelerator-type")
+    names = [machine.rpartition("/")[2], *([kind] if kind else [])]
+    yield Finding("machine", f"{', '.join(names)}, {os.cpu_count()} cores", figures={"worker": worker_number()})
+
+
+def _look_at_memory() -> Iterator[Finding]:
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield Finding("memory", f"{pages / GIB:.0f} GiB")
+    shared = shutil.disk_usage("/dev/shm").total
+    enough = shared >= 0.3 * pages
+    yield Finding(
+        "shared memory (/dev/shm)",
+        f"{shared / GIB:.1f} GiB",
+        "ok" if enough else "warn",
+        "30% of the memory, for Ray's object store",
+        "" if enough else "start the container with --ipc host, or --shm-size",
+    )
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    many = files >= 65_536
+    yield Finding(
+        "open files", f"{files}", "ok" if many else "warn", "65536 or more", "" if many else "ulimit -n 1048576"
+    )
+
+
+def _look_at_devices() -> Iterator[Finding]:
+    paths = device_files()
+    if not paths:
+        yield Finding("chips", "none: no /dev/vfio/N and no /dev/accelN is here, or none that this container sees")
+        return
+    closed = [path for path in paths if not os.access(path, os.R_OK | os.W_OK)]
+    yield Finding(
+        "chips",
+        f"{', '.join(paths)}{f'; not for this user: {closed[0]}' if closed else ''}",
+        "fail" if closed else "ok",
+        "to be read and written",
+        "run the container with --privileged, or give the user the devices' group" if closed else "",
+    )
+    busy = holders(map(os.path.realpath, [*paths, LOCKFILE]))
+    for pid, path in busy.items():
+        yield Finding("chips in use", f"process {pid} has {path}", "fail", "nobody's", f"end it: kill {pid}")
+    if not HUGEPAGES.exists():
+        return
+    always = "[always]" in HUGEPAGES.read_text()
+    yield Finding(
+        "transparent hugepages",
+        HUGEPAGES.read_text().strip(),
+        "ok" if always else "warn",
+        "[always]: libtpu starts and ends faster",
+        "" if always else f"as root: echo always > {HUGEPAGES}",
+    )
+
+
+def _look_at_variables() -> Iterator[Finding]:
+    for name, value in variables().items():
+        if name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS", "JAX_PLATFORMS", "TPU_VISIBLE_CHIPS", "TPU_PROCESS_ADDRESSES"):
+            yield Finding(name, value)
+
+
+def _write_to_disk(machine: Machine) -> Finding:
+    size, piece = (16 if machine.is_rehearsal else 1024) * MIB, os.urandom(MIB)
+    file, start = machine.folder / "disk", time.perf_counter()
+    free = shutil.disk_usage(machine.folder).free
+    try:
+        with file.open("wb") as written:
+            for _ in range(size // MIB):
+                written.write(piece)
+            os.fsync(written.fileno())
+        rate = size / (time.perf_counter() - start)
+    except OSError as error:
+        measured = f"{error.strerror}; {free / GIB:.1f} GiB are free"
+        advice = f"make room on the disk of {machine.folder.parent}, or give another one with --folder"
+        return Finding("disk", measured, "fail", "room for a checkpoint, 130 GB for A14B", advice)
+    finally:
+        file.unlink(missing_ok=True)
+    measured = f"{rate / MIB:.0f} MiB/s written, {free / GIB:.0f} GiB free"
+    return Finding("disk", measured, figures={"bytes_per_s": rate, "free_bytes": free})

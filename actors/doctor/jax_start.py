@@ -1,0 +1,77 @@
+"""JAX's start: which devices it has, and whether they are what their names say."""
+
+import os
+import time
+from collections.abc import Iterator
+
+from actors.doctor.finding import Finding, Machine
+from cluster.chips import GIB
+from cluster.gang.devices import start_failure
+
+REHEARSED = 4  # CPU devices that stand in for chips.
+
+
+class NoDevices(Exception):
+    """JAX has no device, so that nothing else can be checked."""
+
+
+def check_start(machine: Machine) -> Iterator[Finding]:
+    """Yield what is found about JAX's devices; raises `NoDevices`."""
+    hosts = [name for name in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
+    if len(hosts) > 1:
+        yield Finding(
+            "slice",
+            f"this is one of {len(hosts)} hosts of a TPU slice",
+            "fail",
+            "a slice of one host",
+            "JAX would wait for the others: start a Ray cluster on all of them (docs/tpu-vm.md, docs/gke.md)",
+        )
+        raise NoDevices("one worker of a larger slice can't start alone")
+    start = time.perf_counter()
+    import jax
+
+    if machine.is_rehearsal:
+        jax.config.update("jax_num_cpu_devices", REHEARSED)
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise NoDevices(str(start_failure("this machine", error))) from None
+    seconds = time.perf_counter() - start
+    first = devices[0]
+    machine.kind, machine.devices = first.device_kind, len(devices)
+    machine.is_rehearsal = first.platform == "cpu"
+    yield Finding("start", f"{seconds:.1f} s", figures={"seconds": seconds})
+    yield _describe(machine)
+    if first.platform == "tpu":
+        yield Finding("platform", first.client.platform_version.replace("\n", ", "))
+        for device in devices:
+            where = f"process {device.process_index}, at {tuple(device.coords)}, core {device.core_on_chip}"
+            yield Finding(f"device {device.id}", where)
+        yield _check_memory(machine, first.memory_stats() or {})
+
+
+def _describe(machine: Machine) -> Finding:
+    measured = f"{machine.devices} of {machine.kind!r}"
+    if machine.is_rehearsal:
+        return Finding("devices", f"{measured}: they stand in for chips, and their seconds say nothing of a TPU's")
+    if machine.chip is None:
+        advice = "what follows is measured, but nothing is known to compare it with"
+        return Finding("devices", measured, "warn", "TPU v5e, v5p, v6e or v7x", advice)
+    return Finding("devices", f"{measured}: TPU {machine.chip.name}", "ok")
+
+
+def _check_memory(machine: Machine, stats: dict[str, int]) -> Finding:
+    limit = stats.get("bytes_limit", 0)
+    figures = {name: int(value) for name, value in stats.items()}
+    if machine.chip is None:
+        return Finding("memory of a device", f"{limit / GIB:.2f} GiB", figures=figures)
+    expected = machine.chip.usable_gib / machine.chip.devices
+    fine = limit >= 0.98 * expected * GIB
+    return Finding(
+        "memory of a device",
+        f"{limit / GIB:.2f} GiB",
+        "ok" if fine else "warn",
+        f"{expected:.2f} GiB",
+        "" if fine else "plans count on more: say so in a report",
+        figures,
+    )

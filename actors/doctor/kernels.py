@@ -1,0 +1,22 @@
+"""Every kernel against its plain twin, on this machine's first device."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from actors.doctor.finding import Finding, Machine
+from wan_tpu.ops import self_check
+
+_ADVICE = "videos would be wrong: attach this report to an issue"
+
+
+def check_kernels(machine: Machine) -> Iterator[Finding]:
+    """Yield for each kernel how far it is off its twin; kernels are interpreted where there is no TPU."""
+    for result in self_check.check_kernels(interpret=machine.is_rehearsal):
+        yield Finding(
+            result.name,
+            f"off by {result.off:.1e}",
+            "ok" if result.is_right else "fail",
+            f"at most {result.tolerance:.1e}",
+            "" if result.is_right else _ADVICE,
+            dataclasses.asdict(result),
+        )
