@@ -108,8 +108,8 @@ def describe(app: FastAPI) -> None:
             operation["responses"].pop("422", None)  # FastAPI's own; such requests are answered with 400 here.
             for response in operation["responses"].values():
                 for media in response.get("content", {}).values():
-                    if media.pop("itemSchema", None) is not None:  # Of OpenAPI 3.2, and this is 3.1.
-                        media["schema"] = {"type": "string"}
+                    if "itemSchema" in media:  # Of OpenAPI 3.2. In 3.1 a stream's schema is that of its events.
+                        media["schema"] = media.pop("itemSchema")
     schemas = described["components"]["schemas"]
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)

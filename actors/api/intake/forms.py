@@ -21,6 +21,7 @@ TEXTS = ("prompt", "negative_prompt")  # Fields in which any text means itself, 
 MAX_FIELDS = 40
 _FIELD_BYTES = 200_000  # A prompt of 32,000 characters in UTF-8, and some more.
 _ABSENT = ("", "null")  # What a browser sends for an empty field, and what OpenAI's Node client has people write.
+_URLS = (b"https://", b"http://", b"data:")
 _NAME = re.compile(r"([^\[\]]*)((?:\[[^\[\]]*\]){1,3})")
 
 Value = str | bytes
@@ -74,7 +75,8 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
                 f"the field {name[:80]!r} is a file; only {' and '.join(files)} may be; send others without a filename",
                 name,
             )
-        add(name, content)
+        is_url = content[:8].lower().startswith(_URLS)  # As LiteLLM sends one: in place of the file's content.
+        add(name, content.decode(errors="replace") if is_url else content)
 
     try:
         parser = FormParser(

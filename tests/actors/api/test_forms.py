@@ -87,7 +87,8 @@ PLAIN = {  # ASKED, by client
         ('name="num_frames"', b""), ('name="solver"', b""), (EMPTY_FILE, b""),
     ),
     "OpenAI's Node client, nulls as it asks for": lambda: fields(*texts(ASKED).items(), ("priority", "null")),
-    "LiteLLM, JSON of texts": lambda: in_json(**texts(ASKED), user="ann"),
+    "JSON of texts": lambda: in_json(**texts(ASKED)),
+    "LiteLLM": lambda: fields(*texts(ASKED).items(), ("user", "ann")),
     "nulls": lambda: in_json(**ASKED, **dict.fromkeys(("priority", "loras", "sigmas", "input_reference", "fps"))),
     "vLLM-Omni": lambda: fields(
         ("prompt", "a cät"), ("width", "96"), ("height", "64"), ("seconds", "4"), ("num_inference_steps", "2"),
@@ -130,8 +131,11 @@ WITH_IMAGE = {  # ASKED and an image, by client
     "SGLang's URL": lambda: fields(*texts(ASKED).items(), ("reference_url", DATA)),
     "OpenAI's Python client, an object": lambda: openai_python(**ASKED, input_reference=IMAGE),
     "OpenAI's Python client, a file": lambda: openai_python(**ASKED, input_reference=PNG),
-    "LiteLLM and httpx": lambda: in_httpx(
+    "LiteLLM, a file": lambda: in_httpx(
         data=texts(ASKED), files=[("input_reference", ("input_reference.png", PNG, "image/png"))]
+    ),
+    "LiteLLM, a URL": lambda: in_httpx(
+        data=texts(ASKED), files=[("input_reference", ("input_reference.png", DATA.encode(), "image/png"))]
     ),
     "requests": lambda: in_requests(data=ASKED, files={"input_reference": ("bäll.png", PNG)}),
     "a list of files": lambda: in_requests(data=ASKED, files=[("input_reference[]", ("ball.png", PNG))]),
