@@ -236,7 +236,7 @@ def test_a_video_that_was_replaced_is_a_change(tmp_path):
     planner = preset_spec("wan2.1-t2v-1.3b").plan
     film = tmp_path / "film.mp4"
     film.write_bytes(b"first")
-    path = write_manifest(tmp_path, [{"id": "cat", "video": "film.mp4"}])
+    path = write_manifest(tmp_path, [{"id": "cat", "video": "film.mp4", "height": 480, "width": 832}])
     [entry] = read_manifest(path, planner).entries
     entry.load()
     film.write_bytes(b"other")

@@ -12,11 +12,11 @@ from wan_tpu.data import Video
 from wan_tpu.media.reading import read_frames
 
 FRAMES, STEPS = 9, 6
-LAST = Image.open(PHOTO).convert("RGB").transpose(Image.Transpose.FLIP_TOP_BOTTOM).resize((80, 70))
+LAST = Image.open(PHOTO).convert("RGB").transpose(Image.Transpose.FLIP_TOP_BOTTOM).resize((90, 60))
 PIXEL_TOLERANCE = 2e-3  # half a level of 8 bits; float32 rounding gives about 2e-6
 LATENT_TOLERANCE = 1e-4  # relative to the largest latent; float32 rounding gives about 5e-7
 
-# Every architecture. The 14B's small T2V differs from that of 1.3B in its name, 480p's I2V from 720p's in its shift;
+# Every architecture. The 14B's small T2V differs from that of 1.3B in its name, as 480p's I2V does from 720p's;
 # Euler's table is held for every shift and number of steps in test_schedules.py.
 CASES = [
     ("wan2.1-t2v-1.3b", "t2v", "unipc"),
