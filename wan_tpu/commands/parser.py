@@ -33,9 +33,7 @@ class Parser(argparse.ArgumentParser):
         """Return the arguments that aren't their defaults, by name."""
         return {name: value for name, value in vars(args).items() if value != self.get_default(name)}
 
-    def parse_known_args(  # type: ignore[override]  # it is overloaded by the type of the namespace
-        self, args: Iterable[str] | None = None, namespace: Any = None
-    ) -> Any:
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Parse as `ArgumentParser` does; an option that isn't known is refused before one that is missing."""
         if _only_built.get():
             raise _Built(self)
