@@ -6,6 +6,7 @@ words as UMT5's. The best of the runs of each; what `wan_tpu/pricing/host.py` pr
 """
 
 import argparse
+import functools
 import resource
 import tempfile
 import time
@@ -47,11 +48,9 @@ def main() -> None:
         asked = GenerationRequest(prompt=PROMPT, image=load_image(PHOTO), height=height, width=width, frames=81)
         request = asked.resolve(model.spec.defaults)
         shape = model.spec.latent_shape(request)
-        image_s = best(
-            args.runs, lambda request=request: [one.astype("e") for one in model.video_condition(request)[:2]]
-        )
-        noise_s = best(args.runs, lambda request=request: model.initial_noise(request))
-        copies_s = best(args.runs, lambda shape=shape: [np.zeros(shape, np.float32).copy() for _ in range(4)])
+        image_s = best(args.runs, functools.partial(model.video_condition, request))
+        noise_s = best(args.runs, functools.partial(model.initial_noise, request))
+        copies_s = best(args.runs, functools.partial(np.tile, np.ones(shape, np.float32), 4))
         tails = [mp4_end(request, args.decoder_s) for _ in range(max(1, args.runs // 2))]
         print(f"{width}x{height}: image {image_s:.3f} s, noise {noise_s:.3f} s, copies {copies_s:.3f} s", end=", ")
         print(

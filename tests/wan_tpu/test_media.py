@@ -17,7 +17,7 @@ from wan_tpu.media.video import VideoWriter
 FFMPEG = imageio_ffmpeg.get_ffmpeg_exe()
 COLOURS = np.array([(220, 30, 30), (30, 220, 30), (30, 30, 220), (200, 180, 40), (128, 128, 128), (255, 255, 255)])
 MATRICES = {"bt709": (0.2126, 0.0722), "bt601": (0.299, 0.114)}  # The shares of red and blue in a pixel's luma.
-# Converting to eight bits of YUV and back loses up to a level each way; x264 at crf 16 keeps flat fields.
+# Converting to eight bits of YUV and back loses up to a level each way; x264 at crf 17 keeps flat fields.
 TOLERANCE = 2
 
 

@@ -10,11 +10,11 @@ from wan_tpu.request import ResolvedRequest
 from wan_tpu.spec import DECODER, ENCODER, ModelSpec
 
 DENOISE = "denoise"
-_PROMPT_S = 0.001
-_PIXEL_S = 4e-8  # of an image or a video to begin with
-_NOISE_S = 1e-8  # for each number
-_COPY_S = 2e-9  # for each number that one stage hands to the next
-_MP4_S = 0.1  # from the last frame to the finished file
+_PROMPT_S = 0.0005
+_PIXEL_S = 7e-8  # of an image, or a video's frame, to begin with
+_NOISE_S = 4e-9  # for each number
+_COPY_S = 1e-9  # for each number that one stage hands to the next
+_MP4_S = 1.1e-7  # for each pixel of a frame: from the last one to the finished file
 
 
 def host_seconds(spec: ModelSpec, request: ResolvedRequest) -> dict[str, float]:
@@ -28,5 +28,5 @@ def host_seconds(spec: ModelSpec, request: ResolvedRequest) -> dict[str, float]:
     return {
         ENCODER: _PROMPT_S * len(spec.prompts(request)) + _PIXEL_S * pictures * request.height * request.width,
         DENOISE: _NOISE_S * numbers + _COPY_S * handed * len(spec.experts(request)),
-        DECODER: _MP4_S,
+        DECODER: _MP4_S * request.height * request.width,
     }
