@@ -1,14 +1,18 @@
-"""`wan-tpu doctor`: check a machine before a checkpoint is fetched."""
+"""`wan-tpu doctor`: check a machine, or a slice, before a checkpoint is fetched."""
 
+import argparse
 import os
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.doctor.examination import PARTS, examine, problems, write_bundle
+from actors.commands.arguments import gcs_address
+from actors.doctor.examination import PARTS, Part, examine, in_order, problems, write_bundle
 from actors.doctor.finding import Finding, Machine
+from cluster.emulation.cluster import default_folder
 from cluster.gang.devices import device_files
+from cluster.slice_spec import SliceSpec
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import OutputError
 
@@ -21,36 +25,77 @@ def doctor(argv: Sequence[str]) -> int:
 
     No checkpoint is needed. Without a TPU, CPU devices stand in for chips: the same checks, at small sizes.
     """
-    parser = Parser(prog="wan-tpu doctor", description=doctor.__doc__)
-    parser.add_argument(
-        "--part", action="append", choices=list(PARTS), help=f"only this part ({', '.join(PARTS)}); several times"
-    )
-    parser.add_argument(
-        "--folder", type=Path, default=Path(), help="on the disk that weights go to; default the current one"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("doctor.json"), help="the report to attach to an issue; default %(default)s"
-    )
-    args = parser.parse_args(argv)
-    for folder in (args.folder, args.output.absolute().parent):
-        if not folder.is_dir():
-            raise OutputError(f"{folder} is no folder; make it, or give another one")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # Of a model that is written within a second.
-    scratch = Path(tempfile.mkdtemp(prefix=".wan-tpu-doctor-", dir=args.folder))
-    machine = Machine(scratch, is_rehearsal=not device_files())
-    try:
-        parts = examine(machine, args.part or list(PARTS), _Printer().print)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    write_bundle(args.output, machine, parts)
-    wrong = list(problems(parts))
+    args = _parse(argv)
+    if not args.output.absolute().parent.is_dir():
+        raise OutputError(f"{args.output.absolute().parent} is no folder; make it, or give another --output")
+    parts = in_order(args.part or list(PARTS))
+    machine, hosts = _examine_slice(args, parts) if args.slice else _examine_here(args, parts)
+    write_bundle(args.output, machine, hosts)
+    wrong = [finding for host in hosts for finding in problems(host)]
     failed = sum(finding.verdict == "fail" for finding in wrong)
-    seconds = sum(part.seconds for part in parts)
+    seconds = sum(part.seconds for part in hosts[0])
     says = f"{failed} to mend, {len(wrong) - failed} to look at" if wrong else "nothing wrong was found"
     if machine.is_rehearsal and machine.devices:
         says += "; CPU devices stood in for chips, so this says little of a TPU"
     print(f"\n{says}. {seconds:.0f} s; the report is {args.output}")
     return 1 if failed else 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="wan-tpu doctor", description=doctor.__doc__)
+    parser.add_argument(
+        "--part", action="append", choices=list(PARTS), help=f"only this part ({', '.join(PARTS)}); several times"
+    )
+    parser.add_argument("--folder", help="on the disk that weights go to; default the current one, of hosts /tmp")
+    parser.add_argument(
+        "--output", type=Path, default=Path("doctor.json"), help="the report to attach to an issue; default %(default)s"
+    )
+    group = parser.add_argument_group("a slice of a Ray cluster, in place of this machine")
+    group.add_argument("--slice", type=SliceSpec, help="such as v6e-16: a free one is taken, and all its hosts checked")
+    group.add_argument(
+        "--address", help='of the cluster\'s GCS, "host:port"; default: the emulated one of this machine'
+    )
+    group.add_argument(
+        "--state", type=Path, default=default_folder(), help="of the emulated cluster's state; default %(default)s"
+    )
+    return parser.parse_args(argv)
+
+
+def _examine_here(args: argparse.Namespace, parts: Sequence[str]) -> tuple[Machine, list[list[Part]]]:
+    folder = Path(args.folder or ".")
+    if not folder.is_dir():
+        raise OutputError(f"{folder} is no folder; make it, or give another one")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # Of a model that is written within a second.
+    scratch = Path(tempfile.mkdtemp(prefix=".wan-tpu-doctor-", dir=folder))
+    machine = Machine(scratch, is_rehearsal=not device_files())
+    try:
+        return machine, [examine(machine, parts, _Printer().print)]
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _examine_slice(args: argparse.Namespace, parts: Sequence[str]) -> tuple[Machine, list[list[Part]]]:
+    from cluster.connect import connect, leave
+    from cluster.gang.slice import take
+
+    args.folder, of_hosts = args.state, args.folder
+    connect(gcs_address(args))
+    printer = _Printer()
+    try:
+        with take(args.slice, "actors.doctor.on_slice:DoctorHost", of_hosts, name="doctor", tell=print) as slice_:
+            print(slice_.describe())
+            hosts: list[list[Part]] = [[] for _ in slice_.hosts]
+            for name in parts:
+                checked = slice_.gather("check", name)
+                for place, (part, _), done in zip(slice_.hosts, checked, hosts, strict=True):
+                    done.append(part)
+                    for finding in part.findings:
+                        if place is slice_.hosts[0] or finding.verdict in ("warn", "fail"):
+                            printer.print(name, finding, "" if place is slice_.hosts[0] else f"on {place}: ")
+            slice_.call("end")
+            return checked[0][1], hosts
+    finally:
+        leave()
 
 
 class _Printer:
@@ -59,12 +104,12 @@ class _Printer:
     def __init__(self) -> None:
         self._part = ""
 
-    def print(self, part: str, finding: Finding) -> None:
+    def print(self, part: str, finding: Finding, where: str = "") -> None:
         """Print a finding."""
         if part != self._part:
             self._part = part
             print(f"\n{PARTS[part][2]}")
         expected = f"  (expected: {finding.expected})" if finding.expected and finding.verdict != "ok" else ""
-        print(f"  {_MARKS[finding.verdict]} {finding.name:<{_NAME}} {finding.measured}{expected}", flush=True)
+        print(f"  {_MARKS[finding.verdict]} {finding.name:<{_NAME}} {where}{finding.measured}{expected}", flush=True)
         if finding.advice:
             print(f"{'':{_LEFT}}-> {finding.advice}", flush=True)

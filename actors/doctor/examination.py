@@ -47,17 +47,22 @@ def examine(machine: Machine, parts: Sequence[str], on_finding: Callable[[str, F
         parts: of `PARTS`; "jax" is run in any case where one of them needs devices
         on_finding: is told each finding, with its part's name, as soon as it is there
     """
-    wanted = [name for name in PARTS if name in parts or (name == "jax" and set(parts) - {"host", "jax", "mp4"})]
     done = []
-    for name in wanted:
-        part = _examine_part(name, machine, functools.partial(on_finding, name))
-        done.append(part)
+    for name in in_order(parts):
+        done.append(examine_part(name, machine, functools.partial(on_finding, name)))
         if name == "jax" and not machine.devices:
             break
     return done
 
 
-def _examine_part(name: str, machine: Machine, on_finding: Callable[[Finding], object]) -> Part:
+def in_order(parts: Sequence[str]) -> list[str]:
+    """Return parts in the order of `PARTS`, with JAX's start where one of them needs devices."""
+    needs_jax = set(parts) - {"host", "jax", "mp4"}
+    return [name for name in PARTS if name in parts or (name == "jax" and needs_jax)]
+
+
+def examine_part(name: str, machine: Machine, on_finding: Callable[[Finding], object] = lambda finding: None) -> Part:
+    """Run the checks of one part, as `examine` does."""
     start, findings = time.perf_counter(), list[Finding]()
 
     def add(finding: Finding) -> None:
@@ -77,14 +82,20 @@ def _examine_part(name: str, machine: Machine, on_finding: Callable[[Finding], o
     return Part(name, about, tuple(findings), time.perf_counter() - start)
 
 
-def write_bundle(path: Path, machine: Machine, parts: Sequence[Part]) -> None:
-    """Write everything as JSON: versions, flags, findings with their figures. No secret and no prompt is in it."""
+def write_bundle(path: Path, machine: Machine, hosts: Sequence[Sequence[Part]]) -> None:
+    """Write everything as JSON: versions, flags, findings with their figures. No secret and no prompt is in it.
+
+    Args:
+        path: the file
+        machine: one of the hosts
+        hosts: the parts of each host
+    """
     bundle: dict[str, Any] = {
         "wan_tpu_doctor": 1,
         "versions": versions(),
         "environment": variables(),
         "devices": {"kind": machine.kind, "count": machine.devices, "rehearsal": machine.is_rehearsal},
-        "parts": [dataclasses.asdict(part) for part in parts],
+        "hosts": [[dataclasses.asdict(part) for part in parts] for parts in hosts],
     }
     path.write_text(json.dumps(bundle, indent=1))
 

@@ -1,6 +1,5 @@
 """Whether programs that were compiled ahead of time are used: made here, and made on a machine without chips."""
 
-import json
 import logging
 import os
 import subprocess
@@ -13,6 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from actors.doctor.finding import Finding, Machine
+from actors.planning.described import described
+from cluster.chips import Chip
+from cluster.slice_spec import SliceSpec
 from wan_tpu.aot.executables import Executables
 from wan_tpu.runtime.mesh import AXES, replicated
 from wan_tpu.runtime.program import Program, place
@@ -22,32 +24,25 @@ _ADVICE = "every start compiles again, for minutes: give both machines the same 
 
 
 def check_executables(machine: Machine) -> Iterator[Finding]:
-    """Yield whether a program that another process has compiled is loaded, and if not why."""
-    yield load("compiled here", machine.folder / "here", _compile_elsewhere(machine.folder / "here", ""))
+    """Yield whether a program that was stored is loaded, and if not why: this process's, and one made without chips."""
+    compile_to(machine.folder / "here")
+    yield load("compiled here", machine.folder / "here")
     if machine.chip is not None:
-        kind = f"{machine.chip.name}-{max(machine.chip.one_host_chips)}"
         folder = machine.folder / "elsewhere"
-        yield load("compiled without chips", folder, _compile_elsewhere(folder, kind))
+        yield load("compiled without chips", folder, _compile_elsewhere(folder, machine.chip))
 
 
-def compile_to(folder: Path, kind: str) -> None:
-    """Compile the program for a described slice (this machine's own devices without one) and store it."""
-    if kind:
-        from actors.planning.described import described
-        from cluster.slice_spec import SliceSpec
-
-        devices = described(SliceSpec(kind)).devices()
-    else:
-        devices = jax.devices()
-    mesh = _mesh(devices)
+def compile_to(folder: Path, kind: str = "") -> None:
+    """Compile the program for a kind of slice, described; for this machine's own devices without one. Store it."""
+    mesh = _mesh(described(SliceSpec(kind)).devices() if kind else jax.local_devices())
     x = jax.ShapeDtypeStruct((8, 128), np.float32, sharding=replicated(mesh))
     _program(folder, mesh, save=True).compile(x)
 
 
-def _compile_elsewhere(folder: Path, kind: str) -> str:
-    """Have another process compile the program; return what it said where it failed."""
-    environment = os.environ | ({"JAX_PLATFORMS": "cpu"} if kind else {})
-    command = [sys.executable, "-m", __name__, json.dumps([str(folder), kind])]
+def _compile_elsewhere(folder: Path, chip: Chip) -> str:
+    """Have another process, which has no chips, compile the program; return what it said where it failed."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", __name__, str(folder), f"{chip.name}-{max(chip.one_host_chips)}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = done.stderr.strip().splitlines() or ["no message"]
     return "" if done.returncode == 0 else lines[-1]
@@ -57,7 +52,7 @@ def load(name: str, folder: Path, failure: str = "") -> Finding:
     """Return whether the program in a folder is used; failure: what kept another process from making it."""
     if failure:
         return Finding(name, f"it could not be made: {failure}", "fail", "a file", "attach this report to an issue")
-    mesh, reasons = _mesh(jax.devices()), _Reasons()
+    mesh, reasons = _mesh(jax.local_devices()), _Reasons()
     logging.getLogger(_LOG).addHandler(reasons)
     try:
         program = _program(folder, mesh, save=False)
@@ -97,5 +92,4 @@ class _Reasons(logging.Handler):
 
 
 if __name__ == "__main__":
-    _folder, _kind = json.loads(sys.argv[1])
-    compile_to(Path(_folder), _kind)
+    compile_to(Path(sys.argv[1]), sys.argv[2])

@@ -43,12 +43,14 @@ class Machine:
         is_rehearsal: whether CPU devices stand in for chips; sizes are small then, and kernels are interpreted
         kind: what JAX calls a device, once it has started
         devices: how many devices it has
+        is_slice: whether this process is one of a slice's, which were started and joined by its leader
     """
 
     folder: Path
     is_rehearsal: bool = False
     kind: str = ""
     devices: int = 0
+    is_slice: bool = False
 
     @property
     def chip(self) -> Chip | None:

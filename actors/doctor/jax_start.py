@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 
 from actors.doctor.finding import Finding, Machine
+from actors.doctor.host import worker_number
 from cluster.chips import GIB
 from cluster.gang.devices import start_failure
 
@@ -18,19 +19,20 @@ class NoDevices(Exception):
 def check_start(machine: Machine) -> Iterator[Finding]:
     """Yield what is found about JAX's devices; raises `NoDevices`."""
     hosts = [name for name in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
-    if len(hosts) > 1:
+    if len(hosts) > 1 and not machine.is_slice:
         yield Finding(
             "slice",
             f"this is one of {len(hosts)} hosts of a TPU slice",
             "fail",
             "a slice of one host",
-            "JAX would wait for the others: start a Ray cluster on all of them (docs/tpu-vm.md, docs/gke.md)",
+            "JAX would wait for the others: start a Ray cluster on all of them (docs/tpu-vm.md, docs/gke.md), and run "
+            "wan-tpu doctor --slice KIND on it",
         )
         raise NoDevices("one worker of a larger slice can't start alone")
     start = time.perf_counter()
     import jax
 
-    if machine.is_rehearsal:
+    if machine.is_rehearsal and not machine.is_slice:
         jax.config.update("jax_num_cpu_devices", REHEARSED)
     try:
         devices = jax.devices()
@@ -41,6 +43,8 @@ def check_start(machine: Machine) -> Iterator[Finding]:
     machine.kind, machine.devices = first.device_kind, len(devices)
     machine.is_rehearsal = first.platform == "cpu"
     yield Finding("start", f"{seconds:.1f} s", figures={"seconds": seconds})
+    if jax.process_count() > 1:
+        yield _compare_with_metadata(jax.process_index(), jax.process_count())
     yield _describe(machine)
     if first.platform == "tpu":
         yield Finding("platform", first.client.platform_version.replace("\n", ", "))
@@ -48,6 +52,17 @@ def check_start(machine: Machine) -> Iterator[Finding]:
             where = f"process {device.process_index}, at {tuple(device.coords)}, core {device.core_on_chip}"
             yield Finding(f"device {device.id}", where)
         yield _check_memory(machine, first.memory_stats() or {})
+
+
+def _compare_with_metadata(process: int, count: int) -> Finding:
+    """Say where this host lies in its slice. That JAX counts hosts in another order than their worker ids is usual."""
+    worker = worker_number()
+    where = f"process {process} of {count}"
+    if worker is None:
+        return Finding("place", where)
+    fine = worker < count
+    advice = "" if fine else "its node joined another slice's: compare the labels ray.io/tpu-slice-name"
+    return Finding("place", f"{where}, worker {worker}", "ok" if fine else "fail", f"a worker below {count}", advice)
 
 
 def _describe(machine: Machine) -> Finding:

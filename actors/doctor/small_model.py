@@ -26,7 +26,7 @@ def check_small_model(machine: Machine) -> Iterator[Finding]:
     checkpoint = make_checkpoint(machine.folder / "small", _model_of_two_experts())
     expected = _pixels(checkpoint, "float32", jax.local_devices(backend="cpu")[:1])
     if not machine.is_rehearsal:
-        yield _compare("one device, float32", _pixels(checkpoint, "float32", jax.devices()[:1]), expected, SAME)
+        yield _compare("one device, float32", _pixels(checkpoint, "float32", jax.local_devices()[:1]), expected, SAME)
     if machine.devices > 1:
         yield _compare("all devices, float32", _pixels(checkpoint, "float32", None), expected, SAME)
     yield _compare("all devices, bfloat16", _pixels(checkpoint, "bfloat16", None), expected, ROUNDED)

@@ -66,6 +66,11 @@ class HostActor:
         """Run a method of it, in step with the other hosts."""
         return self._runners["lockstep"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
+    @ray.method(concurrency_group="lockstep")
+    def gathered(self, method: str, *args: Any) -> tuple[Outcome, Any]:
+        """Run a method of it, in step with the other hosts; each host's result is wanted."""
+        return self._runners["lockstep"].run(getattr(self._host, method), *args)
+
     @ray.method(concurrency_group="side")
     def side(self, method: str, *args: Any) -> tuple[Outcome, Any]:
         """Run a method of it beside those in lockstep."""

@@ -142,9 +142,28 @@ class Slice:
         when the gang is destroyed: also `DeviceFailed`, for what a device has is in doubt once one has failed, or waits
         for another for ever.
         """
+        outcomes, payloads = self._call_all(group, method, args, group, timeout_s=timeout_s, on_progress=on_progress)
+        return Returned(outcomes[0].value, payloads[0])
+
+    def gather(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """Run a method as `call` does in lockstep, and return each host's result, in the order of `hosts`."""
+        outcomes, _ = self._call_all("gathered", method, args, "lockstep", timeout_s=timeout_s)
+        return [outcome.value for outcome in outcomes]
+
+    def _call_all(
+        self,
+        of_actor: str,
+        method: str,
+        args: Sequence[Any],
+        group: Group,
+        *,
+        timeout_s: float | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> tuple[list[Outcome], list[ray.ObjectRef]]:
+        """Call a method of all host actors, which calls `method` of their objects; return outcomes and payloads."""
         with self._locks[group]:
             self._raise_if_lost()
-            pairs = [getattr(m.actor, group).options(num_returns=2).remote(method, *args) for m in self._members]
+            pairs = [getattr(m.actor, of_actor).options(num_returns=2).remote(method, *args) for m in self._members]
             try:
                 outcomes = self._wait(
                     method, [pair[0] for pair in pairs], group=group, timeout_s=timeout_s, on_progress=on_progress
@@ -156,7 +175,7 @@ class Slice:
             except BaseException:  # Ctrl-C, or on_progress raised: the hosts are left in the middle of something
                 self._lose(f"{self.name} was lost: nobody waited for the end of {method}")
                 raise
-        return Returned(outcomes[0].value, pairs[0][1])
+        return outcomes, [pair[1] for pair in pairs]
 
     def check(self) -> None:
         """Return if all hosts answer within `heartbeat_s`; else destroy the gang and raise `SliceLost`."""

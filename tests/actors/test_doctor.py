@@ -45,7 +45,8 @@ def check_rehearsal(folder, *parts):
     assert said["environment"]["JAX_TEST_LEVEL"] == "4"
     assert said["versions"]["jax"] and said["devices"]["rehearsal"]
     assert not [file for file in folder.iterdir() if file.name != "doctor.json"]
-    return {part["name"]: [finding["verdict"] for finding in part["findings"]] for part in said["parts"]}
+    [parts] = said["hosts"]
+    return {part["name"]: [finding["verdict"] for finding in part["findings"]] for part in parts}
 
 
 def test_rehearsal_of_what_needs_no_model_finds_nothing_wrong(tmp_path):
@@ -93,7 +94,7 @@ def test_collective_that_swaps_two_devices_is_named_with_them(tmp_path):
 
 def test_executable_of_another_flag_set_is_named_with_the_flag(tmp_path, monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_other=true")
-    executables.compile_to(tmp_path / "programs", "")
+    executables.compile_to(tmp_path / "programs")
     monkeypatch.delenv("LIBTPU_INIT_ARGS")
     finding = executables.load("compiled elsewhere", tmp_path / "programs")
     assert finding.verdict == "fail"

@@ -1,0 +1,29 @@
+"""The doctor on every host of a slice, at the same time: what one of them sends, another one receives."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from actors.doctor.examination import Part, examine_part
+from actors.doctor.finding import Machine
+from cluster.gang.devices import device_files
+from wan_tpu.errors import OutputError
+
+
+class DoctorHost:
+    """What is made on each host of the slice, once they have joined."""
+
+    def __init__(self, folder: str | None) -> None:
+        """folder: on the disk that weights go to; the system's for temporary files without one."""
+        if folder is not None and not Path(folder).is_dir():
+            raise OutputError(f"{folder} is no folder on this host; make it there, or give another --folder")
+        scratch = Path(tempfile.mkdtemp(prefix="wan-tpu-doctor-", dir=folder))
+        self._machine = Machine(scratch, is_rehearsal=not device_files(), is_slice=True)
+
+    def check(self, part: str) -> tuple[Part, Machine]:
+        """Check one part; all hosts do so in the same order."""
+        return examine_part(part, self._machine), self._machine
+
+    def end(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self._machine.folder, ignore_errors=True)
