@@ -1,11 +1,12 @@
 """What a run leaves beside its video: request, settings, versions, seconds and achieved rate of each stage."""
 
 import dataclasses
+import functools
 import os
 import platform
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from wan_tpu.data import write_json
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stages import StepEvent
+from wan_tpu.switches import switches
 from wan_tpu.versions import versions
 
 
@@ -25,7 +27,8 @@ class StageRecord:
 
     host_s  of the steady state, in which the host worked and the devices waited: tokenizing, preparing images, copying
             from stage to stage, and ending the mp4. What the host does while the devices compute isn't counted
-    flops  multiplications and additions of the models in this stage, counted by torch on the meta device
+    count   counts the multiplications and additions of the models in this stage, by torch on the meta device: called
+            when the video is finished, because it takes time
     """
 
     stage: str
@@ -33,12 +36,17 @@ class StageRecord:
     load_s: float = 0.0
     compile_s: float = 0.0
     host_s: float = 0.0
-    flops: int = 0
+    count: Callable[[], int] = lambda: 0
 
     @property
     def run_s(self) -> float:
         """Seconds of the steady state."""
         return max(self.total_s - self.load_s - self.compile_s, 1e-9)
+
+    @functools.cached_property
+    def flops(self) -> int:
+        """Multiplications and additions of the models in this stage."""
+        return self.count()
 
     @property
     def tflops_per_s(self) -> float:
@@ -49,7 +57,8 @@ class StageRecord:
         """Return all figures: times rounded to a tenth of a millisecond, the rate to four digits, however low."""
         times = {name: getattr(self, name) for name in ("total_s", "load_s", "compile_s", "run_s", "host_s")}
         rounded = {key: round(value, 4) for key, value in times.items()}
-        return dataclasses.asdict(self) | rounded | {"tflops_per_s": float(f"{self.tflops_per_s:.4g}")}
+        rate = float(f"{self.tflops_per_s:.4g}")
+        return {"stage": self.stage, **rounded, "flops": self.flops, "tflops_per_s": rate}
 
 
 class Recorder:
@@ -61,7 +70,7 @@ class Recorder:
         self.warnings = list(warned)
         self.stages: dict[str, StageRecord] = {}
         self._steps: list[dict[str, Any]] = []
-        self._start = time.perf_counter()
+        self._start = self._end = time.perf_counter()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[StageRecord]:
@@ -72,7 +81,8 @@ class Recorder:
         try:
             yield record
         finally:
-            record.total_s += time.perf_counter() - start
+            self._end = time.perf_counter()
+            record.total_s += self._end - start
             record.load_s += self._load_s() - load
             record.compile_s += self._runtime.compile_s - compiled
             record.host_s += self._runtime.host_s - host
@@ -81,12 +91,14 @@ class Recorder:
         return sum(self._runtime.load_s.values())
 
     def _video(self) -> StageRecord:
-        """Return the whole video so far; what lies between its stages, drawing noise for example, is the host's."""
+        """Return the whole video; what lies between its stages, drawing noise for example, is the host's."""
         records = list(self.stages.values())
-        sums = {name: sum(getattr(one, name) for one in records) for name in ("load_s", "compile_s", "host_s", "flops")}
-        total = time.perf_counter() - self._start
-        sums["host_s"] += total - sum(one.total_s for one in records)
-        return StageRecord("video", total, **sums)
+        total_s, load_s, compile_s, host_s = (
+            sum(getattr(one, name) for one in records) for name in ("total_s", "load_s", "compile_s", "host_s")
+        )
+        whole_s = self._end - self._start
+        count = lambda: sum(one.flops for one in records)  # noqa: E731
+        return StageRecord("video", whole_s, load_s, compile_s, host_s + whole_s - total_s, count)
 
     def table(self) -> str:
         """Return the stages, and the whole video, as lines of text, for people."""
@@ -137,6 +149,7 @@ def describe(runtime: Runtime) -> dict[str, Any]:
         "preset": runtime.model.spec.name,
         "dtype": runtime.dtype,
         "mesh": dict(runtime.mesh.shape),
+        **switches(),
         "devices": f"{runtime.mesh.size} x {device.device_kind}",
         "boundary_ratio": runtime.model.spec.boundary_ratio,
         "host": f"{platform.machine()}, {os.cpu_count()} cores",

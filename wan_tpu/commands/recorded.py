@@ -1,5 +1,6 @@
 """What `generate` and the stage commands do with a model: each stage is timed in the record of the video."""
 
+import functools
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,7 @@ from wan_tpu.data import Conditioning, DenoiseState, to_uint8
 from wan_tpu.media.video import ContactSheet, VideoWriter
 from wan_tpu.pipeline import Pipeline
 from wan_tpu.request import ResolvedRequest
+from wan_tpu.spec import Expert
 from wan_tpu.stages import StepEvent
 
 
@@ -19,7 +21,7 @@ def encode_recorded(pipe: Pipeline, recorder: Recorder, request: ResolvedRequest
     with recorder.stage("encoder") as record:
         conditioning = pipe.encode(request, recorder.warn)
     model = pipe.runtime.model
-    record.flops = model.flops.encoder(request, prompts=2 if model.spec.guided(request) else 1)
+    record.count = lambda: model.flops.encoder(request, prompts=2 if model.spec.guided(request) else 1)
     return conditioning
 
 
@@ -50,11 +52,13 @@ def denoise_recorded(
             finally:
                 if profiler is not None:
                     profiler.stop()
-        branches = 2 if expert.guided else 1
-        record.flops = (end - start) * pipe.runtime.model.flops.step(
-            pipe.runtime.model.spec.latent_shape(request), branches=branches
-        )
+        record.count = functools.partial(_step_flops, pipe, request, expert, end - start)
     return state
+
+
+def _step_flops(pipe: Pipeline, request: ResolvedRequest, expert: Expert, steps: int) -> int:
+    model = pipe.runtime.model
+    return steps * model.flops.step(model.spec.latent_shape(request), branches=2 if expert.guided else 1)
 
 
 def decode_to_files(
@@ -78,7 +82,7 @@ def decode_to_files(
                 sheet.add(frames)
         sheet.save(outputs[1], overwrite=overwrite)
         record.host_s += time.perf_counter() - decoded  # since the last frames
-    record.flops = pipe.runtime.model.flops.decoder(latents.shape)
+    record.count = lambda: pipe.runtime.model.flops.decoder(latents.shape)
 
 
 def report(outputs: Iterable[Path], recorder: Recorder) -> None:
