@@ -147,7 +147,7 @@ def test_from_the_prompt_to_the_video(page, worker, engine):
         viewer.get_by_role("button", name="Download").click()
     assert Path(download.value.path()).read_bytes()[4:8] == b"ftyp"
     page.reload()  # The address has come to be the video's.
-    page.locator("article").first.wait_for()
+    viewer.wait_for()
     page.keyboard.press("Escape")
     sync_api.expect(viewer).to_be_hidden()
     sync_api.expect(play).to_be_focused()
