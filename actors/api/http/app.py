@@ -18,10 +18,12 @@ from prometheus_client import generate_latest
 from actors.api.http.access import Caller, presented_key
 from actors.api.http.error_answers import HANDLERS, HttpError
 from actors.api.http.middleware import Middleware
-from actors.api.http.objects import Model, ModelList, UsageList, model
+from actors.api.http.models import Model, ModelList, model
+from actors.api.http.objects import UsageList
 from actors.api.http.openapi import DESCRIPTION, TAGS, describe, errors
+from actors.api.http.parameters import Served, Watcher, refuse_body
 from actors.api.http.service import Service
-from actors.api.http.videos import POLL_AFTER, Served, Watcher, refuse_body, router
+from actors.api.http.videos import POLL_AFTER, router
 from actors.api.metrics import CONTENT_TYPE, KeyMetrics
 from actors.jobs.errors import StoreUnavailable
 from actors.jobs.keys import OPERATE, READ

@@ -11,12 +11,33 @@ from starlette.requests import ClientDisconnect
 
 from actors.api.http.objects import PARAMS, error_body
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, StoreUnavailable
+from actors.jobs.values import (
+    BROKEN_VIDEO,
+    CANCELLED,
+    DEADLINE,
+    INPUT_LOST,
+    INTERNAL_ERROR,
+    INVALID,
+    LOST,
+    UNHEALTHY,
+)
 from actors.observe.logs import log_event
 from actors.storage.base import StorageError
 from wan_tpu.errors import InvalidInput, InvalidRequest
 
 log = logging.getLogger(__name__)
 
+# What a client that waits for its video is answered when the job failed, by the error's code.
+FAILURES = {
+    INVALID: 400,
+    DEADLINE: 408,
+    CANCELLED: 409,
+    UNHEALTHY: 500,
+    BROKEN_VIDEO: 500,
+    INTERNAL_ERROR: 500,
+    LOST: 503,
+    INPUT_LOST: 503,
+}
 _AGAIN_S = 5  # after which a service that can't answer now may be asked again
 
 

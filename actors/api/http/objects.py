@@ -1,19 +1,15 @@
-"""What the API returns, in the form of the `/v1/videos` API: the video, the list, the model, the error.
+"""What the API returns, in the form of the `/v1/videos` API: the video, the list, usage, the error.
 
 Sizes are "WIDTHxHEIGHT", as OpenAI writes them. Times are Unix seconds.
 """
 
-import dataclasses
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from actors.api.intake.create_video import LATER, SETTINGS, Adapter
-from actors.api.settings import ServiceSettings
 from actors.jobs.tables import Job
 from actors.jobs.values import Status
-from wan_tpu.request import LIMITS, Preset
-from wan_tpu.spec import ModelSpec
 
 Variant = Literal["video", "thumbnail", "spritesheet", "input_reference", "last_frame"]
 # Fields of `wan_tpu.request` by their names here.
@@ -24,11 +20,13 @@ _OF_JOB = ("id", "status", "priority", "attempts", "warnings", "stage_seconds", 
 _OF_REQUEST = (*SETTINGS, "model", "seed", "num_frames", "num_inference_steps")
 
 
-class _Object(BaseModel):
+class Object(BaseModel):
+    """What all of them have in common: the texts below fields describe them in /docs."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class VideoError(_Object):
+class VideoError(Object):
     """Why a video failed."""
 
     code: str
@@ -38,7 +36,7 @@ class VideoError(_Object):
     """What went wrong, for people."""
 
 
-class Video(_Object):
+class Video(Object):
     """OpenAI's video object. What stands after `expires_at` is ours."""
 
     id: str
@@ -120,78 +118,7 @@ class Video(_Object):
     """The same seconds times the chips of the slices, summed."""
 
 
-class Limits(_Object):
-    """The lowest and the highest value of a field."""
-
-    minimum: float
-    """The lowest value that is taken."""
-    maximum: float
-    """The highest value that is taken."""
-
-
-class PresetModel(_Object):
-    """A named way to sample: what it is, where its numbers are from, and what it sets, by a request's fields."""
-
-    name: str
-    """What a request writes in `preset`."""
-    about: str
-    """What it is for."""
-    source: str
-    """Where its numbers are from."""
-    settings: dict[str, float | str | list[float]]
-    """What it sets, by a request's fields."""
-
-
-class Model(_Object):
-    """What a model makes, and how: OpenAI's model object, and what stands after `owned_by` is ours."""
-
-    id: str
-    """What a request writes in `model`."""
-    object: Literal["model"] = "model"
-    created: int
-    """Unix seconds, when this process began to offer it."""
-    owned_by: Literal["wan-tpu"] = "wan-tpu"
-    tasks: list[str]
-    """`t2v`: videos of a text; `i2v`: of an image and a text."""
-    last_frames: str
-    """Whether a video may end with an image: `none`, `optional` or `required`."""
-    stages: list[str]
-    """The stages that a video passes, in order."""
-    defaults: dict[str, float | str]
-    """What fields have that a request omits."""
-    sizes: list[str]
-    """Sizes that are usual; others are taken too."""
-    follows_image: bool
-    """Whether a video without `size` has its image's shape."""
-    limits: dict[str, Limits]
-    """The lowest and highest value of each field that is a number and that the model has."""
-    size_multiple: int
-    """Both sides are multiples of this many pixels."""
-    frame_step: int
-    """A video has one frame more than a multiple of this."""
-    solvers: list[str]
-    """What `solver` may be; the first is used unless a request names another."""
-    largest: list[dict[str, int | str]] | None
-    """The largest sizes that the slices have memory for; null where any is taken."""
-    aliases: list[str]
-    """Other names that `model` may have."""
-    cache: str | None
-    """What `cache` may be, with its usual settings; null where the model has none. It may need a preset."""
-    presets: list[PresetModel]
-    """Named ways to sample."""
-    loras: list[str]
-    """Names of adapters."""
-
-
-class ModelList(_Object):
-    """All models: there is one."""
-
-    object: Literal["list"] = "list"
-    data: list[Model]
-    """The models; a service has one."""
-
-
-class VideoList(_Object):
+class VideoList(Object):
     """A page of a list, as OpenAI's clients walk through it: `after` of the next is `last_id`."""
 
     object: Literal["list"] = "list"
@@ -205,7 +132,7 @@ class VideoList(_Object):
     """Whether others follow."""
 
 
-class VideoDeleted(_Object):
+class VideoDeleted(Object):
     """A video and its files are gone."""
 
     id: str
@@ -214,7 +141,7 @@ class VideoDeleted(_Object):
     deleted: Literal[True] = True
 
 
-class KeyUsage(_Object):
+class KeyUsage(Object):
     """What the jobs of a key that have ended came to; cancelled and failed ones count with what they had computed."""
 
     object: Literal["usage"] = "usage"
@@ -232,7 +159,7 @@ class KeyUsage(_Object):
     """What that costs, where the price of the chips is known."""
 
 
-class UsageList(_Object):
+class UsageList(Object):
     """Usage by key, from a day to another, both included."""
 
     object: Literal["list"] = "list"
@@ -244,7 +171,7 @@ class UsageList(_Object):
     """The last day that is counted, UTC."""
 
 
-class ErrorDetail(_Object):
+class ErrorDetail(Object):
     """What went wrong: `type` is OpenAI's class of error, `code` says which, `param` where."""
 
     message: str
@@ -257,7 +184,7 @@ class ErrorDetail(_Object):
     """Which error it is, for programs."""
 
 
-class ErrorBody(_Object):
+class ErrorBody(Object):
     """The body of every answer that isn't a success."""
 
     error: ErrorDetail
@@ -288,37 +215,6 @@ def video(job: Job, eta_s: float | None = None) -> Video:
         queue_position=job.position,
         eta_seconds=None if eta_s is None else round(eta_s, 1),
     )
-
-
-def model(settings: ServiceSettings, spec: ModelSpec, created: int) -> Model:
-    """Return a service's model as the API shows it."""
-    defaults = {name: value for name, value in dataclasses.asdict(spec.defaults).items() if name not in spec.unused}
-    limits = {name: value for name, value in LIMITS.items() if name not in spec.unused}
-    height, width = defaults.pop("height"), defaults.pop("width")
-    return Model(
-        id=settings.model,
-        created=created,
-        tasks=list(spec.tasks),
-        last_frames=spec.last_images,
-        stages=list(spec.stages),
-        defaults={"size": f"{width}x{height}"} | {PARAMS.get(field, field): value for field, value in defaults.items()},
-        sizes=[f"{w}x{h}" for h, w in spec.usual_sizes],
-        follows_image=spec.follows_image,
-        limits={PARAMS.get(name, name): Limits(minimum=low, maximum=high) for name, (low, high) in limits.items()},
-        size_multiple=spec.size_multiple,
-        frame_step=spec.frame_step,
-        solvers=list(spec.solvers),
-        largest=[{"size": f"{w}x{h}", "num_frames": n} for h, w, n in settings.largest] or None,
-        aliases=list(settings.aliases),
-        cache=next((str(curve.usual) for curve in spec.curves), None),
-        presets=[_preset(name, preset) for name, preset in settings.catalogue.presets(spec).items()],
-        loras=list(settings.catalogue.adapters),
-    )
-
-
-def _preset(name: str, preset: Preset) -> PresetModel:
-    settings = {PARAMS.get(field, field): value for field, value in preset.settings if field != "loras"}
-    return PresetModel(name=name, about=preset.about, source=preset.source, settings=settings)
 
 
 def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> ErrorBody:

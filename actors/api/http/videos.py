@@ -1,122 +1,29 @@
 """The routes of the `/v1/videos` API, and ours beside them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncIterator
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from actors.api.estimates import poll_after_ms
 from actors.api.http.access import Caller
 from actors.api.http.content import send
-from actors.api.http.error_answers import HttpError, answer
+from actors.api.http.error_answers import FAILURES, HttpError, answer
 from actors.api.http.following import Seen
 from actors.api.http.objects import Variant, Video, VideoDeleted, VideoList, video
 from actors.api.http.openapi import CONTENT, MADE, create_body, errors, remix_body
+from actors.api.http.parameters import Ender, IdempotencyKey, Maker, Served, VideoId, Watcher, Which
 from actors.api.http.service import Accepted, Service
 from actors.api.variants import VARIANTS
 from actors.jobs.errors import JobNotFound, StoreUnavailable
-from actors.jobs.keys import MAKE, OPERATE, READ
 from actors.jobs.store import MAX_PAGE
 from actors.jobs.tables import Job
-from actors.jobs.values import (
-    BROKEN_VIDEO,
-    CANCELLED,
-    DEADLINE,
-    INPUT_LOST,
-    INTERNAL_ERROR,
-    INVALID,
-    LOST,
-    UNHEALTHY,
-    Status,
-)
+from actors.jobs.values import Status
 from actors.storage.base import Missing
-from wan_tpu.errors import InvalidRequest
 
 POLL_AFTER = "openai-poll-after-ms"
-_KEY_LENGTH = 255
-_NO_BODY = 1024  # bytes of a body that is sent to a route which has none: some clients send {}
-# What a client that waits for its video is answered when the job failed, by the error's code.
-_STATUS = {
-    INVALID: 400,
-    DEADLINE: 408,
-    CANCELLED: 409,
-    UNHEALTHY: 500,
-    BROKEN_VIDEO: 500,
-    INTERNAL_ERROR: 500,
-    LOST: 503,
-    INPUT_LOST: 503,
-}
-
-
-async def service_of(request: Request) -> Service:
-    """Return what the application was made with."""
-    found: Service = request.app.state.service
-    return found
-
-
-Served = Annotated[Service, Depends(service_of)]
-_BEARER = HTTPBearer(
-    auto_error=False, description="A key of `wan-tpu keys add`; any text where the service has no keys."
-)
-
-
-def caller_of(*scopes: str, body: bool = False) -> Callable[..., Coroutine[Any, Any, Caller]]:
-    """Return a dependency that lets those through whose key has one of the scopes; it raises `HttpError`.
-
-    body  whether the route reads a body; where it doesn't, none is taken
-    """
-
-    async def caller(
-        request: Request,
-        service: Served,
-        shown: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
-    ) -> Caller:
-        if not body:
-            refuse_body(request)
-        try:
-            found = service.access.admit(None if shown is None else shown.credentials, scopes)
-        except HttpError as error:
-            if body and error.status == 429 and not service.retries.repeats(request):
-                service.retries.refuse(request)
-            raise
-        request.state.owner, request.state.headers = found.owner, found.rate
-        return found
-
-    return caller
-
-
-def refuse_body(request: Request) -> None:
-    """Raise `HttpError` 413 for a request to a route without a body that comes with one."""
-    length = request.headers.get("content-length", "0")
-    small = length.isascii() and length.isdigit() and int(length[:20]) <= _NO_BODY
-    if "transfer-encoding" in request.headers or not small:
-        message = f"this route takes no body; send none, or one of at most {_NO_BODY} bytes, which isn't read"
-        raise HttpError(413, message, code="too_large", headers={"Connection": "close"})
-
-
-Maker = Annotated[Caller, Depends(caller_of(MAKE, body=True))]
-Watcher = Annotated[Caller, Depends(caller_of(READ, OPERATE))]
-Ender = Annotated[Caller, Depends(caller_of(MAKE, OPERATE))]
-
-
-_ONCE = "A random text: the same key and body is the same video, however often it is sent; another body is refused."
-
-
-def _key(
-    idempotency_key: Annotated[str | None, Header(max_length=_KEY_LENGTH, description=_ONCE)] = None,
-) -> str | None:
-    if idempotency_key is not None and (not idempotency_key.isprintable() or not idempotency_key):
-        raise InvalidRequest("the Idempotency-Key is empty or has control characters; give a random one")
-    return idempotency_key
-
-
-IdempotencyKey = Annotated[str | None, Depends(_key)]
-VideoId = Annotated[str, Path(description="The video's `id`.", examples=["video_" + "0" * 48])]
-Which = Annotated[Variant, Query(description="The video, a picture of it, or an image that it was asked for with.")]
-
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
@@ -163,7 +70,7 @@ async def create_and_wait(request: Request, service: Served, caller: Maker, key:
         return waiting
     request.state.job = job.id
     if job.status == "failed":
-        status = _STATUS.get(job.error_code or "", 500)  # A newer worker may know other codes.
+        status = FAILURES.get(job.error_code or "", 500)  # A newer worker may know other codes.
         # OpenAI's clients repeat 408, 409 and all from 500 on, which would have the same video computed again.
         headers = {} if status == 503 else {"x-should-retry": "false"}
         raise HttpError(status, f"{job.id} failed: {job.error_message}", code=job.error_code, headers=headers)

@@ -12,7 +12,7 @@ import pytest
 from openai import OpenAI
 from PIL import Image
 
-from actors.api.http.videos import _STATUS
+from actors.api.http.error_answers import FAILURES
 from actors.errors import RequestFailed
 from actors.jobs.keys import KeyLimits, limit_key, make_key
 from actors.jobs.values import CODES
@@ -192,7 +192,7 @@ def test_every_reason_of_a_failure_has_a_status_of_its_own(http, database):
             status = statuses.get(code, 500)
             assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (status, code)
             assert answer.result().headers.get("x-should-retry") == (None if status == 503 else "false")
-    assert _STATUS.keys() == set(CODES)
+    assert FAILURES.keys() == set(CODES)
 
 
 def test_one_that_takes_longer_is_polled_for_and_one_that_nobody_waits_for_is_cancelled(settings, engine):

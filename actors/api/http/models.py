@@ -1,0 +1,111 @@
+"""The model as the API shows it: what it makes, and what a request may ask of it."""
+
+import dataclasses
+from typing import Literal
+
+from actors.api.http.objects import PARAMS, Object
+from actors.api.settings import ServiceSettings
+from wan_tpu.request import LIMITS, Preset
+from wan_tpu.spec import ModelSpec
+
+
+class Limits(Object):
+    """The lowest and the highest value of a field."""
+
+    minimum: float
+    """The lowest value that is taken."""
+    maximum: float
+    """The highest value that is taken."""
+
+
+class PresetModel(Object):
+    """A named way to sample: what it is, where its numbers are from, and what it sets, by a request's fields."""
+
+    name: str
+    """What a request writes in `preset`."""
+    about: str
+    """What it is for."""
+    source: str
+    """Where its numbers are from."""
+    settings: dict[str, float | str | list[float]]
+    """What it sets, by a request's fields."""
+
+
+class Model(Object):
+    """What a model makes, and how: OpenAI's model object, and what stands after `owned_by` is ours."""
+
+    id: str
+    """What a request writes in `model`."""
+    object: Literal["model"] = "model"
+    created: int
+    """Unix seconds, when this process began to offer it."""
+    owned_by: Literal["wan-tpu"] = "wan-tpu"
+    tasks: list[str]
+    """`t2v`: videos of a text; `i2v`: of an image and a text."""
+    last_frames: str
+    """Whether a video may end with an image: `none`, `optional` or `required`."""
+    stages: list[str]
+    """The stages that a video passes, in order."""
+    defaults: dict[str, float | str]
+    """What fields have that a request omits."""
+    sizes: list[str]
+    """Sizes that are usual; others are taken too."""
+    follows_image: bool
+    """Whether a video without `size` has its image's shape."""
+    limits: dict[str, Limits]
+    """The lowest and highest value of each field that is a number and that the model has."""
+    size_multiple: int
+    """Both sides are multiples of this many pixels."""
+    frame_step: int
+    """A video has one frame more than a multiple of this."""
+    solvers: list[str]
+    """What `solver` may be; the first is used unless a request names another."""
+    largest: list[dict[str, int | str]] | None
+    """The largest sizes that the slices have memory for; null where any is taken."""
+    aliases: list[str]
+    """Other names that `model` may have."""
+    cache: str | None
+    """What `cache` may be, with its usual settings; null where the model has none. It may need a preset."""
+    presets: list[PresetModel]
+    """Named ways to sample."""
+    loras: list[str]
+    """Names of adapters."""
+
+
+class ModelList(Object):
+    """All models: there is one."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+    """The models; a service has one."""
+
+
+def model(settings: ServiceSettings, spec: ModelSpec, created: int) -> Model:
+    """Return a service's model as the API shows it."""
+    defaults = {name: value for name, value in dataclasses.asdict(spec.defaults).items() if name not in spec.unused}
+    limits = {name: value for name, value in LIMITS.items() if name not in spec.unused}
+    height, width = defaults.pop("height"), defaults.pop("width")
+    return Model(
+        id=settings.model,
+        created=created,
+        tasks=list(spec.tasks),
+        last_frames=spec.last_images,
+        stages=list(spec.stages),
+        defaults={"size": f"{width}x{height}"} | {PARAMS.get(field, field): value for field, value in defaults.items()},
+        sizes=[f"{w}x{h}" for h, w in spec.usual_sizes],
+        follows_image=spec.follows_image,
+        limits={PARAMS.get(name, name): Limits(minimum=low, maximum=high) for name, (low, high) in limits.items()},
+        size_multiple=spec.size_multiple,
+        frame_step=spec.frame_step,
+        solvers=list(spec.solvers),
+        largest=[{"size": f"{w}x{h}", "num_frames": n} for h, w, n in settings.largest] or None,
+        aliases=list(settings.aliases),
+        cache=next((str(curve.usual) for curve in spec.curves), None),
+        presets=[_preset(name, preset) for name, preset in settings.catalogue.presets(spec).items()],
+        loras=list(settings.catalogue.adapters),
+    )
+
+
+def _preset(name: str, preset: Preset) -> PresetModel:
+    settings = {PARAMS.get(field, field): value for field, value in preset.settings if field != "loras"}
+    return PresetModel(name=name, about=preset.about, source=preset.source, settings=settings)

@@ -1,0 +1,84 @@
+"""What routes are given, as FastAPI's dependencies: the service, who calls, and what stands in headers and paths."""
+
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+from fastapi import Depends, Header, Path, Query, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from actors.api.http.access import Caller
+from actors.api.http.error_answers import HttpError
+from actors.api.http.objects import Variant
+from actors.api.http.service import Service
+from actors.jobs.keys import MAKE, OPERATE, READ
+from wan_tpu.errors import InvalidRequest
+
+_KEY_LENGTH = 255
+_NO_BODY = 1024  # Bytes of a body that is sent to a route which has none: some clients send {}.
+
+
+async def service_of(request: Request) -> Service:
+    """Return what the application was made with."""
+    found: Service = request.app.state.service
+    return found
+
+
+Served = Annotated[Service, Depends(service_of)]
+_BEARER = HTTPBearer(
+    auto_error=False, description="A key of `wan-tpu keys add`; any text where the service has no keys."
+)
+
+
+def caller_of(*scopes: str, body: bool = False) -> Callable[..., Coroutine[Any, Any, Caller]]:
+    """Return a dependency that lets those through whose key has one of the scopes; it raises `HttpError`.
+
+    body  whether the route reads a body; where it doesn't, none is taken
+    """
+
+    async def caller(
+        request: Request,
+        service: Served,
+        shown: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
+    ) -> Caller:
+        if not body:
+            refuse_body(request)
+        try:
+            found = service.access.admit(None if shown is None else shown.credentials, scopes)
+        except HttpError as error:
+            if body and error.status == 429 and not service.retries.repeats(request):
+                service.retries.refuse(request)
+            raise
+        request.state.owner, request.state.headers = found.owner, found.rate
+        return found
+
+    return caller
+
+
+def refuse_body(request: Request) -> None:
+    """Raise `HttpError` 413 for a request to a route without a body that comes with one."""
+    length = request.headers.get("content-length", "0")
+    small = length.isascii() and length.isdigit() and int(length[:20]) <= _NO_BODY
+    if "transfer-encoding" in request.headers or not small:
+        message = f"this route takes no body; send none, or one of at most {_NO_BODY} bytes, which isn't read"
+        raise HttpError(413, message, code="too_large", headers={"Connection": "close"})
+
+
+Maker = Annotated[Caller, Depends(caller_of(MAKE, body=True))]
+Watcher = Annotated[Caller, Depends(caller_of(READ, OPERATE))]
+Ender = Annotated[Caller, Depends(caller_of(MAKE, OPERATE))]
+
+
+_ONCE = "A random text: the same key and body is the same video, however often it is sent; another body is refused."
+
+
+def _key(
+    idempotency_key: Annotated[str | None, Header(max_length=_KEY_LENGTH, description=_ONCE)] = None,
+) -> str | None:
+    if idempotency_key is not None and (not idempotency_key.isprintable() or not idempotency_key):
+        raise InvalidRequest("the Idempotency-Key is empty or has control characters; give a random one")
+    return idempotency_key
+
+
+IdempotencyKey = Annotated[str | None, Depends(_key)]
+VideoId = Annotated[str, Path(description="The video's `id`.", examples=["video_" + "0" * 48])]
+Which = Annotated[Variant, Query(description="The video, a picture of it, or an image that it was asked for with.")]
