@@ -38,7 +38,7 @@ class Submission:
 @functools.cache
 def _plan(steps: int, kind: str) -> RequestPlan:
     given: dict[str, Any] = {"guidance_scale": 1.0, "guidance_scale_2": 1.0} if kind == "plain" else {}
-    request = GenerationRequest(prompt="p", height=64, width=64, frames=5, steps=steps, **given)
+    request = GenerationRequest(prompt="p", height=64, width=64, frames=5, steps=steps, shift=5.0, **given)
     plan = MODEL.plan(request, image=kind == "image")
     if kind == "video":  # the first steps are left out
         first = steps // 3
