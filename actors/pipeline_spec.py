@@ -7,6 +7,7 @@ from cluster.gang.protocol import Timeouts
 from cluster.layout import Layout
 from wan_tpu.request import GenerationRequest
 from wan_tpu.spec import ModelSpec
+from wan_tpu.switches import OVERLAPPED, OWN
 
 Chips = Literal["real", "emulated", "simulated"]
 
@@ -17,6 +18,7 @@ class PipelineSettings:
 
     checkpoint      diffusers directory, the same path on every host, or hub id
     snapshots       folder or gs:// where states of unfinished requests are kept; every host must reach it
+    kernels, collectives  `wan_tpu.switches`, on every host
     snapshot_every  steps between two snapshots; what a lost slice has done since is done again
     in_flight       requests of a driver in the pipeline at a time; others wait
     urgent          requests beyond `in_flight` that are let in when they are more urgent than one that is in
@@ -34,6 +36,8 @@ class PipelineSettings:
     snapshots: str
     dtype: str = "bfloat16"
     executables: str | None = None
+    kernels: str = OWN
+    collectives: str = OVERLAPPED
     snapshot_every: int = 5
     in_flight: int = 16
     urgent: int = 2

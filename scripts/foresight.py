@@ -26,8 +26,8 @@ from published.rows import rows
 
 from cluster.errors import ClusterError
 from wan_tpu.cli import run
-from wan_tpu.pricing.compiling import READABLE
 from wan_tpu.pricing.cost import Times
+from wan_tpu.runtime.program import ON_TENSOR_CORE
 from wan_tpu.versions import version
 
 WITHIN = 0.1  # The band that the plot draws around what was measured.
@@ -43,7 +43,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, too")
     parser.add_argument("--only", default="", help="rows that have this in their name")
     args = parser.parse_args()
-    os.environ["LIBTPU_INIT_ARGS"] = READABLE
+    # Of programs that aren't ours, too: JAX 0.10 can't read one that uses SparseCores.
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--{name}={value}" for name, value in ON_TENSOR_CORE.items())
     print("| what | slice | measured | floor | estimate | error of the floor | of the estimate |")
     print("|---|---|---|---|---|---|---|")
     if args.packages:

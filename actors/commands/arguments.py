@@ -13,7 +13,7 @@ from cluster.connect import connect
 from cluster.emulation.cluster import STATE, EmulatedCluster, default_folder
 from cluster.errors import ClusterNotFound, LayoutError
 from cluster.layout import Layout, shipped
-from wan_tpu.commands.parser import add_model, add_precision
+from wan_tpu.commands.parser import add_model, add_precision, add_switches
 from wan_tpu.commands.sizes import WITH_FRAMES, read_size_with_frames
 from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.families import open_spec
@@ -52,6 +52,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, about: str = "") -> 
     group.add_argument(
         "--executables", type=absolute, help="gs://, or a folder at the same path on every host, of programs"
     )
+    add_switches(group)
     group.add_argument(
         "--snapshots", type=absolute, help="folder or gs:// that every host reaches, for unfinished requests"
     )
@@ -224,6 +225,8 @@ def settings_from(
         snapshots=snapshots,
         dtype=args.dtype or PipelineSettings.dtype,
         executables=args.executables,
+        kernels=args.kernels or PipelineSettings.kernels,
+        collectives=args.collectives or PipelineSettings.collectives,
         snapshot_every=args.snapshot_every,
         warm_up=tuple(GenerationRequest(prompt="", height=h, width=w, frames=frames) for h, w, frames in sizes),
         in_flight=max(PipelineSettings.in_flight, *in_flight),

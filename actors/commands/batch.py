@@ -25,8 +25,10 @@ def batch(argv: Sequence[str]) -> None:
     from wan_tpu.media.video import check_ffmpeg
     from wan_tpu.pipeline import load_pipeline
     from wan_tpu.progress import Console
+    from wan_tpu.switches import set_switches
 
     check_ffmpeg()
+    set_switches(args.kernels, args.collectives)
     precision = args.dtype or PipelineSettings.dtype
     pipe = load_pipeline(args.model_id, precision, (args.dp, args.sp, args.tp), executables=args.executables)
     engine = OneProcessEngine(pipe)

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.commands.arguments import gcs_address
 from actors.doctor.examination import PARTS, Part, examine, in_order, problems, write_bundle
 from actors.doctor.finding import Finding, Machine
 from cluster.emulation.cluster import default_folder
@@ -75,6 +74,7 @@ def _examine_here(args: argparse.Namespace, parts: Sequence[str]) -> tuple[Machi
 
 
 def _examine_slice(args: argparse.Namespace, parts: Sequence[str]) -> tuple[Machine, list[list[Part]]]:
+    from actors.commands.arguments import gcs_address
     from cluster.connect import connect, leave
     from cluster.gang.slice import take
 

@@ -14,6 +14,10 @@ from wan_tpu.ops.collectives import gather_rows
 
 AXIS = "devices"
 WIDTH = 128
+_ADVICE = (
+    "the network between chips, or its compiler, is broken: attach this report to an issue, and see whether "
+    "--collectives synchronous helps"
+)
 
 
 def check_collectives(machine: Machine) -> Iterator[Finding]:
@@ -70,7 +74,7 @@ def _check(name: str, function: Callable[..., Any], expected: Callable[..., Any]
         f"wrong on {', '.join(wrong)}" if wrong else f"right, {rate:.3g} GB/s a device",
         "fail" if wrong else "ok",
         "what numpy gives",
-        "the network between chips, or its compiler, is broken: attach this report to an issue" if wrong else "",
+        _ADVICE if wrong else "",
         {"bytes_a_device": flat.nbytes // count, "seconds": seconds},
     )
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from actors.doctor.finding import Finding, Machine
 from wan_tpu.ops import self_check
 
-_ADVICE = "videos would be wrong: attach this report to an issue"
-
 
 def check_kernels(machine: Machine) -> Iterator[Finding]:
     """Yield for each kernel how far it is off its twin; kernels are interpreted where there is no TPU."""
@@ -17,6 +15,10 @@ def check_kernels(machine: Machine) -> Iterator[Finding]:
             f"off by {result.off:.1e}",
             "ok" if result.is_right else "fail",
             f"at most {result.tolerance:.1e}",
-            "" if result.is_right else _ADVICE,
+            "" if result.is_right else _advise(result.kernel),
             dataclasses.asdict(result),
         )
+
+
+def _advise(kernel: str) -> str:
+    return f"videos would be wrong: attach this report to an issue, and use --kernels reference:{kernel} meanwhile"

@@ -13,6 +13,7 @@ from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import load_pipeline
 from wan_tpu.request import GenerationRequest
 from wan_tpu.runtime.mesh import AXES
+from wan_tpu.switches import SYNCHRONOUS, set_switches, switches
 from wan_tpu.tiny import make_checkpoint
 
 REQUEST = GenerationRequest(prompt="A cat looks.", height=32, width=64, frames=9, steps=3)
@@ -29,6 +30,12 @@ def check_small_model(machine: Machine) -> Iterator[Finding]:
         yield _compare("one device, float32", _pixels(checkpoint, "float32", jax.local_devices()[:1]), expected, SAME)
     if machine.devices > 1:
         yield _compare("all devices, float32", _pixels(checkpoint, "float32", None), expected, SAME)
+    if machine.devices > 1 and not machine.is_rehearsal:
+        before = switches()
+        set_switches(collectives=SYNCHRONOUS)
+        pixels = _pixels(checkpoint, "float32", None)
+        set_switches(**before)
+        yield _compare("all devices, nothing overlapped", pixels, expected, SAME)
     yield _compare("all devices, bfloat16", _pixels(checkpoint, "bfloat16", None), expected, ROUNDED)
 
 

@@ -97,6 +97,7 @@ class SliceLeader:
                     pool.slice,
                     settings.host_class,
                     *(settings.checkpoint, pool.stages, pool.mesh, settings.dtype, settings.executables),
+                    *(settings.kernels, settings.collectives),
                     name=self._name,
                     timeouts=settings.timeouts,
                     tell=lambda text: self._report("starting", text),

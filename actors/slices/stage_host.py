@@ -34,6 +34,7 @@ from wan_tpu.pipeline import open_runtime
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.processes import same_everywhere
 from wan_tpu.spec import ENCODER, Expert, RequestPlan
+from wan_tpu.switches import OVERLAPPED, OWN, set_switches
 
 COMPILE_S = 1800.0  # that a program may take to compile
 _SIZES = 64  # Sizes of videos that are remembered to fit, the largest ones.
@@ -80,16 +81,20 @@ class StageHost(HostProfile):
         mesh: tuple[int | None, int | None, int | None] | None = None,
         dtype: str = "bfloat16",
         executables: str | None = None,
+        kernels: str = OWN,
+        collectives: str = OVERLAPPED,
         report: Report = report,
     ) -> None:
         """Open a model on all devices of the slice; its weights are read by `load`.
 
         hosted  the pool's stages, of `ModelSpec.stages`
         mesh    (dp, sp, tp) over all devices of the slice; what is None takes its default
+        kernels, collectives  `wan_tpu.switches`, of this whole process
         report  given a `HostProgress` now and then; by default it goes to the leader of the slice
 
         Raises `InvalidInput` (or the errors of `open_runtime`) for what doesn't fit the checkpoint or devices.
         """
+        set_switches(kernels, collectives)
         self._report, self._progress = report, ReportedProgress(report)
         self._runtime = open_runtime(checkpoint, dtype, mesh, executables=executables, progress=self._progress)
         self._runtime.on_compile = self._compiling

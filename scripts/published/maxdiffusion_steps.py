@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.pricing.compiling import READABLE
+from wan_tpu.runtime.program import ON_TENSOR_CORE
 
 TEXT = 512  # tokens of a prompt
 # `pyconfig` puts these before and after a configuration's own rules of axes, where attention is Ulysses or a ring.
@@ -121,8 +121,8 @@ def flags(checkout: Path) -> dict[str, Any]:
     given = re.search(r'^export LIBTPU_INIT_ARGS="(--[^"]*)"$', script.read_text(), re.MULTILINE)
     if given is None:
         raise ValueError(f"no flags of libtpu in {script}")
-    pairs = (argument.removeprefix("--").split("=") for argument in f"{given[1]} {READABLE}".split())
-    return {name: value == "true" if value in ("true", "false") else value for name, value in pairs}
+    pairs = dict(argument.removeprefix("--").split("=") for argument in given[1].split()) | ON_TENSOR_CORE
+    return {name: value == "true" if value in ("true", "false") else value for name, value in pairs.items()}
 
 
 def _sizes(setting: Setting) -> Any:

@@ -65,10 +65,15 @@ def test_rehearsal_of_everything_finds_nothing_wrong(tmp_path):
 
 
 def test_kernel_that_is_off_by_a_tile_is_named(machine, monkeypatch):
-    right = self_check.flash_attention
-    monkeypatch.setattr(self_check, "flash_attention", lambda *args, **of: jnp.roll(right(*args, **of), 16, axis=0))
+    right, twin = self_check.TWINS["attention"]
+
+    def shifted(*arrays, **options):
+        return jnp.roll(right(*arrays, **options), 16, axis=0)
+
+    monkeypatch.setitem(self_check.TWINS, "attention", (shifted, twin))
     finding = next(check_kernels(machine))
     assert (finding.name, finding.verdict) == ("attention", "fail")
+    assert "use --kernels reference:attention meanwhile" in finding.advice
 
 
 SWAPPED = """

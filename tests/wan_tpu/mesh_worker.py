@@ -21,6 +21,7 @@ from wan_tpu.ops.attention import attention, query_scale
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
 from wan_tpu.runtime.mesh import SHARDS, make_mesh
 from wan_tpu.stages import encode_prompt
+from wan_tpu.switches import set_switches
 
 folder, photo, out = sys.argv[1:]
 request = GenerationRequest(
@@ -142,6 +143,9 @@ def spread_attention(mesh, q, k, v, *, heads, kv_len, platform="cpu", qk=None):
 got, parts = spread_attention(mesh, q, k, v, heads=40, kv_len=len(k) - 9)
 assert parts == (40,)  # too few columns for rounds
 np.testing.assert_allclose(got, attention(q, k, v, heads=40, platform="cpu", kv_len=len(k) - 9), atol=1e-5)
+set_switches(collectives="synchronous")
+np.testing.assert_array_equal(got, spread_attention(mesh, q, k, v, heads=40, kv_len=len(k) - 9)[0])
+set_switches(collectives="overlapped")
 
 # In rounds, with the kernels of a TPU in Pallas' interpreter: three of one head, or of one register of narrow heads;
 # a key far beyond the first makes one device's kernel overflow, and all repeat.

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from wan_tpu.runtime.mesh import placed
+from wan_tpu.switches import switches
 from wan_tpu.versions import version
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transformers")
@@ -47,7 +48,7 @@ def made_by() -> dict[str, str]:
     versions = {package: version(package) for package in PACKAGES}
     flags = {name: " ".join(os.environ.get(name, "").split()) for name in ENVIRONMENT}
     options = {name: str(getattr(jax.config, name)) for name in OPTIONS}
-    return {"source": source_digest(), **versions, **flags, **options}
+    return {"source": source_digest(), **versions, **flags, **switches(), **options}
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wan_tpu.commands.parser import add_mesh, add_model, add_precision
+from wan_tpu.commands.parser import add_mesh, add_model, add_precision, add_switches
 from wan_tpu.commands.sizes import read_size
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.families import FAMILIES
@@ -38,6 +38,7 @@ def add_device_arguments(group: argparse._ActionsContainer) -> None:
         "--executables", help="folder, or gs://, of compiled programs, from scripts/precompile.py: one that you trust"
     )
     add_mesh(group)
+    add_switches(group)
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +133,9 @@ def pipeline_from(args: argparse.Namespace, model_id: str | None = None, dtype: 
     model_id, dtype  used where the arguments leave them open
     """
     from wan_tpu.pipeline import load_pipeline
+    from wan_tpu.switches import set_switches
 
+    set_switches(args.kernels, args.collectives)
     return load_pipeline(
         args.model_id or model_id or "",
         dtype=args.dtype or dtype or "bfloat16",

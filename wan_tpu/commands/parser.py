@@ -124,6 +124,20 @@ def add_precision(to: argparse._ActionsContainer, default: str | None = "bfloat1
     )
 
 
+def add_switches(to: argparse._ActionsContainer) -> None:
+    """Add the switches of `wan_tpu.switches`."""
+    to.add_argument(
+        "--kernels",
+        help="own, or plain operations in their place, to find a wrong one: reference, or reference:linear,attention; "
+        "default own",
+    )
+    to.add_argument(
+        "--collectives",
+        choices=("overlapped", "synchronous"),
+        help="synchronous: compute nothing while devices send, to find what is wrong on a chip; default overlapped",
+    )
+
+
 def flag(name: str) -> str:
     """Return the flag of a parsed argument."""
     return {"model_id": "--model", "dtype": "--precision"}.get(name, f"--{name}")

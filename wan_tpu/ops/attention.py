@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from kernels.flash_attention import LowPrecision, flash_attention, flash_attention_unchecked
 from kernels.low_precision import round_keys_reference, round_queries_reference
+from wan_tpu.switches import uses_kernel
 
 # Query rows whose scores are formed at once on CPU: with 2,000 keys 256 rows of float32 scores are 2 MB, which
 # stays in the cache of one core. Measured: 55 ms against 125 ms in one piece (2x4 heads, 2,000 tokens, D=128).
@@ -31,7 +32,7 @@ def attention(
     q [Lq, N*D], times `query_scale`; k, v [Lk, N*D] -> [Lq, N*D], in the dtype of q. Keys from `kv_len` on don't count.
     """
     scale = math.log(2)
-    if platform == "tpu":
+    if uses_kernel("attention", platform):
         return flash_attention(q, k, v, heads=heads, kv_len=kv_len, scale=scale)
     some = kv_len if isinstance(kv_len, jax.Array) else None  # known when it runs: in every shape the same program
     if some is None:
@@ -59,7 +60,7 @@ def attention_part(
     q [Lq, at least N*D], times `query_scale`; k, v [Lk, at least N*D] -> [Lq, N*D]; first_heads are those of q, k and v
     from which on they count. qk: an 8-bit type, that logits are computed in; kv_len is a number then.
     """
-    if platform == "tpu":
+    if uses_kernel("attention", platform):
         given = {"heads": heads, "first_heads": first_heads, "width": width, "scale": math.log(2), "kv_len": kv_len}
         return flash_attention_unchecked(q, k, v, softmax=softmax, qk=qk, **given)  # type: ignore[arg-type]
     q, k, v = (x[:, n * width : (n + heads) * width] for x, n in zip((q, k, v), first_heads, strict=True))

@@ -5,6 +5,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from wan_tpu.switches import is_synchronous
+
 TILE_BYTES = 32  # of a column in a tile of registers (16 rows of bfloat16): in whole tiles nothing is laid out anew
 
 
@@ -13,13 +15,13 @@ def gather_rows(x: jax.Array, axes: tuple[str, ...], platform: str) -> jax.Array
 
     On TPU v6e an all-gather blocks the core (up to libtpu 0.0.51; only its SparseCore could take it over), a ragged
     all-to-all is sent in the background: here every device sends all its rows to every other, straight to their place.
-    Elsewhere, and for rows that don't fill tiles, it is an all-gather.
+    Elsewhere, for rows that don't fill tiles, and where nothing is to be overlapped, it is an all-gather.
     """
     count = math.prod(jax.lax.axis_size(axis) for axis in axes)
     if count == 1:
         return x
     rows = TILE_BYTES // x.dtype.itemsize
-    if platform != "tpu" or x.shape[0] % rows:
+    if platform != "tpu" or x.shape[0] % rows or is_synchronous():
         return jax.lax.all_gather(x, axes, axis=0, tiled=True)
     blocks = x.reshape(-1, rows, x.shape[1])
     size = blocks.shape[0]

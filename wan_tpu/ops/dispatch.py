@@ -21,6 +21,19 @@ from kernels.vae.group_norm import (
     norm_silu,
     norm_silu_reference,
 )
+from wan_tpu.switches import uses_kernel
+
+# Each kernel, and the same in plain XLA.
+TWINS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "linear": (linear, linear_reference),
+    "layer_norm": (layer_norm, layer_norm_reference),
+    "round_rows": (round_rows, round_rows_reference),
+    "rms_norm_rope": (rms_norm_rope, rms_norm_rope_reference),
+    "head_norm_rope": (head_norm_rope, head_norm_rope_reference),
+    "causal_conv": (causal_conv, causal_conv_reference),
+    "channel_moments": (channel_moments, channel_moments_reference),
+    "norm_silu": (norm_silu, norm_silu_reference),
+}
 
 
 class Ops(NamedTuple):
@@ -37,18 +50,5 @@ class Ops(NamedTuple):
 
 
 def ops_for(platform: str) -> Ops:
-    """Return the operations for "tpu", "gpu" or "cpu"."""
-    if platform == "tpu":
-        return Ops(
-            linear, layer_norm, round_rows, rms_norm_rope, head_norm_rope, causal_conv, channel_moments, norm_silu
-        )
-    return Ops(
-        linear_reference,
-        layer_norm_reference,
-        round_rows_reference,
-        rms_norm_rope_reference,
-        head_norm_rope_reference,
-        causal_conv_reference,
-        channel_moments_reference,
-        norm_silu_reference,
-    )
+    """Return the operations for "tpu", "gpu" or "cpu", those that `wan_tpu.switches` switches off in plain XLA."""
+    return Ops(**{name: kernel if uses_kernel(name, platform) else plain for name, (kernel, plain) in TWINS.items()})

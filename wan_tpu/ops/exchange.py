@@ -27,6 +27,7 @@ from wan_tpu.ops.attention import attention_part
 from wan_tpu.ops.sparse_linear import SparseLinear, sparse_linear_attention
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.mesh import AXES, axis_size
+from wan_tpu.switches import is_synchronous, uses_kernel
 
 TILE_ROWS = 16  # of bfloat16 in a TPU's registers
 
@@ -116,6 +117,9 @@ def exchanged_attention(
     apart = token_axes[: -len(head_axes)]
     before = jax.lax.axis_index(apart) * len(given.q) if apart else 0
     given = dataclasses.replace(given, qk=qk, sparse=sparse, first_query=before)
+    if is_synchronous():  # All has come before attention begins, and each round's result is there before the next.
+        q, k, v = _barrier((given.q, given.k, given.v))
+        given = dataclasses.replace(given, q=q, k=k, v=v)
     found: list[_Back] = []
     right, gathered = [], dict[str, jax.Array]()
     for number in range(len(given.rounds)):
@@ -124,11 +128,15 @@ def exchanged_attention(
         mixed, fine, weights, later, found = _barrier((mixed, fine, weights, given.k[1:], found))
         given = dataclasses.replace(given, k=[given.k[0], *later])
         found.append(_back(*mixed, head_axes))
+        if is_synchronous():
+            found, q = _barrier((found, given.q))
+            given = dataclasses.replace(given, q=q)
         right.append(fine)
         gathered |= weights
     for weights in beside[len(given.rounds) :]:
         gathered |= weights
-    if platform != "tpu" or sparse is not None:  # which repeats what is wrong by itself: nothing is exchanged in it
+    # Sparse attention repeats what is wrong by itself: nothing is exchanged in it.
+    if not uses_kernel("attention", platform) or sparse is not None:
         return _joined(found, gathered)
     # All devices repeat it or none does: there are exchanges in it.
     wrong = jax.lax.psum((~jnp.stack(right).all()).astype(jnp.int32), AXES) > 0

@@ -15,21 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.flash_attention import flash_attention, flash_attention_reference
-from kernels.head_norm_rope import head_norm_rope, head_norm_rope_reference
-from kernels.layer_norm import layer_norm, layer_norm_reference
-from kernels.linear import linear, linear_reference
-from kernels.low_precision import round_rows, round_rows_reference
-from kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
+from kernels.low_precision import Rounded
 from kernels.sparse_attention import KEYS, QUERIES, sparse_attention, sparse_attention_reference
-from kernels.vae.causal_conv import causal_conv, causal_conv_reference
-from kernels.vae.group_norm import channel_moments, channel_moments_reference, norm_silu, norm_silu_reference
+from wan_tpu.ops.dispatch import TWINS as OPERATIONS
+
+# Each kernel and its twin, by the kernel's name in `wan_tpu.switches`.
+TWINS = OPERATIONS | {
+    "attention": (flash_attention, flash_attention_reference),
+    "sparse_attention": (sparse_attention, sparse_attention_reference),
+}
 
 WIDTH = 128  # Of a head: a register's lanes.
 # Both round inputs and results to bfloat16, whose last place is 2^-8 of a value; sums are taken in another order.
 BFLOAT16 = 2.0**-6
 FLOAT32 = 1e-5
-
-Arrays = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,21 +37,21 @@ class KernelCase:
 
     Attributes:
         name: for people
-        kernel: takes `interpret` beside the arrays and the options
-        reference: takes arrays and options
+        kernel: of `TWINS`
         arrays: both are called with
         options: both are called with
-        tolerance: the largest difference, as a part of the reference's largest value
+        tolerance: the largest difference, as a part of the twin's largest value
         only_kernel: options of the kernel alone
+        compared: what is compared of a result
     """
 
     name: str
-    kernel: Callable[..., Any]
-    reference: Callable[..., Any]
-    arrays: Arrays
+    kernel: str
+    arrays: tuple[Any, ...]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     tolerance: float = BFLOAT16
     only_kernel: dict[str, Any] = dataclasses.field(default_factory=dict)
+    compared: Callable[[Any], Any] = lambda result: result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +59,7 @@ class KernelResult:
     """How far a kernel is off its twin.
 
     Attributes:
-        name: the case's
+        name, kernel: the case's
         off: the largest difference, as a part of the twin's largest value; NaN where there is one
         tolerance: what roundings explain
         seconds: of both, compiling included
@@ -68,6 +67,7 @@ class KernelResult:
     """
 
     name: str
+    kernel: str
     off: float
     tolerance: float
     seconds: float
@@ -90,15 +90,18 @@ def check_kernels(*, interpret: bool) -> Iterator[KernelResult]:
 
 
 def _compare(case: KernelCase, *, interpret: bool) -> KernelResult:
-    kernel = jax.jit(functools.partial(case.kernel, **case.options, **case.only_kernel, interpret=interpret))
-    reference = jax.jit(functools.partial(case.reference, **case.options))
+    kernel, twin = TWINS[case.kernel]
+
+    def run(function: Callable[..., Any], **only: Any) -> list[jax.Array]:
+        program = jax.jit(lambda *arrays: case.compared(function(*arrays, **case.options, **only)))
+        return jax.tree.leaves(jax.block_until_ready(program(*case.arrays)))
+
     start = time.perf_counter()
     with jax.default_matmul_precision("highest"):
-        results = jax.tree.leaves(jax.block_until_ready(kernel(*case.arrays)))
-        expected = jax.tree.leaves(reference(*case.arrays))
+        results, expected = run(kernel, **case.only_kernel, interpret=interpret), run(twin)
     off = max(_difference(ours, plain) for ours, plain in zip(results, expected, strict=True))
     shapes = [list(array.shape) for array in jax.tree.leaves(case.arrays)]
-    return KernelResult(case.name, off, case.tolerance, time.perf_counter() - start, shapes)
+    return KernelResult(case.name, case.kernel, off, case.tolerance, time.perf_counter() - start, shapes)
 
 
 def _difference(result: jax.Array, expected: jax.Array) -> float:
@@ -113,73 +116,54 @@ def _cases(scale: int) -> Iterator[KernelCase]:
     rows = 300 * scale + 5
     yield from _attention_cases(draw, rows, 700 * scale + 3)
     x, weight, bias = draw(rows, 512), draw(640, 512) * jnp.bfloat16(0.05), draw(640)
-    gate = draw(1, 640, dtype=jnp.float32)
-    yield KernelCase("linear", linear, linear_reference, (x, weight, bias), {"activation": "gelu_tanh"})
-    residual = {"residual": draw(rows, 640), "gate": gate}
-    yield KernelCase("linear, added to a residual", linear, linear_reference, (x, weight, bias), residual)
-    scales = draw(1, 512, dtype=jnp.float32), draw(1, 512, dtype=jnp.float32)
-    yield KernelCase("layer norm", layer_norm, layer_norm_reference, (x, *scales), {"eps": 1e-6})
-    tables = draw(rows, WIDTH, dtype=jnp.float32), draw(rows, WIDTH, dtype=jnp.float32)
-    vector = draw(512, dtype=jnp.float32)
-    yield KernelCase(
-        "RMS norm and rotation", rms_norm_rope, rms_norm_rope_reference, (x, vector, tables), {"eps": 1e-6}
-    )
-    head = draw(WIDTH, dtype=jnp.float32), draw(WIDTH, dtype=jnp.float32)
-    yield KernelCase("norm of heads", head_norm_rope, head_norm_rope_reference, (x, *head, tables), {"eps": 1e-6})
+    yield KernelCase("linear", "linear", (x, weight, bias), {"activation": "gelu_tanh"})
+    residual = {"residual": draw(rows, 640), "gate": draw(1, 640, dtype=jnp.float32)}
+    yield KernelCase("linear, added to a residual", "linear", (x, weight, bias), residual)
+    eps, vector = {"eps": 1e-6}, functools.partial(draw, dtype=jnp.float32)
+    yield KernelCase("layer norm", "layer_norm", (x, vector(1, 512), vector(1, 512)), eps)
+    tables = vector(rows, WIDTH), vector(rows, WIDTH)
+    yield KernelCase("RMS norm and rotation", "rms_norm_rope", (x, vector(512), tables), eps)
+    yield KernelCase("norm of heads", "head_norm_rope", (x, vector(WIDTH), vector(WIDTH), tables), eps)
     # A value that lies between two of the 8 bits may be rounded to either.
     yield KernelCase(
-        "rounding to 8 bits", _rounded(round_rows), _rounded(round_rows_reference), (x,), tolerance=1 / 127
+        "rounding to 8 bits", "round_rows", (x,), {"dtype": jnp.int8}, tolerance=1 / 127, compared=_unrounded
     )
     yield from _vae_cases(draw, scale)
 
 
 def _attention_cases(draw: "_Draw", queries: int, keys: int) -> Iterator[KernelCase]:
     q, k, v = draw(queries, 2 * WIDTH), draw(keys, 2 * WIDTH), draw(keys, 2 * WIDTH)
-    of = {"heads": 2}
-    yield KernelCase("attention", flash_attention, flash_attention_reference, (q, k, v), of)
-    counted = of | {"kv_len": keys - 90}
-    yield KernelCase("attention, padded keys", flash_attention, flash_attention_reference, (q, k, v), counted)
+    heads = {"heads": 2}
+    yield KernelCase("attention", "attention", (q, k, v), heads)
+    yield KernelCase("attention, padded keys", "attention", (q, k, v), heads | {"kv_len": keys - 90})
     # One key that outweighs all before it: the fast way overflows, and must be seen to.
     late = k.at[-1].set(64 * q.mean(axis=0) / jnp.abs(q.mean(axis=0)).max())
-    yield KernelCase("attention, an overflow", flash_attention, flash_attention_reference, (q, late, v), of)
+    yield KernelCase("attention, an overflow", "attention", (q, late, v), heads)
+    # The tolerance is what it costs to round logits to 8 bits.
     yield KernelCase(
-        "attention, logits in 8 bits",
-        flash_attention,
-        flash_attention_reference,
-        (q, k, v),
-        of,
-        tolerance=0.05,  # What rounding logits to 8 bits costs.
-        only_kernel={"qk": "int8"},
+        "attention, logits in 8 bits", "attention", (q, k, v), heads, tolerance=0.05, only_kernel={"qk": "int8"}
     )
-    blocks = _lists(queries, keys)
-    sparse = (q[None], k[None], v[None], blocks)
-    yield KernelCase("sparse attention", sparse_attention, sparse_attention_reference, sparse, of)
+    lists = _draw_lists(queries, keys)
+    yield KernelCase("sparse attention", "sparse_attention", (q[None], k[None], v[None], lists), heads)
 
 
 def _vae_cases(draw: "_Draw", scale: int) -> Iterator[KernelCase]:
     x = draw(2, 8 * scale, 32, 64)
-    weight, bias = draw(3, 3, 3, 64, 64) * jnp.bfloat16(0.03), draw(64)
     edge = draw(4, 1, 32, 64)
     options = {"past": draw(2, 8 * scale, 32, 64), "edges": (edge, edge), "norm": draw(64), "before": (1, 1)}
-    yield KernelCase("causal convolution", causal_conv, causal_conv_reference, (x, weight, bias), options)
-    inside = {"columns": 5, "rows": 27}
-    moments = (x.astype(jnp.float32),)
-    yield KernelCase("moments", channel_moments, channel_moments_reference, moments, inside, tolerance=FLOAT32)
-    vectors = draw(64, dtype=jnp.float32), draw(64, dtype=jnp.float32)
-    yield KernelCase("norm and SiLU", norm_silu, norm_silu_reference, (x, *vectors), inside)
+    weight = draw(3, 3, 3, 64, 64) * jnp.bfloat16(0.03)
+    yield KernelCase("causal convolution", "causal_conv", (x, weight, draw(64)), options)
+    inside, vector = {"columns": 5, "rows": 27}, functools.partial(draw, dtype=jnp.float32)
+    yield KernelCase("moments", "channel_moments", (x.astype(jnp.float32),), inside, tolerance=FLOAT32)
+    yield KernelCase("norm and SiLU", "norm_silu", (x, vector(64), vector(64)), inside)
 
 
-def _rounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what 8 bits stand for: the bits of two rows may differ where their scales do."""
-
-    def values(x: jax.Array, **options: Any) -> jax.Array:
-        rows = function(x, jnp.int8, **options)
-        return rows.values.astype(jnp.float32) * rows.scales[:, :1]
-
-    return values
+def _unrounded(rows: Rounded) -> jax.Array:
+    """Return what 8 bits stand for: where scales differ, the bits do."""
+    return rows.values.astype(jnp.float32) * rows.scales[:, :1]
 
 
-def _lists(queries: int, keys: int) -> jax.Array:
+def _draw_lists(queries: int, keys: int) -> jax.Array:
     """Return for two heads which blocks of keys each block of queries looks at: [1, 2, blocks, 5]."""
     blocks, rng = -(-keys // KEYS), np.random.default_rng(1)
     lists = [np.sort(rng.permutation(blocks)[:5]) for _ in range(2 * -(-queries // QUERIES))]

@@ -22,6 +22,7 @@ from kernels.sla.linear_attention import add_linear, add_linear_reference
 from kernels.sla.top_lists import top_lists, top_lists_reference
 from kernels.sparse_attention import KEYS, QUERIES, first_tiles, sparse_attention, sparse_attention_reference
 from wan_tpu.ops.attention import query_scale
+from wan_tpu.switches import uses_kernel
 
 QUERY_BLOCK = QUERIES  # tokens that attend to the same blocks of keys
 
@@ -55,7 +56,7 @@ def sparse_linear_attention(
     q begins with, a whole number of blocks behind the first one of k. interpret: the kernels, interpreted, on any
     platform.
     """
-    kernels, width = platform == "tpu" or bool(interpret), len(how.bias)
+    kernels, width = uses_kernel("sparse_attention", platform) or bool(interpret), len(how.bias)
     if kernels:
         first_tiles(first_heads, heads, width)  # says what heads there can't be
     first_q, first_k, _ = first_heads

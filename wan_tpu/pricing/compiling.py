@@ -22,22 +22,6 @@ from wan_tpu.aot.topology import DescribedSlice, Hardware
 from wan_tpu.errors import DoesNotFit
 from wan_tpu.request import GenerationRequest
 
-# v7x hands collectives to its SparseCores unless told otherwise. JAX 0.10 can't read such a program's schedule
-# ("async-update instruction should have 1 operands"), so a plan is made of the same program with them on the
-# TensorCore, where transfers run in the background all the same; what is run on a slice is left as it is.
-_OFFLOADED = (
-    "all_gather",
-    "all_reduce",
-    "reduce_scatter",
-    "nd_reduce_scatter",
-    "dense_all_to_all",
-    "ragged_all_to_all",
-)
-READABLE = " ".join(
-    [f"--xla_tpu_enable_sparse_core_collective_offload_{kind}=false" for kind in _OFFLOADED]
-    + ["--xla_tpu_enable_sparse_core_async_all_to_all=false"]
-)
-
 
 @dataclass(frozen=True)
 class Job:
@@ -102,8 +86,7 @@ def compile_job(job: Job, cache: Path) -> tuple[Compiled, str]:
     if known is None:
         result.unlink(missing_ok=True)
         cache.mkdir(parents=True, exist_ok=True)
-        flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {READABLE}".strip()
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags}
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(job)), str(cache / job.digest)]
         child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not result.exists():

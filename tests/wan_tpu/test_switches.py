@@ -1,0 +1,99 @@
+"""The switches that leave kernels and overlapped exchanges out, as TPU programs have them."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from cluster.slice_spec import SliceSpec
+from kernels.layer_norm import layer_norm
+from kernels.linear import linear, linear_reference
+from tests.conftest import ROOT
+from wan_tpu.aot import key
+from wan_tpu.errors import InvalidInput
+from wan_tpu.ops.collectives import gather_rows
+from wan_tpu.ops.dispatch import ops_for
+from wan_tpu.runtime.program import Program
+from wan_tpu.switches import COLLECTIVES, KERNELS, NAMES, set_switches, switches, uses_kernel
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    """What a test sets is put back."""
+    monkeypatch.setenv(KERNELS, "own")
+    monkeypatch.setenv(COLLECTIVES, "overlapped")
+
+
+def test_kernels_are_left_out_one_by_one_or_all():
+    assert ops_for("tpu").linear is linear
+    set_switches(kernels="reference:linear,attention")
+    assert ops_for("tpu").linear is linear_reference
+    assert ops_for("tpu").layer_norm is layer_norm
+    assert not uses_kernel("attention", "tpu")
+    set_switches(kernels="reference")
+    assert ops_for("tpu") == ops_for("cpu")
+    assert not any(uses_kernel(name, "tpu") for name in NAMES)
+    set_switches(kernels="own")
+    assert all(uses_kernel(name, "tpu") for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("switch", "message"),
+    [
+        ({"kernels": "plain"}, "--kernels is 'plain'; give own, reference, or reference:NAME,NAME of attention"),
+        ({"kernels": "reference:linaer"}, r"there is no kernel 'linaer' \(did you mean linear\?\)"),
+        ({"collectives": "slow"}, "--collectives is 'slow'; give overlapped or synchronous"),
+    ],
+)
+def test_unknown_switch_is_refused(switch, message):
+    with pytest.raises(InvalidInput, match=message):
+        set_switches(**switch)
+    assert switches() == {"kernels": "own", "collectives": "overlapped"}
+
+
+def test_executables_are_of_their_switches():
+    before = key.made_by()
+    set_switches(kernels="reference", collectives="synchronous")
+    assert key.differences(before, key.made_by()) == [
+        "collectives is synchronous, was overlapped",
+        "kernels is reference, was own",
+    ]
+
+
+@pytest.mark.loads_libtpu
+@pytest.mark.parametrize("kind", ["v6e-4", "v7x-4"])
+def test_tpu_programs_send_as_they_are_told(kind):
+    pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
+    from actors.planning.described import described
+
+    devices = described(SliceSpec(kind)).devices()
+    mesh = Mesh(np.array(devices), ("x",))
+    x = jax.ShapeDtypeStruct((4096, 512), np.float32, sharding=jax.sharding.NamedSharding(mesh, P("x")))
+
+    def compiled():
+        def local(x):
+            y = jax.lax.all_to_all(x, "x", split_axis=0, concat_axis=0, tiled=True)
+            return gather_rows(y, ("x",), "tpu") + 1
+
+        whole = jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)
+        return Program(whole, mesh, exact=True).compile(x).as_text()
+
+    overlapped = compiled()
+    assert "all-to-all-start" in overlapped and "ragged-all-to-all" in overlapped
+    assert "sparsecore" not in overlapped  # What runs is what is priced.
+    set_switches(collectives="synchronous")
+    synchronous = compiled()
+    assert "all-to-all-start" not in synchronous and "ragged-all-to-all" not in synchronous
+
+
+def test_command_refuses_an_unknown_kernel_before_anything_is_read(tmp_path):
+    (tmp_path / "model").mkdir()
+    command = [sys.executable, "-m", "actors.cli", "generate", "--model", str(tmp_path / "model"), "--prompt", "x"]
+    command += ["--kernels", "reference:atention", "--output", str(tmp_path / "x.mp4")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "there is no kernel 'atention' (did you mean attention?)" in done.stderr
