@@ -133,7 +133,8 @@ def test_name_changes_when_an_adapter_or_a_video_is_replaced(tmp_path):
     adapter, film = tmp_path / "style.safetensors", tmp_path / "film.mp4"
     adapter.write_bytes(b"first")
     film.write_bytes(b"first")
-    request = GenerationRequest(prompt="a", loras=[str(adapter)], video=str(film), strength=0.5)
+    size = {"height": 480, "width": 832}  # Or the video would be read for its own.
+    request = GenerationRequest(prompt="a", loras=[str(adapter)], video=str(film), strength=0.5, **size)
     first = name_with(request)
     os.utime(adapter, (1, 1))  # the same content
     assert name_with(request) == first
