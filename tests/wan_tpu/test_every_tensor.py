@@ -17,7 +17,7 @@ from wan_tpu.runtime.mesh import make_mesh
 # One of each architecture, and what of its files no pipeline of diffusers uses either.
 UNUSED = {
     "wan2.1-t2v-1.3b": "",
-    "wan2.1-flf2v-14b-720p": r"image_encoder/encoder\.layers\.2\..*",
+    "wan2.1-flf2v-14b-720p": r"image_encoder/vision_model\.encoder\.layers\.2\..*",
     "wan2.2-ti2v-5b": "",
     "turbowan2.2-i2v-a14b": "",
     "cogvideox-2b": r"vae/encoder\..*",
@@ -26,8 +26,11 @@ UNUSED = {
     "hunyuanvideo1.5-480p-i2v": r"text_encoder/(layers\.[23]\..*|norm\.weight)|image_encoder/head\..*",
     "hunyuanvideo1.5-480p-i2v-step-distilled": r"text_encoder/(layers\.[23]\..*|norm\.weight)|image_encoder/head\..*",
 }
-# Read for CLIP's last layer, which Wan leaves out; and for videos, where TI2V 5B is given an image.
-IN_NO_RESULT = r"post_layernorm\..*|encoder\.down_blocks\.\d\.downsampler\.time_conv\..*"
+# Read for what comes after CLIP's last layer but one, whose features Wan takes; and for videos, where TI2V 5B is given
+# an image.
+IN_NO_RESULT = (
+    r"vision_model\.post_layernorm\..*|visual_projection\..*|encoder\.down_blocks\.\d\.downsampler\.time_conv\..*"
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +41,16 @@ def mesh():
 @pytest.mark.parametrize("kind", UNUSED)
 def test_all_tensors_of_all_files_are_read(kind, checkpoint, mesh):
     opened, held, read = Checkpoint(checkpoint(kind)), {}, set()
+    components = open_model(opened).components.values()
+    renames = {component.folder: component.renames for component in components}
     for path in opened.path("").rglob("*.safetensors"):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (it isn't a dict)
-                held[f"{path.parent.name}/{name}"] = file.get_tensor(name)
-    for component in open_model(opened).components.values():
+                renamed = name
+                for pattern, replacement in renames[path.parent.name]:
+                    renamed = re.sub(pattern, replacement, renamed)
+                held[f"{path.parent.name}/{renamed}"] = file.get_tensor(name)
+    for component in components:
         part = open_component(opened, component, "float32", mesh)
         for name, weight in part.weights.items():
             plain = part.plain[name]
