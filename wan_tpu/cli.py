@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from wan_tpu.chip_files import chip_files
 from wan_tpu.errors import WanTpuError
 
 # What keeps libraries from writing what is nothing to a user; each reads it when it is imported or first used.
@@ -54,7 +55,7 @@ def _quiet_libraries() -> None:
 
 def _has_tpu() -> bool:
     """Whether this machine may have a TPU: by its PCI devices, as JAX knows them, or its device files."""
-    if any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*")):
+    if chip_files():
         return True
     try:
         return any(file.read_text().strip() == _GOOGLE for file in Path("/sys/bus/pci/devices").glob("*/vendor"))

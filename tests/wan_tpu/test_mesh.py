@@ -139,3 +139,12 @@ def test_a_weight_needs_exactly_one_rule():
     for name, count in (("a.b", 2), ("c", 0)):
         with pytest.raises(MeshError, match=f"{name} matches {count}"):
             weight_spec(mesh, rules, name, (1,), stacked=False)
+
+
+def test_machine_with_a_tpu_does_not_compute_on_its_cpu_unasked(monkeypatch):
+    """Without libtpu JAX goes on on the CPU: a video would take days, and nobody would know why."""
+    monkeypatch.setattr("wan_tpu.runtime.mesh.chip_files", lambda: ["/dev/vfio/0"])
+    make_mesh((1, 1, 1), heads=1)  # Tests have asked for the CPU.
+    monkeypatch.delenv("JAX_PLATFORMS")
+    with pytest.raises(MeshError, match=r"has a TPU \(/dev/vfio/0\), and JAX only its CPU; wan-tpu doctor"):
+        make_mesh((1, 1, 1), heads=1)

@@ -4,6 +4,7 @@ Axes: 'dp' (guidance branches), 'sp' and 'tp' (tokens and weights; during self-a
 """
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from wan_tpu.chip_files import chip_files
 from wan_tpu.errors import MeshError
 
 AXES = ("dp", "sp", "tp")
@@ -72,13 +74,15 @@ def _check_processes(mesh: Mesh, devices: int) -> None:
 
 
 def _all_devices() -> list[jax.Device]:
+    advice = "wan-tpu doctor --part host --part jax says why; set JAX_PLATFORMS=cpu to compute on the CPU, for days"
     try:
-        return jax.devices()
+        devices = jax.devices()
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise MeshError(
-            f"JAX finds no device ({reason}); set JAX_PLATFORMS=cpu, or install .[tpu] (or .[cuda], not tried)"
-        ) from None
+        raise MeshError(f"JAX finds no device ({str(error).splitlines()[0]}); {advice}") from None
+    # Without libtpu, JAX goes on on the CPU with a warning at most.
+    if devices[0].platform == "cpu" and chip_files() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
+        raise MeshError(f"this machine has a TPU ({chip_files()[0]}), and JAX only its CPU; {advice}")
+    return devices
 
 
 def fill_shape(shape: Sequence[int | None], devices: int, heads: int) -> MeshShape:
