@@ -138,7 +138,7 @@ class SliceSpec:
 def kinds(generation: str | None = None) -> list[str]:
     """Return the names of all kinds, or those of one generation."""
     chosen = CHIPS.values() if generation is None else [CHIPS[generation]]
-    return [_name(chip, chips) for chip in chosen for chips in TOPOLOGIES[chip.name]]
+    return [slice_name(chip, chips) for chip in chosen for chips in TOPOLOGIES[chip.name]]
 
 
 def _chip(generation: str, name: str, size: int) -> Chip:
@@ -173,8 +173,9 @@ def _parsed(name: str) -> tuple[Chip, tuple[int, ...]]:
 
 def _nearest(chip: Chip, chips: int) -> str:
     sizes = TOPOLOGIES[chip.name]
-    return _name(chip, min(sizes, key=lambda size: (abs(math.log2(size / max(chips, 1))), size)))
+    return slice_name(chip, min(sizes, key=lambda size: (abs(math.log2(size / max(chips, 1))), size)))
 
 
-def _name(chip: Chip, chips: int) -> str:
+def slice_name(chip: Chip, chips: int) -> str:
+    """Return the name of a slice of so many chips: v5p is named by its cores."""
     return f"{chip.name}-{chips * chip.cores if chip.name == 'v5p' else chips}"

@@ -1,11 +1,6 @@
 """A manifest's requests planned, and their adapters looked at before anything is computed."""
 
-import contextlib
-from pathlib import Path
-
-from wan_tpu.adapters.checking import check
-from wan_tpu.errors import Unavailable
-from wan_tpu.identity import identify
+from wan_tpu.adapters.checking import check_visible
 from wan_tpu.lora import Lora
 from wan_tpu.request import GenerationRequest
 from wan_tpu.spec import ModelSpec, RequestPlan
@@ -28,12 +23,6 @@ class CheckingPlanner:
         plan = self._spec.plan(request, image=image, last=last, picture=picture)
         for lora in plan.request.loras:
             if lora not in self._checked:
-                with contextlib.suppress(Unavailable):  # now; the request may be right
-                    self._check(lora)
+                check_visible(self._checkpoint, [lora])
                 self._checked.add(lora)
         return plan
-
-    def _check(self, lora: Lora) -> None:
-        here = Path(lora.path).exists() or (lora.path.startswith("gs://") and identify(lora.path) is not None)
-        if here:
-            check(self._checkpoint, [lora])

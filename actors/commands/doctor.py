@@ -16,6 +16,7 @@ from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import OutputError
 
 _MARKS = {"ok": "ok  ", "info": "    ", "warn": "warn", "fail": "FAIL"}
+PART_S = 900.0  # That all hosts of a slice may take for a part.
 _NAME, _LEFT = 30, 7  # Columns of a name, and of what stands left of it.
 
 
@@ -76,6 +77,7 @@ def _examine_here(args: argparse.Namespace, parts: Sequence[str]) -> tuple[Machi
 def _examine_slice(args: argparse.Namespace, parts: Sequence[str]) -> tuple[Machine, list[list[Part]]]:
     from actors.commands.arguments import gcs_address
     from cluster.connect import connect, leave
+    from cluster.errors import SliceError
     from cluster.gang.slice import take
 
     args.folder, of_hosts = args.state, args.folder
@@ -85,15 +87,23 @@ def _examine_slice(args: argparse.Namespace, parts: Sequence[str]) -> tuple[Mach
         with take(args.slice, "actors.doctor.on_slice:DoctorHost", of_hosts, name="doctor", tell=print) as slice_:
             print(slice_.describe())
             hosts: list[list[Part]] = [[] for _ in slice_.hosts]
+            machine = Machine(Path(), is_slice=True)
             for name in parts:
-                checked = slice_.gather("check", name)
+                try:
+                    checked = slice_.gather("check", name, timeout_s=PART_S)
+                except SliceError as error:  # Where one host stops, the others wait for it in the next exchange.
+                    lost = Finding(name, str(error), "fail", "an answer of each host", "look at that host's log")
+                    printer.print(name, lost)
+                    hosts[0].append(Part(name, PARTS[name][2], (lost,), PART_S))
+                    return machine, hosts
+                machine = checked[0][1]
                 for place, (part, _), done in zip(slice_.hosts, checked, hosts, strict=True):
                     done.append(part)
                     for finding in part.findings:
                         if place is slice_.hosts[0] or finding.verdict in ("warn", "fail"):
                             printer.print(name, finding, "" if place is slice_.hosts[0] else f"on {place}: ")
             slice_.call("end")
-            return checked[0][1], hosts
+            return machine, hosts
     finally:
         leave()
 

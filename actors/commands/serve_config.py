@@ -17,7 +17,7 @@ from actors.observe.status_actor import StatusActor
 from actors.pipeline.pools import application, pool_application
 from actors.pipeline_spec import PipelineSpec
 from cluster.layout import Layout
-from wan_tpu.adapters.checking import check
+from wan_tpu.adapters.checking import check_visible
 from wan_tpu.commands.parser import words
 
 
@@ -64,7 +64,7 @@ def pool(args: dict[str, Any]) -> Any:
 def worker(args: dict[str, Any]) -> Any:
     """Build the worker's application on the cluster; raises `InvalidRequest` for adapters that don't fit the model."""
     settings, spec = _service(args)
-    check(spec.settings.checkpoint, settings.catalogue.files)
+    check_visible(spec.settings.checkpoint, settings.catalogue.files)
     prepare_on_head(settings, args["arguments"]["host"])
     return worker_application(settings, spec)
 

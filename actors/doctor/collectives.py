@@ -1,5 +1,6 @@
 """What devices send each other: whether it arrives where it should, and how fast."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,67 +24,59 @@ _ADVICE = (
 def check_collectives(machine: Machine) -> Iterator[Finding]:
     """Yield for each kind whether every device got what it was to get, at the size of a step's exchanges."""
     devices = jax.devices()
-    if len(devices) == 1:
+    count = len(devices)
+    if count == 1:
         yield Finding("collectives", "there is one device")
         return
-    mesh = Mesh(np.array(devices), (AXIS,))
-    rows = (16 if machine.is_rehearsal else 8192) * len(devices)
-    platform = devices[0].platform
-    for name, (function, expected) in _kinds(len(devices), platform).items():
-        yield _check(name, function, expected, mesh, rows)
+    mesh, platform = Mesh(np.array(devices), (AXIS,)), devices[0].platform
+    rows = -(-(16 if machine.is_rehearsal else 8192) // count) * count  # Of a device: all-to-all cuts them in `count`.
+    # Integers that float32 holds exactly, and few of them alike: whatever is swapped shows.
+    whole = (np.arange(count * rows * WIDTH) % 65_521).astype(np.float32).reshape(count, rows, WIDTH)
+    for name, (function, expected) in _kinds(count, platform).items():
+        yield _check(name, function, functools.partial(expected, whole), whole, mesh)
 
 
 def _kinds(count: int, platform: str) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Return by name what each device does with its rows, and what all of them together must give, in numpy.
+    """Return by name what each device does with its rows, and what a device must have then.
 
-    Global arrays are [devices * rows, WIDTH]; numpy's side sees [devices, rows, WIDTH].
+    The first is given [rows, WIDTH] inside `jax.shard_map`; the second all devices' rows, [devices, rows, WIDTH], and
+    which device, in numpy.
     """
     ring = [(i, (i + 1) % count) for i in range(count)]
-
-    def swapped(x: np.ndarray) -> np.ndarray:
-        return x.reshape(count, count, -1, WIDTH).swapaxes(0, 1)
-
-    def repeated(x: np.ndarray) -> np.ndarray:
-        return np.broadcast_to(x.reshape(1, -1), (count, x.size))
-
     return {
-        "all-to-all": (lambda x: jax.lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True), swapped),
-        "all-gather": (lambda x: jax.lax.all_gather(x, AXIS, axis=0, tiled=True), repeated),
-        "gather in the background": (lambda x: gather_rows(x, (AXIS,), platform), repeated),
-        "sum": (lambda x: jax.lax.psum(x, AXIS), lambda x: np.broadcast_to(x.sum(0), x.shape)),
-        "ring": (lambda x: jax.lax.ppermute(x, AXIS, ring), lambda x: np.roll(x, 1, axis=0)),
+        "all-to-all": (
+            lambda x: jax.lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True),
+            lambda whole, device: whole.reshape(count, count, -1, WIDTH)[:, device],
+        ),
+        "all-gather": (lambda x: jax.lax.all_gather(x, AXIS, axis=0, tiled=True), lambda whole, device: whole),
+        "gather in the background": (lambda x: gather_rows(x, (AXIS,), platform), lambda whole, device: whole),
+        "sum": (lambda x: jax.lax.psum(x, AXIS), lambda whole, device: whole.sum(0)),
+        "ring": (lambda x: jax.lax.ppermute(x, AXIS, ring), lambda whole, device: whole[device - 1]),
     }
 
 
-def _check(name: str, function: Callable[..., Any], expected: Callable[..., Any], mesh: Mesh, rows: int) -> Finding:
-    count = mesh.size
-    # Integers that float32 holds exactly, another one at each place: whatever is swapped shows.
-    whole = np.arange(count * rows * WIDTH, dtype=np.float32).reshape(count, rows, WIDTH) % 65_521
-    sharding = NamedSharding(mesh, P(AXIS))
+def _check(
+    name: str, function: Callable[..., Any], expected: Callable[[int], np.ndarray], whole: np.ndarray, mesh: Mesh
+) -> Finding:
     flat = whole.reshape(-1, WIDTH)
-    x = jax.make_array_from_callback(flat.shape, sharding, lambda index: flat[index])
+    x = jax.make_array_from_callback(flat.shape, NamedSharding(mesh, P(AXIS)), lambda index: flat[index])
     program = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
     result = jax.block_until_ready(program(x))
     start = time.perf_counter()
     jax.block_until_ready(program(x))
     seconds = time.perf_counter() - start
-    wrong = _wrong_devices(result, np.ascontiguousarray(expected(whole)).reshape(count, -1), mesh)
-    rate = flat.nbytes / count / seconds / 1e9
+    places = {device: number for number, device in enumerate(mesh.devices.flat)}
+    wrong = [
+        f"device {shard.device.id}"
+        for shard in result.addressable_shards
+        if not np.array_equal(np.asarray(shard.data).ravel(), expected(places[shard.device]).ravel())
+    ]
+    nbytes = whole[0].nbytes
     return Finding(
         name,
-        f"wrong on {', '.join(wrong)}" if wrong else f"right, {rate:.3g} GB/s a device",
+        f"wrong on {', '.join(wrong)}" if wrong else f"right, {nbytes / seconds / 1e9:.3g} GB/s a device",
         "fail" if wrong else "ok",
         "what numpy gives",
         _ADVICE if wrong else "",
-        {"bytes_a_device": flat.nbytes // count, "seconds": seconds},
+        {"bytes_a_device": nbytes, "seconds": seconds},
     )
-
-
-def _wrong_devices(result: jax.Array, expected: np.ndarray, mesh: Mesh) -> list[str]:
-    """Return the devices of this process whose part isn't the expected one, [devices, values of a device]."""
-    places = {device: number for number, device in enumerate(mesh.devices.flat)}
-    return [
-        f"device {shard.device.id}"
-        for shard in result.addressable_shards
-        if not np.array_equal(np.asarray(shard.data).reshape(-1), expected[places[shard.device]])
-    ]

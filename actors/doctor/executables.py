@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 
 from actors.doctor.finding import Finding, Machine
 from actors.planning.described import described
-from cluster.chips import Chip
-from cluster.slice_spec import SliceSpec
+from cluster.slice_spec import SliceSpec, slice_name
 from wan_tpu.aot.executables import Executables
 from wan_tpu.runtime.mesh import AXES, replicated
 from wan_tpu.runtime.program import Program, place
 
+COMPILE_S = 300.0  # Of a small program, most of which starts a process and the compiler.
 _LOG = "wan_tpu.aot.executables"
 _ADVICE = "every start compiles again, for minutes: give both machines the same packages and flags"
 
@@ -27,9 +27,11 @@ def check_executables(machine: Machine) -> Iterator[Finding]:
     """Yield whether a program that was stored is loaded, and if not why: this process's, and one made without chips."""
     compile_to(machine.folder / "here")
     yield load("compiled here", machine.folder / "here")
-    if machine.chip is not None:
+    # Devices of a described slice are numbered from 0: only where one host has them all are this process's the same.
+    if machine.chip is not None and jax.process_count() == 1:
         folder = machine.folder / "elsewhere"
-        yield load("compiled without chips", folder, _compile_elsewhere(folder, machine.chip))
+        kind = slice_name(machine.chip, machine.devices // machine.chip.devices)
+        yield load("compiled without chips", folder, _compile_elsewhere(folder, kind))
 
 
 def compile_to(folder: Path, kind: str = "") -> None:
@@ -39,11 +41,14 @@ def compile_to(folder: Path, kind: str = "") -> None:
     _program(folder, mesh, save=True).compile(x)
 
 
-def _compile_elsewhere(folder: Path, chip: Chip) -> str:
+def _compile_elsewhere(folder: Path, kind: str) -> str:
     """Have another process, which has no chips, compile the program; return what it said where it failed."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", __name__, str(folder), f"{chip.name}-{max(chip.one_host_chips)}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", __name__, str(folder), kind]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=COMPILE_S)
+    except subprocess.TimeoutExpired:
+        return f"it took longer than {COMPILE_S:g} s"
     lines = done.stderr.strip().splitlines() or ["no message"]
     return "" if done.returncode == 0 else lines[-1]
 

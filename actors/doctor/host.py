@@ -43,6 +43,12 @@ def worker_number() -> int | None:
     return int(number) if number and number.isdigit() else None
 
 
+def count_workers() -> int:
+    """Return how many hosts the TPU slice of this machine has; 1 where nothing says so."""
+    names = os.environ.get("TPU_WORKER_HOSTNAMES") or _metadata("attributes/worker-network-endpoints") or ""
+    return max(1, len([name for name in names.split(",") if name]))
+
+
 def _metadata(path: str) -> str | None:
     request = urllib.request.Request(f"{METADATA}/{path}", headers={"Metadata-Flavor": "Google"})
     try:

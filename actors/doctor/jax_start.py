@@ -1,13 +1,14 @@
 """JAX's start: which devices it has, and whether they are what their names say."""
 
+import importlib.util
 import os
 import time
 from collections.abc import Iterator
 
 from actors.doctor.finding import Finding, Machine
-from actors.doctor.host import worker_number
+from actors.doctor.host import count_workers, worker_number
 from cluster.chips import GIB
-from cluster.gang.devices import start_failure
+from cluster.gang.devices import device_files, start_failure
 
 REHEARSED = 4  # CPU devices that stand in for chips.
 
@@ -18,11 +19,11 @@ class NoDevices(Exception):
 
 def check_start(machine: Machine) -> Iterator[Finding]:
     """Yield what is found about JAX's devices; raises `NoDevices`."""
-    hosts = [name for name in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
-    if len(hosts) > 1 and not machine.is_slice:
+    hosts = count_workers()
+    if hosts > 1 and not machine.is_slice:
         yield Finding(
             "slice",
-            f"this is one of {len(hosts)} hosts of a TPU slice",
+            f"this is one of {hosts} hosts of a TPU slice",
             "fail",
             "a slice of one host",
             "JAX would wait for the others: start a Ray cluster on all of them (docs/tpu-vm.md, docs/gke.md), and run "
@@ -40,6 +41,11 @@ def check_start(machine: Machine) -> Iterator[Finding]:
         raise NoDevices(str(start_failure("this machine", error))) from None
     seconds = time.perf_counter() - start
     first = devices[0]
+    if first.platform == "cpu" and device_files() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
+        reason = "another process has the chips, or libtpu is older than they are"
+        if importlib.util.find_spec("libtpu") is None:
+            reason = "libtpu isn't installed: pip install 'wan-tpu[tpu]'"
+        raise NoDevices(f"this machine has a TPU ({device_files()[0]}), and JAX only its CPU; {reason}")
     machine.kind, machine.devices = first.device_kind, len(devices)
     machine.is_rehearsal = first.platform == "cpu"
     yield Finding("start", f"{seconds:.1f} s", figures={"seconds": seconds})

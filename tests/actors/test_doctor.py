@@ -145,3 +145,12 @@ def test_folder_that_is_not_there_is_refused(tmp_path):
         2,
         f"error: {tmp_path / 'none'} is no folder; make it, or give another one\n",
     )
+
+
+def test_tpu_that_jax_passes_over_is_no_rehearsal(tmp_path, monkeypatch):
+    """JAX goes on on the CPU where libtpu isn't installed, or doesn't start."""
+    monkeypatch.setattr("actors.doctor.jax_start.device_files", lambda: ["/dev/vfio/0"])
+    monkeypatch.delenv("JAX_PLATFORMS")
+    findings = examined(Machine(tmp_path), "jax", "kernels")
+    assert [finding.verdict for finding in findings] == ["fail"]
+    assert "this machine has a TPU (/dev/vfio/0), and JAX only its CPU" in findings[0].measured

@@ -8,7 +8,7 @@ import pytest
 from cluster.chips import CHIPS
 from cluster.errors import UnknownSlice
 from cluster.gang.placement import other_machines
-from cluster.slice_spec import TOPOLOGIES, SliceSpec, kinds
+from cluster.slice_spec import TOPOLOGIES, SliceSpec, kinds, slice_name
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,12 @@ def test_every_listed_kind_can_be_named():
         kind = SliceSpec(name)
         assert kind.name == name
         assert kind.chips == kind.hosts * math.prod(kind.host_shape)
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+def test_name_of_so_many_chips_means_them(chip):
+    for chips in TOPOLOGIES[chip.name]:
+        assert SliceSpec(slice_name(chip, chips)).chips == chips
 
 
 def test_only_whole_tori_wrap():

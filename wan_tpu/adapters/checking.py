@@ -1,11 +1,15 @@
 """Whether adapters fit a model, found out without its weights."""
 
+import contextlib
 import functools
 import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wan_tpu.errors import Unavailable
+from wan_tpu.identity import identify
 from wan_tpu.lora import Lora
 
 if TYPE_CHECKING:
@@ -23,6 +27,14 @@ def check(checkpoint: str, loras: Iterable[Lora]) -> None:
             if lora.is_for(stage):
                 targets.read(lora.path)
                 break  # the other expert has the same shapes
+
+
+def check_visible(checkpoint: str, loras: Iterable[Lora]) -> None:
+    """Check those adapters whose files this machine can see now; others are left to the slices, which may have them."""
+    for lora in loras:
+        with contextlib.suppress(Unavailable):
+            if Path(lora.path).exists() or (lora.path.startswith("gs://") and identify(lora.path) is not None):
+                check(checkpoint, [lora])
 
 
 @functools.lru_cache(1)
