@@ -6,13 +6,14 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 BIN := .venv/bin
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test test-long test-all soak lint bench clean
+.PHONY: help demo test test-long test-all test-tpu soak lint bench clean
 
 help:
 	@echo "make demo   a small model on four emulated slices: five videos, and which slice computed what when"
 	@echo "make test   run the tests"
 	@echo "make test-long   the slow ones: real kills, jobs on emulated clusters"
 	@echo "make test-all    both, together"
+	@echo "make test-tpu    kernels and models on the chips of this machine, then wan-tpu doctor"
 	@echo "make soak   new seeds of the simulations, random kills of a service, attackers: half an hour"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  time the small model against diffusers on this CPU"
@@ -53,6 +54,15 @@ soak: export WAN_TPU_CHAOS_KILLS ?= 40
 soak: export WAN_TPU_ATTACK_S ?= 300
 soak: .venv/installed
 	$(BIN)/python -m pytest -s -m soak tests
+
+# On a TPU VM: kernels, and models against diffusers, on its chips, which one process has at a time. With
+# WAN_TPU_TEST_PLATFORMS=cpu it is rehearsed without a TPU, kernels interpreted.
+test-tpu: export WAN_TPU_TEST_PLATFORMS ?= tpu,cpu
+test-tpu: .venv/installed
+	$(BIN)/python -m pytest -n 0 tests/kernels tests/wan_tpu/test_parity.py \
+		tests/wan_tpu/test_cogvideox_parity.py tests/wan_tpu/test_hunyuan15_parity.py tests/wan_tpu/test_sparse_linear.py \
+		-m "not long and not soak and not loads_libtpu"
+	$(BIN)/wan-tpu doctor
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -1,9 +1,9 @@
-"""Shared by all tests: CPU only, no network, small checkpoints made once a session."""
+"""Shared by all tests: CPU only (but for `make test-tpu`), no network, small checkpoints made once a session."""
 
 import os
 import sys
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_PLATFORMS"] = os.environ.get("WAN_TPU_TEST_PLATFORMS", "cpu")
 # Tests, and the processes that they start, compile the same small programs again and again.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.abspath(f"{__file__}/../../build/compiled-for-tests")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

@@ -14,6 +14,7 @@ SMALL = BlockSizes(256, 256, fixed=Schedule(128), online=Schedule(128, columns=1
 SWAPPED = BlockSizes(256, 256, fixed=SMALL.online, online=SMALL.fixed)
 
 D = 128
+INTERPRET = jax.default_backend() != "tpu"  # `make test-tpu` runs the kernels themselves.
 
 
 def as_program(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

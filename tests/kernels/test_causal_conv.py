@@ -13,11 +13,11 @@ from kernels.vae import causal_conv as causal_conv_module
 from kernels.vae import conv_shape as shapes
 from kernels.vae.causal_conv import causal_conv, causal_conv_reference
 from scripts.kernel_tables.conv_cases import CASES
-from tests.kernels.cases import as_program
+from tests.kernels.cases import INTERPRET, as_program
 from wan_tpu.pricing.bundles import count_bundles
 from wan_tpu.pricing.kernel_prices import step_bundles
 
-FUNCTIONS = {"kernel": as_program(causal_conv, interpret=True), "jnp": as_program(causal_conv_reference)}
+FUNCTIONS = {"kernel": as_program(causal_conv, interpret=INTERPRET), "jnp": as_program(causal_conv_reference)}
 # Sums of a few hundred float32 terms; in bfloat16 the normalised input and the result are rounded.
 DTYPES = {"float32": 3e-6, "bfloat16": 2**-6}
 

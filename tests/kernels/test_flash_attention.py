@@ -12,6 +12,7 @@ from kernels.blocks import BlockSizes, Schedule
 from kernels.flash_attention import flash_attention, flash_attention_reference
 from kernels.flash_kernel import Tile, flash_tiles
 from tests.kernels.cases import (
+    INTERPRET,
     NAMES,
     SMALL,
     SWAPPED,
@@ -31,7 +32,7 @@ WAYS = ("auto", "bounded", "optimistic", "online")
 @functools.cache
 def program(**options):
     """One compiled program for each set of options and shapes; cases share it."""
-    return jax.jit(functools.partial(flash_attention, interpret=True, **options))
+    return jax.jit(functools.partial(flash_attention, interpret=INTERPRET, **options))
 
 
 def run(case: Case, dtype=jnp.bfloat16, **options) -> np.ndarray:
@@ -131,7 +132,7 @@ def counted_program(softmax):
     """One program for any number of keys."""
 
     def attend(q, k, v, count):
-        return flash_attention(q, k, v, kv_len=count, heads=1, softmax=softmax, block_sizes=SMALL, interpret=True)
+        return flash_attention(q, k, v, kv_len=count, heads=1, softmax=softmax, block_sizes=SMALL, interpret=INTERPRET)
 
     return jax.jit(attend)
 

@@ -15,15 +15,17 @@ from kernels.vae.group_norm import (
     norm_silu,
     norm_silu_reference,
 )
-from tests.kernels.cases import as_program
+from tests.kernels.cases import INTERPRET, as_program
 
-MOMENTS = {"kernel": as_program(channel_moments, interpret=True), "jnp": as_program(channel_moments_reference)}
-NORMS = {"kernel": as_program(norm_silu, interpret=True), "jnp": as_program(norm_silu_reference)}
+MOMENTS = {"kernel": as_program(channel_moments, interpret=INTERPRET), "jnp": as_program(channel_moments_reference)}
+NORMS = {"kernel": as_program(norm_silu, interpret=INTERPRET), "jnp": as_program(norm_silu_reference)}
 DTYPES = {"float32": 2e-6, "bfloat16": 2**-7}
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
+    if not INTERPRET:  # A TPU has its own tiles.
+        return
     monkeypatch.setattr(group_norm, "TILE_VALUES", 2**13)
     monkeypatch.setattr(group_norm, "VALUES_AT_ONCE", 2**11)
 

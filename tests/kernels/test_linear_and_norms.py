@@ -14,19 +14,21 @@ from kernels.head_norm_rope import head_norm_rope, head_norm_rope_reference
 from kernels.layer_norm import layer_norm, layer_norm_reference
 from kernels.linear import linear, linear_reference
 from kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
-from tests.kernels.cases import as_program
+from tests.kernels.cases import INTERPRET, as_program
 
-LINEARS = as_program(linear_reference), as_program(linear, interpret=True)
-LAYER_NORMS = as_program(layer_norm_reference), as_program(layer_norm, interpret=True)
-RMS_NORMS = as_program(rms_norm_rope_reference), as_program(rms_norm_rope, interpret=True)
-HEAD_NORMS = as_program(head_norm_rope_reference), as_program(head_norm_rope, interpret=True)
+LINEARS = as_program(linear_reference), as_program(linear, interpret=INTERPRET)
+LAYER_NORMS = as_program(layer_norm_reference), as_program(layer_norm, interpret=INTERPRET)
+RMS_NORMS = as_program(rms_norm_rope_reference), as_program(rms_norm_rope, interpret=INTERPRET)
+HEAD_NORMS = as_program(head_norm_rope_reference), as_program(head_norm_rope, interpret=INTERPRET)
 
 DTYPES = {"float32": 2e-6, "bfloat16": 2**-7}  # tolerance: sums of a few hundred float32 terms; two bfloat16 roundings
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Several tiles, ragged last ones and split inputs at sizes an interpreter can bear."""
+    """Several tiles, ragged last ones and split inputs at sizes an interpreter can bear; a TPU has its own tiles."""
+    if not INTERPRET:
+        return
     monkeypatch.setattr(linears, "ROWS", 48)
     monkeypatch.setattr(linears, "OUTPUTS", 512)
     monkeypatch.setattr(linears, "INPUTS", 256)

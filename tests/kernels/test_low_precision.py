@@ -20,13 +20,13 @@ from kernels.low_precision import (
     round_rows,
     round_rows_reference,
 )
-from tests.kernels.cases import as_program
+from tests.kernels.cases import INTERPRET, as_program
 
-ROUND_ROWS = as_program(round_rows_reference), as_program(round_rows, interpret=True)
-NORMS = as_program(layer_norm_reference), as_program(layer_norm, interpret=True)
-LINEARS = as_program(linear_reference), as_program(linear, interpret=True)
+ROUND_ROWS = as_program(round_rows_reference), as_program(round_rows, interpret=INTERPRET)
+NORMS = as_program(layer_norm_reference), as_program(layer_norm, interpret=INTERPRET)
+LINEARS = as_program(linear_reference), as_program(linear, interpret=INTERPRET)
 REFERENCE = as_program(flash_attention_reference)
-UNCHECKED = as_program(flash_attention_unchecked, interpret=True)
+UNCHECKED = as_program(flash_attention_unchecked, interpret=INTERPRET)
 
 DTYPES = {"int8": 127, "float8_e4m3fn": 448}
 TOLERANCE = 2**-7  # the result is bfloat16, and so is what the activation takes
@@ -34,7 +34,9 @@ TOLERANCE = 2**-7  # the result is bfloat16, and so is what the activation takes
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Several tiles and ragged last ones at sizes an interpreter can bear."""
+    """Several tiles and ragged last ones at sizes an interpreter can bear; a TPU has its own tiles."""
+    if not INTERPRET:
+        return
     monkeypatch.setattr(linears, "ROWS", 64)
     monkeypatch.setattr(linears, "OUTPUTS_8", 512)
     monkeypatch.setattr(linears, "INPUTS_8", 256)
@@ -208,7 +210,7 @@ def test_rows_of_tiny_numbers_are_rounded_to_something_finite():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_keys(length, dtype):
     q, k, v = (normal(seed, length, 256) for seed in range(3))
-    got = np.asarray(as_program(flash_attention)(q, k, v, heads=2, qk=dtype, interpret=True), np.float64)
+    got = np.asarray(as_program(flash_attention)(q, k, v, heads=2, qk=dtype, interpret=INTERPRET), np.float64)
     expected = np.asarray(REFERENCE(q, k, v, heads=2), np.float64)
     assert (got * expected).sum() / np.linalg.norm(got) / np.linalg.norm(expected) > 0.999
 
@@ -216,9 +218,9 @@ def test_few_keys(length, dtype):
 def test_what_8_bit_logits_can_not_be_is_refused():
     wide = np.zeros((8, 512), np.float32)
     with pytest.raises(ValueError, match="heads must be at most 256 wide"):
-        flash_attention(wide, wide, wide, heads=1, qk="int8", interpret=True)
+        flash_attention(wide, wide, wide, heads=1, qk="int8", interpret=INTERPRET)
     with pytest.raises(ValueError, match="softmax must be 'auto', 'optimistic' or 'online', got 'bounded'"):
-        flash_attention(wide, wide, wide, heads=4, qk="int8", softmax="bounded", interpret=True)
+        flash_attention(wide, wide, wide, heads=4, qk="int8", softmax="bounded", interpret=INTERPRET)
 
 
 @pytest.mark.parametrize("softmax", ["optimistic", "online"])

@@ -10,13 +10,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels import sparse_attention as module
 from kernels.sparse_attention import KEYS, QUERIES, sparse_attention, sparse_attention_reference
-from tests.kernels.cases import Case, D, adversarial, as_program, error_bound, exact, normal, rounded
+from tests.kernels.cases import INTERPRET, Case, D, adversarial, as_program, error_bound, exact, normal, rounded
 
 
 @functools.cache
 def program(**options):
     """One compiled program for each set of options and shapes."""
-    return jax.jit(functools.partial(sparse_attention, interpret=True, **options))
+    return jax.jit(functools.partial(sparse_attention, interpret=INTERPRET, **options))
 
 
 def drawn(q_len: int, kv_len: int, count: int, heads: int = 1) -> np.ndarray:
@@ -69,7 +69,7 @@ def test_longer_lists_are_a_loop(monkeypatch):
     case, lists = adversarial("late key", 130, 2100), drawn(130, 2100, 26)  # three rounds of two, and one
     # It overflows, and is computed again in the other way.
     arrays = (x.astype(jnp.bfloat16)[None] for x in case)
-    got = as_program(sparse_attention, heads=1, interpret=True)(*arrays, lists)
+    got = as_program(sparse_attention, heads=1, interpret=INTERPRET)(*arrays, lists)
     assert_exact(case, lists[0, 0], np.asarray(got, np.float32)[0])
 
 

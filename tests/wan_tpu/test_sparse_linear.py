@@ -8,7 +8,7 @@ from kernels.sla.block_means import block_means, block_means_reference
 from kernels.sla.linear_attention import EPSILON, add_linear, add_linear_reference
 from kernels.sla.top_lists import top_lists, top_lists_reference
 from kernels.sparse_attention import KEYS, QUERIES
-from tests.kernels.cases import as_program
+from tests.kernels.cases import INTERPRET, as_program
 from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.sparse_linear import SparseLinear, chosen_blocks, sparse_linear_attention
 
@@ -107,7 +107,7 @@ def test_the_largest_of_many(shape, count):
     scores[:, :, 0] = -1
     scores[:, 1, ::2], scores[:, 3, ::2] = np.inf, -np.inf
     scores[:, 5, ::4], scores[:, 7, ::4] = np.nan, -np.nan  # either sign: as large as inf
-    found = np.asarray(as_program(top_lists)(scores, count, interpret=True))
+    found = np.asarray(as_program(top_lists)(scores, count, interpret=INTERPRET))
     np.testing.assert_array_equal(found, as_program(top_lists_reference)(scores, count))
     for i, j in ((0, 0), (shape[0] - 1, shape[2] - 1)):
         column = np.where(np.isnan(scores[i, :, j]), np.inf, scores[i, :, j])
@@ -121,7 +121,7 @@ def test_means_of_blocks(rows, real):
     x[real:] = np.nan
     for size in (64, 128):
         how = {"real": real, "tiles": 2, "lanes": 128, "first": 1}
-        found = as_program(block_means)(x, size, **how, interpret=True)
+        found = as_program(block_means)(x, size, **how, interpret=INTERPRET)
         blocks = [x[i : min(i + size, real), 128:] for i in range(0, rows, size)]
         expected = np.stack([block.mean(0) if len(block) else np.zeros(256) for block in blocks])
         np.testing.assert_allclose(np.concatenate([*found], axis=1), expected, rtol=0, atol=1e-5)
@@ -143,7 +143,7 @@ def test_the_linear_part_in_bfloat16(heads, width, kv_len):
     sparse, *_ = drawn(1500, heads, width, jnp.bfloat16, seed=1)
     k[kv_len:], v[kv_len:] = np.nan, np.nan
     given = [*(x.astype(jnp.bfloat16) for x in (sparse, 60 * q, k, v)), weight, bias]
-    got = as_program(add_linear)(*given, heads=heads, kv_len=kv_len, interpret=True)
+    got = as_program(add_linear)(*given, heads=heads, kv_len=kv_len, interpret=INTERPRET)
     expected = as_program(add_linear_reference)(*given, heads=heads, kv_len=kv_len)
     largest = np.abs(np.asarray(expected, np.float32)).max()
     np.testing.assert_allclose(
