@@ -43,6 +43,7 @@ class Checkpoint:
             raise explain_disk_error(error, local) from None
         # Absolute, so that stage files mean the same from every folder.
         self.source = str(local.resolve()) if exists else str(source)
+        self._asked_for = str(source)
         self._hub_id = None if exists or self._bucket else _hub_id(self.source)
         self._local = self._bucket is None and self._hub_id is None
         self.folder = local if self._local else self._fetch(["*.json", "tokenizer/*"])
@@ -63,10 +64,13 @@ class Checkpoint:
     def names(self) -> list[str]:
         """What the checkpoint is called: parts of its address, the last one first, and where its index says it's from.
 
+        Of a symbolic link its own name counts before that of what it leads to.
+
         diffusers writes the latter, as `others` does.
         """
         origin = self.index.get("_name_or_path")
-        return [*reversed(self.source.split("/")), *(reversed(origin.split("/")) if isinstance(origin, str) else ())]
+        address = dict.fromkeys([*reversed(self._asked_for.split("/")), *reversed(self.source.split("/"))])
+        return [*address, *(reversed(origin.split("/")) if isinstance(origin, str) else ())]
 
     def class_name(self, component: str) -> str:
         """Return the class that the index gives for `component`."""
@@ -170,7 +174,7 @@ class Checkpoint:
         """
         beside: dict[str, WeightFile] = {}
         for preset, described in own.get("presets", {}).items():
-            for lora in map(self._beside, described["settings"].get("loras", [])):
+            for lora in map(self._beside, described["settings"].get("loras") or []):
                 path = lora_of(lora).path
                 if not path.startswith(f"{self.source}/"):
                     continue

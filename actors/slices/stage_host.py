@@ -34,6 +34,7 @@ from wan_tpu.pipeline import open_runtime
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.processes import same_everywhere
 from wan_tpu.spec import ENCODER, Expert, RequestPlan
+from wan_tpu.stages.encode import crop_warnings
 from wan_tpu.switches import OVERLAPPED, OWN, set_switches
 
 COMPILE_S = 1800.0  # that a program may take to compile
@@ -161,12 +162,13 @@ class StageHost(HostProfile):
         return self._output((self._runtime.compile_s - before, warnings), lambda: TextEmbedding(values))
 
     def encode_image(self, key: str) -> Output:
-        """Encode the image that `prepare_encode` has put here: ((compile_s, no warnings), `ImageCondition`)."""
+        """Encode the image that `prepare_encode` has put here: ((compile_s, warnings), `ImageCondition`)."""
         before, work = self._runtime.compile_s, self._take(key, _Encoding)
         bar = self._progress.bar(ENCODER, len(work.inputs.chunks) + (work.inputs.clip is not None))
         with self._fits(work.request):
             condition = stages.encode_image(self._runtime, work.request, work.inputs, bar)
-        return self._output((self._runtime.compile_s - before, []), lambda: condition)
+        warnings = list(crop_warnings(self._runtime.model, work.request))
+        return self._output((self._runtime.compile_s - before, warnings), lambda: condition)
 
     def begin(self, key: str) -> tuple[float, Expert]:
         """Make the text's keys for the expert that runs the next step: (compile_s, which steps it runs).

@@ -140,8 +140,8 @@ def test_a_stage_takes_its_experts_share_and_what_is_refused_is_left_out(plan):
     seconds = 50 * 2.0 + 2 * 1.0 + 1.0  # of the host
     assert [needed.seconds for needed in found.values()] == pytest.approx([seconds * 20 / 50, seconds * 30 / 50])
     assert {(needed.weights_bytes, needed.other_bytes) for needed in found.values()} == {
-        (2 * GIB, 3 * GIB + GIB // 2)
-    }  # the code of both programs stays
+        (2 * GIB + GIB // 2, 3 * GIB)
+    }  # Code stays on the device, as weights do.
 
 
 def test_a_cached_step_is_compiled_for_the_schedule_of_its_curve(tmp_path):

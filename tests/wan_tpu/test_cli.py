@@ -150,9 +150,12 @@ def test_staged_equals_one_command(made, checkpoint, tmp_path, capsys):
     (folder / staged.LATENTS).write_bytes(half)
     assert cli.run(staged.denoise, [*where, "--resume", "--seed", "5"]) == 2
     assert "leave the sampling options out" in capsys.readouterr().err
-    for option, other in (("model", shutil.copytree(stage1[1], tmp_path / "other")), ("precision", "bfloat16")):
-        assert cli.run(staged.denoise, [*where, "--resume", f"--{option}", str(other)]) == 2
-        assert f"leave --{option} out" in capsys.readouterr().err
+    assert cli.run(staged.denoise, [*where, "--resume", "--precision", "bfloat16"]) == 2
+    assert "leave --precision out" in capsys.readouterr().err
+    # The same model may lie elsewhere on the machine that goes on.
+    other = shutil.copytree(stage1[1], tmp_path / "other")
+    assert cli.run(staged.denoise, [*where, "--resume", "--model", str(other)]) == 0
+    assert f"goes on with the weights of {other}; it began with those of" in capsys.readouterr().err
     assert cli.run(staged.encode, [*stage1, "--prompt", "A dog", "--overwrite"]) == 0
     assert cli.run(staged.denoise, [*where, "--resume"]) == 2
     assert "begun with other embeddings" in capsys.readouterr().err

@@ -9,12 +9,14 @@ import pytest
 
 from tests.wan_tpu.published_files import EULER, REPOSITORIES, WAN_I2V, write
 from wan_tpu import CheckpointError, GenerationRequest, InvalidRequest
+from wan_tpu.aot.key import settings
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import open_spec, preset_spec, published
 from wan_tpu.families.cogvideox import presets as cogvideox
 from wan_tpu.families.cogvideox.config import SCHEDULER
 from wan_tpu.families.hunyuan15 import presets as hunyuan15
 from wan_tpu.families.hunyuan15.config import GUIDER
+from wan_tpu.families.model import open_model
 from wan_tpu.families.shared.settings import FLOW_MATCH_EULER, UNIPC
 from wan_tpu.families.wan import presets as wan
 from wan_tpu.families.wan import sampling
@@ -235,3 +237,12 @@ def test_wans_own_settings_are_a_preset(name):
         if spec.defaults.shift != plan.request.shift:
             with pytest.raises(InvalidRequest, match="give preset original, measure one with wan-tpu calibrate"):
                 default_plan(spec, cache="magcache")
+
+
+def test_name_of_a_link_counts_and_stored_executables_are_of_no_name(tmp_path):
+    """The two Wan 2.1 I2V are the same files: a name tells their resolution, and changes no program."""
+    folder = write(tmp_path / "model", REPOSITORIES["Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"])
+    (tmp_path / "Wan2.1-I2V-720P").symlink_to(folder)
+    unnamed, named = (open_model(Checkpoint(tmp_path / name)) for name in ("model", "Wan2.1-I2V-720P"))
+    assert (unnamed.spec.name, named.spec.name) == ("wan2.1-i2v-14b-480p", "wan2.1-i2v-14b-720p")
+    assert settings(unnamed.config, "bfloat16") == settings(named.config, "bfloat16")

@@ -82,8 +82,13 @@ def differences(stored: Ingredients, wanted: Ingredients) -> list[str]:
 
 
 def settings(config: Any, dtype: str) -> str:
-    """Return what the programs of a model are traced from beside their arguments: what a stored one depends on."""
-    return f"{dtype} {_plain(dataclasses.asdict(config))}"
+    """Return what the programs of a model are traced from beside their arguments: what a stored one depends on.
+
+    A field of a configuration that no program is traced from has {"traced": False} as its metadata.
+    """
+    traced = [field.name for field in dataclasses.fields(config) if field.metadata.get("traced", True)]
+    fields = dataclasses.asdict(config)
+    return f"{dtype} {_plain({name: fields[name] for name in traced})}"
 
 
 def _plain(config: Any) -> Any:

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import uuid
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,7 +181,7 @@ def decode(argv: Sequence[str]) -> None:
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input_dir", type=Path, default=Path("stages"), help="folder of stage 1; default %(default)s")
-    add_model(parser, help="diffusers directory, here or in gs://, or hub id; default: as in stage 1")
+    add_model(parser, help="diffusers directory, here or in gs://, or hub id; default: as in the stage before")
     arguments.add_device_arguments(parser)
 
 
@@ -218,12 +219,15 @@ def _made_by(run: Run, pipe: "Pipeline", *, resumed: bool) -> Run:
     """
     assert pipe.runtime.model.checkpoint is not None
     now = dataclasses.replace(run, model_id=pipe.runtime.model.checkpoint.source, dtype=pipe.runtime.dtype)
-    for name, option in (("model_id", "model"), ("dtype", "precision")):
-        if resumed and getattr(now, name) != getattr(run, name):
-            raise InvalidInput(
-                f"--{option} is {getattr(now, name)}, and --resume goes on with what it began with, "
-                f"{getattr(run, name)}; leave --{option} out"
-            )
+    if resumed and now.dtype != run.dtype:
+        raise InvalidInput(
+            f"--precision is {now.dtype}, and --resume goes on with what it began with, {run.dtype}; "
+            "leave --precision out"
+        )
+    if resumed and now.model_id != run.model_id:  # It may be the same one, elsewhere or converted.
+        warnings.warn(
+            f"goes on with the weights of {now.model_id}; it began with those of {run.model_id}", stacklevel=2
+        )
     return now
 
 

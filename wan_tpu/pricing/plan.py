@@ -72,7 +72,7 @@ class StagePlan:
 
 
 class Needs(NamedTuple):
-    """What a video takes of a slice in one stage: seconds; bytes a device of weights, and beside them."""
+    """What a video takes of a slice in one stage: seconds; bytes a device of weights and code, and beside them."""
 
     seconds: float
     weights_bytes: int
@@ -108,8 +108,8 @@ class Plan:
             if STEP in weights:
                 weights[STEP] *= self.copies
             other = max(program.compiled.other_bytes for program in stage.programs)
-            other += sum(program.compiled.code_bytes for program in stage.programs)
-            needed = Needs(seconds.estimate + stage.host_s, sum(weights.values()), other)
+            code = sum(program.compiled.code_bytes for program in stage.programs)  # It stays, as weights do.
+            needed = Needs(seconds.estimate + stage.host_s, sum(weights.values()) + code, other)
             if stage.name != "denoise":
                 found[stage.name] = needed
                 continue

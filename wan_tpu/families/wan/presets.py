@@ -6,7 +6,7 @@ encoders; shift and solver from scheduler/scheduler_config.json there; all other
 github.com/Wan-Video/Wan2.1 and Wan2.2, whose own shift is another: `sampling.ORIGINAL_SHIFTS`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from wan_tpu.request import Defaults
@@ -37,7 +37,7 @@ class WanConfig:
     expand_timesteps: bool
     shift: float
     solver: str = "unipc"
-    resolution: str = ""
+    resolution: str = field(default="", metadata={"traced": False})  # It is read from a folder's name.
 
     @property
     def kept_blocks(self) -> float | None:
