@@ -41,7 +41,7 @@ test: .venv/installed
 
 # Kills, and the commands as processes of their own: minutes of waiting that every change needn't pay for.
 test-long: .venv/installed
-	$(TESTS) -m long
+	$(TESTS) -m "long and not soak"
 
 # Faster than one after the other: what both load is loaded once.
 test-all: .venv/installed

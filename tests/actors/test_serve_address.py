@@ -56,6 +56,7 @@ def run_other():
     serve.run(Other.bind(), name="other", route_prefix=None)
 
 
+@pytest.mark.soak
 def test_it_starts_anew_elsewhere_unless_something_runs():
     port = free_port()
     serve.start(proxy_location=ProxyLocation.Disabled)

@@ -118,6 +118,7 @@ def test_parts_of_a_video(online, http):
     assert kept.status_code == 304
 
 
+@pytest.mark.soak  # test_chaos.py kills each of them, too.
 @pytest.mark.parametrize("part", PARTS)
 def test_each_part_comes_again(online, http, part):
     wait_for(lambda: up(online, http), "the whole service")

@@ -61,7 +61,7 @@ def cost(slices, requests):
     return figures[0]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_request_costs_as_much_with_a_thousand_slices_as_with_ten():
     cost(10, 300)  # what is made once is made
     costs = {slices: min(cost(slices, max(600, 2 * slices))[0] for _ in range(2)) for slices in (10, 100, 1000)}

@@ -19,7 +19,7 @@ from tests.cluster.conftest import drain
 from tests.conftest import PHOTO, ROOT
 from tests.waiting import SECONDS
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.soak  # tests/actors/simulation/test_urgent.py shows the same on a virtual clock.
 
 LAYOUT = Layout.parse(
     """
