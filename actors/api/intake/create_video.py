@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from actors.api.catalogue import Catalogue
@@ -82,6 +82,12 @@ class Adapter(_Sent):
     scale: float = Field(
         default=1.0, ge=SCALES[0], le=SCALES[1], description="What its changes are multiplied by; 0 changes nothing."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_name(cls, value: Any) -> Any:
+        """Take a name alone, as forms send it."""
+        return {"name": value} if isinstance(value, str) else value
 
 
 class CreateVideo(_Sent):
