@@ -84,6 +84,7 @@ def test_any_prompt_is_read_as_diffusers_reads_it(prompt, checkpoint, pipeline):
     assert any("the model reads 226" in text for text in told) == (len(prompt) > 1000)
 
 
+@pytest.mark.long
 def test_bfloat16_stays_within_its_bound(pipeline):
     """The bound of tests/wan_tpu/test_parity.py, of steps that turn latents and v by angles which sum to pi/2."""
     guidance, blocks = 6.0, 2

@@ -198,7 +198,7 @@ def wide(params, name):
     [
         ("wan2.1-i2v-14b-480p", "int8"),  # keys of an image, too
         *(pytest.param("cogvideox1.5-5b", each, marks=pytest.mark.long) for each in ("int8", "float8-attention")),
-        ("hunyuanvideo1.5-480p-t2v", "int8"),
+        pytest.param("hunyuanvideo1.5-480p-t2v", "int8", marks=pytest.mark.long),
         pytest.param("turbowan2.2-i2v-a14b", "int8", marks=pytest.mark.long),
     ],
 )

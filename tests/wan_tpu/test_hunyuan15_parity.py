@@ -48,7 +48,7 @@ def pipe(folder):
         (KINDS[0], "quoted"),
         *(pytest.param(KINDS[0], prompts, marks=pytest.mark.long) for prompts in ("plain", "nothing")),
         pytest.param(KINDS[1], "quoted", marks=pytest.mark.long),
-        (KINDS[2], "plain"),
+        pytest.param(KINDS[2], "plain", marks=pytest.mark.long),
     ],
     indirect=["folder"],
 )
@@ -100,6 +100,7 @@ def test_a_run_goes_on_from_a_state_bit_for_bit(pipe):
     assert np.array_equal(whole.latents, resumed.latents)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("folder", KINDS[:1], indirect=True)
 def test_bfloat16_stays_within_its_bound(folder, pipe):
     """The bound of tests/wan_tpu/test_parity.py, of a flow with two layers."""

@@ -94,6 +94,7 @@ def tiling(theirs):
     theirs.disable_tiling()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("height", "width"), IN_TILES)
 def test_tiles_are_those_of_diffusers(height, width, tiling, tiled_folder):
     encode, decode = halves(tiled_folder, make_mesh((1, 1, 1), heads=4), 3)

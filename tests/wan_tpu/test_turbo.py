@@ -181,6 +181,7 @@ def dense(checkpoint, tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_published_files_are_converted(published, dense, steps, tmp_path):
     (dense / "wan_tpu.json").write_text('{"defaults": {"steps": 40}}')  # of the dense model
     args = ["weights", "convert", str(dense), str(tmp_path / "turbo"), "--dtype", "float32", "--kept_blocks", "0.3"]
