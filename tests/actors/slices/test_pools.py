@@ -29,6 +29,7 @@ pools:
 """
 KIND = "hunyuanvideo1.5-480p-i2v"
 REQUEST = GenerationRequest(prompt='A cat holds "hello"', image=PHOTO, height=64, width=64, frames=9, steps=6)
+CROPPED = "image is 451x300 and the video 64x64: what is beyond the video's shape is cut off"
 
 pytestmark = pytest.mark.long
 
@@ -77,7 +78,7 @@ def test_the_video_is_that_of_one_process(spec, tmp_path):
     expected = in_one_process(spec.settings.checkpoint, REQUEST, 1, tmp_path)
     [video], [spans] = run(spec, REQUEST)
     assert video.mp4 == expected()["mp4_alone"].tobytes()
-    assert video.warnings == ()
+    assert video.warnings == (CROPPED,)
     assert [span.step for span in spans if span.step] == [1, 2, 3, 4, 5, 6]
     assert {span.stage for span in spans if span.step} == {"denoise"}
 
@@ -85,9 +86,10 @@ def test_the_video_is_that_of_one_process(spec, tmp_path):
 def test_a_video_says_when_its_prompt_was_cut(spec):
     asked = dataclasses.replace(REQUEST, steps=2)
     [long, short], _ = run(spec, dataclasses.replace(asked, prompt="a cat " * 600), asked)
-    assert not short.warnings
-    [warning] = long.warnings
-    assert "the model reads" in warning
+    assert short.warnings == (CROPPED,)
+    [cropped, cut] = long.warnings
+    assert cropped == CROPPED
+    assert "the model reads" in cut
 
 
 def test_a_request_is_told_that_it_waited_for_the_compiler(spec):
