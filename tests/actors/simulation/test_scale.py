@@ -1,4 +1,4 @@
-"""The work of a request for its driver, the router, the queues and the status doesn't grow with the number of slices."""
+"""The work of a request (driver, router, queues, status) does not grow with the number of slices."""
 
 import asyncio
 import cProfile
