@@ -1,6 +1,6 @@
 """What a cluster has: its slices by name, their hosts, and who holds them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,15 +43,36 @@ class SliceFound:
         return tuple(i for i in range(self.spec.hosts if self.spec else 0) if i not in there)
 
     @property
+    def has_wrong_ids(self) -> bool:
+        """Whether two of its hosts have the same worker id, or one an id that its kind of slice doesn't have."""
+        ids = [host.worker_id for host in self.hosts]
+        return (
+            self.spec is not None
+            and self.spec.hosts > 1
+            and (len(set(ids)) < len(ids) or max(ids, default=0) >= self.spec.hosts)
+        )
+
+    @property
     def emulated(self) -> bool:
         """Whether CPU devices stand for its chips."""
         return any(host.devices is not None for host in self.hosts)
 
     def __str__(self) -> str:
+        if self.spec is not None and self.has_wrong_ids:
+            return f"{self.name}: {wrong_ids(self.spec, self.hosts)}"
         if self.missing:
             wanted = ", ".join(map(str, self.missing))
             return f"{self.name}: host {wanted} of {self.spec.hosts if self.spec else '?'} missing"
         return f"{self.name}: {f'taken by {self.holder}' if self.holder else 'free'}"
+
+
+def wrong_ids(spec: SliceSpec, hosts: Iterable[HostFound]) -> str:
+    """Return what to say of a slice whose hosts don't have one worker id each."""
+    labelled = ", ".join(f"{host.worker_id} on node {host.node_id[:8]} at {host.ip}" for host in hosts)
+    return (
+        f"its hosts need the labels {WORKER_ID} 0 to {spec.hosts - 1}, one each, and have {labelled}; start Ray there "
+        "without that label, which Ray then takes from the machine, or give each its own number"
+    )
 
 
 def slices_found() -> list[SliceFound]:
@@ -66,14 +87,16 @@ def slices_found() -> list[SliceFound]:
 
 def _found(name: str, nodes: Sequence[dict[str, Any]], holders: dict[str, str]) -> SliceFound:
     pod_type = nodes[-1]["Labels"][POD_TYPE]
-    hosts = [
-        HostFound(int(node["Labels"].get(WORKER_ID, 0)), node["NodeID"], node["NodeManagerAddress"], devices_of(node))
-        for node in nodes
-        if node["Alive"]
-    ]
+    hosts = [host_of(node) for node in nodes if node["Alive"]]
     hosts.sort(key=lambda host: host.worker_id)
     held = {holders[host.node_id] for host in hosts if host.node_id in holders}
     return SliceFound(name, pod_type, _spec(pod_type), tuple(hosts), ", ".join(sorted(held)) or None)
+
+
+def host_of(node: dict[str, Any]) -> HostFound:
+    """Return a TPU host, of its Ray node."""
+    worker_id = int(node["Labels"].get(WORKER_ID, 0))
+    return HostFound(worker_id, node["NodeID"], node["NodeManagerAddress"], devices_of(node))
 
 
 def devices_of(node: dict[str, Any]) -> int | None:

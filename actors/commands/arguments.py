@@ -7,6 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from actors.commands.timeouts import add_timeouts, timeouts_from
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.storage.opening import absolute, open_storage
 from cluster.connect import connect
@@ -64,6 +65,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, about: str = "") -> 
         metavar=WITH_FRAMES,
         help="compile for this size before the first request; more than once for several",
     )
+    add_timeouts(group)
 
 
 def add_batch_arguments(
@@ -230,6 +232,7 @@ def settings_from(
         snapshot_every=args.snapshot_every,
         warm_up=tuple(GenerationRequest(prompt="", height=h, width=w, frames=frames) for h, w, frames in sizes),
         in_flight=max(PipelineSettings.in_flight, *in_flight),
+        timeouts=timeouts_from(args),
         name=args.name,
     )
     return layout, settings

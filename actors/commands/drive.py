@@ -28,7 +28,16 @@ if TYPE_CHECKING:
 
 SNAPSHOTS = ".snapshots"  # in the output, of a pipeline that isn't told another place
 # What a pipeline is brought up with, and that one that runs is used without, whatever its own is.
-_OF_A_NEW_PIPELINE = ("executables", "kernels", "collectives", "snapshots", "snapshot_every", "warm_up", "keep")
+_OF_A_NEW_PIPELINE = (
+    "executables",
+    "kernels",
+    "collectives",
+    "snapshots",
+    "snapshot_every",
+    "warm_up",
+    "timeout",
+    "keep",
+)
 
 
 def drive(argv: Sequence[str]) -> None:

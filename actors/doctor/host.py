@@ -4,17 +4,15 @@ import os
 import resource
 import shutil
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 from actors.doctor.finding import Finding, Machine
 from cluster.gang.devices import LOCKFILE, device_files, holders
+from cluster.gang.machine_place import read_machine_place, read_metadata
 
-METADATA = "http://169.254.169.254/computeMetadata/v1/instance"
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MIB, GIB = 2**20, 2**30
-_METADATA_S = 0.5
 _VARIABLES = ("TPU_", "LIBTPU_", "XLA_", "JAX_", "RAY_")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
@@ -37,35 +35,16 @@ def variables() -> dict[str, str]:
     }
 
 
-def worker_number() -> int | None:
-    """Return which worker of its TPU slice a TPU VM is; None elsewhere."""
-    number = _metadata("attributes/agent-worker-number") or os.environ.get("TPU_WORKER_ID")
-    return int(number) if number and number.isdigit() else None
-
-
-def count_workers() -> int:
-    """Return how many hosts the TPU slice of this machine has; 1 where nothing says so."""
-    names = os.environ.get("TPU_WORKER_HOSTNAMES") or _metadata("attributes/worker-network-endpoints") or ""
-    return max(1, len([name for name in names.split(",") if name]))
-
-
-def _metadata(path: str) -> str | None:
-    request = urllib.request.Request(f"{METADATA}/{path}", headers={"Metadata-Flavor": "Google"})
-    try:
-        with urllib.request.urlopen(request, timeout=_METADATA_S) as answer:
-            return answer.read().decode()
-    except (OSError, ValueError):
-        return None
-
-
 def _look_at_metadata() -> Iterator[Finding]:
-    machine = _metadata("machine-type")
+    machine = read_metadata("machine-type")
     if machine is None:
         yield Finding("machine", f"{os.cpu_count()} cores, not on Google Cloud")
         return
-    kind = _metadata("attributes/accelerator-type")
+    kind = read_metadata("attributes/accelerator-type")
     names = [machine.rpartition("/")[2], *([kind] if kind else [])]
-    yield Finding("machine", f"{', '.join(names)}, {os.cpu_count()} cores", figures={"worker": worker_number()})
+    yield Finding(
+        "machine", f"{', '.join(names)}, {os.cpu_count()} cores", figures={"worker": read_machine_place().worker_id}
+    )
 
 
 def _look_at_memory() -> Iterator[Finding]:

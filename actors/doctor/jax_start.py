@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 
 from actors.doctor.finding import Finding, Machine
-from actors.doctor.host import count_workers, worker_number
 from cluster.chips import GIB
 from cluster.gang.devices import device_files, start_failure
+from cluster.gang.machine_place import read_machine_place
 
 REHEARSED = 4  # CPU devices that stand in for chips.
 
@@ -19,7 +19,7 @@ class NoDevices(Exception):
 
 def check_start(machine: Machine) -> Iterator[Finding]:
     """Yield what is found about JAX's devices; raises `NoDevices`."""
-    hosts = count_workers()
+    hosts = len(read_machine_place().hosts)
     if hosts > 1 and not machine.is_slice:
         yield Finding(
             "slice",
@@ -62,7 +62,7 @@ def check_start(machine: Machine) -> Iterator[Finding]:
 
 def _compare_with_metadata(process: int, count: int) -> Finding:
     """Say where this host lies in its slice. That JAX counts hosts in another order than their worker ids is usual."""
-    worker = worker_number()
+    worker = read_machine_place().worker_id
     where = f"process {process} of {count}"
     if worker is None:
         return Finding("place", where)

@@ -46,13 +46,17 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """One Ray node. `name` is its folder's name; the rest is as Ray counts it."""
+    """One Ray node. `name` is its folder's name; the rest is as Ray counts it.
+
+    variables  of its processes' environment, such as those that GKE gives to TPU hosts
+    """
 
     name: str
     cpus: int
     object_store_bytes: int
     resources: Mapping[str, float] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def start_head(folder: Path, settings: NodeSettings, *, dashboard: bool) -> tuple[str, str | None]:
@@ -66,7 +70,7 @@ def start_head(folder: Path, settings: NodeSettings, *, dashboard: bool) -> tupl
 def start_host(folder: Path, settings: NodeSettings, address: str) -> str:
     """Start one more node of the cluster at `address`; return its node id. Several may start at once, in threads."""
     shutil.rmtree(folder / settings.name, ignore_errors=True)  # of a host that was killed, which this one replaces
-    return _start(folder, settings, address, ENVIRONMENT, dashboard=False).node_id
+    return _start(folder, settings, address, {**ENVIRONMENT, **settings.variables}, dashboard=False).node_id
 
 
 def _start(

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from cluster.errors import ChipsBusy, SliceError, WrongHost
+from cluster.gang.protocol import DeviceError
 
 DEVICES = ("/dev/vfio/[0-9]*", "/dev/accel*")  # of chips: newer generations, older ones
 LOCKFILE = "/tmp/libtpu_lockfile"  # libtpu's, which one that was killed leaves behind
@@ -20,6 +21,10 @@ POLL_S = 0.1
 # What libtpu says when it can't start, as bug reports quote it (vllm-project/tpu-inference 2257, levanter 1127,
 # transformers 28204). Of older devices, /dev/accel*, a chip that another process has open gives EPERM.
 _BUSY = re.compile(r"Device or resource busy|already in use|/dev/accel\d+\)?: Operation not permitted|libtpu_lockfile")
+# What XLA, gloo and JAX's coordination service say on a host when another process of its slice is gone.
+_OF_OTHERS = re.compile(
+    r"(?i)\bpeer\b|connection (reset|closed|refused)|unavailable|deadline_exceeded|barrier|coordinat"
+)
 _ADVICE = (
     (
         r"Permission denied",
@@ -74,6 +79,11 @@ def start_failure(place: str, error: Exception) -> SliceError:
         return ChipsBusy(f"another process has the TPU of {place}: {reason}")
     advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, reason)), "see the host's log")
     return WrongHost(f"JAX can't start the TPU of {place}: {reason}; {advice}")
+
+
+def speaks_of_others(error: Exception) -> bool:
+    """Whether a device's error says that another host is gone: then that one is to blame, not the host that raised."""
+    return isinstance(error, DeviceError) and _OF_OTHERS.search(str(error)) is not None
 
 
 def holders(paths: Iterable[str]) -> dict[int, str]:

@@ -1,7 +1,9 @@
 """The process of a slice on one TPU host: joins the others, builds what it is told to, and runs its methods."""
 
 import contextlib
+import dataclasses
 import gc
+import importlib
 import importlib.util
 import os
 import pkgutil
@@ -9,16 +11,19 @@ import random
 import re
 import socket
 import sys
+import time
 from typing import Any
 
 import ray
 
 from cluster.errors import ChipsBusy, WrongHost
 from cluster.gang.devices import start_failure, wait_for_chips
+from cluster.gang.machine_place import read_machine_place
 from cluster.gang.protocol import GROUPS, Group, GroupRunner, HostPlace, Outcome, Pulse
 
 COORDINATOR_PORTS = (21_000, 31_000)  # below those of outgoing connections on Linux, 32,768 and up
 CHIPS_S = 60.0  # for who had them to be gone
+_CONNECT_S = 0.5  # Between two tries to reach the coordinator.
 
 
 class HostActor:
@@ -27,6 +32,7 @@ class HostActor:
     def __init__(self, place: HostPlace) -> None:
         self._place = place
         self._process = 0  # JAX's index of this process in the slice.
+        self._joining = ""
         self._runners = {group: GroupRunner() for group in GROUPS}
         self._host: Any = None
         # torch, JAX and diffusers are half a million objects: looked through after every 700, as is Python's way, they
@@ -44,9 +50,14 @@ class HostActor:
         return Outcome((os.getpid(), _free_port(self._place.ip))), 0
 
     @ray.method(concurrency_group="watch")
+    def machine_place(self) -> tuple[Outcome, int]:
+        """Return what the machine says of its place in the slice."""
+        return Outcome(read_machine_place(metadata=not self._place.emulated)), 0
+
+    @ray.method(concurrency_group="watch")
     def pulse(self, group: Group) -> Pulse:
         """Answer a heartbeat."""
-        return self._runners[group].pulse()
+        return dataclasses.replace(self._runners[group].pulse(), joining=self._joining)
 
     @ray.method(concurrency_group="lockstep")
     def join(self, coordinator: str, timeout_s: float) -> tuple[Outcome, Any]:
@@ -87,8 +98,20 @@ class HostActor:
         return self._runners["network"].run(getattr(self._host, method), *args, keep=self._process == 0)
 
     def _join(self, coordinator: str, timeout_s: float) -> int:
+        until = time.monotonic() + timeout_s
+        self._joining = "waits until no other process has its chips"
         self._wait_for_chips()
-        self._process = _join(self._place, coordinator, timeout_s)
+        self._joining = "imports JAX"
+        importlib.import_module("jax")
+        if self._place.worker_id != 0:
+            low, high = COORDINATOR_PORTS
+            self._joining = f"doesn't reach worker 0 at {coordinator} (does a firewall stop TCP to ports {low}-{high}?)"
+            _wait_for_coordinator(coordinator, until)
+        self._joining = "has joined, and waits for the others"
+        _join_processes(self._place, coordinator, until - time.monotonic())
+        self._joining = "has joined, and starts JAX on its chips"
+        self._process = _check_joined(self._place)
+        self._joining = ""
         return self._process
 
     def _wait_for_chips(self) -> None:
@@ -147,17 +170,32 @@ def _check_chips(place: HostPlace) -> None:
         )
 
 
-def _join(place: HostPlace, coordinator: str, timeout_s: float) -> int:
-    """Join the slice's processes; return JAX's index of this one."""
+def _wait_for_coordinator(coordinator: str, until: float) -> None:
+    """Return when worker 0 listens; JAX itself is silent on whether that or another host is what it waits for."""
+    host, _, port = coordinator.rpartition(":")
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=_CONNECT_S):
+            return
+        time.sleep(_CONNECT_S / 5)
+
+
+def _join_processes(place: HostPlace, coordinator: str, timeout_s: float) -> None:
+    """Join the slice's processes; returns when all have joined."""
     import jax
 
     jax.distributed.initialize(
         coordinator,
         place.hosts,
         place.worker_id,
-        initialization_timeout=int(timeout_s),
+        initialization_timeout=max(1, int(timeout_s)),
         coordinator_bind_address=coordinator if place.worker_id == 0 else None,  # else on all interfaces
     )
+
+
+def _check_joined(place: HostPlace) -> int:
+    """Return JAX's index of this process, once it has the devices of all that have joined."""
+    import jax
+
     if place.emulated:
         _emulate_joined(place)
     else:

@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from cluster import inventory
 from cluster.chips import CHIPS
-from cluster.errors import SliceError, SliceStartTimeout
+from cluster.errors import SliceStartTimeout, WrongHost
 from cluster.gang.protocol import HostPlace
 from cluster.provision.kubernetes import MACHINES
 from cluster.slice_spec import ACCELERATOR_TYPE, POD_TYPE, SLICE_NAME, WORKER_ID, SliceSpec
@@ -38,7 +38,7 @@ def reserve(spec: SliceSpec, name: str, timeout_s: float | None, tell: Tell = la
                without end
     tell       is told what is waited for, again and again
 
-    Raises `SliceStartTimeout`, which says what there is of that kind and which host is missing; `SliceError` for hosts
+    Raises `SliceStartTimeout`, which says what there is of that kind and which host is missing; `WrongHost` for hosts
     that don't know their place in the slice.
     """
     # Of one host there is no slice to keep together, and it may have no slice name and no head resource.
@@ -92,10 +92,8 @@ def _placement(spec: SliceSpec, group: PlacementGroup, nodes: list[dict[str, Any
     """Return a placement by worker id; nodes: of the bundles, each on any host of the slice."""
     found = [int(node["Labels"].get(WORKER_ID, 0)) if spec.hosts > 1 else 0 for node in nodes]
     if sorted(found) != list(range(spec.hosts)):
-        raise SliceError(
-            f"the {spec.hosts} hosts of {nodes[0]['Labels'].get(SLICE_NAME)} have the worker ids {sorted(found)}; each "
-            f"needs its own from 0 to {spec.hosts - 1}, as the label {WORKER_ID}"
-        )
+        hosts = sorted(map(inventory.host_of, nodes), key=lambda host: host.worker_id)
+        raise WrongHost(f"{nodes[0]['Labels'].get(SLICE_NAME)}: {inventory.wrong_ids(spec, hosts)}")
     bundles = tuple(sorted(range(spec.hosts), key=lambda bundle: found[bundle]))
     return Placement(group, tuple(_place(spec, worker, nodes[b]) for worker, b in enumerate(bundles)), bundles)
 

@@ -83,11 +83,15 @@ class HostPlace:
 
 @dataclass(frozen=True)
 class Pulse:
-    """A host's answer to a heartbeat: how long it has been busy (None: idle), and its latest report, numbered."""
+    """A host's answer to a heartbeat: how long it has been busy (None: idle), and its latest report, numbered.
+
+    joining  while it joins the others: what it does or waits for, for people, as a host's predicate
+    """
 
     busy_s: float | None
     reports: int
     progress: Any
+    joining: str = ""
 
 
 @dataclass(frozen=True)

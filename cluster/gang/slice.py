@@ -16,9 +16,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.errors import CallFailed, ChipsBusy, DeviceFailed, SliceError, SliceLost, SliceStartTimeout
 from cluster.gang.host_actor import HostActor
+from cluster.gang.machine_place import check_machine_places
 from cluster.gang.placement import Placement, Tell, reserve
 from cluster.gang.protocol import GROUPS, DeviceError, Group, HostPlace, Outcome, Timeouts
-from cluster.gang.watch import GangFailed, Member, OutOfTime, Watch, telling_line
+from cluster.gang.watch import GangFailed, Member, OutOfTime, Watch, culprit, telling_line
 from cluster.slice_spec import SliceSpec
 
 OnProgress = Callable[[Any], None]
@@ -75,8 +76,9 @@ class Slice:
         tell        is told what is waited for while there is no slice
 
         Raises `SliceStartTimeout` naming phase and missing host, `SliceLost` when a host dies meanwhile, `CallFailed`
-        when one can't be built (both with the cause `ChipsBusy` where JAX doesn't get the chips), `SliceError` for
-        hosts that aren't alike. Nothing is left behind then.
+        when one can't be built (both with the cause `ChipsBusy` where JAX doesn't get the chips), `WrongHost` for
+        one whose machine has another place than its labels say, `SliceError` for hosts that aren't alike. Nothing is
+        left behind then.
         """
         self.spec = spec
         self.name = name
@@ -183,7 +185,7 @@ class Slice:
         limit_s = self.timeouts.heartbeat_s
         refs = [member.actor.hello.options(num_returns=2).remote()[0] for member in self._members]
         try:
-            self._wait("check", refs, group=None, timeout_s=limit_s)
+            self._wait("check", refs, group="side", timeout_s=limit_s)
         except OutOfTime as late:
             raise self._lose(f"{self.name}: {late} for {limit_s:g} s") from None
 
@@ -222,6 +224,8 @@ class Slice:
 
     def _join(self, coordinator: str) -> None:
         """Join the hosts' JAX, and put them in the order in which it counts them."""
+        machines = self._run_phase("start", self.timeouts.start_s, "machine_place", group=None)
+        check_machine_places(self.hosts, [outcome.value for outcome in machines])
         joined = self._run_phase("join", self.timeouts.join_s, "join", coordinator, self.timeouts.join_s)
         by_process = {outcome.value: member for outcome, member in zip(joined, self._members, strict=True)}
         if sorted(by_process) != list(range(self.spec.hosts)):
@@ -254,7 +258,9 @@ class Slice:
         try:
             return self._wait(phase, refs, group=group, timeout_s=timeout_s, on_progress=on_progress)
         except OutOfTime as late:
-            raise SliceStartTimeout(f"{self.name}: {phase} took longer than {timeout_s:g} s; {late}") from None
+            raise SliceStartTimeout(
+                f"{self.name}: {phase} took longer than {timeout_s:g} s; {late}; --timeout {phase}=SECONDS allows more"
+            ) from None
 
     def _wait(self, what: str, refs: Sequence[ray.ObjectRef], **watched: Any) -> list[Outcome]:
         """Wait for one call on all hosts, as `Watch` does; raises `CallFailed`, `SliceLost`, `OutOfTime`."""
@@ -262,13 +268,15 @@ class Slice:
             outcomes = Watch(self._members, refs, self.timeouts, **watched).wait()
         except GangFailed as failure:
             raise self._lose(f"{self.name}: in {what}: {failure}") from failure.cause
-        for member, outcome in zip(self._members, outcomes, strict=True):
-            if isinstance(outcome.error, DeviceError):
-                raise self._lose(f"{self.name}: in {what}: {member}: {telling_line(outcome.error)}", DeviceFailed)
-        for member, outcome in zip(self._members, outcomes, strict=True):
-            if (error := outcome.error) is not None:
-                where = "every host" if all(other.error is not None for other in outcomes) else str(member)
-                raise CallFailed(f"{self.name}: {what} raised on {where}: {error!r}") from error
+        errors = {index: outcome.error for index, outcome in enumerate(outcomes) if outcome.error is not None}
+        failed = {index: error for index, error in errors.items() if isinstance(error, DeviceError)}
+        if failed:
+            index = culprit(failed)
+            said = f"{self._members[index]}: {telling_line(failed[index])}"
+            raise self._lose(f"{self.name}: in {what}: {said}", DeviceFailed)
+        for index, error in errors.items():
+            where = "every host" if len(errors) == len(outcomes) else str(self._members[index])
+            raise CallFailed(f"{self.name}: {what} raised on {where}: {error!r}") from error
         return outcomes
 
     def _raise_if_lost(self) -> None:

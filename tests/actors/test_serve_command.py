@@ -12,6 +12,7 @@ from actors.cli import main
 from actors.commands.serve_config import service_from
 from actors.jobs.keys import make_key, revoke_key
 from actors.jobs.store import open_database
+from cluster.gang.protocol import Timeouts
 from wan_tpu.errors import InvalidInput
 
 LAYOUT = "emulated-demo"
@@ -39,6 +40,9 @@ def test_a_public_address_needs_a_key(tmp_path):
         (["--limit", "bodys=3"], "there is no limit 'bodys'"),
         (["--limit", "bodies=many"], "such as bodies=32"),
         (["--limit", "bodies=0"], "above 0"),
+        (["--timeout", "jion=1200"], "there is no time-out 'jion' (did you mean join?)"),
+        (["--timeout", "join=20m"], "give seconds, such as join=1200"),
+        (["--timeout", "join=0"], "give seconds above 0"),
         (["--download_s", "0"], "--download_s is 0"),
         (["--keep_days", "inf"], "--keep_days is inf"),
         (["--largest", "1280x720"], "WIDTHxHEIGHTxFRAMES"),
@@ -76,6 +80,10 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
         "bodies=5",
         "--alias",
         "sora-2",
+        "--timeout",
+        "join=1200",
+        "--timeout",
+        "heartbeat=60",
         "--warm_up",
         "1280x720x81",
     ]
@@ -103,6 +111,7 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
         assert settings.database == "postgresql://user@db/jobs" and settings.model == Path(model).name
         assert settings.chips == {"encoder": 4, "denoise_high": 4, "denoise_low": 8, "decoder": 4}
         assert spec.settings.checkpoint == model and len(spec.settings.warm_up) == 1
+        assert spec.settings.timeouts == Timeouts(join_s=1200, heartbeat_s=60)
         assert app["args"].get("pool") in (None, *(pool.name for pool in spec.layout.pools))
 
 

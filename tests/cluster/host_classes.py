@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cluster.errors import ChipsBusy
-from cluster.gang.protocol import Output, report
+from cluster.gang.protocol import DeviceError, Output, report
 
 
 class OddHost:
@@ -103,6 +103,12 @@ class SmallHost:
     def fail_then_hang(self, rank: int) -> None:
         if jax.process_index() == rank:
             raise ValueError("left the others waiting")
+        time.sleep(600)
+
+    def miss_a_peer(self, rank: int) -> None:
+        """Fail as an exchange does whose other end is gone."""
+        if jax.process_index() == rank:
+            raise DeviceError("Gloo AllReduce failed: Connection closed by peer [10.0.0.2]:34567")
         time.sleep(600)
 
     def kill_itself(self, rank: int, signum: int = signal.SIGKILL) -> None:

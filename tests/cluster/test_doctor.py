@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import ray
 
-from tests.cluster.conftest import TWO_HOSTS
+from cluster.slice_spec import DEVICES, WORKER_ID
+from tests.cluster.conftest import CHIPS, TWO_HOSTS
 from tests.conftest import ROOT
+from tests.waiting import wait_for
 
 
 def run_doctor(cluster, folder, *more):
@@ -27,7 +30,7 @@ def test_hosts_of_a_slice_are_checked_together(cluster, all_free, tmp_path):
     for host in bundle["hosts"]:
         start, collectives = host
         assert (start["name"], collectives["name"]) == ("jax", "collectives")
-        assert [finding["verdict"] for finding in collectives["findings"]] == ["ok"] * 5
+        assert [finding["verdict"] for finding in collectives["findings"]] == [*["ok"] * 5, "info"]
 
 
 @pytest.mark.soak  # Four minutes on two cores.
@@ -35,7 +38,7 @@ def test_everything_is_checked_on_both_hosts(cluster, all_free, tmp_path):
     done, bundle = run_doctor(cluster, tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     for host in bundle["hosts"]:
-        assert len(host) == 8
+        assert len(host) == 9
         assert not [finding for part in host for finding in part["findings"] if finding["verdict"] == "fail"]
 
 
@@ -43,3 +46,28 @@ def test_folder_that_hosts_do_not_have_is_named(cluster, all_free, tmp_path):
     done, bundle = run_doctor(cluster, tmp_path, "--part", "mp4", "--folder", str(tmp_path / "none"))
     assert (done.returncode, bundle) == (1, None)
     assert f"{tmp_path}/none is no folder on this host; make it there" in done.stderr
+
+
+@pytest.mark.long
+def test_worker_with_the_wrong_index_is_named(cluster, all_free, tmp_path):
+    cluster.kill_host("two", 1)
+    wait_for(lambda: ray.available_resources().get("TPU") == CHIPS - TWO_HOSTS.chips_per_host, "Ray has noticed")
+    labels = TWO_HOSTS.host_labels(1, "two") | {DEVICES: "2"}
+    try:
+        node = cluster.add_host("two", 1, variables={"TPU_WORKER_ID": "0"})
+        done, _ = run_doctor(cluster, tmp_path, "--part", "jax")
+        assert done.returncode == 1, (done.stdout, done.stderr)
+        assert f"host 1 of 2 (two, node {node[:8]} at 127.0.0.1" in done.stderr
+        assert "is worker 0 of its TPU slice as its machine says (TPU_WORKER_ID), and worker 1 by" in done.stderr
+        assert "start Ray there without that label" in done.stderr
+        cluster.kill_host("two", 1)
+        wait_for(lambda: ray.available_resources().get("TPU") == CHIPS - TWO_HOSTS.chips_per_host, "Ray has noticed")
+        twin = cluster.add_host("two", 1, labels=labels | {WORKER_ID: "0"})
+        done, _ = run_doctor(cluster, tmp_path, "--part", "jax")
+        assert done.returncode == 1, (done.stdout, done.stderr)
+        assert "two: its hosts need the labels ray.io/tpu-worker-id 0 to 1, one each, and have 0 on node" in done.stderr
+        assert f"0 on node {twin[:8]} at 127.0.0.1" in done.stderr
+    finally:
+        cluster.kill_host("two", 1)
+        wait_for(lambda: ray.available_resources().get("TPU") == CHIPS - TWO_HOSTS.chips_per_host, "Ray has noticed")
+        cluster.add_host("two", 1)

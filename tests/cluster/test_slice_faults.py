@@ -35,7 +35,7 @@ def lost_in(running, *call):
 
 def test_a_host_killed_in_a_call(cluster, all_free):
     running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
-    assert running.hosts[0].worker_id == 1  # With worker 0, where all others are joined, JAX ends these itself.
+    assert running.hosts[0].worker_id == 1
     error, seconds = lost_in(running, "kill_itself", 0)
     assert f"low/0: in kill_itself: {running.hosts[0]}"[:-1] in str(error)
     assert f"pid {running.pids[0]}) died" in str(error)
@@ -45,10 +45,46 @@ def test_a_host_killed_in_a_call(cluster, all_free):
         running.call("count")
 
 
-def test_a_hung_host_is_found_and_ended(cluster, all_free):
+def test_worker_0_is_named_where_its_end_ends_the_others(cluster, all_free):
+    """All others are joined at it: JAX ends them when it is gone, and their end may be noticed first."""
     running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
-    threading.Timer(1, os.kill, (running.pids[0], signal.SIGSTOP)).start()
-    error, seconds = lost_in(running, "slow", 100, 0.5)
+    error, _ = lost_in(running, "kill_itself", 1)
+    assert f"low/0: in kill_itself: {running.hosts[1]}"[:-1] in str(error)
+    assert "host 0 of 2" in str(error) and f"pid {running.pids[1]}) died" in str(error)
+    all_free(*running.pids)
+    running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
+    os.kill(running.pids[1], signal.SIGSTOP)  # As its machine without power: that is noticed last.
+    error, _ = lost_in(running, "kill_itself", 0)
+    assert f"{running.hosts[1]}"[:-1] in str(error) and "is hung" in str(error)
+    all_free(*running.pids)
+
+
+def test_hosts_that_have_not_joined_are_told_from_those_that_have(cluster, all_free, monkeypatch):
+    start, starting = Slice._start_hosts, list[Slice]()
+
+    def remember(self, placement):
+        starting.append(self)
+        return start(self, placement)
+
+    def stop_worker_1(hosts, machines):
+        os.kill(starting[0].pids[1], signal.SIGSTOP)
+
+    monkeypatch.setattr(Slice, "_start_hosts", remember)
+    monkeypatch.setattr(gang, "check_machine_places", stop_worker_1)
+    message = (
+        r"join took longer than 2 s; no answer from host 0 of 2 \([^;]*\), which has joined, and waits for the others; "
+        r"host 1 of 2 \([^;]*\); --timeout join=SECONDS allows more$"
+    )
+    with pytest.raises(SliceStartTimeout, match=message):
+        Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=dataclasses.replace(QUICK, join_s=2))
+    all_free()
+
+
+def test_hung_host_is_named_where_another_one_misses_it(cluster, all_free):
+    """A machine that has lost its power is silent, too; others fail at once, and Ray notices last."""
+    running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
+    os.kill(running.pids[0], signal.SIGSTOP)
+    error, seconds = lost_in(running, "miss_a_peer", 1)
     assert f"{running.hosts[0]}"[:-1] in str(error)
     assert "is hung: no heartbeat for 3 s" in str(error)
     assert seconds < 40
@@ -115,14 +151,16 @@ def test_a_host_that_does_not_start_is_named(cluster, all_free):
         Slice(TWO_HOSTS, StopsOneHost, 1, True, name="low/0", timeouts=QUICK)
     all_free()
     late = dataclasses.replace(QUICK, build_s=1)
-    with pytest.raises(SliceStartTimeout, match=r"build took longer than 1 s; no answer from host 0 of 2 \([^;]*\)$"):
+    with pytest.raises(
+        SliceStartTimeout, match=r"build took longer than 1 s; no answer from host 0 of 2 \([^;]*\); --timeout"
+    ):
         Slice(TWO_HOSTS, StopsOneHost, 1, False, name="low/0", timeouts=late)
 
 
 def test_an_idle_slice_with_a_stopped_host_can_be_checked_and_closed(cluster, all_free):
     running = Slice(ONE_HOST, SmallHost, name="encoder/0", timeouts=QUICK)
     os.kill(running.pids[0], signal.SIGSTOP)
-    with pytest.raises(SliceLost, match=r"no answer from host 0 of 1 .* for 3 s"):
+    with pytest.raises(SliceLost, match=r"in check: host 0 of 1 .* is hung: no heartbeat for 3 s"):
         running.check()
     all_free(*running.pids)
     running = Slice(ONE_HOST, SmallHost, name="encoder/0", timeouts=QUICK)

@@ -1,0 +1,86 @@
+"""What the machines of a slice say of their places in it, compared with the labels of their Ray nodes.
+
+libtpu goes by the machine, placement by the labels. Where they differ, hosts would wait for each other until a time-out
+that names nobody.
+"""
+
+import os
+import urllib.request
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.errors import WrongHost
+from cluster.gang.protocol import HostPlace
+from cluster.slice_spec import SLICE_NAME, TOPOLOGY, WORKER_ID
+
+METADATA = "http://169.254.169.254/computeMetadata/v1/instance"
+_METADATA_S = 0.5
+
+
+@dataclass(frozen=True)
+class MachinePlace:
+    """A machine's own place, as GKE's environment variables or a TPU VM's metadata have it.
+
+    worker_id  which host of its slice it is, None where nothing says so
+    hosts      the names of all hosts of its slice, in order; none where nothing says so
+    """
+
+    worker_id: int | None = None
+    hosts: tuple[str, ...] = ()
+
+
+def read_machine_place(*, metadata: bool = True) -> MachinePlace:
+    """Return this machine's place; metadata: whether to ask Google's server, which is nowhere else."""
+    number = os.environ.get("TPU_WORKER_ID")
+    names = os.environ.get("TPU_WORKER_HOSTNAMES")
+    if metadata:
+        number = number or read_metadata("attributes/agent-worker-number")
+        names = names or read_metadata("attributes/worker-network-endpoints")
+    worker_id = int(number) if number and number.isdigit() else None
+    return MachinePlace(worker_id, tuple(name for name in (names or "").split(",") if name))
+
+
+def read_metadata(path: str) -> str | None:
+    """Return what Google's metadata server says of this machine, None off Google Cloud."""
+    request = urllib.request.Request(f"{METADATA}/{path}", headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=_METADATA_S) as answer:
+            return answer.read().decode()
+    except (OSError, ValueError):
+        return None
+
+
+def check_machine_places(hosts: Sequence[HostPlace], machines: Sequence[MachinePlace]) -> None:
+    """Raise `WrongHost`, naming the host, unless each machine's own place is that of its node's labels.
+
+    Args:
+        hosts: by the labels, in the order of worker ids
+        machines: what the machine of each says
+    """
+    for host, machine in zip(hosts, machines, strict=True):
+        if machine.worker_id not in (None, host.worker_id):
+            raise WrongHost(
+                f"{host} is worker {machine.worker_id} of its TPU slice as its machine says (TPU_WORKER_ID), and "
+                f"worker {host.worker_id} by its node's label {WORKER_ID}; start Ray there without that label, which "
+                "Ray then takes from the machine, or with the machine's number"
+            )
+        if machine.hosts and len(machine.hosts) != host.hosts:
+            raise WrongHost(
+                f"{host} is one of {len(machine.hosts)} hosts of its TPU slice as its machine says "
+                f"(TPU_WORKER_HOSTNAMES), and one of {host.hosts} by its node's label {TOPOLOGY}; give its node the "
+                "labels of the slice that it is in"
+            )
+    same_slice = defaultdict[tuple[str, ...], list[HostPlace]](list)
+    for host, machine in zip(hosts, machines, strict=True):
+        if machine.hosts:
+            same_slice[machine.hosts].append(host)
+    if len(same_slice) > 1:
+        # Most are right; of two the one with worker 0 is, where all others are joined.
+        names = sorted(same_slice, key=lambda names: len(same_slice[names]), reverse=True)
+        stranger = same_slice[names[-1]][0]
+        raise WrongHost(
+            f"{stranger} isn't of the same TPU slice as {same_slice[names[0]][0]}: its machine's slice is "
+            f"{','.join(names[-1])}, the other's {','.join(names[0])} (TPU_WORKER_HOSTNAMES); give the nodes of each "
+            f"slice a label {SLICE_NAME} of their own"
+        )
