@@ -84,6 +84,12 @@ rule="INPUT --protocol tcp --source $subnet --jump ACCEPT"
 iptables --wait --check $rule 2> /dev/null || iptables --wait --insert $rule
 """
 
+# libtpu wants them (JAX warns without); the kernel's own setting is back at every boot.
+_HUGEPAGES = """\
+hugepages=/sys/kernel/mm/transparent_hugepage/enabled
+[ ! -e $hugepages ] || echo always > $hugepages
+"""
+
 
 @dataclass(frozen=True)
 class Machines:
@@ -162,7 +168,7 @@ resources='{{"TPU": {kind.chips_per_host}}}'
 """
     said = ",".join(f"{name}={value}" for name, value in labels.items())
     arguments = f"--address $address:{PORT} --labels {said} --resources '$resources'"
-    return _start(f"a host of a slice {kind}", machines, variables, arguments)
+    return _start(f"a host of a slice {kind}", machines, _HUGEPAGES + variables, arguments)
 
 
 def _start(what: str, machines: Machines, variables: str, arguments: str) -> str:

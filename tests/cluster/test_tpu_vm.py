@@ -28,6 +28,8 @@ def test_scripts_of_every_layout_are_shell(name, tmp_path, capsys):
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True)
         assert os.access(script, os.X_OK)
+        of_a_host = script.stem not in ("create", "delete", "head")
+        assert ("echo always > $hugepages" in script.read_text()) == of_a_host
     created = (tmp_path / "create.sh").read_text()
     assert created.count("queued-resources create") == layout.slices
     assert created.count("--spot") == layout.slices

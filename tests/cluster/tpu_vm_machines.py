@@ -77,11 +77,16 @@ Path("/tmp/ray").mkdir(exist_ok=True)
 subprocess.run("mount -t tmpfs tmpfs /tmp/ray", shell=True, check=True)
 with Path("/etc/hosts").open("a") as hosts:
     hosts.write("\n169.254.169.254 metadata.google.internal\n")
+hugepages, of_kernel = FOLDER / "hugepages", "/sys/kernel/mm/transparent_hugepage/enabled"
+hugepages.write_text("always [madvise] never")
+subprocess.run(["mount", "--bind", hugepages, of_kernel], check=True)  # The machine's own setting stays as it is.
 threading.Thread(target=ThreadingHTTPServer(("169.254.169.254", 80), Metadata).serve_forever, daemon=True).start()
 
 boot("10.0.0.1", "head.sh")
+assert hugepages.read_text() == "always [madvise] never"
 boot("10.0.0.2", "v5p-16.sh", **{"instance-id": "slice-a", "agent-worker-number": "1"})
 boot("10.0.0.3", "v5p-16.sh", **{"instance-id": "slice-a", "agent-worker-number": "0"})
+assert hugepages.read_text() == "always\n"
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
 
 from cluster.connect import connect, leave  # noqa: E402
