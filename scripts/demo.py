@@ -78,7 +78,7 @@ def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, 
     live.tell("starts the cluster: a Ray node for each host")
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(
-            EmulatedCluster.start(emulated_slices(layout), folder=folder / "cluster", imports="wan_tpu.aot.imported")
+            EmulatedCluster.start(emulated_slices(layout), folder=folder / "cluster", imports="actors.imported")
         )
         connect(cluster.address)
         stack.callback(leave)

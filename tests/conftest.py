@@ -21,6 +21,7 @@ os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"  # else reading a video bac
 import functools
 import gc
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import numpy as np
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from cluster.emulation import fork_server, ray_nodes
 from wan_tpu import GenerationRequest, Pipeline, StepEvent, load_pipeline
 from wan_tpu.tiny import make_checkpoint
 
@@ -130,6 +132,18 @@ def token(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
         patch.setenv("RAY_AUTH_MODE", "token")
         yield path
+
+
+@pytest.fixture(scope="session")
+def forks(token: Path) -> Iterator[Path]:
+    """Where a server listens whose forks are workers of emulated clusters: what they import was imported once."""
+    with tempfile.TemporaryDirectory(prefix="wan-") as folder:
+        path = Path(folder) / "forks"
+        with ray_nodes.environment():
+            server = fork_server.start(path, "actors.imported", ends_with_caller=True)
+        yield path
+        server.kill()
+        server.communicate()
 
 
 @pytest.fixture(scope="session")

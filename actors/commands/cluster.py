@@ -34,7 +34,7 @@ def _up(args: argparse.Namespace) -> None:
     slices = emulated_slices(layout)
     with ended_as_by_ctrl_c():
         running = EmulatedCluster.start(
-            slices, Settings(dashboard=True), folder=args.folder, outlive=True, imports="wan_tpu.aot.imported"
+            slices, Settings(dashboard=True), folder=args.folder, outlive=True, imports="actors.imported"
         )
     hosts = sum(s.spec.hosts for s in slices)
     print(f"emulated cluster of {len(slices)} slices, {hosts} hosts: RAY_ADDRESS={running.address}")

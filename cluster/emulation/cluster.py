@@ -6,6 +6,7 @@ the cluster, and stop it, also after a crash. Ray's nodes listen on the loopback
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import os
 import shlex
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.emulation import fork_server, ray_nodes
 from cluster.errors import ClusterNotFound, ClusterStartFailed, LayoutError
@@ -108,12 +110,14 @@ class EmulatedCluster:
         folder: Path | None = None,
         outlive: bool = False,
         imports: str | None = None,
+        forks: Path | None = None,
     ) -> "EmulatedCluster":
         """Start head and hosts and return when all are registered.
 
         folder   for the state file, `default_folder()` when left out
         outlive  go on when this process ends; else the cluster ends with it, even if it is killed
         imports  a module that workers have imported when they start: once for all of them (fork_server.py)
+        forks    a server that forks workers and runs already, for several clusters, in place of `imports`
 
         Raises `ClusterNotFound` when one is running there already, `ClusterStartFailed` when a node doesn't come up.
         """
@@ -131,6 +135,8 @@ class EmulatedCluster:
             with ray_nodes.environment():
                 if imports is not None:
                     fork_server.start(temp / ray_nodes.FORKS, imports)
+                if forks is not None:
+                    (temp / ray_nodes.FORKS).symlink_to(forks)
                 head = ray_nodes.NodeSettings("head", HEAD_CPUS, settings.head_store_mib * 2**20)
                 cluster.address, cluster.dashboard = ray_nodes.start_head(temp, head, dashboard=settings.dashboard)
                 cluster._save()
@@ -167,10 +173,14 @@ class EmulatedCluster:
         """Kill a host as if its machine had lost power: raylet, agents and workers at once."""
         ray_nodes.kill(ray_nodes.processes(self.temp / self._host(slice_name, worker_id).name))
 
-    def add_host(self, slice_name: str, worker_id: int) -> str:
-        """Start a replacement of a killed host, with the same labels and resources; return its node id."""
+    def add_host(self, slice_name: str, worker_id: int, **changed: Any) -> str:
+        """Start a replacement of a killed host; return its node id.
+
+        Its labels and resources are the same, but for the fields of `NodeSettings` that are changed.
+        """
+        host = dataclasses.replace(self._host(slice_name, worker_id), **changed)
         with ray_nodes.environment():
-            return ray_nodes.start_host(self.temp, self._host(slice_name, worker_id), self.address)
+            return ray_nodes.start_host(self.temp, host, self.address)
 
     def stop(self) -> None:
         """Kill every process of this cluster, whoever started it, and remove its files. Others are left alone."""

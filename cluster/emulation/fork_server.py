@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -25,16 +26,20 @@ from cluster.emulation import fork_client
 
 # Read by JAX, torch and others when they are imported.
 _READ_AT_IMPORT = ("JAX_", "TORCH", "HF_", "TRANSFORMERS_", "DIFFUSERS_", "OMP_", "OPENBLAS_", "PYTHON", "LD_")
+_WATCH = "--ends-with-stdin"
 
 
-def start(path: Path, module: str) -> None:
-    """Start a server that listens at `path` and has imported `module`; what it says is in `path`.log."""
+def start(path: Path, module: str, *, ends_with_caller: bool = False) -> "subprocess.Popen[bytes]":
+    """Start a server that listens at `path` and has imported `module`; what it says is in `path`.log.
+
+    It ends when it is killed, or with this process, however that ends, if that is asked for.
+    """
     with socket.socket(socket.AF_UNIX) as listening, open(f"{path}.log", "wb") as log:
         listening.bind(str(path))
         listening.listen(128)  # who connects before all is imported waits
-        subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(listening.fileno()), module],
-            stdin=subprocess.DEVNULL,
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, str(listening.fileno()), module, *[_WATCH] * ends_with_caller],
+            stdin=subprocess.PIPE if ends_with_caller else subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             pass_fds=[listening.fileno()],
@@ -47,13 +52,13 @@ def command(path: Path) -> list[str]:
     return [sys.executable, "-IS", fork_client.__file__, str(path)]
 
 
-def _serve(listening: socket.socket, module: str) -> None:
-    """Fork for whoever connects; returns in forks, when they have ended."""
+def _serve(listening: socket.socket, module: str, *, watch: bool) -> None:
+    """Fork for whoever connects; returns in forks, when they have ended. `watch` stdin, and end where that does."""
     environment = _environment()
     _import(module)
     imported = environment | _own_code()
     with listening:
-        connection = _forked(listening)
+        connection = _forked(listening, watch=watch)
     _become(_taken_over(connection), imported)
 
 
@@ -81,10 +86,12 @@ def _own_code() -> dict[str, str]:
     return changed
 
 
-def _forked(listening: socket.socket) -> socket.socket:
+def _forked(listening: socket.socket, *, watch: bool) -> socket.socket:
     """Fork for each that connects; returns in the forks alone."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave nothing to wait for
     while True:
+        if watch and 0 in select.select([listening, 0], [], [])[0]:
+            sys.exit()
         connection, _ = listening.accept()
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, before)
@@ -130,4 +137,4 @@ def _become(arguments: list[str], imported: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], watch=_WATCH in sys.argv)

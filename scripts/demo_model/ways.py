@@ -58,7 +58,7 @@ def on_slices(checkpoint: Path, dtype: str) -> Iterator[Generate]:
     with (
         tempfile.TemporaryDirectory(prefix="wan-gate-") as folder,
         EmulatedCluster.start(
-            emulated_slices(layout), folder=Path(folder) / "cluster", imports="wan_tpu.aot.imported"
+            emulated_slices(layout), folder=Path(folder) / "cluster", imports="actors.imported"
         ) as cluster,
         asyncio.Runner() as runner,
     ):

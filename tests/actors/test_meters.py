@@ -49,12 +49,12 @@ SHOWN = {
 OURS = ("pool", "activity", "phase", "outcome", "status", "stage", "stages", "chip")
 
 
-def test_operators_see_starts_replicas_requests_batches_and_chips(tmp_path, monkeypatch):
+def test_operators_see_starts_replicas_requests_batches_and_chips(tmp_path, monkeypatch, forks):
     monkeypatch.setitem(ray_nodes.ENVIRONMENT, "RAY_enable_metrics_collection", "1")
     monkeypatch.setitem(ray_nodes.ENVIRONMENT, "RAY_metrics_report_interval_ms", "1000")
     spec = soak.soak_spec(tmp_path, step_s=0.01)
     request = GenerationRequest(prompt="A cat", image=PHOTO, height=64, width=64, frames=9, steps=2, seed=1)
-    with EmulatedCluster.start(emulated_slices(spec.layout), folder=tmp_path / "cluster") as cluster:
+    with EmulatedCluster.start(emulated_slices(spec.layout), folder=tmp_path / "cluster", forks=forks) as cluster:
         connect(cluster.address)
         try:
             deploy(spec)

@@ -30,14 +30,14 @@ pools:
 FIELDS = {"num_frames": "9", "num_inference_steps": "3", "seed": "5", "solver": "dpm"}
 
 
-def test_cogvideox_through_openai_s_client(checkpoint, tmp_path):
+def test_cogvideox_through_openai_s_client(checkpoint, tmp_path, forks):
     model = shutil.copytree(checkpoint("cogvideox1.5-5b-i2v"), tmp_path / "small-cog")
     files = PipelineSettings(str(model), str(tmp_path / "snapshots"), dtype="float32")
     settings = ServiceSettings(
         database=str(tmp_path / "jobs.sqlite"), storage=str(tmp_path / "results"), model="small-cog"
     )
     spec = PipelineSpec(LAYOUT, files, open_spec(model), lasting=True)
-    with deployed(settings, spec, tmp_path) as online, online.client(timeout=SECONDS) as client:
+    with deployed(settings, spec, tmp_path, forks) as online, online.client(timeout=SECONDS) as client:
         asked = {"prompt": "A cat looks.", "size": "96x64", "input_reference": PHOTO}
         made = poll(client, client.videos.create(**asked, extra_body=FIELDS))
         assert (made.status, made.size) == ("completed", "96x64"), made.error

@@ -31,10 +31,10 @@ class Other:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster(tmp_path_factory):
+def cluster(tmp_path_factory, forks):
     folder = tmp_path_factory.mktemp("address")
     with contextlib.chdir(folder):  # in which its processes work
-        made = EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder / "cluster", imports="wan_tpu.aot.imported")
+        made = EmulatedCluster.start(emulated_slices(LAYOUT), folder=folder / "cluster", forks=forks)
     with made:
         connect(made.address)
         try:

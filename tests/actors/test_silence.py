@@ -27,9 +27,9 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(tmp_path_factory, forks):
     slices = (EmulatedSlice("one", SliceSpec("v6e-1")),)
-    with EmulatedCluster.start(slices, folder=tmp_path_factory.mktemp("cluster")) as running:
+    with EmulatedCluster.start(slices, folder=tmp_path_factory.mktemp("cluster"), forks=forks) as running:
         connect(running.address)
         yield running
         leave()

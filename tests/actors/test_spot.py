@@ -61,8 +61,8 @@ def spec(checkpoint, tmp_path):
 
 
 @pytest.fixture
-def cluster(tmp_path):
-    with EmulatedCluster.start((), folder=tmp_path / "cluster", imports="wan_tpu.aot.imported") as running:
+def cluster(tmp_path, forks):
+    with EmulatedCluster.start((), folder=tmp_path / "cluster", forks=forks) as running:
         connect(running.address)
         yield running
         leave()

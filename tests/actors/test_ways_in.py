@@ -123,14 +123,12 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory, checkpoint, emulator):  # its nodes find the emulator of gs:// in their environment
+def cluster(tmp_path_factory, checkpoint, forks, emulator):  # its nodes find the emulator of gs:// in their environment
     folder = tmp_path_factory.mktemp("ways-in")
     layout = folder / "mine.yaml"
     layout.write_text(LAYOUT)
     slices = emulated_slices(Layout.load(layout))
-    with EmulatedCluster.start(
-        slices, Settings(dashboard=True), folder=folder / "state", imports="wan_tpu.aot.imported"
-    ) as running:
+    with EmulatedCluster.start(slices, Settings(dashboard=True), folder=folder / "state", forks=forks) as running:
         yield Cluster(running, layout, checkpoint("wan2.2-i2v-a14b"))
 
 

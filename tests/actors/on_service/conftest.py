@@ -76,12 +76,10 @@ def free_port():
 
 
 @contextlib.contextmanager
-def deployed(settings, spec, folder, **drain):
+def deployed(settings, spec, folder, forks, **drain):
     """Give a service on an emulated cluster of its own."""
     port = free_port()
-    with EmulatedCluster.start(
-        emulated_slices(spec.layout), folder=folder / "cluster", imports="wan_tpu.aot.imported"
-    ) as cluster:
+    with EmulatedCluster.start(emulated_slices(spec.layout), folder=folder / "cluster", forks=forks) as cluster:
         connect(cluster.address)
         try:
             with LiveConsole() as live:
@@ -97,7 +95,7 @@ def deployed(settings, spec, folder, **drain):
 
 
 @pytest.fixture(scope="package")
-def online(checkpoint, tmp_path_factory):
+def online(checkpoint, tmp_path_factory, forks):
     folder = tmp_path_factory.mktemp("service")
     model = shutil.copytree(checkpoint("wan2.2-i2v-a14b"), folder / "small-wan")
     spec = PipelineSpec(
@@ -115,5 +113,5 @@ def online(checkpoint, tmp_path_factory):
         largest=((64, 64, 17),),
         jobs=JobSettings(lease_s=5.0),
     )
-    with deployed(settings, spec, folder) as made:
+    with deployed(settings, spec, folder, forks) as made:
         yield made

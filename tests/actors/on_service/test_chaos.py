@@ -51,7 +51,7 @@ KINDS = [*TITLES, "node", "application"]
 
 
 @pytest.fixture
-def online(tmp_path):
+def online(tmp_path, forks):
     spec = soak.soak_spec(tmp_path, step_s=0.05)
     timeouts = Timeouts(place_s=10, heartbeat_s=12, grace_s=4)
     spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, timeouts=timeouts))
@@ -63,7 +63,7 @@ def online(tmp_path):
         chips=dict.fromkeys(STAGES, 1),
         jobs=JobSettings(lease_s=5.0, losses=1000),
     )
-    with deployed(settings, spec, tmp_path, drain_s=5) as made:
+    with deployed(settings, spec, tmp_path, forks, drain_s=5) as made:
         yield made
 
 

@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 @pytest.fixture
-def online(tmp_path):
+def online(tmp_path, forks):
     spec = soak.soak_spec(tmp_path, step_s=0.2)
     settings = ServiceSettings(
         database=str(tmp_path / "jobs.sqlite"),
@@ -35,7 +35,7 @@ def online(tmp_path):
         queue_limit=400,
         chips=dict.fromkeys(STAGES, 1),
     )
-    with deployed(settings, spec, tmp_path, drain_s=5) as made:
+    with deployed(settings, spec, tmp_path, forks, drain_s=5) as made:
         yield made
 
 

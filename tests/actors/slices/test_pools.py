@@ -35,11 +35,9 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(tmp_path_factory, forks):
     slices = emulated_slices(Layout.parse(LAYOUT, "the test's layout"))
-    with EmulatedCluster.start(
-        slices, folder=tmp_path_factory.mktemp("cluster"), imports="wan_tpu.aot.imported"
-    ) as cluster:
+    with EmulatedCluster.start(slices, folder=tmp_path_factory.mktemp("cluster"), forks=forks) as cluster:
         connect(cluster.address)
         yield cluster
         leave()
