@@ -24,6 +24,7 @@ import jax
 from published.pricing import Pricing, Row
 from published.rows import rows
 
+from actors.planning.calibration import load_calibration
 from cluster.errors import ClusterError
 from wan_tpu.cli import run
 from wan_tpu.pricing.cost import Times
@@ -42,7 +43,11 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "wan-tpu" / "plan")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, too")
     parser.add_argument("--only", default="", help="rows that have this in their name")
+    parser.add_argument(
+        "--calibration", type=Path, help="doctor.json: rows of that chip only, with its measured figures"
+    )
     args = parser.parse_args()
+    calibration = None if args.calibration is None else load_calibration(args.calibration)
     # Of programs that aren't ours, too: JAX 0.10 can't read one that uses SparseCores.
     os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--{name}={value}" for name, value in ON_TENSOR_CORE.items())
     print("| what | slice | measured | floor | estimate | error of the floor | of the estimate |")
@@ -50,9 +55,9 @@ def main() -> None:
     if args.packages:
         sys.path.append(str(args.packages))
     found = []
-    pricing = functools.cache(lambda kind: Pricing(kind, args.cache))
+    pricing = functools.cache(lambda kind: Pricing(kind, args.cache, calibration))
     for row in rows(args.pedia, args.maxdiffusion):
-        if args.only in row.what:
+        if args.only in row.what and (calibration is None or calibration.chip == _chip(row)):
             times = row.predict(pricing(row.slice))
             found.append((row, times))
             seconds = f"{_span(*row.measured)} | {times.floor:.4g} | {times.estimate:.4g}"
@@ -60,6 +65,8 @@ def main() -> None:
                 f"| {row.what} | {row.slice} | {seconds} | {_error(times.floor, row)} | {_error(times.estimate, row)} |"
             )
             sys.stdout.flush()
+    if calibration is not None:
+        print("\n" + "\n".join(dict.fromkeys(pricing(row.slice).slice.calibrated for row, _ in found)))
     print(f"\nWhat differs, besides versions of JAX (here {jax.__version__}, libtpu {version('libtpu')}):")
     for row, _ in found:
         print(f"- {row.what} ({row.source}): {'; '.join(row.differs) or 'nothing known'}")

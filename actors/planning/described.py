@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from actors.planning.calibration import Calibration
 from cluster.chips import GIB
 from cluster.slice_spec import SliceSpec
 
@@ -9,13 +10,16 @@ if TYPE_CHECKING:
     from wan_tpu.aot.topology import DescribedSlice
 
 
-def described(kind: SliceSpec) -> "DescribedSlice":
-    """Return the description of a slice of this kind."""
+def described(kind: SliceSpec, calibration: Calibration | None = None) -> "DescribedSlice":
+    """Return the description of a slice of this kind, by published figures, or by those that were measured.
+
+    Raises `InvalidInput` when they were measured on another generation.
+    """
     from wan_tpu.aot.topology import DescribedSlice, Hardware  # brings JAX
 
     chip = kind.chip
     sizes = [size if wraps else 0 for size, wraps in zip(kind.shape, kind.wraps, strict=True)]
-    return DescribedSlice(
+    published = DescribedSlice(
         name=kind.name,
         topology=f"{chip.compiler}:{kind.topology}",
         host_bounds=(*kind.host_shape, 1)[:3],
@@ -31,3 +35,4 @@ def described(kind: SliceSpec) -> "DescribedSlice":
         core_bytes_per_s=chip.core_link_bytes_per_s or 0.0,
         cores=chip.cores // chip.devices,
     )
+    return published if calibration is None else calibration.apply(published)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.planning.calibration import load_calibration
 from actors.planning.described import described
 from cluster.costs import capacity
 from cluster.costs.capacity import Costs, Estimate, StageCost, Terms
@@ -39,7 +40,8 @@ video cost?
 
 The first also says what the denoise step would be on each other mesh of the slice. On two cores it takes 13 minutes the
 first time, six with --no-meshes, and seconds from then on. The third says what a layout makes and costs, the last which
-layout meets a demand for the least money.
+layout meets a demand for the least money. With --calibration doctor.json, seconds are priced with what `wan-tpu doctor`
+measured: clock, grid steps, device memory, links.
 
 Every program is compiled for the slice by libtpu's compiler (`pip install ".[tpu]"`); no TPU and no weights are
 needed. What was compiled once is kept in --compiled. docs/performance.md says what the seconds and dollars mean.
@@ -53,6 +55,7 @@ def plan(argv: Sequence[str]) -> int:
     if args.plot:
         _check_plot(args.plot)
     _check_compiled(args.compiled)
+    args.calibration = None if args.calibration is None else load_calibration(args.calibration)
     if args.layout is not None or args.videos_a_day is not None:
         _money(args)
         return 0
@@ -64,8 +67,8 @@ def _programs(args: argparse.Namespace) -> int:
     from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
 
     plans, others = [], []  # those asked for; those of other meshes, the denoise step only
-    for kind in [SliceSpec(name) for name in args.slice]:  # All are looked up before the first is compiled for.
-        planner = _planner(args, kind)
+    # All are looked up before the first is compiled for.
+    for planner in [_planner(args, SliceSpec(name)) for name in args.slice]:
         plans.append(planner.plan((args.dp, args.sp, args.tp), only=args.program))
         if args.meshes:
             others += [planner.plan(mesh, only=STEP) for mesh in planner.meshes() if mesh != plans[-1].mesh]
@@ -84,7 +87,12 @@ def _planner(args: argparse.Namespace, kind: SliceSpec) -> "Planner":
     from wan_tpu.pricing.plan import Planner
 
     return Planner(
-        args.model, _request(args), described(kind), dtype=args.dtype, cache=args.compiled, report=_progress()
+        args.model,
+        _request(args),
+        described(kind, args.calibration),
+        dtype=args.dtype,
+        cache=args.compiled,
+        report=_progress(),
     )
 
 
@@ -113,8 +121,10 @@ def _money(args: argparse.Namespace) -> None:
     layout = None if args.layout is None else Layout.load(args.layout)
     if layout is not None:
         layout.check_stages(spec.stages)
+    measured = ""
     for kind in [pool.slice for pool in layout.pools] if layout else map(SliceSpec, args.slice):
         terms.prices.chip_hour(kind, terms.capacity, terms.region)  # refused before minutes of compiling
+        measured = described(kind, args.calibration).calibrated
     costs = _costs(args, layout)
     if layout is not None:
         asked = None if args.videos_a_day is None else args.videos_a_day / 24
@@ -125,7 +135,7 @@ def _money(args: argparse.Namespace) -> None:
     if args.plot:
         _draw(found, args.plot)
     if args.json:
-        print(json.dumps([_as_json(one) for one in found]))
+        print(json.dumps([_as_json(one) | {"calibrated": measured} for one in found]))
         return
     size = f"{request.width}x{request.height}, {request.frames} frames, {request.steps} steps"
     where = terms.region or "the cheapest region"
@@ -134,6 +144,8 @@ def _money(args: argparse.Namespace) -> None:
         f"chips alone; slices busy {terms.busy:.0%} at most, each starting {terms.starts_a_day:g} x a day in "
         f"{terms.cold_start_s:g} s\n"
     )
+    if measured:
+        print(f"{measured}\n")
     print(_table(found[:SHOWN]))
     print(f"\n{_described(found[0])}")
     if layout is None:
@@ -262,6 +274,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="the denoise step on every other mesh, too; the default where neither mesh nor program is chosen",
     )
     parser.add_argument("--program", help='only this one, such as "denoise step"')
+    parser.add_argument(
+        "--calibration", type=Path, help="doctor.json of such a slice: its measured figures in place of published ones"
+    )
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
     parser.add_argument("--plot", type=Path, help="an image: of the denoise steps' seconds, or of layouts' dollars")
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))

@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
+from actors.planning.calibration import Calibration
 from actors.planning.described import described
 from cluster.slice_spec import SliceSpec
 from wan_tpu.pricing.analyse import analyse
@@ -42,9 +43,9 @@ class Row:
 class Pricing:
     """Compiles programs for one described slice, and prices them."""
 
-    def __init__(self, kind: str, cache: Path) -> None:
-        """cache: where bundles of kernels are kept."""
-        self.slice = described(SliceSpec(kind))
+    def __init__(self, kind: str, cache: Path, calibration: Calibration | None = None) -> None:
+        """cache: where bundles of kernels are kept; calibration: measured figures in place of published ones."""
+        self.slice = described(SliceSpec(kind), calibration)
         self._devices = self.slice.devices()
         self._kernels = KernelPrices(cache, self.slice.hardware, self.slice.cores, count_alone)
 

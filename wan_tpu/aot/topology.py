@@ -28,6 +28,7 @@ class Hardware:
 
     peak_flops        dense bfloat16 operations a second
     hbm_bytes         its memory that programs may use; hbm_bytes_per_s  its bandwidth
+    grid_step_s       what a step of a kernel's grid takes beyond its bundles, where that was measured
     """
 
     name: str
@@ -35,6 +36,7 @@ class Hardware:
     peak_flops: float
     hbm_bytes: float
     hbm_bytes_per_s: float
+    grid_step_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class DescribedSlice:
     wraps         size of each axis that closes to a ring, 0 for others
     link_bytes_per_s, core_bytes_per_s  of one ICI link, and between the devices of one chip (v7x), in one direction
     cores         TensorCores of one JAX device: they share the parallel axes of a kernel's grid
+    calibrated    for people: which of these figures were measured; empty where all are published ones
     """
 
     name: str
@@ -58,6 +61,7 @@ class DescribedSlice:
     link_bytes_per_s: float
     core_bytes_per_s: float
     cores: int = 1
+    calibrated: str = ""
 
     def devices(self) -> list[Any]:
         """Return the described devices, in the order in which JAX lists them.

@@ -51,6 +51,7 @@ class KernelPrices:
         self._chip = hardware.name
         self._cores = cores
         self._macs_a_cycle = hardware.peak_flops / 2 / hardware.clock_hz / cores
+        self._beyond = hardware.grid_step_s * hardware.clock_hz  # Cycles of a grid step that no bundle accounts for.
         self._count = count
 
     def __call__(self, call: KernelCall) -> float | None:
@@ -62,7 +63,7 @@ class KernelPrices:
             return None
         at_peak = call.macs / self._macs_a_cycle
         products = counted.products if counted.products >= at_peak else at_peak + counted.idle
-        cycles = call.busy * products + counted.rest
+        cycles = call.busy * products + counted.rest + self._beyond
         return cycles * call.steps_a_core(self._cores)
 
     def bundles(self, call: KernelCall) -> StepBundles:

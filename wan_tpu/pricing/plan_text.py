@@ -37,7 +37,7 @@ def describe(plan: Plan) -> str:
             f"{stage.name:<20}{seconds.estimate:>9.2f}{seconds.floor:>8.2f}{share:>10.1%}{stage.host_s:>14.3f}"
         )
     if any(stage.seconds for stage in plan.stages):
-        lines.append(SHORT)
+        lines.append(plan.slice.calibrated or SHORT)
     lines += ["", *_verdict(plan, memory)]
     return "\n".join(lines)
 

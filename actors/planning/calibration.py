@@ -1,0 +1,132 @@
+"""What `wan-tpu doctor` measured of a slice's chips, in place of the published figures that plans are priced with."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wan_tpu.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from wan_tpu.aot.topology import DescribedSlice
+
+# Figure -> what people call it, its unit, how many of which it is.
+FIGURES = {
+    "clock_hz": ("clock", "GHz", 1e9),
+    "grid_step_s": ("grid step, beyond its bundles", "us", 1e-6),
+    "hbm_bytes_per_s": ("device memory", "GB/s", 1e9),
+    "link_bytes_per_s": ("link between chips", "GB/s", 1e9),
+    "core_bytes_per_s": ("link within a chip", "GB/s", 1e9),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Measured figures; what is None was not measured and keeps its published value.
+
+    Attributes:
+        clock_hz: of the TensorCore
+        grid_step_s: what a kernel's grid step takes beyond its bundles; published figures know nothing of it
+        hbm_bytes_per_s: of one JAX device
+        link_bytes_per_s: of a link between chips, in one direction
+        core_bytes_per_s: between the two devices of a chip, in one direction
+        chip: the generation that was measured
+        source: file and date of the report, for people
+    """
+
+    clock_hz: float | None = None
+    grid_step_s: float | None = None
+    hbm_bytes_per_s: float | None = None
+    link_bytes_per_s: float | None = None
+    core_bytes_per_s: float | None = None
+    chip: str = ""
+    source: str = ""
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What was measured, by the names of `FIGURES`."""
+        return {name: value for name in FIGURES if (value := getattr(self, name)) is not None}
+
+    def only(self, name: str) -> "Calibration":
+        """Return it with one figure, all others as published."""
+        return dataclasses.replace(self, **dict.fromkeys(set(FIGURES) - {name}))
+
+    def apply(self, described: "DescribedSlice") -> "DescribedSlice":
+        """Return a slice with the measured figures, from which it is priced.
+
+        Raises `InvalidInput` for one of another generation.
+        """
+        hardware = described.hardware
+        if self.chip != hardware.name:
+            raise InvalidInput(
+                f"{self.source or 'the calibration'} was measured on {self.chip}, and {described.name} has "
+                f"{hardware.name}; run wan-tpu doctor on a {hardware.name}, or plan for a slice of {self.chip}"
+            )
+        figures = self.figures
+        # The matrix units do as much in a cycle as before, so that their peak goes with the clock.
+        peak = hardware.peak_flops * figures.get("clock_hz", hardware.clock_hz) / hardware.clock_hz
+        of_links = {name: figures.pop(name) for name in ("link_bytes_per_s", "core_bytes_per_s") if name in figures}
+        hardware = dataclasses.replace(hardware, peak_flops=peak, **figures)
+        return dataclasses.replace(
+            described, hardware=hardware, calibrated=self._describe(described) if self.source else "", **of_links
+        )
+
+    def _describe(self, described: "DescribedSlice") -> str:
+        """Return which figures are replaced, and by what."""
+        published = vars(described) | vars(described.hardware)
+        lines = [f"measured ({self.source}):"]
+        for name, value in self.figures.items():
+            about, unit, scale = FIGURES[name]
+            before = f"{published[name] / scale:.4g}" if published[name] else "nothing"
+            lines.append(f"  {about}: {value / scale:.4g} {unit} in place of {before}")
+        kept = [about for name, (about, _, _) in FIGURES.items() if name not in self.figures and published[name]]
+        if kept:
+            lines.append(f"  as published: {', '.join(kept)}")
+        return "\n".join(lines)
+
+
+def slowest(calibrations: Sequence[Calibration]) -> Calibration:
+    """Return what holds for hosts that wait for each other: each figure of the slowest of them."""
+    worst: dict[str, Any] = {}
+    for name in FIGURES:
+        values = [calibration.figures[name] for calibration in calibrations if name in calibration.figures]
+        if values:
+            worst[name] = max(values) if name == "grid_step_s" else min(values)
+    return dataclasses.replace(calibrations[0], **worst)
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Return what a report of `wan-tpu doctor` has measured; raises `InvalidInput` where it is of no use."""
+    try:
+        report = json.loads(path.read_text())
+    except OSError as error:
+        raise InvalidInput(f"--calibration {path} can't be read: {error.strerror}") from None
+    except ValueError:
+        raise InvalidInput(f"--calibration {path} is damaged: it is no JSON; {_AGAIN}") from None
+    if not isinstance(report, dict) or "wan_tpu_doctor" not in report:
+        raise InvalidInput(f"--calibration {path} is no report of wan-tpu doctor; {_AGAIN}")
+    devices, measured = report.get("devices"), report.get("calibration")
+    if not isinstance(devices, dict) or not isinstance(measured, dict):
+        raise InvalidInput(f"--calibration {path} is damaged, or of an earlier wan-tpu: it has no figures; {_AGAIN}")
+    if devices.get("rehearsal") or not devices.get("chip"):
+        kind = devices.get("kind") or "no device"
+        raise InvalidInput(f"--calibration {path} was measured on {kind}, which says nothing of a TPU; {_AGAIN}")
+    if not measured:
+        raise InvalidInput(f"--calibration {path} measured no rates: its parts left them out; {_AGAIN}")
+    for name, value in measured.items():
+        if name not in FIGURES or not _is_rate(name, value):
+            raise InvalidInput(f"--calibration {path} is damaged: {name} is {value!r}; {_AGAIN}")
+    return Calibration(
+        **measured, chip=str(devices["chip"]), source=f"{path}, {devices['chip']}, {report.get('date', 'no date')}"
+    )
+
+
+_AGAIN = "give the doctor.json of a TPU: wan-tpu doctor --part rates --part collectives"
+
+
+def _is_rate(name: str, value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return False
+    return value >= 0 if name == "grid_step_s" else value > 0

@@ -1,0 +1,63 @@
+"""What a chip's speed is measured with: above all a kernel whose bundles are known exactly.
+
+It shows the clock, and what a grid step takes beyond its bundles. Its work is elementwise and stays in registers, so
+nothing can stall: what it takes is its bundles. Sixteen registers keep every arithmetic slot busy.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from kernels.low_precision import multiplied
+from wan_tpu.pricing.bundles import count_bundles
+from wan_tpu.pricing.kernel_prices import StepBundles, step_bundles
+
+ROWS, LANES = 128, 128  # Of a block: 16 registers.
+OPERATIONS = 64  # Of each register in one iteration.
+_COUNTED_STEPS, _COUNTED_ITERATIONS = 512, 50
+
+
+def probe(steps: int, iterations: int, *, interpret: bool = False) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
+    """Return the kernel over a grid of so many steps, with so many iterations in each, and its arguments' shapes."""
+    blocks = jax.ShapeDtypeStruct((steps * ROWS, LANES), jnp.float32)
+    block = pl.BlockSpec((ROWS, LANES), lambda step: (step, 0))
+    call = pl.pallas_call(
+        functools.partial(_iterate, iterations),
+        grid=(steps,),
+        in_specs=[block, pl.BlockSpec((ROWS, LANES), lambda step: (0, 0))],
+        out_specs=block,
+        out_shape=blocks,
+        interpret=interpret,
+        name="probe",
+    )
+    return call, (blocks, jax.ShapeDtypeStruct((ROWS, LANES), jnp.float32))
+
+
+def _iterate(iterations: int, x: Any, y: Any, out: Any) -> None:
+    def multiply_and_add(_: int, value: jax.Array) -> jax.Array:
+        for _ in range(OPERATIONS // 2):
+            value = value * y[...] + y[...]
+        return value
+
+    out[...] = jax.lax.fori_loop(0, iterations, multiply_and_add, x[...])
+
+
+def count_probe(chip: str) -> tuple[float, float]:
+    """Return the bundles of an iteration, and those that a grid step takes besides, as this libtpu compiles them.
+
+    Raises `CompileError`.
+    """
+    options = {"steps": _COUNTED_STEPS, "iterations": _COUNTED_ITERATIONS}
+    kernel = count_bundles(f"{__file__}:probe", options, chip)[0]
+    counted: StepBundles = step_bundles(kernel.loops, _COUNTED_STEPS)
+    return counted.products / _COUNTED_ITERATIONS, counted.rest
+
+
+def type_of_8_bits(device: jax.Device) -> Any:
+    """Return the 8-bit type whose products a TPU computes at twice the rate of bfloat16; None where it has none."""
+    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("x",))):
+        return next((dtype for dtype in (jnp.int8, jnp.float8_e4m3fn) if multiplied(dtype)), None)
