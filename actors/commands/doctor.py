@@ -7,8 +7,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from actors.commands.timeouts import add_timeouts, timeouts_from
 from actors.doctor.examination import PARTS, Part, examine, in_order, problems, write_bundle
-from actors.doctor.finding import Finding, Machine
+from actors.doctor.finding import Finding, Machine, merge
 from cluster.emulation.cluster import default_folder
 from cluster.gang.devices import device_files
 from cluster.slice_spec import SliceSpec
@@ -58,6 +59,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     group.add_argument(
         "--state", type=Path, default=default_folder(), help="of the emulated cluster's state; default %(default)s"
     )
+    add_timeouts(group)
     return parser.parse_args(argv)
 
 
@@ -84,19 +86,20 @@ def _examine_slice(args: argparse.Namespace, parts: Sequence[str]) -> tuple[Mach
     connect(gcs_address(args))
     printer = _Printer()
     try:
-        with take(args.slice, "actors.doctor.on_slice:DoctorHost", of_hosts, name="doctor", tell=print) as slice_:
+        host, limits = "actors.doctor.on_slice:DoctorHost", timeouts_from(args)
+        with take(args.slice, host, of_hosts, name="doctor", timeouts=limits, tell=print) as slice_:
             print(slice_.describe())
             hosts: list[list[Part]] = [[] for _ in slice_.hosts]
             machine = Machine(Path(), is_slice=True)
             for name in parts:
                 try:
-                    checked = slice_.gather("check", name, timeout_s=PART_S)
+                    checked = slice_.gather("check", name, machine.calibration, timeout_s=PART_S)
                 except SliceError as error:  # Where one host stops, the others wait for it in the next exchange.
                     lost = Finding(name, str(error), "fail", "an answer of each host", "look at that host's log")
                     printer.print(name, lost)
                     hosts[0].append(Part(name, PARTS[name][2], (lost,), PART_S))
                     return machine, hosts
-                machine = checked[0][1]
+                machine = merge([host for _, host in checked])
                 for place, (part, _), done in zip(slice_.hosts, checked, hosts, strict=True):
                     done.append(part)
                     for finding in part.findings:

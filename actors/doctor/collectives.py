@@ -1,20 +1,27 @@
 """What devices send each other: whether it arrives where it should, and how fast."""
 
+import dataclasses
 import functools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from actors.doctor.finding import Finding, Machine
+from actors.doctor.finding import Finding, Machine, compare
+from actors.doctor.timing import best
+from actors.planning.described import described
+from cluster.slice_spec import SliceSpec, slice_name
 from wan_tpu.ops.collectives import gather_rows
+from wan_tpu.pricing.ici import Interconnect, interconnect_of
+from wan_tpu.runtime.program import compiler_options
 
 AXIS = "devices"
 WIDTH = 128
+_SLOW = "is a cable of the slice faulty? compare with another slice, and attach this report to an issue"
 _ADVICE = (
     "the network between chips, or its compiler, is broken: attach this report to an issue, and see whether "
     "--collectives synchronous helps"
@@ -34,6 +41,7 @@ def check_collectives(machine: Machine) -> Iterator[Finding]:
     whole = (np.arange(count * rows * WIDTH) % 65_521).astype(np.float32).reshape(count, rows, WIDTH)
     for name, (function, expected) in _kinds(count, platform).items():
         yield _check(name, function, functools.partial(expected, whole), whole, mesh)
+    yield from _measure_links(machine, mesh)
 
 
 def _kinds(count: int, platform: str) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
@@ -60,11 +68,9 @@ def _check(
 ) -> Finding:
     flat = whole.reshape(-1, WIDTH)
     x = jax.make_array_from_callback(flat.shape, NamedSharding(mesh, P(AXIS)), lambda index: flat[index])
-    program = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
-    result = jax.block_until_ready(program(x))
-    start = time.perf_counter()
-    jax.block_until_ready(program(x))
-    seconds = time.perf_counter() - start
+    program = _compile(function, mesh)
+    result = program(x)
+    seconds = best(functools.partial(program, x))
     places = {device: number for number, device in enumerate(mesh.devices.flat)}
     wrong = [
         f"device {shard.device.id}"
@@ -80,3 +86,51 @@ def _check(
         _ADVICE if wrong else "",
         {"bytes_a_device": nbytes, "seconds": seconds},
     )
+
+
+def _compile(function: Callable[..., Any], mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    """Return what each device does with its rows as a program, with the options that a model's programs have."""
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+    return jax.jit(sharded, compiler_options=compiler_options(mesh))
+
+
+def _measure_links(machine: Machine, mesh: Mesh) -> Iterator[Finding]:
+    """Yield how fast the busiest links are, and keep it for prices: between chips, and within one where it has two."""
+    chip, count = machine.chip, mesh.size
+    if chip is None:
+        links = Interconnect(tuple((device, 0, 0, 0) for device in range(count)), 1.0, 1.0)
+    else:
+        links = interconnect_of(described(SliceSpec(slice_name(chip, machine.devices // chip.devices))), mesh)
+    exchange = _kinds(count, mesh.devices.flat[0].platform)["all-to-all"][0]
+    yield _measure_busiest(machine, mesh, links, "all-to-all", [list(range(count))], exchange)
+    if chip is not None and chip.devices == 2 and count > 2:
+        pairs = [(device, device ^ 1) for device in range(count)]  # JAX lists a chip's two devices one after the other.
+        swap = functools.partial(jax.lax.ppermute, axis_name=AXIS, perm=pairs)
+        yield _measure_busiest(machine, mesh, links, "collective-permute", pairs, swap)
+
+
+def _measure_busiest(
+    machine: Machine,
+    mesh: Mesh,
+    links: Interconnect,
+    kind: str,
+    groups: Sequence[Sequence[int]],
+    function: Callable[..., Any],
+) -> Finding:
+    """Return bytes a second of the link that a collective keeps busy longest: what more bytes take longer."""
+    program, sharding = _compile(function, mesh), NamedSharding(mesh, P(AXIS))
+    seconds, predicted = [], []
+    for megabytes in (1, 2) if machine.is_rehearsal else (32, 128):
+        rows = -(-megabytes * 2**20 // (4 * WIDTH * mesh.size)) * mesh.size  # Of a device: they are cut in `mesh.size`.
+        make = jax.jit(functools.partial(jnp.zeros, (rows * mesh.size, WIDTH)), out_shardings=sharding)
+        seconds.append(best(functools.partial(program, make())))
+        busy = links.busy(kind, groups, 4 * WIDTH * rows)
+        link = max(busy, key=lambda link: busy[link])
+        predicted.append(busy[link])
+    within = link[0][:3] == link[1][:3]
+    published = links.core_bytes_per_s if within else links.link_bytes_per_s
+    rate = published * (predicted[1] - predicted[0]) / max(seconds[1] - seconds[0], 1e-9)
+    figure = "core_bytes_per_s" if within else "link_bytes_per_s"
+    machine.calibration = dataclasses.replace(machine.calibration, **{figure: rate})
+    name = "a link within a chip" if within else "a link between chips"
+    return compare(name, "GB/s", rate / 1e9, None if machine.chip is None else published / 1e9, 0.8, _SLOW)

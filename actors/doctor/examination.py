@@ -1,6 +1,7 @@
 """All checks in their order, what they say, and the bundle that is attached to an issue."""
 
 import dataclasses
+import datetime
 import functools
 import importlib
 import json
@@ -25,6 +26,7 @@ PARTS = {
     "model": ("small_model", "check_small_model", "a small model, from text to pixels"),
     "executables": ("executables", "check_executables", "programs that were compiled ahead of time"),
     "mp4": ("small_model", "check_mp4", "encoding"),
+    "step": ("full_step", "check_step", "a full-size step, and what plans predict of it"),
 }
 _UNEXPECTED = "this check failed in a way that nobody foresaw: attach the report to an issue"
 
@@ -94,7 +96,14 @@ def write_bundle(path: Path, machine: Machine, hosts: Sequence[Sequence[Part]]) 
         "wan_tpu_doctor": 1,
         "versions": versions(),
         "environment": variables(),
-        "devices": {"kind": machine.kind, "count": machine.devices, "rehearsal": machine.is_rehearsal},
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "devices": {
+            "kind": machine.kind,
+            "chip": "" if machine.chip is None else machine.chip.name,
+            "count": machine.devices,
+            "rehearsal": machine.is_rehearsal,
+        },
+        "calibration": machine.calibration.figures,
         "hosts": [[dataclasses.asdict(part) for part in parts] for parts in hosts],
     }
     path.write_text(json.dumps(bundle, indent=1))

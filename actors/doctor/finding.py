@@ -1,10 +1,11 @@
 """What a check has found, and the machine that is checked."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from actors.planning.calibration import Calibration, slowest
 from cluster.chips import CHIPS, Chip
 
 Verdict = Literal["ok", "info", "warn", "fail"]
@@ -44,6 +45,7 @@ class Machine:
         kind: what JAX calls a device, once it has started
         devices: how many devices it has
         is_slice: whether this process is one of a slice's, which were started and joined by its leader
+        calibration: what was measured of figures that plans are priced with
     """
 
     folder: Path
@@ -51,11 +53,17 @@ class Machine:
     kind: str = ""
     devices: int = 0
     is_slice: bool = False
+    calibration: Calibration = dataclasses.field(default_factory=Calibration)
 
     @property
     def chip(self) -> Chip | None:
         """The generation of its TPU; None where it has none that is known."""
         return CHIPS.get(_KINDS.get(self.kind, ""))
+
+
+def merge(hosts: Sequence[Machine]) -> Machine:
+    """Return the hosts of a slice as one machine, which is as fast as the slowest of them."""
+    return dataclasses.replace(hosts[0], calibration=slowest([host.calibration for host in hosts]))
 
 
 def compare(name: str, unit: str, value: float, peak: float | None, share: float, advice: str) -> Finding:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from actors.doctor.examination import Part, examine_part
 from actors.doctor.finding import Machine
+from actors.planning.calibration import Calibration
 from cluster.gang.devices import device_files
 from wan_tpu.errors import OutputError
 
@@ -20,8 +21,9 @@ class DoctorHost:
         scratch = Path(tempfile.mkdtemp(prefix="wan-tpu-doctor-", dir=folder))
         self._machine = Machine(scratch, is_rehearsal=not device_files(), is_slice=True)
 
-    def check(self, part: str) -> tuple[Part, Machine]:
-        """Check one part; all hosts do so in the same order."""
+    def check(self, part: str, calibration: Calibration) -> tuple[Part, Machine]:
+        """Check one part; all hosts do so in the same order. calibration: what all of them have measured before."""
+        self._machine.calibration = calibration
         return examine_part(part, self._machine), self._machine
 
     def end(self) -> None:

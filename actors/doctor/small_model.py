@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from actors.doctor.finding import Finding, Machine
-from wan_tpu.families import preset_spec, published
+from actors.doctor.prediction import model_of_two_experts
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import load_pipeline
 from wan_tpu.request import GenerationRequest
@@ -24,7 +24,7 @@ _ADVICE = "videos would be wrong: attach this report to an issue"
 
 def check_small_model(machine: Machine) -> Iterator[Finding]:
     """Yield how far its pixels are from those of one CPU device, whose results the tests compare with diffusers'."""
-    checkpoint = make_checkpoint(machine.folder / "small", _model_of_two_experts())
+    checkpoint = make_checkpoint(machine.folder / "small", model_of_two_experts())
     expected = _pixels(checkpoint, "float32", jax.local_devices(backend="cpu")[:1])
     if not machine.is_rehearsal:
         yield _compare("one device, float32", _pixels(checkpoint, "float32", jax.local_devices()[:1]), expected, SAME)
@@ -54,13 +54,6 @@ def check_mp4(machine: Machine) -> Iterator[Finding]:
         yield Finding("mp4", str(failure), "fail", "a file", "install a package of imageio-ffmpeg that has ffmpeg")
         return
     yield Finding("mp4", f"{rate:.0f} frames a second of {width}x{height}", figures={"frames_per_s": rate})
-
-
-def _model_of_two_experts() -> str:
-    return max(
-        (name for name in published() if "t2v" in preset_spec(name).tasks),
-        key=lambda name: len(preset_spec(name).stages),
-    )
 
 
 def _pixels(checkpoint: object, dtype: str, devices: list[jax.Device] | None) -> np.ndarray:

@@ -12,7 +12,9 @@ from actors.doctor import executables
 from actors.doctor.examination import examine
 from actors.doctor.finding import Machine
 from actors.doctor.kernels import check_kernels
+from actors.planning.calibration import load_calibration
 from tests.conftest import ROOT, with_devices
+from wan_tpu.errors import InvalidInput
 from wan_tpu.ops import self_check
 
 
@@ -44,6 +46,9 @@ def check_rehearsal(folder, *parts):
     said = json.loads(bundle)
     assert said["environment"]["JAX_TEST_LEVEL"] == "4"
     assert said["versions"]["jax"] and said["devices"]["rehearsal"]
+    with pytest.raises(InvalidInput, match="was measured on cpu, which says nothing of a TPU"):
+        load_calibration(folder / "doctor.json")
+    assert said["calibration"]["link_bytes_per_s"] > 0 and said["date"]
     assert not [file for file in folder.iterdir() if file.name != "doctor.json"]
     [parts] = said["hosts"]
     return {part["name"]: [finding["verdict"] for finding in part["findings"]] for part in parts}
@@ -52,16 +57,17 @@ def check_rehearsal(folder, *parts):
 def test_rehearsal_of_what_needs_no_model_finds_nothing_wrong(tmp_path):
     verdicts = check_rehearsal(tmp_path, "collectives", "executables", "mp4")
     assert list(verdicts) == ["jax", "collectives", "executables", "mp4"]
-    assert verdicts["collectives"] == ["ok"] * 5
+    assert verdicts["collectives"] == [*["ok"] * 5, "info"]
     assert verdicts["executables"] == ["ok"]
 
 
 @pytest.mark.long
 def test_rehearsal_of_everything_finds_nothing_wrong(tmp_path):
     verdicts = check_rehearsal(tmp_path)
-    assert list(verdicts) == ["host", "jax", "rates", "collectives", "kernels", "model", "executables", "mp4"]
+    assert list(verdicts) == ["host", "jax", "rates", "collectives", "kernels", "model", "executables", "mp4", "step"]
     assert set(verdicts["kernels"]) == set(verdicts["model"]) == {"ok"}
     assert len(verdicts["kernels"]) == 14
+    assert verdicts["step"] == ["info"] * 2  # Nothing is predicted of CPU devices.
 
 
 def test_kernel_that_is_off_by_a_tile_is_named(machine, monkeypatch):
@@ -94,7 +100,7 @@ def test_collective_that_swaps_two_devices_is_named_with_them(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=with_devices(4), capture_output=True, text=True, check=True)
     first, *others = done.stdout.splitlines()
     assert first == "all-to-all fail wrong on device 0, device 1"
-    assert len(others) == 4 and all(" ok " in line for line in others)
+    assert len(others) == 5 and not [line for line in others if " fail " in line]
 
 
 def test_executable_of_another_flag_set_is_named_with_the_flag(tmp_path, monkeypatch):

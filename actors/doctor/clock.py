@@ -1,0 +1,44 @@
+"""A chip's clock, and what a grid step of a kernel takes beyond its instructions, from a kernel of known length."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from actors.doctor.finding import Finding, Machine, compare
+from actors.doctor.timing import best
+from wan_tpu.pricing.bundles import CompileError
+from wan_tpu.pricing.probe import count_probe, probe
+
+_SLOW = "every program takes longer by this: does the chip throttle, or is another process on it? compare hosts"
+_MICROSECOND = 1e-6
+
+
+def check_clock(machine: Machine) -> Iterator[Finding]:
+    """Yield clock and grid step, and keep both for prices; on CPU devices the kernel's iterations count as bundles."""
+    small, chip = machine.is_rehearsal, machine.chip
+    try:
+        bundles, around = (1.0, 0.0) if chip is None else count_probe(chip.name)
+    except CompileError as error:
+        yield Finding("clock", f"not measured: {error}", "warn", "its kernel compiled", "attach the report to an issue")
+        return
+    short, long = (1, 41) if small else (30_000, 120_000)
+    few, many, shared = (2, 4, 4) if small else (2048, 4096, 100_000)
+    seconds = functools.partial(time_probe, interpret=chip is None)
+    clock_hz = (long - short) * bundles / max(seconds(1, long) - seconds(1, short), 1e-9)
+    yield compare("clock", "GHz", clock_hz / 1e9, None if chip is None else chip.clock_hz / 1e9, 0.97, _SLOW)
+    # The same iterations, over so many steps and over twice as many.
+    more = seconds(many, shared // many) - seconds(few, shared // few)
+    grid_step_s = max(0.0, more / (many - few) - around / clock_hz)
+    measured = f"{grid_step_s / _MICROSECOND:.2f} us beyond its bundles"
+    yield Finding("grid step", measured, figures={"seconds": grid_step_s, "bundles": around})
+    machine.calibration = dataclasses.replace(machine.calibration, clock_hz=clock_hz, grid_step_s=grid_step_s)
+
+
+def time_probe(steps: int, iterations: int, *, interpret: bool) -> float:
+    """Return the seconds of the kernel over a grid of so many steps, with so many iterations in each."""
+    call, shapes = probe(steps, iterations, interpret=interpret)
+    arrays = [jnp.full(shape.shape, 0.5, shape.dtype) for shape in shapes]
+    return best(functools.partial(jax.jit(call), *arrays))

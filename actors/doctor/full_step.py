@@ -1,0 +1,104 @@
+"""One denoising step and one chunk of the VAE at full size, with weights made on the devices, beside their prediction.
+
+Without a TPU it is a small model's.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actors.doctor.finding import Finding, Machine
+from actors.doctor.prediction import DTYPE, SIZE, NoPrediction, explain, model_of_two_experts, predict, request_of
+from actors.doctor.timing import measure
+from cluster.chips import GIB
+from cluster.slice_spec import slice_name
+from wan_tpu.aot.programs import STEP, AbstractRuntime, stage_programs
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.errors import DoesNotFit
+from wan_tpu.families.model import open_model, preset_model
+from wan_tpu.runtime.mesh import make_mesh
+from wan_tpu.runtime.program import Program
+from wan_tpu.spec import DECODER
+from wan_tpu.tiny import make_checkpoint
+
+CHUNK = "decoder later"
+SMALL_SIZE = {"height": 32, "width": 64, "frames": 9}
+CALLS = 5
+_NO_ROOM = "this slice is too small for the largest model: wan-tpu plan says what fits"
+
+
+def check_step(machine: Machine) -> Iterator[Finding]:
+    """Yield how long each takes, and whether that is what a plan predicts; where not, which part of the chip is off."""
+    is_full = machine.chip is not None
+    name_of_model = model_of_two_experts()
+    if is_full:
+        model = preset_model(name_of_model)
+    else:
+        model = open_model(Checkpoint(make_checkpoint(machine.folder / "step", name_of_model)))
+    request = request_of(model.spec, SIZE if is_full else SMALL_SIZE)
+    mesh = make_mesh(None, heads=model.spec.heads)
+    runtime = AbstractRuntime(model, mesh, DTYPE)
+    denoise = [stage for stage in model.spec.stages if stage in model.spec.denoise_stages]
+    programs = stage_programs(runtime, request, [*denoise[:1], DECODER])
+    seconds: dict[str, float] = {}
+    for name in (STEP, CHUNK):
+        program, arguments, _ = programs[name]
+        finding = _time(name, program, arguments)
+        seconds |= {name: finding.figures["seconds"]} if "seconds" in finding.figures else {}
+        yield finding
+    if machine.chip is None or jax.process_index() or not seconds:  # One host of a slice predicts for all.
+        return
+    kind = slice_name(machine.chip, machine.devices // machine.chip.devices)
+    try:
+        predicted = predict(kind, tuple(mesh.devices.shape), list(seconds), machine, name_of_model)
+    except NoPrediction as error:
+        yield Finding("prediction", f"none: {error}", "warn", "what wan-tpu plan says", "attach the report to an issue")
+        return
+    for name, measured in seconds.items():
+        yield explain(name, measured, predicted[name])
+
+
+def _time(name: str, program: Program, arguments: tuple[Any, ...]) -> Finding:
+    """Compile a program, run it with made-up arguments, and say how long it takes and what memory it needs."""
+    try:
+        program.compile(*arguments)
+        arrays = make_arrays(arguments)
+        times = measure(lambda: program(*arrays), CALLS)
+    except DoesNotFit as error:
+        return Finding(name, str(error), "warn", "room for it", _NO_ROOM)
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
+    peak = f", {max(peaks) / GIB:.1f} GiB a device at most" if max(peaks) else ""
+    middle = statistics.median(times)
+    return Finding(
+        name,
+        f"{middle:.4g} s ({min(times):.4g} to {max(times):.4g}), compiled in {program.compile_s:.0f} s{peak}",
+        figures={"seconds": middle, "times": times, "compile_s": program.compile_s, "peak_bytes": max(peaks)},
+    )
+
+
+def make_arrays(shapes: Any) -> Any:
+    """Return small numbers that look random, made where they lie: no memory is needed beside the arrays' own.
+
+    shapes: a tree of `jax.ShapeDtypeStruct`; one may have a layout of its own beside its sharding, as a VAE's caches do
+    """
+    where = jax.tree.map(lambda shape: shape.format if shape.format.layout else shape.sharding, shapes)
+    made: Any = jax.jit(lambda: jax.tree.map(_fill, shapes), out_shardings=where)()
+    return made
+
+
+def _fill(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    if not jnp.issubdtype(shape.dtype, jnp.floating):
+        return jnp.zeros(shape.shape, shape.dtype)
+    bits = jnp.zeros(shape.shape, jnp.uint32)
+    for axis in range(len(shape.shape)):
+        stride = math.prod(shape.shape[axis + 1 :]) % 2**32
+        bits += jax.lax.broadcasted_iota(jnp.uint32, shape.shape, axis) * jnp.uint32(stride)
+    for multiplier, shift in ((0x9E3779B1, 15), (0x85EBCA77, 13)):  # Of xxHash: every bit depends on all others.
+        bits = bits * jnp.uint32(multiplier)
+        bits ^= bits >> shift
+    unit = (bits >> 8).astype(jnp.int32).astype(jnp.float32) / 2**23 - 1
+    return (unit * 0.03).astype(shape.dtype)

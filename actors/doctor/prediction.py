@@ -1,0 +1,141 @@
+"""What a plan predicts for a program, by published figures and by those that were measured, and which of them is off.
+
+Plans are made in a process of their own, which has no chips: it holds the compiler.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.doctor.finding import Finding, Machine
+from actors.planning.calibration import FIGURES, Calibration
+from actors.planning.described import described
+from cluster.slice_spec import SliceSpec
+from wan_tpu.families import preset_spec, published
+from wan_tpu.request import GenerationRequest, ResolvedRequest
+from wan_tpu.spec import ModelSpec
+
+DTYPE = "bfloat16"
+SIZE = {"height": 720, "width": 1280, "frames": 81}  # Of the full-size step.
+PREDICT_S = 600.0  # Two programs of full size are compiled and priced.
+PUBLISHED, MEASURED = "published", "measured"
+_FINE = 0.07  # Of a prediction: as much as kernels whose times are published took longer than predicted.
+_LEAST = 0.01  # Of a prediction: what a figure adds that is worth a word.
+_ADVICE = {
+    "clock_hz": "the clock is below what the chip's peak implies: other work on it, its power, its cooling",
+    "grid_step_s": "grid steps cost more than their bundles: larger tiles would be faster",
+    "hbm_bytes_per_s": "device memory is slower than published: is another process using it?",
+    "link_bytes_per_s": "links between chips are slower than published: try another slice",
+    "core_bytes_per_s": "the link within a chip is slower than published: try another chip",
+}
+_PROGRAM = "no measured figure explains it, so it is the program: attach this report to an issue"
+
+# Estimate and floor, seconds, of one program: by published figures, by each that was measured alone, by all of those.
+Variants = Mapping[str, tuple[float, float]]
+
+
+class NoPrediction(Exception):
+    """The process that makes plans failed; the message is its own."""
+
+
+def predict(
+    kind: str,
+    mesh: Sequence[int],
+    programs: Sequence[str],
+    machine: Machine,
+    model: str,
+    size: Mapping[str, int] = SIZE,
+) -> dict[str, Variants]:
+    """Return what programs of a model are predicted to take on a slice, by name; raises `NoPrediction`."""
+    assert machine.chip is not None
+    task = {
+        "kind": kind,
+        "mesh": list(mesh),
+        "programs": list(programs),
+        "calibration": {**machine.calibration.figures, "chip": machine.chip.name},
+        "folder": str(machine.folder / "plan"),
+        "model": model,
+        "size": dict(size),
+    }
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", __name__, json.dumps(task)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=PREDICT_S)
+    except subprocess.TimeoutExpired:
+        raise NoPrediction(f"planning took longer than {PREDICT_S:g} s") from None
+    if done.returncode:
+        raise NoPrediction((done.stderr.strip().splitlines() or ["no message"])[-1])
+    predicted: dict[str, Variants] = json.loads(done.stdout.splitlines()[-1])
+    return predicted
+
+
+def model_of_two_experts() -> str:
+    """Return the name of the published model that most of this is about: it makes videos of texts, in two halves."""
+    names = (name for name in published() if "t2v" in preset_spec(name).tasks)
+    return max(names, key=lambda name: len(preset_spec(name).stages))
+
+
+def request_of(spec: ModelSpec, size: Mapping[str, int]) -> ResolvedRequest:
+    """Return a request of that size, with all else as the model has it."""
+    return spec.plan(GenerationRequest(**size), image="t2v" not in spec.tasks, last=False).request
+
+
+def explain(name: str, measured_s: float, variants: Variants) -> Finding:
+    """Return what was predicted of a program, and what of the machine makes it take longer: some figure, or none."""
+    estimate, floor = variants[PUBLISHED]
+    # Slower memory may show in the floor alone: the compiler's own estimates know nothing of it.
+    longest, calibrated = max(variants[PUBLISHED]), max(variants[MEASURED])
+    added = {
+        figure: max(variants[figure][0] - estimate, variants[figure][1] - floor)
+        for figure in FIGURES
+        if figure in variants
+    }
+    parts = {figure: seconds for figure, seconds in added.items() if seconds > _LEAST * estimate}
+    left = measured_s - calibrated
+    because = [f"{FIGURES[figure][0]} {seconds:+.3g} s" for figure, seconds in parts.items()]
+    if left > _FINE * calibrated:
+        because.append(f"the program {left:+.3g} s")
+    figures = {"measured_s": measured_s, "predicted": dict(variants), "added_s": added, "left_s": left}
+    says = f"{measured_s:.4g} s, predicted {estimate:.4g} (floor {floor:.4g}), {calibrated:.4g} with what was measured"
+    if measured_s <= (1 + _FINE) * longest:
+        return Finding(f"{name}, predicted", says, "ok", "within 7 % of the prediction", "", figures)
+    worst = max(parts, key=lambda figure: parts[figure], default=None)
+    advice = _PROGRAM if worst is None or left > max(_FINE * calibrated, parts[worst]) else _ADVICE[worst]
+    measured = f"{says}; off: {', '.join(because) or 'nothing by more than a hundredth'}"
+    return Finding(f"{name}, predicted", measured, "warn", "within 7 % of the prediction", advice, figures)
+
+
+def _predict(
+    kind: str,
+    mesh: Sequence[int],
+    programs: Sequence[str],
+    calibration: Mapping[str, Any],
+    folder: str,
+    model: str,
+    size: Mapping[str, int],
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """Make the plans: the child's side of `predict`."""
+    from wan_tpu.pricing.plan import Planner
+
+    request = request_of(preset_spec(model), size)
+    every = Calibration(**calibration)
+    variants = {PUBLISHED: every.only(""), **{name: every.only(name) for name in every.figures}, MEASURED: every}
+    seconds: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in programs}
+    for variant, figures in variants.items():
+        slice_ = described(SliceSpec(kind), figures)
+        planner = Planner(model, request, slice_, dtype=DTYPE, cache=Path(folder), report=lambda text: None)
+        for name in programs:
+            [program] = planner.plan(mesh, only=name).programs
+            if program.optimistic is None:
+                raise NoPrediction(program.compiled.refused)
+            seconds[name][variant] = dataclasses.astuple(program.optimistic.total)
+    return seconds
+
+
+if __name__ == "__main__":
+    print(json.dumps(_predict(**json.loads(sys.argv[1]))))
