@@ -27,6 +27,7 @@ from wan_tpu.adapters import merging
 from wan_tpu.adapters.adapter import Targets
 from wan_tpu.adapters.files import find, read
 from wan_tpu.adapters.merging import KEPT, Adapters
+from wan_tpu.adapters.room import DeviceRoom
 from wan_tpu.errors import InvalidRequest, Unavailable
 from wan_tpu.lora import Lora, lora_of
 from wan_tpu.pipeline import Pipeline
@@ -553,6 +554,43 @@ def test_host_memory_is_bounded_and_files_that_change_are_read_again(pipeline, t
     again = adapters.read(component, base, Lora(paths[1]))
     name = "blocks.template.attn1.to_q.weight"
     assert not np.array_equal(again.factors[name].up, first[1].factors[name].up)
+
+
+# What a v6e said while a program ran, in GiB (EnzymeAD/Enzyme-JAX, pull request 2422).
+V6E = {
+    "bytes_in_use": 2.648,
+    "peak_bytes_in_use": 2.648,
+    "bytes_limit": 31.246,
+    "bytes_reserved": 27.251,
+    "peak_bytes_reserved": 27.251,
+    "bytes_reservable_limit": 28.763,
+    "largest_free_block_bytes": 1.347,
+}
+
+
+def v6e(**changed):
+    return {name: round(gib * 2**30) for name, gib in (V6E | changed).items()}
+
+
+def test_room_for_weights_is_what_the_device_says_is_free():
+    left = DeviceRoom().bytes_left(v6e())
+    assert left == pytest.approx(v6e()["largest_free_block_bytes"], abs=2)
+    between_programs = v6e(bytes_reserved=0, largest_free_block_bytes=28.598)
+    assert DeviceRoom().bytes_left(between_programs) == left  # The next step reserves them again.
+
+
+def test_room_for_weights_has_what_requests_took_and_comes_back_with_weights_that_go():
+    room, small = DeviceRoom(), {"bytes_reserved": 6, "peak_bytes_reserved": 6}
+    room.note_change(v6e(bytes_in_use=7, peak_bytes_in_use=9, **small))  # Reading them took two more for a moment.
+    before = v6e(bytes_in_use=7, peak_bytes_in_use=9, **small)
+    assert room.bytes_left(before) / 2**30 == pytest.approx(31.246 - 7 - 6)
+    busy = v6e(bytes_in_use=8, peak_bytes_in_use=10, **small)  # Requests have one now, and had three.
+    assert room.bytes_left(busy) / 2**30 == pytest.approx(31.246 - 8 - 6 - 3)
+    room.note_change(v6e(bytes_in_use=22, peak_bytes_in_use=24, **small))
+    full = v6e(bytes_in_use=22, peak_bytes_in_use=25, **small)
+    assert room.bytes_left(full) / 2**30 == pytest.approx(31.246 - 22 - 6 - 3)
+    freed = v6e(bytes_in_use=15, peak_bytes_in_use=25, **small)
+    assert room.bytes_left(freed) / 2**30 == pytest.approx(31.246 - 15 - 6 - 3)
 
 
 def save_factors(transformer, path, seed):

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from kernels.low_precision import to_8_bits
 from wan_tpu.adapters.adapter import Adapter, Factors, Targets
 from wan_tpu.adapters.files import find, read
+from wan_tpu.adapters.room import DeviceRoom
 from wan_tpu.lora import Lora
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import DTYPES, SCALE, Component, Loaded
@@ -39,6 +40,7 @@ class Adapters:
         self._read: OrderedDict[tuple[str, str], Adapter] = OrderedDict()  # by address and version
         self._targets: dict[str, Targets] = {}
         self._merged: OrderedDict[tuple[str, Content], Loaded] = OrderedDict()
+        self._room = DeviceRoom()
         self._lock = threading.Lock()
 
     def fetch(self, component: Component, base: Loaded, lora: Lora) -> FetchedLora:
@@ -95,6 +97,9 @@ class Adapters:
         for weight in sorted({weight for one, _ in adapters for weight in (*one.factors, *one.differences)}):
             params |= _changed(runtime, params, weight, adapters)
         merged = Loaded(base.module, params)
+        jax.block_until_ready(list(params.values()))
+        if memory := runtime.mesh.local_devices[0].memory_stats():
+            self._room.note_change(memory)
         with self._lock:
             self._merged[name, _content(loras)] = merged
         return merged
@@ -116,8 +121,7 @@ class Adapters:
     def _fits(self, name: str, memory: dict[str, int] | None, needed: int) -> bool:
         if memory is None:
             return sum(key[0] == name for key in self._merged) < KEPT
-        # The peak has what steps take beside the weights.
-        return memory["bytes_limit"] - max(memory["peak_bytes_in_use"], memory["bytes_in_use"]) > needed
+        return self._room.bytes_left(memory) > needed
 
 
 def _content(loras: Sequence[FetchedLora]) -> Content:
