@@ -64,6 +64,14 @@ def test_a_plan_says_both_figures_and_both_paths_of_attention(plan):
     assert any("up to 7 % longer" in line for line in lines)
 
 
+def test_a_plan_says_which_figures_were_measured(plan):
+    measured = dataclasses.replace(plan, slice=dataclasses.replace(SLICE, calibrated="measured (doctor.json):"))
+    lines = describe(measured).splitlines()
+    assert "measured (doctor.json):" in lines
+    assert not any("up to 7 % longer" in line for line in lines)
+    assert to_json(measured)["slice"]["calibrated"] == "measured (doctor.json):"
+
+
 def test_seconds_and_shares_are_of_the_whole_video(plan):
     denoise, decoder = plan.stages
     assert denoise.seconds == Times(100.0, 75.0)
