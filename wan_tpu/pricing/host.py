@@ -14,7 +14,7 @@ _PROMPT_S = 0.0005
 _PIXEL_S = 7e-8  # of an image, or a video's frame, to begin with
 _NOISE_S = 4e-9  # for each number
 _COPY_S = 1e-9  # for each number that one stage hands to the next
-_MP4_S = 1.1e-7  # for each pixel of a frame: from the last one to the finished file
+_MP4_S = 9e-8  # for each pixel of a frame: from the last one to the finished file
 
 
 def host_seconds(spec: ModelSpec, request: ResolvedRequest) -> dict[str, float]:
