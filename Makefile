@@ -52,6 +52,7 @@ soak: export WAN_TPU_SIMULATION_S ?= 450
 soak: export WAN_TPU_CHAOS_JOBS ?= 120
 soak: export WAN_TPU_CHAOS_KILLS ?= 40
 soak: export WAN_TPU_ATTACK_S ?= 300
+soak: export WAN_TPU_EXAMPLES ?= 60
 soak: .venv/installed
 	$(BIN)/python -m pytest -s -m soak tests
 

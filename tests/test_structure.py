@@ -18,6 +18,7 @@ from wan_tpu.families import FAMILIES
 PACKAGES = {"cluster": set(), "kernels": set(), "wan_tpu": {"kernels"}, "actors": {"wan_tpu", "cluster"}}
 ACTORS: dict[str, set[str]] = {
     "errors": set(),
+    "imported": set(),
     "interrupts": set(),
     "storage": {"errors"},
     "pipeline_spec": set(),

@@ -1,15 +1,13 @@
 """CogVideoX's transformer against diffusers' module, of every published kind."""
 
-import subprocess
-import sys
-
 import diffusers
 import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.cogvideo import pipeline_cogvideox
 
-from tests.conftest import ROOT, with_devices
+from tests.children import run_module
+from tests.conftest import with_devices
 from tests.wan_tpu.cogvideox_worker import TIMESTEP, predicted
 from wan_tpu.families.cogvideox.positions import _fitted
 from wan_tpu.families.cogvideox.presets import PRESETS
@@ -61,15 +59,8 @@ def test_eight_devices_predict_what_one_does(tmp_path):
     latents = rng.standard_normal((1, PRESETS[kind].transformer["in_channels"], 4, HEIGHT, WIDTH)).astype(np.float32)
     text = rng.standard_normal((2, 226, 32)).astype(np.float32)
     np.savez(tmp_path / "given.npz", latents=latents, text=text)
-    command = [
-        sys.executable,
-        "-m",
-        "tests.wan_tpu.cogvideox_worker",
-        folder,
-        tmp_path / "given.npz",
-        tmp_path / "found.npz",
-    ]
-    subprocess.run(command, env=with_devices(8), cwd=ROOT, check=True)
+    files = tmp_path / "given.npz", tmp_path / "found.npz"
+    run_module("tests.wan_tpu.cogvideox_worker", folder, *files, environment=with_devices(8))
     found = np.load(tmp_path / "found.npz")
     for mesh in found.files:
         assert np.abs(found[mesh] - found["1x1x1"]).max() <= 1e-4 * np.abs(found["1x1x1"]).max(), mesh

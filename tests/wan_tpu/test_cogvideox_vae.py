@@ -1,14 +1,12 @@
 """CogVideoX's VAE, chunk by chunk and cut over devices, against diffusers' module."""
 
-import subprocess
-import sys
-
 import diffusers
 import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT, with_devices
+from tests.children import run_module
+from tests.conftest import with_devices
 from tests.wan_tpu.cogvideox_vae_worker import cut, halves
 from wan_tpu.families.cogvideox import vae
 from wan_tpu.families.cogvideox.small import make_checkpoint
@@ -62,8 +60,7 @@ def test_eight_devices_give_what_diffusers_does(theirs, folder, tmp_path):
     given, out = tmp_path / "given.npz", tmp_path / "found.npz"
     latents, pixels = random(1, 16, 4, HEIGHT, width), random(1, 3, 1, 8 * HEIGHT, 8 * width)
     np.savez(given, latents=latents, pixels=pixels)
-    command = [sys.executable, "-m", "tests.wan_tpu.cogvideox_vae_worker", folder, given, out]
-    subprocess.run(command, env=with_devices(8), cwd=ROOT, check=True)
+    run_module("tests.wan_tpu.cogvideox_vae_worker", folder, given, out, environment=with_devices(8))
     found = np.load(out)
     with torch.no_grad():
         expected = {

@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.cli import main
-from tests.conftest import ROOT, with_devices
+from tests.children import start_module
+from tests.conftest import with_devices
+from tests.waiting import SECONDS
 from wan_tpu import load_pipeline
 from wan_tpu.adapters.files import find, read
 from wan_tpu.bucket import writable
@@ -74,25 +75,24 @@ def test_every_weight_is_that_of_the_checkpoint(kind, checkpoint, tmp_path, mesh
 
 
 @pytest.mark.long
-def test_each_process_reads_its_own_shards_alone(folder, checkpoint):
+def test_each_process_reads_its_own_shards_alone(folder, checkpoint, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, "-m", "tests.wan_tpu.converted_worker"]
+    files = [tmp_path / f"{rank}.log" for rank in range(2)]
     both = [
-        subprocess.Popen(
-            [*command, str(rank), coordinator, str(folder), str(checkpoint(KINDS[0]))],
-            env=with_devices(4),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
+        start_module(
+            "tests.wan_tpu.converted_worker",
+            *(rank, coordinator, folder, checkpoint(KINDS[0])),
+            environment=with_devices(4),
+            output=file,
         )
-        for rank in range(2)
+        for rank, file in enumerate(files)
     ]
-    for process in both:
-        out, _ = process.communicate(timeout=300)
-        assert process.returncode == 0
-        read, own = map(int, out.split())
+    for process, file in zip(both, files, strict=True):
+        process.join(SECONDS)
+        assert process.exitcode == 0, file.read_text()
+        read, own = map(int, file.read_text().splitlines()[-1].split())
         assert own <= read <= 1.1 * own
 
 

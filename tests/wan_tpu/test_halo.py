@@ -1,12 +1,10 @@
 """A VAE whose pictures are cut into strips, one for each device, gives what one device gives uncut."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
-from tests.conftest import ROOT, with_devices
+from tests.children import run_module
+from tests.conftest import with_devices
 
 UNCUT = "1x1x1"
 # 13 columns are padded to 14 on two devices.
@@ -22,12 +20,7 @@ CASES = {
 def test_strips_give_the_pixels_and_latents_of_an_uncut_picture(name, checkpoint, tmp_path):
     out, cases = tmp_path / "results.npz", CASES[name]
     arguments = [str(argument) for kind, *rest in cases for argument in (checkpoint(kind), *rest)]
-    subprocess.run(
-        [sys.executable, "-m", "tests.wan_tpu.vae_worker", out, *arguments],
-        env=with_devices(2),
-        cwd=ROOT,
-        check=True,
-    )
+    run_module("tests.wan_tpu.vae_worker", out, *arguments, environment=with_devices(2))
     results = np.load(out)
     assert len(results.files) == 2 * sum(len(cuts.split(",")) for _, _, cuts in cases)
     for entry in results.files:

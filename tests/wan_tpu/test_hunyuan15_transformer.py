@@ -1,8 +1,6 @@
 """HunyuanVideo-1.5's transformer, against diffusers' module."""
 
 import functools
-import subprocess
-import sys
 
 import diffusers
 import jax
@@ -11,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT, with_devices
+from tests.children import run_module
+from tests.conftest import with_devices
 from tests.wan_tpu import hunyuan15_worker
 from wan_tpu.families.hunyuan15.context import Given, context, embed_time
 from wan_tpu.families.hunyuan15.presets import PRESETS
@@ -132,8 +131,7 @@ def test_eight_devices_predict_what_one_does(folder, tmp_path):
     latents, given = inputs()
     file, out = tmp_path / "given.npz", tmp_path / "found.npz"
     np.savez(file, latents=latents, **given)
-    command = [sys.executable, "-m", "tests.wan_tpu.hunyuan15_worker", folder, file, out]
-    subprocess.run(command, env=with_devices(8), cwd=ROOT, check=True)
+    run_module("tests.wan_tpu.hunyuan15_worker", folder, file, out, environment=with_devices(8))
     found = np.load(out)
     assert len(found.files) == 4
     for name in found.files:

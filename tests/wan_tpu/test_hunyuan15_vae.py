@@ -3,15 +3,14 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 
 import diffusers
 import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT, with_devices
+from tests.children import run_module
+from tests.conftest import with_devices
 from tests.wan_tpu.hunyuan15_vae_worker import cut, halves
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families import open_spec
@@ -122,16 +121,8 @@ def test_several_devices_give_what_diffusers_does(tiled, mesh, theirs, folder, t
     latents, pixels = random(1, 4, 2, HEIGHT, width), random(1, 3, 1, 16 * HEIGHT, 16 * width)
     given, out = tmp_path / "given.npz", tmp_path / "found.npz"
     np.savez(given, latents=latents, pixels=pixels)
-    command = [
-        sys.executable,
-        "-m",
-        "tests.wan_tpu.hunyuan15_vae_worker",
-        tiled_folder if tiled else folder,
-        given,
-        out,
-        *map(str, mesh),
-    ]
-    subprocess.run(command, env=with_devices(math.prod(mesh)), cwd=ROOT, check=True)
+    arguments = (tiled_folder if tiled else folder, given, out, *mesh)
+    run_module("tests.wan_tpu.hunyuan15_vae_worker", *arguments, environment=with_devices(math.prod(mesh)))
     found = np.load(out)
     for name, expected in zip(("decoded", "encoded"), moments_and_pixels(module, latents, pixels), strict=True):
         assert np.abs(found[name] - expected).max() <= 1e-4 * np.abs(expected).max(), name

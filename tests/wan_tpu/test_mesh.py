@@ -1,14 +1,13 @@
 """Shardings change where numbers are computed, not what they are."""
 
 import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 
-from tests.conftest import PHOTO, ROOT, with_devices
+from tests.children import run_module
+from tests.conftest import PHOTO, with_devices
 from wan_tpu import MeshError
 from wan_tpu.aot.programs import AbstractRuntime
 from wan_tpu.checkpoint import Checkpoint
@@ -27,12 +26,7 @@ def test_sixteen_devices_give_the_latents_of_one(tmp_path):
     curve = {"ratios": ratios, "first_low": 2, "shift": 5, "boundary": 0.9}
     (folder / "wan_tpu.json").write_text(json.dumps({"magcache": [curve]}))
     out = tmp_path / "latents.npz"
-    subprocess.run(
-        [sys.executable, "-m", "tests.wan_tpu.mesh_worker", folder, PHOTO, out],
-        env=with_devices(16),
-        cwd=ROOT,
-        check=True,
-    )
+    run_module("tests.wan_tpu.mesh_worker", folder, PHOTO, out, environment=with_devices(16))
     latents = np.load(out)
     expected = latents["1x1x1"]
     assert len(latents.files) == 3

@@ -6,8 +6,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 import zipfile
 
 import diffusers
@@ -19,8 +17,8 @@ from diffusers.models.transformers import transformer_wan
 
 from actors.cli import main
 from kernels.sparse_attention import KEYS, QUERIES
-from tests.conftest import PHOTO, ROOT, denoised, with_devices
-from tests.waiting import SECONDS
+from tests.children import run_module
+from tests.conftest import PHOTO, denoised, with_devices
 from wan_tpu import CheckpointError, GenerationRequest, InvalidRequest, load_pipeline
 from wan_tpu.families import open_spec, preset_spec
 from wan_tpu.families.wan.components import ORIGINALS
@@ -119,27 +117,11 @@ def test_latents_are_those_of_diffusers_with_the_papers_attention(checkpoint, st
     assert steps[-1].latents.std() > 0.05
 
 
-ON_MESHES = """
-import sys
-import numpy as np
-from wan_tpu import GenerationRequest, load_pipeline
-request = GenerationRequest(prompt="A cat", image=sys.argv[3], height=128, width=160, frames=17, seed=3)
-found, conditioning = {}, None
-for mesh in [(1, 1, 1), (1, 2, 2), (2, 2, 1)]:
-    pipe = load_pipeline(sys.argv[1], dtype="float32", mesh=mesh)
-    resolved = pipe.resolve(request)
-    conditioning = conditioning or pipe.encode(resolved)
-    made = pipe.denoise(resolved, conditioning, pipe.initial_state(resolved))
-    found["x".join(map(str, mesh))] = made.latents
-np.savez(sys.argv[2], **found)
-"""
-
-
 @pytest.mark.long
 def test_meshes_give_the_latents_of_one_device(checkpoint, tmp_path):
     """400 tokens lie on four devices in blocks of 128, of which the last one has 16 and padding."""
-    command = [sys.executable, "-c", ON_MESHES, str(checkpoint(KIND)), str(tmp_path / "latents.npz"), str(PHOTO)]
-    subprocess.run(command, check=True, cwd=ROOT, env=with_devices(4), timeout=SECONDS)
+    arguments = (checkpoint(KIND), tmp_path / "latents.npz", PHOTO)
+    run_module("tests.wan_tpu.turbo_worker", *arguments, environment=with_devices(4))
     found = np.load(tmp_path / "latents.npz")
     expected = found["1x1x1"]
     assert len(found) == 3

@@ -4,8 +4,6 @@ import asyncio
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +23,7 @@ from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster
 from cluster.inventory import SliceFound, slices_found
 from cluster.layout import Layout
-from tests.conftest import ROOT
+from tests.children import start_module
 from tests.waiting import SECONDS
 from wan_tpu import GenerationRequest
 
@@ -201,18 +199,14 @@ def in_one_process(
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
     }
-    command = [sys.executable, "-m", "tests.actors.on_slices.reference_video", str(checkpoint)]
-    command += [str(folder / "request.pickle"), str(folder / "made.npz")]
-    log = folder / "log"
-    with log.open("w") as out:
-        worker = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+    files, log = (folder / "request.pickle", folder / "made.npz"), folder / "log"
+    module = "tests.actors.on_slices.reference_video"
+    worker = start_module(module, checkpoint, *files, environment=environment, output=log)
 
     def results() -> dict[str, np.ndarray]:
-        try:
-            assert worker.wait(SECONDS) == 0, log.read_text()[-3000:]
-        finally:
-            worker.kill()
-            worker.wait()
+        worker.join(SECONDS)
+        worker.kill()
+        assert worker.exitcode == 0, log.read_text()[-3000:]
         return dict(np.load(folder / "made.npz"))
 
     return results

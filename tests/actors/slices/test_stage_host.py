@@ -3,8 +3,6 @@
 import dataclasses
 import os
 import socket
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -14,7 +12,8 @@ from diffusers import WanTransformer3DModel
 from actors.slices.fetched_adapters import MAX_WAITING, FetchedAdapters
 from actors.slices.payloads import TextEmbedding, pack, unpack
 from actors.slices.stage_host import OutOfOrder, StageHost
-from tests.conftest import PHOTO, ROOT
+from tests.children import start_module
+from tests.conftest import PHOTO
 from tests.waiting import SECONDS
 from tests.wan_tpu import adapter_files
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, UnhealthyResult
@@ -38,23 +37,24 @@ def runs(checkpoint, tmp_path_factory):
     workers = []
     try:
         for rank, hosts in ((0, 2), (1, 2), (0, 1)):
-            command = [sys.executable, "-m", "tests.actors.slices.host_process", *map(str, (rank, hosts, port))]
             flags = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={4 // hosts}"}
-            with (folders[hosts] / f"{rank}.log").open("w") as log:
-                command += [str(checkpoint(KIND)), str(PHOTO), str(folders[hosts])]
-                workers.append(
-                    subprocess.Popen(command, cwd=ROOT, env=environment | flags, stdout=log, stderr=log, text=True)
+            workers.append(
+                start_module(
+                    "tests.actors.slices.host_process",
+                    *(rank, hosts, port, checkpoint(KIND), PHOTO, folders[hosts]),
+                    environment=environment | flags,
+                    output=folders[hosts] / f"{rank}.log",
                 )
+            )
         for worker in workers:
-            worker.wait(SECONDS)
+            worker.join(SECONDS)
     finally:
         for worker in workers:
             worker.kill()
-            worker.wait()
     for folder in folders.values():
         for log in folder.glob("*.log"):
             print(f"---- {log}\n{log.read_text()[-3000:]}")  # shown when a test fails
-    assert [worker.returncode for worker in workers] == [0, 0, 0]
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
     return {(hosts, rank): np.load(folders[hosts] / f"{rank}.npz") for hosts, rank in ((2, 0), (2, 1), (1, 0))}
 
 
@@ -243,6 +243,8 @@ def test_a_request_runs_with_what_was_fetched_for_it(checkpoint, tmp_path):
         run(twin)
     with pytest.raises(InvalidRequest, match="check the path"):
         host.fetch_adapters(plan("gone"))
+    with pytest.raises(InvalidRequest, match="check the path"):
+        host.check_adapters(plan("gone"))
 
 
 def test_adapters_of_requests_that_never_come_are_let_go_of():

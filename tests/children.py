@@ -1,0 +1,54 @@
+"""Processes of tests that compute: forks of one that has imported torch, JAX and diffusers, which takes seconds."""
+
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Mapping
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from tests.conftest import ROOT
+from tests.waiting import SECONDS
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["actors.imported"])
+
+
+def start_module(
+    module: str, *arguments: object, environment: Mapping[str, str] = os.environ, output: Path | None = None
+) -> ForkServerProcess:
+    """Start `python -m module arguments`.
+
+    Args:
+        module: a module that may import what it likes, and starts JAX itself
+        arguments: of its command line
+        environment: in place of this process's; what JAX reads when it is imported must be as it is here
+        output: the file that gets what it prints
+    """
+    command = [module, *map(str, arguments)]
+    process = _FORKS.Process(target=_run, args=(command, dict(environment), output), daemon=True)
+    process.start()
+    return process
+
+
+def run_module(
+    module: str, *arguments: object, environment: Mapping[str, str] = os.environ, output: Path | None = None
+) -> None:
+    """Do as `start_module` does, and wait. Fails the test where the module fails."""
+    process = start_module(module, *arguments, environment=environment, output=output)
+    process.join(SECONDS)
+    process.kill()
+    assert process.exitcode == 0, f"{module} ended with {process.exitcode}"
+
+
+def _run(command: list[str], environment: dict[str, str], output: Path | None) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    if output is not None:
+        with output.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    sys.argv = command
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)

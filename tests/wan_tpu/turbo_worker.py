@@ -1,0 +1,17 @@
+"""Run by test_turbo.py in a process with four virtual CPU devices: latents on several meshes, into an npz."""
+
+import sys
+
+import numpy as np
+
+from wan_tpu import GenerationRequest, load_pipeline
+
+request = GenerationRequest(prompt="A cat", image=sys.argv[3], height=128, width=160, frames=17, seed=3)
+latents, conditioning = {}, None
+for mesh in [(1, 1, 1), (1, 2, 2), (2, 2, 1)]:
+    pipe = load_pipeline(sys.argv[1], dtype="float32", mesh=mesh)
+    resolved = pipe.resolve(request)
+    conditioning = conditioning or pipe.encode(resolved)
+    made = pipe.denoise(resolved, conditioning, pipe.initial_state(resolved))
+    latents["x".join(map(str, mesh))] = made.latents
+np.savez(sys.argv[2], **latents)
