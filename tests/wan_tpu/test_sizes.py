@@ -74,8 +74,11 @@ def test_video_that_begins_with_another_has_its_shape(tmp_path):
         writer.write(np.zeros((5, 128, 72, 3), np.uint8))
     for asked, size in (({}, (1280, 720)), ({"height": 640}, (640, 352)), ({"height": 480, "width": 832}, (480, 832))):
         request = GenerationRequest(video=tmp_path / "phone.mp4", **asked)
-        planned = preset_spec("wan2.1-t2v-14b").plan(request).request
+        model = preset_model("wan2.1-t2v-14b")
+        planned = model.spec.plan(request).request
         assert (planned.height, planned.width) == size
+        cut = "the input video is 72x128 and the video 832x480: what is beyond the video's shape is cut off"
+        assert list(crop_warnings(model, planned)) == ([cut] if size == (480, 832) else [])
     (tmp_path / "phone.mp4").write_text("no video")
     with pytest.raises(InvalidRequest, match=r"phone.mp4 can't be read"):
         preset_spec("wan2.1-t2v-14b").plan(GenerationRequest(video=tmp_path / "phone.mp4"))

@@ -11,6 +11,7 @@ from PIL import Image
 from wan_tpu.data import Arrays, Conditioning, ImageCondition
 from wan_tpu.families.model import Model
 from wan_tpu.media.image import has_shape
+from wan_tpu.media.reading import read_frames
 from wan_tpu.progress import Bar, Progress
 from wan_tpu.request import IMAGES, ResolvedRequest
 from wan_tpu.runtime.components import DTYPES
@@ -60,13 +61,15 @@ def encode(runtime: Runtime[Model], request: ResolvedRequest, progress: Progress
 
 
 def crop_warnings(model: Model, request: ResolvedRequest) -> Iterator[str]:
-    """Yield a warning for each image of another shape than the video, of which a part isn't seen."""
+    """Yield a warning for each image or input video of another shape than the video, of which a part isn't seen."""
+    pictures = {name: getattr(request, name) for name in IMAGES}
+    if request.video is not None:
+        [pictures["the input video"]] = read_frames(request.video, 1)
     size = request.height, request.width
-    for name in IMAGES:
-        image = getattr(request, name)
-        if isinstance(image, Image.Image) and not has_shape(image, *size, model.spec.size_multiple):
+    for name, picture in pictures.items():
+        if isinstance(picture, Image.Image) and not has_shape(picture, *size, model.spec.size_multiple):
             yield (
-                f"{name} is {image.width}x{image.height} and the video {request.width}x{request.height}: what is "
+                f"{name} is {picture.width}x{picture.height} and the video {request.width}x{request.height}: what is "
                 "beyond the video's shape is cut off"
             )
 
