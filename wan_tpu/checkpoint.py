@@ -150,16 +150,22 @@ class Checkpoint:
             self._fetch([f"{component}/*.json"])
         return self.folder / component
 
-    def weights(self, component: str) -> dict[str, WeightFile]:
+    def weights(self, component: str, names: Sequence[str] = ("*.safetensors",)) -> dict[str, WeightFile]:
         """Return a component's safetensors files by name; the hub's are fetched, a bucket's are read where they are.
 
-        Raises `CheckpointError` or `Unavailable`.
+        Args:
+            component: Its folder.
+            names: Patterns of the files that are needed; no others are fetched. Those that are there are returned, too.
+
+        Raises:
+            CheckpointError: There is no such checkpoint.
+            Unavailable: The bucket, the hub or the disk doesn't answer.
         """
         if self._bucket is not None:
             files = self._bucket.files(component)
             return {name: file for name, file in files.items() if name.endswith(".safetensors")}
         if not self._local:
-            self._fetch([f"{component}/*.safetensors".lstrip("/")])
+            self._fetch([f"{component}/{name}".lstrip("/") for name in names])
         return {file.name: on_disk(file) for file in (self.folder / component).glob("*.safetensors")}
 
     def adapters(self, own: Mapping[str, Any]) -> dict[str, WeightFile]:

@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from huggingface_hub.utils import filter_repo_objects
 
 from tests.conftest import PHOTO, ROOT
 from wan_tpu import CheckpointError, GenerationRequest, load_pipeline
@@ -20,6 +21,7 @@ from wan_tpu.checkpoint import Checkpoint, on_disk
 from wan_tpu.families import open_spec
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.lora import Lora
+from wan_tpu.runtime.component_files import index_tensors
 from wan_tpu.runtime.tensor_files import tensors
 from wan_tpu.tiny import make_checkpoint
 
@@ -263,6 +265,38 @@ def test_models_as_first_published_are_refused_with_where_the_others_are(tmp_pat
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **more: str(tmp_path))
     with pytest.raises(CheckpointError, match=r"huggingface\.co/models\?search=Wan2\.2-T2V-A14B-Diffusers"):
         Checkpoint("Wan-AI/Wan2.2-T2V-A14B")
+
+
+def test_only_files_that_are_read_are_fetched_from_the_hub(tmp_path, monkeypatch):
+    hub, cache = tmp_path / "hub", tmp_path / "cache"
+    for name in (
+        "transformer/diffusion_pytorch_model-00001-of-00002.safetensors",
+        "transformer/diffusion_pytorch_model-00002-of-00002.safetensors",
+        "transformer/diffusion_pytorch_model.fp16.safetensors",
+        "vae/diffusion_pytorch_model.safetensors",
+        "vae/diffusion_pytorch_model.bf16.safetensors",
+        "text_encoder/of_no_known_name.safetensors",
+    ):
+        (hub / name).parent.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file({name: torch.zeros(1)}, hub / name)
+    (hub / "model_index.json").write_text("{}")
+    shards = {"weight_map": {str(i): f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)}}
+    (hub / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(shards))
+
+    def snapshot_download(repository, *, allow_patterns):
+        names = [str(file.relative_to(hub)) for file in hub.rglob("*.*")]
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns):
+            (cache / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(hub / name, cache / name)
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    opened = Checkpoint("someone/model")
+    parts = "transformer", "vae", "text_encoder"
+    read = [index_tensors(opened, part, torch.nn.Module(), (), ()) for part in parts]
+    fetched = {str(file.relative_to(cache)) for file in cache.rglob("*.safetensors")}
+    assert fetched == {name for tensors in read for name in tensors}
+    assert [len(tensors) for tensors in read] == [2, 1, 1]
 
 
 def test_folder_without_index_is_refused(tmp_path):

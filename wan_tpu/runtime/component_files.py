@@ -72,12 +72,10 @@ def index_tensors(
 
 def _weight_files(checkpoint: Checkpoint, component: str) -> Iterator[WeightFile]:
     """Yield the files that diffusers or transformers would read, wherever they lie; raises as `index_tensors`."""
-    files = checkpoint.weights(component)
-    folder = f"{checkpoint.source}/{component}"
-    if any(name.endswith(SUFFIXES) for name in files):  # They stand in for those of the folder.
-        names = sorted(files)
-    else:
-        names = _choose(files, _read_indexes(checkpoint.path(component)), folder)
+    folder, indexes = f"{checkpoint.source}/{component}", _read_indexes(checkpoint.path(component))
+    files = checkpoint.weights(component, _needed(indexes)) or checkpoint.weights(component)
+    stands_in = any(name.endswith(SUFFIXES) for name in files)  # for those of the folder
+    names = sorted(files) if stands_in else _choose(files, indexes, folder)
     for name in names:
         if name not in files:
             raise CheckpointError(
@@ -97,6 +95,14 @@ def _read_indexes(folder: Path) -> dict[str, list[str]]:
             raise CheckpointError(f"{path} is damaged ({error!r}); fetch it again") from None
         indexes[path.name.removesuffix(_INDEX)] = names
     return indexes
+
+
+def _needed(indexes: Mapping[str, list[str]]) -> list[str]:
+    """Return the files that `_choose` takes where a folder has the names that diffusers and transformers give."""
+    for stem in _STEMS:
+        if stem in indexes:
+            return [f"{stem}{_ENDING}"] * (stem == _STEMS[1]) + indexes[stem]
+    return [f"{stem}{_ENDING}" for stem in _STEMS]
 
 
 def _choose(files: Collection[str], indexes: Mapping[str, list[str]], folder: str) -> list[str]:

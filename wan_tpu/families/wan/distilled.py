@@ -63,10 +63,10 @@ class WithExperts(Checkpoint):
         """Return wan_tpu.json; not of sparse experts, whose steps and curves are others than the base's."""
         return {} if any(self._more.values()) else super().own(*others)
 
-    def weights(self, component: str) -> dict[str, WeightFile]:
+    def weights(self, component: str, names: Sequence[str] = ("*.safetensors",)) -> dict[str, WeightFile]:
         """Return a component's files by name."""
         if component not in self._experts:
-            return super().weights(component)
+            return super().weights(component, names)
         file = self._experts[component]
         return {Path(file.address).name: file}
 
