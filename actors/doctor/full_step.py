@@ -28,7 +28,8 @@ from wan_tpu.tiny import make_checkpoint
 CHUNK = "decoder later"
 SMALL_SIZE = {"height": 32, "width": 64, "frames": 9}
 CALLS = 5
-_NO_ROOM = "this slice is too small for the largest model: wan-tpu plan says what fits"
+_NOT_RUN = "where it is memory, this slice is too small for the largest model; else attach the report to an issue"
+_NOT_FINITE = "videos would be NaN: attach the report to an issue, and see whether --collectives synchronous helps"
 
 
 def check_step(machine: Machine) -> Iterator[Finding]:
@@ -47,7 +48,7 @@ def check_step(machine: Machine) -> Iterator[Finding]:
     seconds: dict[str, float] = {}
     for name in (STEP, CHUNK):
         program, arguments, _ = programs[name]
-        finding = _time(name, program, arguments)
+        finding = _time(name, runtime, program, arguments)
         seconds |= {name: finding.figures["seconds"]} if "seconds" in finding.figures else {}
         yield finding
     if machine.chip is None or jax.process_index() or not seconds:  # One host of a slice predicts for all.
@@ -62,32 +63,41 @@ def check_step(machine: Machine) -> Iterator[Finding]:
         yield explain(name, measured, predicted[name])
 
 
-def _time(name: str, program: Program, arguments: tuple[Any, ...]) -> Finding:
+def _time(name: str, runtime: AbstractRuntime, program: Program, arguments: tuple[Any, ...]) -> Finding:
     """Compile a program, run it with made-up arguments, and say how long it takes and what memory it needs."""
     try:
         program.compile(*arguments)
-        arrays = make_arrays(arguments)
+        arrays = make_arrays(runtime, name, arguments)
+        is_finite = _all_finite(program(*arrays))
         times = measure(lambda: program(*arrays), CALLS)
-    except DoesNotFit as error:
-        return Finding(name, str(error), "warn", "room for it", _NO_ROOM)
+    except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
+        return Finding(name, str(error).splitlines()[0], "warn", "to run", _NOT_RUN)
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
     peak = f", {max(peaks) / GIB:.1f} GiB a device at most" if max(peaks) else ""
     middle = statistics.median(times)
     return Finding(
         name,
-        f"{middle:.4g} s ({min(times):.4g} to {max(times):.4g}), compiled in {program.compile_s:.0f} s{peak}",
+        f"{middle:.4g} s ({min(times):.4g} to {max(times):.4g}), compiled in {program.compile_s:.0f} s{peak}"
+        f"{'' if is_finite else '; NaN or Inf came out'}",
+        "info" if is_finite else "fail",
+        "" if is_finite else "finite numbers",
+        "" if is_finite else _NOT_FINITE,
         figures={"seconds": middle, "times": times, "compile_s": program.compile_s, "peak_bytes": max(peaks)},
     )
 
 
-def make_arrays(shapes: Any) -> Any:
+def _all_finite(result: Any) -> bool:
+    floats = [array for array in jax.tree.leaves(result) if jnp.issubdtype(array.dtype, jnp.floating)]
+    return bool(jax.jit(lambda arrays: jnp.array([jnp.isfinite(array).all() for array in arrays]).all())(floats))
+
+
+def make_arrays(runtime: AbstractRuntime, name: str, shapes: Any) -> Any:
     """Return small numbers that look random, made where they lie: no memory is needed beside the arrays' own.
 
     shapes: a tree of `jax.ShapeDtypeStruct`; one may have a layout of its own beside its sharding, as a VAE's caches do
     """
     where = jax.tree.map(lambda shape: shape.format if shape.format.layout else shape.sharding, shapes)
-    made: Any = jax.jit(lambda: jax.tree.map(_fill, shapes), out_shardings=where)()
-    return made
+    return runtime.program(f"arrays of {name}", lambda: jax.tree.map(_fill, shapes), where)()
 
 
 def _fill(shape: jax.ShapeDtypeStruct) -> jax.Array:
