@@ -1,6 +1,7 @@
 """One request on its way through the pools: what is lost is done again, from the newest snapshot."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # before a stage is tried again
 OUTAGE_S = 600.0  # A request waits so long for the storage of snapshots: it has one, for all that is known.
+ADAPTERS_S = 30.0  # A pool that hasn't looked at a request's adapters by then refuses them when it needs them.
 MAX_MOVES = 600  # A request that is sent on so often, and gets nowhere, is given up: each takes a second.
 
 
@@ -47,6 +49,7 @@ class RequestRun:
         self._refused = False
         self._attempts = self._moves = 0  # since something was done that hadn't been done before
         self._done: set[tuple[str, int | None]] = set()
+        self._adapters_checked = not plan.request.loras
         self._texts: dict[str, RefHandle] = {}
         self._image: RefHandle | None = None
         self._state: RefHandle | None = None  # between two pools of experts, until the second has it
@@ -112,6 +115,9 @@ class RequestRun:
 
     async def _denoise(self, stage: str, snapshot: int | None) -> int:
         """Run the experts of one pool; return how many steps are done."""
+        if not self._adapters_checked:
+            await self._check_adapters()
+            self._adapters_checked = True
         inputs = await self._inputs()
         state = self._state
         pool_of = self._connection.layout.pool_of
@@ -145,6 +151,27 @@ class RequestRun:
         self._scope.drop(latents)
         assert isinstance(content, EncodedVideo)
         return content.mp4.tobytes()
+
+    async def _check_adapters(self) -> None:
+        """Have every pool that will use the request's adapters look at them, which the driver may not see."""
+        pools = {self._connection.layout.pool_of(expert.stage).name: expert.stage for expert in self._plan.experts}
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ADAPTERS_S), asyncio.TaskGroup() as group:
+                    for stage in pools.values():
+                        group.create_task(self._check_adapters_at(stage))
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+
+    async def _check_adapters_at(self, stage: str) -> None:
+        events = self._connection.stream(stage, self._plan.shapes[stage]).check_adapters.remote(self._sent)
+        try:
+            with losses_explained():
+                async for _ in events:
+                    pass
+        except asyncio.CancelledError:
+            events.cancel()
+            raise
 
     async def _inputs(self) -> list[RefHandle | None]:
         """Return prompt, negative prompt and image, None where there is none; encode what isn't there."""

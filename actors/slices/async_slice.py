@@ -21,7 +21,11 @@ from cluster.gang.slice import Returned, Slice
 from wan_tpu.errors import CompileFailed, DoesNotFit, InvalidRequest, Unavailable, UnhealthyResult
 
 THREADS = 32  # Each lane of the hosts takes one at a time, so that health checks never wait for requests.
-READING_FILES = ("fetch_adapters", "prepare_encode")  # Methods of hosts that read what a request names by its path.
+READING_FILES = (
+    "check_adapters",
+    "fetch_adapters",
+    "prepare_encode",
+)  # Methods of hosts that read what a request names by its path.
 T = TypeVar("T")
 HUNG = 20.0  # times the fastest call of its kind
 _KINDS = 256  # Kinds of calls whose fastest is remembered, those that were made last; requests choose their sizes.

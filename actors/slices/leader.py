@@ -148,6 +148,13 @@ class SliceLeader:
             async for event in events:
                 yield event
 
+    async def check_adapters(self, request: SliceRequest) -> AsyncIterator[Event]:
+        """Look at a request's adapters, as `StageRunner.check_adapters`: a stream, as all calls, that has no event."""
+        await self._stages_of(request).check_adapters(request)
+        no_events: tuple[Event, ...] = ()
+        for event in no_events:
+            yield event
+
     async def denoise(
         self, request: SliceRequest, inputs: list[RefHandle | None], state: RefHandle | None, snapshot: int | None
     ) -> AsyncIterator[Event]:

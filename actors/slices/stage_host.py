@@ -217,13 +217,16 @@ class StageHost(HostProfile):
 
     # ---- beside the lockstep: no collective
 
+    def check_adapters(self, plan: RequestPlan) -> None:
+        """Read a request's adapters, which then are in host memory, or raise what `fetch_adapters` would."""
+        self._runtime.fetch_adapters(plan.request.loras, self._stages_of(plan))
+
     def fetch_adapters(self, plan: RequestPlan) -> None:
         """Read a request's adapters into host memory, from wherever they lie; `prepare_denoise` takes them from there.
 
         This is what the request runs with on this slice, whatever becomes of the files meanwhile.
         """
-        mine = [expert.stage for expert in plan.experts if expert.stage in self._stages]
-        self._fetched.put(plan, self._runtime.fetch_adapters(plan.request.loras, mine))
+        self._fetched.put(plan, self._runtime.fetch_adapters(plan.request.loras, self._stages_of(plan)))
 
     def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
         """Put what the encoder needs of a request's image on the devices; return its bytes."""
@@ -347,6 +350,10 @@ class StageHost(HostProfile):
         work = self._get(key, kind)
         del self._work[key]
         return work
+
+    def _stages_of(self, plan: RequestPlan) -> list[str]:
+        """Return the denoising stages of a request that are hosted here."""
+        return [expert.stage for expert in plan.experts if expert.stage in self._stages]
 
     def _check_stage(self, stage: str) -> None:
         if stage not in self._stages:

@@ -108,6 +108,12 @@ class StageRunner:
                 yield span
             yield StageResult(await self._leave(request.scope, ref), warnings=warnings)
 
+    async def check_adapters(self, request: SliceRequest) -> None:
+        """Raise what a request's adapters would be refused with here: it is asked before anything is computed."""
+        stage = next(expert.stage for expert in request.plan.experts if expert.stage in self._where.stages)
+        with self._serving(request, stage):
+            await self._slice.call("check_adapters", request.plan, group="network")
+
     async def denoise(
         self, request: SliceRequest, inputs: list[RefHandle | None], state: RefHandle | None, snapshot: int | None
     ) -> AsyncGenerator[Event, None]:

@@ -158,6 +158,9 @@ class SimulatedHost:
 
     # ---- beside the lockstep
 
+    def check_adapters(self, plan: RequestPlan) -> None:
+        """Find nothing wrong."""
+
     def fetch_adapters(self, plan: RequestPlan) -> None:
         """Return at once: there are no weights to apply adapters to."""
 

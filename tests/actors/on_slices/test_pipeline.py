@@ -85,10 +85,14 @@ def test_a_request_has_its_own_adapters_and_others_have_none(running, undisturbe
     wrong = adapter_files.save(made | {"blocks.77.diff_m": torch.ones(3)}, tmp_path / "wrong.safetensors")
     adapted = dataclasses.replace(SHORT, loras=[f"{path}@high", f"{path}:-0.5@low"])
     asked = {"adapted": adapted, "plain": SHORT, "broken": dataclasses.replace(SHORT, loras=[wrong])}
+    asked["absent"] = dataclasses.replace(SHORT, loras=["/nowhere.safetensors"])
     runs = {name: running.start(f"lora-{name}", request) for name, request in asked.items()}
     with pytest.raises(RequestFailed, match=r"blocks\.77\.diff_m isn't in this one") as raised:
         runs["broken"].video()
     assert raised.value.code == "invalid"
+    with pytest.raises(RequestFailed, match=r"/nowhere\.safetensors.*check the path"):
+        runs["absent"].video()
+    assert not runs["broken"].spans and not runs["absent"].spans  # Nothing was computed for them.
     assert runs["plain"].video() == undisturbed
     assert runs["adapted"].video() != undisturbed
 

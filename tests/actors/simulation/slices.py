@@ -39,6 +39,9 @@ class Host:
         request = self.held.pop(held)
         return Output((0.0, []), pack(ImageCondition(None, array(digest("image", request.seed)))))
 
+    def check_adapters(self, plan: RequestPlan) -> None:
+        pass
+
     def fetch_adapters(self, plan: RequestPlan) -> None:
         if self._world.hub_is_down:
             raise Unavailable("the hub doesn't answer")
@@ -150,7 +153,7 @@ class Slice:
         with self._lanes[group]:
             self._check()
             seconds = SECONDS.get(method, COPY_S)
-            if method == "fetch_adapters":
+            if method in ("check_adapters", "fetch_adapters"):
                 seconds = 15.0 if world.hub_is_down else 1.0
             if group == "lockstep" and self.next_fault is not None:
                 fault, self.next_fault = self.next_fault, None
