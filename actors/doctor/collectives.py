@@ -130,7 +130,7 @@ def _measure_busiest(
     within = link[0][:3] == link[1][:3]
     published = links.core_bytes_per_s if within else links.link_bytes_per_s
     rate = published * (predicted[1] - predicted[0]) / max(seconds[1] - seconds[0], 1e-9)
-    figure = "core_bytes_per_s" if within else "link_bytes_per_s"
-    machine.calibration = dataclasses.replace(machine.calibration, **{figure: rate})
+    measured: dict[str, Any] = {"core_bytes_per_s" if within else "link_bytes_per_s": rate}
+    machine.calibration = dataclasses.replace(machine.calibration, **measured)
     name = "a link within a chip" if within else "a link between chips"
     return compare(name, "GB/s", rate / 1e9, None if machine.chip is None else published / 1e9, 0.8, _SLOW)

@@ -21,7 +21,7 @@ from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.spec import ModelSpec
 
 DTYPE = "bfloat16"
-SIZE = {"height": 720, "width": 1280, "frames": 81}  # Of the full-size step.
+SIZE: dict[str, Any] = {"height": 720, "width": 1280, "frames": 81}  # Of the full-size step.
 PREDICT_S = 600.0  # Two programs of full size are compiled and priced.
 PUBLISHED, MEASURED = "published", "measured"
 _FINE = 0.07  # Of a prediction: as much as kernels whose times are published took longer than predicted.
@@ -49,7 +49,7 @@ def predict(
     programs: Sequence[str],
     machine: Machine,
     model: str,
-    size: Mapping[str, int] = SIZE,
+    size: Mapping[str, Any] = SIZE,
 ) -> dict[str, Variants]:
     """Return what programs of a model are predicted to take on a slice, by name; raises `NoPrediction`."""
     assert machine.chip is not None
@@ -80,7 +80,7 @@ def model_of_two_experts() -> str:
     return max(names, key=lambda name: len(preset_spec(name).stages))
 
 
-def request_of(spec: ModelSpec, size: Mapping[str, int]) -> ResolvedRequest:
+def request_of(spec: ModelSpec, size: Mapping[str, Any]) -> ResolvedRequest:
     """Return a request of that size, with all else as the model has it."""
     return spec.plan(GenerationRequest(**size), image="t2v" not in spec.tasks, last=False).request
 
@@ -117,7 +117,7 @@ def _predict(
     calibration: Mapping[str, Any],
     folder: str,
     model: str,
-    size: Mapping[str, int],
+    size: Mapping[str, Any],
 ) -> dict[str, dict[str, tuple[float, float]]]:
     """Make the plans: the child's side of `predict`."""
     from wan_tpu.pricing.plan import Planner

@@ -51,7 +51,8 @@ class Calibration:
 
     def only(self, name: str) -> "Calibration":
         """Return it with one figure, all others as published."""
-        return dataclasses.replace(self, **dict.fromkeys(set(FIGURES) - {name}))
+        others: dict[str, Any] = dict.fromkeys(set(FIGURES) - {name})
+        return dataclasses.replace(self, **others)
 
     def apply(self, described: "DescribedSlice") -> "DescribedSlice":
         """Return a slice with the measured figures, from which it is priced.
@@ -64,7 +65,7 @@ class Calibration:
                 f"{self.source or 'the calibration'} was measured on {self.chip}, and {described.name} has "
                 f"{hardware.name}; run wan-tpu doctor on a {hardware.name}, or plan for a slice of {self.chip}"
             )
-        figures = self.figures
+        figures: dict[str, Any] = dict(self.figures)
         # The matrix units do as much in a cycle as before, so that their peak goes with the clock.
         peak = hardware.peak_flops * figures.get("clock_hz", hardware.clock_hz) / hardware.clock_hz
         of_links = {name: figures.pop(name) for name in ("link_bytes_per_s", "core_bytes_per_s") if name in figures}
