@@ -32,11 +32,14 @@ async def send(
     """Return what is stored under a name; names are never written twice, so the name is the ETag.
 
     One range is honoured (RFC 9110); several, or none that makes sense, bring the whole. With `url_s` who asks is sent
-    to where it is stored, if there is such an address. A client that takes nothing for `stall_s` is left. Raises
-    `Missing`.
+    to where it is stored, if there is such an address; not scripts of the page, which may read nothing there. A client
+    that takes nothing for `stall_s` is left. Raises `Missing`.
     """
-    if url_s is not None and (url := await run_in_threadpool(storage.url, name, url_s, filename)) is not None:
-        return RedirectResponse(url, headers={"Cache-Control": "no-store"})
+    scripted = "x-requested-with" in request.headers
+    if url_s is not None and not scripted:
+        url = await run_in_threadpool(storage.url, name, url_s, filename)
+        if url is not None:
+            return RedirectResponse(url, headers={"Cache-Control": "no-store"})
     etag = f'"{name}"'
     headers = {
         "ETag": etag,

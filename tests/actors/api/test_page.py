@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import io
 import os
 import re
 import shutil
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from PIL import Image
 
 from actors.api.catalogue import Catalogue
 from actors.jobs.keys import make_key
+from actors.storage.local import LocalStorage
 from tests.actors.api.serving import SPEC, create, served, working
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
@@ -23,6 +26,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
 DATA_URL = "data:image/png;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
 EXPECTED = " 400 |ERR_INTERNET_DISCONNECTED"  # What Chromium complains of, and tests bring about.
+SEED = 2**53 + 1  # No number of JavaScript's.
 PHONE = {"width": 320, "height": 640}
 SCHEMES = {"light": "rgb(247, 246, 243)", "dark": "rgb(19, 19, 21)"}
 
@@ -119,7 +123,7 @@ def audit(page, phone=False):
 
 def test_from_the_prompt_to_the_video(page, worker, engine):
     engine.go.clear()
-    card = ask(page, "A cat looks up", size="96 x 64", Frames=9, Steps=4, Seed=5)
+    card = ask(page, "A cat looks up", size="96 x 64", Frames=9, Steps=4, Seed=SEED)
     sync_api.expect(card).to_contain_text("step 1 of 4")
     first = int(card.get_by_role("progressbar").get_attribute("aria-valuenow"))
     shot(page, "under-way")
@@ -130,7 +134,7 @@ def test_from_the_prompt_to_the_video(page, worker, engine):
     play = card.get_by_role("button", name="play:")
     play.wait_for()
     assert 0 < first < 100
-    assert (engine.asked[0].width, engine.asked[0].steps, engine.asked[0].seed) == (96, 4, 5)
+    assert (engine.asked[0].width, engine.asked[0].steps, engine.asked[0].seed) == (96, 4, SEED)
     sync_api.expect(card).to_contain_text("9 frames · 0.6 s at 16 fps · 96 × 64")
     play.hover()
     plays(page, "article")
@@ -152,7 +156,7 @@ def test_from_the_prompt_to_the_video(page, worker, engine):
     sync_api.expect(viewer).to_be_hidden()
     sync_api.expect(play).to_be_focused()
     card.get_by_role("button", name="Reuse").click()
-    assert page.get_by_label("Seed", exact=True).input_value() == "5"
+    assert page.get_by_label("Seed", exact=True).input_value() == str(SEED)
     assert page.get_by_label("Prompt", exact=True).input_value() == "A cat looks up"
     card.get_by_role("button", name="Delete:").click()
     card.get_by_role("button", name="Delete for good:").press("Tab")  # Who goes on is asked again.
@@ -352,6 +356,16 @@ def test_a_file_that_is_no_image_is_refused_at_once(page):
     page.locator("[name=input_reference]").set_input_files(PHOTO)
     sync_api.expect(page.get_by_alt_text("first frame: cat.png")).to_be_visible()
     sync_api.expect(page.get_by_role("alert")).to_have_count(0)
+    scan = io.BytesIO()
+    Image.new("RGB", (90, 60)).save(scan, "TIFF")  # The service reads it, Chromium doesn't.
+    page.locator("[name=input_reference]").set_input_files(
+        {"name": "scan.tif", "mimeType": "image/tiff", "buffer": scan.getvalue()}
+    )
+    sync_api.expect(page.locator(".drop").first).to_have_text(re.compile("scan.tif"))
+    card = ask(page, "From a scan")
+    page.reload()
+    card.get_by_role("button", name="Reuse").click()
+    page.get_by_alt_text("first frame: input_reference.png").wait_for()
 
 
 @pytest.mark.long
@@ -444,9 +458,11 @@ def test_markup_in_a_prompt_and_a_warning_stays_text(page, worker, engine):
     sync_api.expect(card.locator(".prompt")).to_have_text("<img src=x onerror=alert(1)><b>bold</b>")
 
 
-def test_a_key_is_asked_for_once_and_can_be_forgotten(browser, settings, database, engine):
+def test_a_key_is_asked_for_once_and_can_be_forgotten(browser, settings, database, engine, monkeypatch):
+    """And its video plays where other clients are sent to a bucket, where no script may read."""
     key = make_key(database, "ann")
-    with served(settings) as address, working(settings, engine):
+    monkeypatch.setattr(LocalStorage, "url", lambda *_: "https://storage.example/made.mp4")
+    with served(dataclasses.replace(settings, url_s=60)) as address, working(settings, engine):
         page = open_page(browser, address)
         dialog = page.get_by_role("dialog", name="This service wants a key")
         field = dialog.get_by_label("Key", exact=True)
@@ -460,6 +476,8 @@ def test_a_key_is_asked_for_once_and_can_be_forgotten(browser, settings, databas
         card = ask(page, "with a key")
         card.get_by_role("button", name="play:").click()
         plays(page)
+        content = f"{address}/v1/videos/{card.get_attribute('data-id')}/content"
+        assert httpx.get(content, headers={"Authorization": f"Bearer {key}"}).status_code == 307
         page.reload()
         page.locator("article").filter(has_text="with a key").wait_for()
         assert page.evaluate("[localStorage.length, sessionStorage.getItem('key')]") == [0, key]

@@ -100,8 +100,8 @@ def test_who_downloads_is_sent_to_where_it_is_stored(tmp_path):
         def url(self, name, seconds, filename):
             return f"https://storage.example/{name}?for={seconds:g}&as={filename}"
 
-    def sent(storage, url_s):
-        asked = Request({"type": "http", "method": "GET", "headers": []})
+    def sent(storage, url_s, *headers):
+        asked = Request({"type": "http", "method": "GET", "headers": [*headers]})
         return asyncio.run(send(asked, storage, "made.mp4", "video/mp4", "video_1.mp4", url_s, stall_s=30.0))
 
     (tmp_path / "made.mp4").write_bytes(b"video")
@@ -109,6 +109,7 @@ def test_who_downloads_is_sent_to_where_it_is_stored(tmp_path):
     assert away.status_code == 307
     assert away.headers["location"] == "https://storage.example/made.mp4?for=60&as=video_1.mp4"
     assert sent(Bucket(tmp_path), None).status_code == sent(LocalStorage(tmp_path), 60).status_code == 200
+    assert sent(Bucket(tmp_path), 60, (b"x-requested-with", b"page")).status_code == 200  # The page's scripts can't.
 
 
 def test_keys_see_their_own_jobs_only(settings, database):
