@@ -3,16 +3,18 @@ SUITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:
 unexport PYTHONDONTWRITEBYTECODE # where it is set, every process of a test would compile this project's modules again
 PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	$$python -c "$(SUITS)" 2> /dev/null && echo $$python && break; done)
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test test-long test-all test-tpu soak lint bench clean
+.PHONY: help demo test test-long test-all test-short test-tpu soak lint bench clean
 
 help:
 	@echo "make demo   a small model on four emulated slices: five videos, and which slice computed what when"
 	@echo "make test   run the tests"
 	@echo "make test-long   the slow ones: real kills, jobs on emulated clusters"
 	@echo "make test-all    both, together"
+	@echo "make test-short  kernels, models against diffusers, wan-tpu plan: what another Python and JAX may change"
 	@echo "make test-tpu    kernels and models on the chips of this machine, then wan-tpu doctor"
 	@echo "make soak   new seeds of the simulations, random kills of a service, attackers: half an hour"
 	@echo "make lint   ruff and mypy"
@@ -21,31 +23,37 @@ help:
 
 # PyTorch's own CPU wheels first: the default Linux wheel brings gigabytes of CUDA that no TPU host needs. pip passes
 # over an index that can't be reached. It would compile modules on one core, half of its time; some are no Python.
-.venv/installed: pyproject.toml
+$(VENV)/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python from 3.11 to 3.13 with its venv module is here. As root, on Debian 12, Debian 13 or \
 	Ubuntu 24.04: apt install python3-venv. Elsewhere: make PYTHON=/path/to/python3.13"; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU) "torch>=2.13,<2.14"
 	$(BIN)/pip install --quiet --no-compile --editable ".[tpu,dev]"
-	$(BIN)/python -m compileall -qq -j 0 -x /tests/ .venv/lib || true
+	$(BIN)/python -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || true
 	touch $@
 
-demo: .venv/installed
+demo: $(VENV)/installed
 	$(BIN)/python scripts/demo.py
 
 # In four processes on two cores: two for what starts clusters, which waits half of its time, two for what computes.
 TESTS := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder tests
 
-test: .venv/installed
+test: $(VENV)/installed
 	$(TESTS)
 
 # Kills, and the commands as processes of their own: minutes of waiting that every change needn't pay for.
-test-long: .venv/installed
+test-long: $(VENV)/installed
 	$(TESTS) -m "long and not soak"
 
 # Faster than one after the other: what both load is loaded once.
-test-all: .venv/installed
+test-all: $(VENV)/installed
 	$(TESTS) -m "not soak"
+
+# On the other pair of JAX and libtpu: `make test-short PYTHON=python3.11 VENV=build/python3.11`.
+test-short: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/kernels tests/wan_tpu/test_parity.py \
+		tests/wan_tpu/test_cogvideox_parity.py tests/wan_tpu/test_hunyuan15_parity.py
+	$(BIN)/python -m pytest -n 0 -m "not soak" tests/wan_tpu/test_plan_command.py
 
 # New seeds of the simulations for a quarter of an hour, then real kills and attacks, as docs/benchmarks.md has figures of.
 soak: export WAN_TPU_SIMULATION_S ?= 450
@@ -53,25 +61,25 @@ soak: export WAN_TPU_CHAOS_JOBS ?= 120
 soak: export WAN_TPU_CHAOS_KILLS ?= 40
 soak: export WAN_TPU_ATTACK_S ?= 300
 soak: export WAN_TPU_EXAMPLES ?= 60
-soak: .venv/installed
+soak: $(VENV)/installed
 	$(BIN)/python -m pytest -s -m soak tests
 
 # On a TPU VM: kernels, and models against diffusers, on its chips, which one process has at a time. With
 # WAN_TPU_TEST_PLATFORMS=cpu it is rehearsed without a TPU, kernels interpreted.
 test-tpu: export WAN_TPU_TEST_PLATFORMS ?= tpu,cpu
-test-tpu: .venv/installed
+test-tpu: $(VENV)/installed
 	$(BIN)/python -m pytest -n 0 tests/kernels tests/wan_tpu/test_parity.py \
 		tests/wan_tpu/test_cogvideox_parity.py tests/wan_tpu/test_hunyuan15_parity.py tests/wan_tpu/test_sparse_linear.py \
 		-m "not long and not soak and not loads_libtpu"
 	$(BIN)/wan-tpu doctor
 
-lint: .venv/installed
+lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -n auto
 
-bench: .venv/installed
+bench: $(VENV)/installed
 	$(BIN)/python scripts/bench.py --against diffusers
 
 clean:
-	rm -rf .venv build demo *.egg-info
+	rm -rf $(VENV) build demo *.egg-info
