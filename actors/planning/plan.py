@@ -67,8 +67,10 @@ def _programs(args: argparse.Namespace) -> int:
     from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
 
     plans, others = [], []  # those asked for; those of other meshes, the denoise step only
-    # All are looked up before the first is compiled for.
-    for planner in [_planner(args, SliceSpec(name)) for name in args.slice]:
+    planners = [_planner(args, SliceSpec(name)) for name in args.slice]
+    for planner in planners:  # All are checked before the first is compiled for.
+        planner.mesh((args.dp, args.sp, args.tp))
+    for planner in planners:
         plans.append(planner.plan((args.dp, args.sp, args.tp), only=args.program))
         if args.meshes:
             others += [planner.plan(mesh, only=STEP) for mesh in planner.meshes() if mesh != plans[-1].mesh]

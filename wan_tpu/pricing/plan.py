@@ -182,13 +182,7 @@ class Planner:
 
         Raises `MeshError` when the mesh doesn't fit slice or model, `InvalidRequest` when no program is called `only`.
         """
-        devices = self._slice.devices()
-        placed = make_mesh(mesh, heads=self._model.spec.heads, devices=devices)
-        if placed.size < len(devices):
-            raise MeshError(
-                f"mesh {tuple(placed.shape.values())} uses {placed.size} of the {len(devices)} devices of "
-                f"{self._slice.name}; give axes whose product is {len(devices)}, or a smaller slice"
-            )
+        placed = self.mesh(mesh)
         tokens = self._model.spec.tokens(self._model.spec.latent_shape(self._request))
         runtime = AbstractRuntime(self._model, placed, self._dtype)
         calls = {name: calls for name, (_, _, calls) in stage_programs(runtime, self._request, stages).items()}
@@ -204,6 +198,17 @@ class Planner:
             stages=tuple(self._stages(programs)),
             experts=2 if len(self._model.spec.denoise_stages) > 1 else 1,
         )
+
+    def mesh(self, mesh: Sequence[int | None]) -> Mesh:
+        """Return a mesh over all devices of the slice, axes that are None as by default; raises `MeshError`."""
+        devices = self._slice.devices()
+        placed = make_mesh(mesh, heads=self._model.spec.heads, devices=devices)
+        if placed.size < len(devices):
+            raise MeshError(
+                f"mesh {tuple(placed.shape.values())} uses {placed.size} of the {len(devices)} devices of "
+                f"{self._slice.name}; give axes whose product is {len(devices)}, or a smaller slice"
+            )
+        return placed
 
     def meshes(self) -> Iterator[MeshShape]:
         """Yield every mesh over all devices of the slice that model and request divide over."""
