@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from actors.interrupts import ended_as_by_ctrl_c
 from cluster.errors import ClusterError
 from cluster.layout import shipped
 from wan_tpu.cli import run
@@ -54,7 +55,9 @@ def _command(argv: Sequence[str]) -> int | None:
     if not argv:
         parser.print_help(sys.stderr)
         return 2
-    return command(parser.parse_args(argv[:1]).command)(argv[1:])
+    chosen = parser.parse_args(argv[:1]).command
+    with ended_as_by_ctrl_c():
+        return command(chosen)(argv[1:])
 
 
 def command(name: str) -> Callable[[Sequence[str]], int | None]:

@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.interrupts import ended_as_by_ctrl_c
 from cluster.emulation.cluster import EmulatedCluster, Settings, default_folder, emulated_slices
 from cluster.layout import Layout, shipped
 from wan_tpu.commands.parser import Parser
@@ -32,10 +31,9 @@ def cluster(argv: Sequence[str]) -> None:
 def _up(args: argparse.Namespace) -> None:
     layout = Layout.load(args.emulate)
     slices = emulated_slices(layout)
-    with ended_as_by_ctrl_c():
-        running = EmulatedCluster.start(
-            slices, Settings(dashboard=True), folder=args.folder, outlive=True, imports="actors.imported"
-        )
+    running = EmulatedCluster.start(
+        slices, Settings(dashboard=True), folder=args.folder, outlive=True, imports="actors.imported"
+    )
     hosts = sum(s.spec.hosts for s in slices)
     print(f"emulated cluster of {len(slices)} slices, {hosts} hosts: RAY_ADDRESS={running.address}")
     print(f"jobs are taken at http://{running.dashboard}")

@@ -13,7 +13,6 @@ from actors.commands.arguments import (
     pipeline_spec,
     settings_from,
 )
-from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
 from actors.pipeline_spec import PipelineSpec
 from actors.storage.opening import open_storage
@@ -49,7 +48,7 @@ def drive(argv: Sequence[str]) -> None:
 
     from actors.batch.run import say
 
-    with ended_as_by_ctrl_c(), LiveConsole() as live:
+    with LiveConsole() as live:
         report = _drive(args, parser.given(args), live)
     report.check()
     say(report.text())

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from actors.commands.arguments import add_cluster_arguments, add_pipeline_arguments, join, pipeline_spec, settings_from
 from actors.errors import PipelineNotFound
-from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
 from wan_tpu.commands.parser import Parser
 
@@ -24,7 +23,7 @@ def pipeline(argv: Sequence[str]) -> None:
     for action in (start, stop):
         add_cluster_arguments(action)
     args = parser.parse_args(argv)
-    with ended_as_by_ctrl_c(), LiveConsole() as live:
+    with LiveConsole() as live:
         from actors.pipeline.pools import deploy, find_spec, running, shut_down
 
         live.tell("joining the cluster")

@@ -10,7 +10,6 @@ from typing import Any
 
 from actors.commands.arguments import gcs_address, join, pipeline_spec, settings_from
 from actors.commands.serve_arguments import NONE, serve_parser, service_settings
-from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
 from wan_tpu.adapters.checking import check
 from wan_tpu.commands.parser import Parser
@@ -33,19 +32,18 @@ def serve(argv: Sequence[str]) -> None:
         _write_config(args, parser)
         return
     os.umask(0o077)
-    with ended_as_by_ctrl_c():
-        if args.down:
-            _down(args)
-            return
-        ready = _up(args)
-        if args.detach:
-            print(f"{ready}; wan-tpu serve --down takes it down")
-            return
-        try:
-            print(f"{ready}; Ctrl-C takes it down", flush=True)
-            threading.Event().wait()
-        finally:
-            _down(args)
+    if args.down:
+        _down(args)
+        return
+    ready = _up(args)
+    if args.detach:
+        print(f"{ready}; wan-tpu serve --down takes it down")
+        return
+    try:
+        print(f"{ready}; Ctrl-C takes it down", flush=True)
+        threading.Event().wait()
+    finally:
+        _down(args)
 
 
 def _up(args: argparse.Namespace) -> str:

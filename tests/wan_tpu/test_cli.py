@@ -308,7 +308,8 @@ def test_constant_video_fails_the_run(checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_ctrl_c_leaves_nothing_half_written(checkpoint, tmp_path):
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_leave_nothing_half_written(sent, code, checkpoint, tmp_path):
     command = [
         sys.executable,
         "-m",
@@ -323,10 +324,10 @@ def test_ctrl_c_leaves_nothing_half_written(checkpoint, tmp_path):
     )
     for line in process.stderr:
         if line.startswith("decoder: 1"):
-            process.send_signal(signal.SIGINT)
+            process.send_signal(sent)
             break
     assert "interrupted" in process.stderr.read()
-    assert process.wait(60) == 130
+    assert process.wait(60) == code
     assert not list(tmp_path.iterdir())
 
 
