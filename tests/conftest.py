@@ -53,7 +53,7 @@ def with_devices(count: int) -> dict[str, str]:
 SHARING = (
     "tests/actors/test_bucket.py",
     "tests/actors/test_one_process.py",
-    "tests/wan_tpu/test_adapters.py",
+    "tests/wan_tpu/test_adapters",
     "tests/wan_tpu/test_cogvideox_parity.py",
     "tests/wan_tpu/test_eight_bits.py",
     "tests/wan_tpu/test_known_mistakes.py",

@@ -1,0 +1,117 @@
+"""Adapters of Wan 2.1's image modules, CogVideoX and HunyuanVideo."""
+
+import re
+
+import diffusers
+import pytest
+import torch
+
+from tests.wan_tpu import adapter_files as files
+from tests.wan_tpu.adapter_weights import KIND, assert_same, merged
+
+
+def test_image_modules_of_wan_2_1_and_their_absence_in_others(checkpoint, pipeline, tmp_path, caplog):
+    """LightX2V's adapter of Wan 2.2's low-noise expert has modules that Wan 2.1 I2V alone has."""
+    kind = "wan2.1-i2v-14b-720p"
+    transformer = diffusers.WanTransformer3DModel.from_pretrained(checkpoint(kind), subfolder="transformer")
+    names = files.blocks(transformer, files.WAN | files.WAN_IMAGE)
+    outer = {
+        "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+        "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+    }
+    made = files.factors(transformer, names | outer)
+    tensors = files.named(made, names | outer, "diffusion_model.", alpha=4)
+    norm = "blocks.0.attn2.norm_added_k.weight"
+    tensors["diffusion_model.blocks.0.cross_attn.norm_k_img.diff"] = torch.ones(transformer.state_dict()[norm].shape)
+    path = files.save(tensors, tmp_path / "i2v.safetensors")
+    expected = files.by_hand(transformer.state_dict(), made, 1.0)
+    expected[norm] = expected[norm] + 1
+    assert_same(merged(pipeline(kind), "denoise", path), expected)
+
+    other = diffusers.WanTransformer3DModel.from_pretrained(checkpoint(KIND), subfolder="transformer_2")
+    alone = {name: value for name, value in made.items() if name in files.blocks(other, files.WAN)}
+    with caplog.at_level("WARNING"):
+        got = merged(pipeline(KIND), "denoise_low", f"{path}@low")
+    assert_same(got, files.by_hand(other.state_dict(), alone, 1.0))
+    assert "7 modules" in caplog.text  # two in each of two layers, two outside, a norm
+
+
+def test_cogvideox_as_diffusers_has_it(checkpoint, pipeline, tmp_path):
+    import peft
+
+    kind = "cogvideox1.5-5b"
+    pipe = diffusers.CogVideoXPipeline.from_pretrained(checkpoint(kind))
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["to_k", "to_q", "to_v", "to_out.0"], init_lora_weights=False
+    )
+    pipe.transformer.add_adapter(config)
+    diffusers.CogVideoXPipeline.save_lora_weights(
+        tmp_path,
+        peft.get_peft_model_state_dict(pipe.transformer),
+        transformer_lora_adapter_metadata=config.to_dict() | {"target_modules": []},
+    )
+    pipe.fuse_lora(components=["transformer"])
+    pipe.unload_lora_weights()
+    assert_same(merged(pipeline(kind), "denoise", str(tmp_path)), pipe.transformer.state_dict())
+
+
+def test_cogvideox_as_videox_fun_writes_it(checkpoint, pipeline, tmp_path):
+    kind = "cogvideox1.5-5b"
+    kind_of = diffusers.CogVideoXTransformer3DModel
+    transformer = kind_of.from_pretrained(checkpoint(kind), subfolder="transformer")
+    names = [
+        f"transformer_blocks.1.{name}" for name in ("attn1.to_q", "attn1.to_out.0", "ff.net.0.proj", "norm1.linear")
+    ]
+    made = files.factors(transformer, names)
+    tensors = files.named(made, {name: name for name in names}, "lora_unet__", alpha=2, underscores=True)
+    path = files.save(tensors, tmp_path / "x.safetensors")
+    assert_same(merged(pipeline(kind), "denoise", path), files.by_hand(transformer.state_dict(), made, 0.5))
+
+
+HUNYUAN = {
+    "transformer_blocks.0.attn.to_q": "double_blocks.0.img_attn_q",
+    "transformer_blocks.1.attn.to_k": "double_blocks.1.img_attn_k",
+    "transformer_blocks.0.attn.to_out.0": "double_blocks.0.img_attn_proj",
+    "transformer_blocks.1.attn.add_q_proj": "double_blocks.1.txt_attn_q",
+    "transformer_blocks.1.attn.to_add_out": "double_blocks.1.txt_attn_proj",
+    "transformer_blocks.0.ff.net.0.proj": "double_blocks.0.img_mlp.fc1",
+    "transformer_blocks.0.ff_context.net.2": "double_blocks.0.txt_mlp.fc2",
+    "transformer_blocks.0.norm1.linear": "double_blocks.0.img_mod.linear",
+    "context_embedder.proj_in": "txt_in.input_embedder",
+    "context_embedder.token_refiner.refiner_blocks.1.ff.net.2": "txt_in.individual_token_refiner.blocks.1.mlp.fc2",
+}
+
+
+@pytest.mark.parametrize("underscores", [False, True])
+def test_hunyuan_in_its_own_names(underscores, checkpoint, pipeline, tmp_path):
+    """The refiner's queries, keys and values are one matrix there, and the rows of heads are in pairs here."""
+    kind = "hunyuanvideo1.5-480p-t2v"
+    kind_of = diffusers.HunyuanVideo15Transformer3DModel
+    transformer = kind_of.from_pretrained(checkpoint(kind), subfolder="transformer")
+    made = files.factors(transformer, HUNYUAN)
+    prefix = "lora_unet_" if underscores else "diffusion_model."
+    tensors = files.named(made, HUNYUAN, prefix, alpha=2, underscores=underscores)
+    refiner = "context_embedder.token_refiner.refiner_blocks.0.attn"
+    block = "transformer_blocks.0.attn"
+    for names, name in (
+        (
+            [f"{refiner}.{part}" for part in ("to_q", "to_k", "to_v")],
+            "txt_in.individual_token_refiner.blocks.0.self_attn_qkv",
+        ),
+        ([f"{block}.{part}" for part in ("add_q_proj", "add_k_proj", "add_v_proj")], "double_blocks.0.txt_attn.qkv"),
+    ):
+        fused = files.factors(transformer, names, seed=1)
+        down = next(iter(fused.values()))[0]
+        made |= {name: (down, up) for name, (_, up) in fused.items()}
+        whole = {"x": (down, torch.cat([up for _, up in fused.values()]))}
+        tensors |= files.named(whole, {"x": name}, prefix, alpha=2, underscores=underscores)
+    comfy = {
+        f"{block}.to_out.0": "double_blocks.0.img_attn.proj",
+        "transformer_blocks.1.ff.net.0.proj": "double_blocks.1.img_mlp.0",
+    }
+    made |= files.factors(transformer, list(comfy), seed=2)
+    tensors = {name: value for name, value in tensors.items() if not re.search("0.img_attn.proj", name)}
+    more = {name: made[name] for name in comfy}
+    tensors |= files.named(more, comfy, prefix, alpha=2, underscores=underscores)
+    path = files.save(tensors, tmp_path / "x.safetensors")
+    assert_same(merged(pipeline(kind), "denoise", path), files.by_hand(transformer.state_dict(), made, 0.5))
