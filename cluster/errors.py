@@ -55,6 +55,10 @@ class WrongHost(SliceError):
     """A host isn't what its labels say, or lacks what JAX needs there; the message says what."""
 
 
+class OtherHostGone(SliceError):
+    """JAX can't start on a host because another host of its slice has failed or isn't there."""
+
+
 class DeviceFailed(SliceLost):
     """The slice is gone because a chip, its runtime or an exchange between chips failed in a call."""
 

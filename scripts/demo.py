@@ -24,7 +24,7 @@ from actors.batch.run import BatchReport, open_batch
 from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
 from actors.observe.span import Span
-from actors.observe.status_actor import Seen, StatusActor
+from actors.observe.status_actor import ReportedStatus, StatusActor
 from actors.observe.timeline import figures_of
 from actors.observe.timeline_picture import save
 from actors.pipeline.driver import PipelineDriver
@@ -69,7 +69,7 @@ def demo(argv: Sequence[str]) -> int:
     return report.exit_code
 
 
-def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, list[Span], Seen]:
+def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, list[Span], ReportedStatus]:
     model = open_spec(CHECKPOINT)
     manifest = read_manifest(MANIFEST, model.plan)
     for entry in manifest.entries:  # what the demo before has made
@@ -102,7 +102,7 @@ def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, 
 def _make(manifest: Manifest, pipeline: PipelineDriver, live: LiveConsole) -> tuple[BatchReport, list[Span]]:
     spans: list[Span] = []
     status = StatusActor.connect(pipeline.spec.settings.name)
-    live.look = lambda: under_way(status.latest(1.0) or Seen())
+    live.look = lambda: under_way(status.latest(1.0) or ReportedStatus())
     output = open_storage(FOLDER)
     with open_batch(manifest, output, in_flight=len(manifest.entries), tell=live.line) as batch:
         report = batch.run(pipeline, progress=live, on_event=spans.append)
@@ -114,7 +114,7 @@ def _make(manifest: Manifest, pipeline: PipelineDriver, live: LiveConsole) -> tu
     return report, spans
 
 
-def _say(report: BatchReport, spans: list[Span], seen: Seen, seconds: float) -> None:
+def _say(report: BatchReport, spans: list[Span], seen: ReportedStatus, seconds: float) -> None:
     figures = figures_of(spans)
     alone = sum(span.seconds for span in spans if span.what == "compute")
     print(f"\nThe requests took {figures.text()}")

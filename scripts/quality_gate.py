@@ -14,9 +14,8 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from demo_model import gate, intervals
-from demo_model.cheaper import cheaper
+from demo_model.cheaper import EIGHT_BITS, cheaper, errors_of_layers
 from demo_model.mistakes import MISTAKES, fallen, mistaken
-from demo_model.rounding import EIGHT_BITS, errors_of_layers
 from demo_model.score import psnr
 from demo_model.ways import WAYS
 

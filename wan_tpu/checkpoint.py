@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from wan_tpu.bucket import SCHEME, BucketFolder, WeightFile
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.lora import lora_of
-from wan_tpu.request import Defaults, GenerationRequest, Own, Preset, both_scales
+from wan_tpu.request import CheckpointOverrides, Defaults, GenerationRequest, Preset, both_scales
 from wan_tpu.schedules.magcache import Curve, curve_from
 from wan_tpu.sources.disk import explain_disk_error, is_permanent, read_file
 from wan_tpu.sources.hub import explain_hub_errors, explain_missing_index
@@ -93,7 +93,7 @@ class Checkpoint:
             )
         return found
 
-    def sampling(self, *others: str) -> Own:
+    def sampling(self, *others: str) -> CheckpointOverrides:
         """Return how wan_tpu.json says to sample; others: as `own` takes them.
 
         `{"defaults": {"height": 64, ...}, "presets": {"fast": {"about": "...", "source": "https://...", "settings":
@@ -115,7 +115,9 @@ class Checkpoint:
                 given = given | {"loras": [self._beside(lora) for lora in given["loras"]]}
             settings = self._settings(where, given, [*allowed, "sigmas", "switch_step", "loras"])
             presets[name] = Preset(str(said["about"]), str(said["source"]), tuple(settings.items()))
-        return Own(tuple(defaults.items()), tuple(presets.items()), self._curves(found.get("magcache", [])))
+        return CheckpointOverrides(
+            tuple(defaults.items()), tuple(presets.items()), self._curves(found.get("magcache", []))
+        )
 
     def _curves(self, said: Any) -> tuple[Curve, ...]:
         """Return MagCache's curves, as `wan-tpu calibrate` writes them; raises `CheckpointError`."""

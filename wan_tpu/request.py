@@ -67,7 +67,7 @@ class Preset:
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
+class CheckpointOverrides:
     """What a checkpoint itself says of how to sample it, in its wan_tpu.json.
 
     defaults  fields of `Defaults`, by name; presets  by name; curves  of MagCache
@@ -78,7 +78,7 @@ class Own:
     curves: tuple[Curve, ...] = ()
 
 
-NOTHING_OWN = Own()
+NOTHING_OWN = CheckpointOverrides()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

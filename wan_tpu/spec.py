@@ -19,9 +19,9 @@ from wan_tpu.request import (
     FRAME_STRIDE,
     NAMED_SIZES,
     NOTHING_OWN,
+    CheckpointOverrides,
     Defaults,
     GenerationRequest,
-    Own,
     Preset,
     ResolvedRequest,
     nearest_multiple,
@@ -110,7 +110,7 @@ class ModelSpec(abc.ABC):
     solvers: tuple[str, ...]
     frame_step: int = FRAME_STRIDE
     heads: int
-    own: Own = NOTHING_OWN
+    own: CheckpointOverrides = NOTHING_OWN
     boundary_ratio: float | None
     last_images: Literal["none", "optional", "required"] = "none"
     takes_video: bool = False

@@ -16,8 +16,8 @@ from ray import serve
 from actors.api.http.app import make_app
 from actors.api.http.service import Service
 from actors.api.settings import ServiceSettings
+from actors.api.worker.context import WorkerContext
 from actors.api.worker.job_worker import JobWorker
-from actors.api.worker.tools import Tools
 from actors.api.worker.traces import Traces
 from actors.jobs.heartbeats import process_name
 from actors.observe.logs import log_as_json, log_event
@@ -68,7 +68,7 @@ class ServiceWorker:
         self._traces = Traces.from_environment()
         snapshots, previews = Snapshots(spec.settings.snapshots), spec.settings.chips != "simulated"
         tools = await asyncio.to_thread(
-            Tools, settings, self._pipeline, snapshots, traces=self._traces, previews=previews
+            WorkerContext, settings, self._pipeline, snapshots, traces=self._traces, previews=previews
         )
         self._work = asyncio.create_task(JobWorker(self._name, tools).run())
         log_event(log, "worker", worker=self._name)

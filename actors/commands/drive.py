@@ -101,7 +101,7 @@ def _make(
 ) -> "BatchReport":
     """Make what is to be made, with the pipeline that is there or one of the batch's own; it is let go of then."""
     from actors.errors import PipelineNotFound
-    from actors.observe.status_actor import Seen, StatusActor
+    from actors.observe.status_actor import ReportedStatus, StatusActor
     from actors.pipeline.acquire import acquire_pipeline
     from actors.pipeline.driver import PipelineDriver
     from actors.pipeline.status import under_way
@@ -116,7 +116,7 @@ def _make(
                 raise PipelineNotFound(f"pipeline {args.name!r} has changed meanwhile; run this again")
             engine = stack.enter_context(contextlib.closing(PipelineDriver(up)))
             status = StatusActor.connect(args.name)
-            live.look = lambda: under_way(status.latest(1.0) or Seen())
+            live.look = lambda: under_way(status.latest(1.0) or ReportedStatus())
 
         def note(span: "Span") -> None:
             figures.note(span)

@@ -16,11 +16,11 @@ from ray.experimental import internal_kv
 
 from actors.errors import PipelineError, PipelineNotFound
 from actors.observe.meters import PipelineMeters
-from actors.observe.status_board import Activity, Outcome, ReplicaSeen, RequestSeen, Seen, StatusBoard
+from actors.observe.status_board import Activity, Outcome, ReplicaStatus, ReportedStatus, RequestStatus, StatusBoard
 from actors.pipeline_spec import PipelineSpec
 from cluster.gang.placement import surviving
 
-__all__ = ["Activity", "Outcome", "ReplicaSeen", "RequestSeen", "Seen", "StatusActor", "StatusSilent"]
+__all__ = ["Activity", "Outcome", "ReplicaStatus", "ReportedStatus", "RequestStatus", "StatusActor", "StatusSilent"]
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class StatusActor:
         """Replace what the pipeline is: another configuration was applied to it."""
         _keep(spec)
 
-    def replica(self, name: str, seen: ReplicaSeen) -> None:
+    def replica(self, name: str, seen: ReplicaStatus) -> None:
         """Report what a replica does; again within seconds, or it is taken for gone."""
         self._report("replica", name, seen)
 
@@ -107,7 +107,7 @@ class StatusActor:
         """Report that a request has ended."""
         self._report("ended", key, outcome)
 
-    def seen(self, timeout_s: float = ANSWER_S) -> Seen:
+    def seen(self, timeout_s: float = ANSWER_S) -> ReportedStatus:
         """Return all of it; raises `StatusSilent` when the actor doesn't answer in time."""
         try:
             return ray.get(self._actor.seen.remote(), timeout=timeout_s)
@@ -115,7 +115,7 @@ class StatusActor:
             reason = f"{type(error).__name__} after at most {timeout_s:g} s"
             raise StatusSilent(f"the status of pipeline {self._pipeline!r} can't be read now ({reason})") from None
 
-    def latest(self, timeout_s: float = ANSWER_S) -> Seen | None:
+    def latest(self, timeout_s: float = ANSWER_S) -> ReportedStatus | None:
         """Return all of it, None when the actor doesn't answer in time."""
         try:
             return self.seen(timeout_s)
@@ -159,7 +159,7 @@ class _StatusActor:
         self._board, self._lock = StatusBoard(PipelineMeters()), threading.Lock()
         threading.Thread(target=self._refresh, name="refresh", daemon=True).start()
 
-    def replica(self, name: str, seen: ReplicaSeen) -> None:
+    def replica(self, name: str, seen: ReplicaStatus) -> None:
         self._locked(self._board.replica, name, seen)
 
     def started(self, pool: str, phases: Mapping[str, float]) -> None:
@@ -180,7 +180,7 @@ class _StatusActor:
     def ended(self, key: str, outcome: Outcome) -> None:
         self._locked(self._board.ended, key, outcome)
 
-    def seen(self) -> Seen:
+    def seen(self) -> ReportedStatus:
         with self._lock:
             return self._board.seen()
 

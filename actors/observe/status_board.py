@@ -28,7 +28,7 @@ _EXPIRY_S: Mapping[Activity, float] = {
 
 
 @dataclass
-class ReplicaSeen:
+class ReplicaStatus:
     """A replica of a pool.
 
     where     its slice and hosts; detail  of what it does, or why it failed (is tried again) or was refused (isn't)
@@ -51,7 +51,7 @@ class ReplicaSeen:
 
 
 @dataclass
-class RequestSeen:
+class RequestStatus:
     """A request under way: its stage ("waiting" before the first), steps done of all, and when it came."""
 
     came: float
@@ -61,7 +61,7 @@ class RequestSeen:
 
 
 @dataclass
-class Seen:
+class ReportedStatus:
     """All of it.
 
     requests  by id, at most `MAX_LISTED`; unlisted  how many more there are, by stage
@@ -69,8 +69,8 @@ class Seen:
     step_s    the latest denoising steps' seconds, by stage; ended  how many requests ended, by outcome
     """
 
-    replicas: dict[str, ReplicaSeen] = field(default_factory=dict)
-    requests: dict[str, RequestSeen] = field(default_factory=dict)
+    replicas: dict[str, ReplicaStatus] = field(default_factory=dict)
+    requests: dict[str, RequestStatus] = field(default_factory=dict)
     unlisted: dict[str, int] = field(default_factory=dict)
     handoffs: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
     step_s: dict[str, deque[float]] = field(default_factory=dict)
@@ -88,8 +88,8 @@ class StatusBoard:
             clock: Seconds by which reports expire.
         """
         self._meters, self._clock = meters, clock
-        self._replicas: dict[str, ReplicaSeen] = {}
-        self._requests: dict[str, RequestSeen] = {}
+        self._replicas: dict[str, ReplicaStatus] = {}
+        self._requests: dict[str, RequestStatus] = {}
         self._drivers: dict[str, frozenset[str]] = {}  # Ids of the requests that each has under way.
         self._named = set[str]()  # Ids that some driver has named.
         # When each was last reported, the longest ago first.
@@ -101,7 +101,7 @@ class StatusBoard:
         self._ended: Counter[str] = Counter()
         self._software: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
 
-    def replica(self, name: str, seen: ReplicaSeen) -> None:
+    def replica(self, name: str, seen: ReplicaStatus) -> None:
         """Take a replica's report, or its renewal: one that says what the last one said keeps its time."""
         _renew(self._replica_s, name, self._clock())
         before = self._replicas.get(name)
@@ -127,7 +127,7 @@ class StatusBoard:
     def request(self, key: str, stage: str, step: int, steps: int, seconds: float | None) -> None:
         """Take a report of where a request is; seconds: of the step that it has just done."""
         _renew(self._request_s, key, self._clock())
-        seen = self._requests.setdefault(key, RequestSeen(time.time()))
+        seen = self._requests.setdefault(key, RequestStatus(time.time()))
         seen.stage, seen.step, seen.steps = stage, step, steps
         if seconds is not None:
             self._step_s.setdefault(stage, deque(maxlen=KEPT)).append(seconds)
@@ -138,7 +138,7 @@ class StatusBoard:
         for key in self._drivers.get(driver, frozenset()) - named:
             self._forget_request(key)
         for key in named:
-            self._requests.setdefault(key, RequestSeen(time.time()))
+            self._requests.setdefault(key, RequestStatus(time.time()))
             _renew(self._request_s, key, now)
         self._named |= named
         self._drivers[driver] = named
@@ -162,7 +162,7 @@ class StatusBoard:
             Counter(one.stage for one in self._requests.values()),
         )
 
-    def seen(self) -> Seen:
+    def seen(self) -> ReportedStatus:
         """Return what is known. Where requests are too many to list, those that have left the queue come first."""
         self._expire()
         listed = self._requests
@@ -171,7 +171,9 @@ class StatusBoard:
             keys = sorted(listed, key=lambda key: listed[key].stage == "waiting")
             unlisted = Counter(listed[key].stage for key in keys[MAX_LISTED:])
             listed = {key: listed[key] for key in keys[:MAX_LISTED]}
-        return Seen(dict(self._replicas), dict(listed), dict(unlisted), self._handoffs, self._step_s, dict(self._ended))
+        return ReportedStatus(
+            dict(self._replicas), dict(listed), dict(unlisted), self._handoffs, self._step_s, dict(self._ended)
+        )
 
     def _expire(self) -> None:
         now = self._clock()

@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, ServeStatus
 
 from actors.errors import PipelineExists, PipelineStartFailed
-from actors.observe.status_actor import ReplicaSeen, Seen, StatusActor, kept_spec
+from actors.observe.status_actor import ReplicaStatus, ReportedStatus, StatusActor, kept_spec
 from actors.pipeline.claim import claimed
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.slices.leader import SliceLeader
@@ -81,7 +81,7 @@ def wait_until_up(spec: PipelineSpec, tell: Tell) -> None:
     known: Set[str] | None = None  # Replicas that were refused in an earlier start, when the pipeline ran before.
     while True:
         news = None if status is None else status.latest(NEWS_S)
-        seen = news or Seen()
+        seen = news or ReportedStatus()
         if news is not None:
             refused = _refused(news)
             if known is None:
@@ -238,17 +238,17 @@ def _kill_replicas(applications: list[str]) -> None:
                 ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
 
 
-def _refused(seen: Seen) -> dict[str, ReplicaSeen]:
+def _refused(seen: ReportedStatus) -> dict[str, ReplicaStatus]:
     return {name: replica for name, replica in seen.replicas.items() if replica.activity == "refused"}
 
 
-def _failure(pool: str, seen: Seen) -> str | None:
+def _failure(pool: str, seen: ReportedStatus) -> str | None:
     """Return why a replica of the pool has failed, the latest one."""
     failed = [one for one in seen.replicas.values() if one.pool == pool and one.activity in ("failed", "refused")]
     return max(failed, key=lambda one: one.since).detail if failed else None
 
 
-def _starting(pool: str, seen: Seen, ready: bool) -> str:
+def _starting(pool: str, seen: ReportedStatus, ready: bool) -> str:
     mine = [one for one in seen.replicas.values() if one.pool == pool and one.activity != "failed"]
     shown = dict.fromkeys("started" if one.activity == "idle" else str(one) for one in mine)
     return f"{pool}: {'ready' if ready else ', '.join(shown) or 'starting'}"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from actors.observe.status_actor import ReplicaSeen, RequestSeen, Seen, StatusActor
+from actors.observe.status_actor import ReplicaStatus, ReportedStatus, RequestStatus, StatusActor
 from actors.pipeline.pools import find_spec, live_replicas
 from actors.pipeline_spec import PipelineSpec
 from cluster.inventory import SliceFound
@@ -31,7 +31,7 @@ class PoolStatus:
     slice: str
     stages: tuple[str, ...]
     wanted: tuple[int, int]
-    replicas: dict[str, ReplicaSeen]
+    replicas: dict[str, ReplicaStatus]
     queue: int
     step_s: float | None
     handoff_s: float | None
@@ -54,7 +54,7 @@ class PipelineStatus:
     layout: str
     chips: str
     pools: tuple[PoolStatus, ...]
-    requests: dict[str, RequestSeen]
+    requests: dict[str, RequestStatus]
     under_way: int
     waiting: int
     ended: dict[str, int]
@@ -72,7 +72,7 @@ def status_of(pipeline: str, slices: Sequence[SliceFound]) -> PipelineStatus | N
 
 
 def pipeline_status(
-    spec: PipelineSpec, seen: Seen | None, slices: Sequence[SliceFound], live: Set[str]
+    spec: PipelineSpec, seen: ReportedStatus | None, slices: Sequence[SliceFound], live: Set[str]
 ) -> PipelineStatus:
     """Put a pipeline's status together.
 
@@ -82,7 +82,7 @@ def pipeline_status(
         slices: The cluster's.
         live: Names of the replicas that are there (`pools.live_replicas`).
     """
-    silent, seen = seen is None, seen or Seen()
+    silent, seen = seen is None, seen or ReportedStatus()
     seen.replicas = {name: replica for name, replica in seen.replicas.items() if name in live}
     if silent:
         seen.replicas = {name: _unknown(name) for name in live}
@@ -137,7 +137,7 @@ def text(status: PipelineStatus) -> str:
     return "\n".join(lines)
 
 
-def under_way(seen: Seen) -> str:
+def under_way(seen: ReportedStatus) -> str:
     """Return where the requests are, in one line."""
     inside = {key: request for key, request in seen.requests.items() if request.stage != "waiting"}
     parts = [f"{key} {one.stage}" + (f" {one.step}/{one.steps}" if one.step else "") for key, one in inside.items()]
@@ -147,7 +147,7 @@ def under_way(seen: Seen) -> str:
     return " · ".join(parts[:ON_A_LINE] + [f"{count} {what}" for what, count in counts.items() if count > 0])
 
 
-def _pool(pool: Pool, seen: Seen) -> PoolStatus:
+def _pool(pool: Pool, seen: ReportedStatus) -> PoolStatus:
     replicas = {name: replica for name, replica in sorted(seen.replicas.items()) if replica.pool == pool.name}
     here = [key for key, request in seen.requests.items() if request.stage in pool.stages]
     computed = {key for replica in replicas.values() for _, key in replica.work}
@@ -174,8 +174,8 @@ def _differing(software: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]
     return {name: found for name, found in values.items() if len(set(found.values())) > 1}
 
 
-def _unknown(name: str) -> ReplicaSeen:
-    return ReplicaSeen(name.partition("/")[0], "", "unknown", "", (), time.time())
+def _unknown(name: str) -> ReplicaStatus:
+    return ReplicaStatus(name.partition("/")[0], "", "unknown", "", (), time.time())
 
 
 def _since(now: float, moment: float) -> str:

@@ -1,6 +1,6 @@
 """A slice called from its leader's event loop: in threads, and with failures sorted by whose they are.
 
-Of some failures there is no telling at once: `Doubts` counts them.
+Of some failures there is no telling at once: `FailureTracker` counts them.
 """
 
 import asyncio
@@ -123,7 +123,7 @@ async def to_the_end(work: Awaitable[T]) -> T:
     return task.result()
 
 
-class Doubts:
+class FailureTracker:
     """The requests that a slice's stages have failed since they last succeeded.
 
     One that fails may be to blame itself, and is tried elsewhere. A slice on which several fail, and none succeeds in

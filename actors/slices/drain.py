@@ -9,7 +9,7 @@ from actors.errors import StageMoved
 HAND_OVER_S = 5.0  # kept free before a drained slice is taken away, to copy a state out and write it
 
 
-class Drain:
+class DrainState:
     """Of one slice. Not begun at first."""
 
     def __init__(self, name: str) -> None:

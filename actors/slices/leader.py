@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator, Callable
 from ray import serve
 
 from actors.errors import StageFailed, StageLost
-from actors.observe.status_actor import RENEW_S, Activity, ReplicaSeen
+from actors.observe.status_actor import RENEW_S, Activity, ReplicaStatus
 from actors.pipeline_spec import Chips, PipelineSettings
-from actors.slices.async_slice import AsyncSlice, Doubts
+from actors.slices.async_slice import AsyncSlice, FailureTracker
 from actors.slices.autoscaling import LOAD
-from actors.slices.drain import Drain
+from actors.slices.drain import DrainState
 from actors.slices.messages import Event, HostProgress, SliceRequest
 from actors.slices.references import RefHandle
 from actors.slices.snapshots import Snapshots, Snapshotter
@@ -56,7 +56,7 @@ class SliceLeader:
         self._runner: StageRunner | None = None
         self._ended = False
         self._start_s: dict[str, float] = {}  # seconds of each phase of the start
-        self._drain = Drain(self._name)
+        self._drain = DrainState(self._name)
         self._asked_for_drain: asyncio.Future[float | None] | None = None
         self._where, self._software, start = "", dict[str, str](), time.monotonic()
         self._report("starting", f"takes a {pool.slice} and starts its hosts")
@@ -80,7 +80,7 @@ class SliceLeader:
             self._slice,
             Snapshotter(self._slice, snapshots, self._around.store, self._drain.staying),
             self._drain,
-            Doubts(self._around.replica, self._replace),
+            FailureTracker(self._around.replica, self._replace),
             self._report_work,
         )
         self._status.started(self._pool, self._start_s)
@@ -256,7 +256,7 @@ class SliceLeader:
         if self._ended or self._drain.begun:
             return
         work = () if self._runner is None else tuple(self._runner.work)
-        self._reported = ReplicaSeen(self._pool, self._where, activity, detail, work, time.time(), self._software)
+        self._reported = ReplicaStatus(self._pool, self._where, activity, detail, work, time.time(), self._software)
         self._status.replica(self._name, self._reported)
 
     def _lost(self, lost: SliceLost) -> StageLost:

@@ -17,9 +17,9 @@ from typing import Any
 from actors.errors import RequestFailed, StageLost, StageMoved, StageWaited
 from actors.observe.span import Span, Start, What
 from actors.pipeline_spec import Chips
-from actors.slices.async_slice import AsyncSlice, Doubts, to_the_end
+from actors.slices.async_slice import AsyncSlice, FailureTracker, to_the_end
 from actors.slices.autoscaling import SliceTime
-from actors.slices.drain import Drain
+from actors.slices.drain import DrainState
 from actors.slices.messages import Event, InputsTaken, SliceRequest, StageResult
 from actors.slices.references import RefHandle, RequestScope
 from actors.slices.scheduler import Admission, PriorityQueue, StepScheduler
@@ -71,8 +71,8 @@ class StageRunner:
         where: PoolOfSlice,
         slice_: AsyncSlice,
         snapshotter: Snapshotter,
-        drain: Drain,
-        doubts: Doubts,
+        drain: DrainState,
+        doubts: FailureTracker,
         on_work: Callable[[], object],
     ) -> None:
         """on_work: called whenever `work` has changed."""

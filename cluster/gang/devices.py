@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cluster.errors import ChipsBusy, SliceError, WrongHost
+from cluster.errors import ChipsBusy, OtherHostGone, SliceError, WrongHost
 from cluster.gang.protocol import DeviceError
 
 DEVICES = ("/dev/vfio/[0-9]*", "/dev/accel*")  # of chips: newer generations, older ones
@@ -23,8 +23,10 @@ POLL_S = 0.1
 _BUSY = re.compile(r"Device or resource busy|already in use|/dev/accel\d+\)?: Operation not permitted|libtpu_lockfile")
 # What XLA, gloo and JAX's coordination service say on a host when another process of its slice is gone.
 _OF_OTHERS = re.compile(
-    r"(?i)\bpeer\b|connection (reset|closed|refused)|unavailable|deadline_exceeded|barrier|coordinat"
+    r"(?i)\bpeer\b|connection (reset|closed|refused)|failed to connect|socket closed|deadline_exceeded|barrier|"
+    r"coordinat"
 )
+_LOG = "see the host's log"
 _ADVICE = (
     (
         r"Permission denied",
@@ -72,17 +74,23 @@ def start_failure(place: str, error: Exception) -> SliceError:
         error: what JAX raised
 
     Returns:
-        `ChipsBusy`, which is worth another try, only where another process has the chips; else `WrongHost`.
+        `ChipsBusy`, which is worth another try, only where another process has the chips; `OtherHostGone` where the
+        host waited for another one in vain; else `WrongHost`.
     """
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     if _BUSY.search(reason):
         return ChipsBusy(f"another process has the TPU of {place}: {reason}")
-    advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, reason)), "see the host's log")
-    return WrongHost(f"JAX can't start the TPU of {place}: {reason}; {advice}")
+    what = f"JAX can't start the TPU of {place}: {reason}"
+    advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, reason)), None)
+    if advice is None and _OF_OTHERS.search(reason):
+        return OtherHostGone(f"{what}; another host of its slice has failed or isn't there: see the logs of all")
+    return WrongHost(f"{what}; {advice or _LOG}")
 
 
 def speaks_of_others(error: Exception) -> bool:
-    """Whether a device's error says that another host is gone: then that one is to blame, not the host that raised."""
+    """Whether an error says that another host is gone: then that one is to blame, not the host that raised."""
+    if isinstance(error, OtherHostGone):
+        return True
     return isinstance(error, DeviceError) and _OF_OTHERS.search(str(error)) is not None
 
 

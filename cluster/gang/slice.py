@@ -269,13 +269,12 @@ class Slice:
         except GangFailed as failure:
             raise self._lose(f"{self.name}: in {what}: {failure}") from failure.cause
         errors = {index: outcome.error for index, outcome in enumerate(outcomes) if outcome.error is not None}
-        failed = {index: error for index, error in errors.items() if isinstance(error, DeviceError)}
-        if failed:
-            index = culprit(failed)
-            said = f"{self._members[index]}: {telling_line(failed[index])}"
-            raise self._lose(f"{self.name}: in {what}: {said}", DeviceFailed)
-        for index, error in errors.items():
-            where = "every host" if len(errors) == len(outcomes) else str(self._members[index])
+        if errors:
+            index = culprit(errors)
+            member, error = self._members[index], errors[index]
+            if any(isinstance(other, DeviceError) for other in errors.values()):
+                raise self._lose(f"{self.name}: in {what}: {member}: {telling_line(error)}", DeviceFailed) from error
+            where = "every host" if len(errors) == len(outcomes) else str(member)
             raise CallFailed(f"{self.name}: {what} raised on {where}: {error!r}") from error
         return outcomes
 

@@ -29,7 +29,7 @@ BOUNDS = {
     "WAN_TPU_CONCURRENT_OF_A_KEY": 200,  # requests, event streams among them
 }
 # What bounds clients of Serve's own proxy in HAProxy's place, by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH.
-INSTEAD = "actors.api.http.front:middlewares"
+INSTEAD = "actors.api.http.proxy_limits:middlewares"
 _HEADERS_S = 10  # for a request's headers to arrive
 _CLIENT_S = 60  # that a client may neither send what it has announced nor take what is sent to it
 _BUSY_S = 5  # that an ingress may take to answer a health check

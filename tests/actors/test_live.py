@@ -6,7 +6,7 @@ import time
 
 from actors.observe import console as live
 from actors.observe.console import LiveConsole
-from actors.observe.status_actor import RequestSeen, Seen
+from actors.observe.status_actor import ReportedStatus, RequestStatus
 from actors.pipeline.status import under_way
 
 
@@ -48,8 +48,8 @@ def test_work_goes_on_when_its_terminal_is_gone(monkeypatch):
 
 
 def test_where_requests_are_fits_on_a_line():
-    seen = Seen(requests={f"cat-{i}": RequestSeen(0.0, "denoise_low", i, 8) for i in range(1, 9)})
-    seen.requests["late"] = RequestSeen(0.0)
+    seen = ReportedStatus(requests={f"cat-{i}": RequestStatus(0.0, "denoise_low", i, 8) for i in range(1, 9)})
+    seen.requests["late"] = RequestStatus(0.0)
     assert under_way(seen).startswith("cat-1 denoise_low 1/8 · cat-2 denoise_low 2/8 · ")
     assert under_way(seen).endswith(" · 2 more · 1 waiting")
-    assert under_way(Seen()) == ""
+    assert under_way(ReportedStatus()) == ""

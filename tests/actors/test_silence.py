@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from actors.errors import PipelineExists
-from actors.observe.status_actor import ReplicaSeen, StatusActor, StatusSilent
+from actors.observe.status_actor import ReplicaStatus, StatusActor, StatusSilent
 from actors.pipeline.claim import _Claim, claimed
 from cluster.connect import connect, leave
 from cluster.draining import draining_for
@@ -53,7 +53,7 @@ def stopped(cluster, what):
 
 def test_status_actor_that_is_silent_stops_nobody(cluster):
     status = StatusActor.create("quiet", SPEC)
-    status.replica("all/0", ReplicaSeen("all", "", "idle", "", (), time.time()))
+    status.replica("all/0", ReplicaStatus("all", "", "idle", "", (), time.time()))
     wait_for(lambda: status.seen().replicas, "the first report")
     with stopped(cluster, "_StatusActor"):
         start = time.monotonic()

@@ -3,7 +3,7 @@
 import time
 
 from actors.commands.status import MAX_GONE, _listed
-from actors.observe.status_actor import ReplicaSeen, RequestSeen, Seen
+from actors.observe.status_actor import ReplicaStatus, ReportedStatus, RequestStatus
 from actors.pipeline.status import SHOWN, pipeline_status, text, under_way
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.inventory import HostFound, SliceFound
@@ -16,8 +16,10 @@ SPEC = PipelineSpec(LAYOUT, PipelineSettings("model", "snapshots"), preset_spec(
 
 
 def status_with(*software):
-    replicas = {f"all/{i}": ReplicaSeen("all", "", "idle", "", (), time.time(), one) for i, one in enumerate(software)}
-    return pipeline_status(SPEC, Seen(replicas=replicas), [], set(replicas))
+    replicas = {
+        f"all/{i}": ReplicaStatus("all", "", "idle", "", (), time.time(), one) for i, one in enumerate(software)
+    }
+    return pipeline_status(SPEC, ReportedStatus(replicas=replicas), [], set(replicas))
 
 
 def test_replicas_that_differ_are_named():
@@ -39,9 +41,9 @@ def test_status_is_there_though_its_actor_is_silent():
 
 
 def test_many_replicas_and_requests_are_counted():
-    replicas = {f"all/{i:03}": ReplicaSeen("all", "", "idle", "", (), time.time()) for i in range(250)}
-    requests = {f"cat-{i}": RequestSeen(time.time(), "denoise") for i in range(50)}
-    seen = Seen(replicas=replicas, requests=requests, unlisted={"denoise": 7, "waiting": 1000})
+    replicas = {f"all/{i:03}": ReplicaStatus("all", "", "idle", "", (), time.time()) for i in range(250)}
+    requests = {f"cat-{i}": RequestStatus(time.time(), "denoise") for i in range(50)}
+    seen = ReportedStatus(replicas=replicas, requests=requests, unlisted={"denoise": 7, "waiting": 1000})
     found = pipeline_status(SPEC, seen, [], set(replicas))
     assert (found.under_way, found.waiting, found.pools[0].queue) == (57, 1000, 57)
     shown = text(found)
@@ -51,8 +53,8 @@ def test_many_replicas_and_requests_are_counted():
 
 
 def test_replica_whose_clock_is_ahead_was_not_seen_in_the_future():
-    replicas = {"all/0": ReplicaSeen("all", "", "idle", "", (), time.time() + 100)}
-    assert "idle, 0 s" in text(pipeline_status(SPEC, Seen(replicas=replicas), [], set(replicas)))
+    replicas = {"all/0": ReplicaStatus("all", "", "idle", "", (), time.time() + 100)}
+    assert "idle, 0 s" in text(pipeline_status(SPEC, ReportedStatus(replicas=replicas), [], set(replicas)))
 
 
 def test_slices_that_are_gone_are_counted():

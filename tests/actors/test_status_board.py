@@ -14,7 +14,7 @@ from actors.observe.status_board import (
     MAX_FAILED,
     MAX_LISTED,
     UNNAMED_EXPIRY_S,
-    ReplicaSeen,
+    ReplicaStatus,
     StatusBoard,
 )
 
@@ -31,7 +31,7 @@ def board(now):
 
 
 def replica(activity="idle", pool="experts", **more):
-    return ReplicaSeen(pool, "slice-a", activity, "", (), 5.0, **more)
+    return ReplicaStatus(pool, "slice-a", activity, "", (), 5.0, **more)
 
 
 def test_replica_that_is_renewed_stays_and_keeps_its_time(board, now):

@@ -7,8 +7,10 @@ import time
 
 import pytest
 
-from cluster.errors import ChipsBusy, WrongHost
+from cluster.errors import ChipsBusy, OtherHostGone, WrongHost
 from cluster.gang.devices import start_failure, wait_for_chips
+from cluster.gang.protocol import DeviceError
+from cluster.gang.watch import culprit
 
 HOLD = "import sys, time; held = open(sys.argv[1]); print('held', flush=True); time.sleep(600)"
 
@@ -98,6 +100,11 @@ def test_a_machine_without_chips_is_free(tmp_path):
             "all of them must start together",
         ),
         ("INTERNAL: something new", WrongHost, "see the host's log"),
+        (
+            "DEADLINE_EXCEEDED: Barrier timed out. Id: PjRT_Client_Connect::0. # of tasks that reached it: 1/2.",
+            OtherHostGone,
+            "another host of its slice has failed or isn't there",
+        ),
     ],
 )
 def test_what_stops_the_tpu_is_told_apart_and_only_busy_chips_are_worth_another_try(message, kind, advice):
@@ -105,3 +112,11 @@ def test_what_stops_the_tpu_is_told_apart_and_only_busy_chips_are_worth_another_
     failure = start_failure("host 3", error)
     assert type(failure) is kind
     assert advice in str(failure)
+
+
+def test_of_several_hosts_the_one_whose_error_speaks_of_no_other_is_named():
+    waited = start_failure("host 0", RuntimeError("DEADLINE_EXCEEDED: Barrier timed out"))
+    missed, broken = DeviceError("Gloo: Connection closed by peer"), DeviceError("INTERNAL: core halted")
+    assert culprit({0: waited, 1: ChipsBusy("host 1")}) == 1
+    assert culprit({0: missed, 2: broken, 1: broken}) == 2  # In the order in which they came.
+    assert culprit({1: missed, 0: missed}) == 1

@@ -12,7 +12,7 @@ import pytest
 
 from scripts.demo_model import gate, sizes
 from scripts.demo_model.examples import write_examples
-from scripts.demo_model.export import LARGEST_MB
+from scripts.demo_model.experts import LARGEST_MB
 from scripts.demo_model.mistakes import MISTAKES, fallen
 from tests.conftest import ROOT
 from tests.quality.clips import make_clips

@@ -11,12 +11,11 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from scripts.demo_model import experts, sizes, vae
 from scripts.demo_model.captions import caption
-from scripts.demo_model.descent import Descent
-from scripts.demo_model.export import LARGEST_MB, export
+from scripts.demo_model.experts import LARGEST_MB, export
 from scripts.demo_model.scenes import draw_scene
 from scripts.demo_model.text import embed
-from scripts.demo_model.training import Run, learning_rate
-from scripts.demo_model.whole_clip import WholeClips
+from scripts.demo_model.training import Descent, Run, learning_rate
+from scripts.demo_model.vae import WholeClips
 from wan_tpu import load_pipeline
 
 pytestmark = pytest.mark.long

@@ -14,6 +14,10 @@ pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
 REFUSED = [
     (["--slice", "v6e-6"], "nearest: v6e-8"),
     (["--slice", "v6e-4", "--dp", "3"], "uses 3 of the 4 devices of v6e-4"),
+    (
+        ["--slice", "v6e-4", "--slice", "v6e-8", "--dp", "2", "--sp", "1", "--tp", "2"],
+        "uses 4 of the 8 devices of v6e-8",
+    ),
     (["--model", "wan2.2-ti2v-5b", "--size", "1280x720"], "multiple of 32, nearest 704"),
     (["--cache", "magcache"], "holds for shift 5 and solver unipc; here they are 3 and unipc: give preset original"),
     (["--program", "denois"], "'denoise step'"),
@@ -63,7 +67,14 @@ def said(tmp_path_factory):
     twice = [*SMALL, "--program", "text keys", "--compiled", str(folder)]
     full = step_of("wan2.1-t2v-1.3b", "v7x-1", "256x256", 17, folder)
     refused = [argv if "--model" in argv else ["--model", "wan2.2-i2v-a14b", *argv] for argv, _ in REFUSED]
-    return answers(twice, twice, full, *refused)
+    report = folder / "doctor.json"
+    measured = {"clock_hz": 1.1e9, "grid_step_s": 0.0}
+    devices = {"kind": "TPU7x", "chip": "v7x", "rehearsal": False}
+    report.write_text(
+        json.dumps({"wan_tpu_doctor": 1, "devices": devices, "calibration": measured, "date": "2026-12-01"})
+    )
+    calibrated = ["--calibration", str(report)]
+    return answers(twice, twice, full, *refused, [*full, *calibrated], [*twice, *calibrated])
 
 
 @pytest.mark.long
@@ -75,6 +86,19 @@ def test_plan_says_what_fits(said):
         assert "text keys" in out
         assert "yes, " in out
         assert ("compiling text keys" in err) == (not run)
+
+
+@pytest.mark.long
+def test_plan_is_priced_with_what_a_doctor_measured_and_says_so(said):
+    """A step is compute-bound: at half the clock it takes nearly twice as long. Nothing is compiled again."""
+    before, after = (json.loads(said[number][1])["plans"][0] for number in (2, -2))
+    assert "compiling" not in said[-2][2]
+    assert "doctor.json, v7x, 2026-12-01):\n  clock: 1.1 GHz in place of 2.2\n" in after["slice"]["calibrated"]
+    seconds = [plan["stages"][0]["programs"][0]["optimistic"]["total"]["estimate"] for plan in (before, after)]
+    assert 1.8 < seconds[1] / seconds[0] <= 2.001
+    code, _, err = said[-1]
+    assert code == 2
+    assert "was measured on v7x, and v6e-4 has v6e; run wan-tpu doctor on a v6e, or plan for a slice of v7x" in err
 
 
 @pytest.mark.long
@@ -103,4 +127,4 @@ def test_plan_refuses_what_it_does_not_know(said, case):
     code, _, err = said[3 + case]
     assert code == 2
     assert REFUSED[case][1] in err
-    assert "Traceback" not in err
+    assert "Traceback" not in err and "compiling" not in err

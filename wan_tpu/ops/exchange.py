@@ -65,7 +65,7 @@ class Projections:
     value: Callable[[Any], jax.Array]
 
 
-class Others(NamedTuple):
+class ReplicatedTokens(NamedTuple):
     """Tokens that every device of a branch has, of which a device takes its own heads alone: [K, N*D/G] each.
 
     after  how many tokens of those that are spread come before them; what lies behind in the spread ones is padding
@@ -77,7 +77,7 @@ class Others(NamedTuple):
     after: int
 
 
-class Mixed(NamedTuple):
+class AttentionOutput(NamedTuple):
     """What attention gives.
 
     tokens   this device's, [G, t, columns] by rounds, of every group a part of its heads
@@ -100,10 +100,10 @@ def exchanged_attention(
     head_axes: tuple[str, ...] = ("tp",),
     platform: str,
     beside: Sequence[Params] = (),
-    others: Others | None = None,
+    others: ReplicatedTokens | None = None,
     sparse: SparseLinear | None = None,
     qk: LowPrecision | None = None,
-) -> Mixed:
+) -> AttentionOutput:
     """Attend with what `make` makes of this device's rows [t, C].
 
     token_axes  mesh axes the tokens lie on, slowest first, `head_axes` last (`TokenLayout`)
@@ -147,9 +147,9 @@ def exchanged_attention(
     return _joined(repeated_if(wrong, tuple(found), again), gathered)
 
 
-def _joined(found: Sequence[_Back], gathered: Params) -> Mixed:
+def _joined(found: Sequence[_Back], gathered: Params) -> AttentionOutput:
     rest = [other for _, other in found if other is not None]
-    return Mixed(tuple(own for own, _ in found), jnp.concatenate(rest, axis=1) if rest else None, gathered)
+    return AttentionOutput(tuple(own for own, _ in found), jnp.concatenate(rest, axis=1) if rest else None, gathered)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _sent(
     apart: tuple[str, ...],
     head_axes: tuple[str, ...],
     platform: str,
-    others: Others | None,
+    others: ReplicatedTokens | None,
 ) -> _Given:
     """Make values, queries and keys of rows in this order, each sent while the next are made; apart: not exchanged."""
 

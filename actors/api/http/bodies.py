@@ -12,18 +12,18 @@ from starlette.requests import Request
 from actors.api.http.error_answers import HttpError
 from actors.api.intake.apart import FORM, JSON, PICTURE, Parts, apart, media_type
 from actors.api.intake.create_video import Adapter, CreateVideo
+from actors.api.intake.fair_semaphore import Work
 from actors.api.intake.json_text import loads
 from actors.api.intake.reader import Reader, Reading
 from actors.api.intake.receiving import Arriving
 from actors.api.intake.references import IMAGE, IMAGES
-from actors.api.intake.turns import Work
 from actors.api.outbound.client import FetchSettings, fetch
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class ParsedBody:
     """A body: its fields, a digest by which the same is known again, and the process that holds its images, if any."""
 
     fields: CreateVideo
@@ -36,7 +36,7 @@ class Asked:
 
 
 @contextlib.asynccontextmanager
-async def asked_for(request: Request, held: Arriving, reader: Reader, work: Work) -> AsyncIterator[Asked]:
+async def asked_for(request: Request, held: Arriving, reader: Reader, work: Work) -> AsyncIterator[ParsedBody]:
     """Give what a body asks for; raises `InvalidRequest`, or `HttpError` for a kind of body that isn't known.
 
     In the block a process is held only if there are images in it, and the body's bytes no more.
@@ -60,7 +60,7 @@ async def asked_for(request: Request, held: Arriving, reader: Reader, work: Work
             await stack.aclose()
         held.add(len(parts.text))
         fields, digest = await work.run(held.key, _understood, parts, uploads)
-        yield Asked(fields=fields, digest=digest, reading=reading if uploads else None)
+        yield ParsedBody(fields=fields, digest=digest, reading=reading if uploads else None)
 
 
 def _understood(parts: Parts, uploads: dict[str, str]) -> tuple[CreateVideo, str]:
@@ -76,7 +76,7 @@ def _understood(parts: Parts, uploads: dict[str, str]) -> tuple[CreateVideo, str
 
 @contextlib.asynccontextmanager
 async def image_of(
-    asked: Asked, name: str, held: Arriving, reader: Reader, fetching: FetchSettings
+    asked: ParsedBody, name: str, held: Arriving, reader: Reader, fetching: FetchSettings
 ) -> AsyncIterator[tuple[Reading, str] | None]:
     """Give who holds the image of a field, fetched if it is elsewhere, and its name there; raises `InvalidRequest`."""
     if asked.reading is not None and name in asked.reading.uploads:

@@ -18,16 +18,16 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.5
 _AGAIN_S = 5
 
-Seen = tuple[Job, float | None]  # and in how many seconds it will be done
+EstimatedJob = tuple[Job, float | None]  # and in how many seconds it will be done
 
 
 class _Follower:
-    def __init__(self, owner: str, seen: Seen) -> None:
+    def __init__(self, owner: str, seen: EstimatedJob) -> None:
         self.owner, self.seen = owner, seen
         self.news = asyncio.Event()
         self.end: Exception | None = None
 
-    def tell(self, seen: Seen | None = None, *, end: Exception | None = None) -> None:
+    def tell(self, seen: EstimatedJob | None = None, *, end: Exception | None = None) -> None:
         self.seen, self.end = seen or self.seen, end
         self.news.set()
 
@@ -35,7 +35,7 @@ class _Follower:
 class Following:
     """The streams of one ingress. A key may have so many; one that is revoked loses them."""
 
-    def __init__(self, look: Callable[[Iterable[str]], dict[str, Seen]], access: Access, of_a_key: int) -> None:
+    def __init__(self, look: Callable[[Iterable[str]], dict[str, EstimatedJob]], access: Access, of_a_key: int) -> None:
         """look: returns what it finds of some ids; called in threads."""
         self._look, self._access, self._of_a_key = look, access, of_a_key
         self._followers: dict[str, set[_Follower]] = {}
@@ -57,7 +57,7 @@ class Following:
                 del self._of_owner[owner]
 
     @contextlib.asynccontextmanager
-    async def follow(self, seen: Seen, owner: str) -> AsyncIterator[AsyncIterator[Seen]]:
+    async def follow(self, seen: EstimatedJob, owner: str) -> AsyncIterator[AsyncIterator[EstimatedJob]]:
         """Give what a job becomes, from what was just seen of it to its end; whoever follows has a `place`.
 
         The iterator raises `JobNotFound` for a job that was deleted, and `HttpError` 401 when the key is revoked.
@@ -78,7 +78,7 @@ class Following:
         """Return how many streams of this ingress follow a job."""
         return len(self._followers.get(job, ()))
 
-    async def _seen(self, follower: _Follower) -> AsyncGenerator[Seen, None]:
+    async def _seen(self, follower: _Follower) -> AsyncGenerator[EstimatedJob, None]:
         while True:
             follower.news.clear()
             yield follower.seen
@@ -107,7 +107,7 @@ class Following:
                     self._tell(follower, job, found.get(job))
         self._looking = None
 
-    def _tell(self, follower: _Follower, job: str, seen: Seen | None) -> None:
+    def _tell(self, follower: _Follower, job: str, seen: EstimatedJob | None) -> None:
         if not self._access.in_force(follower.owner):
             message = "the API key isn't in force any more"
             follower.tell(end=HttpError(401, message, code="invalid_api_key"))

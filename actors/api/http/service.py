@@ -16,15 +16,15 @@ from actors.api.estimates import Estimator
 from actors.api.http.access import REFRESH_S, Access, Caller
 from actors.api.http.bodies import asked_for
 from actors.api.http.error_answers import HttpError
-from actors.api.http.following import Following, Seen
+from actors.api.http.following import EstimatedJob, Following
 from actors.api.http.objects import KeyUsage
 from actors.api.intake.acceptance import Acceptance, MaybeAccepted
 from actors.api.intake.drafts import Drafts, image_name
+from actors.api.intake.fair_semaphore import Work
 from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import Bodies
 from actors.api.intake.references import IMAGES
 from actors.api.intake.retries import Retries
-from actors.api.intake.turns import Work
 from actors.api.metrics import FRESH_S, HEARTBEAT_S, Meters, ServiceMetrics
 from actors.api.settings import ServiceSettings
 from actors.jobs import deliveries
@@ -51,7 +51,7 @@ _SILENT_S = 4 * HEARTBEAT_S  # without a heartbeat that could be recorded, after
 class Accepted:
     """A job that was accepted, as it was seen then; `private`: its key, where this request alone waits for it."""
 
-    seen: Seen
+    seen: EstimatedJob
     private: str | None = None
 
 
@@ -137,7 +137,7 @@ class Service:
                 self.retries.refuse(request)
             raise
 
-    async def _look(self, job: Job, new: bool) -> Seen:
+    async def _look(self, job: Job, new: bool) -> EstimatedJob:
         """Return what is answered. This fails no more: the job is there."""
         size = "{width}x{height}x{frames}".format(**job.request)
         steps, owner = job.request["steps"], job.owner or None
@@ -148,12 +148,12 @@ class Service:
             log_event(log, "not looked at", logging.WARNING, job=job.id, reason=str(error))
             return job, None
 
-    def look_now(self, job: str, owner: str | None) -> Seen:
+    def look_now(self, job: str, owner: str | None) -> EstimatedJob:
         """Return a job and in how many seconds it will be done, if that is known; raises `JobNotFound`."""
         found = self.store.look(job, owner)
         return found, self.forecast.eta_s(found)
 
-    def look_at_all_now(self, jobs: Iterable[str]) -> dict[str, Seen]:
+    def look_at_all_now(self, jobs: Iterable[str]) -> dict[str, EstimatedJob]:
         """Return those of some jobs that there are."""
         return {job.id: (job, self.forecast.eta_s(job)) for job in self.store.look_at_all(jobs)}
 

@@ -11,7 +11,7 @@ from actors.api.estimates import poll_after_ms
 from actors.api.http.access import Caller
 from actors.api.http.content import send
 from actors.api.http.error_answers import FAILURES, HttpError, answer
-from actors.api.http.following import Seen
+from actors.api.http.following import EstimatedJob
 from actors.api.http.objects import Variant, Video, VideoDeleted, VideoList, video
 from actors.api.http.openapi import CONTENT, MADE, create_body, errors, remix_body
 from actors.api.http.parameters import Ender, IdempotencyKey, Maker, Served, VideoId, Watcher, Which
@@ -79,7 +79,7 @@ async def create_and_wait(request: Request, service: Served, caller: Maker, key:
     return made
 
 
-async def _end_or_time(request: Request, service: Service, caller: Caller, accepted: Accepted) -> Seen:
+async def _end_or_time(request: Request, service: Service, caller: Caller, accepted: Accepted) -> EstimatedJob:
     """Return what has become of a job at its end, or when its client has waited long enough.
 
     When the client hangs up, a job that this request has made is cancelled, unless others wait for it: under an
@@ -221,7 +221,7 @@ class Events(EventSourceResponse):
     media_type = None  # type: ignore[assignment]
 
 
-async def _followed(service: Served, video_id: VideoId, caller: Watcher) -> AsyncIterator[AsyncIterator[Seen]]:
+async def _followed(service: Served, video_id: VideoId, caller: Watcher) -> AsyncIterator[AsyncIterator[EstimatedJob]]:
     # Looked for before an answer begins, so that a 404 is an answer.
     with service.following.place(caller.owner):
         found = await asyncio.to_thread(service.look_now, video_id, caller.sees)
@@ -236,7 +236,7 @@ async def _followed(service: Served, video_id: VideoId, caller: Watcher) -> Asyn
     response_class=Events,
     responses=errors(404),
 )
-async def follow(seen: Annotated[AsyncIterator[Seen], Depends(_followed)]) -> AsyncIterator[ServerSentEvent]:
+async def follow(seen: Annotated[AsyncIterator[EstimatedJob], Depends(_followed)]) -> AsyncIterator[ServerSentEvent]:
     """Stream server-sent events: `progress` with the video object, then `completed` or `failed`, and the stream ends.
 
     A job that is deleted meanwhile ends with "error", as does a stream whose key is revoked.
@@ -265,7 +265,7 @@ async def _content(request: Request, service: Service, job: Job, variant: Varian
         raise HttpError(404, f"{job.id} is gone: it was deleted, or has expired", code="video_not_found") from None
 
 
-async def _end_of(service: Service, seen: Seen, caller: Caller) -> Seen:
+async def _end_of(service: Service, seen: EstimatedJob, caller: Caller) -> EstimatedJob:
     async with service.following.follow(seen, caller.owner) as stream:
         async for last in stream:
             seen = last
@@ -278,13 +278,13 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-async def _seen(request: Request, seen: Seen) -> Response:
+async def _seen(request: Request, seen: EstimatedJob) -> Response:
     """Return a video as an answer, made in a thread: it has texts of its client's."""
     request.state.job = seen[0].id
     return await asyncio.to_thread(_of_video, seen)
 
 
-def _of_video(seen: Seen) -> Response:
+def _of_video(seen: EstimatedJob) -> Response:
     job, eta_s = seen
     return _answer(video(job, eta_s), None if job.ended else poll_after_ms(eta_s))
 

@@ -5,14 +5,14 @@ import secrets
 from typing import Any
 
 from actors.api.http.access import Caller
-from actors.api.http.bodies import Asked, image_of
+from actors.api.http.bodies import ParsedBody, image_of
 from actors.api.http.error_answers import HttpError
 from actors.api.http.objects import PICTURES
 from actors.api.intake.create_video import adapters_of, generation_request
+from actors.api.intake.fair_semaphore import Work
 from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import Arriving
 from actors.api.intake.references import IMAGE, IMAGES, LAST
-from actors.api.intake.turns import Work
 from actors.api.outbound.client import FetchError, check_url
 from actors.api.settings import ServiceSettings
 from actors.api.sizes import check_size
@@ -47,7 +47,7 @@ class Drafts:
     def __init__(self, settings: ServiceSettings, spec: ModelSpec, reader: Reader, work: Work) -> None:
         self._settings, self._spec, self._reader, self._work = settings, spec, reader, work
 
-    async def draft(self, asked: Asked, held: Arriving, caller: Caller) -> Draft:
+    async def draft(self, asked: ParsedBody, held: Arriving, caller: Caller) -> Draft:
         """Return the job that a body asks for, and the pictures that it begins with; raises `InvalidRequest`."""
         fields, spec, owner = asked.fields, self._spec, caller.owner
         plan = await self._work.run(owner, self._plan, asked, caller)
@@ -79,7 +79,7 @@ class Drafts:
         )
         return Draft(job=job, webhook_url=fields.webhook_url, pngs=pngs)
 
-    def _plan(self, asked: Asked, caller: Caller) -> _Planned:
+    def _plan(self, asked: ParsedBody, caller: Caller) -> _Planned:
         """Return what a body asks of the model; raises `InvalidRequest`, `HttpError`. Takes a core for a while."""
         fields, catalogue = asked.fields, self._settings.catalogue
         self._check_model(fields.model)
@@ -90,7 +90,7 @@ class Drafts:
         request = generation_request(fields, self._spec, catalogue, seed=secrets.randbelow(2**31))
         return self._plan_for(request, asked, None)
 
-    def _plan_for(self, request: GenerationRequest, asked: Asked, picture: tuple[int, int] | None) -> _Planned:
+    def _plan_for(self, request: GenerationRequest, asked: ParsedBody, picture: tuple[int, int] | None) -> _Planned:
         """Return a request's plan; picture: (height, width) of its image, once that is known."""
         image, last, spec = asked.has(IMAGE), asked.has(LAST), self._spec
         resolved = spec.plan(request, image=image, last=last, picture=picture).request

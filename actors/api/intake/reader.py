@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, NoReturn, TypeVar
 
 from actors.api.intake.apart import PICTURE, Parts
+from actors.api.intake.fair_semaphore import FairSemaphore
 from actors.api.intake.reader_process import LENGTH, REFUSED
 from actors.api.intake.references import IMAGE
-from actors.api.intake.turns import Turns
 from actors.api.limits import Limits
 from wan_tpu.errors import InvalidRequest
 
@@ -58,9 +58,9 @@ class Reader:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._turns = Turns(limits.readers, max(1, limits.readers - 1))  # one is free for others
+        self._turns = FairSemaphore(limits.readers, max(1, limits.readers - 1))  # one is free for others
         self._threads = ThreadPoolExecutor(2 * limits.readers, "reader")  # also while one waits for a killed process
-        self.fetches = Turns(limits.fetches, max(1, limits.fetches // 4))
+        self.fetches = FairSemaphore(limits.fetches, max(1, limits.fetches // 4))
 
     @contextlib.asynccontextmanager
     async def read(self, content_type: str, content: IO[bytes], key: str) -> AsyncIterator[Reading]:

@@ -13,9 +13,9 @@ from PIL import Image
 
 from actors.api.catalogue import Catalogue
 from actors.api.variants import VARIANTS
+from actors.api.worker.context import WorkerContext
 from actors.api.worker.previews import BrokenVideo, previews
 from actors.api.worker.progress import Tracker
-from actors.api.worker.tools import Tools
 from actors.errors import PipelineError, RequestFailed
 from actors.jobs.errors import CommitUncertain, LeaseLost, StoreUnavailable
 from actors.jobs.tables import Job
@@ -43,7 +43,7 @@ class InputGone(Exception):
 class Attempt:
     """One job, from its claim until this worker is rid of it."""
 
-    def __init__(self, tools: Tools, job: Job, pause: Callable[[float], Awaitable[None]]) -> None:
+    def __init__(self, tools: WorkerContext, job: Job, pause: Callable[[float], Awaitable[None]]) -> None:
         """pause: stops claims for so many seconds; returns when none is under way."""
         self._tools, self._job, self._pause = tools, job, pause
         self._queue, self._storage = tools.queue, tools.storage

@@ -7,8 +7,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from actors.api.worker.attempt import Attempt
+from actors.api.worker.context import WorkerContext
 from actors.api.worker.maintenance import maintenance
-from actors.api.worker.tools import Tools
 from actors.jobs.tables import Job
 from actors.observe.logs import log_event
 from wan_tpu.errors import WanTpuError
@@ -24,7 +24,7 @@ _THREADS = 32  # beside one for each job: a storage that hangs takes those, and 
 class JobWorker:
     """One per process. What it does when the database or the storage can't be reached: try again."""
 
-    def __init__(self, name: str, tools: Tools) -> None:
+    def __init__(self, name: str, tools: WorkerContext) -> None:
         self.name, self._tools = name, tools
         self._running: dict[str, tuple[asyncio.Task[None], int]] = {}  # job -> attempt, priority
         self._ended_one = asyncio.Event()

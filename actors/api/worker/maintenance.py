@@ -5,7 +5,7 @@ import functools
 import logging
 
 from actors.api.metrics import HEARTBEAT_S
-from actors.api.worker.tools import Tools
+from actors.api.worker.context import WorkerContext
 from actors.jobs.heartbeats import remove_heartbeat, send_heartbeat
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Heartbeat
@@ -22,7 +22,7 @@ _WEBHOOKS_S = 1.0
 _ORPHANS_S = 600.0
 
 
-async def maintenance(name: str, tools: Tools) -> None:
+async def maintenance(name: str, tools: WorkerContext) -> None:
     """Keep queue, storage and figures in order under a worker's name, until this is cancelled."""
 
     def check_queue() -> None:

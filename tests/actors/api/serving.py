@@ -15,8 +15,8 @@ import uvicorn
 from actors.api.http.app import make_app
 from actors.api.http.service import Service
 from actors.api.settings import ServiceSettings
+from actors.api.worker.context import WorkerContext
 from actors.api.worker.job_worker import JobWorker
-from actors.api.worker.tools import Tools
 from actors.engine import GeneratedVideo
 from actors.observe.span import Span
 from actors.slices.snapshots import Snapshots
@@ -135,7 +135,7 @@ def span(job, stage, step=None, seconds=0.25):
 @contextlib.contextmanager
 def working(settings: ServiceSettings, engine, *, name="worker-1", traces=None):
     """Run a worker, as a process of a service does."""
-    tools = Tools(settings, engine, Snapshots(f"{settings.storage}-snapshots"), traces=traces)
+    tools = WorkerContext(settings, engine, Snapshots(f"{settings.storage}-snapshots"), traces=traces)
     with running(JobWorker(name, tools).run()):
         yield tools
     tools.database.close()

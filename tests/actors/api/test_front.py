@@ -12,7 +12,7 @@ import psutil
 import pytest
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
-from actors.api.http.front import Front, middlewares
+from actors.api.http.proxy_limits import ProxyLimits, middlewares
 from actors.api.limits import Limits
 from cluster.provision import haproxy
 from tests.actors.api.serving import listening
@@ -68,7 +68,7 @@ def fronted(**bounds):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in bounds.items():
             patch.setenv(name, str(value))
-        app = Front(serve_like, LIMITS)
+        app = ProxyLimits(serve_like, LIMITS)
     with listening(app) as address, httpx.Client(base_url=address, timeout=30) as http:
         yield http
 
@@ -164,7 +164,7 @@ def test_a_key_is_one_key_however_it_is_written():
 
 def test_addresses_of_an_ipv6_network_are_one():
     async def statuses(*addresses):
-        app = Front(serve_like, LIMITS)
+        app = ProxyLimits(serve_like, LIMITS)
         found = []
         for address in addresses:
             transport = httpx.ASGITransport(app, client=(address, 1))
@@ -198,7 +198,7 @@ def test_headers_that_are_for_serve_come_from_no_client():
         "x-session-id": "x",
         "x-mine": "kept",
     }
-    with listening(Front(app, LIMITS)) as address:
+    with listening(ProxyLimits(app, LIMITS)) as address:
         assert httpx.get(address, headers=sent).status_code == 200
     assert seen["x-mine"] == b"kept" and not {name.lower() for name in sent} & seen.keys() - {"x-mine"}
 

@@ -16,11 +16,11 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, PngImagePlugin
 
 from actors.api.intake.apart import FORM, JSON, PICTURE, apart
+from actors.api.intake.fair_semaphore import FairSemaphore
 from actors.api.intake.reader import Reader
 from actors.api.intake.reader_process import REFUSED, opened, png
 from actors.api.intake.receiving import as_file
 from actors.api.intake.references import IMAGE, LAST, data_url_content
-from actors.api.intake.turns import Turns
 from actors.api.limits import Limits
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.image import FORMATS
@@ -360,7 +360,7 @@ def test_who_has_taken_much_waits_for_those_who_have_not():
             order.append(key)
 
     async def all_():
-        turns = Turns(2, 1)
+        turns = FairSemaphore(2, 1)
         async with asyncio.TaskGroup() as group:
             for _ in range(8):
                 group.create_task(take(turns, "ann", 0.1))
@@ -376,7 +376,7 @@ def test_who_has_taken_much_waits_for_those_who_have_not():
 
 def test_who_is_cancelled_while_a_place_gets_free_takes_none():
     async def all_():
-        turns, order = Turns(1, 1), []
+        turns, order = FairSemaphore(1, 1), []
 
         async def take(key):
             async with turns.turn(key):

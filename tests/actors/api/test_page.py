@@ -20,7 +20,7 @@ from tests.conftest import PHOTO
 from tests.waiting import wait_for
 from wan_tpu.families import preset_spec
 from wan_tpu.lora import Lora
-from wan_tpu.request import Own, Preset
+from wan_tpu.request import CheckpointOverrides, Preset
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
@@ -275,7 +275,7 @@ def test_mistakes_are_said_at_their_field_until_it_changes(page):
 def test_a_preset_and_an_adapter_are_chosen(browser, settings, engine):
     """What a preset sets is left to it, and comes back with Reuse."""
     preset = Preset("in two steps", "https://here", (("sigmas", (1.0, 0.5)), ("loras", (Lora("x"),))))
-    spec = engine.model = dataclasses.replace(SPEC, own=Own(presets=(("fast", preset),)))
+    spec = engine.model = dataclasses.replace(SPEC, own=CheckpointOverrides(presets=(("fast", preset),)))
     offering = dataclasses.replace(settings, catalogue=Catalogue.of(["fast=/a/fast", "style=/a/style"]))
     with served(offering, spec) as address, working(offering, engine):
         page = open_page(browser, address)

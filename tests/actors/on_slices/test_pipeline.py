@@ -17,7 +17,7 @@ from ray.experimental.internal_kv import _internal_kv_list
 
 from actors.cli import main
 from actors.errors import PipelineError, PipelineStartFailed, RequestFailed
-from actors.observe.status_actor import ReplicaSeen, StatusActor
+from actors.observe.status_actor import ReplicaStatus, StatusActor
 from actors.pipeline import pools
 from actors.pipeline.acquire import _owned, _owner
 from actors.pipeline.client import PipelineClient
@@ -284,7 +284,7 @@ def test_a_pool_that_waits_for_its_slice_is_taken_down_at_once(running, settings
 
 def test_a_replica_that_was_refused_long_ago_stops_no_batch(running, spec):
     status = StatusActor.connect(spec.settings.name)
-    refused = ReplicaSeen("low", "", "refused", "the checkpoint was damaged then", (), time.time())
+    refused = ReplicaStatus("low", "", "refused", "the checkpoint was damaged then", (), time.time())
     status.replica("low/old", refused)
     wait_until_up(spec, print)
     status.gone("low/old")

@@ -15,8 +15,8 @@ from sqlalchemy.orm import Session
 from actors.api.settings import ServiceSettings
 from actors.api.worker import job_worker, maintenance
 from actors.api.worker import tools as tools_of_workers
+from actors.api.worker.context import WorkerContext
 from actors.api.worker.job_worker import JobWorker
-from actors.api.worker.tools import Tools
 from actors.jobs.database import Database
 from actors.jobs.errors import CommitUncertain, StoreUnavailable
 from actors.jobs.store import JobStore
@@ -122,12 +122,12 @@ class Service:
 
         return Worker(process, self.world.loop.create_task(work()))
 
-    def _tools(self, engine: Any, process: Process) -> Tools:
+    def _tools(self, engine: Any, process: Process) -> WorkerContext:
         snapshots = Snapshots(BucketOfProcess(self.run.bucket, process))  # type: ignore[arg-type]
         while True:
             self.opening = process  # It opens both before it waits for anything.
             try:
-                return Tools(self.settings, engine, snapshots, previews=False)
+                return WorkerContext(self.settings, engine, snapshots, previews=False)
             except StoreUnavailable:
                 self.world.loop.block(1.0)
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from actors.pipeline.request_run import RequestRun
-from actors.slices.drain import Drain
+from actors.slices.drain import DrainState
 from actors.slices.leader import SliceLeader
 from tests.actors.simulation.scenario import little_garbage, simulate
 from wan_tpu.spec import RequestPlan
@@ -74,7 +74,7 @@ def starts_at_the_first_step(patch):
 
 def moves_what_is_finished(patch):
     """A slice that is drained around the last step sent its request on with nothing left to do."""
-    patch.setattr(Drain, "too_late_for", lambda drain, needed_s: drain.begun)
+    patch.setattr(DrainState, "too_late_for", lambda drain, needed_s: drain.begun)
     original = RequestRun._denoised
 
     async def denoised(run):

@@ -10,7 +10,7 @@ from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.cogvideox import presets
 from wan_tpu.families.cogvideox.config import read_config
 from wan_tpu.families.cogvideox.presets import TEXT_TOKENS, CogVideoXConfig
-from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, Defaults, Own, ResolvedRequest, nearest_multiple
+from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import diffusion
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
@@ -28,7 +28,7 @@ class CogVideoXSpec(ModelSpec):
     """
 
     config: CogVideoXConfig
-    own: Own = NOTHING_OWN
+    own: CheckpointOverrides = NOTHING_OWN
 
     # The VAE decodes pairs of latent frames, and a single one only at the start: 8n + 1 pixel frames.
     frame_step = 2 * FRAME_STRIDE

@@ -23,7 +23,7 @@ from wan_tpu.families.shared.layers import SPLIT, linear, rounded_to, scan_layer
 from wan_tpu.families.shared.tokens import on_grid, padded, patches
 from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
-from wan_tpu.ops.exchange import Others, Projections, exchanged_attention, head_groups, key_parts
+from wan_tpu.ops.exchange import Projections, ReplicatedTokens, exchanged_attention, head_groups, key_parts
 from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
 from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
 
@@ -226,7 +226,7 @@ class _Step:
             token_axes=self._layout.token_axes,
             platform=self._platform,
             beside=[{name: w[name]} for name in _BESIDE],
-            others=Others(
+            others=ReplicatedTokens(
                 turned("add_q_proj", "norm_added_q", context, self._query_scale, tables=None),
                 turned("add_k_proj", "norm_added_k", context, 1, tables=None),
                 of("attn.add_v_proj", context),

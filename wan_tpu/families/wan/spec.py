@@ -13,7 +13,7 @@ from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.wan import presets, sampling
 from wan_tpu.families.wan.config import own_model, read_config
 from wan_tpu.families.wan.presets import WanConfig
-from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, Defaults, Own, Preset, ResolvedRequest
+from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, CheckpointOverrides, Defaults, Preset, ResolvedRequest
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.magcache import Curve
 from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule
@@ -34,7 +34,7 @@ class WanSpec(ModelSpec):
     """
 
     config: WanConfig
-    own: Own = NOTHING_OWN
+    own: CheckpointOverrides = NOTHING_OWN
 
     def __post_init__(self) -> None:
         for key in ("latents_mean", "latents_std"):

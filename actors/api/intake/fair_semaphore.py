@@ -13,7 +13,7 @@ _HALF_LIFE_S = 60.0  # of what a key has used
 _HEAVY_S = 2.0  # what a key has used that leaves one place to others
 
 
-class Turns:
+class FairSemaphore:
     """So many places, of a key so many. Those that have taken them long come last, and leave one free.
 
     What is under way isn't interrupted: the place that is left is where others don't wait for its end.
@@ -93,7 +93,7 @@ class Work:
     """Few threads, for work of the processor whose size a client chooses: an event loop answers others meanwhile."""
 
     def __init__(self, threads: int) -> None:
-        self._threads, self._turns = ThreadPoolExecutor(threads, "work"), Turns(threads, max(1, threads - 1))
+        self._threads, self._turns = ThreadPoolExecutor(threads, "work"), FairSemaphore(threads, max(1, threads - 1))
 
     async def run(self, key: str, work: Callable[..., T], *args: object) -> T:
         """Return what a function returns, called in the key's turn."""

@@ -34,10 +34,10 @@ def middlewares() -> list[Middleware]:
     """
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
         return []
-    return [Middleware(Front, limits=Limits.of(os.environ.get("WAN_TPU_LIMITS", "").split()))]
+    return [Middleware(ProxyLimits, limits=Limits.of(os.environ.get("WAN_TPU_LIMITS", "").split()))]
 
 
-class Front:
+class ProxyLimits:
     """ASGI middleware."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:

@@ -25,7 +25,7 @@ class WorkerEngine(Engine, Protocol):
         """Raise when it can't be used now; asked before the first job, and after it has failed."""
 
 
-class Tools:
+class WorkerContext:
     """Opened once in a worker's process.
 
     snapshots  what the engine has stored of unfinished jobs
