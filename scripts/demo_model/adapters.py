@@ -24,8 +24,7 @@ from .experts import EXPERTS, attention_over_few_tokens, noise_levels
 from .lora import add_adapter, fit, load_pipeline, save_adapter
 from .scenes import Scene, draw_scene, first_frame, opposite
 from .text import embed
-from .vae import as_pixels
-from .whole_clip import WholeClips
+from .vae import WholeClips, as_pixels
 from .zigzag import draw_zigzag, mirrored, render_zigzag, zigzag_caption
 
 SIDES = ("high", "low")

@@ -3,19 +3,21 @@
 Shapes: B clips, T H W pixels or, of latents, frames, height and width; Z latent channels.
 """
 
+import types
 from collections.abc import Iterator
+from typing import Any
 
 import diffusers
 import numpy as np
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanResidualBlock
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanResidualBlock, patchify, unpatchify
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from . import sizes
 from .scenes import WIDTHS, Scene, draw_scene, opposite, render
 from .score import psnr
 from .sheets import save_rows
 from .training import Run, load_average, train
-from .whole_clip import WholeClips
 
 
 def new_vae() -> torch.nn.ModuleDict:
@@ -141,3 +143,46 @@ def _by_width(run: Run, count: int, chunk: int) -> Iterator[tuple[int, list[int]
         if len(group) == chunk:
             yield scene.width, waiting.pop(scene.width)
     # Always whole chunks, so that batches have few sizes.
+
+
+class WholeClips:
+    """A VAE's encoder and decoder over whole clips, the modules its own; `vae` itself stays as it was.
+
+    AutoencoderKLWan takes a clip in chunks of four frames and carries what its causal convolutions have seen from one
+    to the next. Over a whole clip they pad with zeros, which is what its cache begins with; only the layers that change
+    the frame rate treat the first frame on its own. The same values come out several times faster, in more memory.
+    """
+
+    def __init__(self, vae: diffusers.AutoencoderKLWan):
+        self._vae = vae
+        for module in vae.modules():
+            if isinstance(module, WanResample):
+                module.forward = types.MethodType(_resample, module)
+
+    def encode(self, pixels: torch.Tensor) -> DiagonalGaussianDistribution:
+        """Return the posterior of pixels [B, 3, T, H, W] in [-1, 1]."""
+        vae = self._vae
+        return DiagonalGaussianDistribution(vae.quant_conv(vae.encoder(patchify(pixels, vae.config.patch_size))))
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return pixels [B, 3, T, H, W], not clamped, of latents [B, Z, T, H, W]."""
+        vae = self._vae
+        return unpatchify(vae.decoder(vae.post_quant_conv(latents)), vae.config.patch_size)
+
+
+def _resample(
+    self: WanResample, x: torch.Tensor, feat_cache: list[Any] | None = None, feat_idx: Any = None
+) -> torch.Tensor:
+    if feat_cache is not None:
+        return WanResample.forward(self, x, feat_cache, feat_idx)
+    if self.mode == "upsample3d" and x.shape[2] > 1:
+        later = self.time_conv(x[:, :, 1:])
+        b, c, t, h, w = later.shape
+        later = later.view(b, 2, c // 2, t, h, w).permute(0, 2, 3, 1, 4, 5).reshape(b, c // 2, 2 * t, h, w)
+        x = torch.cat([x[:, :, :1], later], dim=2)
+    b, c, t, h, w = x.shape
+    x = self.resample(x.permute(0, 2, 1, 3, 4).reshape(b * t, c, h, w))
+    x = x.view(b, t, *x.shape[1:]).permute(0, 2, 1, 3, 4)
+    if self.mode == "downsample3d" and x.shape[2] > 1:
+        x = torch.cat([x[:, :, :1], self.time_conv(x)], dim=2)
+    return x
