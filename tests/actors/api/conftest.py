@@ -1,10 +1,11 @@
-"""Real HTTPS servers on this machine, with certificates of an authority that only these tests trust; the service."""
+"""Real HTTPS servers on this machine, with certificates that only these tests trust; the service; its page."""
 
 import asyncio
 import collections
 import dataclasses
 import ipaddress
 import re
+import shutil
 import ssl
 
 import httpx
@@ -22,6 +23,7 @@ from tests.actors.api.serving import running
 from tests.waiting import wait_for
 
 NAME = "pictures.test"
+EXPECTED = " 400 |ERR_INTERNET_DISCONNECTED"  # What Chromium complains of, and tests of the page bring about.
 
 
 @pytest.fixture(scope="session")
@@ -137,6 +139,40 @@ def worker(settings, service, engine):
 def http(service):
     with httpx.Client(base_url=service, timeout=30) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, for a module's tests of the page."""
+    playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no Chromium (Debian: apt-get install chromium)")
+    with playwright_api.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def page(browser, service):
+    """The page of a service, open; what it asks elsewhere or complains of fails the test."""
+    from tests.actors.api.browsing import shot  # It needs playwright, which other tests don't.
+
+    made = browser.new_page()
+    made.set_default_timeout(15_000)
+    problems = []
+    made.on("request", lambda asked: asked.url.startswith((service, "data:", "blob:")) or problems.append(asked.url))
+    made.on("pageerror", lambda error: problems.append(str(error)))
+    made.on(
+        "console",
+        lambda said: said.type == "error" and not re.search(EXPECTED, said.text) and problems.append(said.text),
+    )
+    made.goto(service)
+    yield made
+    shot(made, "end")
+    made.close()
+    assert problems == []
 
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"

@@ -1,11 +1,9 @@
-"""The page in a real browser: ask, watch, play, cancel, retry, reuse; errors, keys, a phone, the keyboard, axe-core."""
+"""The page in a real browser: ask, watch, play, cancel, retry, reuse; errors and keys; axe-core."""
 
 import base64
 import dataclasses
 import io
-import os
 import re
-import shutil
 from pathlib import Path
 
 import httpx
@@ -15,6 +13,7 @@ from PIL import Image
 from actors.api.catalogue import Catalogue
 from actors.jobs.keys import make_key
 from actors.storage.local import LocalStorage
+from tests.actors.api.browsing import ask, audit, card_of, error_of, open_page, plays, shot, sync_api
 from tests.actors.api.serving import SPEC, create, served, working
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
@@ -22,103 +21,8 @@ from wan_tpu.families import preset_spec
 from wan_tpu.lora import Lora
 from wan_tpu.request import CheckpointOverrides, Preset
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
 DATA_URL = "data:image/png;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
-EXPECTED = " 400 |ERR_INTERNET_DISCONNECTED"  # What Chromium complains of, and tests bring about.
 SEED = 2**53 + 1  # No number of JavaScript's.
-PHONE = {"width": 320, "height": 640}
-SCHEMES = {"light": "rgb(247, 246, 243)", "dark": "rgb(19, 19, 21)"}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("there is no Chromium (Debian: apt-get install chromium)")
-    with sync_api.sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        yield made
-        made.close()
-
-
-@pytest.fixture
-def page(browser, service):
-    """The page of a service, open; what it asks elsewhere or complains of fails the test."""
-    made = browser.new_page()
-    made.set_default_timeout(15_000)
-    problems = []
-    made.on("request", lambda asked: asked.url.startswith((service, "data:", "blob:")) or problems.append(asked.url))
-    made.on("pageerror", lambda error: problems.append(str(error)))
-    made.on(
-        "console",
-        lambda said: said.type == "error" and not re.search(EXPECTED, said.text) and problems.append(said.text),
-    )
-    made.goto(service)
-    yield made
-    shot(made, "end")
-    made.close()
-    assert problems == []
-
-
-def shot(page, name):
-    """Keep a picture where they are wanted, to be looked at."""
-    if folder := os.environ.get("WAN_TPU_SCREENSHOTS"):
-        test = os.environ["PYTEST_CURRENT_TEST"].split("::")[1].split(" ")[0]
-        page.screenshot(path=Path(folder) / f"{test}-{name}.png", full_page=True)
-
-
-def open_page(browser, address):
-    page = browser.new_page()
-    page.set_default_timeout(15_000)
-    page.goto(address)
-    return page
-
-
-def ask(page, prompt, *, size=None, **fields):
-    """Ask for a video; fields by their labels."""
-    page.get_by_label("Prompt", exact=True).fill(prompt)
-    page.locator("#ask details").evaluate("fold => { fold.open = true; }")
-    if size is not None:
-        page.get_by_role("combobox", name="Size").select_option("other")
-        page.get_by_label("Width and height").fill(size)
-    for label, value in fields.items():
-        page.get_by_label(label, exact=True).fill(str(value))
-    page.get_by_role("button", name="Make video").click()
-    return card_of(page, prompt)
-
-
-def card_of(page, prompt):
-    card = page.locator("article").filter(has_text=prompt)
-    card.wait_for(state="attached")
-    return card
-
-
-def error_of(page, field):
-    """Return what is said of a field, which is marked then, and described by it."""
-    sync_api.expect(field).to_have_attribute("aria-invalid", "true")
-    return page.locator(f"#{field.get_attribute('aria-describedby').split()[-1]}")
-
-
-def plays(page, where="#viewer"):
-    """Wait until a video has pictures. The page lets nobody evaluate strings in a loop of its own."""
-    wait_for(lambda: page.evaluate(f"(document.querySelector('{where} video') || {{}}).readyState >= 2"))
-
-
-def audit(page, phone=False):
-    """Have axe-core look at the page, in the light and in the dark, and as wide as a phone."""
-    for scheme, ground in SCHEMES.items():
-        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # No colour is half-way to another.
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
-        results = axe.Axe().run(page)
-        assert results.violations_count == 0, results.generate_report()
-        shot(page, scheme)
-    if phone:
-        page.set_viewport_size(PHONE)
-        results = axe.Axe().run(page)
-        assert results.violations_count == 0, results.generate_report()
-        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-        shot(page, "phone")
 
 
 def test_from_the_prompt_to_the_video(page, worker, engine):
@@ -164,33 +68,6 @@ def test_from_the_prompt_to_the_video(page, worker, engine):
     for name in ("Delete:", "Delete for good:"):
         card.get_by_role("button", name=name).click()
     sync_api.expect(page.get_by_text("Nothing here yet.")).to_be_visible()
-
-
-@pytest.mark.long
-def test_arrows_walk_through_the_videos(page, worker):
-    for prompt in ("First", "Second", "Third"):
-        card = ask(page, prompt)
-        play = card.get_by_role("button", name="play:")
-        play.wait_for()
-    page.get_by_label("Prompt", exact=True).focus()
-    for _ in range(30):  # With the keyboard alone: it plays under the focus, and large.
-        page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.ariaLabel") == "Play: Third":
-            break
-    plays(page, "article")
-    page.keyboard.press("Enter")
-    plays(page)
-    for key, prompt, place in (("Right", "Second", 2), ("Right", "First", 3), ("Left", "Second", 2)):
-        page.keyboard.press(f"Arrow{key}")
-        viewer = page.get_by_role("dialog", name=prompt)
-        sync_api.expect(viewer).to_contain_text(f"{place} of 3")
-    audit(page)
-    page.keyboard.press("Escape")
-    sync_api.expect(card_of(page, "Second").get_by_role("button", name="play:")).to_be_focused()
-    page.get_by_label("Search prompts").fill("thi")
-    sync_api.expect(page.locator("article:visible")).to_have_count(1)
-    page.get_by_label("Search prompts").fill("nobody")
-    sync_api.expect(page.get_by_text("No prompt has “nobody”.")).to_be_visible()
 
 
 def test_an_example_is_there_and_its_image_comes_back(page, worker, engine):
@@ -366,86 +243,6 @@ def test_a_file_that_is_no_image_is_refused_at_once(page):
     page.reload()
     card.get_by_role("button", name="Reuse").click()
     page.get_by_alt_text("first frame: input_reference.png").wait_for()
-
-
-@pytest.mark.long
-def test_the_focus_stays_when_cards_change(page, worker, engine):
-    engine.go.clear()
-    make = page.get_by_role("button", name="Make video")
-    cancelled = ask(page, "Cancelled")
-    sync_api.expect(cancelled).to_contain_text("step 1")
-    page.get_by_label("Prompt", exact=True).fill("Made")
-    make.press("Enter")
-    made = page.locator("article").filter(has_text="Made")
-    made.wait_for()
-    sync_api.expect(make).to_be_enabled()
-    sync_api.expect(make).to_be_focused()
-    cancelled.get_by_role("button", name="Cancel:").press("Enter")
-    sync_api.expect(cancelled).to_contain_text("Cancelled.")
-    sync_api.expect(page.get_by_text("1 cancelled")).to_be_focused()
-    made.get_by_role("button", name="Reuse").focus()
-    engine.go.set()
-    made.get_by_role("button", name="Play:").wait_for()
-    sync_api.expect(made.get_by_role("button", name="Reuse")).to_be_focused()
-    for name in ("Delete:", "Delete for good:"):
-        made.get_by_role("button", name=name).press("Enter")
-    sync_api.expect(made).to_have_count(0)
-    sync_api.expect(page.get_by_role("heading", name="Videos")).to_be_focused()
-
-
-@pytest.mark.long
-def test_older_ones_take_the_focus(page, http):
-    for number in range(26):
-        create(http, prompt=f"video {number}.")
-    page.get_by_role("button", name="Older ones").press("Enter")
-    sync_api.expect(page.locator("article")).to_have_count(26)
-    sync_api.expect(page.get_by_role("button", name="Cancel: video 1.")).to_be_focused()
-
-
-def test_names_say_of_which_video(page):
-    card = ask(page, "A cat looks up " + "and up " * 20)
-    name = "A cat looks up and up and up and up and up and up and up an…"
-    sync_api.expect(card.get_by_role("button", name=f"Cancel: {name}", exact=True)).to_have_text("Cancel")
-    bar = card.get_by_role("progressbar", name=f"progress of {name}", exact=True)
-    assert [bar.get_attribute(f"aria-value{end}") for end in ("min", "now", "max")] == ["0", "0", "100"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_controls_stand_out(page, scheme):
-    """What axe-core doesn't measure: the edges of controls."""
-    page.emulate_media(color_scheme=scheme)
-    grounds = [colour(page, "form", "backgroundColor"), colour(page, "input[name=num_frames]", "backgroundColor")]
-    for control in ("textarea", "input[name=num_frames]", "select", ".drop", "#find"):
-        edge = colour(page, control, "borderTopColor")
-        assert min(contrast(edge, ground) for ground in grounds) >= 3, control
-    assert contrast(colour(page, "input[name=num_frames]", "color", "::placeholder"), grounds[1]) >= 4.5
-
-
-def colour(page, selector, name, part=None):
-    """Return a computed colour as three numbers of 0 to 1."""
-    style = f"getComputedStyle(document.querySelector('{selector}'), {part!r})".replace("None", "null")
-    return [int(number) / 255 for number in re.findall(r"\d+", page.evaluate(f"{style}.{name}"))[:3]]
-
-
-def contrast(one, other):
-    """Return the contrast as WCAG reckons it."""
-    linear = [[v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in c] for c in (one, other)]
-    low, high = sorted(0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in linear)
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.long
-def test_on_a_phone(page, worker):
-    page.set_viewport_size(PHONE)
-    card = ask(page, "A prompt with a very long word: " + "x" * 200)
-    card.get_by_role("button", name="play:").click()
-    plays(page)
-    audit(page, phone=True)
-    viewer = page.locator("#viewer")
-    assert viewer.evaluate("box => box.scrollWidth - box.clientWidth") <= 0
-    viewer.get_by_role("button", name="Close").click()
-    audit(page, phone=True)
 
 
 def test_markup_in_a_prompt_and_a_warning_stays_text(page, worker, engine):
