@@ -72,7 +72,9 @@ def _time(name: str, runtime: AbstractRuntime, program: Program, arguments: tupl
         times = measure(lambda: program(*arrays), CALLS)
     except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
         return Finding(name, str(error).splitlines()[0], "warn", "to run", _NOT_RUN)
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
+    # A TPU counts what programs need while they run apart from arrays.
+    memory = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [one.get("peak_bytes_in_use", 0) + one.get("peak_bytes_reserved", 0) for one in memory]
     peak = f", {max(peaks) / GIB:.1f} GiB a device at most" if max(peaks) else ""
     middle = statistics.median(times)
     return Finding(

@@ -14,7 +14,7 @@ import ray
 from ray.util import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.errors import CallFailed, ChipsBusy, DeviceFailed, SliceError, SliceLost, SliceStartTimeout
+from cluster.errors import CallFailed, ChipsBusy, DeviceFailed, SliceError, SliceLost, SliceStartTimeout, WrongHost
 from cluster.gang.host_actor import HostActor
 from cluster.gang.machine_place import check_machine_places
 from cluster.gang.placement import Placement, Tell, reserve
@@ -230,7 +230,10 @@ class Slice:
         by_process = {outcome.value: member for outcome, member in zip(joined, self._members, strict=True)}
         if sorted(by_process) != list(range(self.spec.hosts)):
             counted = ", ".join(f"{m} is {o.value}" for o, m in zip(joined, self._members, strict=True))
-            raise SliceError(f"{self.name}: JAX counts two of its hosts as the same process: {counted}")
+            raise WrongHost(
+                f"{self.name}: JAX counts two of its hosts as the same process: {counted}; unset CLOUD_TPU_TASK_ID, "
+                "TPU_PROCESS_BOUNDS and TPU_PROCESS_ADDRESSES there, which override the machine's own place"
+            )
         self._members = tuple(by_process[process] for process in range(self.spec.hosts))
 
     def _alike(self, software: Sequence[dict[str, str]]) -> dict[str, str]:

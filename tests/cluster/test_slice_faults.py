@@ -11,11 +11,11 @@ import time
 import pytest
 import ray
 
-from cluster.errors import CallFailed, ChipsBusy, DeviceFailed, SliceError, SliceLost, SliceStartTimeout
+from cluster.errors import CallFailed, ChipsBusy, DeviceFailed, SliceError, SliceLost, SliceStartTimeout, WrongHost
 from cluster.gang import placement
 from cluster.gang import slice as gang
 from cluster.gang.host_actor import HostActor
-from cluster.gang.protocol import HostPlace, Timeouts
+from cluster.gang.protocol import HostPlace, Outcome, Timeouts
 from cluster.gang.slice import Slice, take
 from cluster.inventory import slices_found
 from tests.cluster.conftest import CHIPS, ONE_HOST, TWO_HOSTS
@@ -45,6 +45,7 @@ def test_a_host_killed_in_a_call(cluster, all_free):
         running.call("count")
 
 
+@pytest.mark.long
 def test_worker_0_is_named_where_its_end_ends_the_others(cluster, all_free):
     """All others are joined at it: JAX ends them when it is gone, and their end may be noticed first."""
     running = Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
@@ -77,6 +78,22 @@ def test_hosts_that_have_not_joined_are_told_from_those_that_have(cluster, all_f
     )
     with pytest.raises(SliceStartTimeout, match=message):
         Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=dataclasses.replace(QUICK, join_s=2))
+    all_free()
+
+
+@pytest.mark.long
+def test_hosts_that_jax_counts_as_the_same_process_are_named(cluster, all_free, monkeypatch):
+    run_phase = Slice._run_phase
+
+    def count_as_one(self, phase, *args, **named):
+        ended = run_phase(self, phase, *args, **named)
+        return [Outcome(0)] * 2 if phase == "join" else ended
+
+    monkeypatch.setattr(Slice, "_run_phase", count_as_one)
+    with pytest.raises(
+        WrongHost, match=r"same process: host 0 of 2 .* is 0, host 1 of 2 .* is 0; unset CLOUD_TPU_TASK"
+    ):
+        Slice(TWO_HOSTS, SmallHost, name="low/0", timeouts=QUICK)
     all_free()
 
 
