@@ -1,0 +1,49 @@
+"""Clients take turns at the processes that read what they send."""
+
+import asyncio
+
+from actors.api.intake.fair_semaphore import FairSemaphore
+
+
+def test_who_has_taken_much_waits_for_those_who_have_not():
+    """Ann's eight come first; Bob's one, which comes last, has only to wait for a place."""
+    order = []
+
+    async def take(turns, key, seconds):
+        async with turns.turn(key):
+            await asyncio.sleep(seconds)
+            order.append(key)
+
+    async def all_():
+        turns = FairSemaphore(2, 1)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(8):
+                group.create_task(take(turns, "ann", 0.1))
+            await asyncio.sleep(0.25)  # two of Ann's are done
+            group.create_task(take(turns, "bob", 0.01))
+            waits = group.create_task(take(turns, "cleo", 0.01))
+            await asyncio.sleep(0)
+            waits.cancel()
+
+    asyncio.run(all_())
+    assert order.index("bob") <= 3 and order.count("ann") == 8 and "cleo" not in order
+
+
+def test_who_is_cancelled_while_a_place_gets_free_takes_none():
+    async def all_():
+        turns, order = FairSemaphore(1, 1), []
+
+        async def take(key):
+            async with turns.turn(key):
+                order.append(key)
+
+        async with turns.turn("ann"):
+            gone = asyncio.create_task(take("bob"))
+            await asyncio.sleep(0)
+            gone.cancel()  # and the place is free before Bob's task runs again
+        await asyncio.wait([gone])
+        async with asyncio.timeout(5):
+            await take("cleo")
+        return order, gone.cancelled()
+
+    assert asyncio.run(all_()) == (["cleo"], True)
