@@ -90,7 +90,7 @@ def _forked(listening: socket.socket, *, watch: bool) -> socket.socket:
     """Fork for each that connects; returns in the forks alone."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave nothing to wait for
     while True:
-        if watch and 0 in select.select([listening, 0], [], [])[0]:
+        if watch and 0 in select.select([listening.fileno(), 0], [], [])[0]:
             sys.exit()
         connection, _ = listening.accept()
         if os.fork() == 0:
