@@ -18,7 +18,7 @@ from actors.planning.described import described
 from cluster.slice_spec import SliceSpec
 from wan_tpu.families import preset_spec, published
 from wan_tpu.request import GenerationRequest, ResolvedRequest
-from wan_tpu.spec import ModelSpec
+from wan_tpu.spec import DECODER, ModelSpec
 
 DTYPE = "bfloat16"
 SIZE: dict[str, Any] = {"height": 720, "width": 1280, "frames": 81}  # Of the full-size step.
@@ -122,7 +122,8 @@ def _predict(
     """Make the plans: the child's side of `predict`."""
     from wan_tpu.pricing.plan import Planner
 
-    request = request_of(preset_spec(model), size)
+    spec = preset_spec(model)
+    request, stages = request_of(spec, size), [spec.denoise_stages[0], DECODER]
     every = Calibration(**calibration)
     variants = {PUBLISHED: every.only(""), **{name: every.only(name) for name in every.figures}, MEASURED: every}
     seconds: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in programs}
@@ -130,7 +131,7 @@ def _predict(
         slice_ = described(SliceSpec(kind), figures)
         planner = Planner(model, request, slice_, dtype=DTYPE, cache=Path(folder), report=lambda text: None)
         for name in programs:
-            [program] = planner.plan(mesh, only=name).programs
+            [program] = planner.plan(mesh, name, stages).programs
             if program.optimistic is None:
                 raise NoPrediction(program.compiled.refused)
             seconds[name][variant] = dataclasses.astuple(program.optimistic.total)
