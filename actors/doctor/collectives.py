@@ -17,10 +17,11 @@ from actors.planning.described import described
 from cluster.slice_spec import SliceSpec, slice_name
 from wan_tpu.ops.collectives import gather_rows
 from wan_tpu.pricing.ici import Interconnect, interconnect_of
-from wan_tpu.runtime.program import compiler_options
+from wan_tpu.runtime.program import HAS_SPARSE_CORES, compiler_options
 
 AXIS = "devices"
 WIDTH = 128
+ON_SPARSE_CORES = ("all-to-all", "all-gather")  # Collectives that a TPU7x's compiler would hand to its SparseCores.
 _SLOW = "is a cable of the slice faulty? compare with another slice, and attach this report to an issue"
 _ADVICE = (
     "the network between chips, or its compiler, is broken: attach this report to an issue, and see whether "
@@ -40,7 +41,10 @@ def check_collectives(machine: Machine) -> Iterator[Finding]:
     # Integers that float32 holds exactly, and few of them alike: whatever is swapped shows.
     whole = (np.arange(count * rows * WIDTH) % 65_521).astype(np.float32).reshape(count, rows, WIDTH)
     for name, (function, expected) in _kinds(count, platform).items():
-        yield _check(name, function, functools.partial(expected, whole), whole, mesh)
+        right = functools.partial(expected, whole)
+        yield _check(name, right, whole, mesh, _compile(function, mesh))
+        if devices[0].device_kind == HAS_SPARSE_CORES and name in ON_SPARSE_CORES:
+            yield _check(f"{name} by SparseCores", right, whole, mesh, _compile(function, mesh, sparse_cores=True))
     yield from _measure_links(machine, mesh)
 
 
@@ -64,11 +68,14 @@ def _kinds(count: int, platform: str) -> dict[str, tuple[Callable[..., Any], Cal
 
 
 def _check(
-    name: str, function: Callable[..., Any], expected: Callable[[int], np.ndarray], whole: np.ndarray, mesh: Mesh
+    name: str,
+    expected: Callable[[int], np.ndarray],
+    whole: np.ndarray,
+    mesh: Mesh,
+    program: Callable[[jax.Array], jax.Array],
 ) -> Finding:
     flat = whole.reshape(-1, WIDTH)
     x = jax.make_array_from_callback(flat.shape, NamedSharding(mesh, P(AXIS)), lambda index: flat[index])
-    program = _compile(function, mesh)
     result = program(x)
     seconds = best(functools.partial(program, x))
     places = {device: number for number, device in enumerate(mesh.devices.flat)}
@@ -88,10 +95,10 @@ def _check(
     )
 
 
-def _compile(function: Callable[..., Any], mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    """Return what each device does with its rows as a program, with the options that a model's programs have."""
+def _compile(function: Callable[..., Any], mesh: Mesh, *, sparse_cores: bool = False) -> Any:
+    """Return what each device does with its rows as a jitted program, with the options that a model's programs have."""
     sharded = jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
-    return jax.jit(sharded, compiler_options=compiler_options(mesh))
+    return jax.jit(sharded, compiler_options=compiler_options(mesh, sparse_cores=sparse_cores))
 
 
 def _measure_links(machine: Machine, mesh: Mesh) -> Iterator[Finding]:

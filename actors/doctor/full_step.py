@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from actors.doctor.finding import Finding, Machine
 from actors.doctor.prediction import DTYPE, SIZE, NoPrediction, explain, model_of_two_experts, predict, request_of
 from actors.doctor.timing import measure
+from actors.doctor.trace import trace_categories
 from cluster.chips import GIB
 from cluster.slice_spec import slice_name
 from wan_tpu.aot.programs import STEP, AbstractRuntime, stage_programs
@@ -48,7 +49,7 @@ def check_step(machine: Machine) -> Iterator[Finding]:
     seconds: dict[str, float] = {}
     for name in (STEP, CHUNK):
         program, arguments, _ = programs[name]
-        finding = _time(name, runtime, program, arguments)
+        finding = _time(name, runtime, program, arguments, trace=is_full)
         seconds |= {name: finding.figures["seconds"]} if "seconds" in finding.figures else {}
         yield finding
     if machine.chip is None or jax.process_index() or not seconds:  # One host of a slice predicts for all.
@@ -63,13 +64,18 @@ def check_step(machine: Machine) -> Iterator[Finding]:
         yield explain(name, measured, predicted[name])
 
 
-def _time(name: str, runtime: AbstractRuntime, program: Program, arguments: tuple[Any, ...]) -> Finding:
-    """Compile a program, run it with made-up arguments, and say how long it takes and what memory it needs."""
+def _time(name: str, runtime: AbstractRuntime, program: Program, arguments: tuple[Any, ...], *, trace: bool) -> Finding:
+    """Compile a program, run it with made-up arguments, and say how long it takes and what memory it needs.
+
+    Where a `trace` is asked for, it says on which operations the seconds are spent. It isn't on a machine without a
+    TPU: JAX's profiler ends a process there that has loaded libtpu, as prices do.
+    """
     try:
         program.compile(*arguments)
         arrays = make_arrays(runtime, name, arguments)
         is_finite = _all_finite(program(*arrays))
         times = measure(lambda: program(*arrays), CALLS)
+        categories = trace_categories(lambda: program(*arrays)) if trace else {}
     except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
         return Finding(name, str(error).splitlines()[0], "warn", "to run", _NOT_RUN)
     # A TPU counts what programs need while they run apart from arrays.
@@ -77,14 +83,18 @@ def _time(name: str, runtime: AbstractRuntime, program: Program, arguments: tupl
     peaks = [one.get("peak_bytes_in_use", 0) + one.get("peak_bytes_reserved", 0) for one in memory]
     peak = f", {max(peaks) / GIB:.1f} GiB a device at most" if max(peaks) else ""
     middle = statistics.median(times)
+    traced = sum(categories.values())
+    shares = ", ".join(f"{category} {share / traced:.0%}" for category, share in list(categories.items())[:4])
     return Finding(
         name,
         f"{middle:.4g} s ({min(times):.4g} to {max(times):.4g}), compiled in {program.compile_s:.0f} s{peak}"
+        f"{f'; {shares}' if shares else ''}"
         f"{'' if is_finite else '; NaN or Inf came out'}",
         "info" if is_finite else "fail",
         "" if is_finite else "finite numbers",
         "" if is_finite else _NOT_FINITE,
-        figures={"seconds": middle, "times": times, "compile_s": program.compile_s, "peak_bytes": max(peaks)},
+        figures={"seconds": middle, "times": times, "compile_s": program.compile_s, "peak_bytes": max(peaks)}
+        | {"seconds_by_category": categories},
     )
 
 

@@ -34,14 +34,17 @@ ON_TENSOR_CORE: dict[str, str | bool] = {
 HAS_SPARSE_CORES = "TPU7x"
 
 
-def compiler_options(mesh: Mesh) -> dict[str, str | bool] | None:
-    """Return the compiler's options for a mesh's devices; None where there are none."""
+def compiler_options(mesh: Mesh, *, sparse_cores: bool = False) -> dict[str, str | bool] | None:
+    """Return the compiler's options for a mesh's devices; None where there are none.
+
+    With `sparse_cores`, a TPU7x's may run collectives, as the compiler would have it: `wan-tpu doctor` tries both.
+    """
     device = mesh.devices.flat[0]
     if device.platform != "tpu":
         return None
     # Off by default in libtpu: the exchange of q is then sent while k is projected, and so on.
     options: dict[str, str | bool] = {"xla_tpu_enable_async_all_to_all": "false" if is_synchronous() else "true"}
-    return options | (ON_TENSOR_CORE if device.device_kind == HAS_SPARSE_CORES else {})
+    return options | (ON_TENSOR_CORE if device.device_kind == HAS_SPARSE_CORES and not sparse_cores else {})
 
 
 GIB = 2**30
