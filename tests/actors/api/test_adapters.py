@@ -12,7 +12,7 @@ from tests.actors.small_spec import SmallSpec
 from wan_tpu.errors import InvalidInput
 from wan_tpu.families import preset_spec
 from wan_tpu.lora import Lora
-from wan_tpu.request import Own, Preset
+from wan_tpu.request import CheckpointOverrides, Preset
 from wan_tpu.schedules.magcache import Curve, MagCache
 
 A14B = preset_spec("wan2.2-i2v-a14b")
@@ -22,7 +22,9 @@ PLAIN = Preset("without adapters", "https://here", (("guidance_scale", 1.0), ("g
 
 @pytest.fixture
 def spec():
-    return dataclasses.replace(serving.SPEC, own=Own(presets=(("fast", FAST), ("other", FAST), ("plain", PLAIN))))
+    return dataclasses.replace(
+        serving.SPEC, own=CheckpointOverrides(presets=(("fast", FAST), ("other", FAST), ("plain", PLAIN)))
+    )
 
 
 @pytest.fixture
@@ -107,7 +109,7 @@ def test_what_there_isnt_is_refused(fields, param, said, http):
 def test_a_cache_is_an_option_and_says_which_steps_it_skips(settings, engine):
     curve = Curve(((1, 1), (0.99, 0.99), (0.99, 0.99), (0.99, 0.99)), None, 5.0, None, MagCache(0.1, 1, 0.0))
     one = preset_spec("wan2.1-t2v-1.3b").config
-    spec = engine.model = dataclasses.replace(SmallSpec(one), own=Own(curves=(curve,)))
+    spec = engine.model = dataclasses.replace(SmallSpec(one), own=CheckpointOverrides(curves=(curve,)))
     with serving.working(settings, engine), served(settings, spec) as address, httpx.Client(base_url=address) as http:
         assert http.get("/v1/models").json()["data"][0]["cache"] == "magcache:0.1,1,0"
         job = create(http, cache="magcache").json()
