@@ -9,6 +9,7 @@ import pytest
 from cluster.chips import V6E
 from kernels.blocks import BlockSizes, Schedule
 from scripts.kernel_tables.attention_kernels import CASES, ours, sparse
+from wan_tpu.errors import Unavailable
 from wan_tpu.pricing.bundles import Body, CompileError, count_bundles, hot_bundles, read_loops, read_regions, slot_use
 from wan_tpu.pricing.kernel_prices import KernelPrices, StepBundles, step_bundles
 
@@ -95,6 +96,11 @@ def test_a_kernel_that_does_not_fit_says_so():
     options = {"block_q": 512, "block_kv": 512, "schedule": {"chunk": 512}, "softmax": "online"}
     with pytest.raises(CompileError, match="vmem"):
         count_bundles(f"{CASES}:ours", options | {"vmem_limit": 2**20}, "v6e")
+
+
+def test_machine_that_is_too_busy_to_count_says_so():
+    with pytest.raises(Unavailable, match="counting ours for v6e took longer than 0 s: this machine is busy"):
+        count_bundles(f"{CASES}:ours", timeout_s=0.01)
 
 
 def test_an_unknown_chip_is_refused():

@@ -76,7 +76,7 @@ def count_bundles(
 
     target is "path/of/file.py:function"; the function is called with `options` (JSON values) and returns a function
     and its arguments as `jax.ShapeDtypeStruct`s. The file is run by its path, so that its package is not imported.
-    Raises CompileError, and ValueError for an unknown chip.
+    Raises CompileError, `Unavailable` where it takes longer than `timeout_s`, and ValueError for an unknown chip.
     """
     if chip not in TOPOLOGIES:
         raise ValueError(f"chip must be one of {', '.join(TOPOLOGIES)}, got {chip!r}")
@@ -85,7 +85,15 @@ def count_bundles(
         path = os.pathsep.join(p for p in (ROOT, os.environ.get("PYTHONPATH")) if p)
         environment = os.environ | COMPILER_ENVIRONMENT | {"LIBTPU_INIT_ARGS": flags, "PYTHONPATH": path}
         command = [sys.executable, "-P", __file__, chip, target, json.dumps(dict(options or {}))]
-        child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+        try:
+            child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            from wan_tpu.errors import Unavailable  # Not in the child, which needs none of the package.
+
+            raise Unavailable(
+                f"counting {target.rpartition(':')[2]} for {chip} took longer than {timeout_s:.0f} s: this machine is "
+                "busy; run it again when a core is free (what has been counted is kept)"
+            ) from None
         if child.returncode:
             raise CompileError(_cause(child.stderr))
         return _read(Path(folder))
