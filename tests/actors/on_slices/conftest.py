@@ -86,11 +86,9 @@ def profiler_port() -> Iterator[int]:
 
 
 @pytest.fixture(scope="package")
-def running(
-    spec: PipelineSpec, profiler_port: int, tmp_path_factory: pytest.TempPathFactory, forks: Path
-) -> Iterator[Running]:
+def running(spec: PipelineSpec, profiler_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with EmulatedCluster.start(
-        emulated_slices(spec.layout), folder=tmp_path_factory.mktemp("cluster"), forks=forks
+        emulated_slices(spec.layout), folder=tmp_path_factory.mktemp("cluster"), imports="actors.imported"
     ) as cluster:
         connect(cluster.address)
         try:
