@@ -55,13 +55,13 @@ class RequestRun:
         self._state: RefHandle | None = None  # between two pools of experts, until the second has it
         self._reached = 0  # how many steps it has done
         self._latents: RefHandle | None = None  # of the last step, until there is a video of them
-        self._warnings: dict[str, None] = {}  # in order, each once
+        self._warnings: set[str] = set()  # Sorted in the end: text and image are encoded at the same time.
 
     async def run(self) -> GeneratedVideo:
         """Go through all stages; after a loss, go on from the newest snapshot."""
         while True:
             try:
-                return GeneratedVideo(await self._go_through(), tuple(self._warnings))
+                return GeneratedVideo(await self._go_through(), tuple(sorted(self._warnings)))
             except RequestFailed as failed:
                 if not failed.elsewhere or self._refused:
                     raise
@@ -225,7 +225,7 @@ class RequestRun:
             raise
         if made is None:
             raise StageLost(f"{stage} of {self._key} ended without a result")
-        self._warnings |= dict.fromkeys(made.warnings)
+        self._warnings.update(made.warnings)
         self._note_progress(f"end of {stage}", made.step)
         return made
 
