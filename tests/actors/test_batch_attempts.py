@@ -241,7 +241,7 @@ def test_no_storage_is_called_on_the_event_loop(tmp_path, monkeypatch):
     output = WatchedStorage(tmp_path / "out")
     report = run(tmp_path, Engine(0.02), output, *(f"r{i}" for i in range(12)), in_flight=2)
     assert report.exit_code == 0
-    assert len(output.results) > 3  # some of them while requests ended
+    assert any(0 < count < 12 for _, count in output.results)  # Written while requests ended, however slow this is.
     assert output.results[-1][1] == 12
 
 
