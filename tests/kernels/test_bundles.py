@@ -176,7 +176,7 @@ def test_price_whose_file_is_cut_off_is_counted_again(content, tmp_path):
         counted.append(call)
         return StepBundles(7, 1)
 
-    hardware = SimpleNamespace(name="v6e", peak_flops=1, clock_hz=1)
+    hardware = SimpleNamespace(name="v6e", peak_flops=1, clock_hz=1, grid_step_s=0.0)
     call = SimpleNamespace(digest="x", name="kernel", grid=(1,), steps_a_core=lambda cores: 1)
     prices = KernelPrices(tmp_path, hardware, 1, count)
     assert prices.bundles(call) == StepBundles(7, 1)
