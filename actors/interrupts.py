@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import Coroutine, Iterator
 from typing import TypeVar
@@ -20,7 +21,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def ended_as_by_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM end what is done here in good order, with `Terminated`. Only in the main thread.
+    """Let SIGTERM end what is done here in good order, with `Terminated`. Signals reach the main thread alone.
 
     Senders repeat it: within `REPEATED_S` a second one changes nothing, nor does any once this block has ended. Later
     ones, and Ctrl-C, interrupt again: what this process was importing or waiting for may have swallowed the first.
@@ -28,6 +29,9 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
     Ray starts its processes with SIGINT blocked, and a job's driver inherits that (2.60, services.py), so it is
     unblocked here. A shell's `command &` has it ignored, and then SIGTERM alone interrupts.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     terminated_s: float | None = None
 
     def interrupt(*_: object) -> None:
