@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from scripts.benchmark_page import as_page, read_benchmarks
 from tests.conftest import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -41,3 +42,19 @@ def test_readme_names_only_targets_that_exist():
     for target in ("demo", "test"):
         assert f"make {target}" in readme
         assert target in targets
+
+
+def test_page_of_benchmarks_is_the_one_that_its_figures_make():
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == as_page(read_benchmarks())
+
+
+def test_benchmarks_without_a_source_are_refused():
+    figures = {"how": "guessed", "date": "2026-11-27", "machine": "m", "command": "c", "columns": ["a"], "rows": []}
+    benchmarks = {"introduction": "", "machines": {"m": "two cores"}}
+    with pytest.raises(ValueError, match="how is 'guessed'"):
+        as_page(benchmarks | {"sections": [{"title": "t", "figures": [figures]}]})
+    with pytest.raises(ValueError, match="2 cells"):
+        as_page(
+            benchmarks
+            | {"sections": [{"title": "t", "figures": [figures | {"how": "measured", "rows": [["1", "2"]]}]}]}
+        )
