@@ -1,41 +1,47 @@
-"""What a caller asks for: one frozen value, validated once, when it is made."""
+"""What a caller asks for: one frozen value, validated once, when it is made.
+
+`GenerationRequest` is the only list of a request's fields. The command line's options, the keys of a manifest's line,
+the fields of an HTTP body with their limits, a job's JSON and what an answer shows are made from it.
+"""
 
 import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, NoneType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args, get_origin
 
 import numpy as np
+from annotated_types import Ge, Le
 from PIL import Image
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
+from pydantic_core import ArgsKwargs
 
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.lora import Lora, loras_of
 from wan_tpu.media.image import load_image
-from wan_tpu.schedules.magcache import Curve, magcache_of
+from wan_tpu.schedules.magcache import FORM, Curve, magcache_of
 
 NAMED_SIZES = ("1280x720", "720x1280", "832x480", "480x832")
 SIZE_MULTIPLE = 16  # pixels: the VAE's 8 x the transformer's patch of 2 (TI2V 5B: 32, checked by the model)
-# What is taken of each field that is a number, both ends included.
-LIMITS: dict[str, tuple[float, float]] = {
-    "height": (SIZE_MULTIPLE, 8192),
-    "width": (SIZE_MULTIPLE, 8192),
-    "frames": (1, 2001),
-    "fps": (0.1, 240),
-    "steps": (1, 1000),
-    "guidance_scale": (0, 100),
-    "guidance_scale_2": (0, 100),
-    "shift": (0.01, 100),
-    "seed": (0, 2**63 - 1),
-    "switch_step": (0, 1000),
-    "strength": (0.001, 1),
-}
 STRENGTH = 0.8  # of a video, as diffusers has it
 IMAGES = ("image", "last_image")  # fields of a request that are pictures
+TEXTS = ("prompt", "negative_prompt")
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
 FRAME_STRIDE = 4  # pixel frames a latent frame: the VAEs of every family compress time by four
+MAX_STEPS = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,94 +85,127 @@ class CheckpointOverrides:
 
 
 NOTHING_OWN = CheckpointOverrides()
+FILLED = (*(field.name for field in dataclasses.fields(Defaults)), "negative_prompt")  # by `resolve`, always
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+def _check_text(text: str, info: ValidationInfo) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        message = f"{info.field_name} {text!r} is no valid Unicode; is the terminal set to UTF-8?"
+        raise InvalidRequest(message, info.field_name) from None
+    return text
+
+
+def _check_sigmas(sigmas: object) -> tuple[float, ...]:
+    """Return noise levels as a tuple; raises `InvalidRequest`."""
+    form = "give at most 1000 falling numbers from 1 to more than 0"
+    if not isinstance(sigmas, list | tuple | np.ndarray) or not 1 <= len(sigmas) <= MAX_STEPS:
+        raise InvalidRequest(f"sigmas is {str(sigmas)[:60]}; {form}", "sigmas")
+    values = [sigma.item() if isinstance(sigma, np.generic) else sigma for sigma in sigmas]
+    if any(
+        isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) for value in values
+    ):
+        raise InvalidRequest(f"sigmas has something that is no number; {form}", "sigmas")
+    for before, here in zip([math.nextafter(1, 2), *values], values, strict=False):
+        if not 0 < here < before:
+            raise InvalidRequest(f"sigmas has {here:g} after {before:g}; {form}", "sigmas")
+    return tuple(map(float, values))
+
+
+def _check_video(video: object) -> str:
+    if not isinstance(video, str | Path) or not Path(video).is_file():
+        raise InvalidRequest(f"video {str(video)[:200]!r} is not a file; give the path of one", "video")
+    return str(Path(video).absolute())
+
+
+Number = int | float  # An integer stays one, so that digests and records have it as it was written.
+Text = Annotated[str, AfterValidator(_check_text)]
+# Decoded when the request is made, so that a damaged file fails before any model is loaded.
+Picture = Annotated[str | Path | Image.Image, PlainValidator(load_image)]
+Adapters = Annotated[Sequence[Lora | str | Mapping[str, Any]], PlainValidator(loras_of)]
+
+
+@dataclass(
+    frozen=True,
+    kw_only=True,
+    config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True),
+)
 class GenerationRequest:
     """One video to make. Fields left `None` take the model's published settings (`resolve`).
 
-    prompt            what is seen; may be empty; cut, with a warning, at the tokenizer's limit
-    negative_prompt   what to steer away from; "" when left open; unused without guidance
-    image             first frame: a path or a PIL image, resized to (height, width); RGB after construction
-    last_image        last frame, likewise: the video leads from one to the other
-    video             a file whose first `frames` frames the video begins as: restyled, not continued
-    strength          how much of it is made anew: of so large a part of the steps; 0.8 where a video is given alone
-    height, width     pixels, multiples of 16 (of 32 for Wan 2.2 TI2V 5B)
-    frames            4n + 1, or what else the model takes
-    fps               frames per second of the written video
-    steps             denoising steps over both experts
-    guidance_scale    classifier-free guidance of the high-noise expert, or of the only one; no expert has any when it
-                      is at most 1.0
-    guidance_scale_2  the same for the low-noise expert; `guidance_scale` when left open but that is given
-    shift             timestep shift of the flow schedule
-    seed              of the initial noise: `torch.Generator("cpu").manual_seed(seed)`, as diffusers draws it
-    solver            one of the model's (`wan_tpu.spec.ModelSpec.solvers`)
-    loras             adapters of the experts: `Lora`, its text or its fields (`wan_tpu.lora.lora_of`)
-    sigmas            noise level of each step, falling, from at most 1; in place of what steps and shift make
-    switch_step       the low-noise expert's first step, from 0; where left out, the boundary of the model says it
-    cache             steps that reuse what the one before computed: "magcache" or with settings
-                      (`wan_tpu.schedules.magcache`); lossy. None: none
-    preset            a named way to sample (`wan_tpu.spec.ModelSpec.presets`): fills what is left open, adapters too
+    The texts below the fields describe them wherever they can be given: in them, a name in backticks is a field.
 
-    Raises `InvalidRequest` naming the field, what is allowed and the nearest value that works.
+    Raises:
+        InvalidRequest: It names the field, what is allowed and the nearest value that works.
     """
 
-    prompt: str = ""
-    negative_prompt: str | None = None
-    image: str | Path | Image.Image | None = None
-    last_image: str | Path | Image.Image | None = None
-    video: str | Path | None = None
-    strength: float | None = None
-    height: int | None = None
-    width: int | None = None
-    frames: int | None = None
-    fps: float | None = None
-    steps: int | None = None
-    guidance_scale: float | None = None
-    guidance_scale_2: float | None = None
-    shift: float | None = None
-    seed: int = 0
-    solver: str | None = None
-    loras: Sequence[Lora | str | Mapping[str, Any]] | None = None
-    sigmas: Sequence[float] | None = None
-    switch_step: int | None = None
-    cache: str | None = None
+    prompt: Text = ""
+    """What the video shows; an empty text for nothing in particular. What is longer than the model reads is cut, with
+    a warning."""
+    negative_prompt: Text | None = None
+    """What to steer away from; an empty text for nothing. Unused without guidance."""
+    image: Picture | None = None
+    """The first frame, for models that begin with an image."""
+    last_image: Picture | None = None
+    """The last frame, for models that lead from one image to another."""
+    video: Annotated[str | Path, PlainValidator(_check_video)] | None = None
+    """A file whose frames the video begins as, for text-to-video models of Wan: it is restyled, not continued."""
+    strength: Number | None = Field(None, ge=0.001, le=1)
+    """How much of `video` is made anew: so large a part of the steps is run. 0.8 if omitted."""
+    height: int | None = Field(None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
+    """Pixels, a multiple of 16; of 32 for Wan 2.2 TI2V 5B."""
+    width: int | None = Field(None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
+    """Pixels, likewise."""
+    frames: int | None = Field(None, ge=1, le=2001)
+    """Length in frames: one more than a multiple of the model's frame step, which is 4 for most."""
+    fps: Number | None = Field(None, ge=0.1, le=240)
+    """Frames per second of the file. Motion is computed for the model's own rate."""
+    steps: int | None = Field(None, ge=1, le=MAX_STEPS)
+    """Denoising steps, over all experts. The video takes that much longer to make."""
+    guidance_scale: Number | None = Field(None, ge=0, le=100)
+    """How closely to follow the prompt, from the first step on. At most 1 turns guidance off, which halves the work."""
+    guidance_scale_2: Number | None = Field(None, ge=0, le=100)
+    """The same for the low-noise expert, of models with two; `guidance_scale` if that alone is given."""
+    shift: Number | None = Field(None, ge=0.01, le=100)
+    """Timestep shift of the schedule: a higher one spends more of the steps at high noise."""
+    seed: int = Field(0, ge=0, le=2**63 - 1)
+    """Of the initial noise, drawn as diffusers draws it: the same seed and fields make the same video."""
+    solver: str | None = Field(None, examples=["unipc"])
+    """One of the model's solvers, its own if omitted."""
+    loras: Adapters | None = None
+    """Adapters of the experts, in place of those that the preset brings."""
+    sigmas: Annotated[Sequence[float], PlainValidator(_check_sigmas)] | None = Field(
+        None, examples=[[1.0, 0.75, 0.5, 0.25]]
+    )
+    """The noise level of each step, falling from at most 1 to above 0, in place of `steps` and `shift`."""
+    switch_step: int | None = Field(None, ge=0, le=MAX_STEPS)
+    """The low-noise expert's first step, counted from 0, of models with two experts."""
+    cache: Annotated[str, AfterValidator(lambda cache: str(magcache_of(cache)))] | None = Field(
+        None, description=f"Skip steps whose result changes little, which costs quality: {FORM}.", examples=["magcache"]
+    )
     preset: str | None = None
+    """A named way to sample, such as lightning, or original for that of Wan's own program: sets the fields that are
+    omitted, adapters too."""
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, np.generic):  # a numpy scalar is as good as a number
-                object.__setattr__(self, field.name, value.item())
-        for name in ("prompt", "negative_prompt"):
-            value = getattr(self, name)
-            if not isinstance(value, str) and not (value is None and name == "negative_prompt"):
-                raise InvalidRequest(f"{name} is a {type(value).__name__}; give a string (it may be empty)", name)
-            if value is not None and not _is_text(value):
-                raise InvalidRequest(f"{name} {value!r} is no valid Unicode; is the terminal set to UTF-8?", name)
-        for name in ("height", "width"):
-            _check_size(name, getattr(self, name))
-        for name in ("frames", "steps", "seed", "switch_step"):
-            _check_integer(name, getattr(self, name))
-        for name in ("fps", "shift", "guidance_scale", "guidance_scale_2", "strength"):
-            _check_number(name, getattr(self, name))
-        for name in ("solver", "preset", "cache"):
-            if not isinstance(getattr(self, name), str | None):
-                raise InvalidRequest(f"{name} is a {type(getattr(self, name)).__name__}; give a name", name)
-        if self.cache is not None:
-            object.__setattr__(self, "cache", str(magcache_of(self.cache)))
-        if self.sigmas is not None:
-            object.__setattr__(self, "sigmas", _sigmas(self.sigmas))
-        if self.loras is not None:
-            object.__setattr__(self, "loras", loras_of(self.loras))
-        if self.video is not None:
-            if not isinstance(self.video, str | Path) or not Path(self.video).is_file():
-                raise InvalidRequest(f"video {str(self.video)[:200]!r} is not a file; give the path of one", "video")
-            object.__setattr__(self, "video", str(Path(self.video).absolute()))
-        for name in IMAGES:
-            if getattr(self, name) is not None:
-                # The one normalisation: decoded here, so that a damaged file fails before any model is loaded.
-                object.__setattr__(self, name, load_image(getattr(self, name)))
+    __pydantic_fields__: ClassVar[Mapping[str, FieldInfo]]
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, given: ArgsKwargs, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Take NumPy's numbers as numbers, and have what is wrong raised with its remedy."""
+        values = given.kwargs or {}
+        if any(isinstance(value, np.generic) for value in values.values()):
+            plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+            given = ArgsKwargs(given.args, plain)
+        try:
+            return validate(given)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = str(first["loc"][0])
+            if name not in cls.__pydantic_fields__:
+                raise TypeError(f"{cls.__name__} has no field {name!r}") from None
+            raise InvalidRequest(_refusal(name, first["input"]), name) from None
 
     def resolve(self, defaults: Defaults, preset: Mapping[str, Any] = MappingProxyType({})) -> "ResolvedRequest":
         """Fill every open field from a preset's, and what that leaves open from `defaults`."""
@@ -196,22 +235,27 @@ class GenerationRequest:
         return fields
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ResolvedRequest(GenerationRequest):
     """A request with nothing left open: what stages take."""
 
-    negative_prompt: str
-    height: int
-    width: int
-    frames: int
-    fps: float
-    steps: int
-    guidance_scale: float
-    guidance_scale_2: float
-    shift: float
-    solver: str
-    loras: tuple[Lora, ...] = ()
-    sigmas: tuple[float, ...] | None = None
+    if TYPE_CHECKING:  # `resolve` fills these.
+        negative_prompt: str
+        height: int
+        width: int
+        frames: int
+        fps: float
+        steps: int
+        guidance_scale: float
+        guidance_scale_2: float
+        shift: float
+        solver: str
+        sigmas: tuple[float, ...] | None
+    loras: Annotated[tuple[Lora, ...], PlainValidator(loras_of)] = ()
+
+    def __post_init__(self) -> None:
+        if missing := [name for name in FILLED if getattr(self, name) is None]:
+            raise TypeError(f"a resolved request leaves {', '.join(missing)} open")
 
     def loras_for(self, stage: str) -> tuple[Lora, ...]:
         """Return the adapters that change the expert of a stage."""
@@ -248,53 +292,37 @@ def nearest_multiple(value: float, multiple: int) -> int:
     return max(multiple, round(value / multiple) * multiple)
 
 
-def _sigmas(given: object) -> tuple[float, ...]:
-    """Return noise levels as a tuple; raises `InvalidRequest`."""
-    form = "give at most 1000 falling numbers from 1 to more than 0"
-    if not isinstance(given, list | tuple | np.ndarray) or not 1 <= len(given) <= LIMITS["steps"][1]:
-        raise InvalidRequest(f"sigmas is {str(given)[:60]}; {form}", "sigmas")
-    values = [one.item() if isinstance(one, np.generic) else one for one in given]
-    if any(isinstance(one, bool) or not isinstance(one, int | float) or not math.isfinite(one) for one in values):
-        raise InvalidRequest(f"sigmas has something that is no number; {form}", "sigmas")
-    for before, here in zip([math.nextafter(1, 2), *values], values, strict=False):
-        if not 0 < here < before:
-            raise InvalidRequest(f"sigmas has {here:g} after {before:g}; {form}", "sigmas")
-    return tuple(map(float, values))
+def type_of(field: FieldInfo) -> Any:
+    """Return the type of a field's values as JSON has them: int, float, str, list[float]; None for another."""
+    types = [one for one in get_args(field.annotation) or (field.annotation,) if one is not NoneType]
+    types = [get_args(one)[0] if get_origin(one) is Annotated else one for one in types]
+    if types == [Sequence[float]]:
+        return list[float]
+    return types[0] if types in ([int], [str]) else float if types == [int, float] else None
 
 
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _refusal(name: str, value: object) -> str:
+    """Return what is wrong with a field's value: what was given, what is allowed, and the nearest that works."""
+    if name not in LIMITS:
+        wanted = "a string (it may be empty)" if name in TEXTS else "a name"
+        return f"{name} is a {type(value).__name__}; give {wanted}"
+    kind, form, types = ("an integer", "d", int) if type_of(FIELDS[name]) is int else ("a finite number", "g", Number)
+    lowest, highest = (format(bound, form) for bound in LIMITS[name])
+    if isinstance(value, bool) or not isinstance(value, types) or not -math.inf < value < math.inf:
+        return f"{name} is {value!r}; give {kind} from {lowest} to {highest}"
+    nearest = min(max(value, LIMITS[name][0]), LIMITS[name][1])
+    if nearest != value:
+        return f"{name} is {value:{form}}; allowed are {lowest} to {highest}, nearest {nearest:{form}}"
+    nearest = nearest_multiple(value, SIZE_MULTIPLE)
+    return f"{name} is {value}; it must be a multiple of {SIZE_MULTIPLE}, nearest {nearest}"
 
 
-def _check_integer(name: str, value: object) -> None:
-    lowest, highest = LIMITS[name]
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} is {value!r}; give an integer from {lowest} to {highest}", name)
-    if not lowest <= value <= highest:
-        nearest = min(max(value, lowest), highest)
-        raise InvalidRequest(f"{name} is {value}; allowed are {lowest} to {highest}, nearest {nearest}", name)
+def _limits(field: FieldInfo) -> tuple[float, float] | None:
+    lowest: list[Any] = [bound.ge for bound in field.metadata if isinstance(bound, Ge)]
+    highest: list[Any] = [bound.le for bound in field.metadata if isinstance(bound, Le)]
+    return (lowest[0], highest[0]) if lowest and highest else None
 
 
-def _check_number(name: str, value: object) -> None:
-    at_least, at_most = LIMITS[name]
-    if value is None:
-        return
-    allowed = f"{at_least:g} to {at_most:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} is {value!r}; give a finite number from {allowed}", name)
-    if not at_least <= value <= at_most:
-        nearest = min(max(value, at_least), at_most)
-        raise InvalidRequest(f"{name} is {value:g}; allowed are {allowed}, nearest {nearest:g}", name)
-
-
-def _check_size(name: str, value: object) -> None:
-    _check_integer(name, value)
-    if isinstance(value, int) and value % SIZE_MULTIPLE:
-        nearest = nearest_multiple(value, SIZE_MULTIPLE)
-        raise InvalidRequest(f"{name} is {value}; it must be a multiple of {SIZE_MULTIPLE}, nearest {nearest}", name)
+FIELDS: Mapping[str, FieldInfo] = GenerationRequest.__pydantic_fields__
+# The lowest and the highest value that is taken, of each field that is a number.
+LIMITS = {name: limits for name, field in FIELDS.items() if (limits := _limits(field)) is not None}
