@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Search the attention kernel's block sizes and schedules for a chip, by compiling each and counting its bundles.
 
-Prints every candidate, best first, and the row for kernels/blocks.py. A search takes a few minutes on two cores.
+Prints every candidate, best first, and the row for `wan_tpu_kernels.blocks`. A search takes a few minutes on two cores.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import itertools
 
 from kernel_tables.attention_kernels import LOW_PRECISION, Row, ours
 
-from kernels.blocks import MIB, BlockSizes, Schedule
+from wan_tpu_kernels.blocks import MIB, BlockSizes, Schedule
 
 # Rows of Q: 256 n that leave little of 75,776 over; the last two are maxdiffusion's (its pull request 452).
 BLOCKS = ((3328, 2560), (2816, 2560), (9472, 2048), (9472, 1024), (6400, 2048))

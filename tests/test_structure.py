@@ -1,4 +1,4 @@
-"""The folders import one way, and the package called kernels doesn't confuse transformers."""
+"""The folders import one way."""
 
 import ast
 import functools
@@ -14,8 +14,14 @@ from tests.conftest import ROOT
 from wan_tpu.families import FAMILIES
 
 # Which parts of actors each part may import. A part is a folder right below a package, with all that is in it, or a
-# file that lies there alone. Those of wan_tpu, cluster and kernels are only kept from importing in a circle.
-PACKAGES = {"cluster": set(), "kernels": set(), "wan_tpu": {"kernels"}, "actors": {"wan_tpu", "cluster"}}
+# file that lies there alone. Those of wan_tpu, cluster and wan_tpu_kernels are only kept from importing in a circle.
+PACKAGES = {
+    "cluster": set(),
+    "wan_tpu_kernels": set(),
+    "wan_tpu": {"wan_tpu_kernels"},
+    "actors": {"wan_tpu", "cluster"},
+}
+FOLDERS = {package: ROOT / package for package in PACKAGES} | {"wan_tpu_kernels": ROOT / "kernels" / "wan_tpu_kernels"}
 ACTORS: dict[str, set[str]] = {
     "errors": set(),
     "imported": set(),
@@ -40,7 +46,7 @@ ACTORS: dict[str, set[str]] = {
 }  # fmt: skip
 FORBIDDEN = {
     "wan_tpu": {"ray"},
-    "kernels": {"ray", "torch", "torchax", "diffusers", "transformers"},
+    "wan_tpu_kernels": {"ray", "torch", "torchax", "diffusers", "transformers"},
     "cluster": {"torch", "torchax", "diffusers", "transformers"},
     "actors": {"torch", "torchax", "diffusers", "transformers"},
 }
@@ -68,8 +74,8 @@ def import_graph() -> dict[str, set[str]]:
     """Return which of our modules import which; a package stands for its __init__.py."""
     files = {}
     for package in PACKAGES:
-        for file in (ROOT / package).rglob("*.py"):
-            name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for file in FOLDERS[package].rglob("*.py"):
+            name = ".".join(file.relative_to(FOLDERS[package].parent).with_suffix("").parts)
             files[name.removesuffix(".__init__")] = file
 
     def module(name: str) -> str:
@@ -104,7 +110,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_import_one_way(package):
-    files = list((ROOT / package).rglob("*.py"))
+    files = list(FOLDERS[package].rglob("*.py"))
     assert files
     for file in files:
         found = imports(file)
@@ -143,7 +149,7 @@ def test_a_circle_is_found():
 
 def test_nothing_outside_its_folder_names_a_family():
     """Neither its modules, nor its classes, nor its models: all is found by what families register."""
-    files = {file: file.read_text() for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
+    files = {file: file.read_text() for package in PACKAGES for file in FOLDERS[package].rglob("*.py")}
     for family in FAMILIES.values():
         named = re.compile("|".join(map(re.escape, (family.transformer, family.example, *family.presets))))
         for file, text in files.items():
@@ -157,7 +163,7 @@ def test_nothing_outside_its_folder_names_a_family():
 
 def test_folders_hold_a_handful_of_modules():
     for package in PACKAGES:
-        for folder in (ROOT / package, *(path for path in (ROOT / package).rglob("*") if path.is_dir())):
+        for folder in (FOLDERS[package], *(path for path in FOLDERS[package].rglob("*") if path.is_dir())):
             held = [file.name for file in folder.glob("*.py") if file.name != "__init__.py"]
             assert len(held) <= MODULES_OF_A_FOLDER, f"{folder} holds {len(held)} modules: {sorted(held)}"
 
@@ -212,18 +218,6 @@ def test_models_never_name_a_kernel():
             "pricing",
         ):  # aot compiles kernels to count them
             assert "pallas" not in file.read_text().lower(), file
-
-
-def test_our_kernels_are_not_taken_for_the_package_of_that_name():
-    """PyPI has a package `kernels`, which these libraries look for and would load attention from."""
-    import diffusers.utils
-    import transformers.utils
-
-    import kernels
-
-    assert Path(kernels.__file__).is_relative_to(ROOT)
-    assert not transformers.utils.is_kernels_available()
-    assert not diffusers.utils.is_kernels_available()
 
 
 def test_torchax_is_imported_in_one_file_only():

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels.blocks import BlockSizes, Schedule
-from kernels.flash_kernel import Tile, flash_tiles
-from kernels.sparse_attention import QUERIES, sparse_attention
+from wan_tpu_kernels.blocks import BlockSizes, Schedule
+from wan_tpu_kernels.flash_kernel import Tile, flash_tiles
+from wan_tpu_kernels.sparse_attention import QUERIES, sparse_attention
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 D = 128

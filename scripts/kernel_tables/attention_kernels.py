@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kernels.blocks import DEFAULT, LANES, SHARED_ROWS, TABLE, BlockSizes, Schedule
-from kernels.sparse_attention import KEYS, STEP
 from wan_tpu.pricing.bundles import CompileError, count_bundles
+from wan_tpu_kernels.blocks import DEFAULT, LANES, SHARED_ROWS, TABLE, BlockSizes, Schedule
+from wan_tpu_kernels.sparse_attention import KEYS, STEP
 
 CASES = str(Path(__file__).with_name("attention_cases.py"))
 # The tile jax's and tokamax's kernels are best known at: the keys of a chunk as their users set them.

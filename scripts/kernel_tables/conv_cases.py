@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels.vae.causal_conv import causal_conv
+from wan_tpu_kernels.vae.causal_conv import causal_conv
 
 CASES = __file__
 

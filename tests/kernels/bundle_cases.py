@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from kernels.layer_norm import layer_norm
-from kernels.linear import linear
-from kernels.low_precision import LANES, Rounded
+from wan_tpu_kernels.layer_norm import layer_norm
+from wan_tpu_kernels.linear import linear
+from wan_tpu_kernels.low_precision import LANES, Rounded
 
 
 def layer_norm_rows(rows, channels):

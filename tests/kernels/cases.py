@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.blocks import BlockSizes, Schedule
+from wan_tpu_kernels.blocks import BlockSizes, Schedule
 
 # Several blocks of each kind in a few hundred tokens; one way sums on the vector unit, the other on the MXU, ahead.
 SMALL = BlockSizes(256, 256, fixed=Schedule(128), online=Schedule(128, columns=128, ahead=1, mxu_sums=True))

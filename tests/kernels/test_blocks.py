@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from kernels.blocks import TABLE, BlockSizes, Schedule, plan_blocks
+from wan_tpu_kernels.blocks import TABLE, BlockSizes, Schedule, plan_blocks
 
 
 @pytest.mark.parametrize(("chip", "dtype"), [*TABLE, ("other", "bfloat16"), ("v6e", "float32")])

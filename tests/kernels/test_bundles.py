@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.chips import V6E
-from kernels.blocks import BlockSizes, Schedule
 from scripts.kernel_tables.attention_kernels import CASES, ours, sparse
 from wan_tpu.errors import Unavailable
 from wan_tpu.pricing.bundles import Body, CompileError, count_bundles, hot_bundles, read_loops, read_regions, slot_use
 from wan_tpu.pricing.kernel_prices import KernelPrices, StepBundles, step_bundles
+from wan_tpu_kernels.blocks import BlockSizes, Schedule
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, which holds the TPU compiler, is not installed"

@@ -9,13 +9,13 @@ import torch
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.vae import causal_conv as causal_conv_module
-from kernels.vae import conv_shape as shapes
-from kernels.vae.causal_conv import causal_conv, causal_conv_reference
 from scripts.kernel_tables.conv_cases import CASES
 from tests.kernels.cases import INTERPRET, as_program
 from wan_tpu.pricing.bundles import count_bundles
 from wan_tpu.pricing.kernel_prices import step_bundles
+from wan_tpu_kernels.vae import causal_conv as causal_conv_module
+from wan_tpu_kernels.vae import conv_shape as shapes
+from wan_tpu_kernels.vae.causal_conv import causal_conv, causal_conv_reference
 
 FUNCTIONS = {"kernel": as_program(causal_conv, interpret=INTERPRET), "jnp": as_program(causal_conv_reference)}
 # Sums of a few hundred float32 terms; in bfloat16 the normalised input and the result are rounded.

@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.blocks import BlockSizes, Schedule
-from kernels.flash_attention import flash_attention, flash_attention_reference
-from kernels.flash_kernel import Tile, flash_tiles
 from tests.kernels.cases import (
     INTERPRET,
     NAMES,
@@ -25,6 +22,9 @@ from tests.kernels.cases import (
     normal,
     rounded,
 )
+from wan_tpu_kernels.blocks import BlockSizes, Schedule
+from wan_tpu_kernels.flash_attention import flash_attention, flash_attention_reference
+from wan_tpu_kernels.flash_kernel import Tile, flash_tiles
 
 WAYS = ("auto", "bounded", "optimistic", "online")
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.vae import group_norm
-from kernels.vae.group_norm import (
+from tests.kernels.cases import INTERPRET, as_program
+from wan_tpu_kernels.vae import group_norm
+from wan_tpu_kernels.vae.group_norm import (
     channel_moments,
     channel_moments_reference,
     latent_frame,
@@ -15,7 +16,6 @@ from kernels.vae.group_norm import (
     norm_silu,
     norm_silu_reference,
 )
-from tests.kernels.cases import INTERPRET, as_program
 
 MOMENTS = {"kernel": as_program(channel_moments, interpret=INTERPRET), "jnp": as_program(channel_moments_reference)}
 NORMS = {"kernel": as_program(norm_silu, interpret=INTERPRET), "jnp": as_program(norm_silu_reference)}

@@ -6,15 +6,15 @@ import pytest
 import torch
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels import head_norm_rope as head_norms
-from kernels import layer_norm as layer_norms
-from kernels import linear as linears
-from kernels import rms_norm_rope as rms_norms
-from kernels.head_norm_rope import head_norm_rope, head_norm_rope_reference
-from kernels.layer_norm import layer_norm, layer_norm_reference
-from kernels.linear import linear, linear_reference
-from kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
 from tests.kernels.cases import INTERPRET, as_program
+from wan_tpu_kernels import head_norm_rope as head_norms
+from wan_tpu_kernels import layer_norm as layer_norms
+from wan_tpu_kernels import linear as linears
+from wan_tpu_kernels import rms_norm_rope as rms_norms
+from wan_tpu_kernels.head_norm_rope import head_norm_rope, head_norm_rope_reference
+from wan_tpu_kernels.layer_norm import layer_norm, layer_norm_reference
+from wan_tpu_kernels.linear import linear, linear_reference
+from wan_tpu_kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
 
 LINEARS = as_program(linear_reference), as_program(linear, interpret=INTERPRET)
 LAYER_NORMS = as_program(layer_norm_reference), as_program(layer_norm, interpret=INTERPRET)

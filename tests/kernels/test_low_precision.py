@@ -5,13 +5,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels import layer_norm as layer_norms
-from kernels import linear as linears
-from kernels import low_precision
-from kernels.flash_attention import flash_attention, flash_attention_reference, flash_attention_unchecked
-from kernels.layer_norm import layer_norm, layer_norm_reference
-from kernels.linear import ACTIVATIONS, linear, linear_reference
-from kernels.low_precision import (
+from tests.kernels.cases import INTERPRET, as_program
+from wan_tpu_kernels import layer_norm as layer_norms
+from wan_tpu_kernels import linear as linears
+from wan_tpu_kernels import low_precision
+from wan_tpu_kernels.flash_attention import flash_attention, flash_attention_reference, flash_attention_unchecked
+from wan_tpu_kernels.layer_norm import layer_norm, layer_norm_reference
+from wan_tpu_kernels.linear import ACTIVATIONS, linear, linear_reference
+from wan_tpu_kernels.low_precision import (
     Rounded,
     round_keys,
     round_keys_reference,
@@ -20,7 +21,6 @@ from kernels.low_precision import (
     round_rows,
     round_rows_reference,
 )
-from tests.kernels.cases import INTERPRET, as_program
 
 ROUND_ROWS = as_program(round_rows_reference), as_program(round_rows, interpret=INTERPRET)
 NORMS = as_program(layer_norm_reference), as_program(layer_norm, interpret=INTERPRET)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels import sparse_attention as module
-from kernels.sparse_attention import KEYS, QUERIES, sparse_attention, sparse_attention_reference
 from tests.kernels.cases import INTERPRET, Case, D, adversarial, as_program, error_bound, exact, normal, rounded
+from wan_tpu_kernels import sparse_attention as module
+from wan_tpu_kernels.sparse_attention import KEYS, QUERIES, sparse_attention, sparse_attention_reference
 
 
 @functools.cache

@@ -12,7 +12,6 @@ import torch
 from diffusers import WanTransformer3DModel
 from jax.sharding import PartitionSpec as P
 
-from kernels.columns import Columns
 from tests.wan_tpu import adapter_files
 from wan_tpu import GenerationRequest, MeshError, load_pipeline
 from wan_tpu.lora import loras_of
@@ -22,6 +21,7 @@ from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, 
 from wan_tpu.runtime.mesh import SHARDS, make_mesh
 from wan_tpu.stages import encode_prompt
 from wan_tpu.switches import set_switches
+from wan_tpu_kernels.columns import Columns
 
 folder, photo, out = sys.argv[1:]
 request = GenerationRequest(

@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cluster.slice_spec import SliceSpec
-from kernels.linear import linear
 from tests.conftest import ROOT
 from wan_tpu import GenerationRequest
 from wan_tpu.aot import key
@@ -32,6 +31,7 @@ from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
 from wan_tpu.runtime.components import abstract_component
 from wan_tpu.runtime.mesh import make_mesh
 from wan_tpu.runtime.program import GIB, Program
+from wan_tpu_kernels.linear import linear
 
 pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
 from actors.planning.described import described

@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.sla.block_means import block_means, block_means_reference
-from kernels.sla.linear_attention import EPSILON, add_linear, add_linear_reference
-from kernels.sla.top_lists import top_lists, top_lists_reference
-from kernels.sparse_attention import KEYS, QUERIES
 from tests.kernels.cases import INTERPRET, as_program
 from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.sparse_linear import SparseLinear, chosen_blocks, sparse_linear_attention
+from wan_tpu_kernels.sla.block_means import block_means, block_means_reference
+from wan_tpu_kernels.sla.linear_attention import EPSILON, add_linear, add_linear_reference
+from wan_tpu_kernels.sla.top_lists import top_lists, top_lists_reference
+from wan_tpu_kernels.sparse_attention import KEYS, QUERIES
 
 ATTENTION = as_program(sparse_linear_attention)
 

@@ -10,8 +10,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from cluster.slice_spec import SliceSpec
-from kernels.layer_norm import layer_norm
-from kernels.linear import linear, linear_reference
 from tests.conftest import ROOT
 from wan_tpu.aot import key
 from wan_tpu.errors import InvalidInput
@@ -19,6 +17,8 @@ from wan_tpu.ops.collectives import gather_rows
 from wan_tpu.ops.dispatch import ops_for
 from wan_tpu.runtime.program import Program
 from wan_tpu.switches import COLLECTIVES, KERNELS, NAMES, set_switches, switches, uses_kernel
+from wan_tpu_kernels.layer_norm import layer_norm
+from wan_tpu_kernels.linear import linear, linear_reference
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels.low_precision import to_8_bits
 from wan_tpu.adapters.adapter import Adapter, Factors, Targets
 from wan_tpu.adapters.files import find, read
 from wan_tpu.adapters.room import DeviceRoom
@@ -25,6 +24,7 @@ from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import DTYPES, SCALE, Component, Loaded
 from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import FetchedLora, Runtime
+from wan_tpu_kernels.low_precision import to_8_bits
 
 HOST_BYTES = 8 * 2**30  # of adapters in host memory, those of running requests apart: 14 pairs of rank 64 of A14B
 KEPT = 2  # merged sets of an expert that are kept where a device doesn't say how much memory it has

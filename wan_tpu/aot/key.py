@@ -17,7 +17,7 @@ from wan_tpu.switches import switches
 from wan_tpu.versions import version
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transformers")
-SOURCES = ("wan_tpu", "kernels")
+SOURCES = ("wan_tpu", "wan_tpu_kernels")
 # These say how programs are compiled, stored and asked for, not what they are.
 _NO_PROGRAMS = ("aot", "pricing", "commands")
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")

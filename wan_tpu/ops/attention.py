@@ -10,9 +10,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from kernels.flash_attention import LowPrecision, flash_attention, flash_attention_unchecked
-from kernels.low_precision import round_keys_reference, round_queries_reference
 from wan_tpu.switches import uses_kernel
+from wan_tpu_kernels.flash_attention import LowPrecision, flash_attention, flash_attention_unchecked
+from wan_tpu_kernels.low_precision import round_keys_reference, round_queries_reference
 
 # Query rows whose scores are formed at once on CPU: with 2,000 keys 256 rows of float32 scores are 2 MB, which
 # stays in the cache of one core. Measured: 55 ms against 125 ms in one piece (2x4 heads, 2,000 tokens, D=128).

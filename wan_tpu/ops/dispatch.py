@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kernels.head_norm_rope import head_norm_rope, head_norm_rope_reference
-from kernels.layer_norm import layer_norm, layer_norm_reference
-from kernels.linear import linear, linear_reference
-from kernels.low_precision import Rounded, round_rows, round_rows_reference
-from kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
-from kernels.vae.causal_conv import causal_conv, causal_conv_reference
-from kernels.vae.group_norm import (
+from wan_tpu.switches import uses_kernel
+from wan_tpu_kernels.head_norm_rope import head_norm_rope, head_norm_rope_reference
+from wan_tpu_kernels.layer_norm import layer_norm, layer_norm_reference
+from wan_tpu_kernels.linear import linear, linear_reference
+from wan_tpu_kernels.low_precision import Rounded, round_rows, round_rows_reference
+from wan_tpu_kernels.rms_norm_rope import rms_norm_rope, rms_norm_rope_reference
+from wan_tpu_kernels.vae.causal_conv import causal_conv, causal_conv_reference
+from wan_tpu_kernels.vae.group_norm import (
     channel_moments,
     channel_moments_reference,
     norm_silu,
     norm_silu_reference,
 )
-from wan_tpu.switches import uses_kernel
 
 # Each kernel, and the same in plain XLA.
 TWINS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kernels.blocks import LANES
-from kernels.flash_attention import LowPrecision, repeated_if
 from wan_tpu.ops.attention import attention_part
 from wan_tpu.ops.sparse_linear import SparseLinear, sparse_linear_attention
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.mesh import AXES, axis_size
 from wan_tpu.switches import is_synchronous, uses_kernel
+from wan_tpu_kernels.blocks import LANES
+from wan_tpu_kernels.flash_attention import LowPrecision, repeated_if
 
 TILE_ROWS = 16  # of bfloat16 in a TPU's registers
 
@@ -53,7 +53,7 @@ def key_parts(mesh: Mesh, heads: int, width: int, axes: tuple[str, ...] = ("tp",
 
 @dataclass(frozen=True)
 class Projections:
-    """What makes queries, keys and values of rows [t, C], which may be `kernels.low_precision.Rounded`.
+    """What makes queries, keys and values of rows [t, C], which may be `wan_tpu_kernels.low_precision.Rounded`.
 
     query, value  -> [G, t, N*D/G], queries times `query_scale`: heads in groups, one for each device that splits them
                   ([t, N*D] where that is one)

@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels.blocks import LANES
-from kernels.sla.block_means import block_means, block_means_reference
-from kernels.sla.linear_attention import add_linear, add_linear_reference
-from kernels.sla.top_lists import top_lists, top_lists_reference
-from kernels.sparse_attention import KEYS, QUERIES, first_tiles, sparse_attention, sparse_attention_reference
 from wan_tpu.ops.attention import query_scale
 from wan_tpu.switches import uses_kernel
+from wan_tpu_kernels.blocks import LANES
+from wan_tpu_kernels.sla.block_means import block_means, block_means_reference
+from wan_tpu_kernels.sla.linear_attention import add_linear, add_linear_reference
+from wan_tpu_kernels.sla.top_lists import top_lists, top_lists_reference
+from wan_tpu_kernels.sparse_attention import KEYS, QUERIES, first_tiles, sparse_attention, sparse_attention_reference
 
 QUERY_BLOCK = QUERIES  # tokens that attend to the same blocks of keys
 

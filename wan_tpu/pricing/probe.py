@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from kernels.low_precision import multiplied
 from wan_tpu.pricing.bundles import count_bundles
 from wan_tpu.pricing.kernel_prices import StepBundles, step_bundles
+from wan_tpu_kernels.low_precision import multiplied
 
 ROWS, LANES = 128, 128  # Of a block: 16 registers.
 OPERATIONS = 64  # Of each register in one iteration.

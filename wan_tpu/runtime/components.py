@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding
 
-from kernels.low_precision import largest, multiplied
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.progress import Silent
@@ -24,6 +23,7 @@ from wan_tpu.runtime.mesh import Rule, replicated, rule_of, weight_spec
 from wan_tpu.runtime.program import place
 from wan_tpu.runtime.tensor_files import Stored
 from wan_tpu.runtime.weights import Block, Show, Weight, read_weights
+from wan_tpu_kernels.low_precision import largest, multiplied
 
 _BFLOAT16, _INT8, _FLOAT8 = (np.dtype(kind) for kind in (ml_dtypes.bfloat16, np.int8, ml_dtypes.float8_e4m3fn))
 _AND_ATTENTION = "-attention"  # of a precision: attention's logits are in 8 bits, too

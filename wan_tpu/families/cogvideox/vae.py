@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.vae.group_norm import Moments, merged
 from wan_tpu.families.shared.causal_vae import RepeatedStart
 from wan_tpu.families.shared.convolutions import (
     convolve,
@@ -28,6 +27,7 @@ from wan_tpu.families.shared.convolutions import (
 from wan_tpu.ops.dispatch import ops_for
 from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import to_jax
+from wan_tpu_kernels.vae.group_norm import Moments, merged
 
 LATER_FRAMES = 2  # latent frames of a decoder's chunks but the first
 

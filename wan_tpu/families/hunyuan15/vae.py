@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.vae.causal_conv import inside
 from wan_tpu.families.shared.causal_vae import RepeatedStart
 from wan_tpu.families.shared.convolutions import convolve, pointwise, taps_first
 from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import to_jax
+from wan_tpu_kernels.vae.causal_conv import inside
 
 # Rows of queries of the middle block whose scores are formed at once, of all keys of a video.
 QUERIES = 128

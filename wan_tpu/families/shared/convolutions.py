@@ -85,7 +85,7 @@ def convolve(
 ) -> jax.Array:
     """Convolve a strip x [T, X, Y, C] with taps [t, x, y, C, O] that are laid out as here; zeros beyond the picture.
 
-    past  frames before x, zeros where there are too few; given: as `kernels.vae.causal_conv.causal_conv` takes it.
+    past  frames before x, zeros where there are too few, as `wan_tpu_kernels.vae.causal_conv.causal_conv` takes them
           With `replicate` both must be `Cut.extended`
     """
     taps = weight.shape[0]

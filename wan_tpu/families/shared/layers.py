@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from kernels.low_precision import Rounded
 from wan_tpu.ops.collectives import gather_rows
 from wan_tpu.ops.dispatch import Ops
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.mesh import SHARDS
+from wan_tpu_kernels.low_precision import Rounded
 
 T = TypeVar("T")  # one array, or several
 SPLIT = P(None, SHARDS, None)  # of a large matrix, stacked over the layers: its outputs over the devices of a branch
@@ -53,7 +53,7 @@ def scan_layers(
 def linear(ops: Ops, weights: Params, name: str, x: Any, **more: Any) -> jax.Array:
     """Return what the linear layer of a name makes of rows, rounded first if they aren't and its weight is in 8 bits.
 
-    x, more  as `kernels.linear.linear` takes them
+    x, more  as `wan_tpu_kernels.linear.linear` takes them
     """
     weight, scales = weights[f"{name}.weight"], weights.get(f"{name}.weight_scale")
     if scales is not None and not isinstance(x, Rounded):

@@ -1,8 +1,8 @@
 """Wan's VAE on strips of a picture: what diffusers' AutoencoderKLWan computes, with kernels made for it.
 
 The module gives the structure, the parameters' names and their values; the arithmetic is here. Its three elementwise
-passes before and after every convolution are parts of the convolution (kernels/vae/causal_conv.py), resampling is
-folded into convolutions at the lower resolution.
+passes before and after every convolution are parts of the convolution (`wan_tpu_kernels.vae.causal_conv`), resampling
+is folded into convolutions at the lower resolution.
 
 Shapes: T frames, X columns and Y rows of a device's strip, C channels, O channels out, N tokens.
 """
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from diffusers.models.autoencoders import autoencoder_kl_wan as wan
 
-from kernels.vae.causal_conv import inside
 from wan_tpu.families.shared.causal_vae import History
 from wan_tpu.families.shared.convolutions import (
     convolve,
@@ -30,6 +29,7 @@ from wan_tpu.families.shared.convolutions import (
 )
 from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import to_jax
+from wan_tpu_kernels.vae.causal_conv import inside
 
 # Rows of queries of the middle block whose scores are formed at once (one column of a strip has 45 to 160): with the
 # 14,400 keys of a frame of 1280x720, 180 queries' float32 scores are 10 MB, which stay in VMEM.

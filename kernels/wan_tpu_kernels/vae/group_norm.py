@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.tiles import pass_over, vmem_bytes
-from kernels.vae.causal_conv import inside
+from wan_tpu_kernels.tiles import pass_over, vmem_bytes
+from wan_tpu_kernels.vae.causal_conv import inside
 
 TILE_VALUES = 2**21  # of a grid step: 4 MB of bfloat16, whose transfer takes ten times as long as to start it
 VALUES_AT_ONCE = 2**15  # of the loops inside: half of the vector registers

@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.blocks import LANES
-from kernels.flash_kernel import SUBLANES, dot
+from wan_tpu_kernels.blocks import LANES
+from wan_tpu_kernels.flash_kernel import SUBLANES, dot
 
 Ref = Any  # a Pallas reference to VMEM
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.low_precision import LANES, Rounded, round_rows_reference, to_8_bits
-from kernels.modulation import modulation_row
-from kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
+from wan_tpu_kernels.low_precision import LANES, Rounded, round_rows_reference, to_8_bits
+from wan_tpu_kernels.modulation import modulation_row
+from wan_tpu_kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
 ROWS = 512  # of a tile: 5 MB at 5120 channels, long enough a transfer to hide its start
 ROWS_AT_ONCE = 64  # of the loop inside: enough to hide the latency of sums over lanes

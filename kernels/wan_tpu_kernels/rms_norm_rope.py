@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.columns import Columns, Cut
-from kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
+from wan_tpu_kernels.columns import Columns, Cut
+from wan_tpu_kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
 ROWS, ROWS_AT_ONCE = 512, 64  # of a tile and of the loop inside, as in layer_norm.py
 
@@ -33,7 +33,7 @@ def rms_norm_rope(
 
     x       [L, N*D]; weight [N*D]: the mean is over all heads
     tables  cosines and sines [L, D] of each row's angles: [cos, cos] and [-sin, sin]; None: no rotation
-    groups, parts  of the result's columns, see kernels/columns.py
+    groups, parts  of the result's columns, see columns.py
     """
     rows, channels = x.shape
     block, columns = even_block(rows, ROWS, sublanes(x.dtype)), Columns(channels, groups, parts)

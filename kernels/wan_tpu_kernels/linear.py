@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.low_precision import LANES, Rounded
-from kernels.modulation import modulation_row
-from kernels.tiles import even_block, vmem_bytes
+from wan_tpu_kernels.low_precision import LANES, Rounded
+from wan_tpu_kernels.modulation import modulation_row
+from wan_tpu_kernels.tiles import even_block, vmem_bytes
 
 # Largest rows, outputs and inputs of a tile. At 1184 x 1280 x 5120 a tile is 30 thousand cycles of v6e's MXU for 13 MB
 # of weights, half of what HBM delivers in that time.
@@ -48,7 +48,7 @@ def linear(
 ) -> jax.Array:
     """Return activation(x weight^T + bias), or with a residual: residual + gate * that; in the dtype of x.
 
-    x           [L, I], or laid out as kernels/columns.py has it: an array for each part of every group's columns
+    x           [L, I], or laid out as columns.py has it: an array for each part of every group's columns
     weight      [O, I]; bias [O]; what follows the products is computed in float32
     scales      [O] float32, what the rows of a weight in 8 bits are multiplied with: x is `Rounded` then, the result
                 in the dtype of the bias, and so is what an activation is computed in

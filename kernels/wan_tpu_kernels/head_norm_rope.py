@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.blocks import LANES
-from kernels.columns import Columns, Cut
-from kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
+from wan_tpu_kernels.blocks import LANES
+from wan_tpu_kernels.columns import Columns, Cut
+from wan_tpu_kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
 ROWS = 512  # of a tile, as in layer_norm.py
 ROWS_AT_ONCE, COLUMNS_AT_ONCE = 128, 4  # of the loop inside: registers' worth of lanes, tried at 3,072 channels
@@ -41,7 +41,7 @@ def head_norm_rope(
     weight, bias  [D], the same for every head: LayerNorm, (x - mean) / sqrt(variance + eps) * weight + bias; without a
                   bias RMSNorm, x / sqrt(mean square + eps) * weight
     tables        cosines and sines [L, D] of each row's angles: [cos, cos] and [-sin, sin]; None: no rotation
-    groups, parts  of the result's columns, see kernels/columns.py
+    groups, parts  of the result's columns, see columns.py
     """
     (rows, channels), head = x.shape, len(weight)
     block, columns = even_block(rows, ROWS, sublanes(x.dtype)), Columns(channels, groups, parts)

@@ -22,9 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.blocks import LANES
-from kernels.flash_kernel import dot
-from kernels.sparse_attention import first_tiles
+from wan_tpu_kernels.blocks import LANES
+from wan_tpu_kernels.flash_kernel import dot
+from wan_tpu_kernels.sparse_attention import first_tiles
 
 Ref = Any  # a Pallas reference to VMEM
 
@@ -49,7 +49,7 @@ def add_linear(
     """Return `sparse` plus linear attention.
 
     sparse, q [Lq, N * D]; k, v [Lk, N * D], all bfloat16 or all float32; weight [D (out), D (in)], bias [D]. q, k and v
-        may hold more heads: see `kernels.sparse_attention`.
+        may hold more heads: see `sparse_attention`.
     scale   what q is to be multiplied with (its own, where attention's was folded into it)
     kv_len  number of real keys; the rest of K and V is never looked at
 

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.tiles import vmem_bytes
-from kernels.vae.conv_shape import LANES, conv_matrix, conv_shape
+from wan_tpu_kernels.tiles import vmem_bytes
+from wan_tpu_kernels.vae.conv_shape import LANES, conv_matrix, conv_shape
 
 NORM_FLOOR = 1e-24  # torch's F.normalize divides by at least 1e-12
 

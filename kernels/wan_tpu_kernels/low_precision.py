@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.tiles import by_rows, even_block, vmem_bytes
+from wan_tpu_kernels.tiles import by_rows, even_block, vmem_bytes
 
 SUBLANES, LANES = 8, 128  # of a register
 ROWS = 256  # of a tile
@@ -70,7 +70,7 @@ def to_nearest(x: jax.Array, dtype: Any) -> jax.Array:
 def round_rows(x: jax.Array | tuple[jax.Array, ...], dtype: Any, *, interpret: bool = False) -> Rounded:
     """Return rows in 8 bits, in one pass over HBM.
 
-    x  [L, C], or laid out as kernels/columns.py has it: an array for each part of every group's columns
+    x  [L, C], or laid out as columns.py has it: an array for each part of every group's columns
     """
     parts = x if isinstance(x, tuple) else (x,)
     rows, channels = parts[0].shape[-2], sum(part.size for part in parts) // parts[0].shape[-2]

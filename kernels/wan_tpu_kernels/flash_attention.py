@@ -33,9 +33,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.blocks import LANES, BlockSizes, plan_blocks
-from kernels.flash_kernel import Tile, flash_tiles
-from kernels.low_precision import MAGIC, round_keys, round_queries
+from wan_tpu_kernels.blocks import LANES, BlockSizes, plan_blocks
+from wan_tpu_kernels.flash_kernel import Tile, flash_tiles
+from wan_tpu_kernels.low_precision import MAGIC, round_keys, round_queries
 
 Softmax = Literal["auto", "bounded", "optimistic", "online"]
 LowPrecision = Literal["int8", "float8_e4m3fn"]

@@ -9,7 +9,7 @@ lie beside 256 keys of B in [256, 2 D]: the product is S^T of both, side by side
 in dense attention, where heads of 128 channels fill half of the unit. A grid step computes two such pairs in turn, so
 that the second begins while the first ends.
 
-Softmax is shifted as in `kernels.flash_attention`: "optimistic" by 32 above the largest logit of the first 256 keys,
+Softmax is shifted as in `flash_attention`: "optimistic" by 32 above the largest logit of the first 256 keys,
 checked, and repeated with "online", the running maximum, where that overflows. (A NaN in K comes out of both blocks of
 queries, and of all heads of its tile: 0 * NaN is NaN.)
 
@@ -28,9 +28,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.blocks import LANES, MIB
-from kernels.flash_attention import repeated_if
-from kernels.flash_kernel import HEADROOM, SUBLANES, dot
+from wan_tpu_kernels.blocks import LANES, MIB
+from wan_tpu_kernels.flash_attention import repeated_if
+from wan_tpu_kernels.flash_kernel import HEADROOM, SUBLANES, dot
 
 Ref = Any  # a Pallas reference to VMEM or SMEM
 
@@ -63,7 +63,7 @@ def sparse_attention(
         Each may hold more heads of `width` D: of those the ones from its number in `first_heads` on are used, in place.
     blocks [B, N, ceil(Lq / 128), n], int32: which blocks of 64 keys the queries of a block attend to, in rising order,
         each once. Each must hold a real key. What isn't so is not noticed.
-    scale, kv_len, interpret: as `kernels.flash_attention.flash_attention`'s; kv_len is a number.
+    scale, kv_len, interpret: as `flash_attention.flash_attention`'s; kv_len is a number.
     softmax: "online" is always right, "auto" is "optimistic", repeated where its check fails; both are exact.
 
     D is a multiple of 128, or divides it where N * D is one. Raises ValueError for shapes that don't fit.

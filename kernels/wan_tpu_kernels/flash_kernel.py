@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.blocks import BlockSizes
+from wan_tpu_kernels.blocks import BlockSizes
 
 Ref = Any  # a Pallas reference to VMEM or SMEM
 Index = int | jax.Array
