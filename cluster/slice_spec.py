@@ -1,8 +1,8 @@
 """Kinds of slices by their usual names: "v6e-8", "v5p-8", "v7x-4", or a generation with its topology, "v5p:2x2x2".
 
-The number counts chips, but for v5p, which is named by its cores: a v5p-8 has 4 chips. Topologies of each size are
-those that Cloud TPU offers (the pages named in chips.py). Ray's spelling of all this is that of Ray 2.60
-(ray/_private/accelerators/tpu.py): tests/cluster/test_slice_spec.py asks Ray's own functions.
+The number counts what the generation's `name_counts` says: a v5p-8 has 8 cores, which are 4 chips. Ray's spelling of
+all this is that of Ray 2.60 (ray/_private/accelerators/tpu.py): tests/cluster/test_slice_spec.py asks Ray's own
+functions.
 """
 
 import math
@@ -22,17 +22,6 @@ POD_TYPE = "ray.io/tpu-pod-type"
 # Ours, and only emulated hosts have it: how many CPU devices the host shows in place of its chips.
 DEVICES = "wan-tpu/devices"
 
-Sizes = dict[int, tuple[int, ...]]  # chips -> shape
-_FLAT: Sizes = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
-_CUBES: Sizes = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4), 64: (4, 4, 4)}
-_CUBES |= {128: (4, 4, 8), 256: (4, 8, 8)}
-TOPOLOGIES: dict[str, Sizes] = {
-    "v5e": _FLAT,
-    "v5p": _CUBES,
-    "v6e": _FLAT,
-    "v7x": {1: (1, 1, 1)} | _CUBES,
-}
-
 
 @dataclass(frozen=True)
 class SliceSpec:
@@ -48,8 +37,7 @@ class SliceSpec:
 
     def __post_init__(self) -> None:
         chip, shape = _parsed(self.name)
-        # Hosts of several make up a slice four chips each, in all generations.
-        host_shape = shape if math.prod(shape) in chip.one_host_chips else (2, 2, 1)[: len(shape)]
+        host_shape = shape if math.prod(shape) in chip.one_host_chips else chip.host_shape
         for key, value in (("chip", chip), ("shape", shape), ("host_shape", host_shape)):
             object.__setattr__(self, key, value)
 
@@ -83,14 +71,11 @@ class SliceSpec:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Which axes close to a ring.
-
-        A 2D torus only where an axis spans the whole pod of 16; a 3D one where all axes are multiples of 4, the
-        blocks that optical switches join.
-        """
-        if len(self.shape) == 2:
-            return tuple(size == 16 for size in self.shape)
-        return (all(size % 4 == 0 for size in self.shape),) * len(self.shape)
+        """Which axes close to a ring."""
+        block = self.chip.ring_block
+        if block is None:
+            return tuple(size == self.chip.ring_size for size in self.shape)
+        return (all(size % block == 0 for size in self.shape),) * len(self.shape)
 
     @property
     def pod_type(self) -> str:
@@ -138,7 +123,7 @@ class SliceSpec:
 def kinds(generation: str | None = None) -> list[str]:
     """Return the names of all kinds, or those of one generation."""
     chosen = CHIPS.values() if generation is None else [CHIPS[generation]]
-    return [slice_name(chip, chips) for chip in chosen for chips in TOPOLOGIES[chip.name]]
+    return [slice_name(chip, chips) for chip in chosen for chips in chip.sizes]
 
 
 def _chip(generation: str, name: str, size: int) -> Chip:
@@ -147,7 +132,7 @@ def _chip(generation: str, name: str, size: int) -> Chip:
             return chip
     digits = re.sub(r"\D", "", generation)
     alike = [chip for chip in CHIPS.values() if digits and digits in chip.name] or list(CHIPS.values())
-    nearest = ", ".join(_nearest(chip, size // chip.cores if chip.name == "v5p" else size) for chip in alike)
+    nearest = ", ".join(_nearest(chip, size // chip.counted_per_chip) for chip in alike)
     raise UnknownSlice(f"{name!r} is of no generation known here ({', '.join(CHIPS)}); nearest: {nearest}")
 
 
@@ -156,7 +141,7 @@ def _parsed(name: str) -> tuple[Chip, tuple[int, ...]]:
     if not found:
         raise UnknownSlice(f"{name!r} is no slice; write a generation and a size, such as v6e-8 or v5p:2x2x1")
     chip = _chip(found[1], name, int(found[2] or 8))
-    sizes = TOPOLOGIES[chip.name]
+    sizes = chip.sizes
     if found[3]:
         shape = tuple(int(size) for size in found[3].split("x") if size)
         if shape not in sizes.values():
@@ -165,17 +150,16 @@ def _parsed(name: str) -> tuple[Chip, tuple[int, ...]]:
             raise UnknownSlice(f"{name!r} is no topology of {chip.name}; nearest: {nearest}; all: {allowed}")
         return chip, shape
     count = int(found[2])
-    chips = count // chip.cores if chip.name == "v5p" else count
-    if chips not in sizes or (chip.name == "v5p" and count % chip.cores):
+    chips, rest = divmod(count, chip.counted_per_chip)
+    if chips not in sizes or rest:
         raise UnknownSlice(f"there is no {name}; nearest: {_nearest(chip, chips)}; all: {', '.join(kinds(chip.name))}")
     return chip, sizes[chips]
 
 
 def _nearest(chip: Chip, chips: int) -> str:
-    sizes = TOPOLOGIES[chip.name]
-    return slice_name(chip, min(sizes, key=lambda size: (abs(math.log2(size / max(chips, 1))), size)))
+    return slice_name(chip, min(chip.sizes, key=lambda size: (abs(math.log2(size / max(chips, 1))), size)))
 
 
 def slice_name(chip: Chip, chips: int) -> str:
-    """Return the name of a slice of so many chips: v5p is named by its cores."""
-    return f"{chip.name}-{chips * chip.cores if chip.name == 'v5p' else chips}"
+    """Return the name of a slice of so many chips."""
+    return f"{chip.name}-{chips * chip.counted_per_chip}"

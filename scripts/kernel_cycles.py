@@ -18,21 +18,20 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # chips are described, this machine's own accelerators stay untouched
 
-from kernel_tables.attention_kernels import LOW_PRECISION, table
+from kernel_tables.attention_kernels import table
 from kernel_tables.conv_kernels import conv_table
 
 from actors.planning.described import described
+from cluster.chips import CHIPS
 from cluster.errors import ClusterError
 from cluster.slice_spec import SliceSpec
 from wan_tpu.cli import run
-
-ONE_HOST = {"v5e": "v5e-4", "v5p": "v5p-8", "v6e": "v6e-4", "v7x": "v7x-4"}
 
 
 def main() -> None:
     """Print one row a kernel as it is compiled, or one JSON object a line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chip", choices=LOW_PRECISION, default="v6e")
+    parser.add_argument("--chip", choices=CHIPS, default="v6e")
     parser.add_argument("--kernel", choices=("attention", "convolution"), default="attention")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -61,7 +60,7 @@ def _convolution(chip: str, *, as_json: bool) -> None:
             f"{'frames x columns x rows':24} {'channels':>8} {'grid':>10} {'cycles':>8} {'at peak':>8} {'HBM':>6} share"
         )
     with tempfile.TemporaryDirectory() as folder:
-        for row in conv_table(described(SliceSpec(ONE_HOST[chip])), Path(folder)):
+        for row in conv_table(described(SliceSpec(CHIPS[chip].host_topology)), Path(folder)):
             if as_json:
                 print(json.dumps(dataclasses.asdict(row)), flush=True)
                 continue

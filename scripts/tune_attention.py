@@ -8,8 +8,9 @@ import argparse
 import datetime
 import itertools
 
-from kernel_tables.attention_kernels import LOW_PRECISION, Row, ours
+from kernel_tables.attention_kernels import Row, ours
 
+from cluster.chips import CHIPS
 from wan_tpu_kernels.blocks import MIB, BlockSizes, Schedule
 
 # Rows of Q: 256 n that leave little of 75,776 over; the last two are maxdiffusion's (its pull request 452).
@@ -28,12 +29,12 @@ VMEM_LIMIT = {"v5e": 96 * MIB, "v5p": 48 * MIB, "v6e": 64 * MIB, "v7x": 48 * MIB
 def main() -> None:
     """Compile every candidate, print the count of each, then all in order."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--chip", choices=LOW_PRECISION, default="v6e")
+    parser.add_argument("--chip", choices=VMEM_LIMIT, default="v6e")
     parser.add_argument("--softmax", choices=("bounded", "optimistic", "online"), default="optimistic")
     parser.add_argument("--low-precision", action="store_true", help="8-bit logits, as the chip has them")
     parser.add_argument("--blocks", nargs="+", metavar="QxKV", default=[f"{q}x{kv}" for q, kv in BLOCKS])
     args = parser.parse_args()
-    qk = LOW_PRECISION[args.chip] if args.low_precision else None
+    qk = CHIPS[args.chip].matrix_8_bits if args.low_precision else None
 
     found: list[tuple[Row, BlockSizes, Schedule]] = []
     sizes = [tuple(map(int, block.split("x"))) for block in args.blocks]

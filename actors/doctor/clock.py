@@ -20,7 +20,7 @@ def check_clock(machine: Machine) -> Iterator[Finding]:
     """Yield clock and grid step, and keep both for prices; on CPU devices the kernel's iterations count as bundles."""
     small, chip = machine.is_rehearsal, machine.chip
     try:
-        bundles, around = (1.0, 0.0) if chip is None else count_probe(chip.name)
+        bundles, around = (1.0, 0.0) if chip is None else count_probe(chip.host_topology)
     except CompileError as error:
         yield Finding("clock", f"not measured: {error}", "warn", "its kernel compiled", "attach the report to an issue")
         return

@@ -17,11 +17,10 @@ from actors.planning.described import described
 from cluster.slice_spec import SliceSpec, slice_name
 from wan_tpu.ops.collectives import gather_rows
 from wan_tpu.pricing.ici import Interconnect, interconnect_of
-from wan_tpu.runtime.program import HAS_SPARSE_CORES, compiler_options
+from wan_tpu.runtime.program import compiler_options
 
 AXIS = "devices"
 WIDTH = 128
-ON_SPARSE_CORES = ("all-to-all", "all-gather")  # Collectives that a TPU7x's compiler would hand to its SparseCores.
 _SLOW = "is a cable of the slice faulty? compare with another slice, and attach this report to an issue"
 _ADVICE = (
     "the network between chips, or its compiler, is broken: attach this report to an issue, and see whether "
@@ -43,7 +42,7 @@ def check_collectives(machine: Machine) -> Iterator[Finding]:
     for name, (function, expected) in _kinds(count, platform).items():
         right = functools.partial(expected, whole)
         yield _check(name, right, whole, mesh, _compile(function, mesh))
-        if devices[0].device_kind == HAS_SPARSE_CORES and name in ON_SPARSE_CORES:
+        if machine.chip is not None and name in machine.chip.sparse_core_collectives:
             yield _check(f"{name} by SparseCores", right, whole, mesh, _compile(function, mesh, sparse_cores=True))
     yield from _measure_links(machine, mesh)
 

@@ -10,9 +10,6 @@ from cluster.chips import CHIPS, Chip
 
 Verdict = Literal["ok", "info", "warn", "fail"]
 
-# What JAX calls a device, by generation of TPU.
-_KINDS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
-
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -58,7 +55,7 @@ class Machine:
     @property
     def chip(self) -> Chip | None:
         """The generation of its TPU; None where it has none that is known."""
-        return CHIPS.get(_KINDS.get(self.kind, ""))
+        return next((chip for chip in CHIPS.values() if chip.jax_kind == self.kind), None)
 
 
 def merge(hosts: Sequence[Machine]) -> Machine:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from actors.doctor.finding import Finding, Machine
-from cluster.chips import GIB
+from cluster.chips import CHIPS, GIB
 from cluster.gang.devices import device_files, start_failure
 from cluster.gang.machine_place import read_machine_place
 
@@ -77,7 +77,7 @@ def _describe(machine: Machine) -> Finding:
         return Finding("devices", f"{measured}: they stand in for chips, and their seconds say nothing of a TPU's")
     if machine.chip is None:
         advice = "what follows is measured, but nothing is known to compare it with"
-        return Finding("devices", measured, "warn", "TPU v5e, v5p, v6e or v7x", advice)
+        return Finding("devices", measured, "warn", f"a TPU: {', '.join(CHIPS)}", advice)
     return Finding("devices", f"{measured}: TPU {machine.chip.name}", "ok")
 
 

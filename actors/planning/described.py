@@ -25,6 +25,7 @@ def described(kind: SliceSpec, calibration: Calibration | None = None) -> "Descr
         host_bounds=(*kind.host_shape, 1)[:3],
         hardware=Hardware(
             name=chip.name,
+            host_topology=chip.host_topology,
             clock_hz=chip.clock_hz,
             peak_flops=chip.bf16_flops / chip.devices,
             hbm_bytes=chip.usable_gib * GIB / chip.devices,

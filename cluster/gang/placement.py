@@ -13,7 +13,6 @@ from cluster import inventory
 from cluster.chips import CHIPS
 from cluster.errors import SliceStartTimeout, WrongHost
 from cluster.gang.protocol import HostPlace
-from cluster.provision.kubernetes import MACHINES
 from cluster.slice_spec import ACCELERATOR_TYPE, POD_TYPE, SLICE_NAME, WORKER_ID, SliceSpec
 
 TELL_S = 5.0  # between two words on what is waited for
@@ -119,7 +118,7 @@ def other_machines(spec: SliceSpec, nodes: Sequence[dict[str, Any]]) -> str | No
     }
     if not chips or spec.chips_per_host in chips:
         return None
-    machine = MACHINES.get((spec.chip.name, spec.chips_per_host))
+    machine = spec.chip.gke_machines.get(spec.chips_per_host)
     return (
         f"of that kind there are machines of {max(chips):g} chips, and a {spec} here is of machines with "
         f"{spec.chips_per_host}{f' (on GKE {machine})' if machine else ''}"

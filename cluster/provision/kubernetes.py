@@ -3,8 +3,8 @@
 A kind of slice is a worker group: KubeRay makes whole slices of its pods, GKE's TPU webhook tells each its place there,
 and Ray's autoscaler launches them for the bundles that a slice asks for. Leaders and HTTP run in a group without TPUs.
 
-Sources: KubeRay's schemas of ray.io/v1; docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus for machines
-and node selectors; docs.ray.io, "Ray on Kubernetes", for TPUs, probes and token authentication.
+Sources: KubeRay's schemas of ray.io/v1; docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus for node
+selectors; docs.ray.io, "Ray on Kubernetes", for TPUs, probes and token authentication.
 """
 
 import math
@@ -22,17 +22,6 @@ Object = dict[str, Any]
 
 API = "ray.io/v1"
 CPU_GROUP = "cpu"
-# GKE's machines by generation and chips a machine.
-MACHINES: dict[tuple[str, int], str] = {
-    ("v5e", 1): "ct5lp-hightpu-1t",
-    ("v5e", 4): "ct5lp-hightpu-4t",
-    ("v5e", 8): "ct5lp-hightpu-8t",
-    ("v5p", 4): "ct5p-hightpu-4t",
-    ("v6e", 1): "ct6e-standard-1t",
-    ("v6e", 4): "ct6e-standard-4t",
-    ("v6e", 8): "ct6e-standard-8t",
-    ("v7x", 4): "tpu7x-standard-4t",
-}
 # Of every container.
 ENVIRONMENT = {
     # GKE takes a spot node away 15 s after it has said so; what drains then must have ended before.
@@ -211,10 +200,10 @@ def _cpu_group(layout: Layout, target: Target) -> Object:
 
 def _slice_group(kind: SliceSpec, most: int, target: Target, source: str) -> Object:
     """Return the group of a kind of slice: none at first, what is asked for later, `most` in all."""
-    machine = MACHINES.get((kind.chip.name, kind.chips_per_host))
+    machine = kind.chip.gke_machines.get(kind.chips_per_host)
     if machine is None:
-        known = sorted({name for (chip, _), name in MACHINES.items() if chip == kind.chip.name})
-        raise LayoutError(f"{source}: GKE has no machine for a {kind}; for {kind.chip.name} it has {', '.join(known)}")
+        known = ", ".join(kind.chip.gke_machines.values()) or "none"
+        raise LayoutError(f"{source}: GKE has no machine for a {kind}; for {kind.chip.name} it has {known}")
     small = kind.chips_per_host == 1
     container = _container(
         target, {"metrics": 8080}, cpu=16 if small else 64, memory="32Gi" if small else "128Gi", tpu=kind.chips_per_host
@@ -235,8 +224,8 @@ def _slice_group(kind: SliceSpec, most: int, target: Target, source: str) -> Obj
         # By these Ray's autoscaler knows which group a slice's bundles fit on.
         "labels": kind.host_selector,
         "rayStartParams": {"num-cpus": str(16 if small else 64)}
-        # Ray counts two device files a chip of v7x as two chips (ray#65105).
-        | ({"resources": f'"{{\\"TPU\\": {kind.chips_per_host}}}"'} if kind.chip.name == "v7x" else {}),
+        # Ray counts device files, so it is told the number where a chip has several.
+        | ({"resources": f'"{{\\"TPU\\": {kind.chips_per_host}}}"'} if kind.chip.device_files > 1 else {}),
         "template": _template(target, container | _probes(), {"nodeSelector": selector, "tolerations": tolerations}),
     }
 

@@ -4,20 +4,20 @@ Every machine runs a container with `ray start --block` as a systemd unit: a mac
 SIGTERM, which drains the node; one that boots again joins again. The number of slices is what was created: nothing
 scales by itself.
 
-Sources: docs.cloud.google.com/tpu/docs, "Queued resources" and "TPU software versions", for the API and for what a
-TPU VM's metadata says; docs.cloud.google.com/container-optimized-os, "Configure the host firewall", and
+Sources: docs.cloud.google.com/tpu/docs, "Queued resources", for the API and for what a TPU VM's metadata says;
+docs.cloud.google.com/container-optimized-os, "Configure the host firewall", and
 docs.cloud.google.com/artifact-registry, "Set up authentication for Docker"; docs.ray.io for `ray start`.
 """
 
 import shlex
 from dataclasses import dataclass
 
+from cluster.chips import CHIPS
 from cluster.errors import LayoutError
 from cluster.layout import Layout
 from cluster.provision.kubernetes import ENVIRONMENT
 from cluster.slice_spec import ACCELERATOR_TYPE, POD_TYPE, SLICE_NAME, TOPOLOGY, WORKER_ID, SliceSpec
 
-RUNTIMES = {"v5e": "v2-alpha-tpuv5-lite", "v5p": "v2-alpha-tpuv5", "v6e": "v2-alpha-tpuv6e"}  # of Cloud TPU's API
 PORT, DASHBOARD = 6379, 8265
 UNIT = "/etc/systemd/system/wan-tpu.service"
 
@@ -131,9 +131,10 @@ def files(layout: Layout, machines: Machines) -> dict[str, str]:
         raise LayoutError(f"{layout.source}: its slices are emulated; take out emulate, or give a layout of real ones")
     kinds = {pool.slice.pod_type: pool.slice for pool in layout.pools}
     for kind in kinds.values():
-        if kind.chip.name not in RUNTIMES:
+        if kind.chip.tpu_vm_runtime is None:
+            known = ", ".join(chip.name for chip in CHIPS.values() if chip.tpu_vm_runtime is not None)
             raise LayoutError(
-                f"{layout.source}: Cloud TPU's API has no {kind}, only {', '.join(RUNTIMES)}; on GKE: wan-tpu manifests"
+                f"{layout.source}: Cloud TPU's API has no {kind}, only {known}; on GKE: wan-tpu manifests"
             )
     _check_names(layout)
     starts = {f"{name}.sh": host_start(kind, machines) for name, kind in kinds.items()}
@@ -229,7 +230,7 @@ def _create(layout: Layout, machines: Machines) -> str:
     for name, kind in _slices(layout, machines):
         lines += [
             f"gcloud compute tpus queued-resources create {name} --node-id {name} {where} \\",
-            f"  --accelerator-type {kind.pod_type} --runtime-version {RUNTIMES[kind.chip.name]} \\",
+            f"  --accelerator-type {kind.pod_type} --runtime-version {kind.chip.tpu_vm_runtime} \\",
             f'  --metadata "$metadata" --metadata-from-file startup-script={kind.pod_type}.sh'
             f"{account}{' --spot' if machines.spot else ''}",
         ]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cluster.chips import CHIPS
 from wan_tpu.pricing.bundles import CompileError, count_bundles
 from wan_tpu_kernels.blocks import DEFAULT, LANES, SHARED_ROWS, TABLE, BlockSizes, Schedule
 from wan_tpu_kernels.sparse_attention import KEYS, STEP
@@ -12,8 +13,6 @@ from wan_tpu_kernels.sparse_attention import KEYS, STEP
 CASES = str(Path(__file__).with_name("attention_cases.py"))
 # The tile jax's and tokamax's kernels are best known at: the keys of a chunk as their users set them.
 PEER_TILE = {"block_q": 3328, "block_kv": 2816, "chunk": 256}
-# 8-bit logits: what each chip's MXU multiplies natively.
-LOW_PRECISION = {"v5e": "int8", "v5p": "int8", "v6e": "int8", "v7x": "float8_e4m3fn"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ def table(chip: str) -> Iterator[Row]:
         yield ours(chip, softmax, None)
     yield ours(chip, "optimistic", None, width=64)
     yield ours(chip, "optimistic", None, counted=True)
-    yield ours(chip, "optimistic", LOW_PRECISION[chip])
+    yield ours(chip, "optimistic", CHIPS[chip].matrix_8_bits)
     for kept in (118, 177):  # 10 and 15 % of 75,600 tokens
         yield sparse(chip, kept)
     for peer in ("splash", "tokamax"):
@@ -85,7 +84,7 @@ def sparse(chip: str, kept: int) -> Row:
 def _count(chip: str, function: str, block_q: int, block_kv: int, options: dict[str, Any], variant: str = "") -> Row:
     name, tile = f"{function} {variant}".strip(), f"{block_q} x {block_kv}"
     try:
-        kernels = count_bundles(f"{CASES}:{function}", options, chip)
+        kernels = count_bundles(f"{CASES}:{function}", options, CHIPS[chip].host_topology)
         if options.get("softmax") != "online":
             kernels = [kernel for kernel in kernels if "_online" not in kernel.name]  # what the call is repeated with
         kernel = kernels[0]

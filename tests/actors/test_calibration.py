@@ -11,7 +11,7 @@ from actors.doctor.finding import Machine, merge
 from actors.doctor.prediction import MEASURED, PUBLISHED, explain, predict
 from actors.planning.calibration import FIGURES, Calibration, load_calibration
 from actors.planning.described import described
-from cluster.chips import V6E
+from cluster.chips import CHIPS
 from cluster.slice_spec import SliceSpec
 from tests.wan_tpu.test_aot_cost import CYCLES, kernel_config
 from wan_tpu.errors import InvalidInput
@@ -22,6 +22,7 @@ from wan_tpu.pricing.kernel_prices import KernelPrices, StepBundles
 from wan_tpu.pricing.probe import count_probe
 
 PUBLISHED_FIGURES = Calibration(chip="v6e")
+V6E = CHIPS["v6e"]
 HALF = {"clock_hz": V6E.clock_hz / 2, "hbm_bytes_per_s": V6E.hbm_bytes_per_s / 2, "grid_step_s": 5e-3}
 HALF |= {"link_bytes_per_s": V6E.ici_link_bytes_per_s / 2}
 # A product of 10 ms and a kernel of 6 grid steps and 3.4 ms, a copy of 2.6 ms, and a sum over two chips of
@@ -134,7 +135,7 @@ def test_clock_at_half_speed_is_named_where_it_is_measured(monkeypatch):
         return 1e-4 + steps * (0.5e-6 + (80 + 262 * iterations) / (V6E.clock_hz / 2))
 
     monkeypatch.setattr(clock, "time_probe", time_probe)
-    monkeypatch.setattr(clock, "count_probe", lambda chip: (262.0, 80.0))
+    monkeypatch.setattr(clock, "count_probe", lambda host: (262.0, 80.0))
     machine = Machine(folder=None, kind="TPU v6 lite", devices=8)
     speed, step = clock.check_clock(machine)
     assert (speed.name, speed.verdict) == ("clock", "warn")
@@ -151,7 +152,7 @@ def test_clock_at_half_speed_is_named_where_it_is_measured(monkeypatch):
 def test_compiler_gives_the_kernel_the_bundles_that_it_is_made_for(chip):
     """64 operations of 16 registers, four a bundle, and 6 bundles of the loop."""
     pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
-    bundles, around = count_probe(chip)
+    bundles, around = count_probe(CHIPS[chip].host_topology)
     assert bundles == 64 * 16 / 4 + 6
     assert 40 < around < 150
 

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.chips import V6E
+from cluster.chips import CHIPS
 from scripts.kernel_tables.attention_kernels import CASES, ours, sparse
+from wan_tpu.aot.topology import Hardware
 from wan_tpu.errors import Unavailable
 from wan_tpu.pricing.bundles import Body, CompileError, count_bundles, hot_bundles, read_loops, read_regions, slot_use
 from wan_tpu.pricing.kernel_prices import KernelPrices, StepBundles, step_bundles
@@ -58,6 +59,7 @@ def test_sparse_attention_meets_its_target():
     assert 1900 < row.per_million <= 2250
 
 
+V6E = CHIPS["v6e"]
 INT8_MACS = 2 * V6E.bf16_flops / 2 / V6E.clock_hz  # of v6e a cycle: twice those of bfloat16
 
 
@@ -74,7 +76,7 @@ INT8_MACS = 2 * V6E.bf16_flops / 2 / V6E.clock_hz  # of v6e a cycle: twice those
 def test_linear_layers_in_int8_reach_their_share_of_the_peak(inputs, outputs, more):
     """Those of a 14B; a tile's own start and end are counted with it."""
     options = {"inputs": inputs, "outputs": outputs, **more}
-    kernel = count_bundles(f"{NORMS}:linear_8_bits", options, "v6e")[0]
+    kernel = count_bundles(f"{NORMS}:linear_8_bits", options)[0]
     [tile] = {trips[0] - 2 for trips in kernel.loops if trips}  # steps of the grid
     cycles = step_bundles(kernel.loops, tile)
     share = 4736 * inputs * outputs / INT8_MACS / tile / (cycles.products + cycles.rest)
@@ -85,7 +87,7 @@ def test_linear_layers_in_int8_reach_their_share_of_the_peak(inputs, outputs, mo
 @pytest.mark.long
 def test_a_norm_takes_fewer_cycles_than_its_bytes():
     """HBM bounds it: 64 rows a run of its loop, each read and written once, in bfloat16."""
-    [kernel] = count_bundles(f"{NORMS}:layer_norm_rows", {"rows": 4096, "channels": 5120}, "v6e")
+    [kernel] = count_bundles(f"{NORMS}:layer_norm_rows", {"rows": 4096, "channels": 5120})
     bytes_ = 2 * 64 * 5120 * 2
     assert 500 < kernel.hot.bundles <= bytes_ / V6E.hbm_bytes_per_s * V6E.clock_hz
 
@@ -95,17 +97,18 @@ def test_a_norm_takes_fewer_cycles_than_its_bytes():
 def test_a_kernel_that_does_not_fit_says_so():
     options = {"block_q": 512, "block_kv": 512, "schedule": {"chunk": 512}, "softmax": "online"}
     with pytest.raises(CompileError, match="vmem"):
-        count_bundles(f"{CASES}:ours", options | {"vmem_limit": 2**20}, "v6e")
+        count_bundles(f"{CASES}:ours", options | {"vmem_limit": 2**20})
 
 
 def test_machine_that_is_too_busy_to_count_says_so():
-    with pytest.raises(Unavailable, match="counting ours for v6e took longer than 0 s: this machine is busy"):
+    with pytest.raises(Unavailable, match="counting ours for v6e:2x2 took longer than 0 s: this machine is busy"):
         count_bundles(f"{CASES}:ours", timeout_s=0.01)
 
 
-def test_an_unknown_chip_is_refused():
-    with pytest.raises(ValueError, match="v6e"):
-        count_bundles("file.py:function", chip="v99")
+@needs_libtpu
+def test_an_unknown_host_is_refused():
+    with pytest.raises(CompileError, match="v99"):
+        count_bundles(f"{CASES}:ours", host="v99:2x2")
 
 
 NOP, LOOPED = "  0x0 : { nop }\n", "  0x1 : > { nop }\n"
@@ -176,7 +179,7 @@ def test_price_whose_file_is_cut_off_is_counted_again(content, tmp_path):
         counted.append(call)
         return StepBundles(7, 1)
 
-    hardware = SimpleNamespace(name="v6e", peak_flops=1, clock_hz=1, grid_step_s=0.0)
+    hardware = Hardware("v6e", "v6e:2x2", clock_hz=1, peak_flops=1, hbm_bytes=1, hbm_bytes_per_s=1)
     call = SimpleNamespace(digest="x", name="kernel", grid=(1,), steps_a_core=lambda cores: 1)
     prices = KernelPrices(tmp_path, hardware, 1, count)
     assert prices.bundles(call) == StepBundles(7, 1)

@@ -142,6 +142,6 @@ def test_rows_that_do_not_fill_tiles_are_refused():
 def test_v6e_keeps_its_matrix_units_busy():
     # The last block of Wan's decoder: 96 channels, four frames of 160 x 720 pixels. All of its multiply-adds at the
     # chip's peak are 0.44 million cycles; without a matrix unit's columns for two frames at once it was 2.1 million.
-    [kernel, *_] = count_bundles(f"{CASES}:causal", {"frames": 4, "columns": 160, "rows": 720, "channels": 96}, "v6e")
+    [kernel, *_] = count_bundles(f"{CASES}:causal", {"frames": 4, "columns": 160, "rows": 720, "channels": 96})
     step = step_bundles(kernel.loops, steps=32)
     assert 0.9e6 < (step.products + step.rest) * 32 < 1.5e6

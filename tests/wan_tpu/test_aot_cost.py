@@ -12,7 +12,7 @@ from wan_tpu.pricing.ici import Interconnect
 from wan_tpu.pricing.report import describe
 
 # One cycle a second and one byte a second: seconds are cycles, bytes, or bytes over a link.
-HARDWARE = Hardware("toy", clock_hz=1.0, peak_flops=1.0, hbm_bytes=1e9, hbm_bytes_per_s=1.0)
+HARDWARE = Hardware("toy", "toy:1x1", clock_hz=1.0, peak_flops=1.0, hbm_bytes=1e9, hbm_bytes_per_s=1.0)
 LINKS = Interconnect(((0, 0, 0, 0), (1, 0, 0, 0)), 1.0, 1.0)
 CYCLES = 'backend_config={{"window_config":{{"estimated_cycles":"{}"}}}}'
 

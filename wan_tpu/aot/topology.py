@@ -24,14 +24,16 @@ _ADDED_BY_JAX = "--xla_tpu_use_enhanced_launch_barrier"
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device as JAX counts them (a chip, on v7x half a chip).
+    """One device as JAX counts them: a chip, or half of one.
 
+    host_topology     the compiler's name of one host's chips, for which kernels are compiled alone, such as v6e:2x2
     peak_flops        dense bfloat16 operations a second
     hbm_bytes         its memory that programs may use; hbm_bytes_per_s  its bandwidth
     grid_step_s       what a step of a kernel's grid takes beyond its bundles, where that was measured
     """
 
     name: str
+    host_topology: str
     clock_hz: float
     peak_flops: float
     hbm_bytes: float
@@ -48,7 +50,7 @@ class DescribedSlice:
     host_bounds   chips along each axis (three of them) that one host has
     hardware      one JAX device
     wraps         size of each axis that closes to a ring, 0 for others
-    link_bytes_per_s, core_bytes_per_s  of one ICI link, and between the devices of one chip (v7x), in one direction
+    link_bytes_per_s, core_bytes_per_s  of one ICI link, and between the devices of one chip, in one direction
     cores         TensorCores of one JAX device: they share the parallel axes of a kernel's grid
     calibrated    for people: which of these figures were measured; empty where all are published ones
     """

@@ -21,8 +21,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-# The smallest whole host of each chip, by the compiler's own names.
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 COMPILER_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -70,28 +68,27 @@ class CompileError(RuntimeError):
 
 
 def count_bundles(
-    target: str, options: Mapping[str, object] | None = None, chip: str = "v6e", timeout_s: float = 600
+    target: str, options: Mapping[str, object] | None = None, host: str = "v6e:2x2", timeout_s: float = 600
 ) -> list[KernelBundles]:
-    """Compile `target` for a chip and count the bundles of each kernel in it, largest first.
+    """Compile `target` for a chip of a host and count the bundles of each kernel in it, largest first.
 
     target is "path/of/file.py:function"; the function is called with `options` (JSON values) and returns a function
     and its arguments as `jax.ShapeDtypeStruct`s. The file is run by its path, so that its package is not imported.
-    Raises CompileError, `Unavailable` where it takes longer than `timeout_s`, and ValueError for an unknown chip.
+    host is the compiler's name of its chips. Raises CompileError, also for an unknown host, and `Unavailable` where it
+    takes longer than `timeout_s`.
     """
-    if chip not in TOPOLOGIES:
-        raise ValueError(f"chip must be one of {', '.join(TOPOLOGIES)}, got {chip!r}")
     with tempfile.TemporaryDirectory(prefix="bundles-") as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={PASSES}"
         path = os.pathsep.join(p for p in (ROOT, os.environ.get("PYTHONPATH")) if p)
         environment = os.environ | COMPILER_ENVIRONMENT | {"LIBTPU_INIT_ARGS": flags, "PYTHONPATH": path}
-        command = [sys.executable, "-P", __file__, chip, target, json.dumps(dict(options or {}))]
+        command = [sys.executable, "-P", __file__, host, target, json.dumps(dict(options or {}))]
         try:
             child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             from wan_tpu.errors import Unavailable  # Not in the child, which needs none of the package.
 
             raise Unavailable(
-                f"counting {target.rpartition(':')[2]} for {chip} took longer than {timeout_s:.0f} s: this machine is "
+                f"counting {target.rpartition(':')[2]} for {host} took longer than {timeout_s:.0f} s: this machine is "
                 "busy; run it again when a core is free (what has been counted is kept)"
             ) from None
         if child.returncode:
@@ -241,13 +238,13 @@ def _cause(stderr: str) -> str:
     return "\n".join(lines[starts[-1] :] if starts else lines)[:2000]
 
 
-def _compile(chip: str, target: str, options: str) -> None:
+def _compile(host: str, target: str, options: str) -> None:
     """Compile in this process: the child's side of `count_bundles`."""
     import jax
     import numpy as np
     from jax.experimental import topologies
 
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=host).devices
     mesh = jax.sharding.Mesh(np.array(devices[:1]), ("x",))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     file, function = target.rsplit(":", 1)

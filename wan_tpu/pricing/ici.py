@@ -27,7 +27,7 @@ class Interconnect:
 
     coordinates         of each device in the program's order (`mesh.devices.flat`): (x, y, z, core on chip)
     link_bytes_per_s    of one ICI link in one direction
-    core_bytes_per_s    between the two devices of one chip, in one direction (v7x); unused elsewhere
+    core_bytes_per_s    between the two devices of one chip, in one direction; unused where it is one device
     wraps               size of each axis that closes to a ring, 0 for one that doesn't
     """
 

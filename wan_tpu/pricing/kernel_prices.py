@@ -46,9 +46,9 @@ class KernelPrices:
     """
 
     def __init__(self, folder: Path, hardware: Hardware, cores: int, count: CountBundles) -> None:
-        """cores: TensorCores of one device; count: bundles of a call on a chip, given the steps of a core."""
+        """cores: TensorCores of one device; count: bundles of a call on a host's chip, given the steps of a core."""
         self._folder = folder
-        self._chip = hardware.name
+        self._hardware = hardware
         self._cores = cores
         self._macs_a_cycle = hardware.peak_flops / 2 / hardware.clock_hz / cores
         self._beyond = hardware.grid_step_s * hardware.clock_hz  # Cycles of a grid step that no bundle accounts for.
@@ -68,11 +68,11 @@ class KernelPrices:
 
     def bundles(self, call: KernelCall) -> StepBundles:
         """Return the bundles of one grid step."""
-        file = self._folder / f"kernel-{self._chip}-{key.digest(f'{call.digest} {_counted_by()}')}.json"
+        file = self._folder / f"kernel-{self._hardware.name}-{key.digest(f'{call.digest} {_counted_by()}')}.json"
         try:
             return StepBundles(**json.loads(file.read_text())["bundles"])
         except (FileNotFoundError, KeyError, TypeError, ValueError):  # never counted, or the disk was full then
-            count = self._count(call, self._chip, call.steps_a_core(self._cores))
+            count = self._count(call, self._hardware.host_topology, call.steps_a_core(self._cores))
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")  # others may count the same
         try:
@@ -90,8 +90,8 @@ def _counted_by() -> str:
     return key.digest(repr([version("libtpu"), *code]))
 
 
-def count_alone(call: KernelCall, chip: str, steps: int) -> StepBundles:
-    """Compile a call alone for a chip, whose core runs `steps` grid steps, and return the bundles of one.
+def count_alone(call: KernelCall, host: str, steps: int) -> StepBundles:
+    """Compile a call alone for a chip of a host, whose core runs `steps` grid steps, and return the bundles of one.
 
     That is the hot region and what stands around it in the grid's loop. Where the hot region is the body of a loop,
     which stands in the code once, it is run again and again; several loops in a step count as often as each runs.
@@ -99,7 +99,7 @@ def count_alone(call: KernelCall, chip: str, steps: int) -> StepBundles:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "call.json"
         call.save(path)
-        counted = bundles.count_bundles(f"{kernel_calls.__file__}:saved", {"path": str(path)}, chip)
+        counted = bundles.count_bundles(f"{kernel_calls.__file__}:saved", {"path": str(path)}, host)
     kernel = max(counted, key=lambda kernel: kernel.hot.bundles)
     if call.loops > 1:
         return step_bundles(kernel.loops, steps)

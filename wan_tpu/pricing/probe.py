@@ -46,13 +46,13 @@ def _iterate(iterations: int, x: Any, y: Any, out: Any) -> None:
     out[...] = jax.lax.fori_loop(0, iterations, multiply_and_add, x[...])
 
 
-def count_probe(chip: str) -> tuple[float, float]:
+def count_probe(host: str) -> tuple[float, float]:
     """Return the bundles of an iteration, and those that a grid step takes besides, as this libtpu compiles them.
 
-    Raises `CompileError`.
+    host is the compiler's name of a host's chips. Raises `CompileError`.
     """
     options = {"steps": _COUNTED_STEPS, "iterations": _COUNTED_ITERATIONS}
-    kernel = count_bundles(f"{__file__}:probe", options, chip)[0]
+    kernel = count_bundles(f"{__file__}:probe", options, host)[0]
     counted: StepBundles = step_bundles(kernel.loops, _COUNTED_STEPS)
     return counted.products / _COUNTED_ITERATIONS, counted.rest
 

@@ -16,9 +16,10 @@ from wan_tpu.errors import CompileFailed, DoesNotFit
 from wan_tpu.runtime.mesh import placed, replicated
 from wan_tpu.switches import is_synchronous
 
-# TPU7x hands these to its SparseCores unless told otherwise, where an all-to-all becomes one that nothing overlaps, and
-# JAX 0.10 can't read the program's schedule for a plan. Both are predicted to take the same time (2.140 and 2.142 s for
-# a step of A14B on v7x-4), so what runs is what is priced: on the TensorCore, in the background.
+# TPUs with new SparseCores (v7x) hand these to them unless told otherwise, where an all-to-all becomes one that nothing
+# overlaps, and JAX 0.10 can't read the program's schedule for a plan. Both are predicted to take the same time (2.140
+# and 2.142 s for a step of A14B on v7x-4), so what runs is what is priced: on the TensorCore, in the background. For
+# other TPUs the compiler makes the same program with these options as without.
 _OFFLOADED = (
     "all_gather",
     "all_reduce",
@@ -31,20 +32,18 @@ ON_TENSOR_CORE: dict[str, str | bool] = {
     **{f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "false" for kind in _OFFLOADED},
     "xla_tpu_enable_sparse_core_async_all_to_all": "false",
 }
-HAS_SPARSE_CORES = "TPU7x"
 
 
 def compiler_options(mesh: Mesh, *, sparse_cores: bool = False) -> dict[str, str | bool] | None:
     """Return the compiler's options for a mesh's devices; None where there are none.
 
-    With `sparse_cores`, a TPU7x's may run collectives, as the compiler would have it: `wan-tpu doctor` tries both.
+    With `sparse_cores`, these may run collectives, as the compiler would have it: `wan-tpu doctor` tries both.
     """
-    device = mesh.devices.flat[0]
-    if device.platform != "tpu":
+    if mesh.devices.flat[0].platform != "tpu":
         return None
     # Off by default in libtpu: the exchange of q is then sent while k is projected, and so on.
     options: dict[str, str | bool] = {"xla_tpu_enable_async_all_to_all": "false" if is_synchronous() else "true"}
-    return options | (ON_TENSOR_CORE if device.device_kind == HAS_SPARSE_CORES and not sparse_cores else {})
+    return options | ({} if sparse_cores else ON_TENSOR_CORE)
 
 
 GIB = 2**30

@@ -1,0 +1,150 @@
+"""A TPU generation is one file of facts: an invented one is parsed, provisioned, priced and paid for."""
+
+import pytest
+import yaml
+
+from actors.cli import main
+from actors.doctor.finding import Machine
+from actors.planning.described import described
+from cluster import chips
+from cluster.chips import CHIPS, GIB, load_chip
+from cluster.costs.capacity import StageCost, Terms, recommended
+from cluster.costs.prices import Prices
+from cluster.errors import UnknownSlice
+from cluster.slice_spec import SliceSpec
+from wan_tpu.pricing.analyse import analyse
+from wan_tpu.pricing.ici import Interconnect
+
+INVENTED = """
+name: v99
+jax_kind: TPU v99 max
+compiler: tpu99
+devices: 2
+cores: 4
+name_counts: cores
+usable_gib: 400
+hbm_bytes_per_s: 20e12
+bf16_flops: 8e15
+clock_hz: 2e9
+matrix_8_bits: float8_e4m3fn
+ici_link_bytes_per_s: 200e9
+core_link_bytes_per_s: 900e9
+topologies: [2x1, 2x2, 2x4, 4x8, 8x8]
+ring_size: 8
+host_shape: 2x2
+one_host_chips: [2, 4]
+ray_accelerator: TPU-V99
+device_files: 2
+gke_accelerator: tpu-v99-slice
+gke_machines: {2: ct99-2t, 4: ct99-4t}
+tpu_vm_runtime: v2-alpha-tpuv99
+"""
+LAYOUT = "pools:\n  ends: {stages: [encoder, decoder], slice: v99-8}\n  denoise: {stages: [denoise], slice: v99-32}\n"
+PRICES = "date: 2027-01-01\nchips:\n  v99: {on-demand: {here: 7.5}}\n"
+# One product of 2 x 1024^3 operations, which the compiler takes for 100,000 cycles.
+PRODUCT = """
+HloModule jit_step, is_scheduled=true
+
+%product_body (a: bf16[1024,1024], b: bf16[1024,1024]) -> bf16[1024,1024] {
+  %a = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %b = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %dot = bf16[1024,1024]{1,0:T(8,128)(2,1)} convolution(%a, %b), dim_labels=bf_io->bf
+}
+
+ENTRY %main (x: bf16[1024,1024], y: bf16[1024,1024]) -> bf16[1024,1024] {
+  %x = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %y = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %product = bf16[1024,1024]{1,0:T(8,128)(2,1)} fusion(%x, %y), kind=kOutput, calls=%product_body, """
+PRODUCT += 'backend_config={"window_config":{"estimated_cycles":"100000"}}\n}\n'
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "v99.yaml"
+    path.write_text(INVENTED)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def invented(file, monkeypatch):
+    """All that is done to the package: it reads one more file."""
+    monkeypatch.setitem(CHIPS, "v99", load_chip(file))
+
+
+@pytest.fixture
+def layout(tmp_path):
+    path = tmp_path / "layout.yaml"
+    path.write_text(LAYOUT)
+    return str(path)
+
+
+def test_every_file_of_the_folder_is_a_generation():
+    folder = chips.resources.files("cluster") / "generations"
+    assert {file.name for file in folder.iterdir()} == {f"{name}.yaml" for name in CHIPS if name != "v99"}
+
+
+def test_its_slices_are_parsed():
+    kind = SliceSpec("v99-32")  # By cores, of which a chip has four.
+    assert (kind.topology, kind.chips, kind.hosts, kind.devices, kind.wraps) == ("2x4", 8, 2, 16, (False, False))
+    assert (kind.pod_type, kind.host_resources(1)) == ("v99-32", {"TPU": 4.0})
+    assert SliceSpec("v99:4x8").wraps == (False, True)
+    assert SliceSpec("tpu99:2x2").chip is CHIPS["v99"]
+    with pytest.raises(UnknownSlice, match="there is no v99-40; nearest: v99-32"):
+        SliceSpec("v99-40")
+
+
+def test_its_devices_are_recognised():
+    assert Machine(folder=None, kind="TPU v99 max").chip is CHIPS["v99"]
+
+
+def test_its_kubernetes_objects_are_written(layout, capsys):
+    assert main(["manifests", "--image", "i", "--layout", layout]) == 0
+    objects = {item["kind"]: item for item in yaml.safe_load_all(capsys.readouterr().out)}
+    _, ends, denoise = objects["RayCluster"]["spec"]["workerGroupSpecs"]
+    assert (ends["numOfHosts"], denoise["numOfHosts"]) == (1, 2)
+    assert denoise["template"]["spec"]["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v99-slice",
+        "cloud.google.com/gke-tpu-topology": "2x4",
+        "node.kubernetes.io/instance-type": "ct99-4t",
+    }
+    assert denoise["rayStartParams"]["resources"] == '"{\\"TPU\\": 4}"'
+
+
+def test_its_tpu_vm_scripts_are_written(layout, tmp_path):
+    where = ["--layout", layout, "--image", "i", "--project", "p", "--zone", "z"]
+    assert main(["hosts", str(tmp_path / "hosts"), *where]) == 0
+    created = (tmp_path / "hosts" / "create.sh").read_text()
+    assert "--accelerator-type v99-32 --runtime-version v2-alpha-tpuv99 " in created
+    assert "v99-8.sh" in {path.name for path in (tmp_path / "hosts").iterdir()}
+
+
+def test_a_program_is_priced():
+    kind = described(SliceSpec("v99-32"))
+    assert (kind.topology, kind.hardware.host_topology, kind.cores) == ("tpu99:2x4", "tpu99:2x2", 2)
+    links = Interconnect(((0, 0, 0, 0),), kind.link_bytes_per_s, kind.core_bytes_per_s)
+    cost = analyse(PRODUCT, kind.hardware, links, kernel_cycles=lambda call: None)
+    assert cost.total.estimate == pytest.approx(100_000 / 2e9)
+
+
+def test_a_video_s_dollars_are_computed(tmp_path):
+    (tmp_path / "prices.yaml").write_text(PRICES)
+    terms = Terms(Prices.load(tmp_path / "prices.yaml"))
+    needs = {stage: StageCost(36.0, 90 * GIB, GIB) for stage in ("encoder", "denoise", "decoder")}
+    costs = {"v99-8": needs, "v99-16": needs}
+    [best, *_] = recommended(costs, tuple(needs), ("denoise",), terms, videos_a_day=24, within_s=3600)
+    assert best.chips == 4  # All weights fit the 200 GiB of no device, so two slices of two chips share them.
+    assert best.dollars_an_hour == pytest.approx(4 * 7.5)
+
+
+@pytest.mark.parametrize(
+    ("line", "changed", "message"),
+    [
+        ("cores: 4", "cores: many", r"v99\.yaml: cores is 'many'; write what the other files"),
+        ("cores: 4", "", r"v99\.yaml: cores is missing"),
+        ("cores: 4", "cores: 4\nwheels: 4", r"v99\.yaml: it has the unknown key 'wheels'"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(line, changed, message, file):
+    file.write_text(INVENTED.replace(line, changed))
+    with pytest.raises(ValueError, match=message):
+        load_chip(file)
