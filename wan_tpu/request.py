@@ -9,11 +9,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, NoneType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args, get_origin
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import numpy as np
-from annotated_types import Ge, Le
 from PIL import Image
 from pydantic import (
     AfterValidator,
@@ -30,6 +29,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs
 
 from wan_tpu.errors import InvalidRequest
+from wan_tpu.fields import limits_of, refusal
 from wan_tpu.lora import Lora, loras_of
 from wan_tpu.media.image import load_image
 from wan_tpu.schedules.magcache import FORM, Curve, magcache_of
@@ -38,7 +38,6 @@ NAMED_SIZES = ("1280x720", "720x1280", "832x480", "480x832")
 SIZE_MULTIPLE = 16  # pixels: the VAE's 8 x the transformer's patch of 2 (TI2V 5B: 32, checked by the model)
 STRENGTH = 0.8  # of a video, as diffusers has it
 IMAGES = ("image", "last_image")  # fields of a request that are pictures
-TEXTS = ("prompt", "negative_prompt")
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
 FRAME_STRIDE = 4  # pixel frames a latent frame: the VAEs of every family compress time by four
 MAX_STEPS = 1000
@@ -205,7 +204,7 @@ class GenerationRequest:
             name = str(first["loc"][0])
             if name not in cls.__pydantic_fields__:
                 raise TypeError(f"{cls.__name__} has no field {name!r}") from None
-            raise InvalidRequest(_refusal(name, first["input"]), name) from None
+            raise InvalidRequest(refusal(name, cls.__pydantic_fields__[name], first["input"]), name) from None
 
     def resolve(self, defaults: Defaults, preset: Mapping[str, Any] = MappingProxyType({})) -> "ResolvedRequest":
         """Fill every open field from a preset's, and what that leaves open from `defaults`."""
@@ -292,37 +291,6 @@ def nearest_multiple(value: float, multiple: int) -> int:
     return max(multiple, round(value / multiple) * multiple)
 
 
-def type_of(field: FieldInfo) -> Any:
-    """Return the type of a field's values as JSON has them: int, float, str, list[float]; None for another."""
-    types = [one for one in get_args(field.annotation) or (field.annotation,) if one is not NoneType]
-    types = [get_args(one)[0] if get_origin(one) is Annotated else one for one in types]
-    if types == [Sequence[float]]:
-        return list[float]
-    return types[0] if types in ([int], [str]) else float if types == [int, float] else None
-
-
-def _refusal(name: str, value: object) -> str:
-    """Return what is wrong with a field's value: what was given, what is allowed, and the nearest that works."""
-    if name not in LIMITS:
-        wanted = "a string (it may be empty)" if name in TEXTS else "a name"
-        return f"{name} is a {type(value).__name__}; give {wanted}"
-    kind, form, types = ("an integer", "d", int) if type_of(FIELDS[name]) is int else ("a finite number", "g", Number)
-    lowest, highest = (format(bound, form) for bound in LIMITS[name])
-    if isinstance(value, bool) or not isinstance(value, types) or not -math.inf < value < math.inf:
-        return f"{name} is {value!r}; give {kind} from {lowest} to {highest}"
-    nearest = min(max(value, LIMITS[name][0]), LIMITS[name][1])
-    if nearest != value:
-        return f"{name} is {value:{form}}; allowed are {lowest} to {highest}, nearest {nearest:{form}}"
-    nearest = nearest_multiple(value, SIZE_MULTIPLE)
-    return f"{name} is {value}; it must be a multiple of {SIZE_MULTIPLE}, nearest {nearest}"
-
-
-def _limits(field: FieldInfo) -> tuple[float, float] | None:
-    lowest: list[Any] = [bound.ge for bound in field.metadata if isinstance(bound, Ge)]
-    highest: list[Any] = [bound.le for bound in field.metadata if isinstance(bound, Le)]
-    return (lowest[0], highest[0]) if lowest and highest else None
-
-
 FIELDS: Mapping[str, FieldInfo] = GenerationRequest.__pydantic_fields__
 # The lowest and the highest value that is taken, of each field that is a number.
-LIMITS = {name: limits for name, field in FIELDS.items() if (limits := _limits(field)) is not None}
+LIMITS = {name: limits for name, field in FIELDS.items() if (limits := limits_of(field)) is not None}

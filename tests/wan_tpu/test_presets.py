@@ -126,7 +126,7 @@ def test_experts_switch_where_the_request_says():
         ({"switch_step": 5, "steps": 4}, "switch_step", "0 to 4"),
         ({"switch_step": -1}, "switch_step", "nearest 0"),
         ({"preset": "thunder"}, "preset", "lightning"),
-        ({"preset": 3}, "preset", "name"),
+        ({"preset": 3}, "preset", "string"),
     ],
 )
 def test_what_makes_no_sense_is_refused(fields, field, said):

@@ -34,7 +34,7 @@ from wan_tpu.request import parse_size
         ({"shift": 0}, r"shift is 0; allowed are 0\.01 to 100"),
         ({"fps": "16"}, r"fps is '16'"),
         ({"seed": -1}, r"seed is -1"),
-        ({"solver": 1}, r"solver is a int; give a name"),
+        ({"solver": 1}, r"solver is a int; give a string"),
         ({"prompt": None}, r"prompt is a NoneType; give a string"),
         ({"image": 7}, r"image is a int; give a path"),
     ],
@@ -182,10 +182,10 @@ def test_noise_of_another_shape(pipeline):
 def test_open_fields_take_the_published_settings(checkpoint):
     pipe = load_pipeline(checkpoint("wan2.2-i2v-a14b"), mesh=(1, 1, 1))
     image = Image.new("RGB", (128, 72))
-    resolved = pipe.resolve(GenerationRequest(image=image))
+    resolved = pipe.plan(GenerationRequest(image=image)).request
     assert (resolved.height, resolved.width, resolved.frames, resolved.fps) == (720, 1280, 81, 16)
     assert (resolved.steps, resolved.guidance_scale, resolved.guidance_scale_2, resolved.shift) == (40, 3.5, 3.5, 3.0)
-    assert pipe.resolve(GenerationRequest(image=image, guidance_scale=2.0)).guidance_scale_2 == 2.0
+    assert pipe.plan(GenerationRequest(image=image, guidance_scale=2.0)).request.guidance_scale_2 == 2.0
 
 
 def test_long_prompt_is_cut_with_a_warning_that_says_where(pipeline):
@@ -225,9 +225,6 @@ def test_guidance_of_two_experts_is_that_of_diffusers(high, low, pipeline, their
         num_inference_steps=2, guidance_scale=high, guidance_scale_2=low, latents=torch.from_numpy(noise),
         output_type="latent",
     ).frames.numpy()  # fmt: skip
-    assert [(expert.start, expert.stop) for expert in pipe.runtime.model.spec.experts(pipe.resolve(request))] == [
-        (0, 1),
-        (1, 2),
-    ]
+    assert [(expert.start, expert.stop) for expert in pipe.plan(request).experts] == [(0, 1), (1, 2)]
     ours = denoised(pipe, request, noise)[-1].latents
     assert np.abs(ours - expected).max() <= LATENT_TOLERANCE * np.abs(expected).max()

@@ -5,22 +5,49 @@ JAX and torch take seconds to import: commands do that once their arguments are 
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wan_tpu.commands.parser import add_mesh, add_model, add_precision, add_switches
 from wan_tpu.commands.sizes import read_size
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.families import FAMILIES
+from wan_tpu.fields import describe, type_of
 from wan_tpu.media.video import check_ffmpeg, check_folder, check_output
 from wan_tpu.progress import Console
-from wan_tpu.request import NAMED_SIZES, GenerationRequest
-from wan_tpu.schedules import magcache
+from wan_tpu.request import FIELDS, NAMED_SIZES, GenerationRequest
 
 if TYPE_CHECKING:
     from wan_tpu.commands.record import Profiler
     from wan_tpu.pipeline import Pipeline
+
+# Fields of a request that `wan-tpu stage2` can be told anew: what only the experts depend on.
+SAMPLING = ("steps", "guidance_scale", "guidance_scale_2", "loras", "cache", "sigmas", "switch_step", "seed")
+_READ_AS: dict[Any, dict[str, Any]] = {
+    int: {"type": int},
+    float: {"type": float},
+    list[float]: {"type": float, "nargs": "+"},
+}
+# Fields that are written in another way on a command line.
+_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "height": (
+        "--size",
+        {
+            "help": "WIDTHxHEIGHT in pixels, multiples of 16; default the image's shape, else the model's size; usual: "
+            + " ".join(NAMED_SIZES)
+        },
+    ),
+    "loras": (
+        "--lora",
+        {
+            "action": "append",
+            "metavar": "PATH[:SCALE][@high|low|both]",
+            "help": "adapter of the experts: a file, a folder, in gs:// or OWNER/NAME[/FILE] of the hub; several times",
+        },
+    ),
+}
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,46 +69,31 @@ def add_device_arguments(group: argparse._ActionsContainer) -> None:
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to make."""
+    """What to make: an option for each field of a request."""
     group = parser.add_argument_group("request (open settings are the model's published ones)")
-    group.add_argument("--prompt", help='what the video shows; "" for nothing in particular')
-    group.add_argument("--negative_prompt", help="what it is to be kept from showing; default none")
-    group.add_argument("--image", help="first frame, for image-to-video models")
-    group.add_argument("--last_image", help="last frame, for models that lead from one to another")
-    group.add_argument("--video", help="a file to begin with, for text-to-video models of Wan: it is restyled")
-    group.add_argument("--strength", type=float, help="of its change, 0 to 1: the part of the steps; default 0.8")
-    group.add_argument(
-        "--size",
-        help=f"WIDTHxHEIGHT in pixels, multiples of 16; default the image's shape, else the model's size; usual: "
-        f"{' '.join(NAMED_SIZES)}",
-    )
-    group.add_argument("--frames", type=int, help="how many: 4n + 1, or what else the model takes; default the model's")
-    group.add_argument("--fps", type=float, help="frames a second of the written video; default the model's")
-    group.add_argument(
-        "--shift", type=float, help="timestep shift; default the checkpoint's (Wan's own program: --preset original)"
-    )
-    group.add_argument("--solver", help="default the model's own; others are named where one is unknown")
-    group.add_argument(
-        "--preset", help="a named way to sample, such as lightning: fills what is left open, adapters too"
-    )
+    for name in FIELDS:
+        if name not in SAMPLING:
+            _add_field(group, name)
     add_sampling_arguments(group)
 
 
 def add_sampling_arguments(group: argparse._ActionsContainer) -> None:
     """What the experts can be told anew."""
-    group.add_argument("--steps", type=int, help="denoising steps, of all experts together; default the model's")
-    group.add_argument("--guidance_scale", type=float, help="of the high-noise (or only) expert; 1 turns it off")
-    group.add_argument("--guidance_scale_2", type=float, help="of the low-noise expert; default --guidance_scale")
-    group.add_argument(
-        "--lora",
-        action="append",
-        metavar="PATH[:SCALE][@high|low|both]",
-        help="adapter of the experts: a file, a folder, in gs:// or OWNER/NAME[/FILE] of the hub; several times",
-    )
-    group.add_argument("--cache", help=f"skip steps that would change little, which is lossy: {magcache.FORM}")
-    group.add_argument("--sigmas", type=float, nargs="+", help="noise level of each step, in place of steps and shift")
-    group.add_argument("--switch_step", type=int, help="the low-noise expert's first step, from 0")
-    group.add_argument("--seed", type=int, help="of the initial noise: the same seed gives the same video; default 0")
+    for name in SAMPLING:
+        _add_field(group, name)
+
+
+def _add_field(group: argparse._ActionsContainer, name: str) -> None:
+    """Add the option of a request's field; height and width have one together."""
+    if name in _OPTIONS:
+        option, settings = _OPTIONS[name]
+        group.add_argument(option, **settings)
+    elif name != "width":
+        field = FIELDS[name]
+        text = re.sub("`(\\w+)`", r"--\1", describe(field)).removesuffix(".").replace("%", "%%")
+        default = "" if field.default in (None, "") else f"; default {field.default}"
+        settings = {"help": text[0].lower() + text[1:] + default} | _READ_AS.get(type_of(field), {})
+        group.add_argument(f"--{name}", **settings)
 
 
 def add_overwrite(parser: argparse.ArgumentParser) -> None:
@@ -101,30 +113,9 @@ def request_from(args: argparse.Namespace) -> GenerationRequest:
     """Build the request from parsed arguments; raises `InvalidInput` where the prompt was left out."""
     if args.prompt is None:
         raise InvalidInput('--prompt is missing; say what the video shows, or --prompt "" for nothing in particular')
+    fields = {name: value for name, value in vars(args).items() if name in FIELDS and value is not None}
     height, width = (None, None) if args.size is None else read_size("--size", args.size)
-    return GenerationRequest(
-        prompt=args.prompt,
-        negative_prompt=args.negative_prompt,
-        image=args.image,
-        last_image=args.last_image,
-        video=args.video,
-        strength=args.strength,
-        height=height,
-        width=width,
-        frames=args.frames,
-        fps=args.fps,
-        steps=args.steps,
-        guidance_scale=args.guidance_scale,
-        guidance_scale_2=args.guidance_scale_2,
-        shift=args.shift,
-        seed=0 if args.seed is None else args.seed,
-        solver=args.solver,
-        loras=args.lora,
-        sigmas=args.sigmas,
-        switch_step=args.switch_step,
-        cache=args.cache,
-        preset=args.preset,
-    )
+    return GenerationRequest(height=height, width=width, loras=args.lora, **fields)
 
 
 def pipeline_from(args: argparse.Namespace, model_id: str | None = None, dtype: str | None = None) -> "Pipeline":

@@ -1,0 +1,48 @@
+"""What a field of `wan_tpu.request.GenerationRequest` takes, as its annotation and its limits say."""
+
+import math
+from collections.abc import Sequence
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin
+
+from annotated_types import Ge, Le, MultipleOf
+from pydantic.fields import FieldInfo
+
+
+def type_of(field: FieldInfo) -> Any:
+    """Return the type of a field's values as JSON has them: int, float, str, list[float]; None for another."""
+    types = [one for one in get_args(field.annotation) or (field.annotation,) if one is not NoneType]
+    types = [get_args(one)[0] if get_origin(one) is Annotated else one for one in types]
+    if types == [Sequence[float]]:
+        return list[float]
+    return types[0] if types in ([int], [str]) else float if types == [int, float] else None
+
+
+def limits_of(field: FieldInfo) -> tuple[float, float] | None:
+    """Return the lowest and the highest value that a field takes; None where it isn't a number."""
+    lowest: list[Any] = [bound.ge for bound in field.metadata if isinstance(bound, Ge)]
+    highest: list[Any] = [bound.le for bound in field.metadata if isinstance(bound, Le)]
+    return (lowest[0], highest[0]) if lowest and highest else None
+
+
+def describe(field: FieldInfo) -> str:
+    """Return a field's description, in one line."""
+    return " ".join((field.description or "").split())
+
+
+def refusal(name: str, field: FieldInfo, value: object) -> str:
+    """Return what is wrong with a field's value: what was given, what is allowed, and the nearest that works."""
+    limits = limits_of(field)
+    if limits is None:
+        empty = " (it may be empty)" if field.default == "" else ""
+        return f"{name} is a {type(value).__name__}; give a string{empty}"
+    kind, form, types = ("an integer", "d", int) if type_of(field) is int else ("a finite number", "g", int | float)
+    lowest, highest = (format(bound, form) for bound in limits)
+    if isinstance(value, bool) or not isinstance(value, types) or not -math.inf < value < math.inf:
+        return f"{name} is {value!r}; give {kind} from {lowest} to {highest}"
+    nearest = min(max(value, limits[0]), limits[1])
+    if nearest != value:
+        return f"{name} is {value:{form}}; allowed are {lowest} to {highest}, nearest {nearest:{form}}"
+    multiple: Any = next(step.multiple_of for step in field.metadata if isinstance(step, MultipleOf))
+    nearest = round(value / multiple) * multiple
+    return f"{name} is {value}; it must be a multiple of {multiple}, nearest {nearest}"
