@@ -1,10 +1,7 @@
 """What a model family registers, as `FAMILY` of its folder. No JAX, no torch: every process reads it."""
 
-import contextlib
-import functools
 import importlib
-import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,16 +39,4 @@ class Family:
     def part(self, where: str) -> Any:
         """Return what "module:name" names, imported now."""
         module, _, name = where.partition(":")
-        with _packages_listed_once():
-            return getattr(importlib.import_module(module), name)
-
-
-@contextlib.contextmanager
-def _packages_listed_once() -> Iterator[None]:
-    """Let diffusers and transformers, which both ask what is installed, share the answer: it takes 0.3 s to find."""
-    asked = importlib.metadata.packages_distributions
-    importlib.metadata.packages_distributions = functools.cache(asked)
-    try:
-        yield
-    finally:
-        importlib.metadata.packages_distributions = asked
+        return getattr(importlib.import_module(module), name)
