@@ -184,8 +184,8 @@ class GenerationRequest:
         None, description=f"Skip steps whose result changes little, which costs quality: {FORM}.", examples=["magcache"]
     )
     preset: str | None = None
-    """A named way to sample, such as lightning, or original for that of Wan's own program: sets the fields that are
-    omitted, adapters too."""
+    """One of the model's presets, such as lightning, or original for the settings of Wan's own program. It sets the
+    fields that are omitted, adapters too."""
 
     __pydantic_fields__: ClassVar[Mapping[str, FieldInfo]]
 

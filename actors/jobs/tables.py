@@ -17,6 +17,7 @@ from sqlalchemy.orm import (
     relationship,
 )
 
+from actors.jobs.stored_request import from_stored, to_stored
 from actors.jobs.values import Progress, Status, new_id
 
 
@@ -37,12 +38,25 @@ class _ProgressColumn(TypeDecorator[Progress]):
         return None if value is None else Progress(**value)
 
 
+class _RequestColumn(TypeDecorator[dict[str, Any]]):
+    impl = JSON
+    cache_ok = True
+
+    def process_bind_param(self, value: dict[str, Any] | None, dialect: Dialect) -> dict[str, Any] | None:
+        return None if value is None else to_stored(value)
+
+    def process_result_value(self, value: dict[str, Any] | None, dialect: Dialect) -> dict[str, Any] | None:
+        return None if value is None else from_stored(value)
+
+
 class Job(Table, kw_only=True):
     """A job. To be submitted, it has an owner and a request, and what else its owner decides; the queue sets the rest.
 
     sequence          position in order of acceptance; grows
     owner             id of the API key it belongs to; "" where there are no keys
-    request           the request as it was accepted, plain JSON: what a client wrote, which no query looks into
+    request           the request as it was accepted, plain JSON: what a client wrote, which no query looks into. It has
+                      the fields of a resolved `wan_tpu.request.GenerationRequest` but its images, adapters by their
+                      names, and `stored_request.BESIDE`
     model             name of the model that it was accepted for; None where a program before schema 0004 accepted it
     input_image       name of the first frame in storage, recorded with `Retention.reserve` before it was written
     input_last_image  of the last frame, likewise
@@ -75,7 +89,7 @@ class Job(Table, kw_only=True):
     id: Mapped[str] = mapped_column(String(64), unique=True, default_factory=new_id)
     owner: Mapped[str] = mapped_column(String(64))
     status: Mapped[Status] = mapped_column(String(16), default="queued")
-    request: Mapped[dict[str, Any]] = mapped_column(JSON)
+    request: Mapped[dict[str, Any]] = mapped_column(_RequestColumn)
     model: Mapped[str | None] = mapped_column(String(200), default=None)
     input_image: Mapped[str | None] = mapped_column(Text, default=None)
     input_last_image: Mapped[str | None] = mapped_column(Text, default=None)

@@ -71,7 +71,8 @@ def _understood(parts: Parts, uploads: dict[str, str]) -> tuple[CreateVideo, str
         file = next(iter(uploads))
         message = f"{named[0]} was sent as a URL, and {file} as a file; send files alone, or URLs"
         raise InvalidRequest(message, named[0])
-    return fields, hashlib.sha256(f"{fields.model_dump_json()}\0{json.dumps(uploads)}".encode()).hexdigest()
+    said = json.dumps(fields.model_dump(exclude_none=True), sort_keys=True)  # The same where versions know more fields.
+    return fields, hashlib.sha256(f"{said}\0{json.dumps(uploads)}".encode()).hexdigest()
 
 
 @contextlib.asynccontextmanager

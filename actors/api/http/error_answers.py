@@ -9,7 +9,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from actors.api.http.objects import PARAMS, error_body
+from actors.api.http.objects import error_body
+from actors.api.intake.create_video import NAMES
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, StoreUnavailable
 from actors.jobs.values import (
     BROKEN_VIDEO,
@@ -84,8 +85,8 @@ def answer(error: Exception, request_id: str = "") -> Response:
             status, code = 409, "conflict"
         case InvalidRequest():
             status, code = 400, "invalid_value"
-            param = "size" if error.field in ("height", "width") else PARAMS.get(error.field or "", error.field)
-            if error.field in PARAMS:  # the message has the field's other name
+            param = "size" if error.field in ("height", "width") else NAMES.get(error.field or "", error.field)
+            if error.field in NAMES:  # the message has the field's other name
                 message = f"{param}: {message}"
         case InvalidInput():
             status, code = 400, "invalid_value"

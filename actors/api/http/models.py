@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from actors.api.http.objects import PARAMS, Object
+from actors.api.http.objects import Object
+from actors.api.intake.create_video import NAMES
 from actors.api.settings import ServiceSettings
 from wan_tpu.request import LIMITS, Preset
 from wan_tpu.spec import ModelSpec
@@ -91,10 +92,10 @@ def model(settings: ServiceSettings, spec: ModelSpec, created: int) -> Model:
         tasks=list(spec.tasks),
         last_frames=spec.last_images,
         stages=list(spec.stages),
-        defaults={"size": f"{width}x{height}"} | {PARAMS.get(field, field): value for field, value in defaults.items()},
+        defaults={"size": f"{width}x{height}"} | {NAMES.get(field, field): value for field, value in defaults.items()},
         sizes=[f"{w}x{h}" for h, w in spec.usual_sizes],
         follows_image=spec.follows_image,
-        limits={PARAMS.get(name, name): Limits(minimum=low, maximum=high) for name, (low, high) in limits.items()},
+        limits={NAMES.get(name, name): Limits(minimum=low, maximum=high) for name, (low, high) in limits.items()},
         size_multiple=spec.size_multiple,
         frame_step=spec.frame_step,
         solvers=list(spec.solvers),
@@ -107,5 +108,5 @@ def model(settings: ServiceSettings, spec: ModelSpec, created: int) -> Model:
 
 
 def _preset(name: str, preset: Preset) -> PresetModel:
-    settings = {PARAMS.get(field, field): value for field, value in preset.settings if field != "loras"}
+    settings = {NAMES.get(field, field): value for field, value in preset.settings if field != "loras"}
     return PresetModel(name=name, about=preset.about, source=preset.source, settings=settings)

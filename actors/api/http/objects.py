@@ -3,21 +3,20 @@
 Sizes are "WIDTHxHEIGHT", as OpenAI writes them. Times are Unix seconds.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.api.intake.create_video import LATER, SETTINGS, Adapter
+from actors.api.intake.create_video import NAMES, SETTINGS, Adapter, description_of, with_settings
 from actors.jobs.tables import Job
 from actors.jobs.values import Status
+from wan_tpu.fields import type_of
+from wan_tpu.request import FIELDS, FILLED
 
 Variant = Literal["video", "thumbnail", "spritesheet", "input_reference", "last_frame"]
-# Fields of `wan_tpu.request` by their names here.
-PICTURES = {"input_reference": "image", "last_frame": "last_image"}
-PARAMS = {"frames": "num_frames", "steps": "num_inference_steps"} | {ours: name for name, ours in PICTURES.items()}
-# Fields of a video that a job, and a request, have by the same name.
+# Fields of a video that a job, and a job's request, have by the same name.
 _OF_JOB = ("id", "status", "priority", "attempts", "warnings", "stage_seconds", "chip_seconds")
-_OF_REQUEST = (*SETTINGS, "model", "seed", "num_frames", "num_inference_steps")
+_OF_REQUEST = ("model", "prompt", "loras", "last_frame_size")
 
 
 class Object(BaseModel):
@@ -36,8 +35,8 @@ class VideoError(Object):
     """What went wrong, for people."""
 
 
-class Video(Object):
-    """OpenAI's video object. What stands after `expires_at` is ours."""
+class _Described(Object):
+    """What a video is, in OpenAI's fields and ours."""
 
     id: str
     """Names the video in every other call."""
@@ -66,39 +65,31 @@ class Video(Object):
     """Why it failed; null unless it has."""
     priority: int
     """Higher ones are made first."""
-    seed: int
-    """Of the noise, also where the request named none."""
-    num_frames: int
-    """Length in frames."""
-    fps: float
-    """Frames per second."""
+
+
+def _setting(name: str) -> tuple[Any, Any]:
+    """Return the type and description of a request's field, which a job has where it can't be left open."""
+    kind, always = type_of(FIELDS[name]), name in FILLED or FIELDS[name].default is not None
+    description = description_of(name)
+    return (kind, Field(description=description)) if always else (kind | None, Field(None, description=description))
+
+
+_WithSettings: Any = with_settings(_Described, _setting)
+
+
+class Video(_WithSettings):
+    """OpenAI's video object. What stands after `expires_at` is ours.
+
+    The settings are those that it is made with, those of its preset and of the model included.
+    """
+
     stage: str | None = None
     """The stage that computes now: `encoder`, `denoise_high`, `denoise_low`, `denoise` or `decoder`."""
     step: int | None = None
     """The last finished step of `num_inference_steps`."""
-    num_inference_steps: int
-    """Denoising steps."""
-    negative_prompt: str
-    """What it steers away from."""
-    guidance_scale: float
-    """How closely the prompt is followed."""
-    guidance_scale_2: float
-    """The same for the low-noise expert."""
-    shift: float
-    """The schedule's timestep shift."""
-    solver: str
-    """The solver that it is made with."""
-    preset: str | None = None
-    """The preset that it was asked for with."""
-    loras: list[Adapter] = []
+    loras: list[Adapter] = Field([])
     """The adapters that it is made with, those of its preset included."""
-    sigmas: list[float] | None = None
-    """The noise level of each step, where the request or its preset gave them."""
-    switch_step: int | None = None
-    """The low-noise expert's first step, where the request or its preset gave it."""
-    cache: str | None = None
-    """The step cache that it was asked for with."""
-    skipped_steps: list[int] = []
+    skipped_steps: list[int] = Field([])
     """Steps that the cache skips, counted from 0."""
     input_size: str | None
     """WIDTHxHEIGHT of the first frame's file; null without one."""
@@ -193,25 +184,24 @@ class ErrorBody(Object):
 
 def video(job: Job, eta_s: float | None = None) -> Video:
     """Return a job as OpenAI's video object. Its request is resolved, with the model's name."""
-    asked = {PARAMS.get(name, name): value for name, value in job.request.items()}
+    asked = job.request
     running = job.progress if job.status == "in_progress" else None
     return Video(
         **{name: getattr(job, name) for name in _OF_JOB},
-        **{name: asked[name] for name in _OF_REQUEST},
-        **{name: asked[name] for name in LATER if name in asked},
+        **{name: asked[name] for name in _OF_REQUEST if name in asked},
+        **{NAMES.get(name, name): asked[name] for name in SETTINGS if name in asked},
         skipped_steps=asked.get("skipped", []),
         progress=_percent(job),
         created_at=int(job.created_at),
         completed_at=int(job.ended_at) if job.ended_at is not None and job.status == "completed" else None,
         expires_at=int(job.expires_at) if job.expires_at is not None else None,
         size=f"{asked['width']}x{asked['height']}",
-        seconds=asked.get("seconds") or seconds_text(asked["num_frames"] / asked["fps"]),
+        seconds=asked.get("seconds") or seconds_text(asked["frames"] / asked["fps"]),
         remixed_from_video_id=job.remixed_from,
         error=VideoError(code=job.error_code, message=job.error_message or "") if job.error_code is not None else None,
+        input_size=asked.get("input_size"),
         stage=running.stage if running else None,
         step=running.step if running else None,
-        input_size=asked["input_reference"],
-        last_frame_size=asked.get("last_frame"),
         queue_position=job.position,
         eta_seconds=None if eta_s is None else round(eta_s, 1),
     )

@@ -5,24 +5,32 @@ Sizes are "WIDTHxHEIGHT", as OpenAI writes them. Times are Unix seconds.
 
 import math
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from actors.api.catalogue import Catalogue
+from actors.api.intake.references import IMAGE, LAST
 from wan_tpu.errors import InvalidRequest
+from wan_tpu.fields import describe, type_of
 from wan_tpu.lora import MOST, SCALES
-from wan_tpu.request import LIMITS, SIZE_MULTIPLE, GenerationRequest, nearest_multiple, parse_size
-from wan_tpu.schedules.magcache import FORM
+from wan_tpu.request import FIELDS, MAX_STEPS, SIZE_MULTIPLE, GenerationRequest, nearest_multiple, parse_size
 from wan_tpu.spec import ModelSpec
 
-SETTINGS = ("prompt", "negative_prompt", "fps", "guidance_scale", "guidance_scale_2", "shift", "solver")
-LATER = ("loras", "preset", "sigmas", "switch_step", "cache")  # which jobs of an earlier version don't have
+# Fields of a request that have another name here: OpenAI's, and other servers'.
+NAMES = {"frames": "num_frames", "steps": "num_inference_steps", "image": IMAGE, "last_image": LAST}
+# Fields that are written in another way here, and those that name a file of the machine, which no client may.
+_OTHERWISE = ("prompt", "image", "last_image", "height", "width", "loras", "video", "strength")
+# All other fields of a request: a body has them, and an answer shows them, as `GenerationRequest` declares them.
+SETTINGS = tuple(name for name in FIELDS if name not in _OTHERWISE)
+_OMITTED = {"seed": " Random if omitted."}
 _SECONDS = re.compile(r"[0-9]{1,4}(\.[0-9]{1,6})?", re.ASCII)
 _EMPTY = Catalogue()
 _MAX_URL = 8192  # characters
 _MAX_PROMPT = 32_000  # characters, as OpenAI's
+_MAX_NAME = 80  # characters
 
 
 def text_problem(text: str) -> str | None:
@@ -36,10 +44,20 @@ def text_problem(text: str) -> str | None:
     return None
 
 
-def _limited(name: str, description: str) -> Any:
-    """Return a field that may be left out, with the limits of the request's own."""
-    lowest, highest = LIMITS[name]
-    return Field(default=None, ge=lowest, le=highest, description=description)
+def description_of(name: str) -> str:
+    """Return the description of a request's field, with the names that other fields have here."""
+    return re.sub("`(\\w+)`", lambda field: f"`{NAMES.get(field[1], field[1])}`", describe(FIELDS[name]))
+
+
+def with_settings(base: type[BaseModel], setting: Callable[[str], tuple[Any, Any]]) -> Any:
+    """Return a subclass of a model that has a field for each of `SETTINGS`, too.
+
+    Args:
+        base: The model.
+        setting: Returns the type and the pydantic field of a setting, by its name in a request.
+    """
+    fields: dict[str, Any] = {NAMES.get(name, name): setting(name) for name in SETTINGS}
+    return create_model(f"{base.__name__}WithSettings", __base__=base, **fields)
 
 
 class _Sent(BaseModel):
@@ -90,12 +108,8 @@ class Adapter(_Sent):
         return {"name": value} if isinstance(value, str) else value
 
 
-class CreateVideo(_Sent):
-    """A video to be made. Anything you omit, or send as null, uses the model's published settings.
-
-    `prompt`, `model`, `seconds`, `size` and `input_reference` are the fields that OpenAI defined; the others are this
-    service's. GET /v1/models says which of them the model has, with its defaults and limits.
-    """
+class _Described(_Sent):
+    """What a video shows, in OpenAI's fields."""
 
     prompt: str = Field(
         min_length=1,
@@ -123,51 +137,33 @@ class CreateVideo(_Sent):
     last_frame: ImageReference | None = Field(
         default=None, description='The last frame, for models whose `last_frames` isn\'t "none".'
     )
-    negative_prompt: str | None = Field(
-        default=None, max_length=_MAX_PROMPT, description="What to steer away from; an empty text for nothing."
+
+
+def _setting(name: str) -> tuple[Any, Any]:
+    """Return the type of a request's field, with its limits, and what else a body's has."""
+    field, kind = FIELDS[name], type_of(FIELDS[name])
+    shortest, longest = {str: (None, _MAX_NAME), list[float]: (1, MAX_STEPS)}.get(kind, (None, None))
+    more = Field(
+        min_length=shortest,
+        max_length=_MAX_PROMPT if name == "negative_prompt" else longest,
+        description=description_of(name) + _OMITTED.get(name, ""),
+        examples=field.examples,
     )
-    num_inference_steps: int | None = _limited("steps", "Denoising steps. The video takes that much longer to make.")
-    guidance_scale: float | None = _limited(
-        "guidance_scale", "How closely to follow the prompt, from the first step on. At most 1 halves the work."
-    )
-    guidance_scale_2: float | None = _limited(
-        "guidance_scale_2", "The same for the low-noise expert, of models with two."
-    )
-    shift: float | None = _limited(
-        "shift", "Timestep shift of the schedule: a higher one spends more of the steps at high noise."
-    )
-    seed: int | None = _limited(
-        "seed", "Of the noise: the same seed and fields make the same video. Random if omitted."
-    )
-    num_frames: int | None = _limited(
-        "frames", "Length in frames: one more than a multiple of the model's `frame_step`. Use this or `seconds`."
-    )
-    fps: float | None = _limited("fps", "Frames per second of the file. Motion is computed for the model's own rate.")
-    solver: str | None = Field(
-        default=None, max_length=40, description="One of the model's `solvers`.", examples=["unipc"]
-    )
-    preset: str | None = Field(
-        default=None, max_length=80, description="One of the model's `presets`, which sets the fields that you omit."
-    )
+    return Annotated[kind | None, more, *field.metadata], None
+
+
+_WithSettings: Any = with_settings(_Described, _setting)
+
+
+class CreateVideo(_WithSettings):
+    """A video to be made. Anything you omit, or send as null, uses the model's published settings.
+
+    `prompt`, `model`, `seconds`, `size` and `input_reference` are the fields that OpenAI defined; the others are this
+    service's. GET /v1/models says which of them the model has, with its defaults and limits.
+    """
+
     loras: list[Adapter] | None = Field(
         default=None, max_length=MOST, description="Adapters in place of those that the preset brings."
-    )
-    sigmas: list[float] | None = Field(
-        default=None,
-        min_length=1,
-        max_length=1000,
-        description="The noise level of each step, falling from at most 1 to above 0, in place of "
-        "`num_inference_steps` and `shift`.",
-        examples=[[1.0, 0.75, 0.5, 0.25]],
-    )
-    switch_step: int | None = _limited(
-        "switch_step", "The low-noise expert's first step, counted from 0, of models with two experts."
-    )
-    cache: str | None = Field(
-        default=None,
-        max_length=80,
-        description=f"Skip steps whose result changes little, which costs quality: {FORM}.",
-        examples=["magcache"],
     )
     webhook_url: str | None = Field(
         default=None,
@@ -202,21 +198,15 @@ def generation_request(
 ) -> GenerationRequest:
     """Return what the pipeline of a model takes; raises `InvalidRequest`. seed: where the request names none."""
     height, width = _size(asked.size) if asked.size is not None else (None, None)
-    frames = asked.num_frames
+    settings = {name: getattr(asked, NAMES.get(name, name)) for name in SETTINGS}
     if asked.seconds is not None:
-        if frames is not None:
+        if settings["frames"] is not None:
             raise InvalidRequest("seconds and num_frames were both given; give one of them", "seconds")
-        frames = frames_for(asked.seconds, asked.fps or spec.defaults.fps, spec)
-    taken = {name: getattr(asked, name) for name in (*SETTINGS, *LATER)}
-    taken["loras"] = catalogue.loras(adapters_of(asked, spec, catalogue))
-    return GenerationRequest(
-        **taken,
-        width=width,
-        height=height,
-        frames=frames,
-        steps=asked.num_inference_steps,
-        seed=seed if asked.seed is None else asked.seed,
-    )
+        settings["frames"] = frames_for(asked.seconds, settings["fps"] or spec.defaults.fps, spec)
+    if settings["seed"] is None:
+        settings["seed"] = seed
+    loras = catalogue.loras(adapters_of(asked, spec, catalogue))
+    return GenerationRequest(prompt=asked.prompt, height=height, width=width, loras=loras, **settings)
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -7,7 +7,6 @@ from typing import Any
 from actors.api.http.access import Caller
 from actors.api.http.bodies import ParsedBody, image_of
 from actors.api.http.error_answers import HttpError
-from actors.api.http.objects import PICTURES
 from actors.api.intake.create_video import adapters_of, generation_request
 from actors.api.intake.fair_semaphore import Work
 from actors.api.intake.reader import Reader
@@ -18,8 +17,12 @@ from actors.api.settings import ServiceSettings
 from actors.api.sizes import check_size
 from actors.jobs.tables import Job
 from wan_tpu.errors import InvalidRequest
+from wan_tpu.request import IMAGES as PICTURES
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.spec import ModelSpec
+
+# How large the file of an image was, in a job's request.
+_SIZES = {IMAGE: "input_size", LAST: "last_frame_size"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,8 @@ class Drafts:
         fields, spec, owner = asked.fields, self._spec, caller.owner
         plan = await self._work.run(owner, self._plan, asked, caller)
         follows = asked.has(IMAGE) and plan.request.height is None and spec.follows_image
-        pngs, sizes = [], {}
+        pngs: list[bytes] = []
+        sizes: dict[str, str] = {}
         for name in IMAGES:
             async with image_of(asked, name, held, self._reader, self._settings.fetch) as found:
                 if found is None:
@@ -63,16 +67,16 @@ class Drafts:
                 height, width = plan.resolved.height, plan.resolved.width
                 png = await reading.picture(height, width, slack=spec.shape_slack, name=there, count=held.add)
                 pngs.append(png)
-                sizes[PICTURES[name]] = "{1}x{0}".format(*reading.sizes[there])
+                sizes[_SIZES[name]] = "{1}x{0}".format(*reading.sizes[there])
         job = Job(
             owner=owner,
             model=self._settings.model,
-            request=plan.resolved.to_json()
+            request={name: value for name, value in plan.resolved.to_json().items() if name not in PICTURES}
             | {"model": self._settings.model, "seconds": fields.seconds, "loras": plan.loras}
             | {"skipped": plan.skipped_steps}
             | sizes,
-            input_image=image_name() if PICTURES[IMAGE] in sizes else None,
-            input_last_image=image_name() if PICTURES[LAST] in sizes else None,
+            input_image=image_name() if _SIZES[IMAGE] in sizes else None,
+            input_last_image=image_name() if _SIZES[LAST] in sizes else None,
             priority=fields.priority,
             deadline=fields.deadline,
             body_digest=asked.digest,

@@ -18,13 +18,14 @@ from actors.api.worker.previews import BrokenVideo, previews
 from actors.api.worker.progress import Tracker
 from actors.errors import PipelineError, RequestFailed
 from actors.jobs.errors import CommitUncertain, LeaseLost, StoreUnavailable
+from actors.jobs.stored_request import BESIDE
 from actors.jobs.tables import Job
 from actors.jobs.values import BROKEN_VIDEO, INPUT_LOST, INTERNAL_ERROR, INVALID, LOST
 from actors.observe.logs import log_event
 from actors.observe.span import Span
 from actors.storage.base import Missing, Storage, StorageError
 from wan_tpu.errors import InvalidRequest, WanTpuError
-from wan_tpu.request import GenerationRequest
+from wan_tpu.request import FIELDS, GenerationRequest
 
 log = logging.getLogger(__name__)
 
@@ -224,8 +225,10 @@ class Attempt:
 
 
 def _request(job: Job, storage: Storage, catalogue: Catalogue) -> GenerationRequest:
-    """Return what the pipeline takes, from what was accepted."""
-    fields = {name: value for name, value in job.request.items() if name not in ("model", "seconds", "skipped")}
+    """Return what the pipeline takes, from what was accepted; raises `PipelineError` for what a later version did."""
+    fields = {name: value for name, value in job.request.items() if name not in BESIDE}
+    if unknown := fields.keys() - FIELDS:
+        raise PipelineError(f"a later version has accepted it, with {', '.join(unknown)}; one of its workers makes it")
     fields["loras"] = catalogue.loras(fields.get("loras", ()))
     for field, name in (("image", job.input_image), ("last_image", job.input_last_image)):
         fields[field] = None if name is None else Image.open(io.BytesIO(storage.read(name))).convert("RGB")

@@ -1,0 +1,127 @@
+"""Jobs that earlier versions have stored are shown, planned as they were, and made again with another prompt."""
+
+import dataclasses
+import io
+import json
+
+import httpx
+import pytest
+from PIL import Image
+from sqlalchemy import text
+
+from actors.api.catalogue import Catalogue
+from actors.api.intake.acceptance import Acceptance
+from actors.errors import RequestFailed
+from actors.jobs.retention import Retention
+from actors.jobs.store import JobStore
+from actors.jobs.stored_request import VERSION
+from actors.jobs.tables import Job
+from actors.jobs.values import Room
+from actors.storage.opening import open_storage
+from tests.actors.api import serving
+from tests.actors.api.serving import create, done
+from wan_tpu.families import preset_spec
+from wan_tpu.lora import Lora
+
+LIGHTNING = (Lora("/adapters/high.safetensors", 1.0, "high"), Lora("/adapters/low.safetensors", 1.0, "low"))
+FRAME = Image.new("RGB", (96, 64), "red")
+# What commit f6b12db stored, letter for letter: of a text, of an image with a preset, of two images.
+OF_A_TEXT = (
+    '{"prompt": "a red ball rolls to the right", "negative_prompt": "", "image": null, "last_image": null, '
+    '"video": null, "strength": null, "height": 480, "width": 832, "frames": 81, "fps": 16, "steps": 40, '
+    '"guidance_scale": 4.0, "guidance_scale_2": 3.0, "shift": 12.0, "seed": 1234567, "solver": "unipc", "loras": [], '
+    '"sigmas": null, "switch_step": null, "cache": null, "preset": null, "model": "wan2.2-t2v-a14b", "seconds": "5", '
+    '"skipped": []}'
+)
+OF_AN_IMAGE = (
+    '{"prompt": "the cat looks into the camera", "negative_prompt": "", "image": "640x480", "last_image": null, '
+    '"video": null, "strength": null, "height": 720, "width": 1280, "frames": 81, "fps": 16, "steps": 4, '
+    '"guidance_scale": 1.0, "guidance_scale_2": 1.0, "shift": 5.0, "seed": 7, "solver": "euler", '
+    '"loras": [{"name": "lightning", "scale": 1.0}], "sigmas": [1.0, 0.9375, 0.8333333333333334, 0.625], '
+    '"switch_step": 2, "cache": null, "preset": "lightning", "model": "wan2.2-i2v-a14b", "seconds": null, '
+    '"skipped": []}'
+)
+OF_TWO_IMAGES = (
+    '{"prompt": "x", "negative_prompt": "", "image": "640x480", "last_image": "200x300", "video": null, '
+    '"strength": null, "height": 1280, "width": 720, "frames": 5, "fps": 8.0, "steps": 50, "guidance_scale": 5.0, '
+    '"guidance_scale_2": 5.0, "shift": 16.0, "seed": 1234567, "solver": "unipc", "loras": [], "sigmas": null, '
+    '"switch_step": null, "cache": null, "preset": null, "model": "wan2.1-flf2v-14b-720p", "seconds": null, '
+    '"skipped": []}'
+)
+# Of a version before that one, which knew fewer fields.
+EARLIER = (
+    '{"prompt": "a cat", "negative_prompt": "", "image": null, "height": 480, "width": 832, "frames": 17, "fps": 16, '
+    '"steps": 4, "guidance_scale": 4.0, "guidance_scale_2": 3.0, "shift": 12.0, "seed": 3, "solver": "unipc", '
+    '"model": "wan2.2-t2v-a14b", "seconds": null}'
+)
+
+
+@pytest.fixture
+def submit(settings, database):
+    """Returns a function that stores a job as it stands there; its images are all the same."""
+
+    def submitted(stored):
+        request, png = json.loads(stored), io.BytesIO()
+        FRAME.save(png, "PNG")
+        names = [name if request.get(name) else None for name in ("image", "last_image")]
+        job = Job(owner="", model=request["model"], request={}, input_image=names[0], input_last_image=names[1])
+        store, storage = JobStore(database), open_storage(settings.storage)
+        acceptance = Acceptance(store, storage, Retention(database, storage, settings.jobs))
+        acceptance.accept(job, [png.getvalue()] * len(job.inputs), room=Room())
+        with database.write() as session:
+            session.execute(text("UPDATE jobs SET request = :stored WHERE id = :id"), {"stored": stored, "id": job.id})
+        return job.id
+
+    return submitted
+
+
+@pytest.mark.parametrize("stored", [OF_A_TEXT, OF_AN_IMAGE, OF_TWO_IMAGES, EARLIER])
+def test_jobs_of_earlier_versions_are_shown_and_planned_as_they_were_stored(stored, submit, settings, engine):
+    """Also where a model's published settings have changed since."""
+    wanted = json.loads(stored)
+    spec = engine.model = preset_spec(wanted["model"])
+    engine.failure = RequestFailed("it is planned, and not made here", "invalid")
+    settings = dataclasses.replace(settings, model=spec.name, catalogue=Catalogue({"lightning": LIGHTNING}))
+    job = submit(stored)
+    sizes = wanted.pop("image"), wanted.pop("last_image", None)
+    with serving.served(settings, spec) as address, httpx.Client(base_url=address, timeout=30) as http:
+        video = http.get(f"/v1/videos/{job}").json()
+        assert (video["prompt"], video["seed"]) == (wanted["prompt"], wanted["seed"])
+        assert (video["num_frames"], video["num_inference_steps"]) == (wanted["frames"], wanted["steps"])
+        assert (video["sigmas"], video["loras"]) == (wanted.get("sigmas"), wanted.get("loras", []))
+        assert (video["input_size"], video["last_frame_size"]) == sizes
+        with serving.working(settings, engine):
+            done(http, job)
+            again = http.post(f"/v1/videos/{job}/remix", json={"prompt": "another"}).json()
+            assert (again["input_size"], again["last_frame_size"]) == sizes
+            done(http, again["id"])
+    first, remixed = engine.asked
+    planned = first.to_json()
+    assert planned["sigmas"] == (tuple(wanted["sigmas"]) if wanted.get("sigmas") else None)
+    same = wanted.keys() - {"model", "seconds", "skipped", "loras", "sigmas"}
+    assert {name: planned[name] for name in same} == {name: wanted[name] for name in same}
+    assert first.loras == (LIGHTNING if wanted.get("loras") else ())
+    assert [image is None for image in (first.image, first.last_image)] == [size is None for size in sizes]
+    assert remixed.to_json() == planned | {"prompt": "another"}
+
+
+def test_a_job_is_stored_with_the_version_of_its_form(http, database):
+    job = create(http, seed=3).json()["id"]
+    with database.read() as session:
+        [stored] = session.execute(text("SELECT request FROM jobs WHERE id = :id"), {"id": job}).scalars()
+    stored = json.loads(stored)
+    assert (stored["version"], stored["seed"], stored["model"]) == (VERSION, 3, serving.MODEL)
+    assert "image" not in stored
+    assert "version" not in JobStore(database).get(job).request
+
+
+def test_a_job_of_a_later_version_is_left_to_a_worker_of_that_version(http, database, settings, engine):
+    """While the service is upgraded, workers of both versions run."""
+    job = create(http).json()["id"]
+    with database.write() as session:
+        change = text('UPDATE jobs SET request = replace(request, \'"seed"\', \'"invented": 1, "seed"\')')
+        assert session.execute(change).rowcount == 1
+    with serving.working(settings, engine):
+        assert serving.wait_for(lambda: JobStore(database).get(job).attempts, "a claim")
+    left = JobStore(database).get(job)
+    assert (left.status, left.error_code, engine.asked) == ("queued", None, [])

@@ -1,0 +1,102 @@
+"""Run by test_one_more_field.py, in a process of its own: a request has a field more here, by one line in its file.
+
+Everything else is the program as it is. usage: one_more_field.py FOLDER, an empty one
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LINE = '    sharpness: Number | None = Field(None, ge=0, le=2, description="Of edges, in 100 % of `frames`.")\n'
+
+
+def add_field(folder: Path) -> None:
+    """Have `wan_tpu.request` read from a copy of its file that has the line."""
+    before, last_field, after = (ROOT / "wan_tpu/request.py").read_text().partition("    preset: str | None = None\n")
+    assert last_field
+    copy = folder / "request.py"
+    copy.write_text(before + LINE + last_field + after)
+    found = importlib.util.spec_from_file_location("wan_tpu.request", copy)
+    module = sys.modules["wan_tpu.request"] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+
+
+def on_the_command_line():
+    """The value that an option gives, what --help says of it, and what is said of a value that is too large."""
+    from wan_tpu.commands import arguments
+    from wan_tpu.commands.parser import Parser
+    from wan_tpu.errors import InvalidRequest
+
+    parser = Parser(prog="generate")
+    arguments.add_request_arguments(parser)
+
+    def request(value):
+        return arguments.request_from(parser.parse_args(["--prompt", "a cat", "--sharpness", value]))
+
+    try:
+        request("3")
+    except InvalidRequest as error:
+        refused = str(error)
+    shown = " ".join(parser.format_help().split())
+    return {
+        "value": request("1.5").sharpness,
+        "help": "--sharpness SHARPNESS of edges, in 100 % of --frames" in shown,
+    } | {"refused": refused}
+
+
+def in_a_manifest(folder):
+    """The value that each of two lines has in its plan, and whether both have the digest of one."""
+    from actors.batch.manifest import read_manifest
+    from tests.actors.small_spec import SPEC
+
+    path = folder / "requests.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": "a cat", "sharpness": value}) for value in (0.5, 1.5)))
+    entries = read_manifest(path, SPEC.plan).entries
+    return {
+        "values": [entry.load().request.sharpness for entry in entries],
+        "alike": entries[0].digest == entries[1].digest,
+    }
+
+
+def over_http(folder):
+    """What the API says of the field, and what becomes of it from a body to the request that the worker has planned."""
+    import httpx
+
+    from actors.api.settings import ServiceSettings
+    from actors.jobs.store import JobStore, open_database
+    from actors.slices.snapshots import name_of
+    from tests.actors.api import serving
+
+    (folder / "frames").mkdir()
+    settings = ServiceSettings(
+        database=str(folder / "jobs.sqlite"), storage=str(folder / "results"), model=serving.MODEL
+    )
+    engine = serving.Engine(folder / "frames")
+    with serving.served(settings) as address, httpx.Client(base_url=address, timeout=30) as http:
+        schemas = http.get("/openapi.json").json()["components"]["schemas"]
+        refused = serving.create(http, sharpness=3).json()["error"]
+        job = serving.create(http, sharpness="1.5", seed=1).json()
+        other = serving.create(http, seed=1).json()
+        with serving.working(settings, engine):
+            videos = [serving.done(http, each["id"]) for each in (job, other)]
+    database = open_database(settings.database)
+    stored = JobStore(database).get(job["id"]).request
+    database.close()
+    return {
+        "body": schemas["CreateVideo"]["properties"]["sharpness"],
+        "form": "sharpness" in schemas["CreateVideoForm"]["properties"],
+        "refused": [refused["param"], refused["message"]],
+        "stored": stored["sharpness"],
+        "shown": [video["sharpness"] for video in videos],
+        "planned": [request.sharpness for request in engine.asked],
+        "snapshots": len({name_of("x", request, "model") for request in engine.asked}),
+    }
+
+
+if __name__ == "__main__":
+    add_field(Path(sys.argv[1]))
+    sys.path.insert(0, str(ROOT))
+    found = {"command line": on_the_command_line(), "manifest": in_a_manifest(Path(sys.argv[1]))}
+    print(json.dumps(found | {"http": over_http(Path(sys.argv[1]))}))
