@@ -28,7 +28,7 @@ $(VENV)/installed: pyproject.toml
 	Ubuntu 24.04: apt install python3-venv. Elsewhere: make PYTHON=/path/to/python3.13"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU) "torch>=2.13,<2.14"
-	$(BIN)/pip install --quiet --no-compile --editable ".[tpu,dev]"
+	$(BIN)/pip install --quiet --no-compile --editable ".[dev]"
 	$(BIN)/python -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || true
 	touch $@
 

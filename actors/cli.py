@@ -14,6 +14,7 @@ from cluster.errors import ClusterError
 from cluster.layout import shipped
 from wan_tpu.cli import run
 from wan_tpu.commands.parser import Parser, all_actions, parser_of
+from wan_tpu.errors import InvalidInput
 from wan_tpu.versions import summary
 
 # command -> module, function in it, what it does
@@ -42,6 +43,12 @@ COMMANDS = {
     "completion": ("actors.cli", "completion", "print what lets a shell complete these commands and their options"),
 }
 SHELLS = ("bash", "fish", "tcsh", "zsh")
+# What a command needs beside the core is in one of pyproject.toml's extras.
+EXTRAS = {
+    **dict.fromkeys(("cluster", "drive", "pipeline", "profile", "status", "submit"), "cluster"),
+    **dict.fromkeys(("keys", "serve"), "serve"),
+    "plan": "plan",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +64,14 @@ def _command(argv: Sequence[str]) -> int | None:
         return 2
     chosen = parser.parse_args(argv[:1]).command
     with ended_as_by_ctrl_c():
-        return command(chosen)(argv[1:])
+        try:
+            return command(chosen)(argv[1:])
+        except ModuleNotFoundError as missing:
+            if chosen not in EXTRAS or not missing.name:
+                raise
+            raise InvalidInput(
+                f"wan-tpu {chosen} needs {missing.name}, which isn't installed: pip install 'wan-tpu[{EXTRAS[chosen]}]'"
+            ) from missing
 
 
 def command(name: str) -> Callable[[Sequence[str]], int | None]:

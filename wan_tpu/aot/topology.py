@@ -71,7 +71,7 @@ class DescribedSlice:
         Raises `InvalidInput` when libtpu, which holds the compiler, is missing or doesn't know the topology.
         """
         if importlib.util.find_spec("libtpu") is None:
-            raise InvalidInput("compiling for a TPU needs its compiler: pip install '.[tpu]' (Linux, x86-64)")
+            raise InvalidInput("compiling for a TPU needs its compiler: pip install 'wan-tpu[tpu]' (Linux, x86-64)")
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         flags = os.environ.get("LIBTPU_INIT_ARGS", "")

@@ -1,0 +1,128 @@
+"""What `pip install` brings: a core that makes one video, extras for all else, and no other project's names."""
+
+import json
+import os
+import re
+import subprocess
+import zipfile
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.environments import build_wheel, make_environment
+
+pytestmark = pytest.mark.long
+
+# PyPI has a package of this name. diffusers looks for it by its metadata, transformers also for its version.
+OTHERS_KERNELS = {
+    "kernels/__init__.py": "def get_kernel(name): ...\n",
+    "kernels-0.0.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: kernels\nVersion: 0.0.1\n",
+}
+# Imports every module of some packages, except what another extra is for or a database's migrations run.
+IMPORT_ALL = """
+import importlib, json, pkgutil, sys
+packages, without = json.loads(sys.argv[1])
+count = 0
+for package in packages:
+    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        if not module.name.startswith((*without, "actors.jobs.migrations", "actors.imported")):
+            importlib.import_module(module.name)
+            count += 1
+print(count)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def core(wheel, tmp_path_factory):
+    return make_environment(tmp_path_factory.mktemp("core"), wheel)
+
+
+def run_python(python, folder, *args):
+    """Run an environment's Python in a folder from which nothing of this repository is imported."""
+    settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    settings |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([python, *args], cwd=folder, env=settings, capture_output=True, text=True)
+
+
+def run_command(python, folder, *args):
+    return run_python(python, folder, python.with_name("wan-tpu"), *map(str, args))
+
+
+def generate(python, folder):
+    model, image = ROOT / "examples" / "small-wan2.2-i2v", ROOT / "examples" / "ball.png"
+    options = ("--dtype", "float32", "--prompt", "a red ball rolls to the right", "--steps", "2", "--frames", "5")
+    done = run_command(python, folder, "generate", "--model", model, "--image", image, *options, "--output", "ball.mp4")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "ball.json").read_text())["request"]["frames"] == 5
+    assert (folder / "ball.mp4").stat().st_size > 1000
+
+
+def test_wheel_has_our_packages_and_their_data_only(wheel):
+    files = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in files if "dist-info" not in name} == {
+        "actors", "cluster", "wan_tpu", "wan_tpu_kernels",
+    }  # fmt: skip
+    for folder in ("actors", "cluster", "wan_tpu"):
+        modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
+        assert modules <= set(files)
+    assert {"actors/api/http/page.html", "cluster/layouts/four-pools.yaml", "cluster/costs/prices.yaml"} <= set(files)
+
+
+def test_core_makes_a_video_without_any_extra(core, tmp_path):
+    absent = ("alembic", "fastapi", "libtpu", "matplotlib", "ray", "sqlalchemy")
+    look = "import sys, importlib.util as util; print([name for name in sys.argv[1:] if util.find_spec(name)])"
+    assert run_python(core, tmp_path, "-c", look, *absent).stdout == "[]\n"
+    generate(core, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [
+        (("serve", "--layout", "emulated-demo", "--model", "m"), "serve"),
+        (("keys", "list", "--database", "jobs.db"), "serve"),
+        (("status",), "cluster"),
+        (("plan", "--model", "wan2.1-t2v-1.3b", "--slice", "v6e-1"), "tpu"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_command_without_its_extra_says_which_to_install(core, tmp_path, command, extra):
+    done = run_command(core, tmp_path, *command)
+    assert done.returncode == 2
+    assert re.search(rf"^error: .* needs .*: pip install 'wan-tpu\[{extra}\]'", done.stderr, re.MULTILINE), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("extra", "packages", "without"),
+    [
+        (
+            "cluster",
+            ("cluster", "actors"),
+            ("actors.api", "actors.jobs", "actors.commands.keys", "actors.commands.serve"),
+        ),
+        ("serve", ("actors.api", "actors.jobs", "actors.commands"), ()),
+    ],
+)
+def test_extra_has_what_its_modules_import(wheel, tmp_path, extra, packages, without):
+    python = make_environment(tmp_path / "environment", wheel, extra)
+    done = run_python(python, tmp_path, "-c", IMPORT_ALL, json.dumps([packages, without]))
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 30
+
+
+def test_pypis_kernels_and_ours_work_in_one_environment(wheel, tmp_path):
+    python = make_environment(tmp_path / "environment", wheel)
+    [packages] = (tmp_path / "environment").glob("lib/python*/site-packages")
+    for name, content in OTHERS_KERNELS.items():
+        (packages / name).parent.mkdir(exist_ok=True)
+        (packages / name).write_text(content)
+    look = (
+        "import kernels, diffusers.utils, transformers.utils, wan_tpu_kernels.flash_attention;"
+        "print(kernels.__file__, diffusers.utils.is_kernels_available())"
+    )
+    assert run_python(python, tmp_path, "-c", look).stdout == f"{packages / 'kernels' / '__init__.py'} True\n"
+    generate(python, tmp_path)
