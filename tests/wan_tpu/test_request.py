@@ -15,8 +15,9 @@ from tests.wan_tpu.test_parity import LATENT_TOLERANCE
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, load_pipeline
 from wan_tpu.commands.sizes import read_size, read_size_with_frames
 from wan_tpu.families import preset_spec
+from wan_tpu.fields import describe, type_of
 from wan_tpu.media.image import load_image
-from wan_tpu.request import parse_size
+from wan_tpu.request import FIELDS, LIMITS, ResolvedRequest, parse_size
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,18 @@ def test_what_a_model_does_not_make_is_refused_with_what_it_does(fields, message
     with pytest.raises(InvalidRequest, match=message) as caught:
         preset_spec("wan2.1-t2v-14b").plan(GenerationRequest(**fields))
     assert caught.value.field in fields
+
+
+def test_every_field_is_described_and_every_number_has_limits():
+    assert all(describe(field) for field in FIELDS.values())
+    assert LIMITS.keys() == {name for name, field in FIELDS.items() if type_of(field) in (int, float)}
+
+
+def test_what_the_program_itself_does_wrong_is_no_invalid_request():
+    with pytest.raises(TypeError, match="GenerationRequest has no field 'num_frames'"):
+        GenerationRequest(num_frames=5)
+    with pytest.raises(TypeError, match=r"leaves height, width, .* open"):
+        ResolvedRequest(prompt="a cat")
 
 
 def test_empty_prompt_is_allowed():

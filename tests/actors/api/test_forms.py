@@ -12,7 +12,7 @@ import requests
 from openai import OpenAI
 
 from actors.api.http.bodies import from_json
-from actors.api.intake import dialects
+from actors.api.intake import dialects, forms
 from actors.api.intake.apart import FORM, JSON, apart
 from actors.api.intake.create_video import CreateVideo
 from tests.conftest import ROOT
@@ -245,6 +245,13 @@ def test_a_prompt_means_itself_whatever_it_is():
     for text in ("null", "[1]", "{", "a[b]"):
         assert understood(*fields(("prompt", text), ("negative_prompt", "")))[0].prompt == text
     assert understood(*fields(("prompt", "x"), ("negative_prompt", "")))[0].negative_prompt == ""
+
+
+def test_forms_know_which_fields_are_lists():
+    """They are read by processes that import no model of the body."""
+    assert set(forms.LISTS) == {
+        name for name, field in CreateVideo.model_fields.items() if "list" in str(field.annotation)
+    }
 
 
 def test_what_was_sent_isn_t_repeated():
