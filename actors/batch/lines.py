@@ -1,6 +1,5 @@
 """Read one line of a manifest: JSON into fields; what can't be used is told with its remedy."""
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -9,11 +8,10 @@ from typing import Any, NamedTuple
 
 from actors.storage.base import MAX_PART_BYTES, name_problem
 from wan_tpu.errors import InvalidInput
-from wan_tpu.request import GenerationRequest
+from wan_tpu.request import FIELDS as REQUEST_FIELDS
 from wan_tpu.suggest import nearest
 
-REQUEST_FIELDS = frozenset(field.name for field in dataclasses.fields(GenerationRequest))
-FIELDS = ("id", "output", *(field.name for field in dataclasses.fields(GenerationRequest)))
+FIELDS = ("id", "output", *REQUEST_FIELDS)
 EXAMPLE = '{"prompt": "A cat looks into the camera.", "image": "cat.png", "seed": 1}'
 RESULTS = "results.jsonl"
 MAX_ID_BYTES = 200  # An id is part of the names of logs, spans and snapshots.
