@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from actors.observe.span import Span
-from wan_tpu.spec import ModelSpec, RequestPlan
+from wan_tpu.plan import RequestPlan
+from wan_tpu.spec import ModelSpec
 
 OnEvent = Callable[[Span], object]
 

@@ -65,12 +65,12 @@ def _cases(pipe: Pipeline, checkpoint: Path) -> dict[str, tuple[Callable[[], np.
     """Return, for each piece of work, it here and it in diffusers; both give the same array."""
     model, runtime = pipe.runtime.model, pipe.runtime
     image = Path(__file__).resolve().parent.parent / "examples" / "cat.png"
-    request = pipe.resolve(
+    plan = pipe.plan(
         GenerationRequest(prompt="A cat", image=image, height=HEIGHT, width=WIDTH, frames=FRAMES, steps=10)
     )
-    expert = pipe.experts(request)[0]
-    conditioning = pipe.encode(request)
-    state = pipe.initial_state(request)
+    request, expert = plan.request, plan.experts[0]
+    conditioning = pipe.encode(plan)
+    state = pipe.initial_state(plan)
     loaded = runtime.component("denoise_high")
     program = stages.step_program(runtime, loaded.module)
     given = stages.step_conditioning(runtime, loaded, stages.expert_inputs(runtime, expert, conditioning))

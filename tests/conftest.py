@@ -170,8 +170,8 @@ def pipeline(checkpoint: Callable[[str], Path]) -> Callable[..., Pipeline]:
 
 def denoised(pipe: Pipeline, request: GenerationRequest, noise: np.ndarray | None = None) -> list[StepEvent]:
     """Return what is told of a request's steps, their latents among it. Nothing is decoded."""
-    resolved, events = pipe.resolve(request), list[StepEvent]()
-    conditioning = pipe.encode(resolved)
-    state = pipe.initial_state(resolved, noise, conditioning)
-    pipe.denoise(resolved, conditioning, state, on_step=events.append)
+    plan, events = pipe.plan(request), list[StepEvent]()
+    conditioning = pipe.encode(plan)
+    state = pipe.initial_state(plan, noise, conditioning)
+    pipe.denoise(plan, conditioning, state, on_step=events.append)
     return events

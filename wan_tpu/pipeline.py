@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,15 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.data import Conditioning, DenoiseState, Video
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.families.model import Model, open_model
+from wan_tpu.plan import RequestPlan
 from wan_tpu.progress import Progress, Silent
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.mesh import MeshLike, make_mesh
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.schedules.schedule import Schedule
-from wan_tpu.spec import Expert
+from wan_tpu.stage_machine import Decode, EncodeImage, EncodeText, Finish, Step
+
+OnStep = Callable[[stages.StepEvent], object]
 
 
 def load_pipeline(
@@ -62,87 +66,122 @@ class Pipeline:
         self.runtime = runtime
         self._progress = progress
 
-    def resolve(self, request: GenerationRequest) -> ResolvedRequest:
-        """Fill what a request leaves open with the model's settings and check that it fits model and mesh."""
-        return self.runtime.model.spec.plan(request).request
+    def plan(self, request: GenerationRequest) -> RequestPlan:
+        """Return what a request takes of this model, every field that it leaves open filled in.
+
+        Raises:
+            InvalidRequest: The model can't make it.
+        """
+        return self.runtime.model.spec.plan(request)
 
     def generate(
-        self, request: GenerationRequest, noise: np.ndarray | None = None, on_step: stages.OnStep | None = None
+        self, request: GenerationRequest, noise: np.ndarray | None = None, on_step: OnStep | None = None
     ) -> Video:
         """Make one video.
 
-        noise    initial latents [1, C, T, H, W] in place of those drawn from the seed
-        on_step  called with a `StepEvent` after each denoising step; raising from it stops the run
+        Args:
+            request: The video to make.
+            noise: Initial latents [1, C, T, H, W] in place of those drawn from the seed.
+            on_step: Called with a `StepEvent` after each denoising step; raising from it stops the run.
 
-        Raises `InvalidRequest` before any work, `UnhealthyResult` naming stage and step.
+        Raises:
+            InvalidRequest: Before any work: the model can't make what the request asks for.
+            UnhealthyResult: A stage gave NaN or Inf; the error names stage and step.
         """
         if not isinstance(request, GenerationRequest):
             raise InvalidRequest(f"the request is a {type(request).__name__}; give a GenerationRequest")
-        resolved = self.resolve(request)
-        if resolved.video is None:
-            self.initial_state(resolved, noise)  # what is wrong with the noise is said before any work
+        plan = self.plan(request)
+        run = self.run(plan, noise=noise)
         self.check_components()
-        resolved = self.fetch_adapters(resolved)
-        conditioning = self.encode(resolved)
-        state = self.initial_state(resolved, noise, conditioning)
-        state = self.denoise(resolved, conditioning, state, on_step=on_step)
-        return Video(pixels=np.concatenate(list(self.decode(state.latents))), fps=resolved.fps)
+        run.plan = self.fetch_adapters(plan)
+        pixels = []
+        for operation, result in run.work():
+            if isinstance(operation, Step) and on_step is not None:
+                on_step(result)
+            elif isinstance(operation, Decode):
+                pixels.append(self.runtime.model.pixels(np.asarray(result[0])))
+        return Video(pixels=np.concatenate(pixels), fps=plan.request.fps)
+
+    def run(
+        self,
+        plan: RequestPlan,
+        *,
+        conditioning: Conditioning | None = None,
+        state: DenoiseState | None = None,
+        noise: np.ndarray | None = None,
+        warn: stages.Warn = warnings.warn,
+        around: stages.Around = lambda operation: nullcontext(),
+    ) -> stages.LocalExecutor:
+        """Return what runs a request's operations here; arguments and errors are those of `LocalExecutor`."""
+        return stages.LocalExecutor(
+            self.runtime,
+            plan,
+            self._progress,
+            conditioning=conditioning,
+            state=state,
+            noise=noise,
+            warn=warn,
+            around=around,
+        )
 
     def check_components(self, *names: str) -> None:
         """Compare the files of components (all, when none is named) with their modules, by their headers alone.
 
-        Raises `CheckpointError` naming what is missing, too many, of a wrong shape or cut off. Done once.
+        Done once for each component.
+
+        Raises:
+            CheckpointError: It names what is missing, superfluous, of a wrong shape or cut off.
         """
         components = self.runtime.model.components
         self.runtime.check(name for name in components if not names or name in names)
 
-    def fetch_adapters(self, request: ResolvedRequest) -> ResolvedRequest:
-        """Return a resolved request with what its adapters' files hold now; no weights are needed for it.
+    def fetch_adapters(self, plan: RequestPlan) -> RequestPlan:
+        """Return a plan with what its adapters' files hold now; no weights are needed for it.
 
-        Raises `InvalidRequest` naming what doesn't fit the model, `Unavailable` when a file can't be read now.
+        Raises:
+            InvalidRequest: An adapter doesn't fit the model.
+            Unavailable: A file can't be read now.
         """
-        stages_run = [expert.stage for expert in self.experts(request)]
-        return dataclasses.replace(request, loras=self.runtime.fetch_adapters(request.loras, stages_run))
+        stages_run = [expert.stage for expert in plan.experts]
+        loras = self.runtime.fetch_adapters(plan.request.loras, stages_run)
+        return plan.with_request(dataclasses.replace(plan.request, loras=loras))
 
     def initial_state(
-        self, request: ResolvedRequest, noise: np.ndarray | None = None, conditioning: Conditioning | None = None
+        self, plan: RequestPlan, noise: np.ndarray | None = None, conditioning: Conditioning | None = None
     ) -> DenoiseState:
-        """Return the state before the first step of a resolved request; with a video it needs the conditioning."""
-        video = None if conditioning is None else conditioning.video_latents
-        return stages.initial_state(self.runtime.model, request, noise, video)
+        """Return the state before the first step; where the request begins with a video it needs the conditioning."""
+        return self.run(plan, conditioning=conditioning, noise=noise).state
 
-    def encode(self, request: ResolvedRequest, warn: Callable[[str], object] = warnings.warn) -> Conditioning:
-        """Encoder stage of a resolved request; `warn` is told when a prompt is cut."""
-        return stages.encode(self.runtime, request, self._progress, warn)
+    def encode(self, plan: RequestPlan, warn: stages.Warn = warnings.warn) -> Conditioning:
+        """Run the encoder stage; `warn` is called when a prompt or an image is cut."""
+        run = self.run(plan, warn=warn)
+        for _ in run.work(EncodeText, EncodeImage):
+            pass
+        return run.conditioning
 
     def denoise(
         self,
-        request: ResolvedRequest,
+        plan: RequestPlan,
         conditioning: Conditioning,
         state: DenoiseState,
         *,
         stop: int | None = None,
-        on_step: stages.OnStep | None = None,
+        on_step: OnStep | None = None,
     ) -> DenoiseState:
-        """Expert stages of a resolved request, from `state.step` up to step `stop` (all when left out)."""
-        return stages.denoise(self.runtime, request, conditioning, state, self._progress, stop=stop, on_step=on_step)
+        """Run the expert stages from `state.step` up to step `stop` (all when left out); return the state reached."""
+        run = self.run(plan, conditioning=conditioning, state=state)
+        for operation, result in run.work(Step, Finish, stop=stop):
+            if isinstance(operation, Step) and on_step is not None:
+                on_step(result)
+        return run.state
 
     def decode(self, latents: np.ndarray) -> Iterator[np.ndarray]:
         """Decoder stage: yield float32 [T, H, W, 3] in [0, 1], chunk by chunk, and check the whole at the end."""
         return stages.decode(self.runtime, latents, self._progress)
 
-    def decode_planes(self, latents: np.ndarray) -> Iterator[np.ndarray]:
-        """Decoder stage: yield uint8 [T, 3, H, W], green, blue and red, chunk by chunk, for `wan_tpu.media.mp4.Mp4`."""
-        chunks = stages.decode_chunks(self.runtime, stages.decoder_inputs(self.runtime, latents), self._progress)
-        return (np.asarray(planes) for _, planes in chunks)
-
     def schedule(self, request: ResolvedRequest) -> Schedule:
         """Return the numbers of a resolved request's steps."""
         return self.runtime.model.spec.schedule(request)
-
-    def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
-        """Return which expert runs which steps of a resolved request."""
-        return self.runtime.model.spec.experts(request)
 
 
 def open_runtime(

@@ -7,7 +7,6 @@ family says how its models differ (`families/<name>/spec.py`); what all of them 
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +14,7 @@ from PIL import Image
 
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.image import size_at_area
+from wan_tpu.plan import DECODER, ENCODER, Expert, RequestPlan
 from wan_tpu.request import (
     FRAME_STRIDE,
     NAMED_SIZES,
@@ -30,60 +30,6 @@ from wan_tpu.request import (
 from wan_tpu.schedules.magcache import Curve, magcache_of, skipped
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.suggest import did_you_mean
-
-ENCODER, DECODER = "encoder", "decoder"  # the first and the last stage of every model; between them it denoises
-
-
-@dataclass(frozen=True)
-class Expert:
-    """A stretch of steps and the stage that runs it.
-
-    stop    the first step after it
-    guided  whether it runs two branches: the prompt's and the negative prompt's
-    """
-
-    stage: str
-    start: int
-    stop: int
-    guided: bool
-
-
-@dataclass(frozen=True)
-class RequestPlan:
-    """What a request takes, stage by stage: all that its driver needs to know.
-
-    request  with nothing left open
-    prompts  to encode: the prompt and, under guidance, the negative prompt
-    experts  which stage runs which steps, in order; one with no step left out
-    shapes   by stage, the name of the programs and adapters it needs; what is compiled or merged anew for another name
-    """
-
-    request: ResolvedRequest
-    prompts: tuple[str, ...]
-    experts: tuple[Expert, ...]
-    shapes: dict[str, str]
-
-    @property
-    def first_step(self) -> int:
-        """How many steps are left out at the start: with a video not all are run, by its strength."""
-        return self.experts[0].start
-
-    def expert_at(self, step: int) -> Expert:
-        """Return the expert that runs the step after `step` are done; raises `ValueError` where none does."""
-        for expert in self.experts:
-            if expert.start <= step < expert.stop:
-                return expert
-        raise ValueError(f"no expert runs a step after {step}: {self.first_step} to {self.request.steps} are run")
-
-    def with_images(self, image: Image.Image | None = None, last_image: Image.Image | None = None) -> "RequestPlan":
-        """Return it with those images in place of its own: it stays small while they aren't needed."""
-        return dataclasses.replace(self, request=dataclasses.replace(self.request, image=image, last_image=last_image))
-
-    def without_image(self) -> "RequestPlan":
-        """Return it without the images' pixels, 2.8 MB at 720p: experts and the decoder need none."""
-        return dataclasses.replace(
-            self, request=dataclasses.replace(self.request, image=None, last_image=None, video=None)
-        )
 
 
 class ModelSpec(abc.ABC):
@@ -260,6 +206,10 @@ class ModelSpec(abc.ABC):
         """Return [1, C, T, H, W] of the latents that are decoded, those that are denoised unless a family says so."""
         return self.latent_shape(request)
 
+    def decoder_chunks(self, latent_frames: int) -> tuple[int, ...]:
+        """Return how many latent frames of a video the decoder takes at a time; one unless a family says otherwise."""
+        return (1,) * latent_frames
+
     @abc.abstractmethod
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Return L, the transformer's sequence length for latents of a shape."""
@@ -380,9 +330,22 @@ class ModelSpec(abc.ABC):
             preset = dict(self.presets[request.preset].settings)
         resolved = request.resolve(self.defaults_for(request, picture), preset)
         self.check(resolved, image=image, last=last)
-        steps = self.schedule(resolved).steps
-        assert steps == resolved.steps, f"a schedule of {steps} steps for {resolved.steps}"
-        return RequestPlan(resolved, self.prompts(resolved), self.experts(resolved), self.shapes(resolved, image=image))
+        return self.plan_resolved(resolved, image=image)
+
+    def plan_resolved(self, request: ResolvedRequest, *, image: bool) -> RequestPlan:
+        """Return the plan of a request with every field filled in, once `check` has let it through."""
+        steps = self.schedule(request).steps
+        assert steps == request.steps, f"a schedule of {steps} steps for {request.steps}"
+        skipped = self.skipped(request)
+        return RequestPlan(
+            request,
+            prompts=self.prompts(request),
+            has_image=image or request.video is not None,
+            experts=self.experts(request),
+            skipped=None if skipped is None else tuple((bool(prompt), bool(other)) for prompt, other in skipped),
+            decoder_chunks=self.decoder_chunks(self.decoded_shape(request)[2]),
+            shapes=self.shapes(request, image=image),
+        )
 
     def guided(self, request: ResolvedRequest) -> bool:
         """Whether there is guidance, so that the negative prompt is needed."""

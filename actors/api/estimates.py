@@ -10,7 +10,7 @@ from typing import Any
 from actors.api.sizes import volume
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
-from wan_tpu.spec import DECODER, ENCODER
+from wan_tpu.plan import DECODER, ENCODER
 
 _LOOK_EVERY_S = 5.0
 _LATEST = 20  # completed jobs that are looked at

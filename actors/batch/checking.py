@@ -2,8 +2,9 @@
 
 from wan_tpu.adapters.checking import check_visible
 from wan_tpu.lora import Lora
+from wan_tpu.plan import RequestPlan
 from wan_tpu.request import GenerationRequest
-from wan_tpu.spec import ModelSpec, RequestPlan
+from wan_tpu.spec import ModelSpec
 
 
 class CheckingPlanner:

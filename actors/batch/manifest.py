@@ -33,8 +33,8 @@ from actors.storage.base import GCS_SCHEME
 from actors.storage.opening import absolute, split_location
 from wan_tpu.errors import InvalidInput, WanTpuError
 from wan_tpu.identity import Source, identify
+from wan_tpu.plan import RequestPlan
 from wan_tpu.request import IMAGES, GenerationRequest
-from wan_tpu.spec import RequestPlan
 
 _READERS = 4  # Images read at a time: enough to hide the latency of gs://, few enough to hold in memory.
 _CHUNK = 1000  # Lines whose images are read together.

@@ -7,13 +7,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
 from actors.engine import GeneratedVideo, OnEvent
 from actors.observe.span import Span, Start
 from actors.pipeline_spec import Chips
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import Pipeline
-from wan_tpu.spec import DECODER, ENCODER, RequestPlan
-from wan_tpu.stages import StepEvent
+from wan_tpu.plan import DECODER, ENCODER, RequestPlan
+from wan_tpu.stage_machine import Decode, EncodeImage, EncodeText, Finish, Step
 
 
 class OneProcessEngine:
@@ -86,21 +88,22 @@ class _Run:
 
     def make(self, plan: RequestPlan) -> GeneratedVideo:
         """Run all stages, and return the video."""
-        pipe, request, warnings = self.pipeline, plan.request, list[str]()
+        pipe, warnings = self.pipeline, list[str]()
         self._check()
         pipe.check_components()
-        request = pipe.fetch_adapters(request)
+        run = pipe.run(pipe.fetch_adapters(plan), warn=warnings.append)
         self.since = self._now()
-        conditioning = pipe.encode(request, warnings.append)
-        state = pipe.initial_state(request, conditioning=conditioning)
+        for _ in run.work(EncodeText, EncodeImage):
+            self._check()
         self._tell(ENCODER)
-        for expert in plan.experts:
-            on_step = functools.partial(self._tell_step, expert.stage)
-            state = pipe.denoise(request, conditioning, state, stop=expert.stop, on_step=on_step)
-        with Mp4(request.fps) as made:
-            for planes in pipe.decode_planes(state.latents):
+        for operation, _ in run.work(Step, Finish):
+            if isinstance(operation, Step):
+                self._tell(operation.stage, operation.index + 1)
                 self._check()
-                made.add(planes)
+        with Mp4(plan.request.fps) as made:
+            for _, (_, planes) in run.work(Decode):
+                self._check()
+                made.add(np.asarray(planes))
             made.finish()
         if made.failure is not None:
             raise made.failure
@@ -110,10 +113,6 @@ class _Run:
     def _check(self) -> None:
         if self.stop.is_set():
             raise _Stopped(self.id)
-
-    def _tell_step(self, stage: str, event: StepEvent) -> None:
-        self._tell(stage, event.step)
-        self._check()
 
     def _tell(self, stage: str, step: int | None = None) -> None:
         """Tell what was done since the last span: weights read and programs compiled first, as they nearly are."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from actors.batch.run import Batch, BatchReport
     from actors.batch.spans import LatestSpans
     from actors.observe.span import Span
-    from wan_tpu.spec import RequestPlan
+    from wan_tpu.plan import RequestPlan
 
 SNAPSHOTS = ".snapshots"  # in the output, of a pipeline that isn't told another place
 # What a pipeline is brought up with, and that one that runs is used without, whatever its own is.

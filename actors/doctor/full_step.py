@@ -21,9 +21,9 @@ from wan_tpu.aot.programs import STEP, AbstractRuntime, stage_programs
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import DoesNotFit
 from wan_tpu.families.model import open_model, preset_model
+from wan_tpu.plan import DECODER
 from wan_tpu.runtime.mesh import make_mesh
 from wan_tpu.runtime.program import Program
-from wan_tpu.spec import DECODER
 from wan_tpu.tiny import make_checkpoint
 
 CHUNK = "decoder later"

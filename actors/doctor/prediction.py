@@ -17,8 +17,9 @@ from actors.planning.calibration import FIGURES, Calibration
 from actors.planning.described import described
 from cluster.slice_spec import SliceSpec
 from wan_tpu.families import preset_spec, published
+from wan_tpu.plan import DECODER
 from wan_tpu.request import GenerationRequest, ResolvedRequest
-from wan_tpu.spec import DECODER, ModelSpec
+from wan_tpu.spec import ModelSpec
 
 DTYPE = "bfloat16"
 SIZE: dict[str, Any] = {"height": 720, "width": 1280, "frames": 81}  # Of the full-size step.

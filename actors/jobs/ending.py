@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 from actors.jobs.tables import Delivery, File, Job
 from actors.jobs.usage import count
 from actors.jobs.values import CANCELLED, DEADLINE, JobSettings, Progress
-from wan_tpu.spec import DECODER
+from wan_tpu.plan import DECODER
 
 # Code and message of a job that was to stop.
 STOPPED = {

@@ -12,7 +12,7 @@ from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import live_replicas
 from actors.pipeline_spec import PipelineSpec
 from actors.slices.snapshots import Snapshots, delete_snapshots
-from wan_tpu.spec import RequestPlan
+from wan_tpu.plan import RequestPlan
 
 T = TypeVar("T")
 _READY_S = 20.0  # for what takes milliseconds where all is well

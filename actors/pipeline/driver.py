@@ -13,7 +13,7 @@ from actors.pipeline_spec import PipelineSpec
 from actors.slices.references import RefStore, RequestScope
 from actors.slices.scheduler import PriorityQueue
 from actors.slices.snapshots import delete_snapshots, name_of
-from wan_tpu.spec import RequestPlan
+from wan_tpu.plan import RequestPlan
 
 
 class PipelineDriver:

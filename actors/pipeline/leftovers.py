@@ -7,7 +7,7 @@ from actors.pipeline_spec import PipelineSettings
 from actors.slices.snapshots import Snapshots, name_of, stem_of
 from actors.storage.base import StorageError
 from wan_tpu.errors import WanTpuError
-from wan_tpu.spec import RequestPlan
+from wan_tpu.plan import RequestPlan
 
 log = logging.getLogger(__name__)
 

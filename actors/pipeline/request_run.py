@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from actors.engine import GeneratedVideo, OnEvent
@@ -18,7 +18,8 @@ from actors.slices.messages import InputsTaken, SliceRequest, StageResult
 from actors.slices.payloads import EncodedVideo, unpack
 from actors.slices.references import RefHandle, RequestScope
 from actors.storage.local import StorageError
-from wan_tpu.spec import DECODER, ENCODER, RequestPlan
+from wan_tpu.plan import DECODER, ENCODER, RequestPlan
+from wan_tpu.stage_machine import Decode, Encode, EncodeImage, EncodeText, Finish, Operation, StageMachine, Step
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +51,9 @@ class RequestRun:
         self._attempts = self._moves = 0  # since something was done that hadn't been done before
         self._done: set[tuple[str, int | None]] = set()
         self._adapters_checked = not plan.request.loras
-        self._texts: dict[str, RefHandle] = {}
-        self._image: RefHandle | None = None
-        self._state: RefHandle | None = None  # between two pools of experts, until the second has it
-        self._reached = 0  # how many steps it has done
-        self._latents: RefHandle | None = None  # of the last step, until there is a video of them
+        self._machine = StageMachine(plan)
+        self._encoded: dict[Encode, RefHandle] = {}  # What the machine has as encoded.
+        self._state: RefHandle | None = None  # Handed over by a pool, until the next has it on its devices.
         self._warnings: set[str] = set()  # Sorted in the end: text and image are encoded at the same time.
 
     async def run(self) -> GeneratedVideo:
@@ -72,8 +71,8 @@ class RequestRun:
                 self._avoid(getattr(lost, "replica", None))
                 if isinstance(lost, InputLost):  # one of them: all that was handed over is made again
                     self._drop_inputs()
-                    self._scope.drop(self._latents, self._state)
-                    self._latents = self._state = None
+                    self._scope.drop(self._state)
+                    self._state = None
                 await self._wait_after(lost)
 
     def _avoid(self, replica: str | None) -> None:
@@ -81,21 +80,17 @@ class RequestRun:
             self._sent = dataclasses.replace(self._sent, avoid=self._sent.avoid | {replica})
 
     async def _go_through(self) -> bytes:
-        if self._latents is None:
-            self._latents = await self._denoised()
-        return await self._decode(self._latents)
-
-    async def _denoised(self) -> RefHandle:
-        """Run the steps that are left; return the last one's state."""
-        plan, steps = self._plan, self._plan.request.steps
-        step, snapshot = self._reached, None
-        if self._state is None:  # else the stage before has left it, and nothing has had it since
-            snapshot = await self._newest_snapshot()
-            step = plan.first_step if snapshot is None else snapshot
-        while self._state is None or step < steps:  # a snapshot after the last step is collected where that was run
-            step = await self._denoise(plan.expert_at(min(step, steps - 1)).stage, snapshot)
-            snapshot = None
-        return self._state
+        """Do what the stage machine says until there is a video."""
+        if self._state is None:  # Else the pool before has left it, and nothing has had it since.
+            self._machine = self._machine.at_step(await self._newest_snapshot())
+        while True:
+            match self._machine.next:
+                case (Decode(), *_):
+                    return await self._decode()
+                case (Step() | Finish() as operation,):
+                    await self._denoise(operation.stage)
+                case encodings:
+                    await self._encode(encodings)
 
     async def _newest_snapshot(self) -> int | None:
         until, pause_s = time.monotonic() + OUTAGE_S, FIRST_WAIT_S
@@ -113,32 +108,32 @@ class RequestRun:
             log_event(log, "goes on", job=self._key, step=found)
         return found
 
-    async def _denoise(self, stage: str, snapshot: int | None) -> int:
-        """Run the experts of one pool; return how many steps are done."""
-        if not self._adapters_checked:
-            await self._check_adapters()
-            self._adapters_checked = True
-        inputs = await self._inputs()
-        state = self._state
-        pool_of = self._connection.layout.pool_of
-        last = pool_of(stage) == pool_of(self._plan.experts[-1].stage)
+    async def _denoise(self, stage: str) -> None:
+        """Have one pool run all steps that it can, from the state that is there or else from the snapshot."""
+        state, steps = self._state, self._plan.request.steps
+        pool = self._connection.layout.pool_of(stage)
+        texts: list[RefHandle | None] = [self._encoded[EncodeText(prompt)] for prompt in self._plan.prompts]
+        inputs = [*[*texts, None][:2], self._encoded.get(EncodeImage())]
 
         def prepared() -> None:
             self._scope.drop(state)
             self._state = None
-            if last:  # encoded again if this fails: less than what holding it all the time would cost the store
+            # Encoded again if this fails, which is less than what holding it all the time would cost the store.
+            if not self._machine.needs_inputs_beyond(pool.stages):
                 self._drop_inputs()
 
-        self._connection.status.request(self._key, stage, steps=self._plan.request.steps)
+        self._connection.status.request(self._key, stage, steps=steps)
         async with self._connection.queue(stage).entered(self._sent.priority, self._sent.came_s):
-            pool = self._connection.stream(stage, self._plan.shapes[stage])
-            events = pool.denoise.remote(self._sent, inputs, state, snapshot)
+            slices = self._connection.stream(stage, self._plan.shapes[stage])
+            events = slices.denoise.remote(self._sent, inputs, state, self._machine.step)
             made = await self._follow(stage, events, prepared)
         assert made.step is not None
-        self._state, self._reached = made.handle, made.step
-        return made.step
+        self._state = made.handle
+        self._machine = self._machine.at_step(made.step, is_finished=made.step == steps)
 
-    async def _decode(self, latents: RefHandle) -> bytes:
+    async def _decode(self) -> bytes:
+        latents = self._state
+        assert latents is not None
         pool = self._connection.stream(DECODER, self._plan.shapes[DECODER])
         video = await self._follow(DECODER, pool.decode.remote(self._sent, latents))
         try:
@@ -173,33 +168,32 @@ class RequestRun:
             events.cancel()
             raise
 
-    async def _inputs(self) -> list[RefHandle | None]:
-        """Return prompt, negative prompt and image, None where there is none; encode what isn't there."""
-        request = self._plan.request
+    async def _encode(self, encodings: Sequence[Operation]) -> None:
+        """Encode at the same time all that is missing, once the pools have looked at the request's adapters."""
+        if not self._adapters_checked:
+            await self._check_adapters()
+            self._adapters_checked = True
         try:
             async with asyncio.TaskGroup() as group:  # when one fails, the others are cancelled
-                for prompt in dict.fromkeys(self._plan.prompts):
-                    if prompt not in self._texts:
-                        group.create_task(self._encode_text(prompt))
-                if (request.image is not None or request.video is not None) and self._image is None:
-                    group.create_task(self._encode_image())
+                for encoding in encodings:
+                    assert isinstance(encoding, Encode)
+                    group.create_task(self._encode_one(encoding))
         except ExceptionGroup as several:  # not `except*`: what is raised in one comes out in a group again (3.11.2)
             raise several.exceptions[0] from None
-        texts: list[RefHandle | None] = [self._texts[prompt] for prompt in self._plan.prompts]
-        return [*[*texts, None][:2], self._image]
 
-    async def _encode_text(self, prompt: str) -> None:
-        events = self._connection.stream(ENCODER).encode_text.remote(self._sent, prompt)
-        self._texts[prompt] = (await self._follow(ENCODER, events)).handle
-
-    async def _encode_image(self) -> None:
-        pool = self._connection.stream(ENCODER, self._plan.shapes[ENCODER])
-        events = pool.encode_image.remote(self._sent, self._plan.request)
-        self._image = (await self._follow(ENCODER, events)).handle
+    async def _encode_one(self, encoding: Encode) -> None:
+        if isinstance(encoding, EncodeText):
+            events = self._connection.stream(ENCODER).encode_text.remote(self._sent, encoding.prompt)
+        else:
+            pool = self._connection.stream(ENCODER, self._plan.shapes[ENCODER])
+            events = pool.encode_image.remote(self._sent, self._plan.request)
+        self._encoded[encoding] = (await self._follow(ENCODER, events)).handle
+        self._machine = self._machine.after(encoding)
 
     def _drop_inputs(self) -> None:
-        self._scope.drop(self._image, *self._texts.values())
-        self._texts, self._image = {}, None
+        self._scope.drop(*self._encoded.values())
+        self._encoded.clear()
+        self._machine = self._machine.without_inputs()
 
     async def _follow(
         self, stage: str, events: AsyncIterator[Any], prepared: Callable[[], None] = lambda: None

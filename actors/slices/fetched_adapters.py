@@ -10,9 +10,9 @@ from jax.experimental import multihost_utils
 
 from wan_tpu.errors import Unavailable
 from wan_tpu.lora import Lora
+from wan_tpu.plan import RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.runtime import FetchedLora
-from wan_tpu.spec import RequestPlan
 
 MAX_WAITING = 64  # Requests that adapters are held for; more don't wait for a place at one slice.
 

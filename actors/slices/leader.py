@@ -26,9 +26,9 @@ from actors.slices.surroundings import Surroundings
 from cluster.errors import CallFailed, DeviceFailed, SliceLost
 from cluster.layout import Pool
 from wan_tpu.errors import InvalidInput
+from wan_tpu.plan import DECODER, ENCODER
 from wan_tpu.progress import counted
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.spec import DECODER, ENCODER
 
 log = logging.getLogger(__name__)
 
@@ -156,12 +156,11 @@ class SliceLeader:
             yield event
 
     async def denoise(
-        self, request: SliceRequest, inputs: list[RefHandle | None], state: RefHandle | None, snapshot: int | None
+        self, request: SliceRequest, inputs: list[RefHandle | None], state: RefHandle | None, step: int | None
     ) -> AsyncIterator[Event]:
         """Run the steps that are left here, as `StageRunner.denoise`."""
-        stage = next(expert.stage for expert in request.plan.experts if expert.stage in self._stages)
-        await self._programs(request.plan.shapes[stage])
-        async with contextlib.aclosing(self._stages_of(request).denoise(request, inputs, state, snapshot)) as events:
+        await self._programs(request.plan.shapes[request.plan.experts_on(self._stages)[0].stage])
+        async with contextlib.aclosing(self._stages_of(request).denoise(request, inputs, state, step)) as events:
             async for event in events:
                 yield event
 

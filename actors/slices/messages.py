@@ -6,7 +6,7 @@ from typing import Any
 
 from actors.observe.span import Span
 from actors.slices.references import RefHandle, RequestScope
-from wan_tpu.spec import RequestPlan
+from wan_tpu.plan import RequestPlan
 
 Report = Callable[[Any], object]
 

@@ -31,9 +31,10 @@ from wan_tpu.data import Conditioning, DenoiseState, ImageCondition
 from wan_tpu.errors import DoesNotFit, InvalidInput, OutputError, WanTpuError
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import open_runtime
+from wan_tpu.plan import ENCODER, RequestPlan
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.processes import same_everywhere
-from wan_tpu.spec import ENCODER, Expert, RequestPlan
+from wan_tpu.stage_machine import StageMachine, Step
 from wan_tpu.stages.encode import crop_warnings
 from wan_tpu.switches import OVERLAPPED, OWN, set_switches
 
@@ -170,21 +171,23 @@ class StageHost(HostProfile):
         warnings = list(crop_warnings(self._runtime.model, work.request))
         return self._output((self._runtime.compile_s - before, warnings), lambda: condition)
 
-    def begin(self, key: str) -> tuple[float, Expert]:
-        """Make the text's keys for the expert that runs the next step: (compile_s, which steps it runs).
+    def begin(self, key: str) -> tuple[float]:
+        """Make the text's keys for the expert that runs the next step: (compile_s,).
 
         Called once an expert: a pool that hosts both is called again at the boundary, and goes on from the state here.
         """
         before, work = self._runtime.compile_s, self._get(key, _Denoising)
         state = _state(work)
-        expert = work.plan.expert_at(state.step)
-        self._check_stage(expert.stage)
+        operation = StageMachine(work.plan, step=state.step).next_on(self._stages)
+        if not isinstance(operation, Step):
+            raise OutOfOrder(f"request {key} has no step to run on {', '.join(self._stages)}: {operation} comes next")
+        expert = operation.expert
         if loras := work.plan.request.loras_for(expert.stage):
             check_same_everywhere(loras)
         work.state, work.run = state, None  # the other expert's keys go first
         with self._fits(work.plan.request):
-            work.run = stages.ExpertRun(self._runtime, work.plan.request, expert, work.inputs[expert.stage], state)
-        return self._runtime.compile_s - before, expert
+            work.run = stages.ExpertRun(self._runtime, work.plan, expert, work.inputs[expert.stage], state)
+        return (self._runtime.compile_s - before,)
 
     def step(self, key: str) -> tuple[float, int]:
         """Run the next step of a request that has begun: (compile_s, how many are done)."""
@@ -252,7 +255,7 @@ class StageHost(HostProfile):
         prompt, negative  `TextEmbedding`; image  `ImageCondition`
         state             `DenoiseState` to go on from; the one before the first step when left out
         """
-        request = dataclasses.replace(plan.request, loras=self._fetched.take(plan))
+        plan = plan.with_request(dataclasses.replace(plan.request, loras=self._fetched.take(plan)))
         text, other = _unpacked(TextEmbedding, prompt), _unpacked(TextEmbedding, negative)
         condition = _unpacked(ImageCondition, image) or ImageCondition()
         if text is None:
@@ -261,17 +264,17 @@ class StageHost(HostProfile):
             text.values, None if other is None else other.values, condition.image, condition.image_latents
         )
         start = _unpacked(DenoiseState, state) or stages.initial_state(
-            self._runtime.model, request, video=condition.video_latents
+            self._runtime.model, plan, video=condition.video_latents
         )
-        placed = stages.device_state(self._runtime, request, start)
-        mine = [e for e in plan.experts if e.stage in self._stages]
+        placed = stages.device_state(self._runtime, plan, start)
+        mine = plan.experts_on(self._stages)
         if not mine:
             raise OutOfOrder(f"request {key} has no step on {', '.join(self._stages)}; leave this pool out")
         inputs: dict[str, stages.ExpertInputs] = {}
         for expert in mine:
             twin = next((inputs[e.stage] for e in mine if e.stage in inputs and e.guided == expert.guided), None)
             inputs[expert.stage] = twin or stages.expert_inputs(self._runtime, expert, conditioning)
-        self._work[key] = _Denoising(dataclasses.replace(plan, request=request), inputs, placed)
+        self._work[key] = _Denoising(plan, inputs, placed)
         return sum(given.nbytes for given in (prompt, negative, image, state) if given is not None)
 
     def prepare_decode(self, key: str, request: ResolvedRequest, state: Payload) -> int:
@@ -353,7 +356,7 @@ class StageHost(HostProfile):
 
     def _stages_of(self, plan: RequestPlan) -> list[str]:
         """Return the denoising stages of a request that are hosted here."""
-        return [expert.stage for expert in plan.experts if expert.stage in self._stages]
+        return [expert.stage for expert in plan.experts_on(self._stages)]
 
     def _check_stage(self, stage: str) -> None:
         if stage not in self._stages:

@@ -25,8 +25,9 @@ from actors.slices.references import RefHandle, RequestScope
 from actors.slices.scheduler import Admission, PriorityQueue, StepScheduler
 from actors.slices.snapshots import Snapshotter
 from cluster.gang.protocol import Group
+from wan_tpu.plan import DECODER, ENCODER, Expert, RequestPlan
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.spec import DECODER, ENCODER, Expert, RequestPlan
+from wan_tpu.stage_machine import HandOver, StageMachine, Step
 
 log = logging.getLogger(__name__)
 
@@ -110,29 +111,34 @@ class StageRunner:
 
     async def check_adapters(self, request: SliceRequest) -> None:
         """Raise what a request's adapters would be refused with here: it is asked before anything is computed."""
-        stage = next(expert.stage for expert in request.plan.experts if expert.stage in self._where.stages)
+        stage = request.plan.experts_on(self._where.stages)[0].stage
         with self._serving(request, stage):
             await self._slice.call("check_adapters", request.plan, group="network")
 
     async def denoise(
-        self, request: SliceRequest, inputs: list[RefHandle | None], state: RefHandle | None, snapshot: int | None
+        self, request: SliceRequest, inputs: list[RefHandle | None], state: RefHandle | None, step: int | None
     ) -> AsyncGenerator[Event, None]:
         """Run all steps of this pool's experts that are left: one `DenoiseState`.
 
-        inputs    prompt, negative prompt or None, image or None
-        state     where the pool before has left off
-        snapshot  the step of the one to go on from, in place of a state; after the last step there is nothing to run
+        Args:
+            request: The request.
+            inputs: Prompt, negative prompt or None, image or None.
+            state: Where the pool before has left off.
+            step: How many steps are done; None for none. Where there is no state, the snapshot after that step is
+                loaded. After the last step there is nothing to run.
 
-        Raises `StageMoved` when the slice is taken away before the last step could be done, a snapshot taken.
+        Raises:
+            StageMoved: The slice is taken away before the last step could be done; a snapshot has been taken.
         """
-        key, plan, scope = request.key, request.plan, request.scope
-        experts = tuple(expert for expert in plan.experts if expert.stage in self._where.stages)
-        stage = experts[0].stage
+        key, plan, scope, stages = request.key, request.plan, request.scope, self._where.stages
+        machine = StageMachine(plan).with_inputs().at_step(step)
+        stage = machine.next_step.stage
         with self._serving(request, stage):
             # What may wait for the network comes before a place is taken, which others could have.
             fetch = Start()
             refs = await scope.get(*inputs, state)
-            loaded = None if snapshot is None else await self._snapshotter.load(request.snapshots, snapshot)
+            from_snapshot = state is None and step is not None
+            loaded = await self._snapshotter.load(request.snapshots, step) if from_snapshot else None
             if plan.request.loras:
                 await self._slice.call("fetch_adapters", plan, group="network")
             fetched_s = fetch.elapsed_s
@@ -145,53 +151,51 @@ class StageRunner:
                 del refs, loaded  # or the store would keep them until the last step
                 yield self._span(key, stage, "fetch", start, nbytes=nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
-                if (experts[0].start if snapshot is None else snapshot) < experts[-1].stop:
-                    async with contextlib.aclosing(self._steps(request, experts, visit.held, snapshot)) as spans:
+                if isinstance(machine.next_step, Step):
+                    async with contextlib.aclosing(self._steps(request, machine, visit.held)) as spans:
                         async for span in spans:
                             yield span
                 start = Start()
                 done, ref = await self._slice.save("collect", visit.held)
                 visit.is_empty = True
             handle = await self._leave(scope, ref)
-            if done < plan.request.steps:
+            if isinstance(machine.at_step(done).next_on(stages), HandOver):
                 # The next pool starts from this; if that is lost before its first snapshot, nothing is done twice.
                 self._snapshotter.keep(request, done, ref)
-            yield self._span(key, experts[-1].stage, "fetch", start)
+            yield self._span(key, plan.experts_on(stages)[-1].stage, "fetch", start)
             yield StageResult(handle, done)
 
-    async def _steps(
-        self, request: SliceRequest, experts: tuple[Expert, ...], held: str, snapshot: int | None
-    ) -> AsyncGenerator[Span, None]:
+    async def _steps(self, request: SliceRequest, machine: StageMachine, held: str) -> AsyncGenerator[Span, None]:
         """Run the steps, between which others may come first."""
-        key, plan, scheduler = request.key, request.plan, self.scheduler
-        done, last = experts[0].start if snapshot is None else snapshot, experts[-1].stop
+        key, plan, scheduler, stages = request.key, request.plan, self.scheduler, self._where.stages
         expert: Expert | None = None
         async with contextlib.AsyncExitStack() as stack:
             try:
                 self._drain.check()
                 admission = await stack.enter_async_context(scheduler.entered(request.priority, request.came_s))
             except StageMoved as moved:  # the pool before has handed its state over, which is here alone now
-                raise moved if done == plan.first_step else await self._moved(held, request) from None
+                raise moved if machine.step is None else await self._moved(held, request) from None
             gone = await stack.enter_async_context(watched(request.scope))
-            with self._working(key, experts[0].stage):
-                while done < last:
+            with self._working(key, machine.next_step.stage):
+                while isinstance(operation := machine.next_on(stages), Step):
                     if scheduler.must_pause(admission):
                         await self._pause(admission, held, request, gone)
                     async with scheduler.device.entered(request.priority):
                         start, before_s = Start(), 0.0
-                        if expert is None or done >= expert.stop:
-                            expert = next(one for one in experts if done < one.stop)
-                            kind = _kind(plan, expert)
-                            before_s, expert = (await self._slice.call("begin", held, like=kind)).value
+                        if operation.expert != expert:
+                            expert, kind = operation.expert, _kind(plan, operation.expert)
+                            [before_s] = (await self._slice.call("begin", held, like=kind)).value
                         compile_s, done = (await self._slice.call("step", held, like=kind)).value
                         spans = self._computed(key, expert.stage, start, before_s + compile_s, done)
+                    machine = machine.at_step(done)
+                    left = machine.steps_left_on(stages)
                     for span in spans:
                         yield span
-                    if done < last and self._drain.too_late_for((last - done) * spans[-1].seconds):
+                    if left and self._drain.too_late_for(left * spans[-1].seconds):
                         raise await self._moved(held, request)
                     if gone.done():
                         gone.result()
-                    if done % self._where.snapshot_every == 0 and done < last:
+                    if left and done % self._where.snapshot_every == 0:
                         self._snapshotter.start(held, request)
 
     async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncGenerator[Event, None]:

@@ -115,10 +115,10 @@ def fallen(right: Sequence[Made], wrong: Sequence[Made]) -> list[str]:
 
 
 def _forgetful(pipeline: Pipeline, given: GenerationRequest) -> np.ndarray:
-    request = pipeline.resolve(given)
-    state = begun = pipeline.initial_state(request)
-    conditioning = pipeline.encode(request)
-    for expert in pipeline.experts(request):
+    plan = pipeline.plan(given)
+    state = begun = pipeline.initial_state(plan)
+    conditioning = pipeline.encode(plan)
+    for expert in plan.experts:
         state = dataclasses.replace(state, history=begun.history)
-        state = pipeline.denoise(request, conditioning, state, stop=expert.stop)
+        state = pipeline.denoise(plan, conditioning, state, stop=expert.stop)
     return np.concatenate(list(pipeline.decode(state.latents)))

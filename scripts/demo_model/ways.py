@@ -39,12 +39,12 @@ def through_files(checkpoint: Path, dtype: str) -> Iterator[Generate]:
         path = Path(folder) / "value.safetensors"
 
         def generate(given: GenerationRequest) -> np.ndarray:
-            request = pipeline.resolve(given)
-            save_value(pipeline.encode(request), path)
+            plan = pipeline.plan(given)
+            save_value(pipeline.encode(plan), path)
             conditioning, _ = load_value(Conditioning, path)
-            state = pipeline.initial_state(request)
-            for expert in pipeline.experts(request):
-                save_value(pipeline.denoise(request, conditioning, state, stop=expert.stop), path)
+            state = pipeline.initial_state(plan)
+            for expert in plan.experts:
+                save_value(pipeline.denoise(plan, conditioning, state, stop=expert.stop), path)
                 state, _ = load_value(DenoiseState, path)
             return np.concatenate(list(pipeline.decode(state.latents)))
 

@@ -23,8 +23,8 @@ from wan_tpu.data import DenoiseState, ImageCondition
 from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families.wan.presets import PRESETS
 from wan_tpu.families.wan.spec import WanSpec
+from wan_tpu.plan import DECODER, ENCODER, RequestPlan
 from wan_tpu.request import GenerationRequest, ResolvedRequest
-from wan_tpu.spec import DECODER, ENCODER, Expert, RequestPlan
 
 SIMULATED_HOST = f"{__name__}:SimulatedHost"
 
@@ -131,14 +131,14 @@ class SimulatedHost:
             condition = np.full((1, 4 + channels, *rest), request.seed, np.float32)
         return Output((0.0, []), pack(ImageCondition(None, condition)))
 
-    def begin(self, key: str) -> tuple[float, Expert]:
-        """Return (0, which steps are to run)."""
+    def begin(self, key: str) -> tuple[float]:
+        """Check that the next step is to run here; no time is spent compiling."""
         held = self._held[key]
         assert held.plan is not None
         expert = held.plan.expert_at(held.step)
         if expert.stage not in self._stages:
             raise InvalidRequest(f"{expert.stage} is not hosted here ({', '.join(self._stages)})")
-        return 0.0, expert
+        return (0.0,)
 
     def step(self, key: str) -> tuple[float, int]:
         """Wait for a step's seconds: (0, how many are done)."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.cogvideox import components, vae
-from wan_tpu.families.cogvideox.spec import CogVideoXSpec
+from wan_tpu.families.cogvideox.spec import LATER_FRAMES, CogVideoXSpec
 from wan_tpu.families.shared.causal_vae import CausalChunks, RepeatedStart
 from wan_tpu.runtime.components import load_component
 from wan_tpu.runtime.mesh import make_mesh
@@ -38,7 +38,7 @@ def halves(folder, mesh):
 
         return run_all
 
-    return half("decoder", vae.encoder, 8, 8), half("encoder", vae.decoder, 1, vae.LATER_FRAMES)
+    return half("decoder", vae.encoder, 8, 8), half("encoder", vae.decoder, 1, LATER_FRAMES)
 
 
 def cut(x, frames):
@@ -51,4 +51,5 @@ if __name__ == "__main__":
     inputs = np.load(given)
     encode, decode = halves(folder, make_mesh((2, 2, 2), heads=2))
     latents = inputs["latents"]
-    np.savez(out, decoded=decode(cut(latents, vae.chunks(latents.shape[2]))), encoded=encode([inputs["pixels"]]))
+    chunks = CogVideoXSpec.open(Checkpoint(folder)).decoder_chunks(latents.shape[2])
+    np.savez(out, decoded=decode(cut(latents, chunks)), encoded=encode([inputs["pixels"]]))

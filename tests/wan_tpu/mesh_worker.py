@@ -45,26 +45,24 @@ tensors["diffusion_model.blocks.1.self_attn.q.diff_b"] = torch.arange(128.0)
 tensors["diffusion_model.patch_embedding.diff"] = torch.ones_like(transformer.patch_embedding.weight)
 adapter = adapter_files.save(tensors, f"{out}.safetensors")
 # Skipped by both branches, and by one alone.
-REUSED = [[False, False], [True, True], [False, False], [True, False]]
+REUSED = ((False, False), (True, True), (False, False), (True, False))
 merged = {}
 reused = []
 latents = {}
 image = None
 for shape in [(1, 1, 1), (2, 2, 2), (1, 1, 16)]:
     pipe = load_pipeline(folder, dtype="float32", mesh=shape)
-    resolved = pipe.resolve(request)
+    plan = pipe.plan(request)
     if image is None:  # encoded once: test_halo compares the VAE's halves on meshes
-        image = pipe.encode(resolved)
-    text, negative = (
-        encode_prompt(pipe.runtime, prompt, print) for prompt in pipe.runtime.model.spec.prompts(resolved)
-    )
+        image = pipe.encode(plan)
+    text, negative = (encode_prompt(pipe.runtime, prompt, print) for prompt in plan.prompts)
     conditioning = dataclasses.replace(image, prompt=text, negative=negative)
-    state = pipe.denoise(resolved, conditioning, pipe.initial_state(resolved))
+    state = pipe.denoise(plan, conditioning, pipe.initial_state(plan))
     latents["x".join(map(str, shape))] = state.latents
     if shape == (1, 1, 16):  # more devices than heads, which is all that it adds
         continue
-    cached = pipe.resolve(dataclasses.replace(request, cache="magcache:0.2,2,0", steps=4, guidance_scale_2=3.5))
-    assert [reused.tolist() for reused in pipe.runtime.model.spec.skipped(cached)] == REUSED
+    cached = pipe.plan(dataclasses.replace(request, cache="magcache:0.2,2,0", steps=4, guidance_scale_2=3.5))
+    assert cached.skipped == REUSED
     reused.append(pipe.denoise(cached, conditioning, pipe.initial_state(cached)).latents)
     np.testing.assert_allclose(reused[-1], reused[0], atol=1e-4 * np.abs(reused[0]).max())
     base = pipe.runtime.component("denoise_high").params
@@ -82,8 +80,8 @@ for shape in [(1, 1, 1), (2, 2, 2), (1, 1, 16)]:
 eight, bits, scales = [], [], []
 for shape in [(1, 1, 1), (2, 2, 2)]:
     pipe = load_pipeline(folder, "int8-attention", shape)
-    resolved = pipe.resolve(request)
-    eight.append(pipe.denoise(resolved, conditioning, pipe.initial_state(resolved)).latents)
+    plan = pipe.plan(request)
+    eight.append(pipe.denoise(plan, conditioning, pipe.initial_state(plan)).latents)
     base = pipe.runtime.component("denoise_high").params
     changed = pipe.runtime.component("denoise_high", loras_of([f"{adapter}:0.5"])).params
     assert all(value.sharding == base[name].sharding for name, value in changed.items())

@@ -9,13 +9,13 @@ import pytest
 from wan_tpu import GenerationRequest
 from wan_tpu.aot.topology import DescribedSlice, Hardware
 from wan_tpu.families import preset_spec
+from wan_tpu.plan import Expert
 from wan_tpu.pricing.compiling import Compiled, Job, compile_job
 from wan_tpu.pricing.cost import CATEGORIES, Times
 from wan_tpu.pricing.plan import KEYS, STEP, Plan, Planner, Prediction, ProgramPlan, StagePlan, share_of_peak
 from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
 from wan_tpu.runtime.mesh import MeshShape
 from wan_tpu.runtime.program import GIB
-from wan_tpu.spec import Expert
 
 MODEL = "wan2.1-t2v-1.3b"
 SETTINGS = {"height": 480, "width": 832, "frames": 81, "steps": 50, "guidance_scale": 5.0}

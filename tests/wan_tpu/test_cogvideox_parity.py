@@ -64,10 +64,10 @@ def test_same_latents_and_pixels_as_diffusers(kind, solver, checkpoint, pipeline
 
 def test_a_run_that_goes_on_from_a_state_draws_the_noise_that_comes_next(pipeline):
     pipe = pipeline("cogvideox1.5-5b-i2v")
-    request = pipe.resolve(asked("cogvideox1.5-5b-i2v", "dpm"))
-    conditioning, start = pipe.encode(request), pipe.initial_state(request)
-    whole = pipe.denoise(request, conditioning, start)
-    resumed = pipe.denoise(request, conditioning, pipe.denoise(request, conditioning, start, stop=2))
+    plan = pipe.plan(asked("cogvideox1.5-5b-i2v", "dpm"))
+    conditioning, start = pipe.encode(plan), pipe.initial_state(plan)
+    whole = pipe.denoise(plan, conditioning, start)
+    resumed = pipe.denoise(plan, conditioning, pipe.denoise(plan, conditioning, start, stop=2))
     assert np.array_equal(whole.latents, resumed.latents)
 
 
@@ -76,7 +76,7 @@ def test_a_run_that_goes_on_from_a_state_draws_the_noise_that_comes_next(pipelin
 )
 def test_any_prompt_is_read_as_diffusers_reads_it(prompt, checkpoint, pipeline):
     pipe, told = pipeline("cogvideox-2b"), []
-    embeddings = pipe.encode(pipe.resolve(GenerationRequest(prompt=prompt, **SIZE)), told.append).prompt["text"]
+    embeddings = pipe.encode(pipe.plan(GenerationRequest(prompt=prompt, **SIZE)), told.append).prompt["text"]
     theirs = diffusers.CogVideoXPipeline.from_pretrained(checkpoint("cogvideox-2b"))
     with torch.no_grad():
         expected = theirs._get_t5_prompt_embeds(prompt).numpy()

@@ -8,8 +8,9 @@ import torch
 from tests.children import run_module
 from tests.conftest import with_devices
 from tests.wan_tpu.cogvideox_vae_worker import cut, halves
-from wan_tpu.families.cogvideox import vae
+from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.cogvideox.small import make_checkpoint
+from wan_tpu.families.cogvideox.spec import CogVideoXSpec
 from wan_tpu.runtime.mesh import make_mesh
 
 HEIGHT, WIDTH = 4, 6  # of the latents
@@ -35,11 +36,11 @@ def random(*shape):
 
 
 @pytest.mark.parametrize("frames", [1, 4, pytest.param(7, marks=pytest.mark.long)])
-def test_latents_are_decoded_as_diffusers_does(frames, theirs, ours):
+def test_latents_are_decoded_as_diffusers_does(frames, theirs, ours, folder):
     latents = random(1, 16, frames, HEIGHT, WIDTH)
     with torch.no_grad():
         expected = theirs.decode(torch.tensor(latents)).sample.numpy()
-    found = ours[1](cut(latents, vae.chunks(frames)))
+    found = ours[1](cut(latents, CogVideoXSpec.open(Checkpoint(folder)).decoder_chunks(frames)))
     assert found.shape == expected.shape
     assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
 

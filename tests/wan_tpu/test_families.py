@@ -52,7 +52,7 @@ def test_its_videos_are_torchs(folder, tmp_path):
     ids = tokenizer([REQUEST["prompt"]], padding="max_length", max_length=16, truncation=True, return_tensors="pt")
     encoder = transformers.T5EncoderModel.from_pretrained(folder / "text_encoder")
     text = encoder(ids["input_ids"]).last_hidden_state.detach().numpy()
-    request = pipe.resolve(GenerationRequest(**REQUEST))
+    request = pipe.plan(GenerationRequest(**REQUEST)).request
     noise = pipe.runtime.model.initial_noise(request)
     _, colours = toy_family.colours(folder, text, noise, request.steps, request.shift)
     expected = np.clip(colours, -1, 1).repeat(8, axis=1).repeat(8, axis=2) / 2 + 0.5

@@ -93,10 +93,10 @@ def test_a_prompt_of_another_length_compiles_nothing(pipe):
 
 @pytest.mark.parametrize("folder", [pytest.param(KINDS[1], marks=pytest.mark.long), KINDS[2]], indirect=True)
 def test_a_run_goes_on_from_a_state_bit_for_bit(pipe):
-    request = pipe.resolve(GenerationRequest(prompt="A cat", image=load_image(PHOTO), frames=9, steps=4))
-    conditioning, start = pipe.encode(request), pipe.initial_state(request)
-    whole = pipe.denoise(request, conditioning, start)
-    resumed = pipe.denoise(request, conditioning, pipe.denoise(request, conditioning, start, stop=2))
+    plan = pipe.plan(GenerationRequest(prompt="A cat", image=load_image(PHOTO), frames=9, steps=4))
+    conditioning, start = pipe.encode(plan), pipe.initial_state(plan)
+    whole = pipe.denoise(plan, conditioning, start)
+    resumed = pipe.denoise(plan, conditioning, pipe.denoise(plan, conditioning, start, stop=2))
     assert np.array_equal(whole.latents, resumed.latents)
 
 
@@ -108,8 +108,8 @@ def test_bfloat16_stays_within_its_bound(folder, pipe):
     bound = (2 * guidance - 1) * np.sqrt(3 * blocks + 6) * 2**-8
     for dtype in ("float32", "bfloat16"):
         one = pipe if dtype == "float32" else opened(folder, dtype)
-        request = one.resolve(GenerationRequest(prompt='A sign says "open".', frames=9, steps=4))
-        latents[dtype] = one.denoise(request, one.encode(request), one.initial_state(request)).latents
+        plan = one.plan(GenerationRequest(prompt='A sign says "open".', frames=9, steps=4))
+        latents[dtype] = one.denoise(plan, one.encode(plan), one.initial_state(plan)).latents
     error = latents["bfloat16"] - latents["float32"]
     assert np.sqrt((error**2).mean()) <= bound * np.sqrt((latents["float32"] ** 2).mean())
     assert np.abs(error).max() > 0

@@ -114,13 +114,13 @@ def test_the_bfloat16_step_solves_nothing_and_combines_in_float32(pipeline):
     """UniPC's linear solve in bfloat16 loses the corrector: here it is done on the host, in float64."""
     pipe = pipeline(KIND, "bfloat16")
     runtime = pipe.runtime
-    request = pipe.resolve(GenerationRequest(**REQUEST))
-    conditioning = pipe.encode(request)
-    schedule = pipe.schedule(request)
+    plan = pipe.plan(GenerationRequest(**REQUEST))
+    conditioning = pipe.encode(plan)
+    schedule = pipe.schedule(plan.request)
     loaded = runtime.component("denoise_low")
-    given = step_conditioning(runtime, loaded, expert_inputs(runtime, pipe.experts(request)[0], conditioning))
+    given = step_conditioning(runtime, loaded, expert_inputs(runtime, plan.experts[0], conditioning))
     rng = np.random.default_rng(0)
-    shape = runtime.model.spec.latent_shape(request)
+    shape = runtime.model.spec.latent_shape(plan.request)
     latents, *history = (rng.standard_normal(shape).astype(np.float32) for _ in range(4))
     program = step_program(runtime, loaded.module)
     args = (loaded.params, *place((latents, tuple(history), step_numbers(schedule, 1)), runtime.mesh), given)
@@ -147,13 +147,13 @@ def test_the_bfloat16_step_solves_nothing_and_combines_in_float32(pipeline):
 def test_history_crosses_the_boundary(pipeline):
     """A solver restarted at the boundary gives other latents: the state holds all it needs."""
     pipe = pipeline(KIND)
-    request = pipe.resolve(GenerationRequest(**(REQUEST | {"steps": 6})))
-    conditioning, start = pipe.encode(request), pipe.initial_state(request)
-    boundary = pipe.experts(request)[0].stop
-    whole = pipe.denoise(request, conditioning, start)
-    half = pipe.denoise(request, conditioning, start, stop=boundary)
+    plan = pipe.plan(GenerationRequest(**(REQUEST | {"steps": 6})))
+    conditioning, start = pipe.encode(plan), pipe.initial_state(plan)
+    boundary = plan.experts[0].stop
+    whole = pipe.denoise(plan, conditioning, start)
+    half = pipe.denoise(plan, conditioning, start, stop=boundary)
     assert half.step == boundary
-    resumed = pipe.denoise(request, conditioning, half)
+    resumed = pipe.denoise(plan, conditioning, half)
     assert np.array_equal(resumed.latents, whole.latents)
     forgotten = DenoiseState(half.latents, tuple(np.zeros_like(term) for term in half.history), half.step)
-    assert not np.allclose(pipe.denoise(request, conditioning, forgotten).latents, whole.latents, atol=1e-2)
+    assert not np.allclose(pipe.denoise(plan, conditioning, forgotten).latents, whole.latents, atol=1e-2)

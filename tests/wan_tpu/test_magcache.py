@@ -120,13 +120,14 @@ def request(**more):
 
 
 def test_latents_are_those_of_diffusers_with_its_hook(folder, pipe):
-    ours = pipe.resolve(request())
+    plan = pipe.plan(request())
+    ours = plan.request
     spec = pipe.runtime.model.spec
     reference = diffusers.WanImageToVideoPipeline.from_pretrained(folder)
     reference.set_progress_bar_config(disable=True)
     reference.scheduler = diffusers.UniPCMultistepScheduler.from_config(reference.scheduler.config, flow_shift=5.0)
     ratios = np.array(spec.curves[0].ratios)
-    for expert, module in zip(spec.experts(ours), (reference.transformer, reference.transformer_2), strict=True):
+    for expert, module in zip(plan.experts, (reference.transformer, reference.transformer_2), strict=True):
         config = MagCacheConfig(
             threshold=0.1, max_skip_steps=2, retention_ratio=0.2, num_inference_steps=expert.stop - expert.start,
             mag_ratios=[1.0] * (expert.stop - expert.start),
@@ -145,7 +146,7 @@ def test_latents_are_those_of_diffusers_with_its_hook(folder, pipe):
         guidance_scale=3.5, latents=torch.from_numpy(noise), callback_on_step_end=keep, output_type="latent",
     )  # fmt: skip
     events, exact = (denoised(pipe, asked, noise) for asked in (request(), request(cache=None)))
-    decided = spec.skipped(ours)
+    decided = np.array(plan.skipped)
     assert 2 <= decided.all(1).sum() < STEPS and (decided[:, 0] != decided[:, 1]).any()
     assert [event.skipped for event in events] == decided.all(1).tolist()
     for event, wanted in zip(events, expected, strict=True):
@@ -168,20 +169,20 @@ class ByBranch:
 
 
 def test_a_run_goes_on_from_the_latest_step_that_reuses_nothing(pipe):
-    resolved = pipe.resolve(request())
-    conditioning = pipe.encode(resolved)
-    whole = pipe.denoise(resolved, conditioning, pipe.initial_state(resolved))
-    decided = pipe.runtime.model.spec.skipped(resolved)
-    for expert in pipe.runtime.model.spec.experts(resolved):
-        state = pipe.denoise(resolved, conditioning, pipe.initial_state(resolved), stop=expert.start)
+    plan = pipe.plan(request())
+    conditioning = pipe.encode(plan)
+    whole = pipe.denoise(plan, conditioning, pipe.initial_state(plan))
+    decided = np.array(plan.skipped)
+    for expert in plan.experts:
+        state = pipe.denoise(plan, conditioning, pipe.initial_state(plan), stop=expert.start)
         inputs = expert_inputs(pipe.runtime, expert, conditioning)
-        run = ExpertRun(pipe.runtime, resolved, expert, inputs, device_state(pipe.runtime, resolved, state))
+        run = ExpertRun(pipe.runtime, plan, expert, inputs, device_state(pipe.runtime, plan, state))
         while run.state.step < expert.stop:
             run.step()
             resumable = run.resumable
             assert resumable.step == expert.stop or not decided[resumable.step].any()
             assert run.state.step - resumable.step <= 4
-            again = pipe.denoise(resolved, conditioning, resumable)
+            again = pipe.denoise(plan, conditioning, resumable)
             assert np.array_equal(again.latents, whole.latents)
 
 
@@ -195,7 +196,7 @@ def test_it_is_another_program_and_leaves_the_exact_one_alone(pipe):
 
 def test_unguided_experts_skip_by_the_prompts_branch(pipe):
     events = denoised(pipe, request(guidance_scale=1.0))
-    decided = pipe.runtime.model.spec.skipped(pipe.resolve(request(guidance_scale=1.0)))
+    decided = np.array(pipe.plan(request(guidance_scale=1.0)).skipped)
     assert [event.skipped for event in events] == decided[:, 0].tolist()
 
 
@@ -207,7 +208,7 @@ def test_calibration_measures_what_diffusers_does(checkpoint, tmp_path, capsys):
     reference.scheduler = diffusers.UniPCMultistepScheduler.from_config(reference.scheduler.config, flow_shift=5.0)
     asked = request(cache=None, steps=6, seed=3)
     spec = open_spec(copy)
-    experts = spec.experts(spec.plan(asked).request)
+    experts = spec.plan(asked).experts
     for expert, module in zip(experts, (reference.transformer, reference.transformer_2), strict=True):
         steps = expert.stop - expert.start
         apply_mag_cache(module, MagCacheConfig(calibrate=True, num_inference_steps=steps))
@@ -264,9 +265,9 @@ def test_given_sigmas_have_a_curve_of_their_own(folder, tmp_path):
     assert [event.skipped for event in events] == [False, True, False, True]
     for other in ({"switch_step": 1}, {"sigmas": [1, 0.9, 0.7, 0.3]}):
         with pytest.raises(InvalidRequest, match="these sigmas and this switch of experts"):
-            pipe.resolve(request(**given | other))
+            pipe.plan(request(**given | other))
     with pytest.raises(InvalidRequest, match="these sigmas and this switch of experts"):
-        pipe.resolve(request(**given | {"solver": "unipc"}))
+        pipe.plan(request(**given | {"solver": "unipc"}))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ def test_given_sigmas_have_a_curve_of_their_own(folder, tmp_path):
 def test_what_its_curve_doesnt_hold_for_is_refused(pipe, fields, said):
     given = {"steps": None} if "sigmas" in fields else {}
     with pytest.raises(InvalidRequest, match=said) as raised:
-        pipe.resolve(request(**given | fields))
+        pipe.plan(request(**given | fields))
     assert raised.value.field == "cache"
 
 

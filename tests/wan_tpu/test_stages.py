@@ -1,7 +1,5 @@
 """A stage in pieces gives what it gives in one."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -29,45 +27,45 @@ def denoise_inputs(pipe, solver):
         guidance_scale_2=2.0,
         solver=solver,
     )
-    request, rng = pipe.resolve(given), np.random.default_rng(0)
+    plan, rng = pipe.plan(given), np.random.default_rng(0)
     text = rng.standard_normal((2, 1, TEXT_TOKENS, 32)).astype(np.float32)
     image = rng.standard_normal((1, 20, 2, 4, 6)).astype(np.float32)
-    return dataclasses.replace(request, image=None), Conditioning({"text": text[0]}, {"text": text[1]}, None, image)
+    return plan.without_image(), Conditioning({"text": text[0]}, {"text": text[1]}, None, image)
 
 
 @pytest.mark.parametrize("solver", ["unipc", "euler"])
 def test_a_run_resumes_bit_for_bit_from_a_snapshot_on_another_runtime(solver, pipeline, checkpoint):
     pipe = pipeline(KIND)
-    request, conditioning = denoise_inputs(pipe, solver)
+    plan, conditioning = denoise_inputs(pipe, solver)
     snapshots = {}
-    high, low = pipe.experts(request)
-    state = stages.device_state(pipe.runtime, request, pipe.initial_state(request))
+    high, low = plan.experts
+    state = stages.device_state(pipe.runtime, plan, pipe.initial_state(plan))
     for expert in (high, low):
         inputs = stages.expert_inputs(pipe.runtime, expert, conditioning)
-        run = stages.ExpertRun(pipe.runtime, request, expert, inputs, state)
+        run = stages.ExpertRun(pipe.runtime, plan, expert, inputs, state)
         while run.state.step < expert.stop:
             event = run.step()
             snapshots[event.step] = stages.to_host(run.state)
         state = run.state
-    whole = pipe.denoise(request, conditioning, pipe.initial_state(request))
+    whole = pipe.denoise(plan, conditioning, pipe.initial_state(plan))
     assert np.array_equal(snapshots[5].latents, whole.latents)
     assert whole.latents.std() > 0.1
 
     other = load_pipeline(checkpoint(KIND), dtype="float32", mesh=(1, 1, 1))
     for step in (high.stop - 1, high.stop, high.stop + 1):
-        resumed = other.denoise(request, conditioning, snapshots[step])
+        resumed = other.denoise(plan, conditioning, snapshots[step])
         for got, expected in zip((resumed.latents, *resumed.history), (whole.latents, *whole.history), strict=True):
             assert np.array_equal(got, expected), step
 
 
 def test_a_snapshot_stays_as_it_was_while_steps_go_on(pipeline):
     pipe = pipeline(KIND)
-    request, conditioning = denoise_inputs(pipe, "unipc")
-    expert = pipe.experts(request)[0]
-    start = pipe.initial_state(request)
+    plan, conditioning = denoise_inputs(pipe, "unipc")
+    expert = plan.experts[0]
+    start = pipe.initial_state(plan)
     given = DenoiseState(start.latents.copy(), tuple(term.copy() for term in start.history))
     inputs = stages.expert_inputs(pipe.runtime, expert, conditioning)
-    run = stages.ExpertRun(pipe.runtime, request, expert, inputs, stages.device_state(pipe.runtime, request, given))
+    run = stages.ExpertRun(pipe.runtime, plan, expert, inputs, stages.device_state(pipe.runtime, plan, given))
     given.latents[:] = np.nan  # what was put on the devices is a copy
     run.step()
     snapshot = stages.to_host(run.state)
@@ -84,23 +82,23 @@ def test_a_prompt_has_the_same_bits_alone_and_with_others(pipeline):
         prompt="a cat", negative_prompt="ugly", image=PHOTO, height=32, width=48, frames=5, steps=2
     )
     alone = GenerationRequest(prompt="ugly", guidance_scale=1.0, image=PHOTO, height=32, width=48, frames=5, steps=2)
-    first, second = (pipe.encode(pipe.resolve(request)) for request in (both, alone))
+    first, second = (pipe.encode(pipe.plan(request)) for request in (both, alone))
     assert np.array_equal(first.negative["text"], second.prompt["text"])
     assert not np.array_equal(first.prompt["text"], second.prompt["text"])
     assert second.negative is None
-    assert pipe.runtime.model.spec.prompts(pipe.resolve(both)) == ("a cat", "ugly")
+    assert pipe.plan(both).prompts == ("a cat", "ugly")
 
 
 def test_the_image_is_encoded_by_itself(pipeline):
     """Without the text encoder: its weights aren't even read."""
     pipe = pipeline(KIND)
     given = GenerationRequest(prompt="a cat", image=PHOTO, height=32, width=48, frames=5, steps=2)
-    request = pipe.resolve(given)
-    inputs = stages.image_inputs(pipe.runtime, request)
-    got = stages.encode_image(pipe.runtime, request, inputs, Silent().bar("encoder", 1))
-    assert np.array_equal(got.image_latents, pipe.encode(request).image_latents)
+    plan = pipe.plan(given)
+    inputs = stages.image_inputs(pipe.runtime, plan.request)
+    got = stages.encode_image(pipe.runtime, plan.request, inputs, Silent().bar("encoder", 1))
+    assert np.array_equal(got.image_latents, pipe.encode(plan).image_latents)
     assert got.image is None
-    assert stages.image_inputs(pipe.runtime, dataclasses.replace(request, image=None)) is None
+    assert stages.image_inputs(pipe.runtime, plan.without_image().request) is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -109,6 +107,8 @@ def test_planes_are_the_rounded_pixels(dtype, pipeline):
     pipe = pipeline("wan2.1-t2v-1.3b", dtype)
     latents = 2 * np.random.default_rng(0).standard_normal((1, 16, 3, 4, 6)).astype(np.float32)
     pixels = to_uint8(np.concatenate(list(pipe.decode(latents))))
-    planes = np.concatenate(list(pipe.decode_planes(latents)))
+    frames = stages.decoder_inputs(pipe.runtime, latents)
+    chunks = stages.decode_chunks(pipe.runtime, frames, Silent())
+    planes = np.concatenate([np.asarray(planes) for _, planes in chunks])
     assert planes.dtype == np.uint8 and pixels.std() > 10
     assert np.array_equal(planes[:, [2, 0, 1]].transpose(0, 2, 3, 1), pixels)

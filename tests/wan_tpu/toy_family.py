@@ -21,12 +21,13 @@ from wan_tpu.families.shared.flop_count import count
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.shared.tokenizer import train_tokenizer
 from wan_tpu.families.shared.tokenizing import Tokenizer, tokenized
+from wan_tpu.plan import Expert
 from wan_tpu.request import Defaults
 from wan_tpu.runtime.bridge import call, to_jax
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule, replicated
 from wan_tpu.schedules import flow
-from wan_tpu.spec import Expert, ModelSpec
+from wan_tpu.spec import ModelSpec
 
 CHANNELS, TOKENS, WIDTH, STRIDE = 4, 16, 32, 8
 TEXT = {"d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}

@@ -10,8 +10,8 @@ request = GenerationRequest(prompt="A cat", image=sys.argv[3], height=128, width
 latents, conditioning = {}, None
 for mesh in [(1, 1, 1), (1, 2, 2), (2, 2, 1)]:
     pipe = load_pipeline(sys.argv[1], dtype="float32", mesh=mesh)
-    resolved = pipe.resolve(request)
-    conditioning = conditioning or pipe.encode(resolved)
-    made = pipe.denoise(resolved, conditioning, pipe.initial_state(resolved))
+    plan = pipe.plan(request)
+    conditioning = conditioning or pipe.encode(plan)
+    made = pipe.denoise(plan, conditioning, pipe.initial_state(plan))
     latents["x".join(map(str, mesh))] = made.latents
 np.savez(sys.argv[2], **latents)

@@ -12,12 +12,12 @@ from wan_tpu.adapters.merging import abstract_merge
 from wan_tpu.aot.executables import Executables
 from wan_tpu.families.model import Model
 from wan_tpu.lora import Lora
+from wan_tpu.plan import ENCODER, Expert
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.components import DTYPES, SCALE, Loaded, abstract_component
 from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import Runtime
-from wan_tpu.spec import ENCODER, Expert
 from wan_tpu.stages import (
     image_program,
     keys_program,

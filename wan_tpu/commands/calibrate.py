@@ -16,7 +16,7 @@ from wan_tpu.media.video import check_output
 
 if TYPE_CHECKING:
     from wan_tpu.pipeline import Pipeline
-    from wan_tpu.request import ResolvedRequest
+    from wan_tpu.plan import RequestPlan
 
 
 def calibrate(argv: Sequence[str]) -> None:
@@ -41,12 +41,13 @@ def calibrate(argv: Sequence[str]) -> None:
         check_output(file, overwrite=True)
 
     pipe = arguments.pipeline_from(args)
-    request = pipe.resolve(given)
+    plan = pipe.plan(given)
+    request = plan.request
     if request.cache is not None or (request.switch_step is not None and request.sigmas is None):
         raise InvalidInput("a curve is measured without --cache, and of --switch_step only together with --sigmas")
     if request.sigmas is None and (request.guidance_scale <= 1 or not pipe.runtime.model.spec.guided(request)):
         raise InvalidInput("a curve is of both branches of guidance; give --guidance_scale more than 1")
-    found = measured(pipe, request, args.seeds)
+    found = measured(pipe, plan, args.seeds)
     if not args.write:
         print(json.dumps({"magcache": [found]}))
         return
@@ -64,8 +65,8 @@ def _schedule(curve: dict[str, Any]) -> tuple[Any, ...]:
     return (curve.get("solver", "unipc"), *steps)
 
 
-def measured(pipe: "Pipeline", request: "ResolvedRequest", seeds: int) -> dict[str, Any]:
-    """Return the curve of a resolved request, as `wan_tpu.schedules.magcache.curve_from` reads it.
+def measured(pipe: "Pipeline", plan: "RequestPlan", seeds: int) -> dict[str, Any]:
+    """Return the curve of a request, as `wan_tpu.schedules.magcache.curve_from` reads it.
 
     Without guidance both branches have the prompt's ratios.
     """
@@ -73,17 +74,16 @@ def measured(pipe: "Pipeline", request: "ResolvedRequest", seeds: int) -> dict[s
 
     from wan_tpu import stages
 
-    spec = pipe.runtime.model.spec
-    experts = spec.experts(request)
-    request = pipe.fetch_adapters(request)
-    conditioning = pipe.encode(request)
+    spec, experts = pipe.runtime.model.spec, plan.experts
+    plan = pipe.fetch_adapters(plan)
+    request, conditioning = plan.request, pipe.encode(plan)
     ratios = np.zeros((request.steps, 2))
     for seed in range(request.seed, request.seed + seeds):
-        one = dataclasses.replace(request, seed=seed)
-        state = stages.device_state(pipe.runtime, one, pipe.initial_state(one))
+        seeded = plan.with_request(dataclasses.replace(request, seed=seed))
+        state = stages.device_state(pipe.runtime, seeded, pipe.initial_state(seeded))
         for expert in experts:
             inputs = stages.expert_inputs(pipe.runtime, expert, conditioning)
-            run = stages.ExpertRun(pipe.runtime, one, expert, inputs, state, measured=True)
+            run = stages.ExpertRun(pipe.runtime, seeded, expert, inputs, state, measured=True)
             before = None
             for i in range(expert.start, expert.stop):
                 run.step()

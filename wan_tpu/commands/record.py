@@ -6,6 +6,7 @@ import os
 import platform
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 import jax
 
 from wan_tpu.data import write_json
+from wan_tpu.plan import RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.runtime import Runtime
+from wan_tpu.stage_machine import Decode, EncodeText, Operation, Step
 from wan_tpu.stages import StepEvent
 from wan_tpu.switches import switches
 from wan_tpu.versions import versions
@@ -64,31 +67,43 @@ class StageRecord:
 class Recorder:
     """Times the stages of one run over a runtime, and keeps its warnings."""
 
-    def __init__(self, runtime: Runtime, warned: Sequence[str] = ()) -> None:
+    def __init__(self, runtime: Runtime, plan: RequestPlan, warned: Sequence[str] = ()) -> None:
         """warned: what earlier stages of the run warned of, in other processes."""
-        self._runtime = runtime
+        self.runtime, self._plan = runtime, plan
         self.warnings = list(warned)
         self.stages: dict[str, StageRecord] = {}
+        self._operations: dict[str, list[Operation]] = {}
         self._steps: list[dict[str, Any]] = []
         self._start = self._end = time.perf_counter()
 
     @contextmanager
+    def operation(self, operation: Operation) -> Iterator[None]:
+        """Time an operation as part of its stage; inside `stage` that stage's own block counts it."""
+        operations = self._operations.setdefault(operation.stage, [])
+        operations.append(operation)
+        if isinstance(operation, Decode):
+            yield
+            return
+        with self.stage(operation.stage):
+            yield
+
+    @contextmanager
     def stage(self, name: str) -> Iterator[StageRecord]:
         """Time a block as (part of) stage `name`."""
-        record = self.stages.setdefault(name, StageRecord(name))
-        start, load, compiled = time.perf_counter(), self._load_s(), self._runtime.compile_s
-        host = self._runtime.host_s
+        record = self.stages.setdefault(name, StageRecord(name, count=lambda: self._count_flops(name)))
+        start, load, compiled = time.perf_counter(), self._load_s(), self.runtime.compile_s
+        host = self.runtime.host_s
         try:
             yield record
         finally:
             self._end = time.perf_counter()
             record.total_s += self._end - start
             record.load_s += self._load_s() - load
-            record.compile_s += self._runtime.compile_s - compiled
-            record.host_s += self._runtime.host_s - host
+            record.compile_s += self.runtime.compile_s - compiled
+            record.host_s += self.runtime.host_s - host
 
     def _load_s(self) -> float:
-        return sum(self._runtime.load_s.values())
+        return sum(self.runtime.load_s.values())
 
     def _video(self) -> StageRecord:
         """Return the whole video; what lies between its stages, drawing noise for example, is the host's."""
@@ -113,7 +128,19 @@ class Recorder:
             )
         return "\n".join(lines)
 
-    def step(self, event: StepEvent) -> None:
+    def _count_flops(self, stage: str) -> int:
+        """Return the multiplications and additions of the operations of a stage."""
+        model, request, operations = self.runtime.model, self._plan.request, self._operations.get(stage, [])
+        prompts = sum(isinstance(operation, EncodeText) for operation in operations)
+        branches = Counter(2 if step.expert.guided else 1 for step in operations if isinstance(step, Step))
+        latents = model.spec.latent_shape(request)
+        flops = sum(steps * model.flops.step(latents, branches=count) for count, steps in branches.items())
+        flops += model.flops.encoder(request, prompts=prompts) if prompts else 0
+        if any(isinstance(operation, Decode) for operation in operations):
+            flops += model.flops.decoder(model.spec.decoded_shape(request))
+        return flops
+
+    def note_step(self, event: StepEvent) -> None:
         """Note the time of a denoising step."""
         seconds = round(event.seconds, 4)
         self._steps.append({"stage": event.stage, "step": event.step, "timestep": event.timestep, "seconds": seconds})
@@ -131,7 +158,7 @@ class Recorder:
             path,
             {
                 "request": request.to_json(),
-                "settings": describe(self._runtime),
+                "settings": describe(self.runtime),
                 "versions": versions(),
                 "stages": [record.to_json() for record in self.stages.values()],
                 "video": self._video().to_json(),
@@ -169,10 +196,10 @@ class Profiler:
         self._seen = 0
         self._tracing = False
 
-    def after_step(self, event: StepEvent) -> None:
-        """Start or end the trace, as it is time."""
+    def after_step(self, event: StepEvent, *, is_last: bool) -> None:
+        """Start or end the trace, as it is time; is_last: of its expert, whose end no trace goes beyond."""
         self._seen += 1
-        if self._tracing and (self._seen > self.STEPS or event.step == event.steps):
+        if self._tracing and (self._seen > self.STEPS or is_last):
             self.stop()
         elif self._seen == 1 and event.step < event.steps:
             jax.profiler.start_trace(str(self._folder))

@@ -20,8 +20,8 @@ from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value, wri
 from wan_tpu.errors import InvalidInput
 from wan_tpu.lora import loras_of
 from wan_tpu.media.video import check_output
+from wan_tpu.plan import DECODER, ENCODER
 from wan_tpu.request import IMAGES, ResolvedRequest
-from wan_tpu.spec import DECODER, ENCODER
 
 if TYPE_CHECKING:
     from wan_tpu.pipeline import Pipeline
@@ -81,15 +81,16 @@ def encode(argv: Sequence[str]) -> None:
     from wan_tpu.commands.recorded import Recorder, encode_recorded
 
     pipe = arguments.pipeline_from(args)
-    request = pipe.resolve(given)
+    plan = pipe.plan(given)
     assert pipe.runtime.model.checkpoint is not None
-    pipe.fetch_adapters(request)  # what is wrong with them is said before any work
+    pipe.fetch_adapters(plan)  # what is wrong with them is said before any work
     pipe.check_components(*pipe.runtime.model.spec.components[ENCODER])
-    recorder = Recorder(pipe.runtime)
-    conditioning = encode_recorded(pipe, recorder, request)
+    recorder = Recorder(pipe.runtime, plan)
+    encoding = pipe.run(plan, warn=recorder.warn, around=recorder.operation)
+    encode_recorded(encoding)
     source = pipe.runtime.model.checkpoint.source
-    run = Run(uuid.uuid4().hex, source, pipe.runtime.dtype, request, tuple(recorder.warnings))
-    save_value(conditioning, args.output_dir / EMBEDDINGS, {"id": run.id})
+    run = Run(uuid.uuid4().hex, source, pipe.runtime.dtype, plan.request, tuple(recorder.warnings))
+    save_value(encoding.conditioning, args.output_dir / EMBEDDINGS, {"id": run.id})
     write_json(args.output_dir / CONFIG, run.to_json())
     print(recorder.table())
     print(f"wrote {args.output_dir / EMBEDDINGS} and {CONFIG}")
@@ -123,23 +124,26 @@ def denoise(argv: Sequence[str]) -> None:
 
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
     run = _made_by(run, pipe, resumed=args.resume)
-    request, spec = run.request, pipe.runtime.model.spec
-    given = conditioning.image is not None or conditioning.image_latents is not None
+    spec = pipe.runtime.model.spec
+    has_image = conditioning.image is not None or conditioning.image_latents is not None
     if conditioning.video_latents is None:
-        spec.check(request, image=given, last=spec.last_images == "required")
+        spec.check(run.request, image=has_image, last=spec.last_images == "required")
+    plan = spec.plan_resolved(run.request, image=has_image)
     pipe.check_components(*spec.denoise_stages)
-    request = pipe.fetch_adapters(request)
-    state = resumed or pipe.initial_state(request, conditioning=conditioning)
-    stop = spec.experts(request)[0].stop if args.stop_after_high else None
+    plan = pipe.fetch_adapters(plan)
+    state = resumed or pipe.initial_state(plan, conditioning=conditioning)
+    stop = plan.experts[0].stop if args.stop_after_high else None
     if args.warmup_steps:
-        pipe.denoise(request, conditioning, state, stop=min(state.step + args.warmup_steps, request.steps))
-    recorder = Recorder(pipe.runtime)
+        pipe.denoise(plan, conditioning, state, stop=min(state.step + args.warmup_steps, plan.request.steps))
+    recorder = Recorder(pipe.runtime, plan)
     profiler = arguments.profiler_from(args)
-    state = denoise_recorded(pipe, recorder, request, conditioning, state, profiler, stop=stop)
+    denoising = pipe.run(plan, conditioning=conditioning, state=state, around=recorder.operation)
+    denoise_recorded(denoising, recorder, profiler, stop=stop)
+    state = denoising.state
     # One file holds the latents and what they were made with: nothing can come between them.
     save_value(state, folder / LATENTS, run.to_json())
     print(recorder.table())
-    print(f"wrote {folder / LATENTS}, {state.step} of {request.steps} steps done")
+    print(f"wrote {folder / LATENTS}, {state.step} of {plan.request.steps} steps done")
 
 
 def decode(argv: Sequence[str]) -> None:
@@ -173,8 +177,10 @@ def decode(argv: Sequence[str]) -> None:
 
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
     pipe.check_components(*pipe.runtime.model.spec.components[DECODER])
-    recorder = Recorder(pipe.runtime, run.warnings)
-    decode_to_files(pipe, recorder, request, state.latents, outputs, overwrite=args.overwrite)
+    plan = pipe.runtime.model.spec.plan_resolved(request, image=False)  # No image is encoded any more.
+    recorder = Recorder(pipe.runtime, plan, run.warnings)
+    decoding = pipe.run(plan, state=state, around=recorder.operation)
+    decode_to_files(decoding, recorder, request, outputs, overwrite=args.overwrite)
     recorder.save(outputs[2], request)
     report(outputs, recorder)
 

@@ -120,10 +120,6 @@ class Model(abc.ABC):
     def vae_chunks(self, component: str, request: ResolvedRequest) -> list[tuple[int, int, int, int, int]]:
         """Return the shapes [1, C, T, H, W] of what "vae_encoder" or "decoder" is given, chunk after chunk."""
 
-    def decoder_chunks(self, frames: int) -> list[int]:
-        """Return how many latent frames of a video the decoder takes at a time; one unless a family says otherwise."""
-        return [1] * frames
-
     # ---- encoder stage
 
     @property

@@ -6,8 +6,9 @@ compute takes no time of a video: drawing a later step's noise, and encoding all
 
 import math
 
+from wan_tpu.plan import DECODER, ENCODER
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.spec import DECODER, ENCODER, ModelSpec
+from wan_tpu.spec import ModelSpec
 
 DENOISE = "denoise"
 _PROMPT_S = 0.0005

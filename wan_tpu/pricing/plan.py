@@ -12,6 +12,7 @@ from wan_tpu.aot.programs import ADAPTERS, SKIPPED, STEP, AbstractRuntime, stage
 from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.errors import InvalidRequest, MeshError
 from wan_tpu.families.model import preset_model
+from wan_tpu.plan import Expert
 from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.compiling import Compiled, Job, compile_job, is_known
 from wan_tpu.pricing.cost import Cost, Times
@@ -21,7 +22,6 @@ from wan_tpu.pricing.kernel_prices import CountBundles, KernelPrices, count_alon
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.mesh import MeshShape, make_mesh
 from wan_tpu.runtime.program import GIB
-from wan_tpu.spec import Expert
 
 Report = Callable[[str], object]
 KEYS = "text keys"

@@ -3,7 +3,7 @@
 A stage has two kinds of pieces. Those that make inputs (`image_inputs`, `expert_inputs`, `device_state`,
 `decoder_inputs`) only copy to the devices: they hold no collective and may run on another thread while a step runs.
 Those that compute (`encode_prompt`, `encode_image`, `ExpertRun`, `decode_chunks`) must be called by every process of a
-mesh, in the same order. `encode`, `denoise` and `decode` put the pieces together for one machine.
+mesh, in the same order. `LocalExecutor` puts the pieces together for one machine.
 
 The loops run on the host, one device call a step: between steps progress is reported, results are checked, and a
 callback may stop the run by raising.
@@ -15,9 +15,7 @@ from wan_tpu.stages.decode import decode, decode_chunks, decoder_inputs
 from wan_tpu.stages.denoise import (
     ExpertInputs,
     ExpertRun,
-    OnStep,
     StepEvent,
-    denoise,
     device_state,
     expert_inputs,
     finished,
@@ -31,7 +29,7 @@ from wan_tpu.stages.denoise import (
 )
 from wan_tpu.stages.encode import (
     ImageInputs,
-    encode,
+    Warn,
     encode_image,
     encode_prompt,
     image_inputs,
@@ -39,4 +37,5 @@ from wan_tpu.stages.encode import (
     text_program,
     vae_encode,
 )
+from wan_tpu.stages.local import Around, LocalExecutor
 from wan_tpu.stages.vae import vae_programs

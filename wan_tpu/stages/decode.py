@@ -28,7 +28,7 @@ def decode(runtime: Runtime[Model], latents: np.ndarray, progress: Progress) -> 
 def decoder_inputs(runtime: Runtime[Model], latents: np.ndarray) -> list[jax.Array]:
     """Put final latents [1, C, T, H, W] on the devices, scaled for the VAE and cut as it takes them."""
     scaled = runtime.model.vae_latents(latents).astype(DTYPES[runtime.dtype])
-    ends = np.cumsum(runtime.model.decoder_chunks(scaled.shape[2]))
+    ends = np.cumsum(runtime.model.spec.decoder_chunks(scaled.shape[2]))
     return [place(chunk, runtime.mesh) for chunk in np.split(scaled, ends[:-1], axis=2)]
 
 

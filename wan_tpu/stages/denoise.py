@@ -1,8 +1,7 @@
 """The expert stages: a request on an expert, a step at a time; its state stays on the devices between steps."""
 
-import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +13,7 @@ import torch
 from wan_tpu.data import Conditioning, DenoiseState
 from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families.model import Model, StepInputs
-from wan_tpu.progress import Progress
+from wan_tpu.plan import Expert, RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.components import DTYPES, Loaded
 from wan_tpu.runtime.health import check_finite
@@ -22,7 +21,6 @@ from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import Program, fetch, place
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.schedules.schedule import Schedule
-from wan_tpu.spec import Expert
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,6 @@ class StepEvent:
         return np.asarray(self.state.latents)
 
 
-OnStep = Callable[[StepEvent], object]
-
-
 @dataclass(frozen=True)
 class ExpertInputs:
     """What an expert needs of a request beside its state, on the devices.
@@ -68,39 +63,54 @@ class ExpertInputs:
 
 
 def initial_state(
-    model: Model, request: ResolvedRequest, noise: np.ndarray | None = None, video: np.ndarray | None = None
+    model: Model, plan: RequestPlan, noise: np.ndarray | None = None, video: np.ndarray | None = None
 ) -> DenoiseState:
-    """Return the state before the first step: `noise`, or what diffusers draws for the request's seed.
+    """Return the state before the first step.
 
-    noise  [1, C, T, H, W]; raises `InvalidRequest` for any other shape
-    video  latents of the request's video, of which there is so much under the noise as its first step begins with;
-           raises `InvalidInput` where they are missing
+    Args:
+        model: The model.
+        plan: The request's plan.
+        noise: Float32 [1, C, T, H, W]; what diffusers draws for the request's seed when left out.
+        video: Latents of the request's video. Under the noise there is as much of it as the first step begins with.
+
+    Raises:
+        InvalidRequest: The noise has another shape.
+        InvalidInput: The request begins with a video, and its latents are missing.
     """
+    request = plan.request
     shape, schedule = model.spec.latent_shape(request), model.spec.schedule(request)
     history = tuple(np.zeros(shape, np.float32) for _ in range(schedule.history_terms))
-    drawn = model.initial_noise(request) if noise is None else _given_noise(noise, shape)
+    drawn = model.initial_noise(request) if noise is None else check_noise(noise, shape)
     if request.strength is None:
         return DenoiseState(np.float32(schedule.start) * drawn, history)
     if video is None:
         raise InvalidInput("a video to begin with is asked for, and its latents are missing; run the encoder again")
-    first = model.spec.first_step(request)
-    sigma = np.float32(schedule.sigmas[first])
-    return DenoiseState((np.float32(1) - sigma) * video + sigma * drawn, history, first)
+    sigma = np.float32(schedule.sigmas[plan.first_step])
+    return DenoiseState((np.float32(1) - sigma) * video + sigma * drawn, history, plan.first_step)
 
 
-def _given_noise(noise: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def check_noise(noise: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return initial noise as a float32 copy.
+
+    Raises:
+        InvalidRequest: It isn't an array of finite real numbers of that shape.
+    """
     try:
-        given = np.array(noise).astype(np.float32, casting="same_kind")
+        array = np.array(noise).astype(np.float32, casting="same_kind")
     except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidRequest(f"noise is no array of real numbers ({error}); give float32 {shape}") from None
-    if given.shape != shape or not np.isfinite(given).all():
-        raise InvalidRequest(f"noise has shape {given.shape}; this request needs {shape}, all finite")
-    return given
+    if array.shape != shape or not np.isfinite(array).all():
+        raise InvalidRequest(f"noise has shape {array.shape}; this request needs {shape}, all finite")
+    return array
 
 
-def device_state(runtime: Runtime[Model], request: ResolvedRequest, state: DenoiseState) -> DenoiseState:
-    """Put a state on the devices; raises `InvalidInput`, which blames no request, when it is another request's."""
-    spec = runtime.model.spec
+def device_state(runtime: Runtime[Model], plan: RequestPlan, state: DenoiseState) -> DenoiseState:
+    """Put a state on the devices.
+
+    Raises:
+        InvalidInput: It is another request's, which is no request's fault.
+    """
+    spec, request = runtime.model.spec, plan.request
     terms, expected = spec.schedule(request).history_terms, spec.latent_shape(request)
     if tuple(state.latents.shape) != expected or len(state.history) != terms:
         raise InvalidInput(
@@ -160,7 +170,7 @@ class ExpertRun:
     def __init__(
         self,
         runtime: Runtime[Model],
-        request: ResolvedRequest,
+        plan: RequestPlan,
         expert: Expert,
         inputs: ExpertInputs,
         state: DenoiseState,
@@ -168,6 +178,7 @@ class ExpertRun:
         measured: bool = False,
     ) -> None:
         """state: from `device_state`, or another expert's run of the same request; measured: see `residual_ratios`."""
+        request = plan.request
         self.expert = expert
         self.state = self.resumable = state
         self._runtime = runtime
@@ -178,7 +189,8 @@ class ExpertRun:
         self._module = loaded.module
         self._given = step_conditioning(runtime, loaded, inputs)
         self._branches = 2 if expert.guided else 1
-        self._skipped = np.zeros((request.steps, 2), bool) if measured else runtime.model.spec.skipped(request)
+        skipped = ((False, False),) * request.steps if measured else plan.skipped
+        self._skipped = None if skipped is None else np.array(skipped)
         self._residual: jax.Array | None = None  # of the blocks, where it will be reused
 
     def step(self) -> StepEvent:
@@ -249,49 +261,6 @@ class ExpertRun:
 
         made: jax.Array = self._runtime.program(f"no residual {list(shape.shape)}", zeros, shape.sharding)()
         return made
-
-
-def denoise(
-    runtime: Runtime[Model],
-    request: ResolvedRequest,
-    conditioning: Conditioning,
-    state: DenoiseState,
-    progress: Progress,
-    *,
-    stop: int | None = None,
-    on_step: OnStep | None = None,
-) -> DenoiseState:
-    """Run the steps from `state.step` up to `stop` (all, when left out) and return the state after them.
-
-    The solver's history goes from one expert to the next: nothing restarts at the boundary.
-    """
-    with runtime.on_host():
-        state = device_state(runtime, request, state)
-    experts = runtime.model.spec.experts(request)
-    if request.loras:  # read once: each step of every expert has what the files hold now
-        left = [expert.stage for expert in experts if state.step < expert.stop]
-        request = dataclasses.replace(request, loras=runtime.fetch_adapters(request.loras, left), video=None)
-    for expert in experts:
-        last = expert.stop if stop is None else min(stop, expert.stop)
-        if state.step >= last:
-            continue
-        bar = progress.bar(expert.stage, last - state.step)
-        try:
-            with runtime.on_host():
-                inputs = expert_inputs(runtime, expert, conditioning)
-            run = ExpertRun(runtime, request, expert, inputs, state)
-            while run.state.step < last:
-                event = run.step()
-                bar.step()
-                if on_step is not None:
-                    on_step(event)
-        finally:
-            bar.close()
-        state = run.state
-        del run  # its keys and weights go before the next expert's come
-        runtime.done_with(expert.stage)
-    with runtime.on_host():
-        return finished(runtime.model, request, state, conditioning.image_latents)
 
 
 def step_numbers(schedule: Schedule, i: int) -> dict[str, Any]:

@@ -8,18 +8,18 @@ import numpy as np
 import torch
 from PIL import Image
 
-from wan_tpu.data import Arrays, Conditioning, ImageCondition
+from wan_tpu.data import Arrays, ImageCondition
 from wan_tpu.families.model import Model
 from wan_tpu.media.image import has_shape
 from wan_tpu.media.reading import read_frames
-from wan_tpu.progress import Bar, Progress
+from wan_tpu.plan import ENCODER
+from wan_tpu.progress import Bar
 from wan_tpu.request import IMAGES, ResolvedRequest
 from wan_tpu.runtime.components import DTYPES
 from wan_tpu.runtime.health import check_finite
 from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import Program, fetch, place
 from wan_tpu.runtime.runtime import Runtime
-from wan_tpu.spec import ENCODER
 from wan_tpu.stages.vae import healthy, vae_programs
 
 Warn = Callable[[str], object]
@@ -35,29 +35,6 @@ class ImageInputs:
 
     chunks: tuple[jax.Array, ...]
     clip: jax.Array | None
-
-
-def encode(runtime: Runtime[Model], request: ResolvedRequest, progress: Progress, warn: Warn) -> Conditioning:
-    """Encode a resolved request's prompts and image."""
-    texts = runtime.model.spec.prompts(request)
-    with runtime.on_host():
-        inputs = image_inputs(runtime, request)
-    for warning in crop_warnings(runtime.model, request):
-        warn(warning)
-    units = 0 if inputs is None else len(inputs.chunks) + (inputs.clip is not None)
-    bar = progress.bar("encoder", len(texts) + units)
-    try:
-        embeddings = []
-        for text in texts:
-            embeddings.append(encode_prompt(runtime, text, warn))
-            bar.step()
-        for name in runtime.model.token_shapes:
-            runtime.done_with(name)
-        image = ImageCondition() if inputs is None else encode_image(runtime, request, inputs, bar)
-    finally:
-        bar.close()
-    negative = embeddings[1] if len(embeddings) > 1 else None
-    return Conditioning(embeddings[0], negative, image.image, image.image_latents, image.video_latents)
 
 
 def crop_warnings(model: Model, request: ResolvedRequest) -> Iterator[str]:

@@ -6,7 +6,7 @@ from actors.api.estimates import Seconds
 from actors.jobs.tables import Job
 from actors.jobs.values import Progress
 from actors.observe.span import Span
-from wan_tpu.spec import DECODER, ENCODER
+from wan_tpu.plan import DECODER, ENCODER
 
 _NEW = 0.3  # weight of the latest measurement against those before
 _NEVER_COMPLETE = 99.9

@@ -17,13 +17,13 @@ from wan_tpu.data import Video
 checkpoint, asked, output = sys.argv[1:]
 request = pickle.loads(Path(asked).read_bytes())
 one = load_pipeline(checkpoint, "float32", (1, 1, 1))
-resolved = one.resolve(request)
+plan = one.plan(request)
 made = {}
 
 
 def add(name, latents, pixels):
     with tempfile.TemporaryDirectory() as folder:
-        mp4 = Video(pixels, resolved.fps).save(Path(folder) / "video.mp4").read_bytes()
+        mp4 = Video(pixels, plan.request.fps).save(Path(folder) / "video.mp4").read_bytes()
     made.update({f"latents_{name}": latents, f"pixels_{name}": pixels, f"mp4_{name}": np.frombuffer(mp4, np.uint8)})
 
 
@@ -35,10 +35,10 @@ else:
     # On the meshes of the layout: one device for each stage, and for the low-noise expert all.
     every = load_pipeline(checkpoint, "float32")
     made["mesh"] = str(every.runtime.mesh.shape)
-    high, low = one.experts(resolved)
-    conditioning = one.encode(resolved)
-    state = one.denoise(resolved, conditioning, one.initial_state(resolved), stop=high.stop)
-    state = every.denoise(resolved, conditioning, state)
+    high, low = plan.experts
+    conditioning = one.encode(plan)
+    state = one.denoise(plan, conditioning, one.initial_state(plan), stop=high.stop)
+    state = every.denoise(plan, conditioning, state)
     add("on_meshes", state.latents, np.concatenate(list(one.decode(state.latents))))
 
 np.savez(output, **made)

@@ -101,9 +101,9 @@ def saved(running, id, step, latents):
     """Leave a snapshot as if the request had been here before; return its name."""
     settings = running.pipeline.spec.settings
     model = load_pipeline(settings.checkpoint, "float32", (1, 1, 1))
-    resolved = model.resolve(SHORT)
-    state = model.initial_state(resolved)
-    name = name_of(id, resolved, f"{settings.checkpoint} {settings.dtype}")
+    plan = model.plan(SHORT)
+    state = model.initial_state(plan)
+    name = name_of(id, plan.request, f"{settings.checkpoint} {settings.dtype}")
     state = DenoiseState(latents(state.latents), tuple(map(np.zeros_like, state.history)), step)
     Snapshots(settings.snapshots).save(name, step, state)
     return name

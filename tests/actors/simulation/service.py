@@ -13,8 +13,8 @@ import pytest
 from sqlalchemy.orm import Session
 
 from actors.api.settings import ServiceSettings
+from actors.api.worker import context as worker_context
 from actors.api.worker import job_worker, maintenance
-from actors.api.worker import tools as tools_of_workers
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.job_worker import JobWorker
 from actors.jobs.database import Database
@@ -276,8 +276,8 @@ def simulate_service(seed: int, folder: Path, empty: Path, jobs: int = 12) -> Re
         async def live() -> None:
             nonlocal service
             service = Service(world, str(address), jobs)
-            patch.setattr(tools_of_workers, "open_database", service.open_database)
-            patch.setattr(tools_of_workers, "open_storage", service.open_storage)
+            patch.setattr(worker_context, "open_database", service.open_database)
+            patch.setattr(worker_context, "open_storage", service.open_storage)
             await service.live()
 
         try:

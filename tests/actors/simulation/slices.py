@@ -14,8 +14,8 @@ from tests.actors.simulation.virtual_time import Lane, Waiting
 from tests.actors.simulation.world import CALL_S, COPY_S, SECONDS, Process, World, array, digest
 from wan_tpu.data import DenoiseState, ImageCondition
 from wan_tpu.errors import InvalidRequest, OutputError, Unavailable, UnhealthyResult
+from wan_tpu.plan import RequestPlan
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.spec import RequestPlan
 
 
 class Host:
@@ -59,11 +59,10 @@ class Host:
         self.held[held] = [plan, given, latents, step]
         return 1
 
-    def begin(self, held: str) -> Any:
+    def begin(self, held: str) -> tuple[float]:
         plan, _, _, step = self.held[held]
-        expert = plan.expert_at(step)
-        assert expert.stage in self._stages
-        return 0.0, expert
+        assert plan.expert_at(step).stage in self._stages
+        return (0.0,)
 
     def step(self, held: str) -> tuple[float, int]:
         plan, given, latents, step = self.held[held]

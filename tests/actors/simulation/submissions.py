@@ -8,8 +8,8 @@ from PIL import Image
 
 from scripts.simulation.simulated import SimulatedSpec
 from wan_tpu.families.wan.presets import PRESETS
+from wan_tpu.plan import RequestPlan
 from wan_tpu.request import GenerationRequest
-from wan_tpu.spec import RequestPlan
 
 if TYPE_CHECKING:
     from tests.actors.simulation.scenario import Driver
@@ -43,7 +43,7 @@ def _plan(steps: int, kind: str) -> RequestPlan:
     if kind == "video":  # the first steps are left out
         first = steps // 3
         experts = [dataclasses.replace(one, start=max(first, one.start)) for one in plan.experts if one.stop > first]
-        plan = dataclasses.replace(plan, experts=tuple(experts))
+        plan = dataclasses.replace(plan, experts=tuple(experts), has_image=True)
         plan = dataclasses.replace(plan, request=dataclasses.replace(plan.request, video=__file__, strength=0.7))
     return plan
 

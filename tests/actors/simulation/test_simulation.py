@@ -9,11 +9,13 @@ import time
 
 import pytest
 
+from actors.errors import RequestFailed
 from actors.pipeline.request_run import RequestRun
-from actors.slices.drain import DrainState
+from actors.slices.async_slice import AsyncSlice
 from actors.slices.leader import SliceLeader
 from tests.actors.simulation.scenario import little_garbage, simulate
-from wan_tpu.spec import RequestPlan
+from wan_tpu.errors import OutputError
+from wan_tpu.stage_machine import StageMachine
 
 VIDEOS = 2000
 SEEDS = range(1000)
@@ -69,25 +71,19 @@ def test_new_seeds():
 
 def starts_at_the_first_step(patch):
     """A video to change begins in the middle of the schedule; it was begun at step 0."""
-    patch.setattr(RequestPlan, "first_step", property(lambda plan: 0))
+    patch.setattr(StageMachine, "steps_done", property(lambda machine: machine.step or 0))
 
 
-def moves_what_is_finished(patch):
-    """A slice that is drained around the last step sent its request on with nothing left to do."""
-    patch.setattr(DrainState, "too_late_for", lambda drain, needed_s: drain.begun)
-    original = RequestRun._denoised
+def blames_the_request(patch):
+    """A full disk of a decoder's host failed request after request as invalid."""
+    original = AsyncSlice._blamed
 
-    async def denoised(run):
-        steps, found = run._plan.request.steps, await original_newest(run)
-        assert found is None or found < steps, "a snapshot after the last step"
-        return await original(run)
+    def blamed(slice_, method, cause, *, fitted):
+        if isinstance(cause, OutputError):
+            return RequestFailed(f"{method}: {cause}", "invalid")
+        return original(slice_, method, cause, fitted=fitted)
 
-    async def original_newest(run):
-        import asyncio
-
-        return await asyncio.to_thread(run._connection.snapshots.newest, run.snapshots)
-
-    patch.setattr(RequestRun, "_denoised", denoised)
+    patch.setattr(AsyncSlice, "_blamed", blamed)
 
 
 def asks_ray_on_the_loop(patch):
@@ -118,7 +114,7 @@ def raises_into_the_work(patch):
     "defect",
     [
         starts_at_the_first_step,
-        moves_what_is_finished,
+        blames_the_request,
         asks_ray_on_the_loop,
         forgets_while_it_writes,
         raises_into_the_work,

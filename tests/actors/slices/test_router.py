@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ray import serve
-from ray.serve._private.router import SharedRouterLongPollClient
+from ray.serve._private.router import AsyncioRouter
 
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down, wait_until_up
@@ -119,18 +119,18 @@ def test_many_at_once_are_spread_evenly(running):
 
 def test_a_handle_that_never_learns_of_its_pool_is_made_anew(running, monkeypatch):
     """As happened when the replicas changed in the milliseconds in which a driver began: all its requests hung."""
-    register, stopped = SharedRouterLongPollClient._register, []
+    update, deaf = AsyncioRouter.update_deployment_config, []
 
-    def interrupted(self, router):
-        register(self, router)
-        if not stopped:
-            stopped.append(router)
-            router.long_poll_client.stop()
+    def lose_first(router, config):
+        if not deaf and not router._request_router_initialized.is_set():
+            deaf.append(router)
+        if router not in deaf:
+            update(router, config)
 
-    monkeypatch.setattr(SharedRouterLongPollClient, "_register", interrupted)
+    monkeypatch.setattr(AsyncioRouter, "update_deployment_config", lose_first)
     with driven(running[0]) as slices_of:
         assert len(slices_of(REQUEST)) == 1
-    assert not stopped[0]._request_router_initialized.is_set()
+    assert not deaf[0]._request_router_initialized.is_set()
 
 
 def host_of(cluster, slice_name):

@@ -22,7 +22,7 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.cogvideox import components, transformer, vae
 from wan_tpu.families.cogvideox.flops import CogVideoXFlops
 from wan_tpu.families.cogvideox.presets import TEXT_TOKENS, CogVideoXConfig
-from wan_tpu.families.cogvideox.spec import DENOISE, CogVideoXSpec
+from wan_tpu.families.cogvideox.spec import DENOISE, LATER_FRAMES, CogVideoXSpec
 from wan_tpu.families.model import Model, StepInputs, guided
 from wan_tpu.families.shared.causal_vae import CausalChunks, RepeatedStart
 from wan_tpu.families.shared.t5 import text_encoder
@@ -83,11 +83,7 @@ class CogVideoXModel(Model):
         if component == "vae_encoder":
             return [(1, 3, 1, request.height, request.width)]
         _, channels, frames, height, width = self.spec.decoded_shape(request)
-        return [(1, channels, count, height, width) for count in vae.chunks(frames)]
-
-    def decoder_chunks(self, frames: int) -> list[int]:
-        """Return how many latent frames the decoder takes at a time."""
-        return vae.chunks(frames)
+        return [(1, channels, count, height, width) for count in self.spec.decoder_chunks(frames)]
 
     # ---- encoder stage
 
@@ -183,7 +179,7 @@ class CogVideoXModel(Model):
 
     def vae_decoder(self, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
         """Latents [1, C, T, H, W] -> pixels [1, 3, 4T or 4T-3, H, W] around [-1, 1], chunk by chunk."""
-        return _chunks(module, mesh, vae.decoder, scale=1, later_frames=vae.LATER_FRAMES)
+        return _chunks(module, mesh, vae.decoder, scale=1, later_frames=LATER_FRAMES)
 
     def _draws(self, request: ResolvedRequest) -> tuple[np.ndarray, np.ndarray, torch.Generator]:
         """Return the noise of an image's latents and that of the video, and the generator that has drawn both so."""

@@ -10,12 +10,14 @@ from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.cogvideox import presets
 from wan_tpu.families.cogvideox.config import read_config
 from wan_tpu.families.cogvideox.presets import TEXT_TOKENS, CogVideoXConfig
+from wan_tpu.plan import DECODER, ENCODER, Expert
 from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest, nearest_multiple
 from wan_tpu.schedules import diffusion
 from wan_tpu.schedules.schedule import Schedule
-from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
+from wan_tpu.spec import ModelSpec
 
 DENOISE = "denoise"
+LATER_FRAMES = 2  # Latent frames of each of the decoder's chunks but the first.
 _STRIDE = 8  # pixels to a pixel of the latents, in height and width
 _SOLVERS = {"ddim": diffusion.ddim, "dpm": diffusion.dpm}
 
@@ -146,6 +148,11 @@ class CogVideoXSpec(ModelSpec):
         """Return [1, C, T, H, W] of the latents that are decoded."""
         _, channels, _, height, width = self.latent_shape(request)
         return 1, channels, self._decoded_frames(request), height, width
+
+    def decoder_chunks(self, latent_frames: int) -> tuple[int, ...]:
+        """Return how many latent frames the decoder takes at a time: two, but an odd number has three at first."""
+        first = min(latent_frames, LATER_FRAMES + latent_frames % LATER_FRAMES)
+        return (first, *[LATER_FRAMES] * ((latent_frames - first) // LATER_FRAMES))
 
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Return L, the transformer's sequence length for latents of a shape: text and video."""

@@ -29,20 +29,12 @@ from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import to_jax
 from wan_tpu_kernels.vae.group_norm import Moments, merged
 
-LATER_FRAMES = 2  # latent frames of a decoder's chunks but the first
-
 # The first pattern that matches a weight's whole name decides.
 CHANGES: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = (
     (r"decoder\..*upsamplers\.0\.conv\.weight", upsampling_taps),
     (r"encoder\..*downsamplers\.0\.conv\.weight", downsampling_taps),
     (r".*conv[^.]*(\.conv)?\.weight", taps_first),
 )
-
-
-def chunks(frames: int) -> list[int]:
-    """Return how many latent frames of a video each of the decoder's chunks has."""
-    first = min(frames, LATER_FRAMES + frames % LATER_FRAMES)
-    return [first] + [LATER_FRAMES] * ((frames - first) // LATER_FRAMES)
 
 
 def encoder(module: Any, cut: Cut, x: jax.Array, history: RepeatedStart) -> jax.Array:

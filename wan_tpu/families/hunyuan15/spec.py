@@ -11,10 +11,11 @@ from wan_tpu.families.hunyuan15 import presets
 from wan_tpu.families.hunyuan15.config import read_config
 from wan_tpu.families.hunyuan15.presets import HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import STRIDE, default_size
+from wan_tpu.plan import DECODER, ENCODER, Expert
 from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, CheckpointOverrides, Defaults, ResolvedRequest
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.schedule import Schedule
-from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
+from wan_tpu.spec import ModelSpec
 
 DENOISE = "denoise"
 

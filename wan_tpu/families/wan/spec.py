@@ -13,11 +13,12 @@ from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.wan import presets, sampling
 from wan_tpu.families.wan.config import own_model, read_config
 from wan_tpu.families.wan.presets import WanConfig
+from wan_tpu.plan import DECODER, ENCODER, Expert
 from wan_tpu.request import FRAME_STRIDE, NOTHING_OWN, CheckpointOverrides, Defaults, Preset, ResolvedRequest
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.magcache import Curve
 from wan_tpu.schedules.schedule import TRAIN_TIMESTEPS, Schedule
-from wan_tpu.spec import DECODER, ENCODER, Expert, ModelSpec
+from wan_tpu.spec import ModelSpec
 
 SOLVERS: dict[str, tuple[Callable[..., Schedule], Callable[..., Schedule]]] = {
     "unipc": (flow.unipc, flow.unipc_at),

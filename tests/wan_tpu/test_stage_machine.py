@@ -1,0 +1,173 @@
+"""The stage machine alone: every kind of model, every point to resume at, every loss."""
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from wan_tpu.families import preset_spec
+from wan_tpu.plan import RequestPlan
+from wan_tpu.request import GenerationRequest
+from wan_tpu.stage_machine import (
+    Decode,
+    EncodeImage,
+    EncodeText,
+    Finish,
+    HandOver,
+    Save,
+    StageMachine,
+    Step,
+)
+
+VIDEO = __file__  # Any file: nothing is read of it while the size is given.
+KINDS = {
+    "one expert": ("wan2.1-t2v-1.3b", {}),
+    "without guidance": ("wan2.1-t2v-1.3b", {"guidance_scale": 1.0}),
+    "same prompts": ("wan2.1-t2v-1.3b", {"prompt": "", "negative_prompt": ""}),
+    "video": ("wan2.1-t2v-1.3b", {"video": VIDEO, "strength": 0.6}),
+    "two experts": ("wan2.2-t2v-a14b", {}),
+    "second expert without guidance": ("wan2.2-t2v-a14b", {"guidance_scale_2": 1.0}),
+    "video that begins with the second expert": ("wan2.2-t2v-a14b", {"video": VIDEO, "strength": 0.3}),
+    "first expert alone": ("wan2.2-t2v-a14b", {"switch_step": 7}),
+    "second expert alone": ("wan2.2-t2v-a14b", {"switch_step": 0}),
+    "image": ("wan2.2-i2v-a14b", {}),
+    "cached steps": ("wan2.2-i2v-a14b", {"preset": "original", "cache": "magcache"}),
+    "first and last image": ("wan2.1-flf2v-14b-720p", {}),
+    "chunks of several frames": ("cogvideox1.5-5b", {"frames": 17}),
+    "image of another family": ("hunyuanvideo1.5-480p-i2v", {}),
+}
+
+
+def plan_of(kind: str) -> RequestPlan:
+    name, fields = KINDS[kind]
+    spec = preset_spec(name)
+    size = {"height": spec.defaults.height, "width": spec.defaults.width}
+    fields = {"prompt": "a cat", "frames": 9, "steps": 7, **size, **fields}
+    image = "i2v" in spec.tasks
+    return spec.plan(GenerationRequest(**fields), image=image, last=spec.last_images == "required")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def plan(request):
+    return plan_of(request.param)
+
+
+def operations(machine):
+    """Run a machine to its end, one operation of those that it names after the other."""
+    done = []
+    while machine.next:
+        done.append(machine.next[0])
+        machine = machine.after(machine.next[0])
+    return done
+
+
+def steps_of(plan, start):
+    return [
+        Step(expert, index)
+        for expert in plan.experts
+        for index in range(max(start, expert.start), expert.stop)
+    ]  # fmt: skip
+
+
+def ending(plan):
+    return [Finish(plan.experts[-1].stage), *map(Decode, range(len(plan.decoder_chunks))), Save()]
+
+
+def test_request_passes_all_its_operations_once_and_in_order(plan):
+    texts = [EncodeText(prompt) for prompt in dict.fromkeys(plan.prompts)]
+    images = [EncodeImage()] if plan.has_image else []
+    expected = [*texts, *images, *steps_of(plan, plan.first_step), *ending(plan)]
+    assert operations(StageMachine(plan)) == expected
+    assert [step.index for step in expected if isinstance(step, Step)] == [*range(plan.first_step, plan.request.steps)]
+
+
+def test_encodings_can_be_done_in_any_order(plan):
+    for order in itertools.permutations(StageMachine(plan).next):
+        machine = StageMachine(plan)
+        for encoding in order:
+            machine = machine.after(encoding)
+        assert machine == StageMachine(plan).with_inputs()
+
+
+def test_every_step_can_be_resumed_at(plan):
+    for step in range(plan.first_step, plan.request.steps + 1):
+        machine = StageMachine(plan).with_inputs().at_step(step)
+        assert operations(machine) == steps_of(plan, step) + ending(plan)
+        inputs = len(machine.inputs)
+        assert operations(StageMachine(plan).at_step(step))[inputs:] == steps_of(plan, step) + ending(plan)
+    finished = StageMachine(plan).at_step(plan.request.steps, is_finished=True)
+    assert operations(finished) == ending(plan)[1:]  # Finished latents need no encoding.
+
+
+def test_every_loss_repeats_only_what_was_lost(plan):
+    machine, done = StageMachine(plan), []
+    while machine.next:
+        saved = range(plan.first_step, machine.steps_done + 1)
+        for snapshot in (None, *saved):
+            # A host is gone, and with it the state; another goes on from a snapshot, or from the beginning.
+            lost = machine.at_step(snapshot)
+            start = plan.first_step if snapshot is None else snapshot
+            missing = [encoding for encoding in lost.inputs if encoding not in lost.encoded]
+            assert operations(lost) == [*missing, *steps_of(plan, start), *ending(plan)]
+        forgotten = operations(machine.without_inputs())
+        again = Counter(done) & Counter(forgotten)
+        assert all(isinstance(operation, EncodeText | EncodeImage) for operation in again)
+        if machine.is_finished:
+            assert not again
+        done.append(machine.next[0])
+        machine = machine.after(machine.next[0])
+
+
+def test_pools_run_their_own_steps_and_hand_the_state_over(plan):
+    stages = [expert.stage for expert in plan.experts]
+    for split in range(len(stages) + 1):
+        pools = [pool for pool in (stages[:split], stages[split:]) if pool]
+        machine, run = StageMachine(plan).with_inputs(), []
+        while not machine.is_finished:
+            [pool] = [pool for pool in pools if machine.next_step.stage in pool]
+            assert machine.needs_inputs_beyond(pool) == (pool is not pools[-1])
+            left = machine.steps_left_on(pool)
+            while isinstance(operation := machine.next_on(pool), Step):
+                assert machine.steps_left_on(pool) == left
+                run.append(operation)
+                machine, left = machine.after(operation), left - 1
+            assert left == 0
+            if isinstance(operation, HandOver):
+                assert operation.stage in pools[-1] and pool is pools[0]
+            else:
+                machine = machine.after(operation)
+        assert run == steps_of(plan, plan.first_step)
+
+
+def test_cached_steps_are_part_of_the_plan():
+    assert plan_of("two experts").skipped is None
+    skipped = plan_of("cached steps").skipped
+    assert len(skipped) == 7 and skipped[0] == (False, False)
+
+
+def test_strength_leaves_steps_out():
+    assert plan_of("video").first_step == 3
+    late = plan_of("video that begins with the second expert")
+    assert [expert.stage for expert in late.experts] == ["denoise_low"] and late.first_step == 5
+
+
+def test_operation_out_of_order_is_refused(plan):
+    machine = StageMachine(plan)
+    first = Step(plan.experts[0], plan.first_step)
+    for early in (first, Finish(first.stage), Decode(0), Save()):
+        with pytest.raises(ValueError, match="can't come next"):
+            machine.after(early)
+    encoded = machine.with_inputs()
+    with pytest.raises(ValueError, match="can't come next"):
+        encoded.after(encoded.inputs[0])
+    with pytest.raises(ValueError, match="can't come next"):
+        encoded.after(first).after(first)
+
+
+def test_state_of_another_request_is_refused(plan):
+    steps = plan.request.steps
+    for step in (plan.first_step - 1, steps + 1):
+        with pytest.raises(ValueError, match=f"this request runs steps {plan.first_step} to {steps}"):
+            StageMachine(plan).at_step(step)
+    with pytest.raises(ValueError, match="can't be finished"):
+        StageMachine(plan).at_step(steps - 1, is_finished=True)

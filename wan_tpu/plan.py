@@ -1,0 +1,83 @@
+"""What one request takes of a model, stage by stage. No JAX, no torch: drivers, leaders and hosts all hold one."""
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from PIL import Image
+
+from wan_tpu.request import ResolvedRequest
+
+ENCODER, DECODER = "encoder", "decoder"  # The first and the last stage of every model; between them it denoises.
+
+
+@dataclass(frozen=True)
+class Expert:
+    """A stretch of steps and the stage that runs it.
+
+    Attributes:
+        stage: Name of the stage.
+        start: Its first step, counted from 0 over all experts.
+        stop: The first step after it.
+        guided: Whether it runs two branches, the prompt's and the negative prompt's.
+    """
+
+    stage: str
+    start: int
+    stop: int
+    guided: bool
+
+
+@dataclass(frozen=True)
+class RequestPlan:
+    """What a request takes, stage by stage; made once by `wan_tpu.spec.ModelSpec.plan`.
+
+    Attributes:
+        request: The request with every field filled in.
+        prompts: Texts to encode: the prompt and, under guidance, the negative prompt.
+        has_image: Whether an image or a video is encoded, too. The plan may hold the request without its pixels.
+        experts: Which stage runs which steps, in order; experts without a step are left out.
+        skipped: For each step, which branches reuse what an earlier step computed; None without a cache.
+        decoder_chunks: How many latent frames the decoder takes at a time, chunk by chunk.
+        shapes: By stage, the name of the programs and adapters it needs. Another name means compiling or merging anew.
+    """
+
+    request: ResolvedRequest
+    prompts: tuple[str, ...]
+    has_image: bool
+    experts: tuple[Expert, ...]
+    skipped: tuple[tuple[bool, bool], ...] | None
+    decoder_chunks: tuple[int, ...]
+    shapes: dict[str, str]
+
+    @property
+    def first_step(self) -> int:
+        """The first step that is run: a video's strength may leave out the ones before."""
+        return self.experts[0].start
+
+    def expert_at(self, step: int) -> Expert:
+        """Return the expert that runs the step after `step` steps are done.
+
+        Raises:
+            ValueError: No expert runs that step.
+        """
+        for expert in self.experts:
+            if expert.start <= step < expert.stop:
+                return expert
+        raise ValueError(f"no expert runs a step after {step}: {self.first_step} to {self.request.steps} are run")
+
+    def experts_on(self, stages: Collection[str]) -> tuple[Expert, ...]:
+        """Return the experts of some stages, such as those that a pool hosts."""
+        return tuple(expert for expert in self.experts if expert.stage in stages)
+
+    def with_images(self, image: Image.Image | None = None, last_image: Image.Image | None = None) -> "RequestPlan":
+        """Return the plan with those images in place of its own: it stays small while they aren't needed."""
+        return self.with_request(dataclasses.replace(self.request, image=image, last_image=last_image))
+
+    def without_image(self) -> "RequestPlan":
+        """Return the plan without the images' pixels, 2.8 MB at 720p: experts and the decoder need none."""
+        return self.with_request(dataclasses.replace(self.request, image=None, last_image=None, video=None))
+
+    def with_request(self, request: ResolvedRequest) -> "RequestPlan":
+        """Return the plan for the same request with other images, adapters or seed, which change nothing about it."""
+        return dataclasses.replace(self, request=request)

@@ -1,0 +1,236 @@
+"""One request in one process: the operations that its stage machine names, one after another."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+
+from wan_tpu.data import Arrays, Conditioning, DenoiseState, ImageCondition
+from wan_tpu.families.model import Model
+from wan_tpu.plan import ENCODER, RequestPlan
+from wan_tpu.progress import Bar, Progress
+from wan_tpu.runtime.runtime import Runtime
+from wan_tpu.stage_machine import Decode, EncodeImage, EncodeText, Finish, Operation, Save, StageMachine, Step
+from wan_tpu.stages.decode import decode_chunks, decoder_inputs
+from wan_tpu.stages.denoise import (
+    ExpertRun,
+    StepEvent,
+    check_noise,
+    device_state,
+    expert_inputs,
+    finished,
+    initial_state,
+    to_host,
+)
+from wan_tpu.stages.encode import ImageInputs, Warn, crop_warnings, encode_image, encode_prompt, image_inputs
+
+Around = Callable[[Operation], AbstractContextManager[object]]
+
+
+class LocalExecutor:
+    """Runs one request's operations; what they make stays where it was computed until the next one takes it.
+
+    Attributes:
+        plan: The request's plan. Adapters are read before the first step, and every step uses what was read.
+        machine: How far the request is.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime[Model],
+        plan: RequestPlan,
+        progress: Progress,
+        *,
+        conditioning: Conditioning | None = None,
+        state: DenoiseState | None = None,
+        noise: np.ndarray | None = None,
+        warn: Warn = warnings.warn,
+        around: Around = lambda operation: nullcontext(),
+    ) -> None:
+        """Start where `conditioning` and `state` are, or at the beginning.
+
+        Args:
+            runtime: The model on its devices.
+            plan: What the request takes.
+            progress: Shows a bar for each stage.
+            conditioning: What the encoder made of the request earlier.
+            state: What was denoised earlier; after the last step it holds finished latents.
+            noise: Initial latents [1, C, T, H, W] in place of those drawn from the seed.
+            warn: Called when a prompt or an image is cut.
+            around: Returns the context that an operation runs in.
+
+        Raises:
+            InvalidRequest: The noise doesn't have this request's shape.
+            ValueError: The state's step isn't one of this plan's.
+        """
+        self.plan, self._runtime, self._progress = plan, runtime, progress
+        self._warn, self._around = warn, around
+        self._noise = None if noise is None else check_noise(noise, runtime.model.spec.latent_shape(plan.request))
+        self._texts: dict[EncodeText, Arrays] = {}
+        self._image = ImageCondition()
+        self._image_inputs: ImageInputs | None = None
+        self._conditioning, self._state = conditioning, state
+        self._is_placed = False  # Whether the state is on the devices, in this mesh's form.
+        self._run: ExpertRun | None = None
+        self._chunks: Iterator[tuple[jax.Array, jax.Array]] | None = None
+        self._bar: Bar | None = None
+        self.machine = StageMachine(plan)
+        if conditioning is not None:
+            self.machine = self.machine.with_inputs()
+        if state is not None:
+            self.machine = self.machine.at_step(state.step, is_finished=state.step == plan.request.steps)
+
+    @property
+    def conditioning(self) -> Conditioning:
+        """What the encoder made of the request; every encoding must be done."""
+        if self._conditioning is None:
+            first, *others = (self._texts[EncodeText(prompt)] for prompt in self.plan.prompts)
+            image = dataclasses.asdict(self._image)
+            self._conditioning = Conditioning(first, others[0] if others else None, **image)
+        return self._conditioning
+
+    @property
+    def state(self) -> DenoiseState:
+        """The state that denoising has reached, on the host; before the first step, the initial one."""
+        if self._state is None:
+            self._state = self._initial_state()
+        return to_host(self._state)
+
+    def work(self, *kinds: type[Operation], stop: int | None = None) -> Iterator[tuple[Operation, Any]]:
+        """Run operations, and yield each with its result.
+
+        Args:
+            kinds: End before the first operation of another kind; all kinds but `Save` where none is given.
+            stop: End once so many steps are done.
+
+        Yields:
+            `EncodeText` with its arrays by name, `EncodeImage` with an `ImageCondition`, `Step` with a `StepEvent`,
+            `Finish` with a `DenoiseState`, `Decode` with pixels and planes on the devices (`vae_programs`).
+
+        Raises:
+            UnhealthyResult: A result has NaN or Inf, or the video has a single colour.
+        """
+        try:
+            while (operation := self._next(kinds, stop)) is not None:
+                with self._around(operation):
+                    result = self._perform(operation, stop)
+                self.machine = self.machine.after(operation)
+                self._release_after(operation)
+                yield operation, result
+        finally:
+            self._leave_expert()
+            self._close_bar()
+
+    def _next(self, kinds: tuple[type[Operation], ...], stop: int | None) -> Operation | None:
+        operation = self.machine.next[0]
+        if isinstance(operation, Save) or (kinds and not isinstance(operation, kinds)):
+            return None
+        if stop is not None and isinstance(operation, Step | Finish) and self.machine.steps_done >= stop:
+            return None
+        return operation
+
+    def _perform(self, operation: Operation, stop: int | None) -> Any:
+        match operation:
+            case EncodeText(prompt):
+                bar = self._encoder_bar()
+                self._texts[operation] = encode_prompt(self._runtime, prompt, self._warn)
+                bar.step()
+                return self._texts[operation]
+            case EncodeImage():
+                bar = self._encoder_bar()
+                assert self._image_inputs is not None
+                self._image = encode_image(self._runtime, self.plan.request, self._image_inputs, bar)
+                return self._image
+            case Step():
+                return self._step(operation, stop)
+            case Finish():
+                assert self._state is not None
+                with self._runtime.on_host():
+                    image_latents = self.conditioning.image_latents
+                    self._state = finished(self._runtime.model, self.plan.request, self._state, image_latents)
+                    self._is_placed = False
+                return self._state
+            case Decode():
+                return self._decode(operation)
+        raise AssertionError(operation)
+
+    def _encoder_bar(self) -> Bar:
+        """Return the encoder's bar; before the first encoding, put the images on the devices to know its length."""
+        if self._bar is None:
+            with self._runtime.on_host():
+                self._image_inputs = inputs = image_inputs(self._runtime, self.plan.request)
+            for warning in crop_warnings(self._runtime.model, self.plan.request):
+                self._warn(warning)
+            units = 0 if inputs is None else len(inputs.chunks) + (inputs.clip is not None)
+            texts = len(self.machine.inputs) - (inputs is not None)
+            self._bar = self._progress.bar(ENCODER, texts + units)
+        return self._bar
+
+    def _step(self, step: Step, stop: int | None) -> StepEvent:
+        if self._run is None:
+            self._begin(step)
+            assert self._run is not None
+            last = step.expert.stop if stop is None else min(stop, step.expert.stop)
+            self._bar = self._progress.bar(step.stage, last - step.index)
+        event = self._run.step()
+        if self._bar is not None:
+            self._bar.step()
+        return event
+
+    def _begin(self, step: Step) -> None:
+        """Put the state and the inputs of the step's expert on the devices, and read adapters if that isn't done."""
+        runtime, request = self._runtime, self.plan.request
+        if request.loras:
+            stages = [expert.stage for expert in self.plan.experts if step.index < expert.stop]
+            loras = runtime.fetch_adapters(request.loras, stages)
+            self.plan = self.plan.with_request(dataclasses.replace(request, loras=loras))
+        with runtime.on_host():
+            if not self._is_placed:
+                state = self._initial_state() if self._state is None else self._state
+                self._state, self._is_placed = device_state(runtime, self.plan, state), True
+            assert self._state is not None
+            inputs = expert_inputs(runtime, step.expert, self.conditioning)
+        self._run = ExpertRun(runtime, self.plan, step.expert, inputs, self._state)
+
+    def _initial_state(self) -> DenoiseState:
+        video = None if self.plan.request.strength is None else self.conditioning.video_latents
+        return initial_state(self._runtime.model, self.plan, self._noise, video)
+
+    def _decode(self, operation: Decode) -> tuple[jax.Array, jax.Array]:
+        if self._chunks is None:
+            assert self._state is not None
+            with self._runtime.on_host():
+                frames = decoder_inputs(self._runtime, np.asarray(self._state.latents))
+            self._chunks = decode_chunks(self._runtime, frames, self._progress)
+        chunk = next(self._chunks)
+        if operation.chunk + 1 == len(self.plan.decoder_chunks):
+            next(self._chunks, None)  # It ends with a check of the whole video.
+        return chunk
+
+    def _release_after(self, operation: Operation) -> None:
+        """Let go of what no later operation needs."""
+        following = self.machine.next
+        if isinstance(operation, EncodeText) and not any(isinstance(other, EncodeText) for other in following):
+            for name in self._runtime.model.token_shapes:
+                self._runtime.done_with(name)
+        following_expert = following[0].expert if isinstance(following[0], Step) else None
+        if isinstance(operation, Step) and following_expert != operation.expert:
+            self._leave_expert()
+            self._close_bar()
+        if following[0].stage != operation.stage:
+            self._close_bar()
+
+    def _leave_expert(self) -> None:
+        """Keep the state that the expert has reached; its keys and weights go before the next expert's come."""
+        if self._run is not None:
+            self._state, stage, self._run = self._run.state, self._run.expert.stage, None
+            self._runtime.done_with(stage)
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
