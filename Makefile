@@ -49,7 +49,7 @@ test-long: $(VENV)/installed
 test-all: $(VENV)/installed
 	$(TESTS) -m "not soak"
 
-# On the other pair of JAX and libtpu: `make test-short PYTHON=python3.13 VENV=build/python3.13`.
+# On the other pair of JAX and libtpu: `make test-short PYTHON=python3.11 VENV=build/python3.11`.
 test-short: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/kernels tests/wan_tpu/test_parity.py \
 		tests/wan_tpu/test_cogvideox_parity.py tests/wan_tpu/test_hunyuan15_parity.py
