@@ -184,7 +184,7 @@ def test_a_video_is_that_of_diffusers_with_the_same_pair(checkpoint, pipeline, t
         paths[expert] = files.save(tensors, tmp_path / f"{expert}.safetensors")
     ours = pipeline(KIND)
     asked = request(loras=[f"{path}@{expert}" for expert, path in paths.items()])
-    noise = np.random.default_rng(0).standard_normal(ours.runtime.model.spec.latent_shape(ours.resolve(asked)))
+    noise = np.random.default_rng(0).standard_normal(ours.runtime.model.spec.latent_shape(ours.plan(asked).request))
     noise = noise.astype(np.float32)
     pipe = diffusers.WanPipeline.from_pretrained(checkpoint(KIND))
     pipe.set_progress_bar_config(disable=True)

@@ -151,4 +151,4 @@ def test_requests_with_impossible_adapters_are_refused(given, said):
 
 def test_a_model_of_one_expert_has_no_high_one(pipeline):
     with pytest.raises(InvalidRequest, match="leave @high out"):
-        pipeline("wan2.1-t2v-1.3b").resolve(GenerationRequest(loras=["a@high"]))
+        pipeline("wan2.1-t2v-1.3b").plan(GenerationRequest(loras=["a@high"]))

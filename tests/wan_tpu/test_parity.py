@@ -50,7 +50,7 @@ def test_same_latents_and_pixels_as_diffusers(kind, task, solver, checkpoint, pi
         shift=5.0,
         solver=solver,
     )
-    shape = ours.runtime.model.spec.latent_shape(ours.resolve(request))
+    shape = ours.runtime.model.spec.latent_shape(ours.plan(request).request)
     noise = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     expected_pixels, expected_latents = run_diffusers(checkpoint(kind), request, task, noise)
 
@@ -157,7 +157,7 @@ def test_videos_that_cant_be_begun_with_are_refused(pipeline, tmp_path):
             pipeline("wan2.1-t2v-1.3b").generate(GenerationRequest(**settings | fields))
         assert raised.value.field == field
     with pytest.raises(InvalidRequest, match="use a T2V checkpoint"):
-        pipeline("wan2.2-ti2v-5b").resolve(GenerationRequest(video=source))
+        pipeline("wan2.2-ti2v-5b").plan(GenerationRequest(video=source))
 
 
 def test_seed_draws_diffusers_noise(checkpoint, pipeline):
