@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LINE = '    sharpness: Number | None = Field(None, ge=0, le=2, description="Of edges, in 100 % of `frames`.")\n'
+LINE = '    sharpness: Number | None = Field(default=None, ge=0, le=2, description="Of edges, in 100 % of `frames`.")\n'
 
 
 def add_field(folder: Path) -> None:

@@ -84,7 +84,8 @@ class CheckpointOverrides:
 
 
 NOTHING_OWN = CheckpointOverrides()
-FILLED = (*(field.name for field in dataclasses.fields(Defaults)), "negative_prompt")  # by `resolve`, always
+# Fields that `GenerationRequest.resolve` always fills.
+FILLED = (*(field.name for field in dataclasses.fields(Defaults)), "negative_prompt")
 
 
 def _check_text(text: str, info: ValidationInfo) -> str:
@@ -133,7 +134,11 @@ Adapters = Annotated[Sequence[Lora | str | Mapping[str, Any]], PlainValidator(lo
 class GenerationRequest:
     """One video to make. Fields left `None` take the model's published settings (`resolve`).
 
-    The texts below the fields describe them wherever they can be given: in them, a name in backticks is a field.
+    The text below a field describes it wherever it can be given: on the command line, over HTTP, in answers. A name in
+    backticks is another field, which each of these writes in its own way.
+
+    In Python an image is a path or a `PIL.Image`; it becomes RGB here and is resized to the video's size later. An
+    adapter is a `Lora`, its text or its fields (`wan_tpu.lora.lora_of`).
 
     Raises:
         InvalidRequest: It names the field, what is allowed and the nearest value that works.
@@ -150,38 +155,40 @@ class GenerationRequest:
     """The last frame, for models that lead from one image to another."""
     video: Annotated[str | Path, PlainValidator(_check_video)] | None = None
     """A file whose frames the video begins as, for text-to-video models of Wan: it is restyled, not continued."""
-    strength: Number | None = Field(None, ge=0.001, le=1)
+    strength: Number | None = Field(default=None, ge=0.001, le=1)
     """How much of `video` is made anew: so large a part of the steps is run. 0.8 if omitted."""
-    height: int | None = Field(None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
+    height: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
     """Pixels, a multiple of 16; of 32 for Wan 2.2 TI2V 5B."""
-    width: int | None = Field(None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
+    width: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
     """Pixels, likewise."""
-    frames: int | None = Field(None, ge=1, le=2001)
+    frames: int | None = Field(default=None, ge=1, le=2001)
     """Length in frames: one more than a multiple of the model's frame step, which is 4 for most."""
-    fps: Number | None = Field(None, ge=0.1, le=240)
+    fps: Number | None = Field(default=None, ge=0.1, le=240)
     """Frames per second of the file. Motion is computed for the model's own rate."""
-    steps: int | None = Field(None, ge=1, le=MAX_STEPS)
+    steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
     """Denoising steps, over all experts. The video takes that much longer to make."""
-    guidance_scale: Number | None = Field(None, ge=0, le=100)
+    guidance_scale: Number | None = Field(default=None, ge=0, le=100)
     """How closely to follow the prompt, from the first step on. At most 1 turns guidance off, which halves the work."""
-    guidance_scale_2: Number | None = Field(None, ge=0, le=100)
+    guidance_scale_2: Number | None = Field(default=None, ge=0, le=100)
     """The same for the low-noise expert, of models with two; `guidance_scale` if that alone is given."""
-    shift: Number | None = Field(None, ge=0.01, le=100)
+    shift: Number | None = Field(default=None, ge=0.01, le=100)
     """Timestep shift of the schedule: a higher one spends more of the steps at high noise."""
-    seed: int = Field(0, ge=0, le=2**63 - 1)
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
     """Of the initial noise, drawn as diffusers draws it: the same seed and fields make the same video."""
-    solver: str | None = Field(None, examples=["unipc"])
+    solver: str | None = Field(default=None, examples=["unipc"])
     """One of the model's solvers, its own if omitted."""
     loras: Adapters | None = None
     """Adapters of the experts, in place of those that the preset brings."""
     sigmas: Annotated[Sequence[float], PlainValidator(_check_sigmas)] | None = Field(
-        None, examples=[[1.0, 0.75, 0.5, 0.25]]
+        default=None, examples=[[1.0, 0.75, 0.5, 0.25]]
     )
     """The noise level of each step, falling from at most 1 to above 0, in place of `steps` and `shift`."""
-    switch_step: int | None = Field(None, ge=0, le=MAX_STEPS)
+    switch_step: int | None = Field(default=None, ge=0, le=MAX_STEPS)
     """The low-noise expert's first step, counted from 0, of models with two experts."""
     cache: Annotated[str, AfterValidator(lambda cache: str(magcache_of(cache)))] | None = Field(
-        None, description=f"Skip steps whose result changes little, which costs quality: {FORM}.", examples=["magcache"]
+        default=None,
+        description=f"Skip steps whose result changes little, which costs quality: {FORM}.",
+        examples=["magcache"],
     )
     preset: str | None = None
     """One of the model's presets, such as lightning, or original for the settings of Wan's own program. It sets the
@@ -236,9 +243,13 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRequest(GenerationRequest):
-    """A request with nothing left open: what stages take."""
+    """A request with nothing left open: what stages take.
 
-    if TYPE_CHECKING:  # `resolve` fills these.
+    Raises:
+        TypeError: A field that `resolve` fills is missing.
+    """
+
+    if TYPE_CHECKING:  # These are never None, which type checkers can't know otherwise.
         negative_prompt: str
         height: int
         width: int
