@@ -6,41 +6,37 @@ it is set already, is left as it is.
 
 import contextlib
 import os
+import secrets
 from pathlib import Path
-from typing import Any
+
+from cluster import ray_private
 
 MODE, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
 
 
 def use_token() -> None:
     """Let this process, and those that it starts, show the user's token, if there is one."""
-    from ray._private.authentication.authentication_token_setup import AuthenticationTokenLoader, Config
-
-    if MODE not in os.environ and _has_token(AuthenticationTokenLoader.instance()):
+    if MODE not in os.environ and _has_token():
         os.environ[MODE] = "token"
-    Config.initialize("")  # Ray reads the environment once; this is how it does so again (2.60)
+    ray_private.reread_settings()
 
 
 def make_token() -> None:
     """Use the user's token, and make one that only this user can read if there is none."""
-    from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
-    from ray._private.authentication.authentication_token_setup import AuthenticationTokenLoader
-
-    loader = AuthenticationTokenLoader.instance()
-    if os.environ.get(MODE, "token") == "token" and not _has_token(loader):
+    if os.environ.get(MODE, "token") == "token" and not _has_token():
         path = Path(os.environ.get(PATH) or Path.home() / ".ray" / "auth_token")
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}")
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(generate_new_authentication_token())
+            file.write(secrets.token_hex(32))  # As long as Ray's own.
         with contextlib.suppress(FileExistsError):  # another process was first
             os.link(part, path)
         part.unlink()
-        loader.reset_cache()
+        ray_private.token_loader().reset_cache()
     use_token()
 
 
-def _has_token(loader: Any) -> bool:
+def _has_token() -> bool:
     """Whether there is a token; Ray raises where RAY_AUTH_TOKEN_PATH names a file that isn't there (2.60)."""
     path = None if os.environ.get("RAY_AUTH_TOKEN") else os.environ.get(PATH)
-    return (not path or os.path.isfile(path)) and bool(loader.has_token(ignore_auth_mode=True))
+    return (not path or os.path.isfile(path)) and bool(ray_private.token_loader().has_token(ignore_auth_mode=True))

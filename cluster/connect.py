@@ -5,11 +5,11 @@ import ipaddress
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+from cluster import ray_private
 from cluster.authentication import use_token
 from cluster.errors import ClusterNotFound
 
@@ -21,14 +21,11 @@ def connect(address: str) -> None:
     """
     stay_on_loopback(address)
     import ray  # after the line above: Ray reads its settings when it is imported
-    from ray._private import auto_init_hook
 
     _check_answers(address)
     if ray.is_initialized():
         return
-    # Keep Ray from starting a cluster of its own here, once this one is left: every call of Ray's does that where there
-    # is none, and a handle of Serve's asks for its replicas' figures every few seconds in a thread (2.60).
-    auto_init_hook.enable_auto_connect = False
+    ray_private.forbid_clusters_of_its_own()
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         with _own_handler_of_sigterm():
@@ -57,23 +54,16 @@ def leave() -> None:
     import ray
 
     ray.shutdown()
-    if "ray.serve.context" in sys.modules:
-        # Serve keeps its controller's handle, and believes it is of this cluster when the job has the same number
-        # (2.60): the first job of every cluster has.
-        sys.modules["ray.serve.context"]._disconnect()
+    ray_private.forget_serve()
 
 
 def stay_on_loopback(address: str) -> None:
     """Let this process and its children join a cluster on the loopback interface, as an emulated one is."""
     if not is_loopback(address):
         return
-    # Ray replaces a loopback address by the machine's own, where an emulated cluster doesn't listen, unless it is told
-    # that clusters of several machines are not wanted. It has no other setting for it (2.60, services.py).
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # For children, and this process if Ray isn't imported yet.
     use_token()
-    from ray._private import ray_constants
-
-    ray_constants.ENABLE_RAY_CLUSTER = False  # in case Ray had been imported before
+    ray_private.keep_loopback_addresses()
 
 
 def _check_answers(address: str) -> None:

@@ -3,7 +3,8 @@
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any
+
+from cluster import ray_private
 
 log = logging.getLogger(__name__)
 
@@ -22,13 +23,8 @@ def draining_for(nodes: Iterable[str], timeout_s: float = ANSWER_S) -> float | N
     Returns:
         Seconds, inf where there is no deadline; None when none is drained, or when that isn't known now.
     """
-    # Ray Train's own watcher of preemptions asks `ray._private.state` (2.60), which asks this client without a limit.
-    from ray._private.worker import global_worker
-
-    worker: Any = global_worker
-
     try:
-        drained: dict[str, int] = worker.gcs_client.get_draining_nodes(timeout=timeout_s)
+        drained = ray_private.draining_nodes(timeout_s)
     except Exception as error:  # a time-out, a control store that is gone, a process that is leaving the cluster
         log.debug("it isn't known which nodes are drained: %s: %s", type(error).__name__, error)
         return None

@@ -168,23 +168,18 @@ def test_folders_hold_a_handful_of_modules():
             assert len(held) <= MODULES_OF_A_FOLDER, f"{folder} holds {len(held)} modules: {sorted(held)}"
 
 
-def test_ray_s_private_classes_are_used_in_few_files_only():
-    """They may change with any version of Ray, which pyproject.toml therefore pins."""
-    users = {
-        str(file.relative_to(ROOT))
-        for package in ("actors", "cluster")
-        for file in (ROOT / package).rglob("*.py")
-        if any(name.startswith("ray._private") for name in names(file))
+PRIVATE = re.compile(r"(from|import) +(ray[.\w]*\._(private|raylet)|ray\.core\.generated|jax\._src|jaxlib\._)")
+
+
+def test_what_is_not_public_in_ray_and_jax_is_used_in_one_file_each():
+    """Any version may change it. tests/cluster/test_ray_private.py says why it is used."""
+    files = {file.relative_to(ROOT).as_posix(): file for package in PACKAGES for file in FOLDERS[package].rglob("*.py")}
+    users = {name: {match[2] for match in PRIVATE.finditer(file.read_text())} for name, file in files.items()}
+    assert {name for name, used in users.items() if any(module.startswith("ray") for module in used)} == {
+        "cluster/ray_private.py"
     }
-    assert users == {
-        f"cluster/{name}.py"
-        for name in (
-            "authentication",
-            "connect",
-            "draining",
-            "emulation/fork_server",
-            "emulation/ray_nodes",
-        )
+    assert {name for name, used in users.items() if any(module.startswith("jax") for module in used)} == {
+        "cluster/gang/host_actor.py"
     }
 
 

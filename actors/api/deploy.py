@@ -9,7 +9,6 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve import context
 from ray.serve.config import HTTPOptions, ProxyLocation
 
 from actors.api.outbound.webhook import read_secret
@@ -24,6 +23,7 @@ from actors.storage.opening import open_storage
 from cluster.connect import is_loopback
 from cluster.ports import check_port
 from cluster.provision import haproxy
+from cluster.ray_private import serve_client
 from wan_tpu.errors import InvalidInput
 
 log = logging.getLogger(__name__)
@@ -42,13 +42,13 @@ def start_http(host: str, port: int) -> None:
     application. Raises `ServiceStartFailed` where it has one.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    client = _serve()
+    client = serve_client()
     if client is not None and _listens_at(client) != (host, port) and not serve.status().applications:
         serve.shutdown()
     serve.start(
         proxy_location=ProxyLocation.HeadOnly, http_options=HTTPOptions(host=host, port=port), logging_config=QUIET
     )
-    if (found := _listens_at(_serve())) == (host, port):
+    if (found := _listens_at(serve_client())) == (host, port):
         return
     # Something runs there, or another process has started it at the same moment.
     does, remedy = "runs without HTTP, as wan-tpu pipeline up starts it,", "and have wan-tpu serve bring it up"
@@ -77,7 +77,7 @@ def deploy_service(
     `ServiceStartFailed`. Nothing that this has started is left then.
     """
     # Where Serve listens there already, what runs is updated.
-    new_port = None if (client := _serve()) is not None and _listens_at(client) == (host, port) else port
+    new_port = None if (client := serve_client()) is not None and _listens_at(client) == (host, port) else port
     if not prepare_on_head(settings, host, new_port):
         log.warning(
             "Serve's own proxy runs on this cluster, and nothing bounds what its clients send: start Ray's nodes with "
@@ -171,7 +171,7 @@ def prepare(settings: ServiceSettings, host: str) -> None:
 def take_down(name: str, *, pipeline: bool = True, drain_s: float = DRAIN_S) -> None:
     """End ingress and worker, whose jobs wait for the next one; and the pipeline, if wanted."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    _serve()
+    serve_client()
     for found in sorted(set(names(name)) & set(serve.status().applications)):
         serve.delete(found)
     if pipeline and running(name):
@@ -196,12 +196,6 @@ def _wait_until_answers(host: str, port: int) -> None:
         f"nothing answers at {address} ({reason}); is the port taken, or does Ray Serve of this cluster listen on "
         "another one already?"
     )
-
-
-def _serve() -> Any:
-    """Return Serve's client for the cluster, None where Serve doesn't run; its public calls use the same one then."""
-    context._check_cached_client_alive()  # forgets a Serve that another process has shut down
-    return context._get_global_client(raise_if_no_controller_running=False)
 
 
 def _listens_at(client: Any) -> tuple[str, int] | None:

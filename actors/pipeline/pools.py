@@ -19,9 +19,10 @@ from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.slices.leader import SliceLeader
 from cluster.gang.placement import off_hosts
 from cluster.layout import Layout, Pool
+from cluster.ray_private import knows_deployment
 
-# Calls a replica takes: all that come, since Serve's own queue knows no priorities. Drivers bound their calls, and the
-# leader of a slice how many of them have arrays on its devices.
+# Calls a replica takes: all that come, since Serve's own queue knows no priorities. Whoever calls a driver bounds the
+# requests, and the leader of a slice how many of them have arrays on its devices.
 MAX_CALLS = 900  # Ray runs a thousand calls of an actor at a time: health checks are among them.
 HEALTH_S = 2.0
 LEAVING_S = 3600.0  # a replica that is to go may finish what it has
@@ -131,11 +132,10 @@ def _told(made: Any) -> bool:
     stop the handle's own, also news of the replicas alone, and of the deployment there is none to come.
     """
     made.options()  # makes its router
-    router = made._router
     until = time.monotonic() + _TOLD_S
-    while not (told := router._asyncio_router._request_router_initialized.is_set()) and time.monotonic() < until:
+    while not (told := knows_deployment(made)) and time.monotonic() < until:
         time.sleep(0.005)
-    return bool(told)
+    return told
 
 
 def find_spec(pipeline: str) -> PipelineSpec | None:
@@ -189,7 +189,6 @@ def pool_application(pool: Pool, settings: PipelineSettings) -> Any:
         "name": pool.name,
         "max_ongoing_requests": MAX_CALLS,
         "request_router_config": {"request_router_class": "actors.slices.router:LeastLoadedRouter"},
-        "max_queued_requests": settings.in_flight * 4,  # a request is at most at three calls at a time
         "health_check_period_s": HEALTH_S,
         "health_check_timeout_s": 2 * settings.timeouts.heartbeat_s,
         "graceful_shutdown_timeout_s": LEAVING_S,

@@ -22,6 +22,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cluster import ray_private
 from cluster.emulation import fork_client
 
 # Read by JAX, torch and others when they are imported.
@@ -120,17 +121,9 @@ def _taken_over(connection: socket.socket) -> list[str]:
 
 def _become(arguments: list[str], imported: dict[str, str]) -> None:
     """Do as Ray's `setup_worker.py` does with these arguments, and as the Python that it then starts."""
-    from ray._private.runtime_env.context import RuntimeEnvContext
-    from ray._private.utils import update_envs
-    from ray._private.workers import setup_worker
-    from ray.core.generated import common_pb2
-
-    known, arguments = setup_worker.parser.parse_known_args(arguments[1:])
-    context = RuntimeEnvContext.deserialize(known.serialized_runtime_env_context or "{}")
-    update_envs(context.env_vars)
-    context.env_vars = {}
-    if vars(context) != vars(RuntimeEnvContext()) or _environment() | _own_code() != imported:
-        context.exec_worker(arguments, common_pb2.PYTHON)  # type: ignore[attr-defined]  # it is generated
+    context, arguments, needs_another = ray_private.read_worker_arguments(arguments[1:])
+    if needs_another or _environment() | _own_code() != imported:
+        ray_private.exec_worker(context, arguments)
     sys.argv[:] = arguments
     sys.path.insert(0, os.path.dirname(arguments[0]))
     runpy.run_path(arguments[0], run_name="__main__")

@@ -1,8 +1,4 @@
-"""Start Ray nodes on this machine as one start of a cluster needs them, and find their processes again.
-
-With fork_server.py the only file that uses Ray's private classes: `ray start` takes three times as long for the same,
-and `ray.cluster_utils.Cluster` overwrites the address that other clusters of this machine are found by.
-"""
+"""Start Ray nodes on this machine as one start of a cluster needs them, and find their processes again."""
 
 import contextlib
 import functools
@@ -20,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from cluster import ray_private
 from cluster.authentication import make_token
 from cluster.emulation import fork_server, haproxy
 from cluster.errors import ClusterStartFailed
@@ -80,17 +77,15 @@ def _start(
 
     Ray gives each of its processes half a minute or less, and ends those that are late: the machine may be busy.
     """
-    from ray._private.node import Node
-    from ray._private.utils import write_ray_address
-
     fork_workers(folder)
     temp = folder / settings.name  # a folder for each node: Ray's file names race when nodes start at once
+    node_class = ray_private.node_class()
     for last_try in (False, True):
         temp.mkdir(parents=True)
         params = _parameters(
             temp, settings, gcs_address=address, env_vars=dict(environment), include_dashboard=dashboard
         )
-        node: Any = Node.__new__(Node)  # to ask it for its processes when its constructor raises
+        node = node_class.__new__(node_class)  # to ask it for its processes when its constructor raises
         try:
             node.__init__(params, head=address is None, shutdown_at_exit=False, spawn_reaper=False)
             break
@@ -104,23 +99,17 @@ def _start(
         log.warning("once more: %s", failed)
         shutil.rmtree(temp)
     # As `ray start` does. A job asks this file for its cluster; without it, the processes of the machine for any.
-    write_ray_address(node.gcs_address, str(temp))
+    ray_private.write_address(node.gcs_address, str(temp))
     return node
 
 
 def fork_workers(folder: Path) -> None:
     """Let raylets that this process starts have their workers forked, if the cluster in that folder has a server."""
-    from ray._private import services
-
-    services.ConsolePopen = functools.partial(_Started, folder / FORKS)  # type: ignore[misc, assignment]
+    ray_private.start_processes_by(functools.partial(_Started, folder / FORKS))
 
 
 class _Started(subprocess.Popen):
-    """A process of Ray's. It has SIGINT blocked, as Ray wants it.
-
-    Ray blocks it by Python that runs in the child, forked from a process with threads: now and then such a child hung
-    before it had become another program (a raylet without a log, twice in a row). Here it inherits that instead.
-    """
+    """A process of Ray's. It has SIGINT blocked, as Ray wants it, which it inherits."""
 
     def __init__(self, forks: Path, command: list[str], *, preexec_fn: object, **options: Any) -> None:
         if forks.exists():
@@ -138,10 +127,7 @@ class _Started(subprocess.Popen):
 
 def _parameters(temp: Path, settings: NodeSettings, **more: Any) -> Any:
     """Return what Ray's class of a node takes."""
-    from ray._private.parameter import RayParams
-
-    make: Any = RayParams  # Ray annotates some of these wrongly
-    return make(
+    return ray_private.node_parameters(
         temp_dir=str(temp),
         node_ip_address=LOOPBACK,
         node_name=settings.name,
@@ -164,25 +150,17 @@ def _parameters(temp: Path, settings: NodeSettings, **more: Any) -> Any:
 
 @contextlib.contextmanager
 def environment() -> Iterator[None]:
-    """Give every process that is started meanwhile the environment of an emulated cluster, and the user's token.
-
-    This process keeps to the cluster that it has joined, if any: starting a node makes Ray take that node's for it in
-    some calls (2.60, `Node._init_gcs_client`), and once that one has ended, Ray ends this process.
-    """
+    """Give every process that is started meanwhile the environment of an emulated cluster, and the user's token."""
     make_token()
     of_this_machine = [name for name in os.environ if name.startswith("TPU_")]  # Ray would take it for every node's.
     before = {name: os.environ.get(name) for name in (*ENVIRONMENT, *of_this_machine)}
     for name in of_this_machine:
         del os.environ[name]
     os.environ.update(ENVIRONMENT)
-    from ray.experimental import internal_kv  # after the line above: Ray reads its settings when it is imported
-
-    joined = internal_kv.internal_kv_get_gcs_client()
     try:
-        yield
+        with ray_private.joined_cluster_kept():
+            yield
     finally:
-        if joined is not None:
-            internal_kv._initialize_internal_kv(joined)
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

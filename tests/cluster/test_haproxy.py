@@ -5,6 +5,7 @@ import contextlib
 import http.server
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -56,6 +57,18 @@ def write_config(tmp_path, servers=()):
         return config.frontend_port, tmp_path / "config"
 
     return asyncio.run(write())
+
+
+@pytest.mark.parametrize(
+    "narrowed",
+    [
+        "^defaults$", "^frontend http_frontend$", "^frontend prometheus$", "^listen stats$", "^ +log ", "^ +errorfile ",
+        "^ +maxconn ", r"^ +stats socket .* mode \d+ ", "^ +timeout client ", "status 404 .*-/routes for available",
+    ],
+)  # fmt: skip
+def test_serve_still_writes_each_line_that_is_changed(tmp_path, narrowed):
+    _, file = write_config(tmp_path, servers=(free_port(),))
+    assert re.search(narrowed, file.read_text(), re.MULTILINE)
 
 
 def test_it_listens_where_it_was_told_to_and_nowhere_else(written, tmp_path):

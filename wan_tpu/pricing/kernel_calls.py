@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax._src.interpreters import mlir  # JAX has no public reader of its own kernels
-from jax._src.lib import tpu
-from jax._src.lib.mlir import ir
+from jax.extend.lowering import JaxIrContext, upstream_dialects
+from jax.extend.mlir import ir
+from jaxlib.mosaic.python import tpu
 
 from wan_tpu.pricing.hlo import Computation, Instruction
 
@@ -125,7 +125,9 @@ class _Mosaic:
 
 
 def _read_mosaic(bytecode: bytes) -> _Mosaic:
-    context = mlir.make_ir_context()
+    context = JaxIrContext()
+    context.append_dialect_registry(upstream_dialects)
+    context.load_all_available_dialects()
     tpu.register_dialect(context)
     context.allow_unregistered_dialects = True
     with context, ir.Location.unknown():
