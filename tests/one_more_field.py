@@ -18,9 +18,9 @@ def add_field(folder: Path) -> None:
     assert last_field
     copy = folder / "request.py"
     copy.write_text(before + LINE + last_field + after)
-    found = importlib.util.spec_from_file_location("wan_tpu.request", copy)
-    module = sys.modules["wan_tpu.request"] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    place = importlib.util.spec_from_file_location("wan_tpu.request", copy)
+    module = sys.modules["wan_tpu.request"] = importlib.util.module_from_spec(place)
+    place.loader.exec_module(module)
 
 
 def on_the_command_line():
@@ -43,7 +43,8 @@ def on_the_command_line():
     return {
         "value": request("1.5").sharpness,
         "help": "--sharpness SHARPNESS of edges, in 100 % of --frames" in shown,
-    } | {"refused": refused}
+        "refused": refused,
+    }
 
 
 def in_a_manifest(folder):
@@ -98,5 +99,5 @@ def over_http(folder):
 if __name__ == "__main__":
     add_field(Path(sys.argv[1]))
     sys.path.insert(0, str(ROOT))
-    found = {"command line": on_the_command_line(), "manifest": in_a_manifest(Path(sys.argv[1]))}
-    print(json.dumps(found | {"http": over_http(Path(sys.argv[1]))}))
+    reached = {"command line": on_the_command_line(), "manifest": in_a_manifest(Path(sys.argv[1]))}
+    print(json.dumps(reached | {"http": over_http(Path(sys.argv[1]))}))

@@ -11,8 +11,8 @@ from pydantic.fields import FieldInfo
 
 def type_of(field: FieldInfo) -> Any:
     """Return the type of a field's values as JSON has them: int, float, str, list[float]; None for another."""
-    types = [one for one in get_args(field.annotation) or (field.annotation,) if one is not NoneType]
-    types = [get_args(one)[0] if get_origin(one) is Annotated else one for one in types]
+    types = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not NoneType]
+    types = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in types]
     if types == [Sequence[float]]:
         return list[float]
     return types[0] if types in ([int], [str]) else float if types == [int, float] else None

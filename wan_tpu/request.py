@@ -198,14 +198,14 @@ class GenerationRequest:
 
     @model_validator(mode="wrap")
     @classmethod
-    def _explain(cls, given: ArgsKwargs, validate: ModelWrapValidatorHandler[Self]) -> Self:
+    def _explain(cls, arguments: ArgsKwargs, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """Take NumPy's numbers as numbers, and have what is wrong raised with its remedy."""
-        values = given.kwargs or {}
+        values = arguments.kwargs or {}
         if any(isinstance(value, np.generic) for value in values.values()):
             plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
-            given = ArgsKwargs(given.args, plain)
+            arguments = ArgsKwargs(arguments.args, plain)
         try:
-            return validate(given)
+            return validate(arguments)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = str(first["loc"][0])
