@@ -20,8 +20,6 @@ class PipelineSettings:
     snapshots       folder or gs:// where states of unfinished requests are kept; every host must reach it
     kernels, collectives  `wan_tpu.switches`, on every host
     snapshot_every  steps between two snapshots; what a lost slice has done since is done again
-    in_flight       requests of a driver in the pipeline at a time; others wait
-    urgent          requests beyond `in_flight` that are let in when they are more urgent than one that is in
     attempts        how often a stage is tried before its request fails, when slices or objects are lost
     scale_wait_s    how long requests may wait for a pool before autoscaling adds a replica, by the measured stage time
     scale_up_s, scale_down_s  how long a pool must want more, or fewer, replicas before it is given them; scale_look_s:
@@ -39,8 +37,6 @@ class PipelineSettings:
     kernels: str = OWN
     collectives: str = OVERLAPPED
     snapshot_every: int = 5
-    in_flight: int = 16
-    urgent: int = 2
     attempts: int = 5
     scale_wait_s: float = 60
     scale_up_s: float = 30

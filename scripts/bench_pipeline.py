@@ -74,7 +74,6 @@ def simulated(args: argparse.Namespace, folder: Path) -> None:
         str(folder / "snapshots"),
         chips="simulated",
         host_class=SIMULATED_HOST,
-        in_flight=args.in_flight,
         snapshot_every=max(1, round(5 * args.speed)),  # as often in real time as at speed 1
     )
     count = args.requests or 48
@@ -95,7 +94,7 @@ def simulated(args: argparse.Namespace, folder: Path) -> None:
         for name, which in {"pools": layout, "whole": whole(layout)}.items():
             if args.only not in (None, name):
                 continue
-            load, videos = run(PipelineSpec(which, settings, MODEL, lasting=True), requests)
+            load, videos = run(PipelineSpec(which, settings, MODEL, lasting=True), requests, args.in_flight)
             for key, request in requests.items():
                 assert videos[key].startswith(simulated_video(request)), f"{key} has another's video"
             rates[name] = report(name, which, load, planned_s, args.speed)
@@ -106,7 +105,9 @@ def simulated(args: argparse.Namespace, folder: Path) -> None:
         print(f"\n{best} wins by {rates[best] / rates[other] - 1:.1%} a chip (simulated)")
 
 
-def run(spec: PipelineSpec, requests: dict[str, GenerationRequest]) -> tuple[measure.Load, dict[str, bytes]]:
+def run(
+    spec: PipelineSpec, requests: dict[str, GenerationRequest], in_flight: int
+) -> tuple[measure.Load, dict[str, bytes]]:
     """Start the pools, make all videos, stop the pools."""
     deploy(spec)
     held: list[float] = []
@@ -114,7 +115,7 @@ def run(spec: PipelineSpec, requests: dict[str, GenerationRequest]) -> tuple[mea
     async def all_of_them() -> tuple[measure.Load, dict[str, bytes]]:
         look = asyncio.create_task(looking())
         try:
-            return await measure.run(PipelineDriver(spec), requests)
+            return await measure.run(PipelineDriver(spec), requests, in_flight)
         finally:
             look.cancel()
 
@@ -218,16 +219,15 @@ def real(args: argparse.Namespace, folder: Path) -> None:
         str(checkpoint),
         str(folder / "snapshots"),
         dtype="float32",
-        in_flight=min(args.in_flight, 4),
         warm_up=(small,),
     )
     spec = PipelineSpec(layout, settings, open_spec(checkpoint), lasting=True)
-    count = args.requests or 12
+    count, in_flight = args.requests or 12, min(args.in_flight, 4)
     requests = {f"r{i}": dataclasses.replace(small, prompt=f"{i}", seed=i) for i in range(count)}
     print(f"{NOTES['emulated']}; slices share {os.cpu_count()} cores")
-    print(f"{count} requests, {settings.in_flight} in flight; load of this machine before: {os.getloadavg()[0]:.1f}")
+    print(f"{count} requests, {in_flight} in flight; load of this machine before: {os.getloadavg()[0]:.1f}")
     with cluster(layout, folder):
-        load, videos = run(spec, requests)
+        load, videos = run(spec, requests, in_flight)
     assert all(video[4:8] == b"ftyp" for video in videos.values())
     report("pools", layout, load, None, 1)
     if args.picture:

@@ -185,6 +185,7 @@ class _Together:
     def __init__(
         self, args: argparse.Namespace, requests: Sequence[GenerationRequest], kept: Callable[[int, bytes], bytes]
     ) -> None:
+        from actors.commands.drive import choose_in_flight
         from actors.pipeline.client import PipelineClient
         from actors.pipeline.pools import find_spec
         from cluster.connect import connect
@@ -195,7 +196,7 @@ class _Together:
             raise InvalidInput(f"there is no pipeline {args.name!r} on this cluster: wan-tpu status")
         self._client, self._kept = PipelineClient(spec), kept
         self._plans = [spec.model.plan(request) for request in requests]
-        self._room = asyncio.Semaphore(spec.settings.in_flight)
+        self._room = asyncio.Semaphore(choose_in_flight(None, spec))
         self._loop, self._asked = asyncio.new_event_loop(), 0
         self._run = uuid.uuid4().hex  # a name that was used before would go on from where that one was
         threading.Thread(target=self._loop.run_forever, daemon=True).start()

@@ -220,8 +220,6 @@ def settings_from(
     if args.snapshot_every < 1:
         raise InvalidInput(f"--snapshot_every is {args.snapshot_every}; allowed are 1 and more")
     sizes = [read_size_with_frames("--warm_up", size) for size in args.warm_up]
-    # At least what a batch or a service sends at a time.
-    in_flight = [PER_SLICE * layout.slices, *(getattr(args, name, None) or 0 for name in ("in_flight", "concurrency"))]
     settings = PipelineSettings(
         checkpoint=args.model_id,
         snapshots=snapshots,
@@ -231,7 +229,6 @@ def settings_from(
         collectives=args.collectives or PipelineSettings.collectives,
         snapshot_every=args.snapshot_every,
         warm_up=tuple(GenerationRequest(prompt="", height=h, width=w, frames=frames) for h, w, frames in sizes),
-        in_flight=max(PipelineSettings.in_flight, *in_flight),
         timeouts=timeouts_from(args),
         name=args.name,
     )

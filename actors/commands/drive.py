@@ -156,7 +156,7 @@ class _Figures:
 
 def choose_in_flight(given: int | None, spec: PipelineSpec) -> int:
     """Return how many requests are handed to a pipeline at a time: what is asked for, or what keeps its slices busy."""
-    return given if given is not None else min(PER_SLICE * spec.layout.slices, spec.settings.in_flight)
+    return given if given is not None else PER_SLICE * spec.layout.slices
 
 
 def explain_ineffective(args: argparse.Namespace, given: Collection[str], runs: PipelineSpec) -> list[str]:
@@ -167,15 +167,11 @@ def explain_ineffective(args: argparse.Namespace, given: Collection[str], runs: 
         given: The names of those that aren't their defaults.
         runs: The pipeline.
     """
-    name, most = runs.settings.name, runs.settings.in_flight
-    lines = [
-        f"--{option} has no effect: pipeline {name} was brought up without this command"
+    return [
+        f"--{option} has no effect: pipeline {runs.settings.name} was brought up without this command"
         for option in _OF_A_NEW_PIPELINE
         if option in given and getattr(args, option) != getattr(runs.settings, option, None)
     ]
-    if args.in_flight is not None and args.in_flight > most:
-        lines.append(f"--in_flight {args.in_flight} has the effect of {most}: pipeline {name} takes no more at a time")
-    return lines
 
 
 def _wanted(args: argparse.Namespace, address: str) -> PipelineSpec | None:

@@ -1,4 +1,4 @@
-"""What a driver holds of a running pipeline: handles to its pools, the queues before them, its status and snapshots."""
+"""What a driver holds of a running pipeline: handles to its pools, its status and snapshots."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 from actors.observe.status_actor import StatusActor
 from actors.pipeline.pools import handle
 from actors.pipeline_spec import PipelineSpec
-from actors.slices.scheduler import MOST_HELD, MOST_PAUSED, PriorityQueue
 from actors.slices.snapshots import Snapshots
 
 
@@ -19,13 +18,6 @@ class PipelineConnection:
         """handles: of the pools, by name, the caller's own; they are shut down with the connection."""
         self.settings, self.layout = spec.settings, spec.layout
         self.status, self.snapshots, self._handles = status, snapshots, handles
-        # A request is bound to a slice once it is called there, so that few of a driver's go in and the others can
-        # take the slice that is free first. Whose turn it is there the slice decides, over all drivers: it takes every
-        # call, and one that is more urgent than another inside comes in besides.
-        self._queues = {
-            pool.name: PriorityQueue(pool.replicas.maximum * MOST_HELD, pool.replicas.maximum * MOST_PAUSED)
-            for pool in spec.layout.pools
-        }
 
     @classmethod
     def open(cls, spec: PipelineSpec) -> "PipelineConnection":
@@ -33,10 +25,6 @@ class PipelineConnection:
         name, pools = spec.settings.name, spec.layout.pools
         status, snapshots = StatusActor.connect(name), Snapshots(spec.settings.snapshots)
         return cls(spec, status, snapshots, {pool.name: handle(name, pool.name) for pool in pools})
-
-    def queue(self, stage: str) -> PriorityQueue:
-        """Return the queue before the pool that hosts a denoising stage."""
-        return self._queues[self.layout.pool_of(stage).name]
 
     def stream(self, stage: str, shape: str | None = None) -> Any:
         """Return the handle to a stage's pool; of equally busy replicas, one that holds the shape is taken."""

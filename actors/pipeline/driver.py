@@ -1,4 +1,7 @@
-"""The driver of a pipeline: admits requests, and has each go through the pools. It holds no payload."""
+"""The driver of a pipeline: has each request go through the pools. It holds no payload.
+
+Whoever calls it decides how many requests it has at a time, and the slices whose turn it is.
+"""
 
 import asyncio
 import contextlib
@@ -11,7 +14,6 @@ from actors.pipeline.connection import PipelineConnection
 from actors.pipeline.request_run import RequestRun
 from actors.pipeline_spec import PipelineSpec
 from actors.slices.references import RefStore, RequestScope
-from actors.slices.scheduler import PriorityQueue
 from actors.slices.snapshots import delete_snapshots, name_of
 from wan_tpu.plan import RequestPlan
 
@@ -26,7 +28,6 @@ class PipelineDriver:
         self.spec, self.model = spec, spec.model
         self._connection = connection or PipelineConnection.open(spec)
         self._ref_store = ref_store or RefStore()
-        self._queue = PriorityQueue(spec.settings.in_flight, spec.settings.urgent)
         self._name = f"driver-{secrets.token_hex(8)}"
         self._inside: set[str] = set()
         self._renewing: asyncio.Task[None] | None = None
@@ -37,12 +38,14 @@ class PipelineDriver:
     ) -> GeneratedVideo:
         """Make one video.
 
-        plan      by `model`, of a request
-        id        names the request in spans, logs and snapshots; one that was left unfinished goes on where it was
-        on_event  given a `Span` whenever a slice has done something for it
-        priority  the higher goes first; at the experts' slices it runs between two steps of a lower one
+        Args:
+            plan: The request's plan, by `model`.
+            id: Names the request in spans, logs and snapshots; one that was left unfinished goes on where it was.
+            on_event: Called with a `Span` whenever a slice has done something for it.
+            priority: The higher goes first; at the experts' slices it runs between two steps of a lower one.
 
-        It waits while as many are in as are let in at a time. Raises `RequestFailed` when it can't be made.
+        Raises:
+            RequestFailed: It can't be made.
         """
         if id in self._inside:
             raise RequestFailed(
@@ -54,14 +57,13 @@ class PipelineDriver:
         outcome: Outcome = "failed"
         try:
             self._connection.status.request(id, "waiting")
-            async with self._queue.entered(priority):
-                settings = self._connection.settings
-                model = f"{settings.checkpoint} {settings.dtype}"
-                snapshots = await asyncio.to_thread(name_of, id, plan.request, model)
-                with contextlib.closing(self._ref_store.scope()) as scope:
-                    run = RequestRun(self._connection, id, plan, on_event, priority, scope, snapshots)
-                    self._kept[id] = run.snapshots, scope
-                    video = await run.run()
+            settings = self._connection.settings
+            model = f"{settings.checkpoint} {settings.dtype}"
+            snapshots = await asyncio.to_thread(name_of, id, plan.request, model)
+            with contextlib.closing(self._ref_store.scope()) as scope:
+                run = RequestRun(self._connection, id, plan, on_event, priority, scope, snapshots)
+                self._kept[id] = run.snapshots, scope
+                video = await run.run()
             outcome = "done"
             return video
         except asyncio.CancelledError:

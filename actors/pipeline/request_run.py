@@ -122,11 +122,9 @@ class RequestRun:
             if not self._machine.needs_inputs_beyond(pool.stages):
                 self._drop_inputs()
 
-        self._connection.status.request(self._key, stage, steps=steps)
-        async with self._connection.queue(stage).entered(self._sent.priority, self._sent.came_s):
-            slices = self._connection.stream(stage, self._plan.shapes[stage])
-            events = slices.denoise.remote(self._sent, inputs, state, self._machine.step)
-            made = await self._follow(stage, events, prepared)
+        slices = self._connection.stream(stage, self._plan.shapes[stage])
+        events = slices.denoise.remote(self._sent, inputs, state, self._machine.step)
+        made = await self._follow(stage, events, prepared)
         assert made.step is not None
         self._state = made.handle
         self._machine = self._machine.at_step(made.step, is_finished=made.step == steps)

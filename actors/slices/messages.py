@@ -53,7 +53,7 @@ class SliceRequest:
     scope      where its payloads wait between two stages
     snapshots  the name of its snapshots (`actors.slices.snapshots.name_of`)
     priority   one of a higher one runs between two steps of this one
-    came_s     when its driver had room for it, `time.time()`: of equal priority, who came first goes first
+    came_s     when it came to its driver, `time.time()`: of equal priority, who came first goes first
     avoid      leaders, by Serve's names for replicas, whose slices have failed it: others are taken where there are any
     """
 

@@ -137,8 +137,9 @@ class StageRunner:
             # What may wait for the network comes before a place is taken, which others could have.
             fetch = Start()
             refs = await scope.get(*inputs, state)
-            from_snapshot = state is None and step is not None
-            loaded = await self._snapshotter.load(request.snapshots, step) if from_snapshot else None
+            loaded = None
+            if state is None and step is not None:
+                loaded = await self._snapshotter.load(request.snapshots, step)
             if plan.request.loras:
                 await self._slice.call("fetch_adapters", plan, group="network")
             fetched_s = fetch.elapsed_s

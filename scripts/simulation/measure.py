@@ -38,13 +38,16 @@ class Load:
         return start, end
 
 
-async def run(pipeline: PipelineDriver, requests: Mapping[str, GenerationRequest]) -> tuple[Load, dict[str, bytes]]:
-    """Make all videos, as many at a time as the pipeline takes; more than twice that, or it is never full for long."""
-    load, videos = Load(len(requests), pipeline.spec.settings.in_flight), {}
+async def run(
+    pipeline: PipelineDriver, requests: Mapping[str, GenerationRequest], in_flight: int
+) -> tuple[Load, dict[str, bytes]]:
+    """Make all videos, so many at a time; more than twice as many, or the pipeline is never full for long."""
+    load, videos, room = Load(len(requests), in_flight), {}, asyncio.Semaphore(in_flight)
 
     async def one(key: str, request: GenerationRequest) -> None:
         plan = pipeline.model.plan(request)
-        videos[key] = (await pipeline.generate(plan, id=key, on_event=load.spans.append)).mp4
+        async with room:
+            videos[key] = (await pipeline.generate(plan, id=key, on_event=load.spans.append)).mp4
         load.ended[key] = time.time()
         await pipeline.forget(key)
 

@@ -15,6 +15,7 @@ from . import measure
 from .memory import Sample, sample, store_mib
 from .simulated import MODEL, SIMULATED_HOST, Planned, simulated_video
 
+IN_FLIGHT = 16  # Requests at a time.
 SETTLE_S = 20.0  # until what is freed is seen as free: Ray tells it late on a busy machine
 
 # The experts apart, so that a state goes from slice to slice.
@@ -60,7 +61,7 @@ async def soak(
     pipeline, samples = PipelineDriver(spec), []
     for first in range(0, requests, a_round):
         wanted = {f"s{i}": request(i, image) for i in range(first, min(first + a_round, requests))}
-        _, videos = await measure.run(pipeline, wanted)
+        _, videos = await measure.run(pipeline, wanted, IN_FLIGHT)
         for key, one in wanted.items():
             if not videos[key].startswith(simulated_video(one)):
                 raise AssertionError(f"{key} has another request's video")

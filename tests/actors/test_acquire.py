@@ -32,7 +32,7 @@ RUNS = pipeline()
 def test_a_pipeline_of_the_same_model_precision_and_pools_is_used():
     check_usable(RUNS, None, None)
     check_usable(RUNS, None, "bfloat16")
-    check_usable(RUNS, pipeline(snapshots="/elsewhere", in_flight=4, dtype="int8"), None)
+    check_usable(RUNS, pipeline(snapshots="/elsewhere", dtype="int8"), None)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,11 @@ def arguments(*argv):
 
 
 def test_arguments_without_effect_on_a_pipeline_that_runs_are_told():
-    args, given = arguments("--snapshot_every", "3", "--warm_up", "96x64x5", "--in_flight", "99", "--keep")
+    args, given = arguments("--snapshot_every", "3", "--warm_up", "96x64x5", "--keep")
     assert explain_ineffective(args, given, RUNS) == [
         "--snapshot_every has no effect: pipeline wan-tpu was brought up without this command",
         "--warm_up has no effect: pipeline wan-tpu was brought up without this command",
         "--keep has no effect: pipeline wan-tpu was brought up without this command",
-        "--in_flight 99 has the effect of 16: pipeline wan-tpu takes no more at a time",
     ]
 
 
@@ -75,13 +74,9 @@ def test_arguments_that_are_as_the_pipeline_s_are_not_told():
 @pytest.mark.parametrize(("layout", "expected"), [("one-machine", 2), ("four-pools", 30)])
 def test_requests_in_flight_follow_the_layout(layout, expected):
     args, _ = arguments()
-    spec = pipeline(layout, in_flight=64)
+    spec = pipeline(layout)
     assert choose_in_flight(args.in_flight, spec) == expected
     assert choose_in_flight(3, spec) == 3
-
-
-def test_no_more_requests_are_in_flight_than_the_pipeline_takes():
-    assert choose_in_flight(None, pipeline("a14b-balanced-v6e", in_flight=4)) == 4
 
 
 # ---- what killed batches leave

@@ -61,10 +61,8 @@ def leftovers(run: "Run") -> dict[str, Any]:
                 if values:
                     left[what].append((replica.process.name, values))
     for driver in run.drivers:
-        queues = [driver.engine._queue, *driver.engine._connection._queues.values()]
-        inside = [one for queue in queues for one in (*queue._inside, *queue._waiting)]
-        if inside or driver.engine._inside or driver.ref_store._scopes:
-            left["in a driver"].append((driver.process.name, inside, driver.ref_store._scopes))
+        if driver.engine._inside or driver.ref_store._scopes:
+            left["in a driver"].append((driver.process.name, driver.engine._inside, driver.ref_store._scopes))
     run.status.refresh()
     # One whose driver was killed before it could name it is remembered for an hour.
     named = {submission.id for submission in run.submissions if not submission.is_orphaned}

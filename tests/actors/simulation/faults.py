@@ -130,6 +130,7 @@ _FAULTS: tuple[Callable[["Run", PoolOfReplicas, Replica], None], ...] = (
     silence_ref_store,
     kill_driver,
     set_wall_clock,
+    set_wall_clock,
     silence_ray,
     evict_payloads,
     stop_hub,

@@ -66,14 +66,13 @@ class Run:
         slices: int | None = None,
         drivers: int | None = None,
         health_s: float = HEALTH_S,
-        in_flight: int = 16,
         spec: PipelineSpec | None = None,
     ) -> None:
         """What is left open is decided by the world's chance."""
         chance = world.random
         self.world, self.faults = world, faults
         self.status, self.bucket = StatusBoard(PipelineMeters(), world.loop.time), Bucket(world)
-        self.spec = spec or self._any_spec(layout_name, in_flight, slices)
+        self.spec = spec or self._any_spec(layout_name, slices)
         self.pools = {
             pool.name: PoolOfReplicas(
                 world, pool, self.spec.settings, self.status, self.bucket, pool.replicas.maximum, health_s
@@ -89,7 +88,7 @@ class Run:
         self._numbers, self.was_drained = len(self.drivers), False
         self.problems: list[str] = []
 
-    def _any_spec(self, layout_name: str | None, in_flight: int, slices: int | None) -> PipelineSpec:
+    def _any_spec(self, layout_name: str | None, slices: int | None) -> PipelineSpec:
         chance = self.world.random
         layout = LAYOUTS[layout_name or chance.choice(sorted(LAYOUTS))]
         pools = "\n".join(
@@ -97,9 +96,7 @@ class Run:
             f"replicas: {{min: 1, max: {slices or chance.randint(1, 3)}}}}}"
             for name, stages in layout.items()
         )
-        settings = PipelineSettings(
-            "checkpoint", "snapshots", snapshot_every=chance.choice((2, 5)), in_flight=in_flight
-        )
+        settings = PipelineSettings("checkpoint", "snapshots", snapshot_every=chance.choice((2, 5)))
         return PipelineSpec(Layout.parse(f"pools:\n{pools}\n", "here"), settings, MODEL, lasting=True)
 
     def _driver(self, number: int, process: Process | None = None) -> Driver:
@@ -210,9 +207,8 @@ class Run:
         await self._forget(submission, driver)
 
     async def _forget(self, submission: Submission, driver: Driver) -> None:
-        forgetting = self.world.loop.create_task(driver.engine.forget(submission.id))
-        await asyncio.wait([forgetting, driver.death], return_when=asyncio.FIRST_COMPLETED)
-        submission.is_orphaned |= not forgetting.done()
+        submission.forgetting = self.world.loop.create_task(driver.engine.forget(submission.id))
+        await asyncio.wait([submission.forgetting, driver.death], return_when=asyncio.FIRST_COMPLETED)
 
     # ---- faults
 
@@ -222,10 +218,14 @@ class Run:
         self.world.tell(f"{gone.process.name} is killed")
         gone.process.dead = True
         gone.death.set_result(None)
+        written = {id_ for pool in self.pools.values() for replica in pool.ready for id_ in _written_by(replica)}
         for submission in self.submissions:
             if submission.driver is gone and not submission.ended:
                 self.excuse(submission.id, KILLED)
                 submission.is_orphaned = True
+            # Nobody goes on deleting its snapshots, and who still writes one can't ask any more whether it is needed.
+            is_forgotten = submission.forgetting is None or submission.forgetting.done()
+            submission.is_orphaned |= submission.driver is gone and (submission.id in written or not is_forgotten)
         self.drivers[at] = self._driver(self._numbers)
         self._numbers += 1
 
@@ -241,8 +241,7 @@ class Run:
                     lost.add(scopes.get(number, ""))
         for id_ in lost:
             self.excuse(id_, why)
-        runner = getattr(replica.leader, "_runner", None)
-        written = set() if runner is None else {name.rpartition(".")[0] for name in runner._snapshotter._writing}
+        written = _written_by(replica)
         for submission in self.submissions:
             submission.is_orphaned |= submission.id in written  # nobody asks any more whether it is still needed
 
@@ -255,6 +254,12 @@ class Run:
         for submission in self.submissions:
             if not submission.ended:
                 self.excuse(submission.id, why)
+
+
+def _written_by(replica: Replica) -> set[str]:
+    """Return the ids of the requests of which a replica is writing a snapshot."""
+    runner = getattr(replica.leader, "_runner", None)
+    return set() if runner is None else {name.rpartition(".")[0] for name in runner._snapshotter._writing}
 
 
 @dataclasses.dataclass(frozen=True)

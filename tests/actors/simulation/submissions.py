@@ -1,5 +1,6 @@
 """Requests of a simulated run: what is submitted when, and what became of it."""
 
+import asyncio
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ class Submission:
     ended: int = 0
     first_step_s: float | None = None
     is_orphaned: bool = False
+    forgetting: asyncio.Task[None] | None = None
     driver: "Driver | None" = None
 
 

@@ -39,7 +39,7 @@ def cost(slices, requests, load=LOAD, profiler=None):
         async def live():
             world = World(loop, 0)
             named = {"layout_name": "two pools", "slices": slices, "drivers": 4, "health_s": 0}
-            run = Run(world, requests=0, faults=False, in_flight=10_000, **named)
+            run = Run(world, requests=0, faults=False, **named)
             await asyncio.sleep(20.0)
             every_s = STEPS * SECONDS["step"] / slices / load
             chance, waiting = random.Random(1), []
