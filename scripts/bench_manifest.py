@@ -15,8 +15,8 @@ from pathlib import Path
 
 from actors.batch.manifest import read_manifest
 from actors.batch.results import MadeWith, Result, Results, settle
-from actors.storage.local import LocalStorage
 from wan_tpu.families import preset_spec
+from wan_tpu.storage.local import LocalStorage
 
 MODEL = "wan2.2-t2v-a14b"
 WORDS = ["cat", "dog", "looks", "runs", "along", "the", "beach", "camera", "slowly", "rain", "golden", "old", "town"]

@@ -31,13 +31,13 @@ from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy
 from actors.pipeline.status import under_way
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
-from actors.storage.opening import open_storage
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.errors import ClusterError
 from cluster.layout import Layout
 from wan_tpu.commands.parser import Parser
 from wan_tpu.families import open_spec
+from wan_tpu.storage.opening import open_storage
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "demo"

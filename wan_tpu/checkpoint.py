@@ -11,13 +11,14 @@ import huggingface_hub
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from wan_tpu.bucket import SCHEME, BucketFolder, WeightFile
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.lora import lora_of
 from wan_tpu.request import CheckpointOverrides, Defaults, GenerationRequest, Preset, both_scales
 from wan_tpu.schedules.magcache import Curve, curve_from
 from wan_tpu.sources.disk import explain_disk_error, is_permanent, read_file
 from wan_tpu.sources.hub import explain_hub_errors, explain_missing_index
+from wan_tpu.storage.addresses import is_bucket
+from wan_tpu.storage.folder import BucketFolder, WeightFile
 
 INDEX = "model_index.json"
 OWN = "wan_tpu.json"
@@ -35,7 +36,7 @@ class Checkpoint:
         """
         if not isinstance(source, str | Path) or not str(source):
             raise CheckpointError(f"the model is {source!r}; give a diffusers directory, one in gs://, or a hub id")
-        self._bucket = BucketFolder(str(source)) if str(source).startswith(SCHEME) else None
+        self._bucket = BucketFolder(str(source)) if is_bucket(str(source)) else None
         local = Path(source)
         try:
             exists = local.exists()
@@ -261,7 +262,7 @@ def _version(path: Path, stat: os.stat_result) -> str:
 
 def weight_file(address: str) -> WeightFile:
     """Return the file of weights at a path or a gs:// address; raises as `on_disk`."""
-    if not address.startswith(SCHEME):
+    if not is_bucket(address):
         return on_disk(Path(address))
     folder, _, name = address.rpartition("/")
     found = BucketFolder(folder).files().get(name)

@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from wan_tpu.bucket import SCHEME, BucketFolder
 from wan_tpu.errors import CheckpointError, InvalidInput
+from wan_tpu.storage.addresses import is_bucket
+from wan_tpu.storage.folder import BucketFolder
 
 # What an adapter is read from: its weights, and the configuration that peft writes beside them.
 _ADAPTER_ENDING, _ADAPTER_CONFIG = ".safetensors", "adapter_config.json"
@@ -52,7 +53,7 @@ def identify(location: str) -> Source | None:
     Raises:
         Unavailable: The bucket doesn't answer now.
     """
-    if location.startswith(SCHEME):
+    if is_bucket(location):
         generations = _generations(location)
         return Source(location, f"generation {' '.join(generations)}") if generations else None
     try:

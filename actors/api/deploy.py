@@ -19,12 +19,12 @@ from actors.jobs.keys import list_keys
 from actors.jobs.store import open_database
 from actors.pipeline.pools import POLL_S, Tell, deploy, find_spec, running, shut_down
 from actors.pipeline_spec import PipelineSpec
-from actors.storage.opening import open_storage
 from cluster.connect import is_loopback
 from cluster.ports import check_port
 from cluster.provision import haproxy
 from cluster.ray_private import serve_client
 from wan_tpu.errors import InvalidInput
+from wan_tpu.storage.opening import open_storage
 
 log = logging.getLogger(__name__)
 

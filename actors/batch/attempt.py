@@ -13,8 +13,8 @@ from actors.batch.results import MadeWith, Result, publish
 from actors.engine import Engine, GeneratedVideo, OnEvent
 from actors.errors import PipelineError, RequestFailed
 from actors.observe.span import Span
-from actors.storage.base import Storage, StorageError
 from wan_tpu.errors import Unavailable, WanTpuError
+from wan_tpu.storage.base import Storage, StorageError
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from PIL import Image
 
-from actors.storage.base import GCS_SCHEME, StorageError
-from actors.storage.opening import open_storage, split_location
 from wan_tpu.errors import InvalidInput, WanTpuError
 from wan_tpu.lora import lora_of
 from wan_tpu.media.image import decode_image, load_image
+from wan_tpu.storage.addresses import is_bucket, split_bucket, split_location
+from wan_tpu.storage.base import StorageError
+from wan_tpu.storage.opening import open_storage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,15 +53,15 @@ def resolve_image(image: object, folder: str) -> str:
         raise InvalidInput(f"has the image {image!r}; give a path or gs:// address")
     if "://" in image or image.startswith("/"):
         return image
-    if not folder.startswith(GCS_SCHEME):
+    if not is_bucket(folder):
         return str(Path(folder, image))
-    bucket, _, path = folder.removeprefix(GCS_SCHEME).partition("/")
+    scheme, bucket, path = split_bucket(folder)
     joined = posixpath.normpath(posixpath.join(path, image))
     if joined.startswith(".."):
         raise InvalidInput(
-            f"has the image {image!r}, which is outside of the bucket {bucket!r}; give its gs:// address"
+            f"has the image {image!r}, which is outside of the bucket {bucket!r}; give its {scheme} address"
         )
-    return f"{GCS_SCHEME}{bucket}/{joined}"
+    return f"{scheme}{bucket}/{joined}"
 
 
 def resolve_adapter(lora: object, folder: str) -> object:
@@ -75,7 +76,7 @@ def resolve_adapter(lora: object, folder: str) -> object:
 def read_bytes(location: str) -> bytes:
     """Return a whole file, local or gs://; raises `StorageError`."""
     folder, name = split_location(location)
-    if location.startswith(GCS_SCHEME):
+    if is_bucket(location):
         return open_storage(folder).read(name)
     try:
         return Path(location).read_bytes()
@@ -91,7 +92,7 @@ def explain(error: OSError | ValueError, location: str) -> StorageError:
 
 def _load(location: str) -> tuple[Image.Image, str]:
     """Return an image, and the SHA-256 of its file."""
-    if location.startswith(GCS_SCHEME) or os.path.isfile(location):  # unlike Path.is_file, false for a name too long
+    if is_bucket(location) or os.path.isfile(location):  # unlike Path.is_file, false for a name too long
         content = read_bytes(location)
         return decode_image(io.BytesIO(content), location), hashlib.sha256(content).hexdigest()
     return load_image(location), ""  # which says what is wrong

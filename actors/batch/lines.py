@@ -6,9 +6,9 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from actors.storage.base import MAX_PART_BYTES, name_problem
 from wan_tpu.errors import InvalidInput
 from wan_tpu.request import FIELDS as REQUEST_FIELDS
+from wan_tpu.storage.base import MAX_PART_BYTES, name_problem
 from wan_tpu.suggest import nearest
 
 FIELDS = ("id", "output", *REQUEST_FIELDS)

@@ -29,12 +29,11 @@ from actors.batch.inputs import (
     resolve_image,
 )
 from actors.batch.lines import EXAMPLE, RESULTS, ParsedLine, digest_of, name_line, parse_object, record_name, shorten
-from actors.storage.base import GCS_SCHEME
-from actors.storage.opening import absolute, split_location
 from wan_tpu.errors import InvalidInput, WanTpuError
 from wan_tpu.identity import Source, identify
 from wan_tpu.plan import RequestPlan
 from wan_tpu.request import IMAGES, GenerationRequest
+from wan_tpu.storage.addresses import absolute, is_bucket, split_location
 
 _READERS = 4  # Images read at a time: enough to hide the latency of gs://, few enough to hold in memory.
 _CHUNK = 1000  # Lines whose images are read together.
@@ -298,7 +297,7 @@ def _plan(planner: Planner, request: GenerationRequest, images: Mapping[str, Pic
 
 def _lines(location: str) -> Iterator[bytes]:
     """Yield the lines of a manifest; raises `StorageError`."""
-    if location.startswith(GCS_SCHEME):
+    if is_bucket(location):
         yield from io.BytesIO(read_bytes(location))
         return
     try:

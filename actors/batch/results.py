@@ -15,7 +15,7 @@ from typing import Any, Literal, overload
 
 from actors.batch.lines import record_name
 from actors.batch.manifest import Entry
-from actors.storage.base import Storage
+from wan_tpu.storage.base import Storage
 
 _READERS = 8  # Records read at a time; the Google client keeps ten connections.
 _CHUNK = 1000  # Records read, or lines joined, at a time: what is under way stays small.

@@ -16,9 +16,9 @@ from actors.batch.lines import RESULTS, record_name
 from actors.batch.manifest import Entry, Manifest
 from actors.batch.results import MadeWith, Result, Results, settle
 from actors.engine import Engine, OnEvent
-from actors.storage.base import Storage, StorageError
 from wan_tpu.errors import InvalidInput, InvalidRequest, WanTpuError
 from wan_tpu.progress import Bar, Progress, Silent
+from wan_tpu.storage.base import Storage, StorageError
 
 RESULTS_S = 5.0  # At least so long between two writes of results.jsonl while requests end,
 RESULTS_SHARE = 0.05  # and writing it takes this part of the time at most.

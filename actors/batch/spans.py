@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 from actors.observe.span import Span
-from actors.storage.base import Storage, StorageError
+from wan_tpu.storage.base import Storage, StorageError
 
 MAX_SPANS = 10_000  # A batch of any length keeps so many: 6 MB, about 200 videos, drawn within half a minute.
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from actors.commands.timeouts import add_timeouts, timeouts_from
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
-from actors.storage.opening import absolute, open_storage
 from cluster.connect import connect
 from cluster.emulation.cluster import STATE, EmulatedCluster, default_folder
 from cluster.errors import ClusterNotFound, LayoutError
@@ -20,6 +19,8 @@ from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.families import open_spec
 from wan_tpu.request import GenerationRequest
 from wan_tpu.spec import ModelSpec
+from wan_tpu.storage.addresses import absolute
+from wan_tpu.storage.opening import open_storage
 
 PER_SLICE = 2  # Requests in flight for each slice: one that computes, and one whose inputs come meanwhile.
 

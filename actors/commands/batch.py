@@ -21,10 +21,10 @@ def batch(argv: Sequence[str]) -> None:
     from actors.batch.run import open_batch, say
     from actors.batch.spans import LatestSpans
     from actors.pipeline_spec import PipelineSettings
-    from actors.storage.opening import open_storage
     from wan_tpu.media.video import check_ffmpeg
     from wan_tpu.pipeline import load_pipeline
     from wan_tpu.progress import Console
+    from wan_tpu.storage.opening import open_storage
     from wan_tpu.switches import set_switches
 
     check_ffmpeg()

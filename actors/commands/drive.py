@@ -15,8 +15,8 @@ from actors.commands.arguments import (
 )
 from actors.observe.console import LiveConsole
 from actors.pipeline_spec import PipelineSpec
-from actors.storage.opening import open_storage
 from wan_tpu.commands.parser import Parser
+from wan_tpu.storage.opening import open_storage
 
 if TYPE_CHECKING:
     from actors.batch.manifest import Manifest

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from actors.commands.arguments import add_cluster_arguments, gcs_address
-from actors.storage.opening import absolute
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
+from wan_tpu.storage.addresses import absolute
 from wan_tpu.suggest import did_you_mean
 
 MOST_S = 60.0  # a trace of a busy chip grows by many megabytes a second

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from actors.commands.arguments import add_cluster_arguments, add_pipeline_arguments
 from actors.pipeline_spec import PipelineSettings
-from actors.storage.opening import absolute
 from cluster.costs.prices import Prices
 from cluster.layout import Layout
 from wan_tpu.commands.parser import Parser
 from wan_tpu.commands.sizes import WITH_FRAMES, read_size_with_frames
 from wan_tpu.errors import InvalidInput
+from wan_tpu.storage.addresses import absolute
 
 if TYPE_CHECKING:
     from actors.api.settings import ServiceSettings

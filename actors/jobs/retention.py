@@ -8,7 +8,7 @@ from actors.jobs.database import Database
 from actors.jobs.ending import expire_files
 from actors.jobs.tables import Delivery, File, Job
 from actors.jobs.values import JobSettings
-from actors.storage.base import Storage, StorageError
+from wan_tpu.storage.base import Storage, StorageError
 
 log = logging.getLogger(__name__)
 

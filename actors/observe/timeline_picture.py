@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 
 from actors.observe.span import Span
 from actors.observe.timeline import NOTES, bounds, chrome_trace, computing, figures_of, labels, stretches, tracks
-from actors.storage.base import Storage
+from wan_tpu.storage.base import Storage
 
 # Tol's "bright" and "vibrant" schemes, told apart by colour-blind people too: https://sronpersonalpages.nl/~pault/
 _COLOURS = ("#4477AA", "#EE7733", "#228833", "#AA3377", "#CCBB44", "#009988", "#EE6677", "#33BBEE", "#882255")

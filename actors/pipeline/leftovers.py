@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 
 from actors.pipeline_spec import PipelineSettings
 from actors.slices.snapshots import Snapshots, name_of, stem_of
-from actors.storage.base import StorageError
 from wan_tpu.errors import WanTpuError
 from wan_tpu.plan import RequestPlan
+from wan_tpu.storage.base import StorageError
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from actors.pipeline.losses import losses_explained
 from actors.slices.messages import InputsTaken, SliceRequest, StageResult
 from actors.slices.payloads import EncodedVideo, unpack
 from actors.slices.references import RefHandle, RequestScope
-from actors.storage.local import StorageError
 from wan_tpu.plan import DECODER, ENCODER, RequestPlan
 from wan_tpu.stage_machine import Decode, Encode, EncodeImage, EncodeText, Finish, Operation, StageMachine, Step
+from wan_tpu.storage.base import StorageError
 
 log = logging.getLogger(__name__)
 

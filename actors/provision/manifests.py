@@ -15,13 +15,14 @@ from cluster.provision import kubernetes
 from cluster.provision.kubernetes import Target
 from wan_tpu.commands.parser import Parser, flag, words
 from wan_tpu.errors import InvalidInput
+from wan_tpu.storage.addresses import is_bucket
 
 # What is about Kubernetes, and not about the pipeline or the service.
 _HERE = (
     "address", "folder", "service", "job", "output", "in_flight", "namespace", "image", "account", "secret", "capacity",
     "queue", "monitor", "idle_s",
 )  # fmt: skip
-_BUCKET, _POSTGRES = "gs://", "postgresql://"
+_POSTGRES = "postgresql://"
 
 
 def manifests(argv: Sequence[str]) -> int:
@@ -126,5 +127,5 @@ def _check_reached(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
         of_the_hub = name == "model_id" and not Path(str(value)).exists()
-        if value is not None and not value.startswith(_BUCKET) and not of_the_hub:
-            raise InvalidInput(f"{flag(name)} {value} isn't in a bucket; pods reach gs:// alone, not this machine")
+        if value is not None and not is_bucket(value) and not of_the_hub:
+            raise InvalidInput(f"{flag(name)} {value} isn't in a bucket; pods reach gs:// and s3://, not this machine")

@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 from ray.util.tpu import init_jax_profiler
 
-from wan_tpu.bucket import writable
 from wan_tpu.errors import InvalidInput
+from wan_tpu.storage.opening import open_storage
 
 PORT = "JAX_PROFILER_PORT"  # Ray's own name
 
@@ -55,5 +55,5 @@ class HostProfile:
             jax.profiler.stop_trace()
             content = b"".join(file.read_bytes() for file in Path(folder.name).rglob("*.xplane.pb"))
         host = f"{socket.gethostname()}-{jax.process_index()}"
-        writable(output).write(f"plugins/profile/{run}/{host}.xplane.pb", content)
+        open_storage(output, private=False).write(f"plugins/profile/{run}/{host}.xplane.pb", content)
         return len(content)

@@ -22,12 +22,12 @@ from actors.slices.async_slice import AsyncSlice, to_the_end
 from actors.slices.messages import SliceRequest
 from actors.slices.payloads import Payload, pack, unpack
 from actors.slices.references import ObjectStore
-from actors.storage.base import MAX_PART_BYTES, Missing, Storage, StorageError
-from actors.storage.opening import open_storage
 from wan_tpu.data import DenoiseState, dump_value, parse_value
 from wan_tpu.errors import InvalidInput, Unavailable
 from wan_tpu.identity import identify
 from wan_tpu.request import IMAGES, ResolvedRequest
+from wan_tpu.storage.base import MAX_PART_BYTES, Missing, Storage, StorageError
+from wan_tpu.storage.opening import open_storage
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from ray import serve
 from actors.observe.status_actor import StatusActor
 from actors.pipeline_spec import PipelineSettings
 from actors.slices.references import ObjectStore
-from actors.storage.base import Storage
-from actors.storage.opening import open_storage
 from cluster.draining import draining_for
 from cluster.gang.slice import Slice, take
+from wan_tpu.storage.base import Storage
+from wan_tpu.storage.opening import open_storage
 
 
 class RayObjects:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from actors.batch.manifest import read_manifest
 from actors.batch.run import open_batch
-from actors.storage.opening import open_storage
 from tests.actors.engines import Engine, mp4
 from tests.actors.small_spec import SPEC
 from tests.actors.storage_worker import MountsRefused, mount
 from wan_tpu.cli import run
+from wan_tpu.storage.opening import open_storage
 
 
 def main(argv):

@@ -1,24 +1,34 @@
-"""Shared by the tests of the glue: an emulator of Google Cloud Storage over HTTP, and both kinds of storage."""
+"""Shared by the tests of the glue: emulators of services that keep buckets, over HTTP, and all kinds of storage."""
 
+import dataclasses
 import itertools
 
 import pytest
 
-from actors.storage.gcs import GcsStorage
-from actors.storage.opening import open_storage
-from tests.actors.gcs_server import Emulator
+from tests.actors import gcs_server, s3_server
+from wan_tpu.storage.base import BucketStorage
+from wan_tpu.storage.opening import open_bucket, open_storage
 
 _FOLDERS = itertools.count()
 
 
 @pytest.fixture(scope="session")
 def emulator():
-    made = Emulator()
+    yield from _started(gcs_server.Emulator())
+
+
+@pytest.fixture(scope="session")
+def s3_emulator():
+    yield from _started(s3_server.Emulator())
+
+
+def _started(emulator):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STORAGE_EMULATOR_HOST", made.address)
-        made.make_bucket("videos")
-        yield made
-    made.close()
+        for name, value in emulator.environment.items():
+            patch.setenv(name, value)
+        emulator.make_bucket("videos")
+        yield emulator
+    emulator.close()
 
 
 @pytest.fixture
@@ -30,11 +40,48 @@ def gcs_prefix(emulator):
 
 @pytest.fixture
 def gcs(gcs_prefix):
-    bucket, _, prefix = gcs_prefix.removeprefix("gs://").partition("/")
-    return GcsStorage(bucket, prefix)
+    return open_bucket(gcs_prefix)
 
 
-@pytest.fixture(params=["folder", "gs"])
+@dataclasses.dataclass
+class Bucket:
+    """A prefix of an emulated bucket that nobody else uses.
+
+    endpoint  the environment variable that says where the service is
+    uploads   the method of an upload's requests
+    rights    what an account needs, as messages say it
+    """
+
+    address: str
+    emulator: object
+    endpoint: str
+    uploads: str
+    rights: str
+
+    @property
+    def storage(self) -> BucketStorage:
+        return open_bucket(self.address)
+
+    @property
+    def scheme(self) -> str:
+        return self.address.partition("videos")[0]
+
+
+@pytest.fixture(params=["gs", "s3"])
+def bucket(request):
+    """The same cases run on the buckets of each service."""
+    if request.param == "gs":
+        service = request.getfixturevalue("emulator"), "STORAGE_EMULATOR_HOST", "POST", "roles/storage.objectUser"
+    else:
+        service = request.getfixturevalue("s3_emulator"), "AWS_ENDPOINT_URL", "PUT", "s3:PutObject"
+    service[0].failures.clear()
+    return Bucket(f"{request.param}://videos/test-{next(_FOLDERS)}", *service)
+
+
+@pytest.fixture(params=["folder", "gs", "s3"])
 def storage(request, tmp_path):
-    """The same cases run on a folder and on gs://."""
-    return open_storage(tmp_path / "out") if request.param == "folder" else request.getfixturevalue("gcs")
+    """The same cases run on a folder and on the buckets of each service."""
+    if request.param == "folder":
+        return open_storage(tmp_path / "out")
+    request.getfixturevalue("emulator" if request.param == "gs" else "s3_emulator").failures.clear()
+    return open_bucket(f"{request.param}://videos/test-{next(_FOLDERS)}")

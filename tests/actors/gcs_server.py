@@ -74,6 +74,7 @@ class Emulator:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         self.address = f"http://127.0.0.1:{self._server.server_port}"
+        self.environment = {"STORAGE_EMULATOR_HOST": self.address}
 
     def make_bucket(self, name):
         create_bucket(name, self.storage)

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from actors.storage.base import StorageError
-from actors.storage.opening import open_storage
+from wan_tpu.storage.base import StorageError
+from wan_tpu.storage.opening import open_storage
 
 
 def main() -> None:

@@ -12,12 +12,12 @@ from actors.batch.lines import RESULTS
 from actors.batch.manifest import read_manifest
 from actors.batch.results import MadeWith, settle
 from actors.batch.run import open_batch
-from actors.storage.base import StorageError
-from actors.storage.opening import open_storage
 from tests.actors.engines import Engine, mp4
 from tests.actors.small_spec import SPEC
 from tests.conftest import ROOT
 from tests.waiting import SECONDS, wait_for
+from wan_tpu.storage.base import StorageError
+from wan_tpu.storage.opening import open_storage
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from actors.batch.run import open_batch
 from actors.batch.spans import LatestSpans
 from actors.errors import PipelineError, RequestFailed
 from actors.observe.span import Span
-from actors.storage.base import StorageError
-from actors.storage.local import LocalStorage
 from tests.actors.engines import Engine, FailingEngine
 from tests.actors.small_spec import SPEC
 from wan_tpu.errors import InvalidRequest, Unavailable
+from wan_tpu.storage.base import StorageError
+from wan_tpu.storage.local import LocalStorage
 
 
 def run(tmp_path, engine, output, *ids, in_flight=1):

@@ -11,48 +11,51 @@ import pytest
 from google.cloud import storage
 
 from actors.cli import main
-from actors.storage.opening import open_storage
 from tests.conftest import ROOT
 from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families import open_spec
+from wan_tpu.storage.opening import open_storage
 
 KIND = "wan2.1-t2v-1.3b"
 ASKED = GenerationRequest(prompt="a cat", height=32, width=32, frames=5, steps=2, seed=1)
 
 
 @pytest.fixture
-def uploaded(checkpoint, gcs_prefix, tmp_path, monkeypatch):
+def uploaded(checkpoint, bucket, tmp_path, monkeypatch):
     """A small checkpoint's address in the bucket."""
     monkeypatch.setenv("WAN_TPU_CACHE", str(tmp_path / "cache"))
-    folder, written = checkpoint(KIND), open_storage(gcs_prefix)
+    folder, written = checkpoint(KIND), bucket.storage
     for file in folder.rglob("*"):
         if file.is_file():
             written.write(f"small/{file.relative_to(folder)}", file.read_bytes())
-    return f"{gcs_prefix}/small"
+    return f"{bucket.address}/small"
 
 
-def downloads(emulator):
-    return [line for line in emulator.seen if "alt=media" in line]
+def downloads(bucket):
+    """Return which requests asked for content, by the names that each service gives them."""
+    if bucket.scheme == "gs://":
+        return [line for line in bucket.emulator.seen if "alt=media" in line]
+    return [line for line in bucket.emulator.seen if line.startswith("GET") and "list-type" not in line]
 
 
-def test_the_video_is_that_of_the_folder_and_weights_are_read_where_they_are(uploaded, pipeline, emulator, tmp_path):
-    emulator.seen.clear()
+def test_the_video_is_that_of_the_folder_and_weights_are_read_where_they_are(uploaded, pipeline, bucket, tmp_path):
+    bucket.emulator.seen.clear()
     assert open_spec(uploaded).tasks == ("t2v",)
-    assert not [line for line in downloads(emulator) if "safetensors" in line]
+    assert not [line for line in downloads(bucket) if "safetensors" in line]
     made = load_pipeline(uploaded, dtype="float32", mesh=(1, 1, 1)).generate(ASKED)
     assert np.array_equal(made.pixels, pipeline(KIND).generate(ASKED).pixels)
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
-    emulator.seen.clear()
+    bucket.emulator.seen.clear()
     Checkpoint(uploaded).path("transformer")
-    assert not downloads(emulator)  # all else is here
+    assert not downloads(bucket)  # all else is here
 
 
 @pytest.mark.long
-def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(uploaded, gcs_prefix, pipeline, tmp_path):
+def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(uploaded, bucket, pipeline, tmp_path):
     expected = pipeline(KIND, "bfloat16").generate(ASKED).pixels
-    there, here = f"{gcs_prefix}/converted", tmp_path / "converted"
+    there, here = f"{bucket.address}/converted", tmp_path / "converted"
     for destination in (there, str(here)):
         assert main(["weights", "convert", uploaded, destination]) == 0
     made = load_pipeline(there, mesh=(1, 1, 1)).generate(ASKED)
@@ -81,26 +84,26 @@ def test_a_second_start_with_the_same_bucket_compiles_nothing(gcs_prefix, emulat
     assert videos[0] == videos[1]
 
 
-def test_what_has_changed_is_fetched_again(uploaded, gcs_prefix, emulator):
+def test_what_has_changed_is_fetched_again(uploaded, bucket):
     before = Checkpoint(uploaded)
     assert before.index["_class_name"] == "WanPipeline"
-    written = open_storage(gcs_prefix)
+    written = bucket.storage
     written.write("small/wan_tpu.json", b'{"defaults": {"steps": 3}}')
     assert dict(Checkpoint(uploaded).sampling().defaults) == {"steps": 3}
     written.write("small/wan_tpu.json", b'{"defaults": {"steps": 4}}')
-    emulator.seen.clear()
+    bucket.emulator.seen.clear()
     assert dict(Checkpoint(uploaded).sampling().defaults) == {"steps": 4}
-    assert len(downloads(emulator)) == 1
+    assert len(downloads(bucket)) == 1
     written.delete("small/wan_tpu.json")
     assert dict(Checkpoint(uploaded).sampling().defaults) == {}
 
 
-def test_two_processes_fetch_a_file_once(uploaded, emulator):
-    emulator.seen.clear()
+def test_two_processes_fetch_a_file_once(uploaded, bucket):
+    bucket.emulator.seen.clear()
     code = "import sys; from wan_tpu.checkpoint import Checkpoint; Checkpoint(sys.argv[1]).path('transformer')"
     both = [subprocess.Popen([sys.executable, "-c", code, uploaded], cwd=ROOT) for _ in range(2)]
     assert [process.wait(120) for process in both] == [0, 0]
-    fetched = [line.partition("?")[0] for line in downloads(emulator)]
+    fetched = [line.partition("?")[0] for line in downloads(bucket)]
     assert len(fetched) == len(set(fetched)) > 5
 
 
@@ -109,20 +112,23 @@ def test_two_processes_fetch_a_file_once(uploaded, emulator):
     [
         ("gs://videos", "names no folder of a bucket; give gs://bucket/folder"),
         ("gs://videos/nothing", "gs://videos/nothing has no model_index.json"),
-        ("gs://nobody-s/model", r"can't reach gs://nobody-s/model \(.*\); check the address"),
+        ("gs://nobody-s/model", "can't use gs://nobody-s/model: there is no bucket 'nobody-s'"),
+        ("s3://videos", "names no folder of a bucket; give s3://bucket/folder"),
+        ("s3://videos/nothing", "s3://videos/nothing has no model_index.json"),
+        ("s3://nobody-s/model", "can't use s3://nobody-s/model: there is no bucket 'nobody-s'"),
     ],
 )
-def test_what_is_not_there_is_said(address, message, emulator, tmp_path, monkeypatch):
+def test_what_is_not_there_is_said(address, message, emulator, s3_emulator, tmp_path, monkeypatch):
     monkeypatch.setenv("WAN_TPU_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match=message):
         open_spec(address)
 
 
-def test_a_file_that_is_cut_off_is_not_kept(uploaded, emulator, tmp_path):
-    emulator.failures[:] = [(404, "Not Found", "before")] * 3
-    with pytest.raises(CheckpointError, match="can't reach"):
+def test_a_file_that_is_cut_off_is_not_kept(uploaded, bucket, tmp_path):
+    bucket.emulator.failures[:] = [(404, "Not Found", "before")] * 3
+    with pytest.raises(CheckpointError, match="there is no bucket"):
         Checkpoint(uploaded)
     assert not list((tmp_path / "cache").rglob("model_index.json"))
-    emulator.failures.clear()
+    bucket.emulator.failures.clear()
     assert Checkpoint(uploaded).index["_class_name"] == "WanPipeline"
     shutil.rmtree(Path(tmp_path / "cache"))

@@ -12,13 +12,13 @@ from actors.batch.lines import RESULTS
 from actors.batch.manifest import read_manifest
 from actors.batch.results import MadeWith, Result, Results, settle
 from actors.batch.run import open_batch
-from actors.storage.local import LocalStorage
 from tests.actors.engines import Engine
 from tests.actors.small_spec import SPEC
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, InvalidInput
 from wan_tpu.families import FAMILIES, preset_spec
 from wan_tpu.identity import identify
+from wan_tpu.storage.local import LocalStorage
 
 
 def write_manifest(folder, lines):

@@ -8,12 +8,12 @@ import pytest
 from PIL import Image
 
 from actors.batch.manifest import read_manifest
-from actors.storage.base import StorageError
-from actors.storage.opening import open_storage
 from tests.actors.small_spec import SPEC
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, InvalidInput
 from wan_tpu.families import preset_spec
+from wan_tpu.storage.base import StorageError
+from wan_tpu.storage.opening import open_storage
 
 
 def manifest(folder, *lines):

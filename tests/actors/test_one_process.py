@@ -10,9 +10,9 @@ from actors.batch.one_process import OneProcessEngine
 from actors.commands.batch import batch
 from actors.engine import GeneratedVideo
 from actors.observe.timeline import figures_of
-from actors.storage.opening import open_storage
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, InvalidInput, cli
+from wan_tpu.storage.opening import open_storage
 
 KIND = "wan2.2-i2v-a14b"
 FIELDS = {"prompt": "A cat", "height": 32, "width": 48, "frames": 1, "steps": 4, "guidance_scale": 1, "fps": 8}

@@ -20,7 +20,6 @@ import pytest
 from ray.job_submission import JobSubmissionClient
 
 from actors.cli import main
-from actors.storage.opening import open_storage
 from cluster.connect import leave
 from cluster.emulation import ray_nodes
 from cluster.emulation.cluster import EmulatedCluster, Settings, emulated_slices
@@ -29,6 +28,7 @@ from tests.actors.on_service.conftest import free_port
 from tests.actors.on_slices.running import title
 from tests.conftest import PHOTO, ROOT
 from tests.waiting import SECONDS
+from wan_tpu.storage.opening import open_storage
 
 pytestmark = pytest.mark.long
 

@@ -11,9 +11,10 @@ from safetensors.torch import save
 
 from tests.actors.gcs_server import Emulator
 from wan_tpu.adapters.files import find, read
-from wan_tpu.bucket import BucketFolder
 from wan_tpu.checkpoint import weight_file
 from wan_tpu.errors import InvalidRequest
+from wan_tpu.storage.folder import BucketFolder
+from wan_tpu.storage.opening import open_storage
 
 COMMITS = "0" * 39 + "1", "0" * 39 + "2"
 PAIR = {"x.lora_down.weight": torch.ones(2, 3), "x.lora_up.weight": torch.ones(3, 2)}
@@ -37,7 +38,7 @@ def folder(monkeypatch, tmp_path):
 
 
 def test_version_of_an_adapter_in_a_bucket_has_that_of_its_alpha(folder):
-    bucket = BucketFolder(folder)
+    bucket = open_storage(folder)
     bucket.write("adapter_model.safetensors", save(PAIR))
     for alpha in (4, 8):
         bucket.write("adapter_config.json", json.dumps({"lora_alpha": alpha}).encode())
@@ -51,7 +52,7 @@ def test_version_of_an_adapter_in_a_bucket_has_that_of_its_alpha(folder):
 
 def test_names_with_brackets_mean_themselves(folder):
     """Names of objects are never patterns: neither when a file is looked for, nor when it is read."""
-    bucket = BucketFolder(folder)
+    bucket = open_storage(folder)
     for name in ("a [1] (2)*.safetensors", "a 1 (2)*.safetensors", "deeper/b.safetensors", "deeper/x/c.safetensors"):
         bucket.write(name, save(PAIR))
     path = f"{folder}/a [1] (2)*.safetensors"

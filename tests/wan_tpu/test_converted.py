@@ -17,7 +17,6 @@ from tests.conftest import with_devices
 from tests.waiting import SECONDS
 from wan_tpu import load_pipeline
 from wan_tpu.adapters.files import find, read
-from wan_tpu.bucket import writable
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.model import open_model
@@ -27,6 +26,7 @@ from wan_tpu.runtime.components import load_component, open_component
 from wan_tpu.runtime.converted import FILE, LAYOUT, MANIFEST
 from wan_tpu.runtime.converting import convert
 from wan_tpu.runtime.mesh import make_mesh
+from wan_tpu.storage.opening import open_storage
 
 KINDS = ["wan2.2-i2v-a14b", "wan2.2-ti2v-5b", "wan2.1-i2v-14b-480p", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v"]
 # By kind, of names, shapes and the order of numbers. Whoever changes one of these gives `LAYOUT` another number:
@@ -52,7 +52,8 @@ def converted_to(checkpoint, kind, folder):
     source = Checkpoint(checkpoint(kind))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(converted, "SMALL_BYTES", 2**10)
-        assert convert(source, open_model(source).components, "bfloat16", writable(str(folder)), Silent()) == []
+        destination = open_storage(folder, private=False)
+        assert convert(source, open_model(source).components, "bfloat16", destination, Silent()) == []
     return folder
 
 

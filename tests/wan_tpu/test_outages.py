@@ -16,15 +16,18 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from huggingface_hub import hf_api
 from huggingface_hub.utils import _http
 
-from wan_tpu import bucket
+from tests.actors import s3_server
 from wan_tpu.adapters import files as adapters
-from wan_tpu.bucket import BucketFolder
 from wan_tpu.checkpoint import Checkpoint, on_disk, weight_file
 from wan_tpu.errors import CheckpointError, InvalidInput, InvalidRequest, Unavailable
 from wan_tpu.media.image import load_image
 from wan_tpu.media.reading import read_frames
 from wan_tpu.runtime.tensor_files import Stored, tensors
 from wan_tpu.runtime.weights import read_tensors
+from wan_tpu.storage import base
+from wan_tpu.storage.addresses import SCHEMES
+from wan_tpu.storage.folder import BucketFolder
+from wan_tpu.storage.opening import open_storage
 
 UNREADABLE = Path("/proc/self/mem")  # Linux answers EIO, as a failing disk does, when its first bytes are read.
 REFUSED, BUSY = (401, 403, 404), (408, 429, 500, 503)
@@ -71,7 +74,7 @@ def server():
 
 @pytest.fixture(autouse=True)
 def short_outages(monkeypatch, tmp_path):
-    monkeypatch.setattr(bucket, "OUTAGE_S", 0.1)
+    monkeypatch.setattr(base, "OUTAGE_S", 0.1)
     monkeypatch.setenv("WAN_TPU_CACHE", str(tmp_path / "cache"))
 
 
@@ -93,20 +96,28 @@ def hub(monkeypatch, tmp_path):
     huggingface_hub.close_session()
 
 
+def send_to(address, monkeypatch):
+    """Have the clients of both services ask at an address."""
+    for name, value in (s3_server.ACCOUNT | {"STORAGE_EMULATOR_HOST": address, "AWS_ENDPOINT_URL": address}).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("status", "kind"), STATUSES)
-def test_status_of_a_bucket_says_whose_fault_it_is(status, kind, server, monkeypatch):
+def test_status_of_a_bucket_says_whose_fault_it_is(status, kind, scheme, server, monkeypatch):
     server.status = status
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.address)
-    with pytest.raises(kind, match="gs://bucket/model"):
-        Checkpoint("gs://bucket/model")
+    send_to(server.address, monkeypatch)
+    with pytest.raises(kind, match=f"{scheme}bucket/model"):
+        Checkpoint(f"{scheme}bucket/model")
 
 
-def test_bucket_that_does_not_answer_is_unavailable(closed_port, monkeypatch):
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", closed_port)
-    with pytest.raises(Unavailable, match="gs://bucket/model doesn't answer now"):
-        BucketFolder("gs://bucket/model").files()
-    with pytest.raises(Unavailable, match=r"adapter gs://bucket/folder/a\.safetensors: "):
-        adapters.find("gs://bucket/folder/a.safetensors")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_bucket_that_does_not_answer_is_unavailable(scheme, closed_port, monkeypatch):
+    send_to(closed_port, monkeypatch)
+    with pytest.raises(Unavailable, match=f"can't list {scheme}bucket/model: the service did not answer"):
+        BucketFolder(f"{scheme}bucket/model").files()
+    with pytest.raises(Unavailable, match=rf"adapter {scheme}bucket/folder/a\.safetensors: "):
+        adapters.find(f"{scheme}bucket/folder/a.safetensors")
 
 
 def test_cache_that_cannot_be_written_is_unavailable(gcs_object, monkeypatch):
@@ -227,7 +238,7 @@ def gcs_object(monkeypatch):
     emulator = Emulator()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", emulator.address)
     emulator.make_bucket("videos")
-    BucketFolder("gs://videos/model").write("model_index.json", b"{}")
+    open_storage("gs://videos/model").write("model_index.json", b"{}")
     yield "gs://videos/model"
     emulator.close()
 
@@ -256,7 +267,6 @@ def test_signal_that_ends_ffmpeg_says_whose_fault_it_is(name, kind, tmp_path, mo
 
 
 def test_result_that_cannot_be_written_blames_no_input(tmp_path):
-    folder = bucket.writable("/proc/nothing")
     with pytest.raises(Exception, match="can't write /proc/nothing/a") as raised:
-        folder.write("a", b"")
+        open_storage("/proc/nothing").write("a", b"")
     assert not isinstance(raised.value, InvalidInput)

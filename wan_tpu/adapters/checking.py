@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from wan_tpu.errors import Unavailable
 from wan_tpu.identity import identify
 from wan_tpu.lora import Lora
+from wan_tpu.storage.addresses import is_bucket
 
 if TYPE_CHECKING:
     from wan_tpu.adapters.adapter import Targets
@@ -33,7 +34,7 @@ def check_visible(checkpoint: str, loras: Iterable[Lora]) -> None:
     """Check those adapters whose files this machine can see now; others are left to the slices, which may have them."""
     for lora in loras:
         with contextlib.suppress(Unavailable):
-            if Path(lora.path).exists() or (lora.path.startswith("gs://") and identify(lora.path) is not None):
+            if Path(lora.path).exists() or (is_bucket(lora.path) and identify(lora.path) is not None):
                 check(checkpoint, [lora])
 
 

@@ -21,13 +21,14 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from wan_tpu.bucket import SCHEME, BucketFolder, WeightFile
 from wan_tpu.checkpoint import on_disk
 from wan_tpu.errors import CheckpointError, InvalidRequest, Unavailable
 from wan_tpu.runtime.tensor_files import metadata, tensors
 from wan_tpu.runtime.weights import read_tensors
 from wan_tpu.sources.disk import explain_disk_error
 from wan_tpu.sources.hub import explain_hub_errors
+from wan_tpu.storage.addresses import is_bucket
+from wan_tpu.storage.folder import BucketFolder, WeightFile
 
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # it always saves both
 LARGEST = 8 * 2**30  # bytes of a file: a difference of every weight of a 14B model would be 28
@@ -94,7 +95,7 @@ def find(path: str) -> AdapterFile:
         Unavailable: The bucket, the hub or the disk doesn't answer: the request may be right.
     """
     with _blamed_on(path):
-        if path.startswith(SCHEME):
+        if is_bucket(path):
             return _in_bucket(path)
         local = Path(path)
         if local.is_dir():
@@ -214,7 +215,7 @@ def _check_unchanged(file: AdapterFile) -> None:
     """Raise `Unavailable` when a file isn't the one any more that `find` returned: what was read may be of both."""
     address = file.weights.address
     try:
-        if address.startswith(SCHEME):
+        if is_bucket(address):
             version = _in_bucket(address).version
         else:
             version = " ".join(on_disk(Path(part.address)).version for part in file if part is not None)

@@ -1,4 +1,4 @@
-"""Compiled programs in a folder, here or in gs://: made ahead of time, loaded in place of compiling.
+"""Compiled programs in a folder, here or in a bucket: made ahead of time, loaded in place of compiling.
 
 One file holds one program: a line of JSON with what it was made from, then the serialised executable. A file is used
 only where all of that is the same; otherwise the program is compiled, and the log says why.
@@ -25,8 +25,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from wan_tpu.aot import key
-from wan_tpu.bucket import BucketFolder, writable
 from wan_tpu.errors import InvalidInput, OutputError
+from wan_tpu.storage.addresses import is_bucket
+from wan_tpu.storage.base import Missing
+from wan_tpu.storage.opening import open_storage
 
 SUFFIX, COMPILED = ".executable", "compiled"
 _log = logging.getLogger(__name__)
@@ -40,10 +42,10 @@ class Executables:
 
         Raises `InvalidInput` when the folder to load from doesn't exist, `OutputError` when it can't be made.
         """
-        self._folder = writable(str(folder))
+        self._folder = open_storage(folder, private=False)
         self._settings = settings
         self._save = save
-        if isinstance(self._folder, BucketFolder):
+        if is_bucket(str(folder)):
             return
         here = Path(folder)
         if not save and not here.is_dir():
@@ -55,8 +57,10 @@ class Executables:
 
     def keep_compiled(self) -> None:
         """Have JAX keep what it compiles, unless it was told another place: a start after this one compiles nothing."""
-        if jax.config.values["jax_compilation_cache_dir"] is None:
-            jax.config.update("jax_compilation_cache_dir", f"{self._folder.address}/{COMPILED}")
+        if not self._folder.jax_can_write:
+            _log.warning("what has to be compiled is not kept: JAX can't write to %s", self._folder.location())
+        elif jax.config.values["jax_compilation_cache_dir"] is None:
+            jax.config.update("jax_compilation_cache_dir", self._folder.location(COMPILED))
 
     def get(self, name: str, args: Any, mesh: Mesh, build: Callable[[], Any]) -> Any:
         """Return the executable of a program for arguments like these; `build` is called when none is stored.
@@ -90,7 +94,7 @@ class Executables:
                 return serialize_executable.deserialize_and_load(
                     executable, in_tree, out_tree, mesh.devices.flat[0].client, list(mesh.devices.flat)
                 )
-        except FileNotFoundError:
+        except Missing:
             reason = "there is none for these shapes, this mesh and this model"
             level = logging.INFO if self._save else logging.WARNING
         except Exception as error:  # a damaged file, or whatever a runtime makes of one from another version

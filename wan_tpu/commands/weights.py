@@ -1,6 +1,7 @@
 """`wan-tpu weights`: a checkpoint as slices read it fastest."""
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from wan_tpu.commands.parser import Parser, add_precision
@@ -34,17 +35,17 @@ def weights(argv: Sequence[str]) -> None:
 
 
 def _convert(args: argparse.Namespace) -> None:
-    from wan_tpu.bucket import writable
     from wan_tpu.checkpoint import Checkpoint
     from wan_tpu.families import family_of
     from wan_tpu.families.model import open_model
     from wan_tpu.progress import Console
     from wan_tpu.runtime.converting import convert
     from wan_tpu.runtime.runtime import check_precision
+    from wan_tpu.storage.opening import open_storage
 
-    destination = writable(args.destination)
+    destination = open_storage(args.destination, private=False)
     checkpoint = Checkpoint(args.source)
-    if destination.address == checkpoint.source:
+    if checkpoint.source in (destination.location(), os.path.realpath(args.destination)):
         raise InvalidInput(f"{args.destination} is the source itself; give another folder")
     if args.kept_blocks is not None and not args.experts:
         raise InvalidInput(
@@ -60,4 +61,4 @@ def _convert(args: argparse.Namespace) -> None:
     kept = convert(checkpoint, model.components, args.dtype, destination, Console())
     for folder in kept:
         print(f"{folder} was there already")
-    print(f"{destination.address} is ready for --model")
+    print(f"{destination.location()} is ready for --model")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from wan_tpu.bucket import WeightFile
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.runtime.tensor_files import Stored, tensors
 from wan_tpu.runtime.torch_files import SUFFIXES, torch_tensors
 from wan_tpu.sources.disk import read_file
+from wan_tpu.storage.folder import WeightFile
 
 _ENDING, _INDEX = ".safetensors", ".safetensors.index.json"
 _STEMS = "diffusion_pytorch_model", "model"  # What diffusers and transformers read, of all files that they find.

@@ -4,8 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, BinaryIO, Protocol
+from typing import Any
 
 import google_crc32c
 import jax
@@ -13,40 +12,25 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.bucket import WeightFile
 from wan_tpu.checkpoint import OWN, Checkpoint, weight_file
 from wan_tpu.errors import CheckpointError
 from wan_tpu.progress import BYTES, Progress
 from wan_tpu.runtime.components import Component, open_component
 from wan_tpu.runtime.converted import FILE, MANIFEST, Cut, described
 from wan_tpu.runtime.weights import Block, Weight, read_weights
+from wan_tpu.storage.base import Missing, Storage
+from wan_tpu.storage.folder import WeightFile
 
 _KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # as safetensors has them
 _HEADER_ALIGNED = 4096  # bytes: where the weights begin
 _COPIED_BYTES = 16 * 2**20  # Of an adapter's file, in memory at a time.
 
 
-class Destination(Protocol):
-    """Where a checkpoint is written: a folder, or one in a bucket."""
-
-    def has(self, name: str) -> bool:
-        """Whether a file is there."""
-
-    def read(self, name: str) -> bytes:
-        """Return a small file; raises `FileNotFoundError`."""
-
-    def write(self, name: str, content: bytes) -> None:
-        """Write a small file."""
-
-    def open(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """Give a file to write to."""
-
-
 def convert(
     checkpoint: Checkpoint,
     components: Mapping[str, Component],
     dtype: str,
-    destination: Destination,
+    destination: Storage,
     progress: Progress,
 ) -> list[str]:
     """Write all components, and the adapters of the checkpoint's own presets.
@@ -77,7 +61,7 @@ def convert(
     for name, content in others.items():
         destination.write(name, content)
     for name, adapter in adapters.items():
-        with destination.open(name) as out:
+        with destination.writing(name) as out:
             for start in range(0, adapter.size, _COPIED_BYTES):
                 out.write(adapter.read(start, min(start + _COPIED_BYTES, adapter.size)))
     for name, folder in folders.items():
@@ -116,26 +100,26 @@ class _Folder:
         return described(cuts, checksums, self._dtype, _header(self.weights)[1], self._source, self._version)
 
 
-def _is_there(name: str, folder: _Folder, destination: Destination) -> bool:
+def _is_there(name: str, folder: _Folder, destination: Storage) -> bool:
     """Whether a component was written whole: of the same files of this source, and as it would be written now."""
     if not destination.has(f"{name}/{FILE}"):
         return False
     try:
         manifest = json.loads(destination.read(f"{name}/{MANIFEST}"))
         checksums = {weight: manifest["tensors"][weight]["crc32c"] for weight in folder.weights}
-    except (FileNotFoundError, KeyError, TypeError, ValueError):
+    except (Missing, KeyError, TypeError, ValueError):
         return False
     return bool(manifest == json.loads(folder.manifest(checksums)))
 
 
 def _write(
-    file: str, weights: Mapping[str, tuple[Weight, Cut]], destination: Destination, progress: Progress
+    file: str, weights: Mapping[str, tuple[Weight, Cut]], destination: Storage, progress: Progress
 ) -> dict[str, list[int]]:
     """Write one component's file; return the checksums of its weights' pieces."""
     header, size = _header(weights)
     checksums: dict[str, list[int]] = {}
     bar = progress.bar(file, size, unit=BYTES)
-    with destination.open(file) as out:
+    with destination.writing(file) as out:
         out.write(header)
         for name, (weight, cut) in weights.items():
             checksums[name] = []

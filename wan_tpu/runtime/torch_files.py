@@ -5,10 +5,10 @@ import zipfile
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from wan_tpu.bucket import WeightFile
 from wan_tpu.errors import CheckpointError, Unavailable
 from wan_tpu.runtime.tensor_files import Stored, refuse_other_content
 from wan_tpu.sources.disk import explain_disk_error
+from wan_tpu.storage.folder import WeightFile
 
 SUFFIXES = (".pth", ".pt")
 

@@ -1,9 +1,8 @@
-"""Read weights from files or gs:// onto a mesh: each process what its own devices hold, many ranges at a time."""
+"""Read weights from files or buckets onto a mesh: each process what its own devices hold, many ranges at a time."""
 
 import contextlib
 import itertools
 import math
-import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from wan_tpu.checkpoint import weight_file
 from wan_tpu.errors import CheckpointError, Unavailable
 from wan_tpu.progress import Bar, Silent
 from wan_tpu.runtime.tensor_files import Stored
+from wan_tpu.storage.streaming import can_stream
 
 RANGE_BYTES = 16 * 2**20  # of what is read at once: much larger ones aren't read faster
 RING_BYTES = 256 * 2**20  # of ranges that are under way, at most; less where there is little to read
@@ -111,14 +111,28 @@ def read_tensors(stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
 
 def _stream(ranges: Sequence[FileChunks], memory_limit: int) -> Generator[tuple[int, int, torch.Tensor], None, None]:
     """Yield ranges of files as they come: the file's number, the range's, and its bytes until the next one is asked."""
-    _tell_emulator()
+    streamed = [one for one in ranges if can_stream(one.path)]
     ends = {one.path: max(map(sum, zip(one.offsets, one.sizes, strict=True))) for one in ranges}
-    with FileStreamer() as streamer:
-        try:
-            streamer.stream_files(ranges, memory_limit=memory_limit, owned=False)
-            yield from streamer.get_chunks()
-        except ValueError as error:
-            raise _explain_failed_read(ends, error) from error
+    try:
+        if streamed:
+            with FileStreamer() as streamer:
+                streamer.stream_files(streamed, memory_limit=memory_limit, owned=False)
+                yield from streamer.get_chunks()
+        for one in ranges:
+            if one not in streamed:
+                yield from _read_ranges(one)
+    except ValueError as error:
+        raise _explain_failed_read(ends, error) from error
+
+
+def _read_ranges(file: FileChunks) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield ranges of a file one by one, as `_stream` does; raises `ValueError` where it is too short."""
+    source = weight_file(file.path)
+    for index, (start, size) in enumerate(zip(file.offsets, file.sizes, strict=True)):
+        content = source.read(start, start + size)
+        if len(content) != size:
+            raise ValueError(f"{len(content)} bytes of {size}")
+        yield file.id, index, torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _explain_failed_read(ends: Mapping[str, int], error: ValueError) -> CheckpointError | Unavailable:
@@ -137,11 +151,6 @@ def _explain_failed_read(ends: Mapping[str, int], error: ValueError) -> Checkpoi
         if file.size < size:
             return CheckpointError(f"{address} has {file.size} bytes of at least {size}; fetch the checkpoint again")
     return Unavailable(f"weights can't be read now ({error}); check the disk or the network, and try again")
-
-
-def _tell_emulator() -> None:
-    if "STORAGE_EMULATOR_HOST" in os.environ:  # Google's client in C++ has a name of its own for it
-        os.environ["CLOUD_STORAGE_EMULATOR_ENDPOINT"] = os.environ["STORAGE_EMULATOR_HOST"]
 
 
 class _Read(NamedTuple):

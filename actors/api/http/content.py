@@ -9,7 +9,7 @@ from fastapi.responses import RedirectResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Message, Send
 
-from actors.storage.base import OpenFile, Storage, StorageError
+from wan_tpu.storage.base import OpenFile, Storage, StorageError
 
 CHUNK = 65_536  # Bytes read at a time. A connection holds three of them at most: two that are sent, one to be sent.
 _RANGE = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})", re.ASCII)

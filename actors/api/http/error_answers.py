@@ -23,8 +23,8 @@ from actors.jobs.values import (
     UNHEALTHY,
 )
 from actors.observe.logs import log_event
-from actors.storage.base import StorageError
 from wan_tpu.errors import InvalidInput, InvalidRequest
+from wan_tpu.storage.base import StorageError
 
 log = logging.getLogger(__name__)
 

@@ -36,10 +36,10 @@ from actors.jobs.tables import Heartbeat, Job
 from actors.jobs.usage import read_usage
 from actors.jobs.values import Room
 from actors.observe.logs import log_event, repeated
-from actors.storage.base import Missing, StorageError
-from actors.storage.opening import open_storage
 from wan_tpu.errors import InvalidRequest, WanTpuError
 from wan_tpu.spec import ModelSpec
+from wan_tpu.storage.base import Missing, StorageError
+from wan_tpu.storage.opening import open_storage
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from actors.jobs.errors import JobNotFound, StoreUnavailable
 from actors.jobs.store import MAX_PAGE
 from actors.jobs.tables import Job
 from actors.jobs.values import Status
-from actors.storage.base import Missing
+from wan_tpu.storage.base import Missing
 
 POLL_AFTER = "openai-poll-after-ms"
 

@@ -10,7 +10,7 @@ from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from actors.jobs.values import Room
-from actors.storage.base import Storage
+from wan_tpu.storage.base import Storage
 
 _LOOK_S = 5.0  # for a job whose commit's answer was lost, before its client is told that nobody knows
 _AGAIN_S = 0.25  # between two looks

@@ -23,9 +23,9 @@ from actors.jobs.tables import Job
 from actors.jobs.values import BROKEN_VIDEO, INPUT_LOST, INTERNAL_ERROR, INVALID, LOST
 from actors.observe.logs import log_event
 from actors.observe.span import Span
-from actors.storage.base import Missing, Storage, StorageError
 from wan_tpu.errors import InvalidRequest, WanTpuError
 from wan_tpu.request import FIELDS, GenerationRequest
+from wan_tpu.storage.base import Missing, Storage, StorageError
 
 log = logging.getLogger(__name__)
 

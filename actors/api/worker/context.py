@@ -13,7 +13,7 @@ from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore, open_database
 from actors.jobs.work import WorkQueue
 from actors.slices.snapshots import Snapshots
-from actors.storage.opening import open_storage
+from wan_tpu.storage.opening import open_storage
 
 _RECENT = 20  # jobs that completed before, from which is known what sizes take
 

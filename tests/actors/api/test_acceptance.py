@@ -21,13 +21,13 @@ from actors.jobs.store import JobStore
 from actors.jobs.tables import File, Job
 from actors.jobs.values import Room
 from actors.jobs.work import WorkQueue
-from actors.storage.opening import open_storage
 from tests.actors.api.relay import Relay
 from tests.actors.api.serving import MODEL, create, listening, served, working
 from tests.actors.jobs.conftest import migrated_postgres, postgres_server  # noqa: F401 (fixtures)
 from tests.actors.small_spec import SPEC
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
+from wan_tpu.storage.opening import open_storage
 
 AGAIN = {"x-stainless-retry-count": "1"}
 

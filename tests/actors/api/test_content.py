@@ -13,9 +13,9 @@ import pytest
 
 from actors.jobs.retention import Retention
 from actors.jobs.work import WorkQueue
-from actors.storage.opening import open_storage
 from tests.actors.api.serving import create, served
 from tests.waiting import wait_for
+from wan_tpu.storage.opening import open_storage
 
 SIZE = 24_000_000  # More than the kernel's buffers of a connection hold.
 

@@ -12,7 +12,6 @@ from PIL import Image
 
 from actors.api.catalogue import Catalogue
 from actors.jobs.keys import make_key
-from actors.storage.local import LocalStorage
 from tests.actors.api.browsing import ask, audit, card_of, error_of, open_page, plays, shot, sync_api
 from tests.actors.api.serving import SPEC, create, served, working
 from tests.conftest import PHOTO
@@ -20,6 +19,7 @@ from tests.waiting import wait_for
 from wan_tpu.families import preset_spec
 from wan_tpu.lora import Lora
 from wan_tpu.request import CheckpointOverrides, Preset
+from wan_tpu.storage.local import LocalStorage
 
 DATA_URL = "data:image/png;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
 SEED = 2**53 + 1  # No number of JavaScript's.

@@ -16,12 +16,12 @@ from actors.api.http.content import send
 from actors.jobs.keys import KeyLimits, make_key, revoke_key
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
-from actors.storage.local import LocalStorage
 from tests.actors.api import serving
 from tests.actors.api.serving import create, done, served
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
 from wan_tpu.families import preset_spec
+from wan_tpu.storage.local import LocalStorage
 
 
 def as_data_url(image):

@@ -17,12 +17,12 @@ from actors.jobs.store import JobStore
 from actors.jobs.stored_request import VERSION
 from actors.jobs.tables import Job
 from actors.jobs.values import Room
-from actors.storage.opening import open_storage
 from tests.actors.api import serving
 from tests.actors.api.serving import create, done
 from tests.waiting import wait_for
 from wan_tpu.families import preset_spec
 from wan_tpu.lora import Lora
+from wan_tpu.storage.opening import open_storage
 
 LIGHTNING = (Lora("/adapters/high.safetensors", 1.0, "high"), Lora("/adapters/low.safetensors", 1.0, "low"))
 FRAME = Image.new("RGB", (96, 64), "red")

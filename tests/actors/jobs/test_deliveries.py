@@ -7,7 +7,7 @@ from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Delivery, Job
 from actors.jobs.work import WorkQueue
-from actors.storage.opening import open_storage
+from wan_tpu.storage.opening import open_storage
 
 
 def submit(database, url="https://example.com/hook"):

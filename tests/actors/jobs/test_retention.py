@@ -13,7 +13,7 @@ from actors.jobs.store import JobStore
 from actors.jobs.tables import File, Job
 from actors.jobs.values import JobSettings
 from actors.jobs.work import WorkQueue
-from actors.storage.opening import open_storage
+from wan_tpu.storage.opening import open_storage
 
 ALWAYS = JobSettings()
 AT_ONCE = JobSettings(ended_s=0.0, abandoned_s=0.0)

@@ -27,8 +27,8 @@ from actors.jobs.store import JobStore, open_database, private_key
 from actors.jobs.tables import Job
 from actors.jobs.values import JobSettings, Room
 from actors.jobs.work import WorkQueue
-from actors.storage.opening import open_storage
 from tests.conftest import ROOT
+from wan_tpu.storage.opening import open_storage
 
 
 def ask(owner="ann", prompt="a cat", **options):

@@ -10,8 +10,8 @@ from pathlib import Path
 from actors.batch.manifest import read_manifest
 from actors.batch.run import open_batch
 from actors.pipeline.driver import PipelineDriver
-from actors.storage.opening import open_storage
 from cluster.connect import connect
+from wan_tpu.storage.opening import open_storage
 
 
 def main(address, spec, manifest, output):

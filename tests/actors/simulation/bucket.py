@@ -1,7 +1,7 @@
 """What stands for storage: slow, full or down at times."""
 
-from actors.storage.base import Missing, StorageError
 from tests.actors.simulation.world import Process, World
+from wan_tpu.storage.base import Missing, StorageError
 
 
 class Bucket:

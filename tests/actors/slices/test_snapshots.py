@@ -13,12 +13,12 @@ from actors.slices.async_slice import AsyncSlice
 from actors.slices.messages import SliceRequest
 from actors.slices.payloads import pack
 from actors.slices.snapshots import Snapshots, Snapshotter, delete_snapshots, name_of
-from actors.storage.base import StorageError
 from tests.actors.small_spec import SPEC
-from wan_tpu import bucket
 from wan_tpu.data import DenoiseState
 from wan_tpu.families import preset_spec
 from wan_tpu.request import GenerationRequest
+from wan_tpu.storage import base
+from wan_tpu.storage.base import StorageError
 
 NAME = "video.0123456789abcdef"
 FILE = f"{NAME}.0005.safetensors"
@@ -154,7 +154,7 @@ def test_name_changes_when_an_adapter_in_a_bucket_is_replaced(gcs, gcs_prefix):
 
 
 def test_name_of_a_request_whose_adapter_can_t_be_reached_has_its_path_alone(monkeypatch, caplog):
-    monkeypatch.setattr(bucket, "OUTAGE_S", 0.1)
+    monkeypatch.setattr(base, "OUTAGE_S", 0.1)
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # nobody listens there
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{bound.getsockname()[1]}")

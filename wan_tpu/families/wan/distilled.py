@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wan_tpu.bucket import WeightFile
 from wan_tpu.checkpoint import OWN, Checkpoint, on_disk
 from wan_tpu.errors import CheckpointError
 from wan_tpu.runtime.torch_files import SUFFIXES, torch_tensors
+from wan_tpu.storage.folder import WeightFile
 
 FOLDERS = ("transformer", "transformer_2")
 _LINEAR = ".proj_l.weight"  # of sparse-linear attention

@@ -1,4 +1,4 @@
-"""Google Cloud Storage behind the interface of `actors.storage.base`, with Google's own client.
+"""Google Cloud Storage, with Google's own client.
 
 Retries are the client's: every call here may be repeated without harm, so the client repeats it, with growing pauses,
 on errors that pass. STORAGE_EMULATOR_HOST sends everything to an emulator, as that client does it.
@@ -6,10 +6,12 @@ on errors that pass. STORAGE_EMULATOR_HOST sends everything to an emulator, as t
 
 import contextlib
 import datetime
+import os
 import re
-import uuid
 from collections.abc import Callable, Iterator
-from typing import Any
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import requests
 import urllib3
@@ -21,37 +23,35 @@ from google.cloud import storage
 from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 from google.cloud.storage.retry import DEFAULT_RETRY
 
-from actors.storage.base import GCS_SCHEME, Missing, OpenFile, Storage, StorageError, check_name
-from wan_tpu.errors import InvalidInput
+from wan_tpu.sources.statuses import is_refusal
+from wan_tpu.storage import base
+from wan_tpu.storage.base import (
+    BucketStorage,
+    Missing,
+    OpenFile,
+    Refused,
+    StorageError,
+    StoredObject,
+    check_name,
+    content_type,
+    first_line,
+)
 
-# https://cloud.google.com/storage/docs/buckets#naming
-_BUCKET = re.compile(r"[a-z0-9][-_.a-z0-9]{1,220}[a-z0-9]")
 _TIMEOUT_S = (10.0, 60.0)  # To connect, and for each piece of a download.
-_CONTENT_TYPES = {".mp4": "video/mp4", ".json": "application/json", ".jsonl": "application/jsonl", ".png": "image/png"}
-_CONTENT_TYPES |= {".webp": "image/webp", ".jpg": "image/jpeg"}
 
 
-class GcsStorage(Storage):
+class GcsStorage(BucketStorage):
     """The objects below gs://bucket/prefix."""
 
+    scheme = "gs://"
+    bucket_pattern = re.compile(r"[a-z0-9][-_.a-z0-9]{1,220}[a-z0-9]")  # cloud.google.com/storage/docs/buckets#naming
+
     def __init__(self, bucket: str, prefix: str = "") -> None:
-        if not _BUCKET.fullmatch(bucket):
-            raise InvalidInput(f"{GCS_SCHEME}{bucket} names no bucket; give gs://bucket/prefix")
-        self._name = bucket
-        self._prefix = prefix.strip("/")
-        if self._prefix:
-            check_name(self._prefix, hidden=True)
+        super().__init__(bucket, prefix)
         with self._explained("open", self.location()):
             self._client = storage.Client()
             self._session = AuthorizedSession(self._client._credentials)
         self._bucket = self._client.bucket(bucket)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return GcsStorage, (self._name, self._prefix)
-
-    def location(self, name: str = "") -> str:
-        """Return the gs:// address."""
-        return GCS_SCHEME + "/".join(part for part in (self._name, self._prefix, name) if part)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return the content of the object; of the whole one the client compares its checksum."""
@@ -60,13 +60,13 @@ class GcsStorage(Storage):
             return b""
         with self._explained("read", where):
             last = None if stop is None else stop - 1
-            return self._blob(name).download_as_bytes(start=start or None, end=last, retry=DEFAULT_RETRY)
+            return self._blob(name).download_as_bytes(start=start or None, end=last, retry=_retry())
 
     def open(self, name: str, start: int = 0) -> OpenFile:
         """Open the generation of the object that is there now; its bytes come in one download."""
         where = self.location(check_name(name))
         with self._explained("read", where):
-            found = self._bucket.get_blob(self._blob(name).name, retry=DEFAULT_RETRY)
+            found = self._bucket.get_blob(self.key(name), retry=_retry())
             if found is None:
                 raise Missing(f"{where} does not exist; check the address")
             return _OpenObject(self._session, found.media_link, start, lambda: self._explained("read", where))
@@ -75,41 +75,48 @@ class GcsStorage(Storage):
         """Return the size of the object."""
         where = self.location(check_name(name))
         with self._explained("look for", where):
-            found = self._bucket.get_blob(self._blob(name).name, retry=DEFAULT_RETRY)
+            found = self._bucket.get_blob(self.key(name), retry=_retry())
         if found is None or found.size is None:
             raise Missing(f"{where} does not exist; check the address")
         return int(found.size)
 
-    def write(self, name: str, content: bytes) -> None:
-        """Upload the object: it is there when the upload has ended well, whatever was there stays until then."""
-        where = self.location(check_name(name))
-        suffix = "." + name.rpartition(".")[2]
-        kind = _CONTENT_TYPES.get(suffix, "application/octet-stream")
-        with self._explained("write", where):
-            self._blob(name).upload_from_string(content, content_type=kind, retry=DEFAULT_RETRY)
-
-    def list(self, prefix: str = "") -> dict[str, int]:
-        """Return objects below the prefix."""
-        below = self._prefix + "/" if self._prefix else ""
+    def objects(self, prefix: str = "") -> dict[str, StoredObject]:
+        """Return all objects below the prefix; their versions are generations."""
+        below = self.key("")
         with self._explained("list", self.location(prefix)):
-            found = {
-                blob.name.removeprefix(below): int(blob.size or 0)
-                for blob in self._client.list_blobs(self._bucket, prefix=below + prefix, retry=DEFAULT_RETRY)
+            return {
+                blob.name.removeprefix(below): StoredObject(int(blob.size or 0), str(blob.generation))
+                for blob in self._client.list_blobs(self._bucket, prefix=below + prefix, retry=_retry())
+                if not blob.name.endswith("/")  # the empty objects that consoles make as folders
             }
-        hidden = re.compile(r"(^|/)\.|/$")  # and the empty objects that consoles make as folders
-        return {name: size for name, size in sorted(found.items()) if name and not hidden.search(name)}
 
-    def delete(self, name: str) -> None:
+    def read_version(self, name: str, version: str, start: int, stop: int) -> bytes:
+        """Return bytes of a generation."""
+        with self._explained("read", self.location(name)):
+            blob = self._blob(name, int(version))
+            return blob.download_as_bytes(start=start, end=stop - 1, raw_download=True, retry=_retry())
+
+    def download(self, name: str, version: str, path: Path) -> None:
+        """Write a generation to a file."""
+        with self._explained("read", self.location(name)):
+            self._blob(name, int(version)).download_to_filename(str(path), retry=_retry())
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[BinaryIO]:
+        """Give a file that is uploaded as it is written, without a copy here."""
+        with self._explained("write", self.location(check_name(name))):
+            with self._blob(name).open("wb", content_type=content_type(name), retry=_retry()) as file:
+                yield file
+
+    def upload(self, name: str, content: bytes) -> None:
+        """Upload the object, a large one in a resumable upload."""
+        with self._explained("write", self.location(name)):
+            self._blob(name).upload_from_string(content, content_type=content_type(name), retry=_retry())
+
+    def remove(self, name: str) -> None:
         """Remove the object."""
-        with contextlib.suppress(Missing), self._explained("delete", self.location(check_name(name))):
-            self._blob(name).delete(retry=DEFAULT_RETRY)
-
-    def probe(self) -> None:
-        """Upload and remove a hidden object."""
-        name = f".probe.{uuid.uuid4().hex[:12]}"
-        with self._explained("write", self.location()):
-            self._blob(name).upload_from_string(b"probe", retry=DEFAULT_RETRY)
-            self._blob(name).delete(retry=DEFAULT_RETRY)
+        with self._explained("delete", self.location(name)):
+            self._blob(name).delete(retry=_retry())
 
     def url(self, name: str, seconds: float, filename: str) -> str | None:
         """Return an address signed with a service account's key, or by IAM (iam.serviceAccounts.signBlob)."""
@@ -128,40 +135,55 @@ class GcsStorage(Storage):
                 **signer,
             )
 
-    def _blob(self, name: str) -> Any:
-        return self._bucket.blob(f"{self._prefix}/{name}" if self._prefix else name)
+    def _blob(self, name: str, generation: int | None = None) -> Any:
+        return self._bucket.blob(self.key(name), generation=generation)
 
     @contextlib.contextmanager
     def _explained(self, action: str, where: str) -> Iterator[None]:
-        """Turn what the client raises into errors of this package."""
+        """Turn what the client raises into errors of this package, by whose fault it is."""
         try:
             yield
         except (api.NotFound, InvalidResponse) as error:
             if isinstance(error, InvalidResponse) and error.response.status_code != 404:
-                raise StorageError(f"can't {action} {where} ({_first_line(error)}); try again") from None
+                kind = Refused if is_refusal(error.response.status_code) else StorageError
+                raise kind(f"can't {action} {where} ({first_line(error)}); try again") from None
             if action not in ("write", "list"):
                 raise Missing(f"{where} does not exist, or its bucket doesn't; check the address") from None
-            raise StorageError(
-                f"can't use {where}: there is no bucket {self._name!r}; "
-                f"make it (gcloud storage buckets create gs://{self._name}), or check the name"
+            raise Refused(
+                f"can't use {where}: there is no bucket {self.bucket!r}; "
+                f"make it (gcloud storage buckets create gs://{self.bucket}), or check the name"
             ) from None
         except (api.Forbidden, api.Unauthorized) as error:
-            raise StorageError(
-                f"can't {action} {where}: not allowed ({_first_line(error)}); "
-                f"give this account the role roles/storage.objectUser on the bucket {self._name!r}"
+            raise Refused(
+                f"can't {action} {where}: not allowed ({first_line(error)}); "
+                f"give this account the role roles/storage.objectUser on the bucket {self.bucket!r}"
             ) from None
         except auth.GoogleAuthError as error:
-            raise StorageError(
-                f"can't {action} {where}: no usable Google credentials ({_first_line(error)}); run `gcloud auth "
+            kind = Refused if _is_refused(error) else StorageError
+            raise kind(
+                f"can't {action} {where}: no usable Google credentials ({first_line(error)}); run `gcloud auth "
                 "application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS to a service account's key file"
             ) from None
-        except (api.RetryError, requests.RequestException) as error:
+        except (api.RetryError, requests.RequestException, urllib3.exceptions.HTTPError, HTTPException) as error:
             raise StorageError(
-                f"can't {action} {where}: the service did not answer ({_first_line(error)}); "
+                f"can't {action} {where}: the service did not answer ({first_line(error)}); "
                 "check the network (and STORAGE_EMULATOR_HOST, if set), and run this again"
             ) from None
-        except (api.GoogleAPICallError, DataCorruption) as error:
-            raise StorageError(f"can't {action} {where} ({_first_line(error)}); run this again") from None
+        except (api.GoogleAPIError, DataCorruption) as error:
+            code = getattr(error, "code", None)
+            kind = Refused if code is not None and is_refusal(int(code)) else StorageError
+            raise kind(f"can't {action} {where} ({first_line(error)}); run this again") from None
+
+
+def _is_refused(error: auth.GoogleAuthError) -> bool:
+    """Return whether the server that grants access has answered no, and would answer so again."""
+    if isinstance(error, auth.DefaultCredentialsError):
+        # Its subclasses say what is wrong with credentials that were found. Without a key file, they come from the
+        # machine's metadata server, whose silence, as when a pod has just started, can't be told from its absence.
+        return type(error) is not auth.DefaultCredentialsError or "GOOGLE_APPLICATION_CREDENTIALS" in os.environ
+    if isinstance(error, auth.RefreshError):
+        return not error.retryable and not isinstance(error.__cause__, auth.TransportError)
+    return False
 
 
 class _OpenObject:
@@ -179,7 +201,7 @@ class _OpenObject:
 
     def read(self, size: int) -> bytes:
         with self._explained():
-            content: bytes = DEFAULT_RETRY(self._read)(size)
+            content: bytes = _retry()(self._read)(size)
         self._position += len(content)
         return content
 
@@ -204,5 +226,5 @@ class _OpenObject:
             raise requests.ConnectionError(error) from None
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+def _retry() -> Any:
+    return DEFAULT_RETRY.with_timeout(base.OUTAGE_S)

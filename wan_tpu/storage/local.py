@@ -1,8 +1,9 @@
-"""A folder behind the interface of `actors.storage.base`: of this machine, or of a file system that it has mounted."""
+"""A folder of this machine, or of a file system that it has mounted."""
 
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import socket
 import threading
@@ -10,9 +11,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from actors.storage.base import Missing, OpenFile, Storage, StorageError, check_name
+from wan_tpu.storage.base import Missing, OpenFile, Storage, StorageError, check_name
 
 _LOCK = ".wan-tpu.lock"
 _PARTIAL = ".partial"
@@ -21,12 +22,14 @@ _PARTIAL = ".partial"
 class LocalStorage(Storage):
     """A folder of this machine, or of a file system that it has mounted."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, private: bool = True) -> None:
+        """private: whether its files are for their user only, whatever the process's umask and the folder are."""
         self._folder = Path(folder).expanduser().absolute()
+        self._private = private
         self._one_at_a_time = threading.Lock()  # one that doesn't fit takes all the room until it has failed
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return LocalStorage, (str(self._folder),)
+        return functools.partial(LocalStorage, private=self._private), (str(self._folder),)
 
     def location(self, name: str = "") -> str:
         """Return the absolute path."""
@@ -49,10 +52,18 @@ class LocalStorage(Storage):
 
     def write(self, name: str, content: bytes) -> None:
         """Write beside it, flush to the disk, rename: a reader sees the old file or the new one."""
+        with self._one_at_a_time, self.writing(name) as file:
+            file.write(content)
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[BinaryIO]:
+        """Give a file beside it, which is flushed to the disk and renamed at the end."""
         path = self._path(name)
         with _writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with self._partial(path, content) as partial:
+            with self._partial(path) as (partial, file):
+                yield file
+                _flush(file)
                 partial.replace(path)
                 _sync_folder(path.parent)
 
@@ -88,8 +99,9 @@ class LocalStorage(Storage):
         """Write and remove a hidden file of one block."""
         with _writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            with self._partial(self._folder / "probe", bytes(4096)):
-                pass
+            with self._one_at_a_time, self._partial(self._folder / "probe") as (_, file):
+                file.write(bytes(4096))
+                _flush(file)
 
     def free(self) -> int | None:
         """Return what the file system has left for this user."""
@@ -130,18 +142,14 @@ class LocalStorage(Storage):
                     partial.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _partial(self, path: Path, content: bytes) -> Iterator[Path]:
-        """Give a hidden file beside the path with that content on the disk; it is gone afterwards."""
+    def _partial(self, path: Path) -> Iterator[tuple[Path, BinaryIO]]:
+        """Give the path of a hidden file beside `path`, and the file, to be written to; it is gone afterwards."""
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{_PARTIAL}")
-        with self._one_at_a_time:
-            try:
-                with open(partial, "wb", opener=_for_its_user_only) as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                yield partial
-            finally:
-                partial.unlink(missing_ok=True)
+        try:
+            with open(partial, "wb", opener=_for_its_user_only if self._private else None) as file:
+                yield partial, file
+        finally:
+            partial.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         return self._folder / check_name(name)
@@ -186,6 +194,12 @@ def _unless_missing(error: OSError) -> None:
     """Raise it, unless a folder isn't there yet or any more: what can't be listed now isn't empty."""
     if not isinstance(error, FileNotFoundError):
         raise error
+
+
+def _flush(file: BinaryIO) -> None:
+    """Have what was written on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

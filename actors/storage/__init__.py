@@ -1,1 +1,0 @@
-"""Where inputs, results and snapshots live: a folder or gs://."""

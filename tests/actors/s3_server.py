@@ -1,0 +1,61 @@
+"""moto's S3 over real HTTP, able to fail as the service does."""
+
+import re
+import threading
+
+import boto3
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+ACCOUNT = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+class Emulator:
+    """Starts in this process on a free port of the loopback interface.
+
+    failures  (HTTP status, message, "before" | "after" the request is carried out), for the next requests
+    """
+
+    def __init__(self):
+        self.failures = []
+        self.seen = []
+        self._application = DomainDispatcherApplication(create_backend_app)
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Silent)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.address = f"http://127.0.0.1:{self._server.server_port}"
+        self.environment = ACCOUNT | {"AWS_ENDPOINT_URL": self.address}
+
+    def _answer(self, environ, start_response):
+        self.seen.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}")
+        if not self.failures:
+            return self._application(environ, start_response)
+        status, message, when = self.failures.pop(0)
+        if when == "after":  # the request is carried out, its answer is lost
+            list(self._application(environ, lambda *args: None))
+        else:
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        code = re.sub(r"\W", "", message.title())
+        start_response(f"{status} {message}", [("Content-Type", "application/xml")])
+        return [f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()]
+
+    def make_bucket(self, name):
+        boto3.client(
+            "s3",
+            endpoint_url=self.address,
+            region_name=ACCOUNT["AWS_DEFAULT_REGION"],
+            aws_access_key_id=ACCOUNT["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=ACCOUNT["AWS_SECRET_ACCESS_KEY"],
+        ).create_bucket(Bucket=name)
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5)
+
+
+class _Silent(WSGIRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log(self, *args):
+        pass

@@ -1,0 +1,40 @@
+"""Addresses of buckets, told from paths of this machine. Nothing is imported, so that every command may ask."""
+
+from pathlib import Path
+
+SCHEMES = ("gs://", "s3://")  # Each with a class in `wan_tpu.storage.opening`.
+FORMS = "gs://bucket/prefix or s3://bucket/prefix"
+
+
+def is_bucket(location: str) -> bool:
+    """Return whether a location is the address of a bucket, or of something in one."""
+    return location.startswith(SCHEMES)
+
+
+def split_bucket(address: str) -> tuple[str, str, str]:
+    """Return an address's scheme, the name of its bucket, and what follows."""
+    scheme, _, rest = address.partition("://")
+    bucket, _, path = rest.partition("/")
+    return f"{scheme}://", bucket, path
+
+
+def split_location(location: str) -> tuple[str, str]:
+    """Return the folder or prefix and the name of one file: what `open_storage(folder)` then reads."""
+    if is_bucket(location):
+        scheme, bucket, path = split_bucket(location)
+        folder, _, name = path.rpartition("/")
+        return scheme + "/".join(part for part in (bucket, folder) if part), name
+    path_ = Path(location)
+    return str(path_.parent), path_.name
+
+
+def absolute(location: str) -> str:
+    """Return a path that means the same in every working folder; an address, or nothing, as it is."""
+    if not location or "://" in location or is_damaged(location):
+        return location
+    return str(Path(location).expanduser().absolute())
+
+
+def is_damaged(location: str) -> bool:
+    """Return whether it is an address that went through `Path`, which leaves one slash of two."""
+    return location.startswith(tuple(scheme.removesuffix("//") for scheme in SCHEMES)) and not is_bucket(location)

@@ -1,0 +1,221 @@
+"""What all storage has in common: one small interface, its errors, and which names can be used.
+
+A *name* is a relative path with forward slashes, such as "clips/cat.mp4". What is written appears whole or not at all.
+"""
+
+import contextlib
+import re
+import uuid
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, NamedTuple, Protocol
+
+from wan_tpu.errors import InvalidInput, Unavailable
+
+MAX_PART_BYTES = 200  # of a name between slashes: file systems allow 255, and the partial file's name is longer
+OUTAGE_S = 120.0  # A bucket that hasn't answered for so long is given up; each call is repeated until then.
+CONTENT_TYPES = {".mp4": "video/mp4", ".json": "application/json", ".jsonl": "application/jsonl", ".png": "image/png"}
+CONTENT_TYPES |= {".webp": "image/webp", ".jpg": "image/jpeg"}
+
+
+class StorageError(Unavailable):
+    """Something can't be read or written where it was asked for: perhaps only now, so nothing is known of content."""
+
+    exit_code = 2
+
+
+class Refused(StorageError):
+    """The answer was no, and the same call would get it again: the name is wrong, or access isn't granted."""
+
+
+class Missing(Refused):
+    """There is nothing under that name."""
+
+
+class OpenFile(Protocol):
+    """Content that is read in pieces, to its end also where its name is deleted meanwhile. Close it in the end.
+
+    In a bucket a deleted object can be read for as long as its connection lasts.
+    """
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes, at most so many and none at the end; raises `StorageError`."""
+
+    def close(self) -> None:
+        """Give it up; twice is as good as once."""
+
+
+class Storage(Protocol):
+    """A folder of names; every method raises `StorageError` saying which path, why, and what to do."""
+
+    jax_can_write: ClassVar[bool] = True  # Whether JAX can keep what it compiles at such a location.
+
+    def location(self, name: str = "") -> str:
+        """Return the path or address of a name (of the folder itself when left out), for people and links."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the content, or its bytes from `start` to before `stop`; raises `Missing`."""
+
+    def open(self, name: str, start: int = 0) -> "OpenFile":
+        """Open the content from a byte on, to be read in pieces; raises `Missing`."""
+
+    def size(self, name: str) -> int:
+        """Return how many bytes it has; raises `Missing`."""
+
+    def has(self, name: str) -> bool:
+        """Return whether something is there."""
+        try:
+            self.size(name)
+        except Missing:
+            return False
+        return True
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write the whole content or nothing, over what is there."""
+
+    def writing(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
+        """Give a file to write to in pieces; it is there under its name once the block has ended well."""
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """Return names that start with `prefix`, and their sizes in bytes, sorted; hidden ones are left out."""
+
+    def delete(self, name: str) -> None:
+        """Remove a name; it is fine when nothing is there."""
+
+    def clean(self, older_s: float) -> None:
+        """Remove what writers that were killed left half written, longer ago than that."""
+        return
+
+    def probe(self) -> None:
+        """Write and remove a small file, so that a place that can't be written to is known before any work."""
+
+    def free(self) -> int | None:
+        """Return how many bytes can still be written; None where nobody knows an end."""
+        return None
+
+    def url(self, name: str, seconds: float, filename: str) -> str | None:
+        """Return an address from which anybody can download a name for so long; None where there is none."""
+        return None
+
+    @contextlib.contextmanager
+    def claim(self, names: Iterable[str]) -> Iterator[None]:
+        """Hold the place for one writer of `names`, and remove what a killed one left half written.
+
+        Only a folder can be held (the lock ends with its process, however that ends); in a bucket nothing is ever half
+        written, two writers do double work but no harm, and a lock there would outlive a killed process.
+        """
+        yield
+
+
+class StoredObject(NamedTuple):
+    """An object of a bucket: its bytes, and a version that is another one when it has been written again."""
+
+    size: int
+    version: str
+
+
+class BucketStorage(Storage):
+    """The objects below a prefix of a bucket: what the services that keep buckets have in common.
+
+    Every call that may be repeated without harm is repeated until `OUTAGE_S`, with growing pauses, on errors that pass.
+    """
+
+    scheme: ClassVar[str]
+    bucket_pattern: ClassVar[re.Pattern[str]]
+
+    def __init__(self, bucket: str, prefix: str = "") -> None:
+        if not self.bucket_pattern.fullmatch(bucket):
+            raise InvalidInput(f"{self.scheme}{bucket} names no bucket; give {self.scheme}bucket/prefix")
+        self.bucket = bucket
+        self.prefix = prefix.strip("/")
+        if self.prefix:
+            check_name(self.prefix, hidden=True)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return type(self), (self.bucket, self.prefix)
+
+    def location(self, name: str = "") -> str:
+        """Return the address."""
+        return self.scheme + "/".join(part for part in (self.bucket, self.prefix, name) if part)
+
+    def key(self, name: str) -> str:
+        """Return the name that an object has in its bucket."""
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    @abstractmethod
+    def objects(self, prefix: str = "") -> dict[str, StoredObject]:
+        """Return all objects whose names start with `prefix`, hidden ones, too."""
+
+    @abstractmethod
+    def read_version(self, name: str, version: str, start: int, stop: int) -> bytes:
+        """Return bytes of an object as it was listed; raises `Missing` when it isn't that any more."""
+
+    @abstractmethod
+    def download(self, name: str, version: str, path: Path) -> None:
+        """Write an object as it was listed to a file, its checksum compared; raises as `read_version`, `OSError`."""
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """Return objects below the prefix."""
+        hidden = re.compile(r"(^|/)\.")
+        found = self.objects(prefix)
+        return {name: found[name].size for name in sorted(found) if not hidden.search(name)}
+
+    def probe(self) -> None:
+        """Upload and remove a hidden object."""
+        name = f".probe.{uuid.uuid4().hex[:12]}"
+        self.upload(name, b"probe")
+        self.remove(name)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Upload the object: it is there when the upload has ended well, whatever was there stays until then."""
+        self.upload(check_name(name), content)
+
+    def delete(self, name: str) -> None:
+        """Remove the object."""
+        with contextlib.suppress(Missing):
+            self.remove(check_name(name))
+
+    @abstractmethod
+    def upload(self, name: str, content: bytes) -> None:
+        """Write an object whose name was checked, or is hidden."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove an object whose name was checked, or is hidden."""
+
+
+def content_type(name: str) -> str:
+    """Return the media type that an object is served with, by its name's ending."""
+    return CONTENT_TYPES.get("." + name.rpartition(".")[2], "application/octet-stream")
+
+
+def first_line(error: Exception) -> str:
+    """Return what a client's exception says, short enough for a message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def check_name(name: str, *, hidden: bool = False) -> str:
+    """Return a name that can be used; raises `Refused` otherwise. hidden: as in `name_problem`."""
+    problem = name_problem(name, hidden=hidden)
+    if problem is not None:
+        raise Refused(f"the name {name!r} {problem}; give one such as 'clips/cat.mp4'")
+    return name
+
+
+def name_problem(name: str, *, hidden: bool = False) -> str | None:
+    """Return why a name can't be used under a folder, or None when it can; hidden: parts may begin with a dot."""
+    if not name:
+        return "is empty"
+    if name.startswith("/") or "\\" in name:
+        return "is not a relative path with forward slashes"
+    for part in name.split("/"):
+        if part in ("", ".", ".."):
+            return f"has the part {part!r}, and would leave its folder or change its meaning"
+        if part.startswith(".") and not hidden:
+            return f"has the part {part!r}, which would be hidden: begin it with another character than a dot"
+        if len(part.encode(errors="replace")) > MAX_PART_BYTES:
+            return f"has a part of more than {MAX_PART_BYTES} bytes"
+    if any(not character.isprintable() for character in name):
+        return "has a control character, or is no valid Unicode"
+    return None

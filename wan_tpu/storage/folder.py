@@ -1,0 +1,130 @@
+"""A bucket as a folder of this machine: weights are read from it in ranges, other files are fetched when needed.
+
+What was fetched is kept, and fetched again only when the object has changed: WAN_TPU_CACHE says where, ~/.cache/wan-tpu
+else.
+"""
+
+import contextlib
+import fnmatch
+import functools
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from filelock import FileLock
+
+from wan_tpu.errors import CheckpointError, Unavailable
+from wan_tpu.storage.addresses import split_bucket
+from wan_tpu.storage.base import BucketStorage, Refused, StorageError, StoredObject
+from wan_tpu.storage.opening import open_bucket
+
+# Where files of each service's buckets are kept, since buckets of two may have the same name.
+_CACHES = {"gs://": "buckets", "s3://": "s3-buckets"}
+
+
+def cache_folder() -> Path:
+    """Return where files of buckets are kept."""
+    return Path(os.environ.get("WAN_TPU_CACHE") or Path.home() / ".cache" / "wan-tpu")
+
+
+class WeightFile(NamedTuple):
+    """A file of weights, on disk or in a bucket.
+
+    read(start, stop) returns bytes of it; raises `CheckpointError` or `Unavailable`.
+
+    version  another one when the file has changed
+    """
+
+    address: str
+    size: int
+    read: Callable[[int, int], bytes]
+    version: str = ""
+
+
+class BucketFolder:
+    """The objects below an address such as gs://bucket/prefix, as a folder of this machine.
+
+    Every method raises `CheckpointError` when the bucket refuses, and `Unavailable` when it doesn't answer, or when the
+    disk here can't keep what it gave.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Raise `CheckpointError` for what is no address."""
+        self.address = address.rstrip("/")
+        scheme, bucket, prefix = split_bucket(self.address)
+        if not bucket or not prefix:
+            raise CheckpointError(f"{address} names no folder of a bucket; give {scheme}bucket/folder")
+        self.folder = cache_folder() / _CACHES[scheme] / bucket / prefix
+
+    def files(self, folder: str = "") -> dict[str, WeightFile]:
+        """Return the objects in this folder, or in one in it, by their names there, to read ranges of them."""
+        prefix = f"{folder}/" if folder else ""
+        with self._explained():
+            objects = {name: found for name, found in self._objects.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): WeightFile(
+                f"{self.address}/{name}", found.size, functools.partial(self._read, name, found.version), found.version
+            )
+            for name, found in objects.items()
+            if "/" not in name.removeprefix(prefix)
+        }
+
+    def _read(self, name: str, version: str, start: int, stop: int) -> bytes:
+        with self._explained():
+            return self._storage.read_version(name, version, start, stop)
+
+    def fetch(self, patterns: Sequence[str]) -> Path:
+        """Have all files whose names match one of the patterns ("*.json", "vae/*") here; return the folder."""
+        with self._explained():
+            for name, found in self._objects.items():
+                if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+                    self._fetch(name, found.version)
+            for file in self.folder.rglob("*"):
+                name = file.relative_to(self.folder).as_posix()
+                wanted = any(fnmatch.fnmatch(name, pattern) for pattern in patterns) and not file.name.startswith(".")
+                if wanted and name not in self._objects and file.is_file():
+                    file.unlink(missing_ok=True)  # it was deleted there
+        return self.folder
+
+    @functools.cached_property
+    def _storage(self) -> BucketStorage:
+        return open_bucket(self.address)
+
+    @functools.cached_property
+    def _objects(self) -> dict[str, StoredObject]:
+        return self._storage.objects()
+
+    def _fetch(self, name: str, version: str) -> None:
+        file = self.folder / name
+        if not file.resolve().is_relative_to(self.folder.resolve()):
+            raise CheckpointError(f"{self.address} has an object {name!r}, which would lie elsewhere")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        mark = file.with_name(f".{file.name}.generation")
+        with FileLock(file.with_name(f".{file.name}.lock")):  # others of this machine want the same
+            with contextlib.suppress(OSError):
+                if file.exists() and mark.read_text() == version:
+                    return
+            part = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
+            try:
+                self._storage.download(name, version, part)
+                part.rename(file)
+                mark.write_text(version)
+            finally:
+                part.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn errors of storage, and of the disk here, into those of checkpoints, by whose fault it is."""
+        try:
+            yield
+        except Refused as error:
+            raise CheckpointError(str(error)) from None
+        except StorageError as error:
+            raise Unavailable(str(error)) from None
+        except OSError as error:
+            raise Unavailable(
+                f"{self.address} can't be kept here ({error.strerror or error}); check the disk of {self.folder}, or "
+                "set WAN_TPU_CACHE to a folder on another one"
+            ) from None

@@ -1,0 +1,310 @@
+"""Amazon S3, and what speaks its protocol, with Amazon's own client.
+
+Credentials and region are found as that client finds them; AWS_ENDPOINT_URL sends everything to another service.
+"""
+
+import contextlib
+import datetime
+import io
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
+
+import urllib3
+
+from wan_tpu.errors import InvalidInput
+from wan_tpu.sources.statuses import is_refusal
+from wan_tpu.storage import base
+from wan_tpu.storage.base import (
+    BucketStorage,
+    Missing,
+    OpenFile,
+    Refused,
+    StorageError,
+    StoredObject,
+    check_name,
+    content_type,
+    first_line,
+)
+
+try:
+    import boto3
+    from botocore import exceptions as aws
+    from botocore.config import Config
+except ImportError:
+    raise InvalidInput("s3:// needs Amazon's client: pip install '.[s3]'") from None
+
+PART_BYTES = 32 * 2**20  # Of an upload in parts: S3 takes 10,000, each but the last of at least 5 MiB.
+_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
+# The client makes one attempt: `_repeat` repeats it, for as long as an outage may last.
+_CONFIG = Config(
+    connect_timeout=10, read_timeout=60, max_pool_connections=32, retries={"mode": "standard", "total_max_attempts": 1}
+)
+_SILENCE = (
+    aws.ConnectionError,
+    aws.HTTPClientError,
+    aws.IncompleteReadError,
+    aws.ResponseStreamingError,
+    urllib3.exceptions.HTTPError,
+)
+
+T = TypeVar("T")
+
+
+class S3Storage(BucketStorage):
+    """The objects below s3://bucket/prefix."""
+
+    scheme = "s3://"
+    bucket_pattern = re.compile(r"[a-z0-9][-.a-z0-9]{1,61}[a-z0-9]")  # docs.aws.amazon.com, bucketnamingrules.html
+    jax_can_write = False
+
+    def __init__(self, bucket: str, prefix: str = "") -> None:
+        super().__init__(bucket, prefix)
+        with self._explained("open", self.location()):
+            session = boto3.session.Session()
+            if session.get_credentials() is None:
+                raise aws.NoCredentialsError
+            self.client = session.client("s3", config=_CONFIG)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the content of the object; of the whole one the client compares its checksum."""
+        where = check_name(name)
+        if stop is not None and stop <= start:
+            return b""
+        span = _span(start, stop) if start or stop is not None else {}
+        return self.call("read", where, lambda key: self._get(key, **span).read())
+
+    def open(self, name: str, start: int = 0) -> OpenFile:
+        """Open the version of the object that is there now; its bytes come in one download."""
+        version = self.call("read", check_name(name), self._head)["ETag"]
+        return _OpenObject(self, name, version, start)
+
+    def size(self, name: str) -> int:
+        """Return the size of the object."""
+        return int(self.call("look for", check_name(name), self._head)["ContentLength"])
+
+    def objects(self, prefix: str = "") -> dict[str, StoredObject]:
+        """Return all objects below the prefix; their versions are ETags."""
+        below = self.key("")
+        return {
+            found["Key"].removeprefix(below): StoredObject(found["Size"], found["ETag"])
+            for found in self._list("list_objects_v2", "Contents", prefix)
+            if not found["Key"].endswith("/")  # the empty objects that consoles make as folders
+        }
+
+    def read_version(self, name: str, version: str, start: int, stop: int) -> bytes:
+        """Return bytes of the object while it has that ETag."""
+        return self.call("read", name, lambda key: self._get(key, version, **_span(start, stop)).read())
+
+    def download(self, name: str, version: str, path: Path) -> None:
+        """Write the object to a file while it has that ETag."""
+
+        def copy(key: str) -> None:
+            with path.open("wb") as file:
+                for piece in self._get(key, version).iter_chunks(PART_BYTES):
+                    file.write(piece)
+
+        self.call("read", name, copy)
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[BinaryIO]:
+        """Give a file that is uploaded in parts as it is written, without a copy here."""
+        upload = _Upload(self, check_name(name))
+        try:
+            yield cast(BinaryIO, upload)
+            upload.finish()
+        except BaseException:
+            upload.abort()
+            raise
+
+    def upload(self, name: str, content: bytes) -> None:
+        """Upload the object, at once: a large one is at most 5 GB."""
+        self.call("write", name, lambda key: self.client.put_object(
+            Bucket=self.bucket, Key=key, Body=content, ContentType=content_type(name)
+        ))  # fmt: skip
+
+    def remove(self, name: str) -> None:
+        """Remove the object."""
+        self.call("delete", name, lambda key: self.client.delete_object(Bucket=self.bucket, Key=key))
+
+    def clean(self, older_s: float) -> None:
+        """Remove the parts of uploads that began longer ago than that, and never ended."""
+        before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=older_s)
+        for upload in self._list("list_multipart_uploads", "Uploads"):
+            if upload["Initiated"] <= before:
+                _Upload(self, upload["Key"].removeprefix(self.key("")), upload["UploadId"]).abort()
+
+    def url(self, name: str, seconds: float, filename: str) -> str | None:
+        """Return an address signed with the credentials that this process has."""
+        with self._explained("sign an address of", self.location(check_name(name))):
+            wanted = {"Bucket": self.bucket, "Key": self.key(name)}
+            wanted |= {"ResponseContentDisposition": f'inline; filename="{filename}"'}
+            signed: str = self.client.generate_presigned_url("get_object", Params=wanted, ExpiresIn=round(seconds))
+            return signed
+
+    def call(self, action: str, name: str, ask: Callable[[str], T]) -> T:
+        """Return what `ask` returns for the key of an object, asked until an outage has lasted too long."""
+        with self._explained(action, self.location(name)):
+            return repeat(lambda: ask(self.key(name)))
+
+    def _get(self, key: str, version: str | None = None, **span: str) -> Any:
+        match = {} if version is None else {"IfMatch": version}
+        return self.client.get_object(Bucket=self.bucket, Key=key, **match, **span)["Body"]
+
+    def _head(self, key: str) -> Any:
+        return self.client.head_object(Bucket=self.bucket, Key=key)
+
+    def _list(self, method: str, part: str, prefix: str = "") -> list[dict[str, Any]]:
+        def ask(key: str) -> list[dict[str, Any]]:
+            pages = self.client.get_paginator(method).paginate(Bucket=self.bucket, Prefix=key)
+            return [found for page in pages for found in page.get(part, ())]
+
+        return self.call("list", prefix, ask)
+
+    @contextlib.contextmanager
+    def _explained(self, action: str, where: str) -> Iterator[None]:
+        """Turn what the client raises into errors of this package, by whose fault it is."""
+        try:
+            yield
+        except aws.ClientError as error:
+            raise self._explain(action, where, error) from None
+        except _SILENCE as error:
+            raise StorageError(
+                f"can't {action} {where}: the service did not answer ({first_line(error)}); "
+                "check the network (and AWS_ENDPOINT_URL, if set), and run this again"
+            ) from None
+        except aws.BotoCoreError as error:
+            # Without a key, credentials come from the machine's metadata server, whose silence, as when a pod has just
+            # started, can't be told from its absence.
+            passing = (aws.NoCredentialsError, aws.CredentialRetrievalError, aws.MetadataRetrievalError)
+            kind = StorageError if isinstance(error, passing) else Refused
+            raise kind(
+                f"can't {action} {where}: no usable AWS configuration ({first_line(error)}); run `aws configure`, or "
+                "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_DEFAULT_REGION"
+            ) from None
+
+    def _explain(self, action: str, where: str, error: Any) -> StorageError:
+        status = _status(error)
+        if status == 404 and action in ("write", "list"):
+            return Refused(
+                f"can't use {where}: there is no bucket {self.bucket!r}; "
+                f"make it (aws s3 mb s3://{self.bucket}), or check the name"
+            )
+        if status == 404:
+            return Missing(f"{where} does not exist, or its bucket doesn't; check the address")
+        if status == 412:
+            return Missing(f"{where} was replaced meanwhile; run this again")
+        if status in (401, 403):
+            return Refused(
+                f"can't {action} {where}: not allowed ({first_line(error)}); allow this account s3:GetObject, "
+                f"s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket {self.bucket!r}"
+            )
+        kind = Refused if is_refusal(status) and not _passes(error) else StorageError
+        return kind(f"can't {action} {where} ({first_line(error)}); run this again")
+
+
+class _Upload(io.RawIOBase):
+    """An object that is written in pieces: in parts, of which nothing is to be seen before the last is there."""
+
+    def __init__(self, storage: S3Storage, name: str, number: str = "") -> None:
+        self._storage, self._name, self._number = storage, name, number
+        self._waiting = bytearray()
+        self._parts: list[dict[str, Any]] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        self._waiting += content
+        while len(self._waiting) >= PART_BYTES:
+            self._send(bytes(self._waiting[:PART_BYTES]))
+            del self._waiting[:PART_BYTES]
+        return len(content)
+
+    def finish(self) -> None:
+        if not self._number:
+            return self._storage.upload(self._name, bytes(self._waiting))
+        if self._waiting:
+            self._send(bytes(self._waiting))
+        self._call("complete_multipart_upload", MultipartUpload={"Parts": self._parts})
+        return None
+
+    def abort(self) -> None:
+        """Have its parts removed; where the service doesn't answer, `S3Storage.clean` does so later."""
+        if self._number:
+            with contextlib.suppress(StorageError):
+                self._call("abort_multipart_upload")
+
+    def _send(self, content: bytes) -> None:
+        if not self._number:
+            kind = content_type(self._name)
+            self._number = self._call("create_multipart_upload", ContentType=kind)["UploadId"]
+        part = {"PartNumber": len(self._parts) + 1}
+        answer = self._call("upload_part", **part, Body=content)
+        self._parts.append(part | {name: answer[name] for name in ("ETag", "ChecksumCRC32") if name in answer})
+
+    def _call(self, method: str, **options: Any) -> Any:
+        upload = {"UploadId": self._number} if self._number else {}
+        ask = getattr(self._storage.client, method)
+        return self._storage.call(
+            "write", self._name, lambda key: ask(Bucket=self._storage.bucket, Key=key, **upload, **options)
+        )
+
+
+class _OpenObject:
+    """An object that is downloaded as it is read, and from where it was where the connection breaks."""
+
+    def __init__(self, storage: S3Storage, name: str, version: str, start: int) -> None:
+        self._storage, self._name, self._version, self._position = storage, name, version, start
+        self._body: Any = None
+
+    def read(self, size: int) -> bytes:
+        content: bytes = self._storage.call("read", self._name, lambda key: self._read(key, size))
+        self._position += len(content)
+        return content
+
+    def close(self) -> None:
+        if self._body is not None:
+            self._body.close()
+            self._body = None
+
+    def _read(self, key: str, size: int) -> bytes:
+        if self._body is None:
+            span = _span(self._position) if self._position else {}
+            self._body = self._storage._get(key, self._version, **span)
+        try:
+            content: bytes = self._body.read(size)
+        except _SILENCE:
+            self.close()
+            raise
+        return content
+
+
+def repeat(call: Callable[[], T]) -> T:
+    """Return what a call returns; one that fails for now is repeated, with growing pauses, until `OUTAGE_S`."""
+    until, pause_s = time.monotonic() + base.OUTAGE_S, _PAUSE_S
+    while True:
+        try:
+            return call()
+        except (aws.ClientError, *_SILENCE) as error:
+            if not _passes(error) or time.monotonic() + pause_s > until:
+                raise
+        time.sleep(pause_s * random.uniform(0.5, 1.0))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _passes(error: Exception) -> bool:
+    if not isinstance(error, aws.ClientError):
+        return True
+    return not is_refusal(_status(error)) or error.response["Error"].get("Code") == "RequestTimeout"  # Which is a 400.
+
+
+def _status(error: Any) -> int:
+    return int(error.response["ResponseMetadata"]["HTTPStatusCode"])
+
+
+def _span(start: int, stop: int | None = None) -> dict[str, str]:
+    return {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}

@@ -1,0 +1,23 @@
+"""What the streamer that reads weights from buckets must be told, and what it can't do."""
+
+import os
+
+from wan_tpu.storage.addresses import is_bucket, split_bucket
+
+_client: dict[str, str] = {}  # The scheme that the streamer has a client of in this process.
+
+
+def can_stream(location: str) -> bool:
+    """Return whether the streamer reads a path or address in this process, after telling it where.
+
+    Its clients in C++ have names of their own for what STORAGE_EMULATOR_HOST and AWS_ENDPOINT_URL tell those in Python.
+    Its library loads the client of one service, the one that is asked first, and takes every bucket for that service's.
+    """
+    if not is_bucket(location):
+        return True
+    if "STORAGE_EMULATOR_HOST" in os.environ:
+        os.environ["CLOUD_STORAGE_EMULATOR_ENDPOINT"] = os.environ["STORAGE_EMULATOR_HOST"]
+    if "AWS_ENDPOINT_URL" in os.environ:  # Other services than Amazon's have buckets in paths, not in host names.
+        os.environ.setdefault("RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING", "0")
+    scheme = split_bucket(location)[0]
+    return _client.setdefault("scheme", scheme) == scheme
