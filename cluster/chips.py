@@ -77,6 +77,11 @@ class Chip:
     tpu_vm_runtime: str | None = None
 
     @property
+    def device_bytes(self) -> float:
+        """Memory that programs may use of one JAX device."""
+        return self.usable_gib * GIB / self.devices
+
+    @property
     def sizes(self) -> dict[int, tuple[int, ...]]:
         """The shape of a slice by its number of chips."""
         return {math.prod(shape): shape for shape in self.topologies}

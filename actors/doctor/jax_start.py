@@ -86,13 +86,13 @@ def _check_memory(machine: Machine, stats: dict[str, int]) -> Finding:
     figures = {name: int(value) for name, value in stats.items()}
     if machine.chip is None:
         return Finding("memory of a device", f"{limit / GIB:.2f} GiB", figures=figures)
-    expected = machine.chip.usable_gib / machine.chip.devices
-    fine = limit >= 0.98 * expected * GIB
+    expected = machine.chip.device_bytes
+    fine = limit >= 0.98 * expected
     return Finding(
         "memory of a device",
         f"{limit / GIB:.2f} GiB",
         "ok" if fine else "warn",
-        f"{expected:.2f} GiB",
+        f"{expected / GIB:.2f} GiB",
         "" if fine else "plans count on more: say so in a report",
         figures,
     )

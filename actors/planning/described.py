@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from actors.planning.calibration import Calibration
-from cluster.chips import GIB
 from cluster.slice_spec import SliceSpec
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def described(kind: SliceSpec, calibration: Calibration | None = None) -> "Descr
             host_topology=chip.host_topology,
             clock_hz=chip.clock_hz,
             peak_flops=chip.bf16_flops / chip.devices,
-            hbm_bytes=chip.usable_gib * GIB / chip.devices,
+            hbm_bytes=chip.device_bytes,
             hbm_bytes_per_s=chip.hbm_bytes_per_s / chip.devices,
         ),
         wraps=(*sizes, 0)[:3],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from actors.planning.calibration import load_calibration
 from actors.planning.described import described
 from cluster.costs import capacity
-from cluster.costs.capacity import Costs, Estimate, StageCost, Terms
+from cluster.costs.capacity import Estimate, Fits, StageSeconds, Terms
 from cluster.costs.prices import Prices
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
@@ -23,9 +23,10 @@ from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.families import preset_spec, published
 from wan_tpu.media.video import check_folder, check_output
 from wan_tpu.request import GenerationRequest, ResolvedRequest
+from wan_tpu.runtime import memory
 
 if TYPE_CHECKING:
-    from wan_tpu.pricing.plan import Planner
+    from wan_tpu.pricing.plan import Needs, Planner
 
 PLOTS = (".png", ".svg", ".pdf")
 SHOWN = 8  # layouts, of those that were compared
@@ -127,13 +128,13 @@ def _money(args: argparse.Namespace) -> None:
     for kind in [pool.slice for pool in layout.pools] if layout else map(SliceSpec, args.slice):
         terms.prices.chip_hour(kind, terms.capacity, terms.region)  # refused before minutes of compiling
         measured = described(kind, args.calibration).calibrated
-    costs = _costs(args, layout)
+    seconds, fits = _measure_stages(args, layout)
     if layout is not None:
         asked = None if args.videos_a_day is None else args.videos_a_day / 24
-        found = [capacity.estimate(layout, costs, terms, asked)]
+        found = [capacity.estimate(layout, seconds, terms, asked)]
     else:
         experts = [expert.stage for expert in spec.experts(request)]
-        found = capacity.recommended(costs, spec.stages, experts, terms, args.videos_a_day, args.within)
+        found = capacity.recommended(seconds, spec.stages, experts, terms, args.videos_a_day, args.within, fits=fits)
     if args.plot:
         _draw(found, args.plot)
     if args.json:
@@ -154,10 +155,14 @@ def _money(args: argparse.Namespace) -> None:
         print(f"\n# the cheapest, as a layout\n{found[0].text}", end="")
 
 
-def _costs(args: argparse.Namespace, layout: Layout | None) -> Costs:
-    """Compile and price the stages: all on each kind of slice, or those of a layout's pools on theirs."""
+def _measure_stages(args: argparse.Namespace, layout: Layout | None) -> tuple[StageSeconds, Fits]:
+    """Compile and price the stages: all on each kind of slice, or those of a layout's pools on theirs.
+
+    Returns:
+        What a video takes of them, and whether a slice has memory for some of them together.
+    """
     spec, request = preset_spec(args.model), _request(args)
-    costs: dict[str, dict[str, StageCost]] = {}
+    needs: dict[str, dict[str, Needs]] = {}
     wanted: list[tuple[SliceSpec, Sequence[int | None], Sequence[str]]]
     if layout is None:
         wanted = [(SliceSpec(name), (None, None, None), spec.stages) for name in args.slice]
@@ -166,13 +171,15 @@ def _costs(args: argparse.Namespace, layout: Layout | None) -> Costs:
     for kind, mesh, stages in wanted:
         made = _planner(args, kind).plan(mesh, stages=stages)
         experts = [expert for expert in spec.experts(request) if expert.stage in stages]
-        costs.setdefault(kind.name, {}).update(
-            {stage: StageCost(*needed) for stage, needed in made.needs(experts).items()}
-        )
-        missing = [stage for stage in stages if stage not in costs[kind.name]]
+        needs.setdefault(kind.name, {}).update(made.needs(experts))
+        missing = [stage for stage in stages if stage not in needs[kind.name]]
         if layout is not None and missing:
             raise InvalidInput(f"{', '.join(missing)} can't be compiled for a {kind}: wan-tpu plan --slice {kind}")
-    return costs
+
+    def fits(kind: SliceSpec, stages: Sequence[str]) -> bool:
+        return memory.fits([needs[kind.name][stage].memory for stage in stages], kind.chip.device_bytes)
+
+    return {kind: {stage: need.seconds for stage, need in found.items()} for kind, found in needs.items()}, fits
 
 
 def _table(found: Sequence[Estimate]) -> str:

@@ -1,15 +1,15 @@
 """What layouts make and cost: videos an hour, seconds to a video, dollars a video; and which one meets a demand.
 
-Stages are known by what a video costs of them on a kind of slice. Videos come at any time of the day (Poisson), each
-keeps a slice of a pool for the seconds of its stages, always the same: M/D/c queues, one after the other.
+Stages are known by the seconds that a video takes of them on a kind of slice. Videos come at any time of the day
+(Poisson), each keeps a slice of a pool for the seconds of its stages, always the same: M/D/c queues, one after the
+other.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.chips import GIB
 from cluster.costs.prices import Prices
 from cluster.errors import NoCapacity
 from cluster.layout import Layout, Pool, Replicas
@@ -19,16 +19,8 @@ HOUR_S, DAY_S = 3600.0, 86400.0
 MOST_REPLICAS = 10_000
 
 
-@dataclass(frozen=True)
-class StageCost:
-    """What one stage takes of each slice of a kind: seconds a video; bytes a device of weights, and beside them."""
-
-    seconds: float
-    weights_bytes: int
-    other_bytes: int
-
-
-Costs = Mapping[str, Mapping[str, StageCost]]  # by kind of slice, then by stage
+StageSeconds = Mapping[str, Mapping[str, float]]  # Of a video, by kind of slice, then by stage.
+Fits = Callable[[SliceSpec, Sequence[str]], bool]  # Whether a slice has memory for stages together.
 
 
 @dataclass(frozen=True)
@@ -97,7 +89,9 @@ class Estimate:
         return "\n".join(lines) + "\n"
 
 
-def estimate(layout: Layout, costs: Costs, terms: Terms, videos_an_hour: float | None = None) -> Estimate:
+def estimate(
+    layout: Layout, stage_seconds: StageSeconds, terms: Terms, videos_an_hour: float | None = None
+) -> Estimate:
     """Return what a layout makes and costs with all the replicas that it may have.
 
     videos_an_hour  that are asked for; None: as many as keep its busiest pool busy for the share of `terms`
@@ -105,11 +99,11 @@ def estimate(layout: Layout, costs: Costs, terms: Terms, videos_an_hour: float |
     Raises `NoCapacity` for a demand that it can't meet, `PriceError`.
     """
     counts = {pool.name: pool.replicas.maximum for pool in layout.pools}
-    most = min(counts[pool.name] * HOUR_S * terms.ready / seconds_of(pool, costs) for pool in layout.pools)
+    most = min(counts[pool.name] * HOUR_S * terms.ready / seconds_of(pool, stage_seconds) for pool in layout.pools)
     asked = terms.busy * most if videos_an_hour is None else videos_an_hour
     if asked >= most:
         raise NoCapacity(f"{layout.source} makes {most:.1f} videos an hour at most, {asked:.1f} are asked for")
-    loads = tuple(_load(pool, counts[pool.name], costs, terms, asked) for pool in layout.pools)
+    loads = tuple(_load(pool, counts[pool.name], stage_seconds, terms, asked) for pool in layout.pools)
     dollars = sum(
         load.replicas * terms.prices.slice_hour(load.pool.slice, terms.capacity, terms.region) for load in loads
     )
@@ -118,22 +112,30 @@ def estimate(layout: Layout, costs: Costs, terms: Terms, videos_an_hour: float |
 
 
 def recommended(
-    costs: Costs, stages: Sequence[str], experts: Sequence[str], terms: Terms, videos_a_day: float, within_s: float
+    stage_seconds: StageSeconds,
+    stages: Sequence[str],
+    experts: Sequence[str],
+    terms: Terms,
+    videos_a_day: float,
+    within_s: float,
+    *,
+    fits: Fits,
 ) -> list[Estimate]:
     """Return the layouts that make so many videos a day, each within so many seconds in the mean; cheapest first.
 
-    costs    of the kinds of slices that may be used; stages  of the model, of which experts denoise
+    stage_seconds  on the kinds of slices that may be used; stages  of the model, of which experts denoise
+    fits           whether a slice has memory for stages together
 
     Raises `NoCapacity` with the fastest when none is fast enough, `PriceError`.
     """
     an_hour = videos_a_day / 24
     found = [
         sized
-        for layout in _layouts(costs, stages, experts)
-        if (sized := _sized(layout, costs, terms, an_hour, within_s))
+        for layout in _layouts(stage_seconds, stages, experts, fits)
+        if (sized := _sized(layout, stage_seconds, terms, an_hour, within_s))
     ]
     if not found:
-        raise NoCapacity(f"no stage of this model fits {', '.join(costs)}; give larger slices")
+        raise NoCapacity(f"no stage of this model fits {', '.join(stage_seconds)}; give larger slices")
     enough = [one for one in found if one.to_a_video_s <= within_s]
     if not enough:
         best = min(found, key=lambda one: one.to_a_video_s)
@@ -144,19 +146,9 @@ def recommended(
     return sorted(enough, key=lambda one: (one.dollars_an_hour, one.to_a_video_s))
 
 
-def seconds_of(pool: Pool, costs: Costs) -> float:
+def seconds_of(pool: Pool, stage_seconds: StageSeconds) -> float:
     """Return how long a video keeps a slice of a pool."""
-    return sum(costs[pool.slice.name][stage].seconds for stage in pool.stages)
-
-
-def fits(kind: SliceSpec, stages: Sequence[str], costs: Costs) -> bool:
-    """Whether a slice has room for the weights of all stages and the largest rest."""
-    found = [costs[kind.name].get(stage) for stage in stages]
-    if None in found:
-        return False
-    known = [one for one in found if one is not None]
-    needed = sum(one.weights_bytes for one in known) + max(one.other_bytes for one in known)
-    return needed <= kind.chip.usable_gib * GIB / kind.chip.devices
+    return sum(stage_seconds[pool.slice.name][stage] for stage in pool.stages)
 
 
 def waiting_s(replicas: int, seconds: float, an_hour: float) -> float:
@@ -172,13 +164,15 @@ def waiting_s(replicas: int, seconds: float, an_hour: float) -> float:
     return delayed * seconds / (replicas - load) / 2
 
 
-def _load(pool: Pool, replicas: int, costs: Costs, terms: Terms, an_hour: float) -> PoolLoad:
-    seconds = seconds_of(pool, costs) / terms.ready  # while some start, the others have more to do
+def _load(pool: Pool, replicas: int, stage_seconds: StageSeconds, terms: Terms, an_hour: float) -> PoolLoad:
+    seconds = seconds_of(pool, stage_seconds) / terms.ready  # while some start, the others have more to do
     busy = an_hour * seconds / HOUR_S / replicas
     return PoolLoad(pool, replicas, seconds * terms.ready, busy, waiting_s(replicas, seconds, an_hour))
 
 
-def _layouts(costs: Costs, stages: Sequence[str], experts: Sequence[str]) -> Iterator[Layout]:
+def _layouts(
+    stage_seconds: StageSeconds, stages: Sequence[str], experts: Sequence[str], fits: Fits
+) -> Iterator[Layout]:
     """Yield what is compared: all stages on one slice; the experts, and the ends; each stage by itself."""
     ends = tuple(stage for stage in stages if stage not in experts)
     groupings: list[dict[str, tuple[str, ...]]] = [
@@ -186,7 +180,7 @@ def _layouts(costs: Costs, stages: Sequence[str], experts: Sequence[str]) -> Ite
         {"ends": ends, "experts": tuple(experts)},
         {stage: (stage,) for stage in stages},
     ]
-    kinds = [SliceSpec(name) for name in costs]
+    kinds = [SliceSpec(name) for name in stage_seconds]
     for grouping in groupings:
         for large in kinds:
             for small in kinds if len(grouping) > 1 else [large]:
@@ -194,16 +188,19 @@ def _layouts(costs: Costs, stages: Sequence[str], experts: Sequence[str]) -> Ite
                     Pool(name, hosted, large if set(hosted) & set(experts) else small)
                     for name, hosted in grouping.items()
                 ]
-                if all(fits(pool.slice, pool.stages, costs) for pool in pools):
+                known = all(set(pool.stages) <= set(stage_seconds[pool.slice.name]) for pool in pools)
+                if known and all(fits(pool.slice, pool.stages) for pool in pools):
                     split = f"{len(pools)} pools" if len(pools) > 1 else "one pool"
                     what = str(large) if large == small else f"{large} and {small}"
                     yield Layout(f"{split} on {what}", tuple(pools))
 
 
-def _sized(layout: Layout, costs: Costs, terms: Terms, an_hour: float, within_s: float) -> Estimate | None:
+def _sized(
+    layout: Layout, stage_seconds: StageSeconds, terms: Terms, an_hour: float, within_s: float
+) -> Estimate | None:
     """Return a layout with the fewest replicas that are busy for no longer than they may be, and fast enough."""
     counts = {
-        pool.name: max(1, math.ceil(an_hour * seconds_of(pool, costs) / HOUR_S / terms.ready / terms.busy))
+        pool.name: max(1, math.ceil(an_hour * seconds_of(pool, stage_seconds) / HOUR_S / terms.ready / terms.busy))
         for pool in layout.pools
     }
     while True:
@@ -212,7 +209,7 @@ def _sized(layout: Layout, costs: Costs, terms: Terms, an_hour: float, within_s:
         pools = tuple(
             dataclasses.replace(pool, replicas=Replicas(counts[pool.name], counts[pool.name])) for pool in layout.pools
         )
-        made = estimate(dataclasses.replace(layout, pools=pools), costs, terms, an_hour)
+        made = estimate(dataclasses.replace(layout, pools=pools), stage_seconds, terms, an_hour)
         longest = max(made.pools, key=lambda load: load.wait_s)
         if made.to_a_video_s <= within_s or longest.wait_s < 1.0:
             return made

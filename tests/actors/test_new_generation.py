@@ -8,12 +8,13 @@ from actors.doctor.finding import Machine
 from actors.planning.described import described
 from cluster import chips
 from cluster.chips import CHIPS, GIB, load_chip
-from cluster.costs.capacity import StageCost, Terms, recommended
+from cluster.costs.capacity import Terms, recommended
 from cluster.costs.prices import Prices
 from cluster.errors import UnknownSlice
 from cluster.slice_spec import SliceSpec
 from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.ici import Interconnect
+from wan_tpu.runtime.memory import MemoryNeed, fits
 
 INVENTED = """
 name: v99
@@ -129,10 +130,14 @@ def test_a_program_is_priced():
 def test_a_video_s_dollars_are_computed(tmp_path):
     (tmp_path / "prices.yaml").write_text(PRICES)
     terms = Terms(Prices.load(tmp_path / "prices.yaml"))
-    needs = {stage: StageCost(36.0, 90 * GIB, GIB) for stage in ("encoder", "denoise", "decoder")}
-    costs = {"v99-8": needs, "v99-16": needs}
-    [best, *_] = recommended(costs, tuple(needs), ("denoise",), terms, videos_a_day=24, within_s=3600)
-    assert best.chips == 4  # All weights fit the 200 GiB of no device, so two slices of two chips share them.
+    seconds = {"v99-8": dict.fromkeys(("encoder", "denoise", "decoder"), 36.0)}
+    stages = tuple(seconds["v99-8"])
+
+    def fit(kind, stages):
+        return fits([MemoryNeed(90 * GIB, GIB) for _ in stages], kind.chip.device_bytes)
+
+    [best, *_] = recommended(seconds, stages, ("denoise",), terms, videos_a_day=24, within_s=3600, fits=fit)
+    assert best.chips == 4  # Three stages don't fit the 200 GiB of a device, so two slices of two chips share them.
     assert best.dollars_an_hour == pytest.approx(4 * 7.5)
 
 

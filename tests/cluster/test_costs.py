@@ -7,11 +7,12 @@ import pytest
 
 from actors.planning import plan
 from cluster.chips import GIB
-from cluster.costs.capacity import Costs, StageCost, Terms, estimate, recommended, waiting_s
+from cluster.costs.capacity import Terms, estimate, recommended, waiting_s
 from cluster.costs.prices import Prices
 from cluster.errors import NoCapacity, PriceError
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
+from wan_tpu.runtime.memory import MemoryNeed, fits
 
 STAGES, EXPERTS = ("encoder", "high", "low", "decoder"), ("high", "low")
 TEXT = """
@@ -20,13 +21,16 @@ chips:
   v6e: {on-demand: {here: 2.0, there: 3.0}, spot: {there: 1.0}}
 """
 # Seconds and GiB a device, as they might be: on four chips twice as long, and twice as much.
-COSTS: Costs = {
-    name: {
-        stage: StageCost(seconds * scale, int(gib * scale * GIB), 2 * GIB)
-        for stage, seconds, gib in (("encoder", 0.5, 2), ("high", 40, 4), ("low", 68, 4), ("decoder", 0.5, 1))
-    }
-    for name, scale in (("v6e-4", 2), ("v6e-8", 1))
-}
+_STAGES = {"encoder": (0.5, 2), "high": (40, 4), "low": (68, 4), "decoder": (0.5, 1)}
+SCALES = {"v6e-4": 2, "v6e-8": 1}
+SECONDS = {kind: {stage: s * scale for stage, (s, _) in _STAGES.items()} for kind, scale in SCALES.items()}
+
+
+def fit(kind, stages):
+    parts = [MemoryNeed(_STAGES[stage][1] * SCALES[kind.name] * GIB, 2 * GIB) for stage in stages]
+    return fits(parts, kind.chip.device_bytes)
+
+
 LAYOUT = """
 pools:
   ends: {stages: [encoder, decoder], slice: v6e-4}
@@ -61,7 +65,7 @@ def test_waits_are_those_of_a_simulated_queue(replicas, busy):
 
 
 def test_a_layout_makes_what_its_slowest_pool_makes(terms):
-    found = estimate(Layout.parse(LAYOUT, "mine"), COSTS, terms)
+    found = estimate(Layout.parse(LAYOUT, "mine"), SECONDS, terms)
     assert found.videos_an_hour == pytest.approx(2 * 3600 / 108 * 0.99)
     assert found.chips == 4 + 2 * 8
     assert found.dollars_an_hour == pytest.approx(20 * 2.0)
@@ -70,12 +74,12 @@ def test_a_layout_makes_what_its_slowest_pool_makes(terms):
     assert (ends.seconds, experts.seconds) == (2.0, 108.0)
     assert experts.busy == pytest.approx(0.8)
     assert found.to_a_video_s == pytest.approx(110 + ends.wait_s + experts.wait_s)
-    spot = estimate(Layout.parse(LAYOUT, "mine"), COSTS, Terms(terms.prices, "spot", busy=0.8))
+    spot = estimate(Layout.parse(LAYOUT, "mine"), SECONDS, Terms(terms.prices, "spot", busy=0.8))
     assert spot.dollars_an_hour == pytest.approx(20 * 1.0)
 
 
 def test_the_cheapest_comes_first_and_all_meet_the_demand(terms):
-    found = recommended(COSTS, STAGES, EXPERTS, terms, videos_a_day=5000, within_s=600)
+    found = recommended(SECONDS, STAGES, EXPERTS, terms, videos_a_day=5000, within_s=600, fits=fit)
     assert [one.dollars_an_hour for one in found] == sorted(one.dollars_an_hour for one in found)
     assert len({one.name for one in found}) == len(found) == 1 + 1 + 4 + 4  # four chips have no room for all
     for one in found:
@@ -83,23 +87,23 @@ def test_the_cheapest_comes_first_and_all_meet_the_demand(terms):
         assert one.videos_an_hour * 0.8 >= 5000 / 24
         layout = Layout.parse(one.text, "printed")
         layout.check_stages(STAGES)
-        again = estimate(layout, COSTS, terms, 5000 / 24)
+        again = estimate(layout, SECONDS, terms, 5000 / 24)
         assert again.dollars_an_hour == pytest.approx(one.dollars_an_hour)
 
 
 def test_more_slices_are_taken_where_videos_would_wait_too_long(terms):
-    slow, fast = (recommended(COSTS, STAGES, EXPERTS, terms, 500, within)[0] for within in (1000, 130))
+    slow, fast = (recommended(SECONDS, STAGES, EXPERTS, terms, 500, within, fits=fit)[0] for within in (1000, 130))
     assert fast.to_a_video_s <= 130 < slow.to_a_video_s
     assert fast.dollars_an_hour > slow.dollars_an_hour
 
 
 def test_a_demand_that_nothing_meets_is_refused_with_what_comes_nearest(terms):
     with pytest.raises(NoCapacity, match=r"the fastest of 10 layouts takes 11\d s to a video .* within 60 s is asked"):
-        recommended(COSTS, STAGES, EXPERTS, terms, 5000, 60)
+        recommended(SECONDS, STAGES, EXPERTS, terms, 5000, 60, fits=fit)
     with pytest.raises(NoCapacity, match=r"mine makes 66\.0 videos an hour at most, 70\.0 are asked for"):
-        estimate(Layout.parse(LAYOUT, "mine"), COSTS, terms, 70)
+        estimate(Layout.parse(LAYOUT, "mine"), SECONDS, terms, 70)
     with pytest.raises(NoCapacity, match="fits v6e-1; give larger slices"):
-        recommended({"v6e-1": {}}, STAGES, EXPERTS, terms, 1, 60)
+        recommended({"v6e-1": {}}, STAGES, EXPERTS, terms, 1, 60, fits=fit)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,7 @@ def test_the_shipped_table_has_what_the_docs_say():
 
 
 def test_what_is_printed_can_be_read(terms, tmp_path):
-    found = recommended(COSTS, STAGES, EXPERTS, terms, 5000, 600)
+    found = recommended(SECONDS, STAGES, EXPERTS, terms, 5000, 600, fits=fit)
     lines = plan._table(found).splitlines()[1:]
     assert [line.split()[-1] for line in lines] == [f"{one.dollars_a_video:.3f}" for one in found]
     rows = plan._described(found[0]).splitlines()[2:]

@@ -23,10 +23,10 @@ from wan_tpu.adapters import merging
 from wan_tpu.adapters.adapter import Targets
 from wan_tpu.adapters.files import find, read
 from wan_tpu.adapters.merging import KEPT, Adapters
-from wan_tpu.adapters.room import DeviceRoom
 from wan_tpu.errors import InvalidRequest, Unavailable
 from wan_tpu.lora import Lora, lora_of
 from wan_tpu.pipeline import Pipeline
+from wan_tpu.runtime.memory import DeviceRoom
 
 
 def test_host_memory_is_bounded_and_files_that_change_are_read_again(pipeline, transformer, tmp_path):

@@ -14,8 +14,8 @@ from wan_tpu.pricing.compiling import Compiled, Job, compile_job
 from wan_tpu.pricing.cost import CATEGORIES, Times
 from wan_tpu.pricing.plan import KEYS, STEP, Plan, Planner, Prediction, ProgramPlan, StagePlan, share_of_peak
 from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
+from wan_tpu.runtime.memory import GIB
 from wan_tpu.runtime.mesh import MeshShape
-from wan_tpu.runtime.program import GIB
 
 MODEL = "wan2.1-t2v-1.3b"
 SETTINGS = {"height": 480, "width": 832, "frames": 81, "steps": 50, "guidance_scale": 5.0}
@@ -147,7 +147,7 @@ def test_a_stage_takes_its_experts_share_and_what_is_refused_is_left_out(plan):
     assert list(found) == ["high", "low"]  # the decoder can't be compiled
     seconds = 50 * 2.0 + 2 * 1.0 + 1.0  # of the host
     assert [needed.seconds for needed in found.values()] == pytest.approx([seconds * 20 / 50, seconds * 30 / 50])
-    assert {(needed.weights_bytes, needed.other_bytes) for needed in found.values()} == {
+    assert {needed.memory for needed in found.values()} == {
         (2 * GIB + GIB // 2, 3 * GIB)
     }  # Code stays on the device, as weights do.
 

@@ -30,8 +30,9 @@ from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
 from wan_tpu.pricing.probe import type_of_8_bits
 from wan_tpu.runtime.components import abstract_component
+from wan_tpu.runtime.memory import GIB
 from wan_tpu.runtime.mesh import make_mesh
-from wan_tpu.runtime.program import GIB, Program
+from wan_tpu.runtime.program import Program
 from wan_tpu_kernels.linear import linear
 
 pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")

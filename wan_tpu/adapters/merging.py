@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 from wan_tpu.adapters.adapter import Adapter, Factors, Targets
 from wan_tpu.adapters.files import find, read
-from wan_tpu.adapters.room import DeviceRoom
 from wan_tpu.lora import Lora
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import DTYPES, SCALE, Component, Loaded
+from wan_tpu.runtime.memory import DeviceRoom, MemoryNeed, fits
 from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import FetchedLora, Runtime
 from wan_tpu_kernels.low_precision import to_8_bits
@@ -121,7 +121,7 @@ class Adapters:
     def _fits(self, name: str, memory: dict[str, int] | None, needed: int) -> bool:
         if memory is None:
             return sum(key[0] == name for key in self._merged) < KEPT
-        return self._room.bytes_left(memory) > needed
+        return fits([MemoryNeed(needed)], self._room.bytes_left(memory))
 
 
 def _content(loras: Sequence[FetchedLora]) -> Content:

@@ -21,6 +21,7 @@ from wan_tpu.aot import key
 from wan_tpu.aot.topology import DescribedSlice, Hardware
 from wan_tpu.errors import DoesNotFit
 from wan_tpu.request import GenerationRequest
+from wan_tpu.runtime.memory import MemoryNeed, needed_bytes
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Compiled:
     @property
     def total_bytes(self) -> int:
         """All memory it needs."""
-        return self.weights_bytes + self.other_bytes + self.code_bytes
+        return needed_bytes([MemoryNeed(self.weights_bytes + self.code_bytes, self.other_bytes)])
 
 
 def compile_job(job: Job, cache: Path) -> tuple[Compiled, str]:

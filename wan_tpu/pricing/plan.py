@@ -20,8 +20,8 @@ from wan_tpu.pricing.host import host_seconds
 from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_prices import CountBundles, KernelPrices, count_alone
 from wan_tpu.request import ResolvedRequest
+from wan_tpu.runtime.memory import GIB, MemoryNeed, needed_bytes
 from wan_tpu.runtime.mesh import MeshShape, make_mesh
-from wan_tpu.runtime.program import GIB
 
 Report = Callable[[str], object]
 KEYS = "text keys"
@@ -72,11 +72,10 @@ class StagePlan:
 
 
 class Needs(NamedTuple):
-    """What a video takes of a slice in one stage: seconds; bytes a device of weights and code, and beside them."""
+    """What a video takes of a slice in one stage: seconds, and memory of a device."""
 
     seconds: float
-    weights_bytes: int
-    other_bytes: int
+    memory: MemoryNeed
 
 
 def _owner(program: ProgramPlan) -> str:
@@ -109,7 +108,7 @@ class Plan:
                 weights[STEP] *= self.copies
             other = max(program.compiled.other_bytes for program in stage.programs)
             code = sum(program.compiled.code_bytes for program in stage.programs)  # It stays, as weights do.
-            needed = Needs(seconds.estimate + stage.host_s, sum(weights.values()) + code, other)
+            needed = Needs(seconds.estimate + stage.host_s, MemoryNeed(sum(weights.values()) + code, other))
             if stage.name != "denoise":
                 found[stage.name] = needed
                 continue
@@ -130,17 +129,22 @@ class Plan:
         return 1 + any(program.name.startswith(ADAPTERS) for program in self.programs)
 
     @property
-    def resident_gib(self) -> float:
-        """GiB a device with all weights and programs resident.
+    def parts(self) -> list[MemoryNeed]:
+        """What all weights and programs need of a device that holds them together.
 
-        The programs of a VAE half share theirs, so do a step and the text's keys; experts don't.
+        The programs of a VAE half share their weights, so do a step and the text's keys; experts don't.
         """
         weights: dict[str, int] = {}
         for program in self.programs:
             owner = _owner(program)
             weights[owner] = program.compiled.weights_bytes * (self.experts * self.copies if owner == STEP else 1)
-        code = sum(program.compiled.code_bytes for program in self.programs)
-        return (sum(weights.values()) + code + max(program.compiled.other_bytes for program in self.programs)) / GIB
+        programs = [MemoryNeed(program.compiled.code_bytes, program.compiled.other_bytes) for program in self.programs]
+        return [*map(MemoryNeed, weights.values()), *programs]
+
+    @property
+    def resident_gib(self) -> float:
+        """GiB a device with all weights and programs resident."""
+        return needed_bytes(self.parts) / GIB
 
     @property
     def largest_gib(self) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from wan_tpu.pricing.cost import CATEGORIES
 from wan_tpu.pricing.plan import STEP, Plan, Prediction, ProgramPlan, share_of_peak
-from wan_tpu.runtime.program import GIB
+from wan_tpu.runtime.memory import GIB, fits
 
 SHORT = "predicted; kernels that were measured took up to 7 % longer: docs/performance.md, published measurements"
 
@@ -150,7 +150,7 @@ def _verdict(plan: Plan, memory: float) -> list[str]:
     other = [program.name for program in plan.programs if program.compiled.refused and program.name not in large]
     if large or other:
         return [f"{what}: {', '.join(names)}" for what, names in (("doesn't fit", large), ("failed", other)) if names]
-    resident = "fit" if plan.resident_gib <= memory else "do NOT fit"
+    resident = "fit" if fits(plan.parts, plan.slice.hardware.hbm_bytes) else "do NOT fit"
     return [
         f"one component at a time: {plan.largest_gib:.1f} GiB a device; "
         f"all {plan.resident_gib:.1f} GiB resident {resident} ({memory - plan.resident_gib:+.1f})"

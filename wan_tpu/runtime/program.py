@@ -1,7 +1,6 @@
 """Compiled programs, with their compile time kept apart from their run time."""
 
 import functools
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wan_tpu.errors import CompileFailed, DoesNotFit
+from wan_tpu.runtime.memory import GIB, read_refusal
 from wan_tpu.runtime.mesh import placed, replicated
 from wan_tpu.switches import is_synchronous
 
@@ -45,8 +45,6 @@ def compiler_options(mesh: Mesh, *, sparse_cores: bool = False) -> dict[str, str
     options: dict[str, str | bool] = {"xla_tpu_enable_async_all_to_all": "false" if is_synchronous() else "true"}
     return options | ({} if sparse_cores else ON_TENSOR_CORE)
 
-
-GIB = 2**30
 
 # A program, the denoising step for example, keeps executables of so many sizes. The one that was used least recently
 # goes, and is compiled or loaded again when it is asked for. Without a bound they would fill the host and the TPU.
@@ -170,25 +168,12 @@ def _memory(name: str, args: tuple[Any, ...] = ()) -> Iterator[None]:
             raise
         # The first argument is the weights, where there are several.
         of = "".join(f" of {x.dtype} {list(x.shape)}" for x in jax.tree.leaves(args[1:] or args)[:1])
-        needed, available = _sizes(message)
+        needed, available = read_refusal(message)
         if needed is None or available is None:
             reason = f"needs more memory than a device has: {message.splitlines()[0]}"
         else:
             reason = f"needs {needed / GIB:.1f} GiB a device of {available / GIB:.1f}"
         raise DoesNotFit(f"{name}{of} {reason}", needed, available) from error
-
-
-def _sizes(message: str) -> tuple[int | None, int | None]:
-    """Read how much memory a program needs on a device, and how much there is, from the TPU compiler's refusal.
-
-    "... the total memory required for HLO temporaries (64.00G) exceeds available HBM (31.24G)": arguments and results
-    are in that figure. Of kernels' VMEM it says "Used 20.1M of 16.0M vmem", which is no matter of HBM.
-    """
-    found = re.search(r"\(([\d.]+)([GMK])\) exceeds available HBM \(([\d.]+)([GMK])\)", message)
-    if not found:
-        return None, None
-    unit = {"G": GIB, "M": 2**20, "K": 2**10}
-    return int(float(found[1]) * unit[found[2]]), int(float(found[3]) * unit[found[4]])
 
 
 def place(tree: Any, mesh: Mesh) -> Any:

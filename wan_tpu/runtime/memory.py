@@ -1,0 +1,74 @@
+"""Whether something fits the memory of a device: one rule, by which plans, layouts and adapters are judged.
+
+What stays of all parts must fit together with the most that any one needs while it runs, since they run one by one.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+GIB = 2**30
+
+
+class MemoryNeed(NamedTuple):
+    """What a part of a model needs on one device.
+
+    Attributes:
+        resident_bytes: What stays while the part is loaded: weights, and programs from their first call on.
+        working_bytes: What it needs besides while it runs: arguments, results and temporaries.
+    """
+
+    resident_bytes: int
+    working_bytes: int = 0
+
+
+def needed_bytes(parts: Iterable[MemoryNeed]) -> int:
+    """Return how much memory parts need that are loaded together."""
+    parts = list(parts)
+    return sum(part.resident_bytes for part in parts) + max((part.working_bytes for part in parts), default=0)
+
+
+def fits(parts: Iterable[MemoryNeed], device_bytes: float) -> bool:
+    """Return whether a device with so much memory can hold the parts together, and run each."""
+    return needed_bytes(parts) <= device_bytes
+
+
+class DeviceRoom:
+    """Works out from `Device.memory_stats()` how much of a device's memory is left for more weights.
+
+    Arrays are in use; what programs need beside them while they run is reserved, which on a TPU is counted apart: of
+    31.246 GiB of a v6e 2.648 were in use, 27.251 reserved, and 1.347 free (EnzymeAD/Enzyme-JAX, pull request 2422).
+    The highest use isn't what is compared with the limit: it never falls, also where weights have been let go of.
+    """
+
+    def __init__(self) -> None:
+        self._highest = 0  # Use that has been seen, in bytes.
+        self._at_change = 0  # Use when weights last came or went.
+        self._work = 0  # The most that requests' arrays have taken beside the weights.
+
+    def bytes_left(self, memory: Mapping[str, int]) -> int:
+        """Return the bytes that weights may take, so that requests still find what they have needed at most so far."""
+        used, highest = memory["bytes_in_use"], memory["peak_bytes_in_use"]
+        if highest > self._highest:
+            self._work = max(self._work, highest - (self._at_change or used))
+            self._highest = highest
+        reserved = max(memory.get("peak_bytes_reserved", 0), memory.get("bytes_reserved", 0))
+        return memory["bytes_limit"] - used - self._work - reserved
+
+    def note_change(self, memory: Mapping[str, int]) -> None:
+        """Take notice that weights have come or gone; what that itself took isn't a request's need."""
+        self._at_change = memory["bytes_in_use"]
+        self._highest = max(self._highest, memory["peak_bytes_in_use"])
+
+
+def read_refusal(message: str) -> tuple[int | None, int | None]:
+    """Return how much memory a program needs on a device, and how much there is, from the TPU compiler's refusal.
+
+    "... the total memory required for HLO temporaries (64.00G) exceeds available HBM (31.24G)": arguments and results
+    are in that figure. Of kernels' VMEM it says "Used 20.1M of 16.0M vmem", which is no matter of HBM.
+    """
+    found = re.search(r"\(([\d.]+)([GMK])\) exceeds available HBM \(([\d.]+)([GMK])\)", message)
+    if not found:
+        return None, None
+    unit = {"G": GIB, "M": 2**20, "K": 2**10}
+    return int(float(found[1]) * unit[found[2]]), int(float(found[3]) * unit[found[4]])
