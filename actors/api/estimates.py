@@ -107,8 +107,8 @@ class Estimator:
         if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
             return
         self._looked_at = time.monotonic()
-        self._running = self._store.running()
-        if ended := self._store.recent(_LATEST):
+        self._running = self._store.count_running()
+        if ended := self._store.list_recent(_LATEST):
             self._pace = Pace(ended)
             self._mean_s = statistics.fmean(self._pace.job_s(job.request) for job in ended)
 

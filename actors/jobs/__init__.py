@@ -1,1 +1,1 @@
-"""Durable jobs in a database: a job once accepted is finished, or failed with a reason, whatever process dies."""
+"""Durable jobs in a database: every accepted job is finished, or failed with a reason, whichever process dies."""

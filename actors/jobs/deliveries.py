@@ -1,6 +1,6 @@
-"""Webhooks to call at a job's end, recorded with the job: a crash forgets none, each is called at least once.
+"""Webhooks to call when a job ends. They are recorded with the job, so that each is called at least once.
 
-Every function is one transaction; any number of processes may take part.
+Every function is one transaction; any number of processes may call them.
 """
 
 from collections.abc import Collection
@@ -10,13 +10,15 @@ from sqlalchemy import delete, func, select, update
 from actors.jobs.database import Database
 from actors.jobs.tables import Delivery, Job
 
-_HELD_S = 120.0  # that one process has to try; another may then
+_CLAIM_S = 120.0  # How long a process has to make its call; then another may claim the delivery.
 
 
 def claim(database: Database, but: Collection[str] = ()) -> Delivery | None:
-    """Take the one that is due longest, its `attempts` with this one; nobody else is given it for two minutes.
+    """Claim the delivery that has been due longest, and count the attempt; nobody else can claim it for two minutes.
 
-    but  owners whose turn it isn't
+    Args:
+        database: The service's database.
+        but: Owners whose deliveries are skipped.
     """
     with database.write() as session:
         now = database.now(session)
@@ -29,24 +31,24 @@ def claim(database: Database, but: Collection[str] = ()) -> Delivery | None:
             .with_for_update(of=Delivery, skip_locked=True)
         ).one_or_none()
         if due is not None:
-            due.attempts, due.due_at = due.attempts + 1, now + _HELD_S
+            due.attempts, due.due_at = due.attempts + 1, now + _CLAIM_S
         return due
 
 
-def done(database: Database, delivery: Delivery) -> None:
-    """Record that it was called, or is given up."""
+def remove(database: Database, delivery: Delivery) -> None:
+    """Forget a delivery that was made or given up."""
     with database.write() as session:
         session.execute(delete(Delivery).where(Delivery.job_id == delivery.job_id))
 
 
-def again(database: Database, delivery: Delivery, after_s: float) -> None:
-    """Have it tried again, later."""
+def postpone(database: Database, delivery: Delivery, after_s: float) -> None:
+    """Make a delivery due again later."""
     with database.write() as session:
         due_at = database.now(session) + after_s
         session.execute(update(Delivery).where(Delivery.job_id == delivery.job_id).values(due_at=due_at))
 
 
-def waiting(database: Database) -> int:
-    """Return how many jobs have ended whose webhook is to be called."""
+def count_waiting(database: Database) -> int:
+    """Return how many ended jobs still have a webhook to call."""
     with database.read() as session:
         return session.scalar(select(func.count()).where(Delivery.due_at.is_not(None))) or 0

@@ -1,4 +1,4 @@
-"""How a job ends and goes, and when what it has in storage is deleted."""
+"""End and delete jobs, and schedule the deletion of their files."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -11,7 +11,7 @@ from actors.jobs.usage import count
 from actors.jobs.values import CANCELLED, DEADLINE, JobSettings, Progress
 from wan_tpu.plan import DECODER
 
-# Code and message of a job that was to stop.
+# Error code and message by the reason for which a job was stopped.
 STOPPED = {
     CANCELLED: (CANCELLED, "the job was cancelled"),
     DEADLINE: (DEADLINE, "the job's deadline passed before it was done"),
@@ -28,9 +28,16 @@ def end(
     results: dict[str, str] | None = None,
     warnings: Sequence[str] = (),
 ) -> Job:
-    """Record the end of a job whose row is locked, and return it; what it wrote and isn't a result is to be deleted.
+    """Record the end of a job and return it. Files that it wrote and that aren't results are scheduled for deletion.
 
-    failure  code and message, of one that wasn't made; one that was to stop (`job.stop_code`) ends as that
+    Args:
+        session: A transaction that has locked the job's row.
+        job: The job.
+        now: Unix seconds by the database's clock.
+        settings: How long the job and its files are kept.
+        failure: Error code and message of a job that failed. A job with a `stop_code` always fails with that code.
+        results: Names of its results in storage, by variant.
+        warnings: What its owner should know about the video.
     """
     if job.stop_code is not None:
         failure = STOPPED[job.stop_code]
@@ -49,7 +56,7 @@ def end(
 
 
 def delete_for_owner(session: Session, job: Job, now: float, settings: JobSettings) -> None:
-    """Have nobody find a job any more, and its files deleted; one that waits ends before, and its webhook is told."""
+    """Hide a job and schedule the deletion of its files. A queued job is cancelled first, and its webhook called."""
     if job.status == "queued":
         end(session, job, now, settings, failure=(CANCELLED, "the job was deleted before it was made"))
     expire_files(session, job.id, now)
@@ -57,7 +64,7 @@ def delete_for_owner(session: Session, job: Job, now: float, settings: JobSettin
 
 
 def expire_files(session: Session, job: str, when: float, keep: Collection[str] = ()) -> None:
-    """Have the files of a job deleted at `when`, but for those in `keep` and those whose time was set before."""
+    """Schedule the deletion of a job's files at `when`, except those in `keep` and those already scheduled."""
     session.execute(
         update(File).where(File.job == job, File.name.not_in(keep), File.delete_at.is_(None)).values(delete_at=when)
     )

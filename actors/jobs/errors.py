@@ -1,42 +1,42 @@
-"""What can go wrong with a job. The HTTP API turns each into a status code by its type."""
+"""Errors of the job store. The HTTP API maps each type to a status code."""
 
 from wan_tpu.errors import InvalidInput, WanTpuError
 
 
 class JobError(WanTpuError):
-    """Base of what the job store raises on purpose."""
+    """Base class of the errors that the job store raises on purpose."""
 
 
 class JobNotFound(JobError):
-    """There is no such job, or it belongs to another owner: a caller can't tell which."""
+    """There is no such job, or it belongs to another owner; callers can't tell which."""
 
 
 class IdempotencyConflict(JobError):
-    """The same idempotency key came with another body."""
+    """The idempotency key was used before, with another body."""
 
 
 class QueueFull(JobError):
-    """As many jobs wait as the queue takes."""
+    """The queue holds as many jobs as it may."""
 
 
 class JobUnfinished(JobError):
-    """What was asked for needs a job that has ended."""
+    """The operation needs a job that has ended."""
 
 
 class LeaseLost(JobError):
-    """The job isn't this worker's any more: its lease ran out and was taken back, or the job was deleted."""
+    """The job no longer belongs to this worker: its lease ran out and was taken back, or the job was deleted."""
 
 
 class StoreUnavailable(JobError):
-    """The database can't be reached, or is locked for too long; nothing was changed."""
+    """The database can't be reached, or stayed locked for too long; nothing was changed."""
 
 
 class CommitUncertain(StoreUnavailable):
-    """The connection broke while a change was being committed: it may have been made, and is not to be undone."""
+    """The connection broke during a commit: the change may have been made, and must not be undone."""
 
 
 class StoreFailed(WanTpuError):
-    """The database refused a statement that it shouldn't: a defect of this program, or a damaged database."""
+    """The database rejected a statement that should work: a bug in this program, or a damaged database."""
 
 
 class StoreError(InvalidInput):

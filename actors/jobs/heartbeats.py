@@ -1,4 +1,4 @@
-"""Heartbeats of the processes of a service with their metrics, so that any of them can answer for all.
+"""Heartbeats of a service's processes, with their metrics, so that any process can report for all.
 
 Every function is one transaction.
 """
@@ -13,7 +13,7 @@ from sqlalchemy import delete, select
 from actors.jobs.database import Database
 from actors.jobs.tables import Heartbeat
 
-FORGET_S = 86400.0  # after which the row of a process that sends no more is deleted
+FORGET_S = 86400.0  # A process that has been silent for this long loses its row.
 
 
 def process_name(kind: str) -> str:
@@ -22,7 +22,7 @@ def process_name(kind: str) -> str:
 
 
 def send_heartbeat(database: Database, process: Heartbeat) -> None:
-    """Record a heartbeat in place of the process's last one. A process's name is its own: nobody else writes it."""
+    """Replace a process's last heartbeat. Names are unique, so no other process writes the same row."""
     with database.write() as session:
         now = database.now(session)
         session.merge(dataclasses.replace(process, received_at=now))
@@ -30,13 +30,13 @@ def send_heartbeat(database: Database, process: Heartbeat) -> None:
 
 
 def read_heartbeats(database: Database, within_s: float) -> list[Heartbeat]:
-    """Return the heartbeats of the last seconds, by name."""
+    """Return the heartbeats of the last `within_s` seconds, ordered by name."""
     with database.read() as session:
         since = database.now(session) - within_s
         return list(session.scalars(select(Heartbeat).where(Heartbeat.received_at >= since).order_by(Heartbeat.name)))
 
 
 def remove_heartbeat(database: Database, name: str) -> None:
-    """Remove a process, which ends."""
+    """Remove the row of a process that is about to end."""
     with database.write() as session:
         session.execute(delete(Heartbeat).where(Heartbeat.name == name))

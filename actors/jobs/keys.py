@@ -1,7 +1,7 @@
-"""API keys: made at random, shown once, stored as hashes. A key's id is the owner of its jobs.
+"""API keys: generated at random, shown once, stored as hashes. A key's id is the owner of its jobs.
 
-A key reads "wan_ID_SECRET". Its secret has 256 random bits, so that one round of SHA-256 can't be searched backwards.
-Once a key was ever made in a database, the services that use it require one: revoked keys stay as rows.
+A key has the form "wan_ID_SECRET". Its secret has 256 random bits, so that one round of SHA-256 can't be inverted by
+search. Once a key has been made in a database, services that use it require one: revoked keys stay as rows.
 """
 
 import dataclasses
@@ -20,21 +20,23 @@ from actors.jobs.tables import ApiKey
 from wan_tpu.errors import InvalidInput
 
 MAKE, READ, OPERATE = SCOPES = ("make", "read", "operate")
-PRIORITIES = (-100, 100)  # that jobs have
+PRIORITIES = (-100, 100)  # The lowest and highest priority of a job.
 _FORM = re.compile(r"wan_([0-9a-f]{16})_([0-9a-f]{64})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}")
-_NO_HASH = "0" * 64  # what an unknown key is compared with, so that it takes as long
+_NO_HASH = "0" * 64  # Unknown keys are compared with this, so that checking them takes as long.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyLimits:
-    """What a key may do; None for no limit of its own.
+    """What a key may do; None means that the key has no limit of its own.
 
-    scopes              "make" and delete videos, "read" one's own, "operate": see and cancel everybody's
-    requests_per_minute on average
-    waiting, running    jobs at a time
-    priority            the highest that it may ask for
-    days                from now on, for which it opens anything
+    Attributes:
+        scopes: "make": make and delete videos; "read": see one's own; "operate": see and cancel everybody's.
+        requests_per_minute: How many requests it may send, on average.
+        waiting: How many of its jobs may wait at a time.
+        running: How many of its jobs may run at a time.
+        priority: The highest priority that it may request.
+        days: For how many days from now the key is valid.
     """
 
     scopes: tuple[str, ...] = (MAKE, READ)
@@ -45,7 +47,7 @@ class KeyLimits:
     days: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise `InvalidInput` for what can't be."""
+        """Raise `InvalidInput` for values out of range."""
         if unknown := set(self.scopes) - set(SCOPES) or not self.scopes:
             raise InvalidInput(f"scopes are {', '.join(SCOPES)}, one or more; given: {unknown or 'none'}")
         for name, lowest, highest in (
@@ -73,36 +75,42 @@ def make_key(database: Database, name: str, limits: KeyLimits = KeyLimits()) -> 
         if session.scalar(select(ApiKey.id).where(ApiKey.name == name, ApiKey.revoked_at.is_(None))):
             raise InvalidInput(f"a key named {name!r} exists in {database}; revoke it first, or give another name")
         key.created_at = database.now(session)
-        _limit(key, dataclasses.asdict(limits), key.created_at)
+        _apply_limits(key, dataclasses.asdict(limits), key.created_at)
         session.add(key)
     return f"wan_{key.id}_{secret}"
 
 
 def list_keys(database: Database) -> list[ApiKey]:
-    """Return all keys that were ever made, oldest first, revoked ones included."""
+    """Return all keys, including revoked ones, oldest first."""
     with database.read() as session:
         return list(session.scalars(select(ApiKey).order_by(ApiKey.created_at, ApiKey.id)))
 
 
 def limit_key(database: Database, id_or_name: str, changes: Mapping[str, Any]) -> None:
-    """Change limits of a key, which services follow within a second; raises `InvalidInput`.
+    """Change limits of a key. Services apply them within a second.
 
-    changes  fields of `KeyLimits`, checked before
+    Args:
+        database: The service's database.
+        id_or_name: Which key.
+        changes: New values by field of `KeyLimits`, already validated.
+
+    Raises:
+        InvalidInput: No key in force has that id or name.
     """
     with database.write() as session:
-        for key in _in_force(database, session, id_or_name):
-            _limit(key, changes, database.now(session))
+        for key in _find_in_force(database, session, id_or_name):
+            _apply_limits(key, changes, database.now(session))
 
 
 def revoke_key(database: Database, id_or_name: str) -> None:
     """Revoke a key: services refuse it within a second. Its jobs stay until they expire. Raises `InvalidInput`."""
     with database.write() as session:
-        for key in _in_force(database, session, id_or_name):
+        for key in _find_in_force(database, session, id_or_name):
             key.revoked_at = database.now(session)
 
 
 def match_key(keys: Mapping[str, ApiKey], presented: str) -> ApiKey | None:
-    """Return which of the keys (by id) a text is, None for none; it takes as long whether or not the id is known."""
+    """Return the key that a text matches, if any, in the same time whether or not its id is known. `keys` are by id."""
     form = _FORM.fullmatch(presented)
     id_, secret = form.groups() if form else ("", "")
     known = keys.get(id_)
@@ -110,17 +118,17 @@ def match_key(keys: Mapping[str, ApiKey], presented: str) -> ApiKey | None:
     return known if same and known is not None and known.revoked_at is None else None
 
 
-def _in_force(database: Database, session: Session, id_or_name: str) -> list[ApiKey]:
+def _find_in_force(database: Database, session: Session, id_or_name: str) -> list[ApiKey]:
     named = (ApiKey.id == id_or_name) | (ApiKey.name == id_or_name)
-    in_force = select(ApiKey).where(named, ApiKey.revoked_at.is_(None)).order_by(ApiKey.id)
-    found = session.scalars(in_force.with_for_update()).all()
-    if not found:
+    query = select(ApiKey).where(named, ApiKey.revoked_at.is_(None)).order_by(ApiKey.id)
+    keys = session.scalars(query.with_for_update()).all()
+    if not keys:
         names = ", ".join(session.scalars(select(ApiKey.name).where(ApiKey.revoked_at.is_(None)).order_by(ApiKey.name)))
         raise InvalidInput(f"no key in {database} has the id or name {id_or_name!r}; there are: {names or 'none'}")
-    return list(found)
+    return list(keys)
 
 
-def _limit(key: ApiKey, changes: Mapping[str, Any], now: float) -> None:
+def _apply_limits(key: ApiKey, changes: Mapping[str, Any], now: float) -> None:
     for name, value in changes.items():
         match name:
             case "scopes":

@@ -1,25 +1,25 @@
-"""The JSON of a job's request as it lies in the database: every form that there was is read.
+"""The JSON of a job's request in the database. All versions of the format can be read.
 
-    none  (until November 2026) the sizes of a job's images stood in place of the images
-    1     they have names of their own
+    none  (until November 2026) the fields of a job's images held the images' sizes
+    1     the sizes have fields of their own
 
-A field that a request gains changes no form: jobs that were stored without it are read without it.
+A new field of requests doesn't need a new version: jobs stored without it are read without it.
 """
 
 from typing import Any
 
 VERSION = 1
-# What a job's request has beside the fields of `wan_tpu.request.GenerationRequest`.
+# Fields of a job's request that `wan_tpu.request.GenerationRequest` doesn't have.
 BESIDE = ("model", "seconds", "skipped", "input_size", "last_frame_size")
 
 
 def to_stored(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what is stored of a request."""
+    """Return a request in the form in which it is stored."""
     return {"version": VERSION, **request}
 
 
 def from_stored(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored request in the present form, without its version; of a newer form it stays as it is."""
+    """Return a stored request in the current form, without its version. A newer form is returned unchanged."""
     request = dict(stored)
     if "version" not in request:
         for image, size in (("image", "input_size"), ("last_image", "last_frame_size")):

@@ -1,6 +1,6 @@
-"""The tables, each as the class of its rows; a change here needs a migration, which brings older databases to it.
+"""The tables, each as the class of its rows. A change here needs a migration for older databases.
 
-A row that was read stays a plain value after its transaction. Times are Unix seconds by the database's clock.
+Rows stay readable as plain values after their transaction. Times are Unix seconds by the database's clock.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from actors.jobs.values import Progress, Status, new_id
 class Table(MappedAsDataclass, DeclarativeBase):
     """What the tables have in common."""
 
-    type_annotation_map: ClassVar = {float: Float}  # else Double
+    type_annotation_map: ClassVar = {float: Float}  # SQLAlchemy would use Double otherwise.
 
 
 class _ProgressColumn(TypeDecorator[Progress]):
@@ -50,38 +50,39 @@ class _RequestColumn(TypeDecorator[dict[str, Any]]):
 
 
 class Job(Table, kw_only=True):
-    """A job. To be submitted, it has an owner and a request, and what else its owner decides; the queue sets the rest.
+    """A job. Whoever submits it sets its owner, its request and the client's other choices; the queue sets the rest.
 
-    sequence          position in order of acceptance; grows
-    owner             id of the API key it belongs to; "" where there are no keys
-    request           the request as it was accepted, plain JSON: what a client wrote, which no query looks into. It has
-                      the fields of a resolved `wan_tpu.request.GenerationRequest` but its images, adapters by their
-                      names, and `stored_request.BESIDE`
-    model             name of the model that it was accepted for; None where a program before schema 0004 accepted it
-    input_image       name of the first frame in storage, recorded with `Retention.reserve` before it was written
-    input_last_image  of the last frame, likewise
-    priority          higher ones are claimed first; round-robin over owners of equal priority
-    round             of that round-robin: owners of equal priority have one job claimed in each
-    deadline          a job that hasn't ended by then fails with code "deadline_exceeded"
-    idempotency_key   the same key and body of the same owner is the same job
-    body_digest       of what the client sent, for the comparison
-    attempts          how often it was claimed
-    losses            how often its worker was lost
-    stop_code         set when a running job is to stop: why ("cancelled", "deadline_exceeded")
-    results           what was made: variant ("video", "thumbnail", ...) -> name in storage
-    warnings          what its owner should know of the video, such as that a prompt was cut
-    stage_seconds     measured, summed over attempts, as last reported by a worker
-    dollars           what its chip-seconds cost, where prices are known
-    remixed_from      id of the job whose request this one repeats, with another prompt
-    expires_at        when the job and its files are removed
-    deleted_at        when its owner has deleted it: nobody finds it any more, but the lists that began at it go on
-    position          jobs claimed before it if none is added; None when it doesn't wait, or that wasn't asked for
+    Attributes:
+        sequence: Increases in the order in which jobs are accepted.
+        owner: Id of the API key that the job belongs to; "" if the service has no keys.
+        request: The accepted request as plain JSON. It holds text from clients, so no query looks into it. It has the
+            fields of a resolved `wan_tpu.request.GenerationRequest` except images, with adapters by name, and those of
+            `stored_request.BESIDE`.
+        model: Name of the model that the job was accepted for; None if a program before schema 0004 accepted it.
+        input_image: Name of the first frame in storage, recorded with `Retention.reserve` before it was written.
+        input_last_image: The same for the last frame.
+        priority: Jobs of higher priority are claimed first; owners of equal priority take turns (round-robin).
+        round: Number of the turn in that round-robin: in each round one job of every owner is claimed.
+        deadline: A job that hasn't ended by then fails with code "deadline_exceeded".
+        idempotency_key: A request of the same owner with the same key and body is the same job.
+        body_digest: Digest of the body that the client sent, for that comparison.
+        attempts: How often the job was claimed.
+        losses: How often its worker was lost.
+        stop_code: Why a running job must stop ("cancelled", "deadline_exceeded"), if it must.
+        results: Names of the results in storage by variant ("video", "thumbnail", ...).
+        warnings: What the owner should know about the video, such as that a prompt was cut.
+        stage_seconds: Measured seconds by stage, summed over attempts, as a worker last reported them.
+        dollars: Cost of the chip-seconds, where prices are known.
+        remixed_from: Id of the job whose request this one repeats with another prompt.
+        expires_at: When the job and its files are removed.
+        deleted_at: When the owner deleted the job. It is hidden from then on, but lists can still continue after it.
+        position: Number of waiting jobs ahead of it; None if it doesn't wait, or if the query didn't ask for it.
     """
 
     __tablename__ = "jobs"
 
     sequence: Mapped[int] = mapped_column(
-        BigInteger().with_variant(Integer, "sqlite"),  # SQLite counts up by itself in a column of exactly this type
+        BigInteger().with_variant(Integer, "sqlite"),  # SQLite increments only columns of exactly this type.
         primary_key=True,
         autoincrement=True,
         default=None,
@@ -120,21 +121,21 @@ class Job(Table, kw_only=True):
     deleted_at: Mapped[float | None] = mapped_column(default=None)
     position: Mapped[int | None] = query_expression()
 
-    # A number is never used again, so that pages stay in order after deletions.
+    # Numbers are never reused, so that pages stay in order after deletions.
     __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012 (SQLAlchemy's own)
 
     @property
     def inputs(self) -> list[str]:
-        """Names of its input images in storage."""
+        """Names of the input images in storage."""
         return [name for name in (self.input_image, self.input_last_image) if name is not None]
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will change any more."""
+        """Whether the job has completed or failed, and won't change any more."""
         return self.status in ("completed", "failed")
 
     def spend(self, stage: str, seconds: float, chips: int, dollars_an_hour: float = 0.0) -> None:
-        """Add what a stage has computed on so many chips, each of which costs so much."""
+        """Add the cost of a stage's computation: its seconds, on how many chips, and the price of each chip."""
         self.stage_seconds = self.stage_seconds | {stage: self.stage_seconds.get(stage, 0.0) + seconds}
         self.chip_seconds += seconds * chips
         self.dollars += seconds * chips * dollars_an_hour / 3600
@@ -143,15 +144,15 @@ class Job(Table, kw_only=True):
 _QUEUED = text("status = 'queued'")
 _RUNNING = text("status = 'in_progress'")
 Index("jobs_of_owner", Job.owner, Job.sequence)
-Index("jobs_idempotency", Job.owner, Job.idempotency_key, unique=True)  # rows without a key don't collide
+Index("jobs_idempotency", Job.owner, Job.idempotency_key, unique=True)  # Rows without a key don't collide.
 Index("jobs_queue", Job.priority.desc(), Job.round, Job.sequence, sqlite_where=_QUEUED, postgresql_where=_QUEUED)
 Index("jobs_running", Job.lease_expires_at, sqlite_where=_RUNNING, postgresql_where=_RUNNING)
-Index("jobs_outcomes", Job.error_code, Job.status, Job.deleted_at)  # for counts, which read nothing else
+Index("jobs_outcomes", Job.error_code, Job.status, Job.deleted_at)  # Counts read this index alone.
 Index("jobs_expiry", Job.expires_at)
 
 
 class File(Table, kw_only=True):
-    """A file that a job may have in storage, recorded before it is written; `delete_at`: when to delete it, if ever."""
+    """A file that a job may have in storage, recorded before it is written. `delete_at`: when to delete it, if ever."""
 
     __tablename__ = "files"
 
@@ -166,10 +167,11 @@ Index("files_delete", File.delete_at)
 
 
 class Heartbeat(Table, kw_only=True):
-    """The latest heartbeat of a process of a service.
+    """The latest heartbeat of a service's process.
 
-    kind     "ingress" or "worker"
-    metrics  in Prometheus's text format
+    Attributes:
+        kind: "ingress" or "worker".
+        metrics: The process's metrics in Prometheus's text format.
     """
 
     __tablename__ = "heartbeats"
@@ -177,11 +179,11 @@ class Heartbeat(Table, kw_only=True):
     name: Mapped[str] = mapped_column(String(255), primary_key=True)
     kind: Mapped[str] = mapped_column(String(32))
     metrics: Mapped[str] = mapped_column(Text)
-    received_at: Mapped[float] = mapped_column(default=0.0, compare=False)  # set when it is recorded
+    received_at: Mapped[float] = mapped_column(default=0.0, compare=False)  # Set when it is recorded.
 
 
 class Delivery(Table, kw_only=True):
-    """A webhook to call at a job's end. `due_at`: when to try next; None while the job hasn't ended."""
+    """A webhook to call when a job ends. `due_at` is when to try next, and None while the job hasn't ended."""
 
     __tablename__ = "deliveries"
 
@@ -198,18 +200,19 @@ Index("deliveries_due", Delivery.due_at)
 
 
 class ApiKey(Table, kw_only=True):
-    """An API key. A revoked one stays as a row, so that a database in which one was ever made goes on requiring one.
+    """An API key. Revoked keys stay as rows, so that a database that ever had a key goes on requiring one.
 
-    id                   16 hex digits; the owner of its jobs
-    name                 for people
-    secret_hash          SHA-256 of the secret, hex
-    requests_per_minute  at most so many, on average; None for no limit
-    scopes               what it may do, comma-separated: "make", "read", "operate"
-    waiting              jobs of it that may wait; None for the service's share of the queue
-    running              jobs of it that are made at a time; None for no limit
-    priority             the highest that it may ask for
-    expires_at           from when it opens nothing; None for never
-    revoked_at           None while it is in force
+    Attributes:
+        id: 16 hex digits; the owner of the key's jobs.
+        name: A name for people.
+        secret_hash: SHA-256 of the secret, in hex.
+        requests_per_minute: The most requests it may send, on average; None for no limit.
+        scopes: What the key may do, comma-separated: "make", "read", "operate".
+        waiting: How many of its jobs may wait; None for the service's share of the queue.
+        running: How many of its jobs may run at a time; None for no limit.
+        priority: The highest priority that it may request.
+        expires_at: When the key expires; None for never.
+        revoked_at: When the key was revoked; None while it is in force.
     """
 
     __tablename__ = "api_keys"
@@ -223,12 +226,12 @@ class ApiKey(Table, kw_only=True):
     running: Mapped[int | None] = mapped_column(default=None)
     priority: Mapped[int] = mapped_column(default=0)
     expires_at: Mapped[float | None] = mapped_column(default=None)
-    created_at: Mapped[float] = mapped_column(default=0.0)  # set when it is recorded
+    created_at: Mapped[float] = mapped_column(default=0.0)  # Set when it is recorded.
     revoked_at: Mapped[float | None] = mapped_column(default=None)
 
 
 class Usage(Table, kw_only=True):
-    """What the jobs of a key that ended on one day (UTC, "2026-11-25") have come to; it outlives them."""
+    """Totals of a key's jobs that ended on one day (UTC, such as "2026-11-25"). They outlive the jobs."""
 
     __tablename__ = "usage"
 

@@ -1,4 +1,4 @@
-"""What each key has used: counted at the end of every job, and kept when the jobs are gone."""
+"""Usage by API key: counted when a job ends, and kept after the job is gone."""
 
 import datetime
 from typing import Any
@@ -12,10 +12,15 @@ from actors.jobs.tables import Job, Usage
 
 
 def count(session: Session, job: Job, now: float) -> None:
-    """Add a job that has just ended."""
-    made = job.status == "completed"
+    """Add a job that has just ended to its owner's usage."""
+    done = job.status == "completed"
     day = datetime.datetime.fromtimestamp(now, datetime.UTC).date().isoformat()
-    row = {"videos": int(made), "failed": int(not made), "chip_seconds": job.chip_seconds, "dollars": job.dollars}
+    row = {
+        "videos": int(done),
+        "failed": int(not done),
+        "chip_seconds": job.chip_seconds,
+        "dollars": job.dollars,
+    }
     dialect: Any = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
     new = dialect.insert(Usage).values(owner=job.owner, day=day, **row)
     more = {name: getattr(Usage, name) + getattr(new.excluded, name) for name in row}
@@ -25,9 +30,13 @@ def count(session: Session, job: Job, now: float) -> None:
 def read_usage(
     database: Database, owner: str | None = None, *, first: str = "", last: str = "9999"
 ) -> dict[str, Usage]:
-    """Return what each key (or one) has used from a day to another, both included, by the key's id.
+    """Return the usage of each key over a range of days, by the key's id.
 
-    first, last  days such as "2026-11-25", UTC
+    Args:
+        database: The service's database.
+        owner: The id of the only key that is wanted; None for all keys.
+        first: The first day that counts, such as "2026-11-25", in UTC.
+        last: The last day that counts.
     """
     sums = [func.sum(getattr(Usage, name)).label(name) for name in ("videos", "failed", "chip_seconds", "dollars")]
     query = select(Usage.owner, *sums).where(Usage.day.between(first, last)).group_by(Usage.owner)

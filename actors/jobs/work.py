@@ -1,4 +1,4 @@
-"""Jobs as workers see them: claim one, report, and end it exactly once."""
+"""The workers' view of jobs: claim a job, report its progress, and end it exactly once."""
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,42 +10,44 @@ from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, end, expire_files
 from actors.jobs.errors import CommitUncertain, LeaseLost
 from actors.jobs.tables import ApiKey, File, Job
-from actors.jobs.values import DEADLINE, LOST, JobSettings, storable
+from actors.jobs.values import DEADLINE, LOST, JobSettings, make_storable
 
 _RUNNING = aliased(Job)
-_OF_A_KEY = (
+_COUNT_OF_KEY = (
     select(func.count())
     .select_from(_RUNNING)
     .where(_RUNNING.status == "in_progress", _RUNNING.owner == ApiKey.id)
     .correlate(ApiKey)
     .scalar_subquery()
 )
-_AT_THEIR_LIMIT = select(ApiKey.id).where(ApiKey.running.is_not(None), ApiKey.running <= _OF_A_KEY)
+_OWNERS_AT_LIMIT = select(ApiKey.id).where(ApiKey.running.is_not(None), ApiKey.running <= _COUNT_OF_KEY)
 
 
 class WorkQueue:
-    """The jobs to be done. Every method is one transaction, and safe between threads and processes.
+    """The jobs that wait or run. Every method is one transaction, and safe between threads and processes.
 
-    A job that was claimed is its worker's until `lease_expires_at`, or longer if that is renewed; each claim has a new
-    `lease_token`. Methods that take a claimed job record its `progress` and what it has cost, as its worker has
-    set them. They raise `LeaseLost` once it was taken back: stop, and remove what was written.
+    A claimed job belongs to its worker until `lease_expires_at`, which heartbeats extend; each claim has a new
+    `lease_token`. Methods that take a claimed job also record its `progress` and cost as the worker has set them. They
+    raise `LeaseLost` once the job was taken back: the worker must stop, and remove what it has written.
     """
 
     def __init__(self, database: Database, settings: JobSettings = JobSettings()) -> None:  # noqa: B008 (frozen)
         self._database, self._settings = database, settings
 
     def claim(self, worker: str, *, above: int | None = None, model: str | None = None) -> Job | None:
-        """Take the next job: of the highest priority, round-robin over owners, then by age; None when none waits.
+        """Claim the next job: by priority, then round-robin over owners, then by age. Return None if there is none.
 
-        above: only one of a higher priority than this
-        model: only one that was accepted for this model; those of another wait for a worker that has it
+        Keys that have as many jobs running as they may are skipped. Jobs whose lease has run out are requeued first.
 
-        None of a key that has as many running as it may. Jobs whose lease has run out are taken back first.
+        Args:
+            worker: The name of the worker that claims.
+            above: Claim only a job of a higher priority than this.
+            model: Claim only a job that was accepted for this model. Others wait for a worker that has theirs.
         """
         token = secrets.token_hex(16)
         try:
             return self._claim(worker, token, above, model)
-        except CommitUncertain:  # it may be this worker's, and nobody else would have it made
+        except CommitUncertain:  # The claim may have succeeded, and then no other worker would make the video.
             with self._database.read() as session:
                 return session.scalars(select(Job).where(Job.lease_token == token)).one_or_none()
 
@@ -58,7 +60,7 @@ class WorkQueue:
                 wanted.append(Job.priority > above)
             if model is not None:
                 wanted.append((Job.model == model) | Job.model.is_(None))
-            job = self._next(session, wanted, model)
+            job = self._find_next(session, wanted, model)
             if job is None:
                 return None
             job.status, job.worker, job.attempts = "in_progress", worker, job.attempts + 1
@@ -68,54 +70,59 @@ class WorkQueue:
             return job
 
     def heartbeat(self, claimed: Job) -> str | None:
-        """Renew a lease for another `lease_s`; return why the job is to stop (its `stop_code`), None when it is not."""
+        """Renew a lease for another `lease_s`. Return the job's `stop_code` if it must stop, else None."""
         with self._database.write() as session:
-            job = self._held(session, claimed)
+            job = self._lock_claimed(session, claimed)
             job.lease_expires_at = self._database.now(session) + self._settings.lease_s
             return job.stop_code
 
     def announce(self, claimed: Job, names: Iterable[str]) -> None:
         """Record names in storage before anything is written there, so that a crash leaves nothing behind.
 
-        Names are to be of this attempt alone (`attempts`): a worker that was thought lost then can't
-        write over the results of the next.
+        Names must be unique to this attempt (`attempts`), so that a worker that was thought lost can't overwrite the
+        results of the next one.
         """
         with self._database.write() as session:
-            job = self._held(session, claimed)
-            for name in names:  # of a commit whose answer was lost, they are there already
+            job = self._lock_claimed(session, claimed)
+            for name in names:  # They exist already if the answer to an earlier commit was lost.
                 session.merge(File(name=name, job=job.id, attempt=job.attempts))
 
     def complete(self, claimed: Job, results: Mapping[str, str], warnings: Sequence[str] = ()) -> Job:
-        """End a job with what was made: variant -> announced name. It ends as cancelled when it was to stop.
+        """End a job with its results, unless it was to stop: then it fails with its `stop_code`.
 
-        Whatever it wrote besides is to be deleted.
+        Files that it wrote and that aren't results are scheduled for deletion.
+
+        Args:
+            claimed: The job.
+            results: Names that were announced, by variant.
+            warnings: What the job's owner should know about the video.
         """
         with self._database.write() as session:
-            job, now = self._held(session, claimed), self._database.now(session)
+            job, now = self._lock_claimed(session, claimed), self._database.now(session)
             announced = set(session.scalars(select(File.name).where(File.job == job.id)))
             if unknown := set(results.values()) - announced:
                 raise ValueError(f"results of {job.id} that were never announced: {', '.join(sorted(unknown))}")
-            texts = [storable(warning) for warning in warnings]
+            texts = [make_storable(warning) for warning in warnings]
             return end(session, job, now, self._settings, results=dict(results), warnings=texts)
 
     def fail(self, claimed: Job, code: str, message: str) -> Job:
-        """End a job that can't be made, with a reason for people; a job that was to stop says that instead."""
+        """End a job that can't be made, with a reason for people. A job that was to stop fails with its `stop_code`."""
         with self._database.write() as session:
-            job, now = self._held(session, claimed), self._database.now(session)
-            return end(session, job, now, self._settings, failure=(code, storable(message)))
+            job, now = self._lock_claimed(session, claimed), self._database.now(session)
+            return end(session, job, now, self._settings, failure=(code, make_storable(message)))
 
     def release(self, claimed: Job) -> None:
-        """Give a job back unfinished, when the worker is to end; it keeps its round."""
+        """Give an unfinished job back to the queue because the worker is ending. The job keeps its round."""
         with self._database.write() as session:
-            self._requeue(session, self._held(session, claimed), self._database.now(session))
+            self._requeue(session, self._lock_claimed(session, claimed), self._database.now(session))
 
     def requeue_lost(self) -> list[str]:
-        """Take back jobs whose worker is silent: into the queue, or to their end. Return their ids."""
+        """Requeue jobs whose worker is silent, or fail those that have lost too many workers. Return their ids."""
         with self._database.write() as session:
             return self._requeue_lost(session, self._database.now(session))
 
     def stop_overdue(self) -> list[str]:
-        """Fail waiting jobs whose deadline has passed, have running ones stopped. Return their ids."""
+        """Fail queued jobs whose deadline has passed, and tell running ones to stop. Return their ids."""
         with self._database.write() as session:
             now = self._database.now(session)
             overdue = session.scalars(
@@ -131,31 +138,31 @@ class WorkQueue:
                     job.stop_code = DEADLINE
             return [job.id for job in overdue]
 
-    def _next(self, session: Session, wanted: list[ColumnElement[bool]], model: str | None) -> Job | None:
+    def _find_next(self, session: Session, wanted: list[ColumnElement[bool]], model: str | None) -> Job | None:
         """Return the first job that may run, locked."""
         query = (
             select(Job)
-            .where(*wanted, Job.owner.not_in(_AT_THEIR_LIMIT))
+            .where(*wanted, Job.owner.not_in(_OWNERS_AT_LIMIT))
             .order_by(Job.priority.desc(), Job.round, Job.sequence)
             .limit(1)
-            .with_for_update(skip_locked=True)  # on PostgreSQL workers don't wait for one another
+            .with_for_update(skip_locked=True)  # On PostgreSQL workers don't wait for one another.
         )
         refused: set[str] = set()
         while (job := session.scalars(query.where(Job.owner.not_in(refused))).one_or_none()) is not None:
-            if job.model is None:  # accepted by an earlier version while this one came up
+            if job.model is None:  # An earlier version accepted it while this one was starting.
                 job.model = str(job.request.get("model", ""))
             if model not in (None, job.model):
-                continue  # the query doesn't find it again
+                continue  # The query doesn't return it again.
             if self._may_run(session, job.owner):
                 return job
             refused.add(job.owner)
         return None
 
     def _may_run(self, session: Session, owner: str) -> bool:
-        """Whether a key may have one more job running. Its row stays locked then, so that another worker counts it.
+        """Return whether a key may have one more job running. If so, its row stays locked, so that others count it.
 
-        The row of a key that may not is let go of: workers come to the keys in different orders, and would wait for
-        each other's.
+        The row of a key that may not is unlocked at once: workers visit keys in different orders, and would otherwise
+        wait for each other's locks.
         """
         limited = select(ApiKey.running).where(ApiKey.id == owner, ApiKey.running.is_not(None)).with_for_update()
         with session.begin_nested() as locked:
@@ -166,8 +173,8 @@ class WorkQueue:
             locked.rollback()
         return False
 
-    def _held(self, session: Session, claimed: Job) -> Job:
-        """Return a claimed job, locked, with what its worker has noted; raises `LeaseLost`."""
+    def _lock_claimed(self, session: Session, claimed: Job) -> Job:
+        """Lock a claimed job's row and copy the worker's progress and costs into it; raises `LeaseLost`."""
         mine = (Job.id == claimed.id) & (Job.status == "in_progress") & (Job.lease_token == claimed.lease_token)
         job = session.scalars(select(Job).where(mine).with_for_update()).one_or_none()
         if job is None:
@@ -180,7 +187,7 @@ class WorkQueue:
         silent = session.scalars(
             select(Job)
             .where(Job.status == "in_progress", Job.lease_expires_at <= now)
-            .order_by(Job.owner)  # as others do: their usage is counted, and is locked in this order
+            .order_by(Job.owner)  # Ending jobs locks their owners' usage, always in this order.
             .with_for_update(skip_locked=True)
         ).all()
         for job in silent:

@@ -31,7 +31,7 @@ from actors.jobs import deliveries
 from actors.jobs.errors import JobNotFound, QueueFull, StoreUnavailable
 from actors.jobs.heartbeats import process_name, read_heartbeats, send_heartbeat
 from actors.jobs.retention import Retention
-from actors.jobs.store import JobStore, open_database, private_key
+from actors.jobs.store import JobStore, open_database, make_private_key
 from actors.jobs.tables import Heartbeat, Job
 from actors.jobs.usage import read_usage
 from actors.jobs.values import Room
@@ -93,11 +93,11 @@ class Service:
             await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
             with self.bodies.arriving(request.headers, caller.owner) as held:
                 async with asked_for(request, held, self.reader, self.work) as asked:
-                    known = functools.partial(self.store.known, retried=retried)
+                    known = functools.partial(self.store.find_repeat, retried=retried)
                     job = await asyncio.to_thread(known, caller.owner, idempotency_key, asked.digest)
                     draft = None if job is not None else await self.drafts.draft(asked, held, caller)
                 # No place of the reader is held from here on, and none of its time-outs runs.
-                new, private = False, private_key() if alone and idempotency_key is None else None
+                new, private = False, make_private_key() if alone and idempotency_key is None else None
                 if draft is not None:
                     draft.job.idempotency_key = private or idempotency_key
                     accept = functools.partial(self._accept_now, webhook_url=draft.webhook_url)
@@ -176,7 +176,7 @@ class Service:
         mine = self._heartbeat()
         try:
             others = [other for other in read_heartbeats(self.database, FRESH_S) if other.name != mine.name]
-            counts, waiting = self.store.counts(), deliveries.waiting(self.database)
+            counts, waiting = self.store.count_jobs(), deliveries.count_waiting(self.database)
         except StoreUnavailable as error:  # this process has figures still
             log_event(log, "database", logging.WARNING, reason=str(error))
             return generate_latest(self.meters.registry)
@@ -225,7 +225,7 @@ class Service:
         self, source: Job, prompt: str, caller: Caller, idempotency_key: str | None, *, retried: bool
     ) -> tuple[Job, bool]:
         digest = hashlib.sha256(f"{source.id}\0{prompt}".encode()).hexdigest()
-        known = self.store.known(caller.owner, idempotency_key, digest, retried=retried)
+        known = self.store.find_repeat(caller.owner, idempotency_key, digest, retried=retried)
         if known is not None:
             return known, False
         with _inputs_of(source):

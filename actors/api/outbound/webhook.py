@@ -88,10 +88,10 @@ class Webhooks:
         log_event(log, f"webhook {outcome}", job=delivery.job.id, attempt=delivery.attempts, reason=problem)
         try:
             if problem is None or last:
-                await asyncio.to_thread(deliveries.done, self._database, delivery)
+                await asyncio.to_thread(deliveries.remove, self._database, delivery)
             else:
                 pause_s = float(_PAUSES_S[delivery.attempts - 1])
-                await asyncio.to_thread(deliveries.again, self._database, delivery, pause_s)
+                await asyncio.to_thread(deliveries.postpone, self._database, delivery, pause_s)
         except StoreUnavailable as error:  # It is called again in two minutes.
             log_event(log, "webhook not noted", logging.WARNING, job=delivery.job.id, reason=str(error))
         except Exception as error:

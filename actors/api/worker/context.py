@@ -50,7 +50,7 @@ class WorkerContext:
         self.storage = open_storage(settings.storage)
         self.queue = WorkQueue(self.database, settings.jobs)
         self.retention = Retention(self.database, self.storage, settings.jobs)
-        self.pace = Pace(self.store.recent(_RECENT))
+        self.pace = Pace(self.store.list_recent(_RECENT))
         self.webhooks: Webhooks | None = None
         if settings.webhook_secret_file is not None:
             secret = read_secret(Path(settings.webhook_secret_file))

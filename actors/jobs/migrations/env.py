@@ -1,4 +1,4 @@
-"""What Alembic runs: the steps that are missing, in the transaction of the connection it was given."""
+"""Entry point of Alembic: runs the missing migrations in the transaction of the connection that `migrate` passes."""
 
 from alembic import context
 

@@ -1,4 +1,4 @@
-"""Bring a database to the schema of this program: make a new one, upgrade an older one."""
+"""Create the tables of a new database, or upgrade an older one to this program's schema."""
 
 from pathlib import Path
 
@@ -15,9 +15,10 @@ _FOLDER = Path(__file__).parent
 
 
 def migrate(database: Database) -> None:
-    """Make the tables, or run the migrations that are missing, all or none; several processes may call this at once.
+    """Create the tables or run all missing migrations in one transaction. Several processes may call this at once.
 
-    Raises `StoreError` when the schema is of a newer program.
+    Raises:
+        StoreError: The schema is that of a newer program.
     """
     config = Config()
     config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))
@@ -26,15 +27,16 @@ def migrate(database: Database) -> None:
     with database.write() as session:
         database.serialize(session)
         connection = session.connection()
-        found = MigrationContext.configure(connection).get_current_revision()
+        revision = MigrationContext.configure(connection).get_current_revision()
         config.attributes["connection"] = connection
-        if found is None:  # new: https://alembic.sqlalchemy.org/en/latest/cookbook.html, "up to date from scratch"
+        # A new database: https://alembic.sqlalchemy.org/en/latest/cookbook.html, "up to date from scratch".
+        if revision is None:
             Table.metadata.create_all(connection, checkfirst=False)
             command.stamp(config, "head")
-        elif found in {script.revision for script in known.walk_revisions()}:
+        elif revision in {script.revision for script in known.walk_revisions()}:
             command.upgrade(config, "head")
         else:
             raise StoreError(
-                f"{database} has schema {found}, this program knows up to {known.get_current_head()}: "
+                f"{database} has schema {revision}, this program knows up to {known.get_current_head()}: "
                 "use the version of wan-tpu that made it, or a newer one"
             )

@@ -34,7 +34,7 @@ def test_the_end_of_a_job_is_told_signed_and_again_when_it_has_to_be(
         job = create(http, webhook_url=f"https://{NAME}:{hook.port}/told?a=b").json()["id"]
         done(http, job)
         wait_for(lambda: len(hook.requests) == 3)
-        wait_for(lambda: deliveries.waiting(database) == 0)
+        wait_for(lambda: deliveries.count_waiting(database) == 0)
         assert deliveries.claim(database) is None
     ids = set()
     for request in hook.requests:
@@ -198,5 +198,5 @@ def test_failed_claim_leaves_calls_under_way_alone(hooked, hook, database, engin
             session.execute(sqlalchemy.text("ALTER TABLE away RENAME TO deliveries"))
         answered.set()
         wait_for(lambda: tools.meters.webhooks.labels("delivered")._value.get() == 1)
-        wait_for(lambda: deliveries.waiting(database) == 0)
+        wait_for(lambda: deliveries.count_waiting(database) == 0)
         assert len(hook.requests) == 1

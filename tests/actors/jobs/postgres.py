@@ -17,9 +17,9 @@ START_S = 60
 
 def binaries() -> Path | None:
     """Return the folder of PostgreSQL's programs: of the path, or the newest of Debian's."""
-    found = shutil.which("initdb")
-    if found:
-        return Path(found).resolve().parent
+    executable = shutil.which("initdb")
+    if executable:
+        return Path(executable).resolve().parent
     installed = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
     return installed[-1].parent if installed else None
 
@@ -80,9 +80,9 @@ def server(programs: Path) -> Iterator[Server]:
                 stdout=log,
                 stderr=log,
             )
-        made = Server(folder, name)
-        _wait(made, started, folder / "log")
-        yield made
+        server = Server(folder, name)
+        _wait(server, started, folder / "log")
+        yield server
     finally:
         if started is not None:
             started.send_signal(signal.SIGQUIT)  # at once; nothing is kept
@@ -90,13 +90,13 @@ def server(programs: Path) -> Iterator[Server]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait(made: Server, started: "subprocess.Popen[bytes]", log: Path) -> None:
+def _wait(server: Server, started: "subprocess.Popen[bytes]", log: Path) -> None:
     import psycopg
 
     give_up = time.monotonic() + START_S
     while True:
         try:
-            psycopg.connect(made._at("postgres")).close()
+            psycopg.connect(server._at("postgres")).close()
         except psycopg.OperationalError as error:
             if started.poll() is not None or time.monotonic() > give_up:
                 raise RuntimeError(f"PostgreSQL did not start: {log.read_text()}") from error

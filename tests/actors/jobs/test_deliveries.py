@@ -25,12 +25,12 @@ def test_a_webhook_is_due_once_its_job_has_ended_and_claimed_by_one_process_at_a
     store.cancel(silent.id)
     delivery = deliveries.claim(database)
     assert (delivery.job.id, delivery.job.status, delivery.attempts) == (done.id, "completed", 1)
-    assert deliveries.claim(database) is None and deliveries.waiting(database) == 1
-    deliveries.again(database, delivery, 0.0)
+    assert deliveries.claim(database) is None and deliveries.count_waiting(database) == 1
+    deliveries.postpone(database, delivery, 0.0)
     again = deliveries.claim(database)
     assert again.attempts == 2
-    deliveries.done(database, again)
-    assert deliveries.claim(database) is None and deliveries.waiting(database) == 0
+    deliveries.remove(database, again)
+    assert deliveries.claim(database) is None and deliveries.count_waiting(database) == 0
     store.cancel(waiting.id)
     assert deliveries.claim(database).job.error_code == "cancelled"
 
@@ -46,8 +46,8 @@ def test_deliveries_go_with_their_jobs(database, tmp_path):
     Retention(database, open_storage(tmp_path)).sweep()
     with database.read() as session:
         assert session.scalars(select(Delivery.job_id)).all() == [deleted.id]
-    told = deliveries.claim(database)
-    assert (told.job.id, told.job.status) == (deleted.id, "failed")  # whoever waits for it is told all the same
+    delivery = deliveries.claim(database)
+    assert (delivery.job.id, delivery.job.status) == (deleted.id, "failed")  # whoever waits for it is told all the same
 
 
 def test_recent_jobs_are_those_that_completed_the_latest_first(database):
@@ -56,12 +56,12 @@ def test_recent_jobs_are_those_that_completed_the_latest_first(database):
     for _ in range(3):
         submit(database)
         leased = queue.claim("w")
-        assert store.running() == 1
+        assert store.count_running() == 1
         queue.complete(leased, {})
         ids.append(leased.id)
     store.cancel(submit(database).id)
-    assert [job.id for job in store.recent(2)] == ids[:0:-1]
-    assert store.running() == 0
+    assert [job.id for job in store.list_recent(2)] == ids[:0:-1]
+    assert store.count_running() == 0
 
 
 def test_positions_of_many_are_those_of_each(database):

@@ -54,17 +54,17 @@ def test_a_revoked_key_stays_as_a_row_and_its_name_is_free(database):
 def test_of_keys_of_one_name_made_at_once_one_is_there(database):
     def make():
         try:
-            made.append(make_key(database, "ann"))
+            keys.append(make_key(database, "ann"))
         except InvalidInput as error:
             refused.append(error)
 
-    made, refused = [], []
+    keys, refused = [], []
     threads = [threading.Thread(target=make) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert (len(made), len(refused), len(list_keys(database))) == (1, 5, 1)
+    assert (len(keys), len(refused), len(list_keys(database))) == (1, 5, 1)
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ def test_a_new_database_has_the_tables_of_the_program_and_migrating_it_again_cha
     with empty.read() as session:
         connection = session.connection()
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
-        found = {index["name"] for table in metadata.tables for index in inspect(connection).get_indexes(table)}
+        names = {index["name"] for table in metadata.tables for index in inspect(connection).get_indexes(table)}
     # Alembic doesn't compare indexes over expressions on every database.
-    assert {index.name for table in metadata.tables.values() for index in table.indexes} <= found
+    assert {index.name for table in metadata.tables.values() for index in table.indexes} <= names
 
 
 def test_the_queue_and_the_lists_are_read_from_indexes(database):
@@ -83,9 +83,9 @@ def test_an_older_database_keeps_its_jobs_and_keys_and_gets_what_is_new(empty):
     [key] = list_keys(empty)
     assert (job.dollars, job.deleted_at, key.scopes, key.priority, key.expires_at) == (0.0, None, "make,read", 0, None)
     with empty.read() as session:
-        found = compare_metadata(MigrationContext.configure(session.connection()), Table.metadata)
+        differences = compare_metadata(MigrationContext.configure(session.connection()), Table.metadata)
     # What a new database has as the program's own default an upgraded one has as the column's: the same to a reader.
-    assert [change for change in found if change[0] != "modify_default"] == []
+    assert [change for change in differences if change[0] != "modify_default"] == []
 
 
 def test_a_migration_that_fails_leaves_the_schema_as_it_was(empty):

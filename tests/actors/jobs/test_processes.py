@@ -61,7 +61,7 @@ def submit(store, count):
 
 def wait_until_done(store):
     give_up = time.monotonic() + PATIENCE_S
-    while (counts := store.counts().by_status)["queued"] + counts["in_progress"]:
+    while (counts := store.count_jobs().by_status)["queued"] + counts["in_progress"]:
         assert time.monotonic() < give_up, counts
         time.sleep(0.05)
     return counts

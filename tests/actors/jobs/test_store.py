@@ -23,7 +23,7 @@ from actors.jobs.errors import (
     StoreUnavailable,
 )
 from actors.jobs.retention import Retention
-from actors.jobs.store import JobStore, open_database, private_key
+from actors.jobs.store import JobStore, make_private_key, open_database
 from actors.jobs.tables import Job
 from actors.jobs.values import JobSettings, Room
 from actors.jobs.work import WorkQueue
@@ -92,20 +92,20 @@ def test_the_same_key_and_body_is_the_same_job(store):
 
 
 def test_a_key_sent_by_many_threads_at_once_makes_one_job(store):
-    found, start = [], threading.Barrier(8)
+    results, start = [], threading.Barrier(8)
 
     def send():
         start.wait()
-        found.append(store.submit(ask(idempotency_key="key")))
+        results.append(store.submit(ask(idempotency_key="key")))
 
     threads = [threading.Thread(target=send) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(found) == 8
-    assert len({job.id for job, _ in found}) == 1
-    assert [new for _, new in found].count(True) == 1
+    assert len(results) == 8
+    assert len({job.id for job, _ in results}) == 1
+    assert [new for _, new in results].count(True) == 1
 
 
 def test_a_full_queue_takes_no_more_but_knows_what_it_took(store):
@@ -132,12 +132,12 @@ def test_a_repeated_request_is_told_from_others_without_reading_them(store):
 
     event.listen(Job, "load", loaded)
     try:
-        assert store.known("ann", None, "wanted", retried=True) == wanted
-        assert store.known("ann", None, "unknown", retried=True) is None
+        assert store.find_repeat("ann", None, "wanted", retried=True) == wanted
+        assert store.find_repeat("ann", None, "unknown", retried=True) is None
     finally:
         event.remove(Job, "load", loaded)
     assert rows == [wanted.id]
-    assert store.known("ann", None, "wanted") is None
+    assert store.find_repeat("ann", None, "wanted") is None
 
 
 def test_a_repeated_request_gets_no_job_that_ended_badly_and_none_of_a_key(store, database):
@@ -147,21 +147,21 @@ def test_a_repeated_request_gets_no_job_that_ended_badly_and_none_of_a_key(store
     running = WorkQueue(database).claim("w")
     store.cancel(running.id)  # it is to stop
     store.submit(ask(idempotency_key="its own"))
-    assert store.known("ann", None, "a cat", retried=True) is None
+    assert store.find_repeat("ann", None, "a cat", retried=True) is None
 
 
 def test_a_job_that_one_request_waits_for_is_cancelled_by_it_alone(store):
-    mine, other = private_key(), private_key()
+    mine, other = make_private_key(), make_private_key()
     job, _ = store.submit(ask(idempotency_key=mine))
     assert not store.cancel_private(job.id, other)
     assert store.cancel_private(job.id, mine) and store.get(job.id).error_code == "cancelled"
-    assert store.known("ann", None, "a cat", retried=True) is None
+    assert store.find_repeat("ann", None, "a cat", retried=True) is None
 
 
 def test_a_job_that_a_repeated_request_waits_for_is_nobody_s_to_cancel(store):
-    mine = private_key()
+    mine = make_private_key()
     job, _ = store.submit(ask(idempotency_key=mine))
-    assert store.known("ann", None, "a cat", retried=True).id == job.id
+    assert store.find_repeat("ann", None, "a cat", retried=True).id == job.id
     assert not store.cancel_private(job.id, mine)
     assert store.get(job.id).status == "queued"
 
@@ -169,7 +169,7 @@ def test_a_job_that_a_repeated_request_waits_for_is_nobody_s_to_cancel(store):
 def test_pages_of_long_requests_are_shorter(store, monkeypatch):
     monkeypatch.setattr("actors.jobs.store.PAGE_CHARACTERS", 1000)
     requests = [{"prompt": "ä" * length} for length in (10, 10, 5000, 100, 10)]
-    made = [store.submit(Job(owner="ann", request=request))[0].id for request in requests]
+    ids = [store.submit(Job(owner="ann", request=request))[0].id for request in requests]
     seen, after = [], None
     while True:
         page = store.list(after=after, order="asc")
@@ -177,7 +177,7 @@ def test_pages_of_long_requests_are_shorter(store, monkeypatch):
         if not page.more:
             break
         after = seen[-1][-1]
-    assert seen == [made[:2], made[2:3], made[3:]]
+    assert seen == [ids[:2], ids[2:3], ids[3:]]
 
 
 def test_a_commit_in_doubt_is_looked_for_once_it_has_ended(store, database):
@@ -200,7 +200,7 @@ def test_a_commit_in_doubt_is_looked_for_once_it_has_ended(store, database):
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
 def test_pages_have_every_job_once(store, order):
-    made = [store.submit(ask(prompt=str(number)))[0].id for number in range(7)]
+    ids = [store.submit(ask(prompt=str(number)))[0].id for number in range(7)]
     store.submit(ask("bob"))
     seen, after = [], None
     while True:
@@ -209,7 +209,7 @@ def test_pages_have_every_job_once(store, order):
         if not page.more:
             break
         after = seen[-1]
-    assert seen == (made if order == "asc" else made[::-1])
+    assert seen == (ids if order == "asc" else ids[::-1])
     assert len(store.list(None, limit=100).jobs) == 8
 
 
@@ -255,7 +255,7 @@ def test_counts_say_what_there_is(store, database):
     work.fail(work.claim("w"), "unhealthy", "NaN")
     work.complete(work.claim("w"), {})
     work.claim("w")
-    counts = store.counts()
+    counts = store.count_jobs()
     assert counts.by_status == {"queued": 1, "in_progress": 1, "completed": 1, "failed": 1}
     assert counts.failures == {"unhealthy": 1}
     assert 0 <= counts.oldest_queued_s < 60

@@ -185,9 +185,9 @@ def test_giving_a_job_back_is_no_loss(store, database):
         leased = work.claim("w")
         leased.spend("encoder", 7.0, chips=1)
         work.release(leased)
-    found = store.get(job.id)
-    assert (found.status, found.attempts, found.losses, found.chip_seconds) == ("queued", 3, 0, 21.0)
-    assert found.worker is None
+    stored = store.get(job.id)
+    assert (stored.status, stored.attempts, stored.losses, stored.chip_seconds) == ("queued", 3, 0, 21.0)
+    assert stored.worker is None
 
 
 @pytest.mark.parametrize("way", ["complete", "fail", "release", "silence"])
@@ -208,7 +208,7 @@ def test_a_running_job_that_was_cancelled_ends_as_cancelled(store, database, way
         getattr(work, way)(leased, *arguments)
     ended = store.get(job.id)
     assert (ended.status, ended.error_code, ended.results) == ("failed", "cancelled", {})
-    assert store.counts().files_pending_deletion == 1
+    assert store.count_jobs().files_pending_deletion == 1
 
 
 def test_deadlines(store, database, work):
@@ -258,8 +258,8 @@ def test_new_jobs_pass_none_where_all_that_wait_came_back(store, work):
 def test_a_job_is_made_by_the_model_that_it_was_accepted_for(store, work):
     for model in ("wan", "other", "wan"):
         store.submit(Job(owner="ann", request={"model": model}))
-    made = [work.claim("w", model="wan") for _ in range(3)]
-    assert [job and job.request["model"] for job in made] == ["wan", "wan", None]
+    claimed = [work.claim("w", model="wan") for _ in range(3)]
+    assert [job and job.request["model"] for job in claimed] == ["wan", "wan", None]
     assert work.claim("w", model="other").request["model"] == "other"
 
 
@@ -283,9 +283,9 @@ def test_job_that_an_older_program_accepted_is_claimed_for_its_model_only(store,
 def test_results_and_reasons_that_no_database_can_hold_are_recorded_without_the_odd_characters(store, work):
     for name in ("made", "failed"):
         ask(store, name=name)
-    work.complete(made := work.claim("w"), {}, ["cut: \0\ud800"])
+    work.complete(claimed := work.claim("w"), {}, ["cut: \0\ud800"])
     work.fail(failed := work.claim("w"), "invalid", "NUL \0 and \udfff")
-    assert (store.get(made.id).warnings, store.get(failed.id).error_message) == (["cut: ?"], "NUL  and ?")
+    assert (store.get(claimed.id).warnings, store.get(failed.id).error_message) == (["cut: ?"], "NUL  and ?")
 
 
 def test_refused_statement_is_told_without_what_was_to_be_stored(database, store):

@@ -1,4 +1,4 @@
-"""The first schema. A database that has none gets the tables of `actors.jobs.tables` at once, without these steps."""
+"""The first schema. A new database gets the tables of `actors.jobs.tables` directly, without these steps."""
 
 revision = "0001"
 down_revision = None

@@ -1,4 +1,4 @@
-"""Keys with scopes, limits and an end; usage; jobs that were deleted, remixed, and what they cost."""
+"""Scopes, limits and expiry of keys; usage; deletion, remixing and cost of jobs."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Jobs with a last frame, too."""
+"""The last frame of jobs."""
 
 import sqlalchemy as sa
 from alembic import op

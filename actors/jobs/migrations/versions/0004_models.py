@@ -1,4 +1,4 @@
-"""The model of a job in a column of its own: a query that looks into a client's JSON fails on some of its texts."""
+"""A column for the model of a job, since a query that looks into a client's JSON fails on some texts."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ _JOBS = sa.table("jobs", sa.column("id"), sa.column("status"), sa.column("reques
 
 
 def upgrade() -> None:
-    """Add the column, and fill it for jobs that wait or run; of those that have ended nobody asks for it."""
+    """Add the column, and fill it for jobs that wait or run. Nobody needs it of jobs that have ended."""
     op.add_column("jobs", sa.Column("model", sa.String(200)))
     waiting = sa.select(_JOBS.c.id, _JOBS.c.request).where(_JOBS.c.status.in_(("queued", "in_progress")))
     connection = op.get_bind()

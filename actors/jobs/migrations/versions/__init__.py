@@ -1,1 +1,1 @@
-"""Steps of the schema. A released one is never changed."""
+"""Migrations of the schema. A released migration is never changed."""
