@@ -104,7 +104,7 @@ def _write_config(args: argparse.Namespace, parser: Parser) -> None:
     from wan_tpu.media.video import check_output
 
     check_output(args.write_config, overwrite=True)
-    text, model = service_config(args, parser.given(args))
+    text, model = service_config(args, parser.non_defaults(args))
     args.write_config.write_text(text)
     print(f"wrote {args.write_config}; {model} starts with: serve deploy {args.write_config}")
     host = args.host or ANYWHERE

@@ -18,7 +18,7 @@ from actors.pipeline.pools import application, pool_application
 from actors.pipeline_spec import PipelineSpec
 from cluster.layout import Layout
 from wan_tpu.adapters.checking import check_visible
-from wan_tpu.commands.parser import words
+from wan_tpu.commands.parser import as_words
 
 
 def config(arguments: Mapping[str, Any], name: str, layout: Layout) -> str:
@@ -78,7 +78,7 @@ def ingress(args: dict[str, Any]) -> Any:
 
 def service_from(arguments: Mapping[str, Any], address: str) -> tuple[ServiceSettings, PipelineSpec]:
     """Return what a config's arguments ask for, on the cluster at an address; raises `InvalidInput`."""
-    args = serve_parser().parse_args(words(arguments))
+    args = serve_parser().parse_args(as_words(arguments))
     spec = pipeline_spec(*settings_from(args, address))
     service = service_settings(args, spec.layout, spec.settings)
     return dataclasses.replace(service, catalogue=service.catalogue.for_model(spec.model)), spec

@@ -20,7 +20,7 @@ from actors.errors import PipelineError
 from cluster.connect import stay_on_loopback
 from cluster.errors import ClusterNotFound
 from cluster.layout import shipped
-from wan_tpu.commands.parser import Parser, words
+from wan_tpu.commands.parser import Parser, as_words
 from wan_tpu.errors import InvalidInput
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -59,7 +59,7 @@ def submit(argv: Sequence[str]) -> int:
         return _stop(client, args.stop)
     if args.attach is not None:
         return _follow(client, args.attach)
-    job = _submit(client, args, parser.given(args))
+    job = _submit(client, args, parser.non_defaults(args))
     if args.detach:
         print(job)
         return 0
@@ -78,7 +78,7 @@ def _submit(client: Any, args: argparse.Namespace, given: dict[str, Any]) -> str
     if here and "://" not in args.manifest and not Path(args.manifest).is_file():
         raise InvalidInput(f"--manifest {args.manifest} isn't there; give a file, or gs://bucket/name")
     python = sys.executable if here else "python"
-    command = ["exec", python, "-m", "actors.cli", "drive", *words(given)]
+    command = ["exec", python, "-m", "actors.cli", "drive", *as_words(given)]
     metadata = {"manifest": args.manifest, "output": args.output}
     try:
         _ask(client, client.submit_job, entrypoint=shlex.join(command), submission_id=job, metadata=metadata)

@@ -13,7 +13,7 @@ from actors.commands.serve_arguments import serve_parser
 from cluster.layout import Layout, shipped
 from cluster.provision import kubernetes
 from cluster.provision.kubernetes import Target
-from wan_tpu.commands.parser import Parser, flag, words
+from wan_tpu.commands.parser import Parser, as_words, flag_of
 from wan_tpu.errors import InvalidInput
 from wan_tpu.storage.addresses import is_bucket
 
@@ -93,7 +93,7 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Target) -> dict[str, kubernetes.Object]:
-    given = {name: value for name, value in parser.given(args).items() if name not in _HERE}
+    given = {name: value for name, value in parser.non_defaults(args).items() if name not in _HERE}
     if args.service:
         if not str(args.database).startswith(_POSTGRES):
             database = args.database or "a file of this machine"
@@ -105,13 +105,13 @@ def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Targ
     if args.job is not None:
         for name in ("model_id", "output"):
             if getattr(args, name) is None:
-                raise InvalidInput(f"{flag(name)} is missing; see wan-tpu manifests --help")
+                raise InvalidInput(f"{flag_of(name)} is missing; see wan-tpu manifests --help")
         _check_reached(args, "job", "output", "model_id", "snapshots")
         arguments = {name: value for name, value in given.items() if name not in ("layout", "layout_text")}
         text = args.layout_text or Path(layout.source).read_text()
         arguments |= {"manifest": args.job, "output": args.output, "layout_text": text}
         arguments |= {} if args.in_flight is None else {"in_flight": args.in_flight}
-        command = ["exec", "python", "-m", "actors.cli", "drive", *words(arguments)]
+        command = ["exec", "python", "-m", "actors.cli", "drive", *as_words(arguments)]
         return {
             "the batch, and a cluster that goes when it has ended": kubernetes.job(layout, target, shlex.join(command))
         }
@@ -128,4 +128,6 @@ def _check_reached(args: argparse.Namespace, *names: str) -> None:
         value = getattr(args, name)
         of_the_hub = name == "model_id" and not Path(str(value)).exists()
         if value is not None and not is_bucket(value) and not of_the_hub:
-            raise InvalidInput(f"{flag(name)} {value} isn't in a bucket; pods reach gs:// and s3://, not this machine")
+            raise InvalidInput(
+                f"{flag_of(name)} {value} isn't in a bucket; pods reach gs:// and s3://, not this machine"
+            )

@@ -54,7 +54,7 @@ def arguments(*argv):
     add_cluster_arguments(parser)
     add_drive_arguments(parser)
     args = parser.parse_args(["--manifest", "m.jsonl", "--output", "out", *argv])
-    return args, parser.given(args)
+    return args, parser.non_defaults(args)
 
 
 def test_arguments_without_effect_on_a_pipeline_that_runs_are_told():

@@ -1,6 +1,6 @@
-"""Arguments that several commands share, and what is made from them.
+"""Arguments that several commands share, and the objects that they describe.
 
-JAX and torch take seconds to import: commands do that once their arguments are read, so that `--help` is there at once.
+JAX and torch take seconds to import. Commands do that after reading their arguments, so that `--help` answers at once.
 """
 
 import argparse
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from wan_tpu.commands.record import Profiler
     from wan_tpu.pipeline import Pipeline
 
-# Fields of a request that `wan-tpu stage2` can be told anew: what only the experts depend on.
+# Fields of a request that `wan-tpu stage2` may change: only the experts depend on them.
 SAMPLING = ("steps", "guidance_scale", "guidance_scale_2", "loras", "cache", "sigmas", "switch_step", "seed")
 _READ_AS: dict[Any, dict[str, Any]] = {
     int: {"type": int},
     float: {"type": float},
     list[float]: {"type": float, "nargs": "+"},
 }
-# Fields that are written in another way on a command line.
+# Fields whose option on the command line has another name or form.
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "height": (
         "--size",
@@ -42,16 +42,18 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "loras": (
         "--lora",
         {
+            "dest": "loras",
             "action": "append",
             "metavar": "PATH[:SCALE][@high|low|both]",
-            "help": "adapter of the experts: a file, a folder, in gs:// or OWNER/NAME[/FILE] of the hub; several times",
+            "help": "adapter of the experts: a file or a folder, here or in gs://, or OWNER/NAME[/FILE] of the hub; "
+            "may be repeated",
         },
     ),
 }
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, where and how."""
+    """Add the options that say which model to run, where and how."""
     group = parser.add_argument_group("model and devices")
     examples = ", ".join(family.example for family in FAMILIES.values())
     add_model(group, required=True, help=f"diffusers directory, here or in gs://, or hub id ({examples})")
@@ -59,18 +61,19 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device_arguments(group: argparse._ActionsContainer) -> None:
-    """Where and how; the mesh takes all devices unless told."""
+    """Add the options that say where and how to run a model; by default the mesh takes all devices."""
     add_precision(group, default=None)
     group.add_argument(
-        "--executables", help="folder, or gs://, of compiled programs, from scripts/precompile.py: one that you trust"
+        "--executables",
+        help="folder of compiled programs, here or in gs://, from scripts/precompile.py: only one that you trust",
     )
     add_mesh(group)
     add_switches(group)
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to make: an option for each field of a request."""
-    group = parser.add_argument_group("request (open settings are the model's published ones)")
+    """Add an option for each field of a request."""
+    group = parser.add_argument_group("request (settings that you omit are the model's published ones)")
     for name in FIELDS:
         if name not in SAMPLING:
             _add_field(group, name)
@@ -78,7 +81,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_arguments(group: argparse._ActionsContainer) -> None:
-    """What the experts can be told anew."""
+    """Add an option for each field that `SAMPLING` lists."""
     for name in SAMPLING:
         _add_field(group, name)
 
@@ -102,7 +105,7 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    """Profiling of a few warm denoise steps."""
+    """Add the options that profile a few warm denoising steps."""
     parser.add_argument("--profile", action="store_true", help="trace a few warm denoise steps with jax.profiler")
     parser.add_argument(
         "--profile_output_path", type=Path, default=Path("profile"), help="folder of the trace; default %(default)s"
@@ -110,18 +113,21 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def request_from(args: argparse.Namespace) -> GenerationRequest:
-    """Build the request from parsed arguments; raises `InvalidInput` where the prompt was left out."""
+    """Return the request that parsed arguments describe; raises `InvalidInput` when the prompt is missing."""
     if args.prompt is None:
         raise InvalidInput('--prompt is missing; say what the video shows, or --prompt "" for nothing in particular')
     fields = {name: value for name, value in vars(args).items() if name in FIELDS and value is not None}
     height, width = (None, None) if args.size is None else read_size("--size", args.size)
-    return GenerationRequest(height=height, width=width, loras=args.lora, **fields)
+    return GenerationRequest(height=height, width=width, **fields)
 
 
 def pipeline_from(args: argparse.Namespace, model_id: str | None = None, dtype: str | None = None) -> "Pipeline":
-    """Load the pipeline from parsed arguments, for one request: weights are freed after their stage.
+    """Open the pipeline that parsed arguments describe, for one request: each stage's weights are freed after it.
 
-    model_id, dtype  used where the arguments leave them open
+    Args:
+        args: The parsed arguments.
+        model_id: The model, unless the arguments name one.
+        dtype: The precision, unless the arguments name one.
     """
     from wan_tpu.pipeline import load_pipeline
     from wan_tpu.switches import set_switches
@@ -138,9 +144,10 @@ def pipeline_from(args: argparse.Namespace, model_id: str | None = None, dtype: 
 
 
 def check_outputs(video: Path, *, overwrite: bool, inputs: Sequence[str | Path | None]) -> tuple[Path, Path, Path]:
-    """Return the paths of mp4, contact sheet and record; raises `OutputError` when one can't be, or is an input."""
+    """Return the paths of mp4, contact sheet and record; raises `OutputError` for a place that isn't usable."""
     check_ffmpeg()
-    if not video.name or os.path.isdir(video):  # unlike is_dir(), false for a name that is too long
+    # Unlike is_dir(), isdir() is false for a name that is too long.
+    if not video.name or os.path.isdir(video):
         raise OutputError(f"{str(video)!r} is a folder; give the path of an mp4 in it")
     if video.suffix.lower() != ".mp4":
         video = video.with_name(video.name + ".mp4")
@@ -151,7 +158,7 @@ def check_outputs(video: Path, *, overwrite: bool, inputs: Sequence[str | Path |
 
 
 def profiler_from(args: argparse.Namespace) -> "Profiler | None":
-    """Return the profiler that was asked for."""
+    """Return the profiler that the arguments ask for, if they do."""
     if not args.profile:
         return None
     check_folder(args.profile_output_path, "--profile_output_path")

@@ -20,52 +20,53 @@ if TYPE_CHECKING:
 
 
 def calibrate(argv: Sequence[str]) -> None:
-    """Measure the curve by which MagCache decides which steps it may skip: of one prompt and a few seeds.
+    """Measure the curve by which MagCache decides which steps it may skip, on one prompt and a few seeds.
 
-    The curve holds for the shift, the solver and the boundary that it was measured with; with --sigmas or a --preset
-    that has some, for these and the step at which they switch experts.
+    The curve holds for the shift, the solver and the boundary that it was measured with. With --sigmas, or a --preset
+    that has some, it holds for these and for the step at which they switch experts.
     """
     parser = Parser(prog="wan-tpu calibrate", description=calibrate.__doc__)
     arguments.add_model_arguments(parser)
     arguments.add_request_arguments(parser)
     parser.add_argument("--seeds", type=int, default=1, help="videos to average over; default %(default)s")
-    parser.add_argument("--write", action="store_true", help=f"into the {OWN} of --model, a folder; else it is printed")
+    parser.add_argument("--write", action="store_true", help=f"write into the {OWN} of --model, a folder; else print")
     args = parser.parse_args(argv)
     if args.seeds < 1:
         raise InvalidInput(f"--seeds is {args.seeds}; give 1 or more")
     file = Path(args.model_id) / OWN
     if args.write and not file.parent.is_dir():
         raise InvalidInput(f"--write needs a folder, and --model is {args.model_id}; leave it out, and copy the curve")
-    given = arguments.request_from(args)
+    request = arguments.request_from(args)
     if args.write:
         check_output(file, overwrite=True)
 
     pipe = arguments.pipeline_from(args)
-    plan = pipe.plan(given)
-    request = plan.request
-    if request.cache is not None or (request.switch_step is not None and request.sigmas is None):
+    plan = pipe.plan(request)
+    resolved = plan.request
+    if resolved.cache is not None or (resolved.switch_step is not None and resolved.sigmas is None):
         raise InvalidInput("a curve is measured without --cache, and of --switch_step only together with --sigmas")
-    if request.sigmas is None and (request.guidance_scale <= 1 or not pipe.runtime.model.spec.guided(request)):
+    if resolved.sigmas is None and (resolved.guidance_scale <= 1 or not pipe.runtime.model.spec.guided(resolved)):
         raise InvalidInput("a curve is of both branches of guidance; give --guidance_scale more than 1")
-    found = measured(pipe, plan, args.seeds)
+    curve = measure_curve(pipe, plan, args.seeds)
     if not args.write:
-        print(json.dumps({"magcache": [found]}))
+        print(json.dumps({"magcache": [curve]}))
         return
-    said = json.loads(file.read_text()) if file.exists() else {}
-    others = [curve for curve in said.get("magcache", []) if _schedule(curve) != _schedule(found)]
-    text = json.dumps(said | {"magcache": [*others, found]}, indent=2)
-    file.write_text(re.sub(r"\[\s+([-\d.]+),\s+([-\d.]+)\s+\]", r"[\1, \2]", text) + "\n")  # a step a line
-    print(f"wrote the curve of {request.steps} steps into {file}; videos take it with --cache magcache")
+    content = json.loads(file.read_text()) if file.exists() else {}
+    others = [other for other in content.get("magcache", []) if _schedule_of(other) != _schedule_of(curve)]
+    text = json.dumps(content | {"magcache": [*others, curve]}, indent=2)
+    # Each step's two ratios stand on one line.
+    file.write_text(re.sub(r"\[\s+([-\d.]+),\s+([-\d.]+)\s+\]", r"[\1, \2]", text) + "\n")
+    print(f"wrote the curve of {resolved.steps} steps into {file}; videos take it with --cache magcache")
 
 
-def _schedule(curve: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what tells a curve from another: the schedule that it holds for."""
+def _schedule_of(curve: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the schedule that a curve holds for, which tells it from others."""
     sigmas = curve.get("sigmas")
     steps = (curve["shift"],) if sigmas is None else (tuple(sigmas), curve["first_low"])
     return (curve.get("solver", "unipc"), *steps)
 
 
-def measured(pipe: "Pipeline", plan: "RequestPlan", seeds: int) -> dict[str, Any]:
+def measure_curve(pipe: "Pipeline", plan: "RequestPlan", seeds: int) -> dict[str, Any]:
     """Return the curve of a request, as `wan_tpu.schedules.magcache.curve_from` reads it.
 
     Without guidance both branches have the prompt's ratios.
@@ -87,11 +88,11 @@ def measured(pipe: "Pipeline", plan: "RequestPlan", seeds: int) -> dict[str, Any
             before = None
             for i in range(expert.start, expert.stop):
                 run.step()
-                found, before = run.residual_ratios(before)
-                ratios[i] += found / seeds
+                step_ratios, before = run.residual_ratios(before)
+                ratios[i] += step_ratios / seeds
             state = run.state
     first_low = experts[1].start if len(experts) > 1 else None
     curve = [[round(float(value), 5) for value in pair] for pair in ratios]
-    of: dict[str, Any] = {} if request.sigmas is None else {"sigmas": list(request.sigmas)}
-    of |= {"shift": request.shift, "boundary": spec.boundary_ratio, "solver": request.solver}
-    return {"ratios": curve, "first_low": first_low} | of
+    schedule: dict[str, Any] = {} if request.sigmas is None else {"sigmas": list(request.sigmas)}
+    schedule |= {"shift": request.shift, "boundary": spec.boundary_ratio, "solver": request.solver}
+    return {"ratios": curve, "first_low": first_low} | schedule

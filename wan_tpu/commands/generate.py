@@ -1,4 +1,4 @@
-"""`wan-tpu generate`: the whole job in one process."""
+"""`wan-tpu generate`: a whole video in one process."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ def generate(argv: Sequence[str]) -> None:
     arguments.add_overwrite(parser)
     args = parser.parse_args(argv)
 
-    given = arguments.request_from(args)
+    request = arguments.request_from(args)
     outputs = arguments.check_outputs(
         args.output, overwrite=args.overwrite, inputs=(args.image, args.last_image, args.video, args.model_id)
     )
@@ -26,7 +26,7 @@ def generate(argv: Sequence[str]) -> None:
     from wan_tpu.commands.recorded import Recorder, decode_to_files, denoise_recorded, encode_recorded, report
 
     pipe = arguments.pipeline_from(args)
-    plan = pipe.plan(given)
+    plan = pipe.plan(request)
     pipe.check_components()
     recorder = Recorder(pipe.runtime, plan)
     run = pipe.run(pipe.fetch_adapters(plan), warn=recorder.warn, around=recorder.operation)

@@ -1,4 +1,4 @@
-"""`wan-tpu models`: the published models, and what each makes where a request leaves its settings open."""
+"""`wan-tpu models`: the published models, and what each makes when a request gives no settings."""
 
 import json
 from collections.abc import Sequence
@@ -16,21 +16,21 @@ def models(argv: Sequence[str]) -> None:
     parser = Parser(prog="wan-tpu models", description=models.__doc__)
     parser.add_argument("--json", action="store_true", help="for programs: a list of JSON objects")
     args = parser.parse_args(argv)
-    listed = [_describe(name) for name in published()]
+    rows = [_describe(name) for name in published()]
     if args.json:
-        print(json.dumps(listed))
+        print(json.dumps(rows))
         return
     header = ("model", "makes", "size", "frames", "seconds", "steps", "presets")
-    print(as_table(header, [[str(model[column]) for column in header] for model in listed]))
+    print(as_table(header, [[str(model[column]) for column in header] for model in rows]))
     print(
-        "\nSizes are WIDTHxHEIGHT. wan-tpu plan takes these names; all else takes a checkpoint of such a model: a "
-        "diffusers\ndirectory, here or in gs://, or a hub id, such as"
+        "\nSizes are WIDTHxHEIGHT. wan-tpu plan takes these names; all other commands take a checkpoint of such\na "
+        "model: a diffusers directory, here or in gs://, or a hub id, such as"
     )
     print("\n".join(f"  {family.example}" for family in FAMILIES.values()))
 
 
 def _describe(name: str) -> dict[str, Any]:
-    """Return what a model makes, by the table's columns."""
+    """Return a model's row, by the table's columns."""
     spec = preset_spec(name)
     settings = spec.defaults
     return {

@@ -1,4 +1,4 @@
-"""The parser of all commands; it imports nothing of them, so that `--help` is there at once."""
+"""The parser of all commands. It imports none of them, so that `--help` answers at once."""
 
 import argparse
 import contextvars
@@ -11,36 +11,37 @@ from wan_tpu.errors import InvalidInput
 from wan_tpu.suggest import did_you_mean
 
 PRECISIONS = ("bfloat16", "float32", "int8", "float8", "int8-attention", "float8-attention")
-_only_built = contextvars.ContextVar("only_built", default=False)  # Whether `parser_of` asks.
+_only_built = contextvars.ContextVar("only_built", default=False)  # True while `parser_of` builds a parser.
 _NUMBER = re.compile(r"-\.?[0-9]")
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports wrong arguments like all bad input: in one line, with what was probably meant.
+    """Reports wrong arguments like all bad input: in one line, with the option or value that was probably meant.
 
-    Dashes and underscores in an option's name are alike. Takes no abbreviations, which a later option breaks.
+    Dashes and underscores in an option's name are interchangeable. Options can't be abbreviated: an option that is
+    added later would make an abbreviation ambiguous.
     """
 
-    def __init__(self, **given: Any) -> None:
-        """Take what `ArgumentParser` takes."""
-        super().__init__(allow_abbrev=False, **given)
+    def __init__(self, **settings: Any) -> None:
+        """Take the arguments of `ArgumentParser`."""
+        super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Raise `InvalidInput`."""
         raise InvalidInput(f"{message}; see {self.prog} --help")
 
-    def given(self, args: argparse.Namespace) -> dict[str, Any]:
+    def non_defaults(self, args: argparse.Namespace) -> dict[str, Any]:
         """Return the arguments that aren't their defaults, by name."""
         return {name: value for name, value in vars(args).items() if value != self.get_default(name)}
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        """Parse as `ArgumentParser` does; an option that isn't known is refused before one that is missing."""
+        """Parse as `ArgumentParser` does, but refuse an unknown option before a missing one."""
         if _only_built.get():
             raise _Built(self)
         return super().parse_known_args(self._spell(sys.argv[1:] if args is None else args), namespace)
 
     def _spell(self, words: Iterable[str]) -> list[str]:
-        """Return the words with every option's name as it was added."""
+        """Return the words with every option's name spelled as it was added."""
         options = self._option_string_actions
         plain = {option.replace("-", "_"): option for option in options}
         spelled: list[str] = []
@@ -48,7 +49,8 @@ class Parser(argparse.ArgumentParser):
         for word in rest:
             name, equals, value = word.partition("=")
             if word == "--" or (self._subparsers is not None and not word.startswith("-")):
-                return [*spelled, word, *rest]  # The rest has no options, or is another parser's.
+                # The rest has no options, or belongs to another parser.
+                return [*spelled, word, *rest]
             if not name.startswith("-") or name == "-" or " " in name or _NUMBER.match(name):
                 spelled.append(word)
                 continue
@@ -88,7 +90,7 @@ def parser_of(command: Callable[[Sequence[str]], object]) -> Parser:
 
 
 def all_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Give the options and arguments of a parser, and of the parsers of its actions."""
+    """Yield the options and arguments of a parser, and of the parsers of its actions."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):
@@ -96,54 +98,57 @@ def all_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from all_actions(inner)
 
 
-def add_model(to: argparse._ActionsContainer, **settings: Any) -> None:
-    """Add --model, by its older name --model_id too; it is `model_id` of the parsed arguments."""
-    to.add_argument("--model", "--model_id", dest="model_id", metavar="MODEL", **settings)
+def add_model(group: argparse._ActionsContainer, **settings: Any) -> None:
+    """Add --model, also under its older name --model_id; the parsed arguments have it as `model_id`."""
+    group.add_argument("--model", "--model_id", dest="model_id", metavar="MODEL", **settings)
 
 
-def add_mesh(to: argparse._ActionsContainer) -> None:
-    """Add the axes of a mesh."""
-    for axis, what in (("dp", "guidance branches"), ("sp", "tokens"), ("tp", "heads and weights")):
-        to.add_argument(
-            f"--{axis}", type=int, help=f"devices along the mesh axis of {what}; default the model's choice"
+def add_mesh(group: argparse._ActionsContainer) -> None:
+    """Add --dp, --sp and --tp, the axes of a mesh."""
+    for axis, divided in (("dp", "guidance branches"), ("sp", "tokens"), ("tp", "heads and weights")):
+        group.add_argument(
+            f"--{axis}", type=int, help=f"devices along the mesh axis of {divided}; default the model's choice"
         )
 
 
-def add_precision(to: argparse._ActionsContainer, default: str | None = "bfloat16", about: str = "") -> None:
-    """Add --precision, by its older name --dtype too."""
-    to.add_argument(
+def add_precision(group: argparse._ActionsContainer, default: str | None = "bfloat16", purpose: str = "") -> None:
+    """Add --precision, also under its older name --dtype."""
+    group.add_argument(
         "--precision",
         "--dtype",
         dest="dtype",
         choices=PRECISIONS,
         default=default,
         metavar="PRECISION",
-        help=f"{about or 'of weights and activations'}: {', '.join(PRECISIONS)}; int8 (v5e, v5p, v6e) and "
+        help=f"{purpose or 'of weights and activations'}: {', '.join(PRECISIONS)}; int8 (v5e, v5p, v6e) and "
         "float8 (v7x): the linear layers of transformers in 8 bits, all else in bfloat16; with -attention its logits, "
         f"too; default {default or 'bfloat16'}",
     )
 
 
-def add_switches(to: argparse._ActionsContainer) -> None:
+def add_switches(group: argparse._ActionsContainer) -> None:
     """Add the switches of `wan_tpu.switches`."""
-    to.add_argument(
+    group.add_argument(
         "--kernels",
         help="own, or plain operations in their place, to find a wrong one: reference, or reference:linear,attention; "
         "default own",
     )
-    to.add_argument(
+    group.add_argument(
         "--collectives",
         choices=("overlapped", "synchronous"),
         help="synchronous: compute nothing while devices send, to find what is wrong on a chip; default overlapped",
     )
 
 
-def flag(name: str) -> str:
+def flag_of(name: str) -> str:
     """Return the flag of a parsed argument."""
     return {"model_id": "--model", "dtype": "--precision"}.get(name, f"--{name}")
 
 
-def words(given: Mapping[str, Any]) -> list[str]:
-    """Return the command line of such arguments: True is a flag, a list an option that is given several times."""
-    options = [(name, one) for name, value in given.items() for one in (value if isinstance(value, list) else [value])]
-    return [word for name, value in options for word in ([flag(name)] if value is True else [flag(name), str(value)])]
+def as_words(arguments: Mapping[str, Any]) -> list[str]:
+    """Return arguments as words of a command line: True is a flag, a list an option that is repeated."""
+    words = []
+    for name, value in arguments.items():
+        for item in value if isinstance(value, list) else [value]:
+            words += [flag_of(name)] if item is True else [flag_of(name), str(item)]
+    return words

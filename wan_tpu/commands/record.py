@@ -1,4 +1,4 @@
-"""What a run leaves beside its video: request, settings, versions, seconds and achieved rate of each stage."""
+"""The record beside a video: request, settings, versions, and the seconds and achieved rate of each stage."""
 
 import dataclasses
 import functools
@@ -26,12 +26,18 @@ from wan_tpu.versions import versions
 
 @dataclasses.dataclass
 class StageRecord:
-    """Seconds of one stage. run_s is what is left after reading weights and compiling: the steady state.
+    """The seconds of one stage, and its operations.
 
-    host_s  of the steady state, in which the host worked and the devices waited: tokenizing, preparing images, copying
-            from stage to stage, and ending the mp4. What the host does while the devices compute isn't counted
-    count   counts the multiplications and additions of the models in this stage, by torch on the meta device: called
-            when the video is finished, because it takes time
+    Attributes:
+        stage: Name of the stage.
+        total_s: All of its seconds.
+        load_s: Seconds spent reading weights.
+        compile_s: Seconds spent compiling.
+        host_s: Seconds of the steady state in which the host worked and the devices waited: tokenizing, preparing
+            images, copying from stage to stage, and ending the mp4. Work that the host does while the devices compute
+            isn't counted.
+        count: Counts the multiplications and additions of the models in this stage, by torch on the meta device. It is
+            called when the video is finished, because it takes time.
     """
 
     stage: str
@@ -43,7 +49,7 @@ class StageRecord:
 
     @property
     def run_s(self) -> float:
-        """Seconds of the steady state."""
+        """Seconds of the steady state: those left after reading weights and compiling."""
         return max(self.total_s - self.load_s - self.compile_s, 1e-9)
 
     @functools.cached_property
@@ -53,7 +59,7 @@ class StageRecord:
 
     @property
     def tflops_per_s(self) -> float:
-        """Achieved rate in the steady state."""
+        """The rate that was achieved in the steady state."""
         return self.flops / self.run_s / 1e12
 
     def to_json(self) -> dict[str, Any]:
@@ -67,10 +73,10 @@ class StageRecord:
 class Recorder:
     """Times the stages of one run over a runtime, and keeps its warnings."""
 
-    def __init__(self, runtime: Runtime, plan: RequestPlan, warned: Sequence[str] = ()) -> None:
-        """warned: what earlier stages of the run warned of, in other processes."""
+    def __init__(self, runtime: Runtime, plan: RequestPlan, warnings: Sequence[str] = ()) -> None:
+        """Start the clock; `warnings` are those of the run's earlier stages, in other processes."""
         self.runtime, self._plan = runtime, plan
-        self.warnings = list(warned)
+        self.warnings = list(warnings)
         self.stages: dict[str, StageRecord] = {}
         self._operations: dict[str, list[Operation]] = {}
         self._steps: list[dict[str, Any]] = []
@@ -106,17 +112,23 @@ class Recorder:
         return sum(self.runtime.load_s.values())
 
     def _video(self) -> StageRecord:
-        """Return the whole video; what lies between its stages, drawing noise for example, is the host's."""
+        """Return the record of the whole video; work between its stages, such as drawing noise, is the host's."""
         records = list(self.stages.values())
         total_s, load_s, compile_s, host_s = (
-            sum(getattr(one, name) for one in records) for name in ("total_s", "load_s", "compile_s", "host_s")
+            sum(getattr(record, name) for record in records) for name in ("total_s", "load_s", "compile_s", "host_s")
         )
         whole_s = self._end - self._start
-        count = lambda: sum(one.flops for one in records)  # noqa: E731
-        return StageRecord("video", whole_s, load_s, compile_s, host_s + whole_s - total_s, count)
+        return StageRecord(
+            "video",
+            whole_s,
+            load_s,
+            compile_s,
+            host_s + whole_s - total_s,
+            count=lambda: sum(record.flops for record in records),
+        )
 
     def table(self) -> str:
-        """Return the stages, and the whole video, as lines of text, for people."""
+        """Return the stages and the whole video as lines of text for people."""
         lines = [
             f"{'stage':<14}{'total s':>9}{'load s':>9}{'compile s':>11}{'run s':>9}{'of host s':>11}{'TFLOP/s':>10}"
         ]
@@ -197,7 +209,12 @@ class Profiler:
         self._tracing = False
 
     def after_step(self, event: StepEvent, *, is_last: bool) -> None:
-        """Start or end the trace, as it is time; is_last: of its expert, whose end no trace goes beyond."""
+        """Start or end the trace when it is time.
+
+        Args:
+            event: The step that was done.
+            is_last: Whether it was its expert's last one. No trace goes beyond it.
+        """
         self._seen += 1
         if self._tracing and (self._seen > self.STEPS or is_last):
             self.stop()

@@ -1,4 +1,4 @@
-"""What `generate` and the stage commands do with a model: each stage is timed in the record of the video."""
+"""The stages as `generate` and the stage commands run them: each is timed in the record of the video."""
 
 import time
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from wan_tpu.stages import LocalExecutor
 
 
 def encode_recorded(run: LocalExecutor) -> None:
-    """Run the encoder, to its end."""
+    """Run the encoder to its end."""
     for _ in run.work(EncodeText, EncodeImage):
         pass
 
@@ -42,14 +42,14 @@ def decode_to_files(
     sheet = ContactSheet(request.frames, request.fps)
     with recorder.stage("decoder") as record:
         with VideoWriter(outputs[0], fps=request.fps, overwrite=overwrite) as writer:
-            decoded = time.perf_counter()
+            last_frames = time.perf_counter()
             for _, (pixels, _) in run.work(Decode):
-                decoded = time.perf_counter()
+                last_frames = time.perf_counter()
                 frames = to_uint8(recorder.runtime.model.pixels(np.asarray(pixels)))
                 writer.write(frames)
                 sheet.add(frames)
         sheet.save(outputs[1], overwrite=overwrite)
-        record.host_s += time.perf_counter() - decoded  # The devices have been idle since the last frames.
+        record.host_s += time.perf_counter() - last_frames  # The devices have been idle since then.
 
 
 def report(outputs: Iterable[Path], recorder: Recorder) -> None:

@@ -1,4 +1,4 @@
-"""Sizes on the command line: WIDTHxHEIGHT. HEIGHT*WIDTH is understood, too, and it is said how."""
+"""Sizes on the command line: WIDTHxHEIGHT. HEIGHT*WIDTH is read, too, and a note says which side is which."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ def read_size_with_frames(option: str, text: str) -> tuple[int, int, int]:
 
 
 def _with_x(option: str, text: str) -> str:
-    """Return a size with its width first; say on stderr which side is which where that can be mistaken."""
+    """Return a size with its width first; where it could be misread, say on stderr which side is which."""
     starred = _STARRED.fullmatch(text)
     if starred is None:
         return text

@@ -1,4 +1,4 @@
-"""The stages as processes of their own, with files between them: to debug, and to retry from any point.
+"""The stages as separate processes with files between them, to debug them and to retry from any point.
 
 stage1  ->  generation_config.json, stage1_embeddings.safetensors
 stage2  ->  stage2_latents.safetensors   (also the state at the boundary, with the settings it was made with)
@@ -18,10 +18,9 @@ from wan_tpu.commands import arguments
 from wan_tpu.commands.parser import Parser, add_model
 from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value, write_json
 from wan_tpu.errors import InvalidInput
-from wan_tpu.lora import loras_of
 from wan_tpu.media.video import check_output
 from wan_tpu.plan import DECODER, ENCODER
-from wan_tpu.request import IMAGES, ResolvedRequest
+from wan_tpu.request import IMAGES, ResolvedRequest, both_scales
 
 if TYPE_CHECKING:
     from wan_tpu.pipeline import Pipeline
@@ -33,9 +32,14 @@ LATENTS = "stage2_latents.safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What every file of one run of the stages carries; `id` is new with each run of stage 1.
+    """The settings that every file of one run of the stages carries.
 
-    warnings  what the record of the video says of its prompts
+    Attributes:
+        id: A new one for each run of stage 1.
+        model_id: The checkpoint.
+        dtype: The precision.
+        request: The request, every field filled in.
+        warnings: What the record of the video says about its prompts and images.
     """
 
     id: str
@@ -45,13 +49,13 @@ class Run:
     warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; the image has done its work in stage 1 and is left out."""
+        """Return plain JSON values. The image is used in stage 1 alone, and left out."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {"request": self.request.to_json()}
 
     @classmethod
     def from_json(cls, content: Any, path: Path) -> "Run":
-        """Read `to_json`'s values; raises `InvalidInput` naming `path` when something is missing or wrong."""
+        """Read the values of `to_json`; raises `InvalidInput` naming `path` when one is missing or wrong."""
         try:
             known = {field.name for field in dataclasses.fields(ResolvedRequest)} - {*IMAGES, "video"}
             fields = {name: value for name, value in content["request"].items() if name in known}
@@ -70,7 +74,7 @@ def encode(argv: Sequence[str]) -> None:
     arguments.add_overwrite(parser)
     args = parser.parse_args(argv)
 
-    given = arguments.request_from(args)
+    request = arguments.request_from(args)
     for name in (CONFIG, EMBEDDINGS):
         check_output(
             args.output_dir / name,
@@ -81,9 +85,9 @@ def encode(argv: Sequence[str]) -> None:
     from wan_tpu.commands.recorded import Recorder, encode_recorded
 
     pipe = arguments.pipeline_from(args)
-    plan = pipe.plan(given)
+    plan = pipe.plan(request)
     assert pipe.runtime.model.checkpoint is not None
-    pipe.fetch_adapters(plan)  # what is wrong with them is said before any work
+    pipe.fetch_adapters(plan)  # Bad adapters are refused before any work.
     pipe.check_components(*pipe.runtime.model.spec.components[ENCODER])
     recorder = Recorder(pipe.runtime, plan)
     encoding = pipe.run(plan, warn=recorder.warn, around=recorder.operation)
@@ -97,7 +101,7 @@ def encode(argv: Sequence[str]) -> None:
 
 
 def denoise(argv: Sequence[str]) -> None:
-    """Expert stages: read the embeddings, write the latents; may stop at the boundary and go on from there."""
+    """Expert stages: read the embeddings and write the latents. They can stop at the boundary and go on from there."""
     parser = Parser(prog="wan-tpu stage2", description=denoise.__doc__)
     _add_input(parser)
     arguments.add_sampling_arguments(parser)
@@ -106,7 +110,7 @@ def denoise(argv: Sequence[str]) -> None:
         "--warmup_steps", type=int, default=0, help="steps run and thrown away first, to time warm ones"
     )
     parser.add_argument("--stop_after_high", action="store_true", help="stop when the high-noise expert is done")
-    parser.add_argument("--resume", action="store_true", help="go on from the state in the folder")
+    parser.add_argument("--resume", action="store_true", help="continue from the state in the folder")
     arguments.add_overwrite(parser)
     args = parser.parse_args(argv)
 
@@ -123,7 +127,7 @@ def denoise(argv: Sequence[str]) -> None:
     from wan_tpu.commands.recorded import Recorder, denoise_recorded
 
     pipe = arguments.pipeline_from(args, run.model_id, run.dtype)
-    run = _made_by(run, pipe, resumed=args.resume)
+    run = _on_pipeline(run, pipe, resumed=args.resume)
     spec = pipe.runtime.model.spec
     has_image = conditioning.image is not None or conditioning.image_latents is not None
     if conditioning.video_latents is None:
@@ -140,7 +144,7 @@ def denoise(argv: Sequence[str]) -> None:
     denoising = pipe.run(plan, conditioning=conditioning, state=state, around=recorder.operation)
     denoise_recorded(denoising, recorder, profiler, stop=stop)
     state = denoising.state
-    # One file holds the latents and what they were made with: nothing can come between them.
+    # One file holds the latents and their settings, so that the two always belong together.
     save_value(state, folder / LATENTS, run.to_json())
     print(recorder.table())
     print(f"wrote {folder / LATENTS}, {state.step} of {plan.request.steps} steps done")
@@ -206,7 +210,7 @@ def _read_stage1(folder: Path) -> tuple[Conditioning, Run]:
 
 
 def _read_state(folder: Path, run_id: str | None) -> tuple[DenoiseState, Run]:
-    """Return the state in a folder and its settings; it must have begun with the embeddings of `run_id`, if given."""
+    """Return the state in a folder and its settings; it must belong to the run `run_id`, unless that is None."""
     state, notes = load_value(DenoiseState, folder / LATENTS)
     run = Run.from_json(notes, folder / LATENTS)
     if run_id not in (None, run.id):
@@ -217,11 +221,11 @@ def _read_state(folder: Path, run_id: str | None) -> tuple[DenoiseState, Run]:
     return state, run
 
 
-def _made_by(run: Run, pipe: "Pipeline", *, resumed: bool) -> Run:
-    """Return a run with the model and precision that its latents are made with.
+def _on_pipeline(run: Run, pipe: "Pipeline", *, resumed: bool) -> Run:
+    """Return a run with the model and precision of the pipeline that makes its latents.
 
     Raises:
-        InvalidInput: A resumed one began with others.
+        InvalidInput: A resumed run began with another precision.
     """
     assert pipe.runtime.model.checkpoint is not None
     now = dataclasses.replace(run, model_id=pipe.runtime.model.checkpoint.source, dtype=pipe.runtime.dtype)
@@ -230,7 +234,8 @@ def _made_by(run: Run, pipe: "Pipeline", *, resumed: bool) -> Run:
             f"--precision is {now.dtype}, and --resume goes on with what it began with, {run.dtype}; "
             "leave --precision out"
         )
-    if resumed and now.model_id != run.model_id:  # It may be the same one, elsewhere or converted.
+    # The same checkpoint may lie elsewhere by now, or be converted.
+    if resumed and now.model_id != run.model_id:
         warnings.warn(
             f"goes on with the weights of {now.model_id}; it began with those of {run.model_id}", stacklevel=2
         )
@@ -238,23 +243,13 @@ def _made_by(run: Run, pipe: "Pipeline", *, resumed: bool) -> Run:
 
 
 def _with_overrides(run: Run, args: argparse.Namespace) -> Run:
-    given = {
-        "steps": args.steps,
-        "guidance_scale": args.guidance_scale,
-        "guidance_scale_2": args.guidance_scale_2 if args.guidance_scale_2 is not None else args.guidance_scale,
-        "seed": args.seed,
-    }
-    overrides: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if args.sigmas is not None:
-        overrides |= {"sigmas": tuple(args.sigmas), "steps": args.steps or len(args.sigmas)}
-    elif "steps" in overrides:
-        overrides |= {"sigmas": None, "switch_step": None}
-    if args.cache is not None:
-        overrides["cache"] = args.cache
-    if args.lora is not None:
-        overrides["loras"] = loras_of(args.lora)
-    if args.switch_step is not None:
-        overrides["switch_step"] = args.switch_step
-    if args.resume and overrides:
+    """Return a run with the sampling options of stage 2 in place of the settings of stage 1."""
+    options = {name: value for name in arguments.SAMPLING if (value := getattr(args, name)) is not None}
+    if args.resume and options:
         raise InvalidInput("--resume goes on with the settings it began with; leave the sampling options out")
+    overrides = both_scales(options)
+    if "sigmas" in overrides:
+        overrides.setdefault("steps", len(overrides["sigmas"]))
+    elif "steps" in overrides:
+        overrides = {"sigmas": None, "switch_step": None} | overrides
     return dataclasses.replace(run, request=dataclasses.replace(run.request, **overrides))

@@ -1,4 +1,4 @@
-"""`wan-tpu weights`: a checkpoint as slices read it fastest."""
+"""`wan-tpu weights`: write a checkpoint in the form that slices read fastest."""
 
 import argparse
 import os
@@ -9,28 +9,28 @@ from wan_tpu.errors import InvalidInput
 
 
 def weights(argv: Sequence[str]) -> None:
-    """Write a checkpoint's weights once as programs want them: smaller, and in pieces that follow a slice's shards."""
+    """Write a checkpoint's weights as programs take them: smaller, and in pieces that follow a slice's shards."""
     parser = Parser(prog="wan-tpu weights", description=weights.__doc__)
     actions = parser.add_subparsers(
         dest="action", required=True, metavar="ACTION", parser_class=Parser, help="what to do; each has a --help"
     )
     action = actions.add_parser("convert", help="write a checkpoint, for --model, from another one")
-    action.add_argument("source", help="diffusers directory, one in gs://, or hub id; also one that was converted")
+    action.add_argument("source", help="diffusers directory, here or in gs://, or hub id; a converted one, too")
     action.add_argument(
-        "destination", help="folder or gs://bucket/folder; what it has of the same files, whole, is kept"
+        "destination", help="folder or gs://bucket/folder; complete components of the same files are kept"
     )
     action.add_argument(
         "--experts",
         nargs="+",
         metavar="FILE",
-        help="other experts, from files of torch.save (TurboDiffusion's .pth), that of high noise first",
+        help="other experts, from files of torch.save (TurboDiffusion's .pth), the high-noise expert first",
     )
     action.add_argument(
         "--kept_blocks",
         type=float,
         help="with sparse experts: the share of the blocks of keys that attention keeps; default 0.1",
     )
-    add_precision(action, about="to write; to be given again to what reads it")
+    add_precision(action, purpose="to write; commands that read it need the same --precision")
     _convert(parser.parse_args(argv))
 
 
@@ -49,7 +49,7 @@ def _convert(args: argparse.Namespace) -> None:
         raise InvalidInput(f"{args.destination} is the source itself; give another folder")
     if args.kept_blocks is not None and not args.experts:
         raise InvalidInput(
-            "--kept_blocks is of sparse --experts; in a checkpoint that has some, transformer/config.json"
+            "--kept_blocks needs sparse --experts; a checkpoint that has some says it in transformer/config.json"
         )
     if args.experts:
         family = family_of(checkpoint)

@@ -1,0 +1,179 @@
+"""What a model can make, and the refusal of requests for anything else. No JAX, no torch."""
+
+import abc
+from typing import Literal
+
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.media.image import size_at_area
+from wan_tpu.request import FRAME_STRIDE, NAMED_SIZES, Defaults, ResolvedRequest, nearest_multiple, parse_size
+from wan_tpu.suggest import did_you_mean
+
+
+class ModelLimits(abc.ABC):
+    """The sizes, lengths, inputs and settings that a model takes.
+
+    Attributes:
+        name: Name of the published model, or a description of a model that isn't one of them.
+        tasks: Which of "t2v" (text to video) and "i2v" (image and text to video) the model does.
+        defaults: The model's published sampling settings.
+        solvers: Names of the model's schedulers, the published one first.
+        frame_step: A video has a multiple of so many frames, plus one.
+        last_images: Whether a request may, or must, have a last frame as well.
+        takes_video: Whether a request may start from a video's frames.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    defaults: Defaults
+    solvers: tuple[str, ...]
+    frame_step: int = FRAME_STRIDE
+    last_images: Literal["none", "optional", "required"] = "none"
+    takes_video: bool = False
+
+    @property
+    @abc.abstractmethod
+    def denoise_stages(self) -> tuple[str, ...]:
+        """The stages between encoder and decoder."""
+
+    @property
+    @abc.abstractmethod
+    def size_multiple(self) -> int:
+        """What heights and widths are multiples of, pixels."""
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Settings of a request that mean nothing to this model."""
+        return ("guidance_scale_2", "switch_step") if len(self.denoise_stages) == 1 else ()
+
+    @property
+    def follows_image(self) -> bool:
+        """Whether a video has the shape of its image unless a request says another."""
+        return "i2v" in self.tasks
+
+    @property
+    def shape_slack(self) -> int:
+        """How many pixels a side may differ from the image's shape before the image is cropped.
+
+        Rounding to multiples leaves that much. It is stretched, as in diffusers' examples and in Wan's program.
+        """
+        return self.size_multiple
+
+    @property
+    def usual_sizes(self) -> list[tuple[int, int]]:
+        """(height, width): the model's own, and the usual ones that it can make and that are no larger."""
+        height, width = self.defaults.height, self.defaults.width
+        usual = [(h, w) for h, w in map(parse_size, NAMED_SIZES) if h * w <= height * width]
+        sizes = dict.fromkeys([(height, width), (width, height), *usual])
+        return [(h, w) for h, w in sizes if not h % self.size_multiple and not w % self.size_multiple]
+
+    def size_like(self, picture: tuple[int, int]) -> tuple[int, int]:
+        """Return the (height, width) of a video that follows an image of such a (height, width)."""
+        return size_at_area(self.defaults.height * self.defaults.width, picture, self.size_multiple)
+
+    def nearest_frames(self, frames: float) -> int:
+        """Return the video length, in frames, that this model makes and that is nearest to `frames`."""
+        return max(1, round((frames - 1) / self.frame_step) * self.frame_step + 1)
+
+    def first_step(self, request: ResolvedRequest) -> int:
+        """Return the first step that is run: the strength of a request's video leaves out those before."""
+        return 0 if request.strength is None else request.steps - int(request.steps * request.strength)
+
+    def check(self, request: ResolvedRequest, *, image: bool, last: bool) -> None:
+        """Refuse a request that this model can't make.
+
+        Args:
+            request: The request, every field filled in.
+            image: Whether it has a first frame.
+            last: Whether it has a last frame.
+
+        Raises:
+            InvalidRequest: It names the field, what is allowed and the nearest value that works.
+        """
+        self._check_inputs(request, image=image, last=last)
+        self._check_settings(request)
+        self.check_cache(request)
+        self.check_size(request)
+
+    @abc.abstractmethod
+    def check_cache(self, request: ResolvedRequest) -> None:
+        """Raise `InvalidRequest` when steps can't be skipped as the request's `cache` asks."""
+
+    def check_size(self, request: ResolvedRequest) -> None:
+        """Raise `InvalidRequest`, with the nearest size that works, when the model can't make videos of that size."""
+        for name in ("height", "width"):
+            value, multiple = getattr(request, name), self.size_multiple
+            if value % multiple:
+                nearest = nearest_multiple(value, multiple)
+                raise InvalidRequest(
+                    f"{name} is {value}; {self.name} needs a multiple of {multiple}, nearest {nearest}", name
+                )
+
+    def _check_inputs(self, request: ResolvedRequest, *, image: bool, last: bool) -> None:
+        """Refuse images and videos that the model doesn't take, and requests without those that it needs."""
+        if ("i2v" if image else "t2v") not in self.tasks:
+            does = f"this checkpoint ({self.name}) does {' and '.join(self.tasks)} only"
+            if not image:
+                raise InvalidRequest(f"image is missing, and {does}; give one", "image")
+            raise InvalidRequest(f"image was given, but {does}; leave it out, or use an I2V checkpoint", "image")
+        if request.video is not None and (image or last or not self.takes_video):
+            why = "a video and an image were given; leave one out"
+            if not self.takes_video:
+                why = f"video was given, and {self.name} takes none; use a T2V checkpoint of Wan"
+            raise InvalidRequest(why, "video")
+        if request.strength is not None:
+            if request.video is None:
+                raise InvalidRequest("strength is given without a video; leave it out, or give one", "strength")
+            if self.first_step(request) == request.steps:
+                least = 1 / request.steps
+                raise InvalidRequest(
+                    f"strength {request.strength:g} of {request.steps} steps is none; give at least {least:.3g}",
+                    "strength",
+                )
+        if last and self.last_images == "none":
+            raise InvalidRequest(
+                f"last_image was given, but {self.name} takes a first frame alone; leave it out, or use a checkpoint "
+                "for first and last frames",
+                "last_image",
+            )
+        if not last and self.last_images == "required":
+            raise InvalidRequest(
+                f"last_image is missing; {self.name} leads from a first frame to a last one", "last_image"
+            )
+        if last and request.frames == 1:
+            raise InvalidRequest("frames is 1, and there are a first and a last frame; give at least 5", "frames")
+
+    def _check_settings(self, request: ResolvedRequest) -> None:
+        """Refuse sampling settings that the model doesn't have, or that contradict each other."""
+        if request.solver not in self.solvers:
+            raise InvalidRequest(
+                f"solver {request.solver!r} is unknown{did_you_mean(request.solver, self.solvers)}; choose one of "
+                f"{', '.join(self.solvers)}",
+                "solver",
+            )
+        if (request.frames - 1) % self.frame_step:
+            nearest = self.nearest_frames(request.frames)
+            raise InvalidRequest(
+                f"frames is {request.frames}; it must be {self.frame_step}n + 1, nearest {nearest}", "frames"
+            )
+        for lora in request.loras:
+            if not any(lora.is_for(stage) for stage in self.denoise_stages):
+                raise InvalidRequest(
+                    f"{lora} is for one of two experts; {self.name} has one: leave @{lora.expert} out", "loras"
+                )
+        for name in self.unused:
+            value, usual = getattr(request, name), getattr(self.defaults, name, None)
+            filled = name == "guidance_scale_2" and value == request.guidance_scale
+            if value != usual and not filled:
+                instead = "; guidance_scale is for all of its steps" if name == "guidance_scale_2" else ""
+                shown = f"{value:g}" if isinstance(value, int | float) else str(value)[:60]
+                raise InvalidRequest(f"{name} is {shown}; {self.name} has none: leave it out{instead}", name)
+        if request.sigmas is not None and len(request.sigmas) != request.steps:
+            raise InvalidRequest(
+                f"sigmas are given for {len(request.sigmas)} steps, and steps is {request.steps}; leave steps out",
+                "sigmas",
+            )
+        if request.switch_step is not None and request.switch_step > request.steps:
+            raise InvalidRequest(
+                f"switch_step is {request.switch_step} of {request.steps} steps; allowed are 0 to {request.steps}",
+                "switch_step",
+            )
