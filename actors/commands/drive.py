@@ -51,7 +51,7 @@ def drive(argv: Sequence[str]) -> None:
     with LiveConsole() as live:
         report = _drive(args, parser.non_defaults(args), live)
     report.check()
-    say(report.summarize())
+    say(report.text())
 
 
 def _drive(args: argparse.Namespace, given: Collection[str], live: LiveConsole) -> "BatchReport":
@@ -144,7 +144,7 @@ class _Figures:
 
     def note(self, span: "Span") -> None:
         """Count what a slice has computed."""
-        if span.kind == "compute":
+        if span.what == "compute":
             self._meters.spent(span.stage, span.seconds)
             if span.step is None:  # as often as videos begin and end
                 self.show()
