@@ -116,7 +116,7 @@ def _make(manifest: Manifest, pipeline: PipelineDriver, live: LiveConsole) -> tu
 
 def _say(report: BatchReport, spans: list[Span], seen: ReportedStatus, seconds: float) -> None:
     figures = figures_of(spans)
-    alone = sum(span.seconds for span in spans if span.what == "compute")
+    alone = sum(span.seconds for span in spans if span.kind == "compute")
     print(f"\nThe requests took {figures.text()}")
     print(f"All that was computed adds up to {alone:.1f} s; four slices share this machine's cores.")
     handed = [took for handoffs in seen.handoffs.values() for took, _ in handoffs]

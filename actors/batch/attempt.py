@@ -73,7 +73,7 @@ class Attempt:
             stage_s: dict[str, float] = defaultdict(float)
 
             def note(span: Span) -> None:
-                if span.what == "compute":
+                if span.kind == "compute":
                     stage_s[span.stage] += span.seconds
                 try:
                     on_event(span)

@@ -124,10 +124,10 @@ class _Run:
             "compute": self.since.start.monotonic_s - before.start.monotonic_s - load_s - compile_s,
         }
         start_s = before.start.wall_s
-        for what, taken_s in seconds.items():
+        for kind, taken_s in seconds.items():
             if taken_s > 0:
-                done = step if what == "compute" else None
-                self.on_event(self.span(stage=stage, what=what, start_s=start_s, seconds=taken_s, step=done))
+                done = step if kind == "compute" else None
+                self.on_event(self.span(stage=stage, kind=kind, start_s=start_s, seconds=taken_s, step=done))
                 start_s += taken_s
 
     def _now(self) -> "_Reached":

@@ -144,7 +144,7 @@ class _Figures:
 
     def note(self, span: "Span") -> None:
         """Count what a slice has computed."""
-        if span.what == "compute":
+        if span.kind == "compute":
             self._meters.spent(span.stage, span.seconds)
             if span.step is None:  # as often as videos begin and end
                 self.show()

@@ -1,31 +1,38 @@
-"""What a slice did, told when it has ended: what progress, figures and timelines are made of."""
+"""Spans: what a slice did, and when. Progress, figures and timelines are made of them."""
 
+import dataclasses
 import time
 from dataclasses import dataclass, field
 from typing import Literal
 
 from actors.pipeline_spec import Chips
 
-What = Literal["compute", "fetch", "load", "compile"]
+SpanKind = Literal["compute", "fetch", "load", "compile"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One thing that a slice did, told when it has ended.
+    """One thing that a slice did, reported when it has ended.
 
-    what     "compute": the chips work on the request; "fetch": its inputs or results travel, beside other work;
-             "load": weights are read; "compile": programs are made
-    start_s  seconds of `time.time()`, so that hosts' spans can be laid side by side (as exact as their clocks)
-    seconds  how long it took, by a clock that nobody sets
-    step     counts from 1, where the span is one denoising step
-    nbytes   of all objects, where inputs have come onto the devices: nobody needs the objects any more
-    chips    "emulated" or "simulated" unless it ran on real ones: every figure and picture says so
+    Attributes:
+        slice: The name of the slice's leader.
+        request: The request's key.
+        stage: The stage.
+        kind: "compute": the chips work on the request; "fetch": its inputs or results travel, beside other work;
+            "load": weights are read; "compile": programs are compiled.
+        start_s: In seconds of `time.time()`, so that spans of several hosts can be compared, as exactly as their
+            clocks agree.
+        seconds: How long it took, by the monotonic clock.
+        step: The number of a denoising step, from 1.
+        nbytes: The bytes of all objects whose contents have come onto the devices; nobody needs the objects any more.
+        pool: The slice's pool.
+        chips: "emulated" or "simulated" unless it ran on real chips: every figure and picture says so.
     """
 
     slice: str
     request: str
     stage: str
-    what: What
+    kind: SpanKind
     start_s: float
     seconds: float
     step: int | None = None
@@ -41,12 +48,26 @@ class Span:
 
 @dataclass(frozen=True)
 class Start:
-    """When something began, by the clock on the wall and by one that nobody sets."""
+    """The moment when something began, by the wall clock and by the monotonic clock."""
 
     wall_s: float = field(default_factory=lambda: time.time())
     monotonic_s: float = field(default_factory=lambda: time.monotonic())
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since then; never negative, whatever the clock on the wall does."""
+        """Seconds since then; never negative, whatever the wall clock does."""
         return time.monotonic() - self.monotonic_s
+
+
+def split_compute(span: Span, compile_s: float) -> list[Span]:
+    """Return a span of computing, preceded by a span of its own for what was compiled, if anything was.
+
+    Programs are compiled at the beginning of a call, or nearly so.
+    """
+    if not compile_s:
+        return [span]
+    compiling = dataclasses.replace(span, kind="compile", seconds=compile_s, step=None)
+    return [
+        compiling,
+        dataclasses.replace(span, start_s=compiling.end_s, seconds=max(0.0, span.seconds - compile_s)),
+    ]

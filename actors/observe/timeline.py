@@ -127,7 +127,7 @@ def chrome_trace(spans: Sequence[Span]) -> bytes:
         pid = pools.index(pool) + 1
         mine = [span for span in spans if (span.pool, span.slice) == (pool, slice_)]
         for beside, name in ((False, slice_), (True, f"{slice_} transfers")):
-            for i, row in enumerate(rows([span for span in mine if (span.what == "fetch") == beside])):
+            for i, row in enumerate(rows([span for span in mine if (span.kind == "fetch") == beside])):
                 tid += 1
                 events.append(_metadata("thread_name", pid, tid, name=name if i == 0 else f"{name} {i + 1}"))
                 events.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
@@ -141,13 +141,13 @@ def chrome_trace(spans: Sequence[Span]) -> bytes:
 def _event(span: Span, pid: int, tid: int, start: float, letter: str) -> dict[str, Any]:
     return {
         "ph": "X",
-        "name": f"{letter} {span.request if span.what == 'compute' else span.what}",
-        "cat": span.what,
+        "name": f"{letter} {span.request if span.kind == 'compute' else span.kind}",
+        "cat": span.kind,
         "pid": pid,
         "tid": tid,
         "ts": round((span.start_s - start) * 1e6, 1),
         "dur": round(span.seconds * 1e6, 1),
-        "args": {"request": span.request, "stage": span.stage, "what": span.what}
+        "args": {"request": span.request, "stage": span.stage, "what": span.kind}
         | ({"step": span.step} if span.step is not None else {}),
     }
 
@@ -165,7 +165,7 @@ def stretches(
     """
     merged: list[tuple[float, float, str]] = []
     for span in sorted(spans, key=lambda span: span.start_s):
-        if span.slice != slice_ or span.what != "compute":
+        if span.slice != slice_ or span.kind != "compute":
             continue
         request = span.request if by_request else ""
         if merged and merged[-1][2] == request and span.start_s <= merged[-1][1] + gap_s:

@@ -61,7 +61,7 @@ def _draw_tracks(
         if i % 2 == 0:
             axes.axhspan(i - 0.5, i + 0.5, color="#F6F6F6", zorder=0)
         for span in mine:
-            middle, height = (i + 0.36, _THIN) if span.what == "fetch" else (i - 0.08, _TALL)
+            middle, height = (i + 0.36, _THIN) if span.kind == "fetch" else (i - 0.08, _TALL)
             axes.barh(middle, span.seconds, left=span.start_s - start, height=height, **_box(span, colours, wall))
         for first, last, request in stretches(mine, slice_, wall / 100, by_request=True):
             if last - first > wall / 60:
@@ -73,8 +73,8 @@ def _draw_tracks(
 
 def _box(span: Span, colours: dict[str, str], wall: float) -> dict[str, Any]:
     """Return how the bar of a span looks."""
-    if span.what in _OVERHEAD:
-        colour, hatch = _OVERHEAD[span.what]
+    if span.kind in _OVERHEAD:
+        colour, hatch = _OVERHEAD[span.kind]
         return {"facecolor": colour, "hatch": hatch, "edgecolor": "#8C8C8C", "linewidth": 0, "zorder": 2}
     stepwise = span.step is not None and span.seconds > wall / 400
     edge = {"edgecolor": "white", "linewidth": 0.5} if stepwise else {"linewidth": 0}
@@ -119,7 +119,7 @@ def _draw_legend(figure: Figure, spans: Sequence[Span], letters: dict[str, str],
     handles = [Patch(facecolor=colours[name], label=f"{letters[name]}  {_short(name)}") for name in shown]
     if len(letters) > len(shown):
         handles.append(Patch(facecolor="none", label=f"and {len(letters) - len(shown)} more (colours repeat)"))
-    found = {span.what for span in spans}
+    found = {span.kind for span in spans}
     if "fetch" in found:
         handles.append(Patch(facecolor="#777777", label="thin: in or out, beside other work"))
     for what, (colour, hatch) in _OVERHEAD.items():

@@ -1,4 +1,4 @@
-"""How many replicas a pool should have: Serve asks every few seconds, and waits before it acts (its own delays)."""
+"""How many replicas a pool should have. Serve asks every few seconds, and waits its own delays before it acts."""
 
 import contextlib
 import math
@@ -6,19 +6,20 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-LOAD = "stage_load"  # what replicas report: a request's seconds on the slice, over how long it may wait for one
+# The metric that replicas report: the seconds that a request keeps the slice, over how long it may wait for one.
+LOAD = "stage_load"
 
 
 class SliceTime:
-    """How many seconds of a slice a request takes, the latest counting most."""
+    """How many seconds a request keeps the slice: an average in which the latest counts most."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._freed = 0.0  # time.monotonic() when the latest one left
+        self._freed = 0.0  # `time.monotonic()` when the latest request left.
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Count what is done inside as a request's; of several at once, each from when the one before has left."""
+    def measure(self) -> Iterator[None]:
+        """Count the block's time as a request's; of several at once, each counts from when the one before has left."""
         start = time.monotonic()
         try:
             yield
@@ -29,7 +30,7 @@ class SliceTime:
 
 
 def replicas_needed(context: Any) -> tuple[int, dict[str, Any]]:
-    """Return the replicas at which nobody waits longer than `PipelineSettings.scale_wait_s`, within the bounds.
+    """Return how many replicas keep every wait within `PipelineSettings.scale_wait_s`, inside the pool's bounds.
 
     With n requests at a pool whose stage takes s seconds, the last of them waits for n s / replicas.
     """

@@ -1,4 +1,4 @@
-"""When a slice is taken away, or was lost, once that is known; and what keeps its leader until then."""
+"""When a slice will be taken away, or was lost, and what keeps its leader alive until then."""
 
 import contextlib
 import time
@@ -6,51 +6,51 @@ from collections.abc import Iterator
 
 from actors.errors import StageMoved
 
-HAND_OVER_S = 5.0  # kept free before a drained slice is taken away, to copy a state out and write it
+HAND_OVER_S = 5.0  # Kept free at the end of a drain, to copy a state out of the slice and write it.
 
 
 class DrainState:
-    """Of one slice. Not begun at first."""
+    """Whether one slice is being drained, and how long it has left."""
 
     def __init__(self, name: str) -> None:
-        """name: the leader's, for messages."""
+        """Name the leader, for messages; the drain has not begun."""
         self._name = name
-        self._by: float | None = None  # of time.monotonic()
-        self._staying = 0
+        self._deadline: float | None = None  # In `time.monotonic()`.
+        self._keepers = 0  # Blocks that keep the leader alive.
 
     @property
     def begun(self) -> bool:
-        """Whether no new request is taken any more."""
-        return self._by is not None
+        """Whether new requests are refused."""
+        return self._deadline is not None
 
     @property
     def is_over(self) -> bool:
         """Whether the slice is drained, and nothing runs on it any more."""
-        return self.begun and not self._staying
+        return self.begun and not self._keepers
 
     def begin(self, left_s: float) -> None:
-        """Note that the slice is taken away after so many seconds; again where it is sooner than was known."""
-        by = time.monotonic() + left_s
-        self._by = by if self._by is None else min(by, self._by)
+        """Note that the slice will be taken away in so many seconds, or sooner where an earlier call has said so."""
+        deadline = time.monotonic() + left_s
+        self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
 
     @contextlib.contextmanager
-    def staying(self) -> Iterator[None]:
-        """Have the leader not end, though drained, before the block does."""
-        self._staying += 1
+    def keep_leader(self) -> Iterator[None]:
+        """Keep the leader alive until the block ends, even when drained."""
+        self._keepers += 1
         try:
             yield
         finally:
-            self._staying -= 1
+            self._keepers -= 1
 
     def check(self) -> None:
-        """Raise `StageMoved` when no new request is taken any more."""
+        """Raise `StageMoved` when new requests are refused."""
         if self.begun:
-            raise self.moved()
+            raise self.refusal()
 
-    def moved(self) -> StageMoved:
-        """Return what is raised in a request that has not begun."""
+    def refusal(self) -> StageMoved:
+        """Return the error for a request that has not begun here."""
         return StageMoved(f"{self._name} is draining; another replica takes what comes")
 
-    def too_late_for(self, needed_s: float) -> bool:
-        """Whether the slice is taken away before that much more work would be done."""
-        return self._by is not None and time.monotonic() + needed_s + HAND_OVER_S > self._by
+    def is_too_late_for(self, needed_s: float) -> bool:
+        """Return whether the slice will be taken away before so many more seconds of work are done."""
+        return self._deadline is not None and time.monotonic() + needed_s + HAND_OVER_S > self._deadline

@@ -1,4 +1,4 @@
-"""Adapters on one host between the lane that may wait for the network and the lockstep, which may not."""
+"""Adapters on one host, between the lane that may wait for the network and the lockstep, which may not."""
 
 import hashlib
 import threading
@@ -14,19 +14,21 @@ from wan_tpu.plan import RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.runtime import FetchedLora
 
-MAX_WAITING = 64  # Requests that adapters are held for; more don't wait for a place at one slice.
+MAX_WAITING = 64  # Requests whose adapters are held; no more than these wait for a place at one slice.
 
 
 class FetchedAdapters:
-    """What was fetched for requests whose inputs aren't on the devices yet. Any thread may call its methods.
+    """The adapters of requests whose inputs aren't on the devices yet. Any thread may call its methods.
 
-    A request is known by its plan, since it has no place on the devices, and no name there, when its adapters are
-    fetched. Equal plans share what was fetched last.
+    A request is known by its plan: when its adapters are fetched, it has no place on the devices, and no key there.
+    Equal plans share the adapters that were fetched last.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: OrderedDict[ResolvedRequest, tuple[int, tuple[Lora, ...]]] = OrderedDict()  # and for how many
+        self._waiting: OrderedDict[ResolvedRequest, tuple[int, tuple[Lora, ...]]] = (
+            OrderedDict()
+        )  # With how many requests wait for them.
 
     def put(self, plan: RequestPlan, loras: tuple[Lora, ...]) -> None:
         """Hold a request's adapters, as `Runtime.fetch_adapters` returns them, until it takes them."""
@@ -34,11 +36,12 @@ class FetchedAdapters:
         with self._lock:
             count, _ = self._waiting.pop(key, (0, ()))
             self._waiting[key] = count + 1, loras
-            while len(self._waiting) > MAX_WAITING:  # of requests that were cancelled, for nobody else waits so long
+            # The oldest are of requests that were cancelled, because nobody else waits so long.
+            while len(self._waiting) > MAX_WAITING:
                 self._waiting.popitem(last=False)
 
     def take(self, plan: RequestPlan) -> tuple[Lora, ...]:
-        """Return what was fetched for a request, and let go of it; raises `Unavailable` where it is held no more."""
+        """Return and release a request's adapters; raise `Unavailable` where they are no longer held."""
         if not plan.request.loras:
             return ()
         key = plan.without_image().request
@@ -52,12 +55,12 @@ class FetchedAdapters:
 
 
 def check_same_everywhere(loras: tuple[Lora, ...]) -> None:
-    """Compare what the hosts of a slice have fetched for a request.
+    """Compare the content that the hosts of a slice have fetched for a request.
 
-    A collective: every process calls it, in the same order as its programs.
+    This is a collective: every process calls it, in the same order as its programs.
 
     Raises:
-        Unavailable: On every host, when two have fetched different content.
+        Unavailable: Two hosts have fetched different content; raised on every host.
     """
     if jax.process_count() == 1:
         return

@@ -1,4 +1,4 @@
-"""What crosses between a driver, the leader of a slice and its hosts: small picklable values."""
+"""Messages between a driver, the leader of a slice and its hosts: small picklable values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +13,14 @@ Report = Callable[[Any], object]
 
 @dataclass(frozen=True)
 class HostProgress:
-    """Reported while a method runs: `done` of `total` units; `item` is the stage, component or program at hand.
+    """Reported while a method runs.
 
-    within_s  until the next one or the end, where that is longer than such a call may take otherwise: it compiles
+    Attributes:
+        item: The stage, component or program at hand.
+        done: Units that are done.
+        total: All units.
+        unit: The unit, such as "B".
+        within_s: Seconds until the next report or the end, where a call may take longer than usual, as to compile.
     """
 
     item: str
@@ -26,7 +31,7 @@ class HostProgress:
 
 
 class ReportedProgress:
-    """Reports what it is told: a `wan_tpu.progress.Progress`, and the `Bar` of one stage."""
+    """Passes progress on as reports: a `wan_tpu.progress.Progress`, and the `Bar` of one stage."""
 
     def __init__(self, report: Report, item: str = "", total: int = 0, unit: str = "") -> None:
         self._report, self._item, self._total, self._unit, self._done = report, item, total, unit, 0
@@ -41,20 +46,21 @@ class ReportedProgress:
         self._report(HostProgress(self._item, self._done, self._total, self._unit))
 
     def close(self) -> None:
-        """Do nothing: the method that reports ends, too."""
+        """Do nothing, because the method that reports ends, too."""
 
 
 @dataclass(frozen=True)
 class SliceRequest:
     """A request, as its driver sends it to the slices that it passes.
 
-    key        the caller's name for it
-    plan       the image left out: only `encode_image` is given it
-    scope      where its payloads wait between two stages
-    snapshots  the name of its snapshots (`actors.slices.snapshots.name_of`)
-    priority   one of a higher one runs between two steps of this one
-    came_s     when it came to its driver, `time.time()`: of equal priority, who came first goes first
-    avoid      leaders, by Serve's names for replicas, whose slices have failed it: others are taken where there are any
+    Attributes:
+        key: The caller's name for it.
+        plan: Its plan without the image, which only `encode_image` gets.
+        scope: Where its payloads wait between two stages.
+        snapshots: The name of its snapshots (`actors.slices.snapshots.name_of`).
+        priority: A request of a higher priority runs between two steps of this one.
+        came_s: When it came to its driver, in `time.time()`; of equal priority, the first to come goes first.
+        avoid: Leaders, by Serve's names for replicas, whose slices have failed it; others are preferred.
     """
 
     key: str
@@ -68,9 +74,12 @@ class SliceRequest:
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage has made, the last event of its stream.
+    """The result of a stage, the last event of its stream.
 
-    step  how many denoising steps are done; warnings  for whoever asked for the video
+    Attributes:
+        handle: The result's payload.
+        step: How many denoising steps are done.
+        warnings: For whoever asked for the video.
     """
 
     handle: RefHandle
@@ -80,13 +89,15 @@ class StageResult:
 
 @dataclass(frozen=True)
 class InputsTaken:
-    """A stage has its inputs on the devices: nobody needs their payloads any more.
+    """A stage has its inputs on the devices, so nobody needs their payloads any more.
 
-    seconds, nbytes  what bringing them there took, and how large they were
+    Attributes:
+        seconds: How long it took to bring them there.
+        nbytes: How large they were.
     """
 
     seconds: float
     nbytes: int
 
 
-Event = Span | InputsTaken | StageResult  # of a stage's stream
+Event = Span | InputsTaken | StageResult  # The items of a stage's stream.

@@ -1,8 +1,8 @@
-"""What crosses from stage to stage through Ray's object store: numpy arrays that are read where they lie.
+"""Payloads from stage to stage through Ray's object store: numpy arrays that are read in place.
 
-The store hands numpy arrays of its own dtypes out without a copy, as read-only views of shared memory; an array of
-bfloat16 is pickled instead and copied twice (Ray 2.60). So bfloat16 goes as a uint16 view with a tag. What `unpack`
-returns are views of the store: read-only, and they keep the object there for as long as they live. On CPU
+The store returns arrays of numpy's own dtypes without a copy, as read-only views of shared memory; an array of
+bfloat16 is pickled instead and copied twice (Ray 2.60). So bfloat16 travels as a uint16 view with a tag. `unpack`
+returns views of the store: read-only, and they keep the object there for as long as they live. On CPU
 `jax.device_put` may alias them, so they must never be donated to a program; the stages copy what they put on devices.
 """
 
@@ -19,7 +19,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 @dataclass(frozen=True)
 class TextEmbedding:
-    """What the text encoders make of one prompt, by name, [1, ...]; a request under guidance has two."""
+    """The embeddings of one prompt, [1, ...] each, by the encoders' names; a request with guidance has two."""
 
     values: Arrays
 
@@ -39,9 +39,11 @@ KINDS = {kind.__name__: kind for kind in get_args(Value)}
 class Payload:
     """A stage value as the store keeps it.
 
-    kind      the value's class; step  of a `DenoiseState`: how many are done, so that brokers needn't look inside
-    arrays    by field, as `wan_tpu.data.flatten` names them
-    bfloat16  which of them are bfloat16, held as uint16
+    Attributes:
+        kind: The name of the value's class.
+        arrays: By field, as `wan_tpu.data.flatten` names them.
+        bfloat16: Names of the arrays that are bfloat16, held as uint16.
+        step: How many steps of a `DenoiseState` are done, so that brokers needn't look inside.
     """
 
     kind: str
@@ -65,13 +67,14 @@ def pack(value: Value) -> Payload:
 
 
 def unpack(payload: Payload) -> Value:
-    """Return the value of a payload, its arrays views of the payload's.
+    """Return the value of a payload; its arrays are views of the payload's.
 
-    Raises `TypeError` for anything that `pack` didn't make.
+    Raises:
+        TypeError: `pack` didn't return this payload.
     """
     if not isinstance(payload, Payload) or payload.kind not in KINDS:
-        found = payload.kind if isinstance(payload, Payload) else type(payload).__name__
-        raise TypeError(f"{found} is no payload of a stage; pack() makes them of {', '.join(KINDS)}")
+        kind = payload.kind if isinstance(payload, Payload) else type(payload).__name__
+        raise TypeError(f"{kind} is no payload of a stage; pack() makes them of {', '.join(KINDS)}")
     arrays = {n: array.view(BFLOAT16) if n in payload.bfloat16 else array for n, array in payload.arrays.items()}
     if payload.step is not None:
         arrays["step"] = np.asarray(payload.step)
@@ -79,5 +82,5 @@ def unpack(payload: Payload) -> Value:
 
 
 def mp4(content: bytes) -> EncodedVideo:
-    """Return the bytes of an mp4 as a value; not copied."""
+    """Return the bytes of an mp4 as a value, without a copy."""
     return EncodedVideo(np.frombuffer(content, np.uint8))

@@ -1,4 +1,4 @@
-"""A trace of what one host computes, by JAX's profiler, as XProf and TensorBoard read it."""
+"""A trace of one host's computations by JAX's profiler, which XProf and TensorBoard can read."""
 
 import os
 import socket
@@ -11,34 +11,34 @@ from ray.util.tpu import init_jax_profiler
 from wan_tpu.errors import InvalidInput
 from wan_tpu.storage.opening import open_storage
 
-PORT = "JAX_PROFILER_PORT"  # Ray's own name
+PORT = "JAX_PROFILER_PORT"  # The environment variable that Ray sets.
 
 
 def open_to_dashboard() -> None:
-    """Let the dashboard of Ray trace this process, where `PORT` says at which of this machine's ports.
+    """Let Ray's dashboard trace this process, if `PORT` names a port of this machine.
 
-    JAX's profiler listens there for whoever reaches the machine, and asks for no token.
+    JAX's profiler listens there for anyone who can reach the machine, and asks for no token.
     """
     if PORT in os.environ:
         init_jax_profiler()
 
 
 class HostProfile:
-    """One trace at a time. Each host of a slice has its own; in one run, they lie beside each other."""
+    """One trace at a time. Each host of a slice writes its own; those of one run lie beside each other."""
 
     _folder: tempfile.TemporaryDirectory[str] | None = None
     _run = ""
 
     def start_profile(self, run: str) -> None:
-        """Begin one of that name; raises `InvalidInput` while one is under way."""
+        """Begin a trace of that name; raise `InvalidInput` while another is under way."""
         if self._folder is not None:
             raise InvalidInput("a profile of this slice is under way; try again when it has ended")
         folder = tempfile.TemporaryDirectory(prefix="wan-tpu-profile-")
-        jax.profiler.start_trace(folder.name)  # where it is refused, the next one may begin
+        jax.profiler.start_trace(folder.name)  # If this raises, another trace may still begin.
         self._folder, self._run = folder, run
 
     def cancel_profile(self, run: str) -> None:
-        """End the one of that name without writing it; it may not be under way, or another may be."""
+        """End the trace of that name, if it is under way, without writing it."""
         if run != self._run:
             return
         folder, self._folder = self._folder, None
@@ -47,7 +47,7 @@ class HostProfile:
                 jax.profiler.stop_trace()
 
     def stop_profile(self, output: str, run: str) -> int:
-        """End it and write it to a folder or gs://; return its bytes."""
+        """End the trace and write it to a folder or gs://bucket/prefix; return its bytes."""
         folder, self._folder = self._folder, None
         if folder is None:
             raise InvalidInput("no profile of this slice is under way")

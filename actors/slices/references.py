@@ -1,9 +1,9 @@
-"""Where references to payloads wait between two stages: a stage leaves one and gets a handle, the next is given it.
+"""Where references to payloads wait between two stages: one stage stores a reference and gets a handle for the next.
 
 References don't travel through Serve's calls. As results of a stream they were freed while the receiver still had them
-(Ray 2.60: `ReferenceCountingAssertionError`, on a busy machine), and as arguments Ray holds them
-until the stage ends, long after it has its copy. Here a small actor holds them, given by a plain call of which Ray's
-count is exact, until nobody needs them. Handles are what streams and drivers see.
+(Ray 2.60: `ReferenceCountingAssertionError`, on a busy machine), and as arguments Ray holds them until the stage ends,
+long after it has its copy. Here a small actor holds them until nobody needs them. It gets them by a plain call, of
+which Ray's count is exact. Streams and drivers see handles only.
 
 The actor belongs to the driver whose requests they are, and ends with it: what a killed driver leaves is freed.
 """
@@ -11,7 +11,9 @@ The actor belongs to the driver whose requests they are, and ends with it: what 
 import asyncio
 import contextlib
 import itertools
+import logging
 import secrets
+from collections.abc import AsyncIterator
 from typing import Any, NewType, Protocol
 
 import ray
@@ -19,12 +21,15 @@ import ray
 from actors.errors import InputLost, StageLost
 from cluster.gang.placement import surviving
 
-ADOPT_S = 10.0  # One payload may take so long to the store's own node.
-ENDED = 10_000  # Requests remembered to have ended, so that a stage that was cancelled leaves nothing behind.
+ADOPT_S = 10.0  # One payload may take this long to reach the store's own node.
+ENDED = 10_000  # Requests remembered to have ended, so that a cancelled stage leaves nothing behind.
+DRIVER_S = 5.0  # Seconds between two checks whether the driver of a request is still there.
+
+log = logging.getLogger(__name__)
 
 
-# Stands for a payload that waits for its next stage, in streams that must not carry references. Never given twice, so
-# that a store which was restarted, and has lost all, finds nothing under it.
+# Stands for a payload that waits for its next stage, in streams that must not carry references. No handle is used
+# twice, so a store that was restarted, and has lost everything, has nothing under an old one.
 RefHandle = NewType("RefHandle", str)
 
 
@@ -42,7 +47,7 @@ class RefStore:
     """One driver's store of references."""
 
     def __init__(self, actor: Any = None) -> None:
-        """actor: a handle to the actor that holds them; a new one if None."""
+        """Use an actor that holds the references, or start one."""
         self._actor = surviving(_RefStoreActor).remote() if actor is None else actor
         self._numbers = itertools.count()
 
@@ -52,25 +57,26 @@ class RefStore:
 
 
 class RequestScope:
-    """Holds one request's references; picklable, stages are given it. To be closed when the request has ended."""
+    """Holds one request's references. It is pickled into calls of stages, and closed when the request has ended."""
 
     def __init__(self, actor: Any, number: int) -> None:
         self._actor, self._number = actor, number
 
     async def put(self, ref: ray.ObjectRef) -> RefHandle:
-        """Leave a payload. The caller's reference must hold until this returns."""
+        """Store a payload's reference. The caller's own must hold until this returns."""
         return RefHandle(await self._actor.put.remote(self._number, [ref]))
 
     async def get(self, *handles: RefHandle | None) -> list[ray.ObjectRef | None]:
-        """Return the references of some handles, of None None. They hold until the handles are dropped.
+        """Return the references of some handles, and None for None. They hold until the handles are dropped.
 
-        Raises `InputLost` when one is not there (any more).
+        Raises:
+            InputLost: The store has not, or no longer, the payload of a handle.
         """
         keys = [handle for handle in handles if handle is not None]
-        found = await self._actor.get.remote(self._number, keys)
-        if len(found) < len(keys):
-            raise InputLost(f"{len(keys) - len(found)} of {len(keys)} payloads are not in the store any more")
-        refs = iter(found)
+        stored = await self._actor.get.remote(self._number, keys)
+        if len(stored) < len(keys):
+            raise InputLost(f"{len(keys) - len(stored)} of {len(keys)} payloads are not in the store any more")
+        refs = iter(stored)
         return [None if handle is None else next(refs) for handle in handles]
 
     async def check(self) -> None:
@@ -78,39 +84,70 @@ class RequestScope:
         try:
             await self._actor.__ray_ready__.remote()
         except ray.exceptions.ActorUnavailableError:
-            pass  # it may come back
+            pass  # It may come back.
         except ray.exceptions.RayActorError:
             raise StageLost("the driver of this request is gone") from None
 
     async def adopt(self, handle: RefHandle) -> None:
-        """Have the store itself own a payload, whose maker goes, in memory of its node; none that nobody needs."""
-        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # it, or the driver, is gone
+        """Copy a payload that is still needed to the store's node, so that it outlives the process that made it."""
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # The payload or the driver is gone.
             async with asyncio.timeout(2 * ADOPT_S):
                 await self._actor.adopt.remote(self._number, handle)
 
     def drop(self, *handles: RefHandle | None) -> None:
-        """Let go of payloads that nobody needs any more; doesn't wait."""
+        """Release payloads that nobody needs any more; doesn't wait."""
         self._actor.drop.remote(self._number, [handle for handle in handles if handle is not None])
 
     def close(self) -> None:
-        """Let go of all, and of what comes later; doesn't wait."""
+        """Release all payloads, and those that come later; doesn't wait."""
         self._actor.end.remote(self._number)
 
     def finish(self) -> None:
-        """Note that nobody will resume the request: what is still being saved of it is in vain; doesn't wait."""
+        """Note that nobody will resume the request, so snapshots still being saved are of no use; doesn't wait."""
         self._actor.finish.remote(self._number)
 
     async def is_finished(self) -> bool:
-        """Whether nobody will resume the request."""
+        """Return whether nobody will resume the request."""
         return await self._actor.is_finished.remote(self._number)
 
 
+@contextlib.asynccontextmanager
+async def watch_driver(scope: RequestScope) -> AsyncIterator[asyncio.Future[None]]:
+    """Watch a request's driver beside the block, because Serve ends no stream whose reader was killed.
+
+    A driver that doesn't answer is not taken for dead.
+
+    Yields:
+        A future that raises `StageLost` once the driver is gone.
+    """
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(DRIVER_S)
+            try:
+                async with asyncio.timeout(DRIVER_S):
+                    await scope.check()
+            except StageLost:
+                raise
+            except Exception as error:
+                log.info("a driver doesn't say whether it is there: %s", error or type(error).__name__)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield watching
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError, StageLost):
+            if watching.done():
+                watching.result()
+
+
 class _RefStoreActor:
-    """Ray may restart it, with nothing in it: what it gave before is lost then, and never taken for something else."""
+    """The store's process. When Ray restarts it, it is empty: old handles are lost, and never taken for new ones."""
 
     def __init__(self) -> None:
         self._scopes: dict[int, dict[str, ray.ObjectRef]] = {}
-        self._ended, self._finished = _Latest(), _Latest()
+        self._ended, self._finished = _LatestNumbers(), _LatestNumbers()
 
     def put(self, scope: int, refs: list[ray.ObjectRef]) -> str:
         key = secrets.token_hex(16)
@@ -119,18 +156,18 @@ class _RefStoreActor:
         return key
 
     def get(self, scope: int, keys: list[str]) -> list[ray.ObjectRef]:
-        there = self._scopes.get(scope, {})
-        return [there[key] for key in keys if key in there]
+        refs = self._scopes.get(scope, {})
+        return [refs[key] for key in keys if key in refs]
 
     async def adopt(self, scope: int, key: str) -> None:
-        """Copy a payload; others are given theirs meanwhile."""
+        """Copy a payload; other calls are served meanwhile."""
         ref = self._scopes.get(scope, {}).get(key)
         if ref is None:
             return
         async with asyncio.timeout(ADOPT_S):
             value = await ref
-        if key in (there := self._scopes.get(scope, {})):
-            there[key] = ray.put(value)
+        if key in (refs := self._scopes.get(scope, {})):  # It may have been dropped meanwhile.
+            refs[key] = ray.put(value)
 
     def drop(self, scope: int, keys: list[str]) -> None:
         for key in keys:
@@ -147,7 +184,7 @@ class _RefStoreActor:
         return scope in self._finished
 
 
-class _Latest:
+class _LatestNumbers:
     """The latest `ENDED` numbers that were added."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Who is next: a queue by priority, and the scheduler of one slice, which pauses a request for a more urgent one."""
+"""A queue by priority, and the scheduler of one slice, which pauses a request for a more urgent one."""
 
 import asyncio
 import contextlib
@@ -7,16 +7,17 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
-MOST_PAUSED = 1  # requests at a time: their text keys stay on the devices, beside those of the one that runs
-# Requests whose arrays lie on the devices at a time: of the one that computes, of the next one, and of one that leaves.
-MOST_HELD = 3
+# Requests that may be paused at a time: their text keys stay on the devices, beside those of the request that runs.
+MAX_PAUSED = 1
+# Requests with arrays on the devices at a time: the one that computes, the next one, and one whose results leave.
+MAX_PLACES = 3
 
 
 class Admission:
     """A request's place in a queue: waited for, or granted."""
 
     def __init__(self, priority: int, came_s: float, number: int) -> None:
-        """came_s, number: the order of arrival, which a paused request keeps."""
+        """Queue by priority, then by when it came and its number; a paused request keeps that order."""
         self.priority = priority
         self.order = (-priority, came_s, number)
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -26,25 +27,27 @@ class Admission:
 
 
 class PriorityQueue:
-    """A bounded number of requests inside, the others wait: by priority, then in the order of arrival.
+    """Lets a bounded number of requests inside; the others wait by priority, then in the order of arrival.
 
-    What a request costs here doesn't grow with the number of those inside.
+    The cost of a request here doesn't grow with the number of those inside.
     """
 
     def __init__(self, limit: int, urgent: int = 0) -> None:
-        """limit: requests inside at a time; urgent: besides, for those more urgent than another inside."""
+        """Let `limit` requests inside at a time, and `urgent` more if each is more urgent than another inside."""
         self._limit, self._urgent = limit, urgent
         self._inside: set[Admission] = set()
-        self._priorities: Counter[int] = Counter()  # of those inside
-        self._heap: list[Admission] = []  # those that wait, and some that have left since
+        self._priorities: Counter[int] = Counter()  # Of the requests inside.
+        self._heap: list[Admission] = []  # Those that wait, and some that have left since.
         self._waiting: set[Admission] = set()
         self._numbers = itertools.count()
 
     @contextlib.asynccontextmanager
-    async def entered(self, priority: int = 0, came_s: float = 0.0) -> AsyncIterator[Admission]:
+    async def enter(self, priority: int = 0, came_s: float = 0.0) -> AsyncIterator[Admission]:
         """Wait until there is room, and take it for the block.
 
-        came_s  when the request was made, where it may have waited elsewhere before
+        Args:
+            priority: The higher goes first.
+            came_s: When the request came, if it may have waited elsewhere before.
         """
         admission = Admission(priority, came_s, next(self._numbers))
         try:
@@ -52,10 +55,10 @@ class PriorityQueue:
             await admission.granted
             yield admission
         finally:
-            self._leave(admission)
+            self._remove(admission)
 
     def evict(self, error: Callable[[], Exception]) -> None:
-        """Raise this in all that wait; those inside go on."""
+        """Raise an error in all requests that wait; those inside go on."""
         waiting, self._heap = sorted(self._waiting), []
         self._waiting.clear()
         for admission in waiting:
@@ -64,7 +67,7 @@ class PriorityQueue:
 
     @property
     def _first(self) -> Admission | None:
-        """The next one that waits."""
+        """The request that is let in next, or None."""
         while self._heap and self._heap[0] not in self._waiting:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
@@ -74,8 +77,8 @@ class PriorityQueue:
         heapq.heappush(self._heap, admission)
         self._admit()
 
-    def _leave(self, admission: Admission) -> None:
-        """Forget a request wherever it is."""
+    def _remove(self, admission: Admission) -> None:
+        """Forget a request, whether it waits or is inside."""
         self._waiting.discard(admission)
         self._exit(admission)
         self._admit()
@@ -102,30 +105,34 @@ class PriorityQueue:
 
 
 class StepScheduler(PriorityQueue):
-    """Whose denoising step is next on a slice: one request at a time. The choice is made between two steps.
+    """Chooses, between two steps, whose denoising step is next on a slice: one request's at a time.
 
-    places  for requests that denoise, and others for those that are encoded or decoded: a place is for arrays on the
-            devices, and everything that waits for something else than the devices waits outside
-    device  held for one call of the slice; encoding and decoding go between two steps of a request, urgent ones first
+    A place is room for a request's arrays on the devices. Whatever waits for anything but the devices waits outside.
+
+    Attributes:
+        device: Held for one call of the slice. Encoding and decoding go between two steps of a request, urgent ones
+            first.
+        places: The places of requests that denoise.
+        other_places: The places of requests that are encoded or decoded.
     """
 
-    def __init__(self, most_paused: int = MOST_PAUSED) -> None:
-        """most_paused: how many requests may be paused at a time."""
+    def __init__(self, max_paused: int = MAX_PAUSED) -> None:
+        """Let at most `max_paused` requests be paused at a time."""
         super().__init__(limit=1)
         self.device = PriorityQueue(limit=1)
-        self.places = PriorityQueue(MOST_HELD, most_paused)
-        self.other_places = PriorityQueue(MOST_HELD, most_paused)
-        self._most_paused = most_paused
-        self._paused: set[Admission] = set()  # until they run again, or leave
+        self.places = PriorityQueue(MAX_PLACES, max_paused)
+        self.other_places = PriorityQueue(MAX_PLACES, max_paused)
+        self._max_paused = max_paused
+        self._paused: set[Admission] = set()  # Until they run again, or are removed.
 
     def must_pause(self, admission: Admission) -> bool:
-        """Whether the request that runs is to pause, now that it is between two steps."""
+        """Return whether the request that runs must pause, now that it is between two steps."""
         self._paused.discard(admission)
         first = self._first
-        return first is not None and first.priority > admission.priority and len(self._paused) < self._most_paused
+        return first is not None and first.priority > admission.priority and len(self._paused) < self._max_paused
 
     def pause(self, admission: Admission) -> asyncio.Future[None]:
-        """Let the more urgent request run; return what is done when this one may go on, or raises."""
+        """Let the more urgent request run; return a future that is done, or raises, when this one may go on."""
         self._exit(admission)
         self._paused.add(admission)
         admission.granted = asyncio.get_running_loop().create_future()
@@ -133,11 +140,11 @@ class StepScheduler(PriorityQueue):
         return admission.granted
 
     def evict(self, error: Callable[[], Exception]) -> None:
-        """Raise this in all that wait for a step or a place, or are paused; the one that runs goes on."""
+        """Raise an error in all that wait for a step or a place, or are paused; the request that runs goes on."""
         for queue in (self.places, self.other_places):
             queue.evict(error)
         super().evict(error)
 
-    def _leave(self, admission: Admission) -> None:
+    def _remove(self, admission: Admission) -> None:
         self._paused.discard(admission)
-        super()._leave(admission)
+        super()._remove(admission)

@@ -1,8 +1,8 @@
-"""States of unfinished requests, kept where they survive the slice that made them.
+"""States of unfinished requests, kept where they survive the slice that computed them.
 
-One object a request and step, "ID.DIGEST.0012.safetensors"; the newest counts, older ones are deleted when it is whole.
-A request is known by its id and by a digest of all that decides its states: an id that is used again, for something
-else, doesn't go on from them.
+There is one object per request and step, "ID.DIGEST.0012.safetensors". The newest counts; older ones are deleted when
+it is complete. A request is known by its id and by a digest of everything that decides its states, so that an id which
+is used again for another request doesn't resume from them.
 """
 
 import asyncio
@@ -32,22 +32,22 @@ from wan_tpu.storage.opening import open_storage
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PARTIAL_S = 3600.0  # after which nobody goes on writing a file that isn't whole
-_WRITERS = 8  # Threads that storage may keep waiting; a slice's calls have others.
-_FINISHED_S = 60.0  # A driver may take this long to say whether its request is finished; else an orphan stays.
-_LONGEST_ID = MAX_PART_BYTES - len(f".{'0' * 16}.0000.safetensors")  # Bytes that are left of a file's name.
+PARTIAL_S = 3600.0  # Nobody still writes an incomplete file of this age.
+_WRITERS = 8  # Threads that storage may keep waiting; calls of the slice have threads of their own.
+_FINISHED_S = 60.0  # A driver has this long to say whether its request is finished; after that an orphan may stay.
+_MAX_ID_BYTES = MAX_PART_BYTES - len(f".{'0' * 16}.0000.safetensors")  # Bytes of a file's name that the id may take.
 NAME = re.compile(r"(?P<id>.+)\.[0-9a-f]{16}\.(?P<step>\d+)\.safetensors")
 
 
 def name_of(id: str, request: ResolvedRequest, model: str) -> str:
     """Return the name of a request's snapshots.
 
-    Reads the files of its video and adapters, or asks their bucket, so it may block: call it in a thread.
+    This reads the files of its video and adapters, or asks their bucket, so it may block: call it in a thread.
 
     Args:
         id: The request's id.
-        request: All that decides its states, but for the model.
-        model: What makes its states besides, such as checkpoint and dtype.
+        request: Everything that decides its states, except for the model.
+        model: The rest, such as checkpoint and dtype.
     """
     fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     images = [fields.pop(name) for name in IMAGES]
@@ -55,8 +55,8 @@ def name_of(id: str, request: ResolvedRequest, model: str) -> str:
     for image in images:
         if image is not None:
             digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
-    named = [lora.path for lora in request.loras] + ([] if request.video is None else [str(request.video)])
-    if versions := {path: version for path in named if (version := _version_of(path)) is not None}:
+    paths = [lora.path for lora in request.loras] + ([] if request.video is None else [str(request.video)])
+    if versions := {path: version for path in paths if (version := _version_of(path)) is not None}:
         digest.update(json.dumps(versions, sort_keys=True).encode())
     return f"{stem_of(id)}.{digest.hexdigest()[:16]}"
 
@@ -65,7 +65,8 @@ def _version_of(path: str) -> str | None:
     """Return the version of a video's or an adapter's content; None where this process can't tell.
 
     A source that doesn't answer now fails no request: its hosts may reach it, and if they can't, they say so. The name
-    has the path alone then. A run that knows the version begins anew, which costs steps and mixes nothing.
+    then has the path alone. A later run that does know the version starts from the beginning, which costs steps but
+    mixes nothing.
     """
     try:
         source = identify(path)
@@ -76,22 +77,22 @@ def _version_of(path: str) -> str | None:
 
 
 class Snapshots:
-    """All snapshots of a pipeline. `request`: the name that `name_of` makes."""
+    """All snapshots of a pipeline. `request` is the name that `name_of` returns."""
 
     def __init__(self, location: str | Storage) -> None:
-        """location: a folder or gs://bucket/prefix."""
+        """Use a storage, or open a folder or gs://bucket/prefix."""
         self._storage = open_storage(location) if isinstance(location, str) else location
 
     def newest(self, request: str) -> int | None:
-        """Return after which step the newest snapshot of a request was taken; None when there is none."""
+        """Return after which step the newest snapshot of a request was taken, or None."""
         return max(self._steps(request), default=None)
 
     def save(self, request: str, step: int, state: DenoiseState) -> None:
         """Keep a state and delete those before it."""
         self._storage.write(_name(request, step), dump_value(state))
-        for known in self._steps(request):
-            if known < step:
-                self.forget(request, known)
+        for older in self._steps(request):
+            if older < step:
+                self.forget(request, older)
 
     def load(self, request: str, step: int) -> Payload:
         """Return a snapshot; raises `Missing` when it is gone."""
@@ -109,114 +110,114 @@ class Snapshots:
             self.forget(request, step)
 
     def delete_all_of(self, id: str) -> None:
-        """Delete all snapshots of an id, whatever they were of."""
+        """Delete all snapshots of an id, of whatever request."""
         for name in self.names(id):
             self._storage.delete(name)
 
     def clean(self) -> None:
-        """Remove what a killed leader left half written, if that can be done now; a snapshot takes seconds."""
+        """Remove files that a killed leader left incomplete, if storage answers; writing a snapshot takes seconds."""
         try:
             self._storage.clean(PARTIAL_S)
         except StorageError as error:
-            log.warning("half written snapshots stay: %s", error)
+            log.warning("incomplete snapshots stay: %s", error)
 
     def stems(self) -> list[str]:
-        """Return what stands for the ids that have snapshots (`stem_of`)."""
-        return sorted({found["id"] for name in self._storage.list() if (found := NAME.fullmatch(name))})
+        """Return the stems (`stem_of`) of all ids that have snapshots."""
+        return sorted({match["id"] for name in self._storage.list() if (match := NAME.fullmatch(name))})
 
     def names(self, id: str) -> list[str]:
-        """Return the names of all snapshots of an id, in the storage."""
+        """Return the names in storage of all snapshots of an id."""
         stem = stem_of(id)
         listed = self._storage.list(f"{stem}.")
-        return [name for name in listed if (found := NAME.fullmatch(name)) and found["id"] == stem]
+        return [name for name in listed if (match := NAME.fullmatch(name)) and match["id"] == stem]
 
     def _steps(self, request: str) -> list[int]:
-        return [int(found["step"]) for name in self._storage.list(f"{request}.") if (found := NAME.fullmatch(name))]
+        return [int(match["step"]) for name in self._storage.list(f"{request}.") if (match := NAME.fullmatch(name))]
 
 
 def stem_of(id: str) -> str:
-    """Return what stands for an id in a file's name: itself, or its beginning and a digest where it is too long."""
+    """Return an id as file names have it: itself, or its beginning and a digest if it is too long."""
     content = id.encode()
-    if len(content) <= _LONGEST_ID:
+    if len(content) <= _MAX_ID_BYTES:
         return id
-    start = content[: _LONGEST_ID - 33].decode(errors="ignore")
+    start = content[: _MAX_ID_BYTES - 33].decode(errors="ignore")
     return f"{start}-{hashlib.sha256(content).hexdigest()[:32]}"
 
 
-def delete_snapshots(delete: Callable[[str], None], of: str) -> None:
-    """Delete snapshots of a request that has ended; where storage doesn't answer they stay, as orphans."""
+def delete_snapshots(delete: Callable[[str], None], name: str) -> None:
+    """Delete the snapshots of a request that has ended; if storage doesn't answer, they stay as orphans."""
     try:
-        delete(of)
+        delete(name)
     except StorageError as error:
-        log.warning("%s: its snapshots stay: %s", of, error)
+        log.warning("%s: its snapshots stay: %s", name, error)
 
 
 class Snapshotter:
-    """Copies states out of one slice and saves them, while steps go on. `held`: a request's name on the hosts."""
+    """Copies states out of one slice and saves them, while steps go on. `host_key` is a request's key on the hosts."""
 
     def __init__(
         self,
         slice_: AsyncSlice,
         snapshots: Snapshots,
         store: ObjectStore,
-        staying: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        keep_leader: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """staying: entered while something is being written, for its leader not to end meanwhile."""
-        self._slice, self._snapshots, self._store, self._staying = slice_, snapshots, store, staying
+        """Save a slice's states; `keep_leader` is entered while one is written, so that the leader doesn't end."""
+        self._slice, self._snapshots, self._store, self._keep_leader = slice_, snapshots, store, keep_leader
         self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="snapshots")
-        self._copying: dict[str, asyncio.Task[None]] = {}  # by the name on the hosts
-        self._writing: dict[str, asyncio.Task[None]] = {}  # by the name of the request's snapshots
+        self._copying: dict[str, asyncio.Task[None]] = {}  # By the key on the hosts.
+        self._writing: dict[str, asyncio.Task[None]] = {}  # By the name of the request's snapshots.
 
-    def start(self, held: str, request: SliceRequest, *, skip: bool = True) -> None:
-        """Copy the state out and save it while steps go on; skip: not while the one before is still being saved."""
-        before = self._copying.get(held)
+    def start(self, host_key: str, request: SliceRequest, *, skip: bool = True) -> None:
+        """Copy the state out and save it while steps go on; with `skip`, not while the one before is being saved."""
+        before = self._copying.get(host_key)
         if not skip or (before is None and request.snapshots not in self._writing):
-            self._copying[held] = asyncio.create_task(self._copy(held, request, before))
+            self._copying[host_key] = asyncio.create_task(self._copy(host_key, request, before))
 
-    async def settle(self, held: str) -> None:
-        """Wait until no copy of it is under way; what was copied is written afterwards, too."""
-        while (copying := self._copying.get(held)) is not None:
+    async def settle(self, host_key: str) -> None:
+        """Wait until no copy of a request is under way; writing what was copied may go on."""
+        while (copying := self._copying.get(host_key)) is not None:
             await asyncio.wait([copying])
 
-    async def take(self, held: str, request: SliceRequest) -> int | None:
-        """Save the state before this returns; return after which step it was taken, None when it isn't saved."""
-        step, ref = await self._slice.save("snapshot", held)
+    async def take(self, host_key: str, request: SliceRequest) -> int | None:
+        """Save the state before this returns; return after which step it was taken, or None when it isn't saved."""
+        step, ref = await self._slice.save("snapshot", host_key)
         return step if await self._write(request, step, ref) else None
 
     def keep(self, request: SliceRequest, step: int, ref: Any) -> None:
-        """Save a state that was copied out already, beside whatever its request does next."""
+        """Save a state that was copied out already, in the background."""
         name = request.snapshots
         task = asyncio.create_task(self._write_after(self._writing.get(name), request, step, ref))
         self._writing[name] = task
         task.add_done_callback(lambda done: self._writing.pop(name) if self._writing.get(name) is done else None)
 
     async def load(self, name: str, step: int) -> Any:
-        """Put a snapshot into the object store; raises `StageLost` when it can't be used: a newer one may be there."""
+        """Put a snapshot into the object store; raise `StageLost` when it can't be used: there may be a newer one."""
         return await self._in_thread(self._read, name, step)
 
-    async def _copy(self, held: str, request: SliceRequest, before: asyncio.Task[None] | None) -> None:
+    async def _copy(self, host_key: str, request: SliceRequest, before: asyncio.Task[None] | None) -> None:
         try:
             if before is not None:
                 await asyncio.wait([before])
-            step, ref = await self._slice.save("snapshot", held)
+            step, ref = await self._slice.save("snapshot", host_key)
             self.keep(request, step, ref)
-        except Exception as error:  # a snapshot is insurance: the request goes on without
-            log.warning("no snapshot of %s: %s", held, error)
+        except Exception as error:  # A snapshot is insurance: the request goes on without it.
+            log.warning("no snapshot of %s: %s", host_key, error)
         finally:
-            if self._copying.get(held) is asyncio.current_task():
-                del self._copying[held]
+            if self._copying.get(host_key) is asyncio.current_task():
+                del self._copying[host_key]
 
     async def _write_after(self, before: asyncio.Task[None] | None, request: SliceRequest, step: int, ref: Any) -> None:
-        with self._staying():
+        with self._keep_leader():
             if before is not None:
                 await asyncio.wait([before])
             await self._write(request, step, ref)
 
     async def _write(self, request: SliceRequest, step: int, ref: Any) -> bool:
-        """Save a state; return whether it is: without, its request goes on all the same."""
+        """Save a state, and return whether that succeeded; the request goes on in any case."""
         try:
             await self._in_thread(self._save, request, step, ref)
-            if await _is_finished(request):  # its snapshots were deleted while this one was being written
+            if await _is_finished(request):  # Its snapshots were deleted while this one was being written.
                 await self._in_thread(self._snapshots.forget, request.snapshots, step)
                 return False
         except Exception as error:
@@ -237,16 +238,16 @@ class Snapshotter:
             return self._store.put(self._snapshots.load(name, step))
         except Missing:
             raise StageLost(f"the snapshot after step {step} of {name} has been replaced by a newer one") from None
-        except StorageError as away:  # it is there, for all that is known
+        except StorageError as away:  # As far as is known, the snapshot is still there.
             raise StageLost(f"a snapshot can't be read now: {away}") from None
         except InvalidInput as damaged:
-            with contextlib.suppress(StorageError):  # it is found damaged again
+            with contextlib.suppress(StorageError):  # If it stays, the next reader rejects it again.
                 self._snapshots.forget(name, step)
             raise StageLost(f"a snapshot can't be used and was deleted: {damaged}") from None
 
 
 async def _is_finished(request: SliceRequest) -> bool:
-    """Whether nobody will resume a request; False where its driver doesn't say."""
+    """Return whether nobody will resume a request; False where its driver doesn't say."""
     try:
         async with asyncio.timeout(_FINISHED_S):
             return await request.scope.is_finished()

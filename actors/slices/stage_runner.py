@@ -9,19 +9,18 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import logging
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator
 from typing import Any
 
 from actors.errors import RequestFailed, StageLost, StageMoved, StageWaited
-from actors.observe.span import Span, Start, What
+from actors.observe.span import Span, SpanKind, Start, split_compute
 from actors.pipeline_spec import Chips
 from actors.slices.async_slice import AsyncSlice, FailureTracker, to_the_end
 from actors.slices.autoscaling import SliceTime
 from actors.slices.drain import DrainState
+from actors.slices.handover import PublishedPayloads, fetch_again
 from actors.slices.messages import Event, InputsTaken, SliceRequest, StageResult
-from actors.slices.references import RefHandle, RequestScope
+from actors.slices.references import RefHandle, watch_driver
 from actors.slices.scheduler import Admission, PriorityQueue, StepScheduler
 from actors.slices.snapshots import Snapshotter
 from cluster.gang.protocol import Group
@@ -29,18 +28,19 @@ from wan_tpu.plan import DECODER, ENCODER, Expert, RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.stage_machine import HandOver, StageMachine, Step
 
-log = logging.getLogger(__name__)
-
-MAX_LEFT = 64  # Payloads remembered for adoption: those of sixteen requests for an encoder are 48.
-FETCHED_S = 2.0  # A payload may take this long to those who asked for it before it was adopted.
-DRIVER_S = 5.0  # Seconds between two looks whether anybody still waits for a request.
-
 
 @dataclasses.dataclass(frozen=True)
 class PoolOfSlice:
-    """What doesn't change: which pool a slice belongs to, and what figures of it are marked with.
+    """The facts about a slice that don't change: its pool, and what its spans are marked with.
 
-    patience_s  how long a request may wait for a place here before it looks for another replica; None: there is none
+    Attributes:
+        pool: The pool's name.
+        stages: The stages that the pool runs.
+        name: The leader's name, in spans and messages.
+        chips: What the slice is made of.
+        snapshot_every: Steps between two snapshots.
+        patience_s: How long a request may wait for a place here before it looks for another replica; None where the
+            pool has no other.
     """
 
     pool: str
@@ -53,18 +53,20 @@ class PoolOfSlice:
 
 @dataclasses.dataclass
 class _Visit:
-    """A request on the hosts: the name of its arrays there, and whether they have been taken out by now."""
+    """A request on the hosts: the key of its arrays there, and whether they have been taken out by now."""
 
-    held: str
+    host_key: str
     is_empty: bool = False
 
 
 class StageRunner:
     """The stages of one slice.
 
-    work       (stage, request) of what is computed or paused
-    scheduler  whose turn it is
-    time       how long requests keep the slice
+    Attributes:
+        work: The stage and the request of everything that is computed or paused.
+        scheduler: Decides whose turn it is.
+        time: How long requests keep the slice.
+        published: Payloads that may still wait for their next stage.
     """
 
     def __init__(
@@ -73,46 +75,47 @@ class StageRunner:
         slice_: AsyncSlice,
         snapshotter: Snapshotter,
         drain: DrainState,
-        doubts: FailureTracker,
+        failures: FailureTracker,
         on_work: Callable[[], object],
     ) -> None:
-        """on_work: called whenever `work` has changed."""
+        """Serve a pool's stages; `on_work` is called whenever `work` has changed."""
         self._where, self._slice, self._snapshotter = where, slice_, snapshotter
-        self._drain, self._doubts, self._on_work = drain, doubts, on_work
+        self._drain, self._failures, self._on_work = drain, failures, on_work
         self.work: list[tuple[str, str]] = []
         self.scheduler = StepScheduler()
         self.time = SliceTime()
         self._visits = itertools.count(1)
-        self._left: deque[tuple[RequestScope, RefHandle]] = deque(maxlen=MAX_LEFT)
+        self.published = PublishedPayloads(drain)
 
     async def encode_text(self, request: SliceRequest, prompt: str) -> AsyncGenerator[Event, None]:
         """Encode a prompt: one `TextEmbedding`."""
-        with self._serving(request, ENCODER):
+        with self._serve(request, ENCODER):
             spans, warnings, ref = await self._compute(request, ENCODER, "one prompt", "encode_text", prompt)
             for span in spans:
                 yield span
-            yield StageResult(await self._leave(request.scope, ref), warnings=warnings)
+            yield StageResult(await self.published.publish(request.scope, ref), warnings=warnings)
 
-    async def encode_image(self, request: SliceRequest, given: ResolvedRequest) -> AsyncGenerator[Event, None]:
-        """Encode the image of a request, given as it was made: one `ImageCondition`."""
+    async def encode_image(self, request: SliceRequest, full_request: ResolvedRequest) -> AsyncGenerator[Event, None]:
+        """Encode the image of a request, which `full_request` brings: one `ImageCondition`."""
         shape = request.plan.shapes[ENCODER]
-        with self._serving(request, ENCODER):
+        with self._serve(request, ENCODER):
             async with self._visit(request, self.scheduler.other_places) as visit:
                 start = Start()
-                group: Group = "side" if given.video is None else "network"  # a video is read from a shared disk
-                nbytes = (await self._slice.call("prepare_encode", visit.held, given, group=group)).value
+                # A video is read from a shared disk, which may keep the lane waiting.
+                group: Group = "side" if full_request.video is None else "network"
+                nbytes = (await self._slice.call("prepare_encode", visit.host_key, full_request, group=group)).value
                 yield self._span(request.key, ENCODER, "fetch", start, nbytes=nbytes)
                 yield InputsTaken(start.elapsed_s, nbytes)
-                spans, warnings, ref = await self._compute(request, ENCODER, shape, "encode_image", visit.held)
+                spans, warnings, ref = await self._compute(request, ENCODER, shape, "encode_image", visit.host_key)
                 visit.is_empty = True
             for span in spans:
                 yield span
-            yield StageResult(await self._leave(request.scope, ref), warnings=warnings)
+            yield StageResult(await self.published.publish(request.scope, ref), warnings=warnings)
 
     async def check_adapters(self, request: SliceRequest) -> None:
-        """Raise what a request's adapters would be refused with here: it is asked before anything is computed."""
+        """Raise the error that a request's adapters would meet here; called before anything is computed."""
         stage = request.plan.experts_on(self._where.stages)[0].stage
-        with self._serving(request, stage):
+        with self._serve(request, stage):
             await self._slice.call("check_adapters", request.plan, group="network")
 
     async def denoise(
@@ -123,18 +126,18 @@ class StageRunner:
         Args:
             request: The request.
             inputs: Prompt, negative prompt or None, image or None.
-            state: Where the pool before has left off.
-            step: How many steps are done; None for none. Where there is no state, the snapshot after that step is
-                loaded. After the last step there is nothing to run.
+            state: The state that the pool before has reached, or None.
+            step: How many steps are done, or None. Without a state, the snapshot after that step is loaded. After the
+                last step there is nothing to run.
 
         Raises:
-            StageMoved: The slice is taken away before the last step could be done; a snapshot has been taken.
+            StageMoved: The slice will be taken away before the last step can be done; a snapshot has been taken.
         """
         key, plan, scope, stages = request.key, request.plan, request.scope, self._where.stages
         machine = StageMachine(plan).with_inputs().at_step(step)
         stage = machine.next_step.stage
-        with self._serving(request, stage):
-            # What may wait for the network comes before a place is taken, which others could have.
+        with self._serve(request, stage):
+            # Whatever may wait for the network comes before the place, which other requests could use meanwhile.
             fetch = Start()
             refs = await scope.get(*inputs, state)
             loaded = None
@@ -144,198 +147,175 @@ class StageRunner:
                 await self._slice.call("fetch_adapters", plan, group="network")
             fetched_s = fetch.elapsed_s
             async with self._visit(request, self.scheduler.places) as visit:
-                if fetch.elapsed_s - fetched_s > FETCHED_S / 2:
-                    refs = await self._again(scope, [*inputs, state], refs)
+                refs = await fetch_again(scope, [*inputs, state], refs, fetch.elapsed_s - fetched_s)
                 start = Start()
                 refs[-1] = loaded or refs[-1]
-                nbytes = (await self._slice.side("prepare_denoise", visit.held, plan, *refs)).value
-                del refs, loaded  # or the store would keep them until the last step
+                nbytes = (await self._slice.side("prepare_denoise", visit.host_key, plan, *refs)).value
+                del refs, loaded  # Else the store would keep them until the last step.
                 yield self._span(key, stage, "fetch", start, nbytes=nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
                 if isinstance(machine.next_step, Step):
-                    async with contextlib.aclosing(self._steps(request, machine, visit.held)) as spans:
+                    async with contextlib.aclosing(self._steps(request, machine, visit.host_key)) as spans:
                         async for span in spans:
                             yield span
                 start = Start()
-                done, ref = await self._slice.save("collect", visit.held)
+                done, ref = await self._slice.save("collect", visit.host_key)
                 visit.is_empty = True
-            handle = await self._leave(scope, ref)
+            handle = await self.published.publish(scope, ref)
             if isinstance(machine.at_step(done).next_on(stages), HandOver):
                 # The next pool starts from this; if that is lost before its first snapshot, nothing is done twice.
                 self._snapshotter.keep(request, done, ref)
             yield self._span(key, plan.experts_on(stages)[-1].stage, "fetch", start)
             yield StageResult(handle, done)
 
-    async def _steps(self, request: SliceRequest, machine: StageMachine, held: str) -> AsyncGenerator[Span, None]:
-        """Run the steps, between which others may come first."""
+    async def _steps(self, request: SliceRequest, machine: StageMachine, host_key: str) -> AsyncGenerator[Span, None]:
+        """Run the steps of this pool; more urgent requests may run between two of them."""
         key, plan, scheduler, stages = request.key, request.plan, self.scheduler, self._where.stages
         expert: Expert | None = None
         async with contextlib.AsyncExitStack() as stack:
             try:
                 self._drain.check()
-                admission = await stack.enter_async_context(scheduler.entered(request.priority, request.came_s))
-            except StageMoved as moved:  # the pool before has handed its state over, which is here alone now
-                raise moved if machine.step is None else await self._moved(held, request) from None
-            gone = await stack.enter_async_context(watched(request.scope))
-            with self._working(key, machine.next_step.stage):
+                admission = await stack.enter_async_context(scheduler.enter(request.priority, request.came_s))
+            except StageMoved as moved:  # A state that the pool before has handed over is on this slice alone now.
+                raise moved if machine.step is None else await self._save_and_move(host_key, request) from None
+            driver_gone = await stack.enter_async_context(watch_driver(request.scope))
+            with self._list_work(key, machine.next_step.stage):
                 while isinstance(operation := machine.next_on(stages), Step):
                     if scheduler.must_pause(admission):
-                        await self._pause(admission, held, request, gone)
-                    async with scheduler.device.entered(request.priority):
+                        await self._pause(admission, host_key, request, driver_gone)
+                    async with scheduler.device.enter(request.priority):
                         start, before_s = Start(), 0.0
                         if operation.expert != expert:
-                            expert, kind = operation.expert, _kind(plan, operation.expert)
-                            [before_s] = (await self._slice.call("begin", held, like=kind)).value
-                        compile_s, done = (await self._slice.call("step", held, like=kind)).value
-                        spans = self._computed(key, expert.stage, start, before_s + compile_s, done)
+                            expert, kind = operation.expert, _step_kind(plan, operation.expert)
+                            [before_s] = (await self._slice.call("begin", host_key, like=kind)).value
+                        compile_s, done = (await self._slice.call("step", host_key, like=kind)).value
+                        spans = self._compute_spans(key, expert.stage, start, before_s + compile_s, done)
                     machine = machine.at_step(done)
                     left = machine.steps_left_on(stages)
                     for span in spans:
                         yield span
-                    if left and self._drain.too_late_for(left * spans[-1].seconds):
-                        raise await self._moved(held, request)
-                    if gone.done():
-                        gone.result()
+                    if left and self._drain.is_too_late_for(left * spans[-1].seconds):
+                        raise await self._save_and_move(host_key, request)
+                    if driver_gone.done():
+                        driver_gone.result()
                     if left and done % self._where.snapshot_every == 0:
-                        self._snapshotter.start(held, request)
+                        self._snapshotter.start(host_key, request)
 
     async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncGenerator[Event, None]:
         """Decode final latents: one `EncodedVideo`."""
         plan = request.plan
-        with self._serving(request, DECODER):
+        with self._serve(request, DECODER):
             fetch = Start()
             [ref] = await request.scope.get(state)
             fetched_s = fetch.elapsed_s
             async with self._visit(request, self.scheduler.other_places) as visit:
-                if fetch.elapsed_s - fetched_s > FETCHED_S / 2:
-                    [ref] = await self._again(request.scope, [state], [ref])
+                [ref] = await fetch_again(request.scope, [state], [ref], fetch.elapsed_s - fetched_s)
                 start = Start()
-                nbytes = (await self._slice.side("prepare_decode", visit.held, plan.request, ref)).value
+                nbytes = (await self._slice.side("prepare_decode", visit.host_key, plan.request, ref)).value
                 del ref
                 yield self._span(request.key, DECODER, "fetch", start, nbytes=nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
                 shape = plan.shapes[DECODER]
-                spans, warnings, made = await self._compute(request, DECODER, shape, "decode", visit.held)
+                spans, warnings, video = await self._compute(request, DECODER, shape, "decode", visit.host_key)
                 visit.is_empty = True
             for span in spans:
                 yield span
-            yield StageResult(await self._leave(request.scope, made), warnings=warnings)
-
-    async def adopt(self) -> None:
-        """Have everything outlive this leader that still waits for its next stage."""
-        with self._drain.staying():
-            adopting = (scope.adopt(handle) for scope, handle in self._left)
-            await asyncio.gather(*adopting, return_exceptions=True)
-            await asyncio.sleep(FETCHED_S)
+            yield StageResult(await self.published.publish(request.scope, video), warnings=warnings)
 
     # ----
 
-    async def _pause(self, admission: Admission, held: str, request: SliceRequest, gone: asyncio.Future[None]) -> None:
+    async def _pause(
+        self, admission: Admission, host_key: str, request: SliceRequest, driver_gone: asyncio.Future[None]
+    ) -> None:
         """Let a more urgent request run, and return when this one may go on; a drain moves it at once."""
         granted = self.scheduler.pause(admission)
-        self._snapshotter.start(held, request, skip=False)  # it may not run again for long
-        await asyncio.wait([granted, gone], return_when=asyncio.FIRST_COMPLETED)
+        self._snapshotter.start(host_key, request, skip=False)  # It may be long before this request runs again.
+        await asyncio.wait([granted, driver_gone], return_when=asyncio.FIRST_COMPLETED)
         if not granted.done():
-            gone.result()
+            driver_gone.result()
         try:
             granted.result()
         except StageMoved:
-            raise await self._moved(held, request) from None
+            raise await self._save_and_move(host_key, request) from None
 
-    async def _moved(self, held: str, request: SliceRequest) -> StageMoved:
-        """Return what is raised, once the state is saved."""
-        await self._snapshotter.settle(held)
-        step = await self._snapshotter.take(held, request)
+    async def _save_and_move(self, host_key: str, request: SliceRequest) -> StageMoved:
+        """Save a request's state, and return the error that sends the request to another slice."""
+        await self._snapshotter.settle(host_key)
+        step = await self._snapshotter.take(host_key, request)
         where = "from its last snapshot" if step is None else f"after step {step}"
         return StageMoved(f"the slice is being drained; {request.key} goes on elsewhere {where}")
 
-    async def _again(self, scope: RequestScope, handles: list[RefHandle | None], before: list[Any]) -> list[Any]:
-        """Return the references of some handles anew: others own the payloads by now where their makers have gone."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FETCHED_S):
-                return await scope.get(*handles)
-        return before
-
-    async def _leave(self, scope: RequestScope, ref: Any) -> RefHandle:
-        """Leave a payload for its next stage, which outlives this leader where that is about to go."""
-        handle = await scope.put(ref)
-        self._left.append((scope, handle))
-        if self._drain.begun:
-            await scope.adopt(handle)
-        return handle
-
     @contextlib.contextmanager
-    def _serving(self, request: SliceRequest, stage: str) -> Iterator[None]:
-        """Keep the leader until a stage has ended, and note whether the slice is to be doubted."""
-        with self._drain.staying(), self._doubts.watching(stage, request.key):
+    def _serve(self, request: SliceRequest, stage: str) -> Iterator[None]:
+        """Keep the leader alive until a stage has ended, and count failures that may be the slice's."""
+        with self._drain.keep_leader(), self._failures.track(stage, request.key):
             yield
 
     @contextlib.asynccontextmanager
     async def _visit(self, request: SliceRequest, places: PriorityQueue) -> AsyncIterator["_Visit"]:
-        """Take a place on the devices, and drop what the hosts hold of the request, however it ends.
+        """Take a place on the devices; at the end, drop what the hosts hold of the request, however it ends.
 
-        It has a name of this visit only: somebody who has lost sight of the request may have sent it here once more.
+        The key on the hosts is this visit's alone, because a driver that has lost sight of a request may have sent it
+        here once more.
         """
         visit = _Visit(f"{request.key} {next(self._visits)}")
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(self._where.patience_s):
-                    await stack.enter_async_context(places.entered(request.priority, request.came_s))
+                    await stack.enter_async_context(places.enter(request.priority, request.came_s))
             except TimeoutError:
                 raise StageWaited(f"{request.key} has waited for a place on {self._where.name}") from None
             self._drain.check()
             try:
                 yield visit
             finally:
-                await to_the_end(self._let_go(visit))
+                await to_the_end(self._release(visit))
 
-    async def _let_go(self, visit: "_Visit") -> None:
-        await self._snapshotter.settle(visit.held)
+    async def _release(self, visit: "_Visit") -> None:
+        await self._snapshotter.settle(visit.host_key)
         if not visit.is_empty:
             with contextlib.suppress(StageLost, RequestFailed):
-                await self._slice.side("drop", visit.held)
+                await self._slice.side("drop", visit.host_key)
 
     async def _compute(
         self, request: SliceRequest, stage: str, shape: str, method: str, *args: Any
     ) -> tuple[list[Span], tuple[str, ...], Any]:
         """Keep the devices for one call of the hosts; return its spans, warnings and payload."""
-        async with self.scheduler.device.entered(request.priority):
+        async with self.scheduler.device.enter(request.priority):
             self._drain.check()
-            with self._working(request.key, stage):
+            with self._list_work(request.key, stage):
                 start = Start()
                 (compile_s, warnings), ref = await self._slice.call(method, *args, like=shape)
-                return self._computed(request.key, stage, start, compile_s), tuple(warnings), ref
+                return self._compute_spans(request.key, stage, start, compile_s), tuple(warnings), ref
 
-    def _computed(self, key: str, stage: str, start: Start, compile_s: float, step: int | None = None) -> list[Span]:
-        """Return what the slice has done since then: compiled, which comes first or nearly so, and computed."""
-        span = self._span(key, stage, "compute", start, step=step)
-        if not compile_s:
-            return [span]
-        compiled = dataclasses.replace(span, what="compile", seconds=compile_s, step=None)
-        computed_s = max(0.0, span.seconds - compile_s)
-        return [compiled, dataclasses.replace(span, start_s=compiled.end_s, seconds=computed_s)]
+    def _compute_spans(
+        self, key: str, stage: str, start: Start, compile_s: float, step: int | None = None
+    ) -> list[Span]:
+        """Return the spans of a call of the slice since `start`: compiling, and computing."""
+        return split_compute(self._span(key, stage, "compute", start, step=step), compile_s)
 
     @contextlib.contextmanager
-    def _working(self, key: str, stage: str) -> Iterator[None]:
+    def _list_work(self, key: str, stage: str) -> Iterator[None]:
+        """Have `work` list a request for the block, and count the time that it keeps the slice."""
         self.work.append((stage, key))
         self._on_work()
         try:
-            with self.time.taken():
+            with self.time.measure():
                 yield
-            self._doubts.end(stage)
+            self._failures.clear(stage)
         finally:
             self.work.remove((stage, key))
             self._on_work()
 
     def _span(
-        self, key: str, stage: str, what: What, start: Start, *, step: int | None = None, nbytes: int | None = None
+        self, key: str, stage: str, kind: SpanKind, start: Start, *, step: int | None = None, nbytes: int | None = None
     ) -> Span:
         where, seconds = self._where, start.elapsed_s
         return Span(
             slice=where.name,
             request=key,
             stage=stage,
-            what=what,
+            kind=kind,
             start_s=start.wall_s,
             seconds=seconds,
             step=step,
@@ -345,34 +325,6 @@ class StageRunner:
         )
 
 
-@contextlib.asynccontextmanager
-async def watched(scope: RequestScope) -> AsyncIterator[asyncio.Future[None]]:
-    """Give what raises `StageLost` once the driver of a request is gone: Serve ends no stream whose reader was killed.
-
-    It is asked beside the work, and one that doesn't answer is not taken for dead.
-    """
-
-    async def watch() -> None:
-        while True:
-            await asyncio.sleep(DRIVER_S)
-            try:
-                async with asyncio.timeout(DRIVER_S):
-                    await scope.check()
-            except StageLost:
-                raise
-            except Exception as error:
-                log.info("a driver doesn't say whether it is there: %s", error or type(error).__name__)
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield watching
-    finally:
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError, StageLost):
-            if watching.done():
-                watching.result()
-
-
-def _kind(plan: RequestPlan, expert: Expert) -> Hashable | None:
-    """Return what decides how long a step takes and what it needs; None where some are left out, as a cache does."""
+def _step_kind(plan: RequestPlan, expert: Expert) -> Hashable | None:
+    """Return the key of steps that take equally long; None under a cache, which skips some of them."""
     return None if plan.request.cache else (plan.shapes[expert.stage], expert.stage, expert.guided)

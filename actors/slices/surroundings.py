@@ -1,4 +1,4 @@
-"""What a leader of a slice has around it: Serve, Ray, the cluster. A simulation gives it others."""
+"""The surroundings of a slice's leader: Serve, Ray and the cluster, or a simulation's stand-ins for them."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -31,13 +31,16 @@ class RayObjects:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What one leader uses.
+    """The surroundings of one leader.
 
-    replica       Serve's name for this process
-    snapshots     where states of unfinished requests lie
-    take          waits for a slice and starts its hosts, as `cluster.gang.slice.take`
-    draining_for  tells how long hosts are there still, as `cluster.draining.draining_for`
-    end_process   ends this process at once
+    Attributes:
+        replica: Serve's name for this process.
+        status: The pipeline's status actor.
+        snapshots: Where states of unfinished requests are stored.
+        take: Waits for a slice and starts its hosts, as `cluster.gang.slice.take`.
+        draining_for: Returns in how many seconds hosts go away, as `cluster.draining.draining_for`.
+        store: Ray's object store.
+        end_process: Ends this process at once.
     """
 
     replica: str
@@ -50,6 +53,6 @@ class Surroundings:
 
     @classmethod
     def of_replica(cls, settings: PipelineSettings) -> "Surroundings":
-        """Return those of the replica that this process is."""
+        """Return the surroundings of this process, which is a replica."""
         replica = serve.get_replica_context().replica_id.unique_id
         return cls(replica, StatusActor.connect(settings.name), open_storage(settings.snapshots))

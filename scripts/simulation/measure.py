@@ -27,7 +27,7 @@ class Load:
         """From when every slice has had work until requests run out: what is measured."""
         first: dict[str, float] = {}
         for span in self.spans:
-            if span.what == "compute":
+            if span.kind == "compute":
                 first[span.slice] = min(span.start_s, first.get(span.slice, span.start_s))
         times = sorted(self.ended.values())
         start, end = max(first.values()), times[max(0, len(times) - self.in_flight)]
@@ -88,7 +88,7 @@ def pool_figures(layout: Layout, load: Load, planned_s: Mapping[str, float] | No
     start, end = load.full
     found = []
     for pool in layout.pools:
-        spans = [s for s in load.spans if s.pool == pool.name and s.what == "compute"]
+        spans = [s for s in load.spans if s.pool == pool.name and s.kind == "compute"]
         taken = {stage: sum(s.seconds for s in spans if s.stage == stage) / load.requests for stage in pool.stages}
         plan = taken if planned_s is None else {stage: planned_s[stage] for stage in pool.stages}
         inside = {
@@ -117,7 +117,7 @@ def between_requests(load: Load, pool: str) -> list[float]:
     found = []
     for name in {s.slice for s in load.spans if s.pool == pool}:
         mine = sorted(
-            (s for s in load.spans if s.slice == name and s.what == "compute" and start <= s.start_s <= end),
+            (s for s in load.spans if s.slice == name and s.kind == "compute" and start <= s.start_s <= end),
             key=lambda s: s.start_s,
         )
         found += [b.start_s - a.end_s for a, b in itertools.pairwise(mine) if a.request != b.request]

@@ -214,7 +214,7 @@ class SimulatedHost:
         """Let go of a request, if it is here."""
         self._held.pop(key, None)
 
-    def keys(self) -> list[str]:
+    def list_keys(self) -> list[str]:
         """Return the requests that are held here."""
         return sorted(self._held)
 

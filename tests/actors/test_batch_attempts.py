@@ -164,7 +164,7 @@ class TellingEngine(Engine):
     """Tells a span of every request."""
 
     async def generate(self, plan, *, id, on_event, priority=0):
-        on_event(Span(slice="s", request=id, stage="encoder", what="compute", start_s=0.0, seconds=2.0))
+        on_event(Span(slice="s", request=id, stage="encoder", kind="compute", start_s=0.0, seconds=2.0))
         return await super().generate(plan, id=id, on_event=on_event)
 
 
@@ -185,7 +185,7 @@ def test_figures_that_fail_cost_no_video(tmp_path):
 def test_a_long_batch_keeps_its_latest_spans(tmp_path, most):
     spans, told = LatestSpans(most), []
     for i in range(20):
-        spans.add(Span(slice="s", request=f"r{i}", stage="encoder", what="compute", start_s=i, seconds=1.0))
+        spans.add(Span(slice="s", request=f"r{i}", stage="encoder", kind="compute", start_s=i, seconds=1.0))
     assert len(spans) == min(most, 20)
     spans.save(LocalStorage(tmp_path), told.append)
     trace = json.loads((tmp_path / "timeline.trace.json").read_text())
@@ -198,7 +198,7 @@ def test_a_timeline_that_can_not_be_written_is_told(tmp_path):
     (tmp_path / "timeline.png").mkdir()
     spans, told = LatestSpans(), []
     spans.save(LocalStorage(tmp_path), told.append)  # there is nothing to draw
-    spans.add(Span(slice="s", request="r", stage="encoder", what="compute", start_s=0, seconds=1.0))
+    spans.add(Span(slice="s", request="r", stage="encoder", kind="compute", start_s=0, seconds=1.0))
     spans.save(LocalStorage(tmp_path), told.append)
     assert len(told) == 1
     assert told[0].startswith("there is no timeline: can't write")

@@ -36,7 +36,7 @@ def test_it_makes_what_the_pipeline_makes(engine, pipeline, tmp_path):
     made = generate(engine, request, spans)
     expected = pipeline(KIND).generate(request).save(tmp_path / "video.mp4").read_bytes()
     assert made == GeneratedVideo(expected)
-    compute = [(span.stage, span.step) for span in spans if span.what == "compute"]
+    compute = [(span.stage, span.step) for span in spans if span.kind == "compute"]
     high = [step for stage, step in compute if stage == "denoise_high"]
     assert compute[0] == ("encoder", None)
     assert compute[-1] == ("decoder", None)

@@ -83,7 +83,7 @@ def visits(made):
 
 def computed(made):
     """Return how often each stage has computed something for a request, steps aside."""
-    return Counter(span.stage for span in made.spans if span.what == "compute" and span.step is None)
+    return Counter(span.stage for span in made.spans if span.kind == "compute" and span.step is None)
 
 
 class Cloud:

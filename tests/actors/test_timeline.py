@@ -16,11 +16,11 @@ from actors.observe.timeline_picture import draw
 START = 1_790_000_000.0
 
 
-def span(slice_, request, what, start, end, **more):
+def span(slice_, request, kind, start, end, **more):
     stage = more.pop("stage", "denoise_high")
     pool = more.pop("pool", slice_.partition("/")[0])
     times = {"start_s": START + start, "seconds": end - start}
-    return Span(slice=slice_, request=request, stage=stage, what=what, pool=pool, **times, **more)
+    return Span(slice=slice_, request=request, stage=stage, kind=kind, pool=pool, **times, **more)
 
 
 SPANS = [

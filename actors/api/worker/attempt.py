@@ -121,11 +121,11 @@ class Attempt:
     def _note(self, span: Span) -> None:
         self._tracker.note(span)
         meters = self._tools.meters
-        if span.what == "fetch":
+        if span.kind == "fetch":
             meters.handoff_s.labels(span.stage).observe(span.seconds)
-        elif span.what == "compile":
+        elif span.kind == "compile":
             meters.compile_s.labels(span.pool, span.stage).observe(span.seconds)
-        elif span.what == "compute":
+        elif span.kind == "compute":
             meters.chip_s.labels(span.stage).inc(span.seconds * self._chips.get(span.stage, 1))
             if span.step is not None:
                 meters.step_s.labels(span.stage).observe(span.seconds)

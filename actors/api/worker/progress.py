@@ -31,9 +31,9 @@ class Tracker:
         """Take in what a slice has done."""
         self._stage = span.stage
         first, last, computed = self.times.get(span.stage, (span.start_s, span.end_s, 0.0))
-        computed += span.seconds if span.what == "compute" else 0.0
+        computed += span.seconds if span.kind == "compute" else 0.0
         self.times[span.stage] = min(first, span.start_s), max(last, span.end_s), computed
-        if span.what != "compute":
+        if span.kind != "compute":
             return
         chips, dollars = self._chips.get(span.stage, 1), self._dollars.get(span.stage, 0.0)
         self._job.spend(span.stage, span.seconds, chips, dollars)

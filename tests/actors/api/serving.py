@@ -102,7 +102,7 @@ class Engine:
             on_event(span(id, "encoder"))
             if self.compile_s:
                 on_event(
-                    dataclasses.replace(span(id, "denoise_high", seconds=self.compile_s), what="compile", pool="high")
+                    dataclasses.replace(span(id, "denoise_high", seconds=self.compile_s), kind="compile", pool="high")
                 )
             for step in range(1, request.steps + 1):
                 on_event(span(id, "denoise_high" if step <= 2 else "denoise_low", step))
@@ -128,7 +128,7 @@ class Engine:
 def span(job, stage, step=None, seconds=0.25):
     now = time.time()
     return Span(
-        slice="here", request=job, stage=stage, what="compute", start_s=now - seconds, seconds=seconds, step=step
+        slice="here", request=job, stage=stage, kind="compute", start_s=now - seconds, seconds=seconds, step=step
     )
 
 

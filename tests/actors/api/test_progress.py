@@ -26,8 +26,8 @@ def ended(job, took, attempts=1, **changed):
     return dataclasses.replace(job, stage_seconds=SECONDS, attempts=attempts, **times, **changed)
 
 
-def span(stage, seconds, step=None, what="compute"):
-    return Span(slice="a", request="r", stage=stage, what=what, start_s=50.0, seconds=seconds, step=step, pool="p")
+def span(stage, seconds, step=None, kind="compute"):
+    return Span(slice="a", request="r", stage=stage, kind=kind, start_s=50.0, seconds=seconds, step=step, pool="p")
 
 
 def test_percent_and_eta_are_weighted_by_measured_seconds(job):

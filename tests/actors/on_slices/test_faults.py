@@ -106,7 +106,7 @@ def test_lost_objects(running, undisturbed):
     for process in (leader, *stores):
         kill(process)
     check(made, undisturbed, again=EVERY)
-    assert sum(span.stage == "encoder" and span.what == "compute" for span in made.spans) > 3  # prompts and image
+    assert sum(span.stage == "encoder" and span.kind == "compute" for span in made.spans) > 3  # prompts and image
 
 
 def test_a_pool_grows_under_load_and_shrinks_after(running, spec):

@@ -49,12 +49,12 @@ def leftovers(run: "Run") -> dict[str, Any]:
             scheduler = runner.scheduler
             queues = [scheduler, scheduler.device, scheduler.places, scheduler.other_places]
             there = {
-                "held on hosts": replica.slice.host.keys() if replica.slice else None,
+                "held on hosts": replica.slice.host.list_keys() if replica.slice else None,
                 "streams": replica.streams,
                 "work": runner.work,
                 "queued": [one for queue in queues for one in (*queue._inside, *queue._waiting)],
                 "paused": scheduler._paused,
-                "staying": replica.leader._drain._staying,
+                "staying": replica.leader._drain._keepers,
                 "snapshots being taken": [*runner._snapshotter._copying, *runner._snapshotter._writing],
             }
             for what, values in there.items():

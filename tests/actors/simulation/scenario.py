@@ -231,7 +231,7 @@ class Run:
 
     def _excuse(self, replica: Replica, why: str) -> None:
         """Note whose steps may be repeated: what is lost is on the hosts, on its way, or waits for its next stage."""
-        held = [] if replica.slice is None else replica.slice.host.keys()
+        held = [] if replica.slice is None else replica.slice.host.list_keys()
         lost = {name.rpartition(" ")[0] for name in held}
         lost |= {stream._args[0].key for stream in replica.streams}
         for driver in self.drivers:

@@ -27,7 +27,7 @@ from tests.actors.simulation.world import CALL_S, Process, World
 class Leader(SliceLeader):
     """A leader whose programs Serve isn't told of."""
 
-    async def _programs(self, shape: str) -> str:  # type: ignore[override]
+    async def _register_program(self, shape: str) -> str:  # type: ignore[override]
         return shape
 
 
@@ -185,10 +185,10 @@ def _best(ready: list[Replica], request: SliceRequest) -> Replica:
     """Return the replica that `actors.slices.router` prefers."""
     avoid = request.avoid
 
-    def compared(one: Replica) -> tuple[bool, int, bool]:
-        return router.preference(one.name, len(one.streams), holds_programs=True, avoid=avoid)
+    def rank(replica: Replica) -> tuple[bool, int, bool]:
+        return router.rank_replica(replica.name, len(replica.streams), holds_program=True, avoid=avoid)
 
-    return min(router.sample(ready, compared), key=compared)
+    return min(router.sample(ready, rank), key=rank)
 
 
 class Handle:

@@ -96,7 +96,7 @@ class Host:
     def drop(self, held: str) -> None:
         self.held.pop(held, None)
 
-    def keys(self) -> list[str]:
+    def list_keys(self) -> list[str]:
         return sorted(self.held)
 
 

@@ -76,23 +76,23 @@ def starts_at_the_first_step(patch):
 
 def blames_the_request(patch):
     """A full disk of a decoder's host failed request after request as invalid."""
-    original = AsyncSlice._blamed
+    original = AsyncSlice._classify
 
-    def blamed(slice_, method, cause, *, fitted):
+    def classify(slice_, method, cause, *, fitted):
         if isinstance(cause, OutputError):
             return RequestFailed(f"{method}: {cause}", "invalid")
         return original(slice_, method, cause, fitted=fitted)
 
-    patch.setattr(AsyncSlice, "_blamed", blamed)
+    patch.setattr(AsyncSlice, "_classify", classify)
 
 
 def asks_ray_on_the_loop(patch):
     """A control store that doesn't answer stopped the leader's event loop."""
 
-    async def left_s(leader):
+    async def seconds_left(leader):
         return leader._around.draining_for([host.node_id for host in leader._hosts.hosts])
 
-    patch.setattr(SliceLeader, "_left_s", left_s)
+    patch.setattr(SliceLeader, "_seconds_left", seconds_left)
 
 
 def forgets_while_it_writes(patch):

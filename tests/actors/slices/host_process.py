@@ -20,7 +20,8 @@ from diffusers import WanTransformer3DModel
 from jax.experimental import multihost_utils
 
 from actors.slices.payloads import pack, unpack
-from actors.slices.stage_host import OutOfOrder, StageHost
+from actors.slices.prepared import OutOfOrder
+from actors.slices.stage_host import StageHost
 from tests.actors.slices.image_request import image_request
 from tests.wan_tpu import adapter_files
 from wan_tpu import InvalidRequest, MeshError, OutputError, UnhealthyResult
@@ -111,7 +112,7 @@ assert (state.step, len(state.arrays)) == (4, 1)
 host.prepare_decode("a", later.request, state)
 video = handed("video", host.decode("a").payload)
 assert bytes(unpack(video).mp4[4:8]) == b"ftyp"
-assert host.keys() == ["b"]
+assert host.list_keys() == ["b"]
 now = {name: len(program._compiled) for name, program in runtime.programs.items()}
 assert now == compiled, f"warm_up missed some: {compiled}, {now}"
 

@@ -94,8 +94,8 @@ def test_a_request_is_told_that_it_waited_for_the_compiler(spec):
     asked = dataclasses.replace(REQUEST, width=96, steps=2)  # a size that nobody has asked for yet
     _, [first] = run(spec, asked)
     _, [again] = run(spec, asked)
-    compiled = [span for span in first if span.what == "compile"]
+    compiled = [span for span in first if span.kind == "compile"]
     assert ("ends", "decoder") in {(span.pool, span.stage) for span in compiled}
     assert {span.pool for span in compiled} == {"ends", "experts"}
     assert all(0 < span.seconds < SECONDS for span in compiled)
-    assert not [span for span in again if span.what == "compile"]
+    assert not [span for span in again if span.kind == "compile"]

@@ -20,8 +20,8 @@ async def settle():
 class Slice:
     """Requests that step on a slice, and note what was stepped; a step takes three rounds of the loop."""
 
-    def __init__(self, most_paused=1):
-        self.scheduler = StepScheduler(most_paused)
+    def __init__(self, max_paused=1):
+        self.scheduler = StepScheduler(max_paused)
         self.stepped = []
         self.paused = []
         self.inside = 0
@@ -38,12 +38,12 @@ class Slice:
             await asyncio.sleep(0)
 
     async def _visit(self, name, steps, priority):
-        async with self.scheduler.entered(priority) as admission:
+        async with self.scheduler.enter(priority) as admission:
             for step in range(steps):
                 if self.scheduler.must_pause(admission):
                     self.paused.append(name)
                     await self.scheduler.pause(admission)
-                async with self.scheduler.device.entered(priority):
+                async with self.scheduler.device.enter(priority):
                     await self._step(f"{name}{step + 1}")
 
     async def _step(self, what):
@@ -101,8 +101,8 @@ def test_a_paused_one_goes_on_before_those_who_came_after_it():
 
 
 def test_no_more_are_paused_than_may():
-    async def run(most_paused):
-        them = Slice(most_paused)
+    async def run(max_paused):
+        them = Slice(max_paused)
         tasks = [them.come("low", 3)]
         for i, priority in enumerate((1, 2)):
             await them.reach(1 + 2 * i)
@@ -177,7 +177,7 @@ def test_a_queue_lets_the_urgent_in_beyond_its_limit():
         queue, inside, go = PriorityQueue(2, 1), [], {}
 
         async def visit(name, priority):
-            async with queue.entered(priority):
+            async with queue.enter(priority):
                 inside.append(name)
                 await go[name].wait()
                 inside.remove(name)

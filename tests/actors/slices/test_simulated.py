@@ -47,7 +47,7 @@ def test_a_request_runs_through_and_its_video_says_what_it_is(host):
     host.prepare_decode("k", plan.without_image().request, done)
     video = host.decode("k").payload.arrays["mp4"].tobytes()
     assert len(video) == 1000 and video.startswith(simulated_video(plan.request)) and b"simulated" in video
-    assert host.keys() == []
+    assert host.list_keys() == []
 
 
 def test_another_request_s_payload_is_noticed(host):
@@ -94,7 +94,7 @@ pools:
     # Low: a step of 0.8 s by plan takes 0.9 s, and 0.1 s is lost after it. Full until all are begun.
     load = Load(requests=4, in_flight=2)
     for i in range(4):  # the window is 0 to 2.9 s
-        span = Span(slice="l", request=f"r{i}", stage="denoise_low", what="compute", start_s=i, seconds=0.9, pool="low")
+        span = Span(slice="l", request=f"r{i}", stage="denoise_low", kind="compute", start_s=i, seconds=0.9, pool="low")
         load.spans.append(span)
         load.ended[f"r{i}"] = i + 0.9
     figures = pool_figures(layout, load, {"encoder": 0, "denoise_high": 0, "denoise_low": 0.8, "decoder": 0})

@@ -77,7 +77,7 @@ def test_a_stage_s_inputs_are_freed_while_it_runs_and_made_again_when_it_is_lost
 
     def on_event(span):
         spans.append(span)
-        if span.stage == "denoise_low" and span.what == "compute" and not killed:
+        if span.stage == "denoise_low" and span.kind == "compute" and not killed:
             killed.append(kill_host_process(cluster, name))
 
     async def make():
@@ -86,9 +86,9 @@ def test_a_stage_s_inputs_are_freed_while_it_runs_and_made_again_when_it_is_lost
     video = within(make())
     assert video.mp4.startswith(simulated_video(request))
     assert killed and not psutil.pid_exists(killed[0])
-    images = [span for span in spans if span.stage == "encoder" and span.what == "fetch"]
+    images = [span for span in spans if span.stage == "encoder" and span.kind == "fetch"]
     assert len(images) == 2, "the image condition was gone when the slice was lost, and is encoded again"
-    high = [span.step for span in spans if span.stage == "denoise_high" and span.what == "compute"]
+    high = [span.step for span in spans if span.stage == "denoise_high" and span.kind == "compute"]
     assert len(high) == len(set(high)), "what the pool before has done is kept in a snapshot"
 
 
@@ -124,7 +124,7 @@ def test_a_lost_host_and_its_payloads_cost_one_attempt(running, caplog):
     async def make():
         making = PipelineDriver(spec).generate(spec.model.plan(request), id="one", on_event=spans.append)
         work = asyncio.create_task(making)
-        while not any(span.stage == "denoise_high" and span.what == "compute" for span in spans):
+        while not any(span.stage == "denoise_high" and span.kind == "compute" for span in spans):
             await asyncio.sleep(0.05)
             assert not work.done()
         await asyncio.to_thread(kill_host_process, cluster, name)
@@ -135,7 +135,7 @@ def test_a_lost_host_and_its_payloads_cost_one_attempt(running, caplog):
     video = within(make())
     assert video.mp4.startswith(simulated_video(request))
     assert sum("; attempt " in record.message for record in caplog.records) == 1
-    encoded = [span for span in spans if span.stage == "encoder" and span.what == "compute"]
+    encoded = [span for span in spans if span.stage == "encoder" and span.kind == "compute"]
     assert len(encoded) > 3, "what was encoded is lost with the node, and is encoded again"
     steps = [span.step for span in spans if span.step is not None]
     assert len(steps) == len(set(steps)), "what the first expert has done is handed over or kept in a snapshot"

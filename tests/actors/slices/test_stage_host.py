@@ -11,7 +11,8 @@ from diffusers import WanTransformer3DModel
 
 from actors.slices.fetched_adapters import MAX_WAITING, FetchedAdapters
 from actors.slices.payloads import TextEmbedding, pack, unpack
-from actors.slices.stage_host import OutOfOrder, StageHost
+from actors.slices.prepared import Denoising, OutOfOrder
+from actors.slices.stage_host import StageHost
 from tests.children import start_module
 from tests.conftest import PHOTO
 from tests.waiting import SECONDS
@@ -125,7 +126,7 @@ def test_a_poisoned_request_fails_alone(checkpoint):
     alone = latents("alone")
 
     begin("a")
-    assert host.step("a") == (0, host._work["a"].run.state.step) == (0, 1)
+    assert host.step("a") == (0, host._prepared.get("a", Denoising).reached.step) == (0, 1)
     poison = unpack(host.snapshot("a").payload)
     begin("nan", pack(dataclasses.replace(poison, latents=poison.latents * np.nan)))
     with pytest.raises(UnhealthyResult, match="denoise, step 2 of 3"):
@@ -162,7 +163,7 @@ def test_a_size_that_has_no_room_fails_alone_and_the_nearest_that_has_is_named(c
         if fitting is not None:
             host.warm_up(fitting)
         with pytest.raises(DoesNotFit, match=f"8192x8192 with 2001 frames doesn't fit .*{nearest}") as raised:
-            with host._fits(too_large):
+            with host._sizes.track(too_large):
                 raise DoesNotFit("needs 64.0 GiB a device of 31.2")
         assert "64.0 GiB" in str(raised.value)
 
@@ -179,7 +180,7 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
         host.prepare_denoise("a", plan.without_image(), prompt, None, image)
     assert not isinstance(raised.value, InvalidRequest)  # which the driver has forgotten
     host.prepare_denoise("a", plan.without_image(), prompt, negative, image)
-    inputs = host._work["a"].inputs
+    inputs = host._prepared.get("a", Denoising).inputs
     assert {stage: (given.text["text"].shape[0], given.text["text"].dtype) for stage, given in inputs.items()} == {
         "denoise_high": (2, "bfloat16"),
         "denoise_low": (1, "bfloat16"),
@@ -193,7 +194,7 @@ def test_experts_are_given_the_prompts_they_use(checkpoint):
     assert not isinstance(raised.value, InvalidRequest)  # somebody has mixed up two requests; neither is wrong
     host.drop("a")
     host.drop("a")
-    assert host.keys() == []
+    assert host.list_keys() == []
     low = StageHost(str(checkpoint(KIND)), ("denoise_low",), (1, 1, 1), "bfloat16")
     one_step = low._spec.plan(GenerationRequest(prompt="a cat", **(size | {"steps": 1}))).without_image()
     with pytest.raises(OutOfOrder, match="request a has no step on denoise_low; leave this pool out"):

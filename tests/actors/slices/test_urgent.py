@@ -90,7 +90,7 @@ class Making:
             await asyncio.sleep(0.05)
 
     async def held(self):
-        found = await self._experts.held.remote()
+        found = await self._experts.list_host_keys.remote()
         return {key.split()[0] for key in found}
 
 
