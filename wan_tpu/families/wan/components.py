@@ -74,7 +74,6 @@ def diffusers_expert(settings: dict[str, Any]) -> WanTransformer3DModel:
     """Return diffusers' module, and what sparse-linear attention adds to it where `settings` say so."""
     module = WanTransformer3DModel.from_config({key: settings[key] for key in settings if key not in SPARSE})
     if settings.get("attention") == "sla":
-        setattr(module, expert.KEPT, settings["kept_blocks"])
         width = settings["attention_head_dim"]
         for block in module.blocks:
             block.attn1.proj_l = torch.nn.Linear(width, width)

@@ -275,6 +275,7 @@ class WanModel(Model):
             first_tokens,
             given.keys,
             None if reuse is None else transformer.Reuse(*reuse),
+            kept_blocks=self.config.kept_blocks,
         )
         found = guided(tokens, given.guidance)
         return unpatchify_tokens(found, latents.shape, self.spec.patch, self.spec.latent_channels), residual

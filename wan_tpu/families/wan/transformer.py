@@ -37,7 +37,6 @@ from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight
 MATRICES = r"blocks\..*\.(attn[12]\.(to_q|to_k|to_v|to_out\.0|add_k_proj|add_v_proj)|ffn\.net\.(0\.proj|2))\.weight"
 RULES = (Rule(MATRICES, (SHARDS, None)), Rule(rf"(?!{MATRICES}$).*", ()))
 LINEAR = "attn1.proj_l"  # of a block: the trained matrix of sparse-linear attention, by its authors' name
-KEPT = "kept_blocks"  # attribute of a module with it: the share of the blocks of keys that are kept
 TextKeys = dict[str, jax.Array]  # "key", "value" [depth, B, 512, C], and "image_key", "image_value" with 257 tokens
 
 
@@ -117,12 +116,15 @@ def velocity(
     first_tokens: int,
     keys: TextKeys,
     reuse: Reuse | None = None,
+    *,
+    kept_blocks: float | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the velocity of each branch as tokens, float32 [B, L, patch values]; with `reuse` the residual to keep.
 
     latents       [1, C, T, H, W] in the dtype to compute in, the same for every branch
     times         [M] timesteps; of two, the first is that of the first `first_tokens` tokens
     keys          from `text_keys`; their B is the number of branches
+    kept_blocks   share of the blocks of keys that sparse-linear attention keeps; None: attention to all
     """
 
     def method(
@@ -131,11 +133,10 @@ def velocity(
         embedding, modulation = _embed_time(module, times, latents.dtype)
         patch = module.config.patch_size
         cut = patches(to_jax(latents), patch)
-        kept = getattr(module, KEPT, None)
-        block = 1 if kept is None else QUERY_BLOCK
+        block = 1 if kept_blocks is None else QUERY_BLOCK
         layout = token_layout(mesh, keys["key"].shape[1], len(cut), module.config.num_attention_heads, block)
         tables = rope_tables(module, [n // p for n, p in zip(latents.shape[2:], patch, strict=True)])
-        return _Step(module, mesh, layout, first_tokens, len(cut), kept).run(
+        return _Step(module, mesh, layout, first_tokens, len(cut), kept_blocks).run(
             Inputs(
                 tokens=padded(cut, layout.padded),
                 tables=tuple(padded(table, layout.padded) for table in tables),
