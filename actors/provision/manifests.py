@@ -12,6 +12,7 @@ from actors.commands.serve import service_config
 from actors.commands.serve_arguments import serve_parser
 from cluster.layout import Layout, shipped
 from cluster.provision import kubernetes
+from cluster.provision.exposure import Exposure, exposing
 from cluster.provision.kubernetes import Target
 from wan_tpu.commands.parser import Parser, as_words, flag_of
 from wan_tpu.errors import InvalidInput
@@ -20,7 +21,7 @@ from wan_tpu.storage.addresses import is_bucket
 # What is about Kubernetes, and not about the pipeline or the service.
 _HERE = (
     "address", "folder", "service", "job", "output", "in_flight", "namespace", "image", "account", "secret", "capacity",
-    "queue", "monitor", "idle_s",
+    "queue", "monitor", "idle_s", "hostname", "certificate_map", "address_name", "armor",
 )  # fmt: skip
 _POSTGRES = "postgresql://"
 
@@ -46,14 +47,13 @@ def manifests(argv: Sequence[str]) -> int:
         monitor=None if args.monitor == "none" else args.monitor,
         traces=args.dashboard_traces,
         idle_s=args.idle_s,
+        from_hub=args.model_id is not None and not is_bucket(args.model_id),
+        public=args.hostname is not None,
     )
-    comments = (
-        f"written by: wan-tpu manifests {shlex.join(argv)}\nwho the pods are to Google Cloud",
-        "who reaches them: themselves, KubeRay's operator, clients of the service, what collects figures",
-        "figures of Ray on each pod, for Prometheus",
-    )
-    objects = dict(zip(comments, kubernetes.supporting(target, http=args.service), strict=False))
+    objects = kubernetes.supporting(target, http=args.service)
+    objects |= _exposing(args, target)
     objects |= _main(args, parser, layout, target)
+    sys.stdout.write(f"# Written by: wan-tpu manifests {shlex.join(argv)}\n")
     sys.stdout.write(kubernetes.as_yaml(objects))
     return 0
 
@@ -83,6 +83,16 @@ def _add_arguments(parser: Parser) -> None:
         help="what collects figures: GKE itself (default) or, with PodMonitor, the Prometheus operator",
     )
     group.add_argument(
+        "--hostname",
+        metavar="NAME",
+        help="name by which clients reach a service, through Google's load balancer with TLS",
+    )
+    group.add_argument(
+        "--certificate_map", metavar="MAP", help="Certificate Manager's map with that name's certificate"
+    )
+    group.add_argument("--address_name", metavar="ADDRESS", help="reserved global address of the load balancer")
+    group.add_argument("--armor", metavar="POLICY", help="Cloud Armor security policy in front of the service")
+    group.add_argument(
         "--dashboard_traces",
         action="store_true",
         help="let Ray's dashboard trace hosts, on a port that asks for no token; wants an image with dashboard-traces",
@@ -90,6 +100,20 @@ def _add_arguments(parser: Parser) -> None:
     group.add_argument(
         "--idle_s", type=int, default=600, help="until a slice that nobody holds is given back; default %(default)s"
     )
+
+
+def _exposing(args: argparse.Namespace, target: Target) -> dict[str, kubernetes.Object]:
+    """Return what puts a service behind Google's load balancer; nothing unless that is asked for."""
+    if args.hostname is None:
+        for name in ("certificate_map", "address_name", "armor"):
+            if getattr(args, name) is not None:
+                raise InvalidInput(f"{flag_of(name)} is of a load balancer; give the service's --hostname, too")
+        return {}
+    if not args.service:
+        raise InvalidInput("--hostname is of a service; give --service, too")
+    if args.certificate_map is None:
+        raise InvalidInput("--certificate_map is missing: the load balancer shows clients a certificate of --hostname")
+    return exposing(target, Exposure(args.hostname, args.certificate_map, args.address_name, args.armor))
 
 
 def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Target) -> dict[str, kubernetes.Object]:

@@ -17,17 +17,21 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 CONNECTIONS = 16_000  # in all, as far as the process may have files
-# What is changed by an environment variable of that name; 0 for no limit. A proxy in front is one address, for all.
+# What is changed by an environment variable of that name; 0 for no limit. A proxy in front is one address for all its
+# clients, unless it is trusted.
 BOUNDS = {
     "WAN_TPU_CONNECTIONS_OF_AN_ADDRESS": 2000,
     "WAN_TPU_REQUESTS_OF_AN_ADDRESS": 5000,  # in ten seconds
     "WAN_TPU_REQUESTS_OF_A_KEY": 500,  # in ten seconds
     "WAN_TPU_CONCURRENT_OF_A_KEY": 200,  # requests, event streams among them
 }
+# Proxies in front, networks separated by spaces, whose X-Forwarded-For says who the client is; and which address of it,
+# counted from its end. Google's load balancers write the client's and then their own: 2.
+TRUSTED_PROXIES, FORWARDED_HOPS = "WAN_TPU_TRUSTED_PROXIES", "WAN_TPU_FORWARDED_HOPS"
 # What bounds clients of Serve's own proxy in HAProxy's place, by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH.
 INSTEAD = "actors.api.http.proxy_limits:middlewares"
 _HEADERS_S = 10  # for a request's headers to arrive
@@ -67,12 +71,18 @@ def narrowed(
     *,
     connections: int = CONNECTIONS,
     bounds: Mapping[str, int] | None = None,
+    proxies: Sequence[str] = (),
+    hops: int = 1,
 ) -> str:
     """Return a configuration without its log, its figures and its page, and with bounds on who connects.
 
-    error_file   what is answered where there is no server: a JSON 503, also in place of 500, 502 and 504
-    connections  in all
-    bounds       as in `BOUNDS`, which are taken where none are given
+    Args:
+        config: What Ray Serve has written.
+        error_file: What is answered where there is no server: a JSON 503, also in place of 500, 502 and 504.
+        connections: How many there may be in all.
+        bounds: As in `BOUNDS`, which are taken where none are given.
+        proxies: Networks of trusted proxies (`TRUSTED_PROXIES`).
+        hops: Which address of X-Forwarded-For is the client's (`FORWARDED_HOPS`).
     """
     kept, out = [], False
     for line in config.splitlines():
@@ -102,24 +112,44 @@ def narrowed(
                 shown = f"{{ req.fhdr({_REQUEST_ID}) -m found }} !{{ req.fhdr({_REQUEST_ID}) -m reg ^[!-~]{{1,200}}$ }}"
                 kept.append(f"    http-request del-header {_REQUEST_ID} if {shown}")
                 kept.append(f"    {_returned(503, _AWAY, 'http-response')} if {_SERVES_OWN}")
-                kept += [f"    {rule}" for rule in _rules(*(BOUNDS if bounds is None else bounds).values())]
+                kept += [f"    {rule}" for rule in _address_rules(proxies, hops, bounds or BOUNDS)]
+                kept += [f"    {rule}" for rule in _key_rules(bounds or BOUNDS)]
     kept += [f"backend {_KEYS}", f"    stick-table type string len 128 size 100k expire 1m store conn_cur,{_RATE}"]
     return "\n".join(kept) + "\n"
 
 
-def _rules(connections: int, requests: int, of_a_key: int, concurrent: int) -> Iterator[str]:
-    """Give the rules of the frontend that hold the bounds."""
+def _address_rules(proxies: Sequence[str], hops: int, bounds: Mapping[str, int]) -> Iterator[str]:
+    """Yield the rules of the frontend that bound what one client address may have."""
+    connections, requests = (bounds[f"WAN_TPU_{name}_OF_AN_ADDRESS"] for name in ("CONNECTIONS", "REQUESTS"))
+    address = "src,ipmask(32,64)"  # Whoever has an IPv6 network has all of its addresses.
     yield f"stick-table type ipv6 size 100k expire 1m store conn_cur,{_RATE}"
-    yield "tcp-request connection track-sc0 src,ipmask(32,64)"  # Whoever has an IPv6 network has all of its addresses.
+    direct, proxied = "", "{ var(txn.proxied) -m bool }"
+    if proxies:
+        yield f"acl from_proxy src {' '.join(proxies)}"
+        direct = " !from_proxy"
+    yield f"tcp-request connection track-sc0 {address}" + (f" if{direct}" if direct else "")
     if connections:
-        yield f"tcp-request connection reject if {{ sc0_conn_cur gt {connections} }}"
+        yield f"tcp-request connection reject if{direct} {{ sc0_conn_cur gt {connections} }}"
+    if proxies:
+        # A proxy's connection has requests of many clients, so each is counted by itself.
+        forwarded = f"req.hdr_ip(x-forwarded-for,-{hops})"
+        yield "http-request set-var(txn.proxied) bool(true) if from_proxy"
+        yield f"http-request set-src {forwarded} if {proxied} {{ {forwarded} -m found }}"
+        yield f"http-request track-sc0 {address} if {proxied}"
+        if connections:
+            yield f"{_returned(429, _TOO_MANY)} if {proxied} {{ sc0_conn_cur gt {connections} }}"
     if requests:
         yield f"{_returned(429, _TOO_MANY, after_s=_WINDOW_S)} if {{ sc0_http_req_rate gt {requests} }}"
+
+
+def _key_rules(bounds: Mapping[str, int]) -> Iterator[str]:
+    """Yield the rules of the frontend that bound what one API key may have."""
+    requests, concurrent = (bounds[f"WAN_TPU_{name}_OF_A_KEY"] for name in ("REQUESTS", "CONCURRENT"))
     yield f"{_returned(400, _TWO_KEYS, after_s=None)} if {{ req.fhdr_cnt(authorization) gt 1 }}"
     key = f'req.fhdr(authorization),regsub("^.*({KEY.pattern}).*$","\\1"),sha2(256),hex'
     yield f"http-request track-sc1 '{key}' table {_KEYS} if {{ req.fhdr(authorization) -m found }}"
-    if of_a_key:
-        yield f"{_returned(429, _TOO_MANY, after_s=_WINDOW_S)} if {{ sc1_http_req_rate gt {of_a_key} }}"
+    if requests:
+        yield f"{_returned(429, _TOO_MANY, after_s=_WINDOW_S)} if {{ sc1_http_req_rate gt {requests} }}"
     if concurrent:
         yield f"{_returned(429, _TOO_MANY)} if {{ sc1_conn_cur gt {concurrent} }}"
 
@@ -152,7 +182,9 @@ def run(binary: str, given: list[str]) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     connections = CONNECTIONS if most == resource.RLIM_INFINITY else min(CONNECTIONS, max(100, most // _FILES))
     bounds = {name: int(os.environ.get(name, value)) for name, value in BOUNDS.items()}
-    file.write_text(narrowed(file.read_text(), error_file, connections=connections, bounds=bounds))
+    proxies, hops = os.environ.get(TRUSTED_PROXIES, "").split(), int(os.environ.get(FORWARDED_HOPS, 1))
+    config = narrowed(file.read_text(), error_file, connections=connections, bounds=bounds, proxies=proxies, hops=hops)
+    file.write_text(config)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     os.execv(binary, [binary, *given])
 

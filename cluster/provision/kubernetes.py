@@ -16,6 +16,7 @@ import yaml
 
 from cluster.errors import LayoutError
 from cluster.layout import Layout
+from cluster.provision.haproxy import FORWARDED_HOPS, TRUSTED_PROXIES
 from cluster.slice_spec import SliceSpec
 
 Object = dict[str, Any]
@@ -34,9 +35,21 @@ ENVIRONMENT = {
 }
 # Where Ray's dashboard may trace a host: JAX's profiler listens there, and asks for no token.
 _TRACES = {"RAY_DASHBOARD_ENABLE_PROFILING": "1", "JAX_PROFILER_PORT": "9999"}
-_HEALTHY: Object = {"path": "/api/local_raylet_healthz", "port": 52365}  # of Ray's agent on each node
+# Ray's agent on each node answers both on this port, and asks for no token. The head's path also checks the GCS.
+_AGENT_PORT = 52365
+_HEAD_HEALTH, _WORKER_HEALTH = "/api/healthz", "/api/local_raylet_healthz"
+# The labels by which KubeRay marks a head, and a pod whose HTTP proxy answers.
+HEAD = {"ray.io/node-type": "head"}
+SERVES = {"ray.io/serve": "true"}
+SERVE_PORT = 8000
+_USER = 1000  # Of the image (cluster/Dockerfile).
+# Disk of a pod: logs, and objects that Ray spills; beside that, the weights of a model that comes from the hub.
+_DISK_GIB, _HUB_GIB = 20, 160
 # What collects a pod's figures, by kind: GKE's own managed Prometheus, or the Prometheus operator.
 MONITORS = {"PodMonitoring": "monitoring.googleapis.com/v1", "PodMonitor": "monitoring.coreos.com/v1"}
+# Where Google's front ends and their health checks come from (docs.cloud.google.com/load-balancing/docs/health-checks).
+LOAD_BALANCERS = ("35.191.0.0/16", "130.211.0.0/22")
+_CONTAINER_SECURITY: Object = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _LEADERS_A_CPU = 10  # and other actors of 0.1 CPU
 _CPUS = 4  # of a pod without TPUs
 
@@ -48,6 +61,8 @@ class Target:
     account   Google's service account that the pods act as, to reach buckets
     secret    name of a Secret whose keys are environment variables of all pods (PGPASSWORD)
     capacity  of TPU machines: "on-demand", "spot", "flex-start"
+    from_hub  whether hosts download weights from the hub onto their disks
+    public    whether clients come through Google's load balancer (`cluster.provision.exposure`)
     queue     Kueue's local queue that it waits in; a cluster that waits so has all its slices from the start, since
               Kueue admits none that scales
     monitor   which of `MONITORS` collects its figures, None: nothing does
@@ -62,6 +77,8 @@ class Target:
     account: str | None = None
     secret: str | None = None
     capacity: str = "on-demand"
+    from_hub: bool = False
+    public: bool = False
     queue: str | None = None
     monitor: str | None = "PodMonitoring"
     traces: bool = False
@@ -69,16 +86,18 @@ class Target:
 
     @property
     def labels(self) -> dict[str, str]:
-        """Of all objects and pods."""
-        return {"app.kubernetes.io/name": "wan-tpu", "app.kubernetes.io/instance": self.name}
+        """Labels of all objects and pods.
 
-    def object(self, api: str, kind: str, **content: Any) -> Object:
-        """Return an object of that name."""
-        return {"apiVersion": api, "kind": kind, "metadata": self._metadata(kind), **content}
+        A pod's `app.kubernetes.io/name` stays KubeRay's own: the services that it makes for a head select by it.
+        """
+        return {"app.kubernetes.io/part-of": "wan-tpu", "app.kubernetes.io/instance": self.name}
 
-    def _metadata(self, kind: str) -> Object:
+    def object(self, api: str, kind: str, *, suffix: str | None = None, **content: Any) -> Object:
+        """Return an object of that name, or of that name and a suffix where there are several of a kind."""
         queued = {"kueue.x-k8s.io/queue-name": self.queue} if self.queue and kind.startswith("Ray") else {}
-        return {"name": self.name, "namespace": self.namespace, "labels": self.labels | queued}
+        name = self.name if suffix is None else f"{self.name}-{suffix}"
+        metadata = {"name": name, "namespace": self.namespace, "labels": self.labels | queued}
+        return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}
 
 
 def ray_cluster(layout: Layout, target: Target) -> Object:
@@ -95,7 +114,11 @@ def ray_cluster(layout: Layout, target: Target) -> Object:
     ]
     scaling: Object = {
         "enableInTreeAutoscaling": True,
-        "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": target.idle_s},
+        "autoscalerOptions": {
+            "version": "v2",
+            "idleTimeoutSeconds": target.idle_s,
+            "securityContext": _CONTAINER_SECURITY,
+        },
     }
     if target.queue is not None:
         groups = [group | dict.fromkeys(("replicas", "minReplicas"), group["maxReplicas"]) for group in groups]
@@ -108,35 +131,47 @@ def ray_cluster(layout: Layout, target: Target) -> Object:
     }
 
 
-def supporting(target: Target, *, http: bool) -> list[Object]:
-    """Return what stands beside a cluster: its account, who may reach it, and where its figures are.
+def supporting(target: Target, *, http: bool) -> dict[str, Object]:
+    """Return what stands beside a cluster, each with a comment: its account, who may reach it, what may evict it.
 
-    http  whether it answers on port 8000
+    Args:
+        target: Where it runs.
+        http: Whether it answers on port 8000.
     """
     annotations = {"iam.gke.io/gcp-service-account": target.account} if target.account else {}
     account = target.object("v1", "ServiceAccount")
     account["metadata"] |= {"annotations": annotations} if annotations else {}
+    objects = {"the pods' identity at Google Cloud": account, **_network_policy(target, http=http)}
+    for name, pods in (("head", HEAD), (CPU_GROUP, {"ray.io/group": CPU_GROUP})):
+        # Only a whole number of pods works: what owns them, a RayCluster, has no scale of its own.
+        spec = {"minAvailable": 1, "selector": {"matchLabels": target.labels | pods}}
+        budget = target.object("policy/v1", "PodDisruptionBudget", suffix=name, spec=spec)
+        objects[f"a node is drained only once another pod has taken over from its {name} pod"] = budget
+    if target.monitor is not None:
+        endpoints = "endpoints" if target.monitor == "PodMonitoring" else "podMetricsEndpoints"
+        spec = {"selector": {"matchLabels": target.labels}, endpoints: [{"port": "metrics", "interval": "30s"}]}
+        objects["Ray's metrics on each pod, for Prometheus"] = target.object(
+            MONITORS[target.monitor], target.monitor, spec=spec
+        )
+    return objects
+
+
+def _network_policy(target: Target, *, http: bool) -> dict[str, Object]:
     pods = {"matchLabels": target.labels}
     # KubeRay's operator, wherever it runs, needs the dashboard's port, which asks for the cluster's token.
-    doors: list[int] = [8265, *([8000] if http else [])]
-    policy = target.object(
-        "networking.k8s.io/v1",
-        "NetworkPolicy",
-        spec={
-            "podSelector": pods,
-            "policyTypes": ["Ingress"],
-            "ingress": [
-                {"from": [{"podSelector": pods}]},
-                {"from": [{"namespaceSelector": {}}], "ports": [{"port": port, "protocol": "TCP"} for port in doors]},
-                {"ports": [{"port": 8080, "protocol": "TCP"}]},
-            ],
-        },
-    )
-    if target.monitor is None:
-        return [account, policy]
-    endpoints = "endpoints" if target.monitor == "PodMonitoring" else "podMetricsEndpoints"
-    spec = {"selector": pods, endpoints: [{"port": "metrics", "interval": "30s"}]}
-    return [account, policy, target.object(MONITORS[target.monitor], target.monitor, spec=spec)]
+    doors: list[int] = [8265, *([SERVE_PORT] if http else [])]
+    ingress: list[Object] = [
+        {"from": [{"podSelector": pods}]},
+        {"from": [{"namespaceSelector": {}}], "ports": [{"port": port, "protocol": "TCP"} for port in doors]},
+        {"ports": [{"port": 8080, "protocol": "TCP"}]},
+    ]
+    comment = "who reaches the pods: themselves, KubeRay's operator, clients of the service, what collects metrics"
+    if target.public:
+        blocks = [{"ipBlock": {"cidr": cidr}} for cidr in LOAD_BALANCERS]
+        ingress.append({"from": blocks, "ports": [{"port": SERVE_PORT, "protocol": "TCP"}]})
+        comment += ", and\nGoogle's front ends, which also check its health"
+    spec = {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress}
+    return {comment: target.object("networking.k8s.io/v1", "NetworkPolicy", spec=spec)}
 
 
 def service(layout: Layout, target: Target, config: str) -> Object:
@@ -175,8 +210,9 @@ def as_yaml(objects: Mapping[str, Object]) -> str:
 
 
 def _head(target: Target) -> Object:
-    ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "serve": 8000, "metrics": 8080}
-    container = _container(target, ports, cpu=4, memory="16Gi")
+    ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "serve": SERVE_PORT, "metrics": 8080}
+    # KubeRay before 1.6 would run wget as a probe, which the image doesn't have.
+    container = _container(target, ports, cpu=4, memory="16Gi") | _probes(_HEAD_HEALTH)
     # Nothing is placed on the head: it dies with what overloads it, and all others with it.
     return {
         "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
@@ -186,7 +222,7 @@ def _head(target: Target) -> Object:
 
 def _cpu_group(layout: Layout, target: Target) -> Object:
     """Return the group of leaders, drivers, workers and ingresses: on a TPU host they would be lost with its slice."""
-    container = _container(target, {"metrics": 8080}, cpu=_CPUS, memory="16Gi") | _probes()
+    container = _container(target, {"metrics": 8080}, cpu=_CPUS, memory="16Gi") | _probes(_WORKER_HEALTH)
     actors = layout.slices + 10
     return {
         "groupName": CPU_GROUP,
@@ -226,38 +262,61 @@ def _slice_group(kind: SliceSpec, most: int, target: Target, source: str) -> Obj
         "rayStartParams": {"num-cpus": str(16 if small else 64)}
         # Ray counts device files, so it is told the number where a chip has several.
         | ({"resources": f'"{{\\"TPU\\": {kind.chips_per_host}}}"'} if kind.chip.device_files > 1 else {}),
-        "template": _template(target, container | _probes(), {"nodeSelector": selector, "tolerations": tolerations}),
+        "template": _template(
+            target, container | _probes(_WORKER_HEALTH), {"nodeSelector": selector, "tolerations": tolerations}
+        ),
     }
 
 
 def _template(target: Target, container: Object, more: Object) -> Object:
-    spec: Object = {"serviceAccountName": target.name, "terminationGracePeriodSeconds": 30, **more}
-    return {"metadata": {"labels": target.labels}, "spec": spec | {"containers": [container]}}
+    spec: Object = {
+        "serviceAccountName": target.name,
+        "terminationGracePeriodSeconds": 30,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": _USER,
+            "runAsGroup": _USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        **more,
+    }
+    # GKE's autoscaler would move a pod to empty a machine; Ray's decides which of them are idle.
+    annotations = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+    metadata = {"labels": target.labels, "annotations": annotations}
+    return {"metadata": metadata, "spec": spec | {"containers": [container]}}
 
 
 def _container(target: Target, ports: Mapping[str, int], *, cpu: int, memory: str, tpu: int = 0) -> Object:
+    disk_gib = _DISK_GIB + (_HUB_GIB if tpu and target.from_hub else 0)
     requests: Object = {"cpu": str(cpu), "memory": memory}
     limits: Object = {}
     if tpu:  # alone on its machine: no limit of CPU and memory
         requests["google.com/tpu"] = limits["google.com/tpu"] = str(tpu)
     else:
         limits = dict(requests)
+    requests["ephemeral-storage"] = f"{disk_gib}Gi"  # Without a limit: a pod that spills more isn't evicted for it.
     environment = {"ENABLE_PJRT_COMPATIBILITY": "true"} | ENVIRONMENT | (_TRACES if target.traces else {})
+    if target.public:
+        environment |= {TRUSTED_PROXIES: " ".join(LOAD_BALANCERS), FORWARDED_HOPS: "2"}
     found: Object = {
         "name": "ray",
         "image": target.image,
         "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
         "env": [{"name": name, "value": value} for name, value in environment.items()],
         "resources": {"requests": requests, "limits": limits},
+        "securityContext": _CONTAINER_SECURITY,
     }
     if target.secret is not None:
         found["envFrom"] = [{"secretRef": {"name": target.secret}}]
     return found
 
 
-def _probes() -> Object:
-    """Ready is a pod whose raylet is healthy: KubeRay's own probe would wait for an ingress, which few of them have."""
-    probe = {"httpGet": _HEALTHY, "periodSeconds": 5, "timeoutSeconds": 5}
+def _probes(path: str) -> Object:
+    """Return probes by which a pod is ready once Ray is healthy on it.
+
+    In a service's workers KubeRay's own would wait for an HTTP proxy, which only the head has.
+    """
+    probe = {"httpGet": {"path": path, "port": _AGENT_PORT}, "periodSeconds": 5, "timeoutSeconds": 5}
     return {
         "readinessProbe": probe | {"failureThreshold": 3},
         "livenessProbe": probe | {"initialDelaySeconds": 30, "failureThreshold": 24},

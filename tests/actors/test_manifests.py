@@ -17,23 +17,25 @@ OF_THE_HUB = ["--model_id", "Wan-AI/Wan2.2-I2V-A14B-Diffusers"]
 DATABASE = ["--database", "postgresql://wan@db/jobs"]
 
 
-def printed(capsys, *argv):
-    """The objects that the command prints, by kind."""
+def print_objects(capsys, *argv):
+    """Return the objects that the command prints, by kind."""
     assert main(["manifests", *IMAGE, *argv]) == 0, capsys.readouterr().err
-    return {found["kind"]: found for found in yaml.safe_load_all(capsys.readouterr().out)}
+    return {item["kind"]: item for item in yaml.safe_load_all(capsys.readouterr().out)}
 
 
 def test_a_cluster(capsys):
-    found = printed(capsys, "--layout", "a14b-multihost-v6e-16", *MODEL, "--name", "mine", "--namespace", "videos")
-    assert list(found) == ["ServiceAccount", "NetworkPolicy", "PodMonitoring", "RayCluster"]
-    assert {one["metadata"]["namespace"] for one in found.values()} == {"videos"}
-    check(found["RayCluster"])
+    objects = print_objects(
+        capsys, "--layout", "a14b-multihost-v6e-16", *MODEL, "--name", "mine", "--namespace", "videos"
+    )
+    assert list(objects) == ["ServiceAccount", "NetworkPolicy", "PodDisruptionBudget", "PodMonitoring", "RayCluster"]
+    assert {manifest["metadata"]["namespace"] for manifest in objects.values()} == {"videos"}
+    check(objects["RayCluster"])
 
 
 @pytest.mark.parametrize(("monitor", "kinds"), [("PodMonitor", {"PodMonitor"}), ("none", set())])
 def test_figures_are_collected_by_what_there_is(monitor, kinds, capsys):
-    found = printed(capsys, "--layout", "four-pools", "--monitor", monitor)
-    assert {kind for kind in found if "Monitor" in kind} == kinds
+    objects = print_objects(capsys, "--layout", "four-pools", "--monitor", monitor)
+    assert {kind for kind in objects if "Monitor" in kind} == kinds
 
 
 def test_a_service_has_the_arguments_of_serve(capsys):
@@ -44,7 +46,7 @@ def test_a_service_has_the_arguments_of_serve(capsys):
         "gs://b/results",
         *DATABASE,
     ]
-    given = [
+    arguments = [
         "--service",
         "--layout",
         "four-pools",
@@ -55,25 +57,38 @@ def test_a_service_has_the_arguments_of_serve(capsys):
         "--largest",
         "1280x720x81",
     ]
-    found = printed(capsys, *given)
-    check(found["RayService"])
-    config = yaml.safe_load(found["RayService"]["spec"]["serveConfigV2"])
+    objects = print_objects(capsys, *arguments)
+    check(objects["RayService"])
+    config = yaml.safe_load(objects["RayService"]["spec"]["serveConfigV2"])
     assert config["http_options"] == {"host": "0.0.0.0", "port": 8000}
     arguments = config["applications"][0]["args"]["arguments"]
     assert arguments["database"] == "postgresql://wan@db/jobs" and arguments["largest"] == ["1280x720x81"]
     assert not {"image", "secret", "service"} & set(arguments)
     assert {8000, 8265} == {
-        port["port"] for rule in found["NetworkPolicy"]["spec"]["ingress"] for port in rule.get("ports", ())
+        port["port"] for rule in objects["NetworkPolicy"]["spec"]["ingress"] for port in rule.get("ports", ())
     } - {8080}
-    container = found["RayService"]["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    container = objects["RayService"]["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     assert container["envFrom"] == [{"secretRef": {"name": "database"}}]
+
+
+def test_service_behind_a_load_balancer_has_its_name_and_certificate(capsys):
+    service = ["--service", "--layout", "four-pools", *OF_THE_HUB, *DATABASE, "--results", "gs://b/r"]
+    public = ["--snapshots", "gs://b/s", "--hostname", "videos.example.com", "--certificate_map", "certificates"]
+    objects = print_objects(capsys, *service, *public)
+    assert objects["Gateway"]["spec"]["listeners"][0]["hostname"] == "videos.example.com"
+    check(objects["RayService"])
+    container = objects["RayService"]["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert environment["WAN_TPU_TRUSTED_PROXIES"] == "35.191.0.0/16 130.211.0.0/22"
+    config = yaml.safe_load(objects["RayService"]["spec"]["serveConfigV2"])
+    assert not {"hostname", "certificate_map"} & set(config["applications"][0]["args"]["arguments"])
 
 
 def test_a_job_drives_its_manifest(capsys):
     job = ["--job", "gs://b/in.jsonl", "--output", "gs://b/out", "--in_flight", "8"]
-    found = printed(capsys, *job, "--layout", "four-pools", "--model_id", "Wan-AI/Wan2.2-I2V-A14B-Diffusers")
-    check(found["RayJob"])
-    words = shlex.split(found["RayJob"]["spec"]["entrypoint"])
+    objects = print_objects(capsys, *job, "--layout", "four-pools", "--model_id", "Wan-AI/Wan2.2-I2V-A14B-Diffusers")
+    check(objects["RayJob"])
+    words = shlex.split(objects["RayJob"]["spec"]["entrypoint"])
     assert words[:5] == ["exec", "python", "-m", "actors.cli", "drive"]
     options = dict(zip(words[5::2], words[6::2], strict=True))
     assert (options["--manifest"], options["--in_flight"]) == ("gs://b/in.jsonl", "8")
@@ -95,6 +110,12 @@ def test_a_job_drives_its_manifest(capsys):
         (["--layout", "four-pools", "--service", *MODEL, *DATABASE], "examples/small-wan2.2-i2v isn't in a bucket"),
         (["--layout", "four-pools", "--service", *OF_THE_HUB], "--database is a file of this machine; pods reach"),
         (["--layout", "four-pools", "--capacity", "cheap"], "choose from"),
+        (["--layout", "four-pools", "--hostname", "a.example"], "--hostname is of a service; give --service"),
+        (
+            ["--layout", "four-pools", "--armor", "strict"],
+            "--armor is of a load balancer; give the service's --hostname",
+        ),
+        (["--layout", "four-pools", "--service", "--hostname", "a.example"], "--certificate_map is missing"),
     ],
 )
 def test_what_can_not_be_is_refused(argv, message, capsys):

@@ -210,6 +210,31 @@ def test_a_key_is_one_key_however_it_is_written(tmp_path, monkeypatch):
             assert (status, body["error"]["code"]) == (400, "invalid_value")
 
 
+def test_trusted_proxy_s_clients_are_bounded_each_by_itself(tmp_path, monkeypatch):
+    """As behind Google's load balancers: the client's address and then their own, after what it sent."""
+    monkeypatch.setenv("WAN_TPU_REQUESTS_OF_AN_ADDRESS", "5")
+    monkeypatch.setenv("WAN_TPU_TRUSTED_PROXIES", "127.0.0.0/8 35.191.0.0/16")
+    monkeypatch.setenv("WAN_TPU_FORWARDED_HOPS", "2")
+    with in_front_of_echo(tmp_path) as port:
+
+        def ask(client, before=b""):
+            return parsed(exchange(port, b"X-Forwarded-For: " + before + client + b", 34.117.0.9"))[0]
+
+        assert [ask(b"198.51.100.1") for _ in range(7)] == [200] * 5 + [429] * 2
+        assert ask(b"198.51.100.2") == 200
+        # A client that writes the header itself comes before what the load balancer adds.
+        assert ask(b"198.51.100.1", before=b"203.0.113.9, ") == 429
+        assert ask(b"198.51.100.3", before=b"198.51.100.1, ") == 200
+
+
+def test_header_of_a_proxy_that_is_not_trusted_says_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("WAN_TPU_REQUESTS_OF_AN_ADDRESS", "5")
+    monkeypatch.setenv("WAN_TPU_TRUSTED_PROXIES", "35.191.0.0/16")
+    with in_front_of_echo(tmp_path) as port:
+        answers = [parsed(exchange(port, b"X-Forwarded-For: 198.51.100.%d" % i))[0] for i in range(8)]
+        assert answers.count(429) >= 3
+
+
 def test_addresses_of_an_ipv6_network_are_one_and_client_that_reads_nothing_is_left(written, tmp_path):
     narrow = cluster.provision.haproxy.narrowed(written[1].read_text(), tmp_path / "503.http")
     assert "track-sc0 src,ipmask(32,64)" in narrow

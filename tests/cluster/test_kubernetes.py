@@ -193,7 +193,10 @@ def test_a_layout_that_gke_can_not_have_is_refused(text, message):
 
 def test_the_text_is_yaml_and_always_the_same():
     layout = Layout.load(REAL[0])
-    objects = {"one\nmore": kubernetes.cluster(layout, TARGET), "two": kubernetes.supporting(TARGET, http=True)[1]}
+    objects = {
+        "one\nmore": kubernetes.cluster(layout, TARGET),
+        "two": kubernetes.job(layout, TARGET, "drive"),
+    }
     text = kubernetes.as_yaml(objects)
     assert text == kubernetes.as_yaml(objects)
     assert list(yaml.safe_load_all(text)) == list(objects.values())

@@ -1,0 +1,93 @@
+"""What KubeRay 1.5 and 1.7 make of a RayCluster, as far as selectors, ports and probes are concerned.
+
+Facts of ray-operator/controllers/ray/common/{service,pod}.go and utils/constant.go at v1.5.1 and at 1.7 (feeaf72),
+written anew: a change there has to be followed here.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+FIXED_LABELS = ("ray.io/node-type", "ray.io/group", "ray.io/cluster")  # Which a pod template can't override.
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod as KubeRay makes it: its labels, its first container's ports and probes."""
+
+    labels: dict[str, str]
+    ports: dict[str, int]
+    probes: dict[str, Any]
+    containers: list[dict[str, Any]]
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Service:
+    name: str
+    selector: dict[str, str]
+    ports: dict[str, int] = field(default_factory=dict)
+
+    def selects(self, pod):
+        return selects(self.selector, pod)
+
+
+def selects(labels, pod):
+    return labels.items() <= pod.labels.items()
+
+
+def default_labels(cluster, kind, group):
+    return {
+        "ray.io/is-ray-node": "yes",
+        "ray.io/cluster": cluster,
+        "ray.io/node-type": kind,
+        "ray.io/group": group,
+        "ray.io/identifier": f"{cluster}-{kind}",
+        "app.kubernetes.io/name": "kuberay",
+        "app.kubernetes.io/created-by": "kuberay-operator",
+    }
+
+
+def pods_of(spec, cluster, *, in_service, version):
+    """Return the head's pod and one of each worker group, by group."""
+    groups = [("head", "headgroup", spec["headGroupSpec"])]
+    groups += [("worker", group["groupName"], group) for group in spec["workerGroupSpecs"]]
+    return {name: _pod(kind, name, group, cluster, in_service, version) for kind, name, group in groups}
+
+
+def _pod(kind, name, group, cluster, in_service, version):
+    labels = default_labels(cluster, kind, name)
+    own = group["template"]["metadata"].get("labels", {}) | group.get("labels", {})
+    labels |= {key: value for key, value in own.items() if key not in FIXED_LABELS}
+    if in_service:  # The head's is set by the operator once its proxy answers.
+        labels["ray.io/serve"] = "true"
+    containers = group["template"]["spec"]["containers"]
+    ray = containers[0]
+    probes = {name: ray.get(name) or _injected(kind, in_service, version) for name in PROBES}
+    ports = {port["name"]: port["containerPort"] for port in ray.get("ports", ())}
+    return Pod(labels, {"metrics": 8080} | ports, probes, containers, group["template"]["spec"])
+
+
+PROBES = ("livenessProbe", "readinessProbe")
+
+
+def _injected(kind, in_service, version):
+    """Return the probe that the operator adds where a container has none: 1.5 knows commands only."""
+    if version >= (1, 6) and not (in_service and kind == "worker"):
+        return {"httpGet": {"path": "/api/healthz", "port": 52365}}
+    return {"exec": {"command": ["bash", "-c", "wget --tries 1 -T 2 -q -O- http://localhost:52365/... | grep success"]}}
+
+
+def services_of(spec, cluster, service=None):
+    """Return the services that stand before a cluster; service: the name of the RayService that it is of."""
+    head = spec["headGroupSpec"]["template"]["spec"]["containers"][0]
+    ports = {port["name"]: port["containerPort"] for port in head["ports"]}
+    # The selector has the values of KubeRay's own labels, whatever labels the pods were given.
+    labels = default_labels(cluster, "head", "headgroup")
+    selector = {key: labels[key] for key in labels if key not in ("ray.io/is-ray-node", "ray.io/group")}
+    found = [Service(f"{service or cluster}-head-svc", selector, ports)]
+    if service is not None:
+        serving = {name: port for name, port in ports.items() if name == "serve" or name.startswith("serve-")}
+        found.append(Service(f"{service}-serve-svc", {"ray.io/cluster": cluster, "ray.io/serve": "true"}, serving))
+    if any(group.get("numOfHosts", 1) > 1 for group in spec["workerGroupSpecs"]):
+        found.append(Service(f"{cluster}-headless", {"ray.io/cluster": cluster, "ray.io/node-type": "worker"}))
+    return found

@@ -1,0 +1,138 @@
+"""What KubeRay makes of our objects: every selector, port and probe reaches the pods that it is meant for."""
+
+import dataclasses
+
+import pytest
+
+from cluster.layout import Layout
+from cluster.provision import kubernetes
+from cluster.provision.exposure import Exposure, exposing
+from cluster.provision.kubernetes import CPU_GROUP, LOAD_BALANCERS, SERVE_PORT, Target
+from tests.cluster.kuberay_rules import PROBES, pods_of, selects, services_of
+from tests.cluster.test_kubernetes import KINDS
+
+TARGET = Target("wan", "videos", "registry/wan-tpu:1", "2.60.0", public=True)
+VERSIONS = [(1, 5), (1, 7)]
+
+
+@pytest.fixture(params=["service", "cluster", "job"])
+def rendered(request):
+    """The spec of a cluster, the name that KubeRay gives it, and the RayService that it is of."""
+    layout = Layout.parse(KINDS, "kinds")
+    if request.param == "service":
+        made = kubernetes.service(layout, TARGET, "applications: []\n")
+        return made["spec"]["rayClusterConfig"], "wan-x7k2p", "wan"
+    if request.param == "job":
+        return kubernetes.job(layout, TARGET, "drive")["spec"]["rayClusterSpec"], "wan-x7k2p", None
+    return kubernetes.cluster(layout, TARGET)["spec"], "wan", None
+
+
+def rendered_pods(rendered, version=(1, 7)):
+    spec, cluster, service = rendered
+    return pods_of(spec, cluster, in_service=service is not None, version=version)
+
+
+def test_head_service_selects_the_head_alone(rendered):
+    spec, cluster, service = rendered
+    [head, *others] = services_of(spec, cluster, service)
+    pods = rendered_pods(rendered)
+    assert [name for name, pod in pods.items() if head.selects(pod)] == ["headgroup"]
+    assert head.ports["serve"] == SERVE_PORT and head.ports["dashboard"] == 8265
+    for other in others:
+        assert any(other.selects(pod) for pod in pods.values()), other
+        assert not other.selects(pods["headgroup"]) or service is not None
+    assert head.name == "wan-head-svc" or service is None
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_probe_is_one_that_the_image_can_answer(rendered, version):
+    """Neither wget nor curl is in the image, and no path asks for the cluster's token."""
+    for name, pod in rendered_pods(rendered, version).items():
+        for probe in PROBES:
+            assert "exec" not in pod.probes[probe], (name, probe)
+            path = pod.probes[probe]["httpGet"]["path"]
+            assert pod.probes[probe]["httpGet"]["port"] == 52365
+            assert path == ("/api/healthz" if name == "headgroup" else "/api/local_raylet_healthz")
+
+
+def test_what_stands_beside_selects_the_pods_that_it_is_for(rendered):
+    pods = rendered_pods(rendered)
+    found = {(one["kind"], one["metadata"]["name"]): one for one in kubernetes.supporting(TARGET, http=True).values()}
+    assert len(found) == 5
+    everyone = [found["NetworkPolicy", "wan"]["spec"]["podSelector"], found["PodMonitoring", "wan"]["spec"]["selector"]]
+    for selector in everyone:
+        assert all(selects(selector["matchLabels"], pod) for pod in pods.values())
+    for name, group in (("wan-head", "headgroup"), ("wan-cpu", CPU_GROUP)):
+        budget = found["PodDisruptionBudget", name]["spec"]
+        assert [one for one, pod in pods.items() if selects(budget["selector"]["matchLabels"], pod)] == [group]
+        assert budget["minAvailable"] == 1 and "maxUnavailable" not in budget
+
+
+def test_ports_of_the_policy_and_of_the_monitor_are_those_of_containers(rendered):
+    pods = rendered_pods(rendered)
+    found = {one["kind"]: one for one in kubernetes.supporting(TARGET, http=True).values()}
+    assert all(pod.ports["metrics"] == 8080 for pod in pods.values())
+    assert found["PodMonitoring"]["spec"]["endpoints"][0]["port"] == "metrics"
+    opened = {port["port"] for rule in found["NetworkPolicy"]["spec"]["ingress"] for port in rule.get("ports", ())}
+    assert opened == {8080, 8265, SERVE_PORT} <= {*pods["headgroup"].ports.values()}
+
+
+def test_load_balancer_is_let_in_only_where_there_is_one():
+    def blocks(target):
+        policy = next(
+            one for one in kubernetes.supporting(target, http=True).values() if one["kind"] == "NetworkPolicy"
+        )
+        sources = [source for rule in policy["spec"]["ingress"] for source in rule.get("from", ())]
+        return [source["ipBlock"]["cidr"] for source in sources if "ipBlock" in source]
+
+    assert blocks(TARGET) == [*LOAD_BALANCERS]
+    assert blocks(dataclasses.replace(TARGET, public=False)) == []
+
+
+def test_load_balancer_reaches_the_head_that_serves():
+    layout, exposure = Layout.parse(KINDS, "kinds"), Exposure("videos.example.com", "certificates", "front", "armor")
+    spec = kubernetes.service(layout, TARGET, "applications: []\n")["spec"]["rayClusterConfig"]
+    pods = pods_of(spec, "wan-x7k2p", in_service=True, version=(1, 7))
+    found = {(one["kind"], one["metadata"]["name"]): one for one in exposing(TARGET, exposure).values()}
+    service = found["Service", "wan-public"]["spec"]
+    assert [name for name, pod in pods.items() if selects(service["selector"], pod)] == ["headgroup"]
+    assert service["type"] == "ClusterIP" and service["ports"][0]["targetPort"] == pods["headgroup"].ports["serve"]
+    gateway = found["Gateway", "wan"]
+    listeners = {one["name"]: one for one in gateway["spec"]["listeners"]}
+    for name, (protocol, port) in {"https": ("HTTPS", 443), "http": ("HTTP", 80)}.items():
+        assert (listeners[name]["protocol"], listeners[name]["port"]) == (protocol, port)
+        route = found["HTTPRoute", f"wan-{name}"]["spec"]
+        assert route["parentRefs"] == [{"name": "wan", "sectionName": name}]
+        assert route["hostnames"] == [listeners[name]["hostname"]] == ["videos.example.com"]
+    [backend] = found["HTTPRoute", "wan-https"]["spec"]["rules"][0]["backendRefs"]
+    assert backend == {"name": "wan-public", "port": service["ports"][0]["port"]}
+    for kind in ("HealthCheckPolicy", "GCPBackendPolicy"):
+        assert found[kind, "wan"]["spec"]["targetRef"] == {"group": "", "kind": "Service", "name": "wan-public"}
+    assert found["GCPBackendPolicy", "wan"]["spec"]["default"]["securityPolicy"] == "armor"
+    assert gateway["metadata"]["annotations"] == {"networking.gke.io/certmap": "certificates"}
+
+
+def test_pods_are_nobody_privileged_and_stay_where_they_are(rendered):
+    spec, _, _ = rendered
+    for pod in rendered_pods(rendered).values():
+        assert pod.spec["securityContext"]["runAsNonRoot"] and pod.spec["securityContext"]["runAsUser"] == 1000
+        assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod.containers:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert container["resources"]["requests"]["ephemeral-storage"] == "20Gi"
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    key = "cluster-autoscaler.kubernetes.io/safe-to-evict"
+    assert all(group["template"]["metadata"]["annotations"][key] == "false" for group in groups)
+    assert spec["autoscalerOptions"]["securityContext"]["allowPrivilegeEscalation"] is False
+
+
+def test_weights_of_the_hub_have_room_on_the_hosts_disks():
+    spec = kubernetes.cluster(Layout.parse(KINDS, "kinds"), dataclasses.replace(TARGET, from_hub=True))["spec"]
+    sizes = {
+        group["groupName"]: group["template"]["spec"]["containers"][0]["resources"]["requests"]["ephemeral-storage"]
+        for group in spec["workerGroupSpecs"]
+    }
+    assert sizes.pop(CPU_GROUP) == "20Gi" and set(sizes.values()) == {"180Gi"}
