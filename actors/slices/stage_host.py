@@ -25,7 +25,7 @@ from actors.slices.prepared import Decoding, Denoising, Encoding, OutOfOrder, Pr
 from actors.slices.profiling import HostProfile, open_to_dashboard
 from cluster.gang.protocol import Output, report
 from wan_tpu import stages
-from wan_tpu.aot.key import made_by
+from wan_tpu.aot.key import describe_build
 from wan_tpu.aot.programs import stage_programs
 from wan_tpu.data import Conditioning, DenoiseState, ImageCondition
 from wan_tpu.errors import InvalidInput, OutputError
@@ -92,7 +92,7 @@ class StageHost(HostProfile):
 
     def software(self) -> dict[str, str]:
         """Return everything that decides the numbers this host computes: code, packages and flags."""
-        return made_by()
+        return describe_build()
 
     # ---- In lockstep.
 

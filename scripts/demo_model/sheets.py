@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from wan_tpu.media.image import to_uint8
-from wan_tpu.media.sheet import contact_sheet, evenly, label
+from wan_tpu.media.sheet import contact_sheet, frame_label, spread_evenly
 
 from .scenes import FPS
 
@@ -33,5 +33,7 @@ def save_rows(file: Path, clips: Sequence[np.ndarray], titles: Sequence[str] | N
 
 def _row(clip: np.ndarray) -> Image.Image:
     frames = clip if clip.dtype == np.uint8 else to_uint8(np.clip(clip, 0, 1))
-    shown = evenly(len(frames), _SHOWN)
-    return contact_sheet([Image.fromarray(frames[i]) for i in shown], [label(i, FPS) for i in shown], columns=_SHOWN)
+    shown = spread_evenly(len(frames), _SHOWN)
+    return contact_sheet(
+        [Image.fromarray(frames[i]) for i in shown], [frame_label(i, FPS) for i in shown], columns=_SHOWN
+    )

@@ -105,8 +105,8 @@ def test_source_that_makes_programs_is_in_the_key():
     """Its digest covers the models and not the code that stores programs."""
     files = {file.relative_to(ROOT / "wan_tpu").parts[0] for file in (ROOT / "wan_tpu").rglob("*.py")}
     assert {"aot", "families", "stages"} <= files
-    assert key.made_by()["source"] == key.source_digest()
-    assert key.made_by()["torchax"] == "0.0.13"
+    assert key.describe_build()["source"] == key.source_digest()
+    assert key.describe_build()["torchax"] == "0.0.13"
 
 
 @pytest.mark.long

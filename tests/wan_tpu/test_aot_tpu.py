@@ -74,7 +74,7 @@ def test_what_is_compiled_without_chips_has_the_flags_of_a_host_with_chips(v6e_4
     """There JAX adds a flag of its own when it is imported; an executable without it would be used on no TPU."""
     v6e_4.devices()
     environment = {name: value for name, value in os.environ.items() if name != "LIBTPU_INIT_ARGS"}
-    command = [sys.executable, "-c", "import json, wan_tpu.aot.key as key; print(json.dumps(key.made_by()))"]
+    command = [sys.executable, "-c", "import json, wan_tpu.aot.key as key; print(json.dumps(key.describe_build()))"]
     child = subprocess.run(
         command,
         cwd=ROOT,
@@ -84,7 +84,7 @@ def test_what_is_compiled_without_chips_has_the_flags_of_a_host_with_chips(v6e_4
         check=True,
     )
     assert "launch_barrier=true" in json.loads(child.stdout)["LIBTPU_INIT_ARGS"]
-    assert key.differences(key.made_by(), json.loads(child.stdout)) == []
+    assert key.list_differences(key.describe_build(), json.loads(child.stdout)) == []
 
 
 def layers(x, weights):

@@ -11,7 +11,7 @@ from PIL import Image
 
 from wan_tpu import Conditioning, DenoiseState, InvalidInput, OutputError, UnhealthyResult, Video
 from wan_tpu.data import load_value, save_value
-from wan_tpu.media.sheet import full_rows, label
+from wan_tpu.media.sheet import fill_rows, frame_label
 from wan_tpu.media.video import ContactSheet, VideoWriter, check_output
 from wan_tpu.runtime.health import ColourRange, check_finite
 
@@ -159,12 +159,12 @@ def test_contact_sheet_shows_first_and_last_frame_with_their_numbers_and_no_empt
     assert np.array_equal(image[-30 - tall : -30 : 3, -8 - wide : -8 : 3], frames[-1])
     texts = image[8 + tall : 30 + tall, 8 : 8 + wide], image[-30:-8, -8 - wide : -8]
     assert all(text.min() < 64 for text in texts) and not np.array_equal(*texts)
-    assert (label(0, 16), label(80, 16)) == ("frame 1, 0.00 s", "frame 81, 5.00 s")
+    assert (frame_label(0, 16), frame_label(80, 16)) == ("frame 1, 0.00 s", "frame 81, 5.00 s")
 
 
 @pytest.mark.parametrize("total", [1, 2, 5, 9, 11, 12, 81])
 def test_sheets_have_full_rows_from_the_first_frame_to_the_last(total):
-    shown = full_rows(total, 12)
+    shown = fill_rows(total, 12)
     assert shown == sorted(set(shown)) and (shown[0], shown[-1]) == (0, total - 1)
     assert len(shown) == min(total, 12) // 4 * 4 if total >= 4 else len(shown) == total
 

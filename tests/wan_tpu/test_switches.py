@@ -56,9 +56,9 @@ def test_unknown_switch_is_refused(switch, message):
 
 
 def test_executables_are_of_their_switches():
-    before = key.made_by()
+    before = key.describe_build()
     set_switches(kernels="reference", collectives="synchronous")
-    assert key.differences(before, key.made_by()) == [
+    assert key.list_differences(before, key.describe_build()) == [
         "collectives is synchronous, was overlapped",
         "kernels is reference, was own",
     ]

@@ -1,1 +1,1 @@
-"""Make programs: compile them ahead of time, for devices that are here or described, and keep the executables."""
+"""Compile programs ahead of time, for devices that are here or only described, and keep the executables."""

@@ -1,12 +1,12 @@
 """Compiled programs in a folder, here or in a bucket: made ahead of time, loaded in place of compiling.
 
-One file holds one program: a line of JSON with what it was made from, then the serialised executable. A file is used
-only where all of that is the same; otherwise the program is compiled, and the log says why.
+One file holds one program: a line of JSON with everything that it was compiled from, then the serialised executable. A
+file is used only where all of that is the same; otherwise the program is compiled, and the log says why.
 
-Beside them, in `COMPILED`, JAX keeps what had to be compiled all the same, under its own key: the next process that is
-given the folder loads that.
+Beside them, in `COMPILED`, JAX keeps the programs that had to be compiled all the same, under its own key: the next
+process that uses the folder loads them.
 
-Loading runs code from the files: only folders that you trust.
+Loading runs code from the files: use only folders that you trust.
 """
 
 import contextlib
@@ -38,9 +38,16 @@ class Executables:
     """The executables of one model's programs in a folder."""
 
     def __init__(self, folder: str | Path, settings: str, *, save: bool = False) -> None:
-        """settings: as in `key.what`; save: store what has to be compiled.
+        """Open the folder.
 
-        Raises `InvalidInput` when the folder to load from doesn't exist, `OutputError` when it can't be made.
+        Args:
+            folder: Where the executables are.
+            settings: As in `key.describe_program`.
+            save: Store the programs that have to be compiled.
+
+        Raises:
+            InvalidInput: The folder to load from doesn't exist.
+            OutputError: The folder to store into can't be created.
         """
         self._folder = open_storage(folder, private=False)
         self._settings = settings
@@ -56,39 +63,43 @@ class Executables:
             raise OutputError(f"can't make the folder {folder} ({error.strerror})") from None
 
     def keep_compiled(self) -> None:
-        """Have JAX keep what it compiles, unless it was told another place: a start after this one compiles nothing."""
+        """Have JAX keep what it compiles, unless it has another place for it: the next start then compiles nothing."""
         if not self._folder.jax_can_write:
             _log.warning("what has to be compiled is not kept: JAX can't write to %s", self._folder.location())
         elif jax.config.values["jax_compilation_cache_dir"] is None:
             jax.config.update("jax_compilation_cache_dir", self._folder.location(COMPILED))
 
     def get(self, name: str, args: Any, mesh: Mesh, build: Callable[[], Any]) -> Any:
-        """Return the executable of a program for arguments like these; `build` is called when none is stored.
+        """Return the executable of a program for arguments like these.
 
-        args  the positional arguments: arrays, or shapes with shardings
+        Args:
+            name: The program's name.
+            args: The positional arguments: arrays, or shapes with shardings.
+            mesh: The devices that it runs on.
+            build: Compiles the program. Called when none is stored.
         """
-        asked = key.what(name, args, mesh, self._settings)
-        file = self.file(asked)
-        loaded = self._load(file, asked, mesh)
+        description = key.describe_program(name, args, mesh, self._settings)
+        file = self.file(description)
+        loaded = self._load(file, description, mesh)
         if loaded is not None:
             return loaded
         if not self._save:
             return build()
-        with _compiled_anew():
-            built = build()
-            self._folder.write(file, _packed({"what": asked, "made_by": key.made_by()}, built))
-        return built
+        with _without_jax_cache():
+            compiled = build()
+            self._folder.write(file, _pack({"what": description, "made_by": key.describe_build()}, compiled))
+        return compiled
 
-    def file(self, asked: key.Ingredients) -> str:
-        """Return the name of the file that the program which `key.what` describes is kept in."""
-        plain = re.sub(r"\W+", "-", asked["program"].split(",")[0])
-        return f"{plain}-{key.digest(json.dumps(asked, sort_keys=True))}{SUFFIX}"
+    def file(self, description: key.Ingredients) -> str:
+        """Return the name of the file for the program that `key.describe_program` describes."""
+        plain = re.sub(r"\W+", "-", description["program"].split(",")[0])
+        return f"{plain}-{key.digest(json.dumps(description, sort_keys=True))}{SUFFIX}"
 
-    def _load(self, file: str, asked: key.Ingredients, mesh: Mesh) -> Any | None:
+    def _load(self, file: str, description: key.Ingredients, mesh: Mesh) -> Any | None:
         level = logging.WARNING
         try:
-            header, payload = _unpacked(self._folder.read(file))
-            reason = "; ".join(key.differences(header["made_by"], key.made_by()))
+            header, payload = _unpack(self._folder.read(file))
+            reason = "; ".join(key.list_differences(header["made_by"], key.describe_build()))
             if not reason:
                 executable, in_tree, out_tree = pickle.loads(payload)
                 return serialize_executable.deserialize_and_load(
@@ -97,18 +108,18 @@ class Executables:
         except Missing:
             reason = "there is none for these shapes, this mesh and this model"
             level = logging.INFO if self._save else logging.WARNING
-        except Exception as error:  # a damaged file, or whatever a runtime makes of one from another version
+        except Exception as error:  # Damaged files and those of other versions fail in many ways.
             reason = f"{file} can't be loaded ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-        _log.log(level, "compiling %s, no stored executable is used: %s", asked["program"], reason)
+        _log.log(level, "compiling %s, no stored executable is used: %s", description["program"], reason)
         return None
 
 
 @contextlib.contextmanager
-def _compiled_anew() -> Iterator[None]:
-    """Keep JAX's own cache of compiled programs away: what comes from there can't be stored again whole (CPU, 0.10)."""
+def _without_jax_cache() -> Iterator[None]:
+    """Disable JAX's own cache of compiled programs: those from it can't be stored again whole (CPU, JAX 0.10)."""
     before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # or it goes on as it was
+    compilation_cache.reset_cache()  # Without this, the new setting has no effect.
     try:
         yield
     finally:
@@ -116,7 +127,7 @@ def _compiled_anew() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _unpacked(content: bytes) -> tuple[dict[str, Any], bytes]:
+def _unpack(content: bytes) -> tuple[dict[str, Any], bytes]:
     head, _, payload = content.partition(b"\n")
     header = json.loads(head)
     if hashlib.sha256(payload).hexdigest() != header["sha256"]:
@@ -124,7 +135,7 @@ def _unpacked(content: bytes) -> tuple[dict[str, Any], bytes]:
     return header, payload
 
 
-def _packed(header: dict[str, Any], compiled: Any) -> bytes:
+def _pack(header: dict[str, Any], compiled: Any) -> bytes:
     payload = pickle.dumps(serialize_executable.serialize(compiled))
     head = json.dumps(header | {"sha256": hashlib.sha256(payload).hexdigest()})
     return head.encode() + b"\n" + payload

@@ -1,4 +1,4 @@
-"""What a compiled program depends on, written down, so that a stored one is used only where it is the same."""
+"""Everything that a compiled program depends on, so that a stored one is used only where all of it is the same."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from wan_tpu.versions import version
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transformers")
 SOURCES = ("wan_tpu", "wan_tpu_kernels")
-# These say how programs are compiled, stored and asked for, not what they are.
+# These folders decide how programs are compiled, stored and requested, not what they compute.
 _NO_PROGRAMS = ("aot", "pricing", "commands")
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 OPTIONS = ("jax_enable_x64", "jax_default_prng_impl", "jax_numpy_dtype_promotion", "jax_debug_nans")
@@ -26,10 +26,14 @@ OPTIONS = ("jax_enable_x64", "jax_default_prng_impl", "jax_numpy_dtype_promotion
 Ingredients = Mapping[str, str]
 
 
-def what(name: str, args: Any, mesh: Mesh, settings: str) -> dict[str, str]:
-    """Return what is asked for: a program, its arguments' shapes and shardings, its devices, the model.
+def describe_program(name: str, args: Any, mesh: Mesh, settings: str) -> dict[str, str]:
+    """Describe a program: its name, its arguments' shapes and shardings, its devices, its model.
 
-    settings  everything else that the traced function closes over, such as the model's configuration
+    Args:
+        name: The program's name.
+        args: The positional arguments: arrays, or shapes with shardings.
+        mesh: The devices that it runs on.
+        settings: Everything else that the traced function closes over, such as the model's configuration.
     """
     leaves, tree = jax.tree.flatten(args)
     shapes = [(tuple(leaf.shape), str(leaf.dtype), placed(leaf.sharding)) for leaf in leaves]
@@ -43,8 +47,8 @@ def what(name: str, args: Any, mesh: Mesh, settings: str) -> dict[str, str]:
     }
 
 
-def made_by() -> dict[str, str]:
-    """Return what makes a program out of that: sources, versions, flags."""
+def describe_build() -> dict[str, str]:
+    """Describe what compiles programs here: sources, versions, flags."""
     versions = {package: version(package) for package in PACKAGES}
     flags = {name: " ".join(os.environ.get(name, "").split()) for name in ENVIRONMENT}
     options = {name: str(getattr(jax.config, name)) for name in OPTIONS}
@@ -54,7 +58,7 @@ def made_by() -> dict[str, str]:
 @functools.cache
 def source_digest() -> str:
     """Return a digest of the code that programs are traced from."""
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for package in SOURCES:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
@@ -63,17 +67,17 @@ def source_digest() -> str:
         for file in sorted(folder.rglob("*.py")):
             name = file.relative_to(folder)
             if name.parts[0] not in _NO_PROGRAMS:
-                found.update(f"{package}/{name}\0".encode() + file.read_bytes())
-    return found.hexdigest()[:32]
+                checksum.update(f"{package}/{name}\0".encode() + file.read_bytes())
+    return checksum.hexdigest()[:32]
 
 
 def digest(text: str) -> str:
-    """Return a short name for a text."""
+    """Return a short checksum of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def differences(stored: Ingredients, wanted: Ingredients) -> list[str]:
-    """Return, for people, what differs between two sets of ingredients."""
+def list_differences(stored: Ingredients, wanted: Ingredients) -> list[str]:
+    """List, for people, the differences between two sets of ingredients."""
     return [
         f"{name} is {wanted.get(name) or 'absent'}, was {stored.get(name) or 'absent'}"
         for name in sorted({*stored, *wanted})
@@ -82,17 +86,17 @@ def differences(stored: Ingredients, wanted: Ingredients) -> list[str]:
 
 
 def settings(config: Any, dtype: str) -> str:
-    """Return what the programs of a model are traced from beside their arguments: what a stored one depends on.
+    """Return the settings that a model's programs are traced with, as text: stored programs depend on them.
 
-    A field of a configuration that no program is traced from has {"traced": False} as its metadata.
+    A field of a configuration that no program is traced with has {"traced": False} as its metadata.
     """
     traced = [field.name for field in dataclasses.fields(config) if field.metadata.get("traced", True)]
     fields = dataclasses.asdict(config)
-    return f"{dtype} {_plain({name: fields[name] for name in traced})}"
+    return f"{dtype} {_sort({name: fields[name] for name in traced})}"
 
 
-def _plain(config: Any) -> Any:
-    """Leave out what says where a configuration comes from (_name_or_path, _diffusers_version...); sort the rest."""
+def _sort(config: Any) -> Any:
+    """Sort a configuration, without the fields that say where it comes from (_name_or_path, _diffusers_version...)."""
     if not isinstance(config, dict):
         return config
-    return {name: _plain(config[name]) for name in sorted(config) if not name.startswith("_")}
+    return {name: _sort(config[name]) for name in sorted(config) if not name.startswith("_")}

@@ -15,7 +15,7 @@ from wan_tpu.request import ResolvedRequest
 
 @dataclass(frozen=True)
 class Precompiled:
-    """One program that is now in the folder; compile_s is 0 when it was there before."""
+    """A program that is now in the folder; compile_s is 0 when it was there before."""
 
     name: str
     compile_s: float
@@ -25,11 +25,18 @@ class Precompiled:
 def precompile(
     model: Model, request: ResolvedRequest, mesh: Mesh, dtype: str, folder: str, *, stages: Sequence[str] | None = None
 ) -> Iterator[Precompiled]:
-    """Compile every program of a resolved request for a mesh, described or real, and store each in `folder`.
+    """Compile every program of a resolved request for a mesh, described or real, and store each in a folder.
 
-    stages  as in `stage_programs`
+    Args:
+        model: The model.
+        request: The request whose programs are compiled.
+        mesh: The devices that they will run on.
+        dtype: The precision.
+        folder: Where they are stored. Programs that it already has are left alone.
+        stages: As in `stage_programs`.
 
-    Yields as they are done; what the folder has already is left alone.
+    Yields:
+        Each program as soon as it is in the folder.
     """
     runtime = AbstractRuntime(
         model, mesh, dtype, executables=Executables(folder, key.settings(model.config, dtype), save=True)

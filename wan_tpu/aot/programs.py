@@ -1,4 +1,4 @@
-"""Every program that makes one video, with the shapes of its arguments: what is compiled ahead of time."""
+"""Every program that a video needs, with the shapes of its arguments, to be compiled ahead of time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,9 +30,9 @@ from wan_tpu.stages import (
 
 STEP, SKIPPED = "denoise step", "denoise step, skipped"
 ADAPTERS = "apply adapters"
-RANK = 64  # of LightX2V's adapters
+RANK = 64  # The rank of LightX2V's adapters, which is assumed of all.
 
-# name -> program, its arguments as shapes with shardings, how often it runs for one video
+# By name: the program, its arguments as shapes with shardings, and how often it runs for one video.
 StagePrograms = dict[str, tuple[Program, tuple[Any, ...], int]]
 
 
@@ -50,26 +50,32 @@ class AbstractRuntime(Runtime):
 
 
 def stage_programs(runtime: Runtime, request: ResolvedRequest, stages: Sequence[str] | None = None) -> StagePrograms:
-    """Return the programs of a resolved request in these stages, in the order in which they first run.
+    """Return the programs of a resolved request, in the order in which they first run.
 
-    A model that takes an image is given one.
+    A model that takes an image is assumed to get one.
+
+    Args:
+        runtime: A runtime for the mesh; it may hold shapes in place of weights.
+        request: The request.
+        stages: The stages whose programs are returned; all of the model's if None.
     """
     stages = runtime.model.spec.stages if stages is None else stages
-    found: StagePrograms = {}
+    programs: StagePrograms = {}
     if "encoder" in stages:
         for name, shapes in runtime.model.token_shapes.items():
-            found[name] = _text_encoder(runtime, name, shapes, request)
+            programs[name] = _text_encoder(runtime, name, shapes, request)
         components = runtime.model.spec.components[ENCODER]
         if "image_encoder" in components:
-            found["image_encoder"] = _image_encoder(runtime)
+            programs["image_encoder"] = _image_encoder(runtime)
         if "vae_encoder" in components and ("i2v" in runtime.model.spec.tasks or request.video is not None):
-            found |= _vae(runtime, request, "vae_encoder")
-    mine = [expert for expert in runtime.model.spec.experts(request) if expert.stage in stages]
-    found |= _adapters(runtime, request, mine)
-    if mine:  # both run the same program
-        found["text keys"] = _keys(runtime, mine)
-        found |= _denoise(runtime, request, mine)
-    return found | (_vae(runtime, request, "decoder") if "decoder" in stages else {})
+            programs |= _vae(runtime, request, "vae_encoder")
+    experts = [expert for expert in runtime.model.spec.experts(request) if expert.stage in stages]
+    programs |= _adapters(runtime, request, experts)
+    # Both experts run the same program.
+    if experts:
+        programs["text keys"] = _keys(runtime, experts)
+        programs |= _denoise(runtime, request, experts)
+    return programs | (_vae(runtime, request, "decoder") if "decoder" in stages else {})
 
 
 def _text_encoder(
@@ -87,9 +93,9 @@ def _image_encoder(runtime: Runtime) -> tuple[Program, tuple[Any, ...], int]:
     return image_program(runtime, loaded.module), (loaded.params, pixels), 1
 
 
-def _keys(runtime: Runtime, mine: list[Expert]) -> tuple[Program, tuple[Any, ...], int]:
-    model, loaded, dtype = runtime.model, runtime.component(mine[0].stage), DTYPES[runtime.dtype]
-    branches = 2 if any(expert.guided for expert in mine) else 1
+def _keys(runtime: Runtime, experts: list[Expert]) -> tuple[Program, tuple[Any, ...], int]:
+    model, loaded, dtype = runtime.model, runtime.component(experts[0].stage), DTYPES[runtime.dtype]
+    branches = 2 if any(expert.guided for expert in experts) else 1
     text = {
         name: _array(runtime, (branches, *shape), jnp.int32 if integers else dtype)
         for name, (shape, integers) in model.prompt_shapes.items()
@@ -97,51 +103,53 @@ def _keys(runtime: Runtime, mine: list[Expert]) -> tuple[Program, tuple[Any, ...
     image = None
     if "image_encoder" in model.spec.components[ENCODER]:
         image = _array(runtime, model.image_features_shape, dtype)
-    return keys_program(runtime, loaded.module), (loaded.params, text, image), len(mine)
+    return keys_program(runtime, loaded.module), (loaded.params, text, image), len(experts)
 
 
-def _adapters(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) -> StagePrograms:
-    """Return the programs that apply a request's adapters, as far as is known without their files: to every matrix of
-    the layers, with `RANK` ranks."""
-    found: StagePrograms = {}
-    for expert in mine:
+def _adapters(runtime: Runtime, request: ResolvedRequest, experts: list[Expert]) -> StagePrograms:
+    """Return the programs that apply a request's adapters.
+
+    Without the adapters' files it is assumed that they change every matrix of the layers, with rank `RANK`.
+    """
+    programs: StagePrograms = {}
+    for expert in experts:
         if not request.loras_for(expert.stage):
             continue
         params = runtime.component(expert.stage).params
         for weight, base in params.items():
             if base.ndim != 3 or not weight.endswith(".weight"):
                 continue
-            # A rule has one sharding for all matrices of a shape.
+            # The rules give all matrices of a shape the same sharding.
             name = f"{ADAPTERS} {list(base.shape)}" + (" in 8 bits" if weight + SCALE in params else "")
-            program, arguments, calls = found.get(name) or (
+            program, arguments, calls = programs.get(name) or (
                 *abstract_merge(runtime, base, params.get(weight + SCALE), RANK),
                 0,
             )
-            found[name] = program, arguments, calls + 1
-    return found
+            programs[name] = program, arguments, calls + 1
+    return programs
 
 
-def _denoise(runtime: Runtime, request: ResolvedRequest, mine: list[Expert]) -> StagePrograms:
-    model, loaded = runtime.model, runtime.component(mine[0].stage)
+def _denoise(runtime: Runtime, request: ResolvedRequest, experts: list[Expert]) -> StagePrograms:
+    model, loaded = runtime.model, runtime.component(experts[0].stage)
     schedule = model.spec.schedule(request)
     shape = model.spec.latent_shape(request)
     latents = _array(runtime, shape, jnp.float32)
     numbers = {name: _array(runtime, value.shape, jnp.float32) for name, value in step_numbers(schedule, 0).items()}
     if schedule.noise_terms:
         numbers["noise"] = latents
-    program, arguments, _ = _keys(runtime, mine)
+    program, arguments, _ = _keys(runtime, experts)
     keys = model.key_shapes(runtime.mesh, jax.eval_shape(program.function, *arguments))
     image = model.image_latents_shape(shape)
-    given = (keys, None if image is None else _array(runtime, image, jnp.float32))
-    arguments = (loaded.params, latents, (latents,) * schedule.history_terms, numbers, given)
-    steps = sum(expert.stop - expert.start for expert in mine)
+    conditioning = (keys, None if image is None else _array(runtime, image, jnp.float32))
+    arguments = (loaded.params, latents, (latents,) * schedule.history_terms, numbers, conditioning)
+    steps = sum(expert.stop - expert.start for expert in experts)
     skipped = model.spec.skipped(request)
     if skipped is None:
         return {STEP: (step_program(runtime, loaded.module), arguments, steps)}
-    branches = 2 if any(expert.guided for expert in mine) else 1
+    branches = 2 if any(expert.guided for expert in experts) else 1
     residual = residual_shape(runtime, shape, branches)
     which = jax.ShapeDtypeStruct((branches,), np.bool_, sharding=replicated(runtime.mesh))
-    reused = sum(int(skipped[expert.start : expert.stop, :branches].all(1).sum()) for expert in mine)
+    reused = sum(int(skipped[expert.start : expert.stop, :branches].all(1).sum()) for expert in experts)
     some, every = (step_program(runtime, loaded.module, kind) for kind in ("some", "all"))
     return {
         STEP: (some, (*arguments, residual, which), steps - reused),
@@ -154,10 +162,10 @@ def _vae(runtime: Runtime, request: ResolvedRequest, name: str) -> StagePrograms
     loaded, dtype = runtime.component(name), DTYPES[runtime.dtype]
     x, *others = (_array(runtime, shape, dtype) for shape in runtime.model.vae_chunks(name, request))
     half, first, later = vae_programs(runtime, name, loaded.module, 1 + len(others))
-    found: StagePrograms = {f"{name} first": (first, (loaded.params, x), 1)}
+    programs: StagePrograms = {f"{name} first": (first, (loaded.params, x), 1)}
     if others:
-        found[f"{name} later"] = (later, (loaded.params, others[0], half.cache(loaded.params, x)), len(others))
-    return found
+        programs[f"{name} later"] = (later, (loaded.params, others[0], half.cache(loaded.params, x)), len(others))
+    return programs
 
 
 def _array(runtime: Runtime, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

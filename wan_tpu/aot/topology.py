@@ -10,15 +10,15 @@ from jax.experimental import topologies
 
 from wan_tpu.errors import InvalidInput
 
-# libtpu asks a metadata server where it runs, and takes a lock for the chips, unless told not to.
+# Without these, libtpu asks a metadata server where it runs, and takes a lock for the chips.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v6e-8",  # must be a valid type; which one is of no consequence
+    "TPU_ACCELERATOR_TYPE": "v6e-8",  # It must be a valid type; any one will do.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# On hosts with chips JAX adds this flag when it is imported (jax/_src/cloud_tpu_init.py). What is compiled elsewhere
-# must have it too, or no TPU would take it for its own.
+# On hosts with chips JAX adds this flag when it is imported (jax/_src/cloud_tpu_init.py). Programs compiled
+# elsewhere need it too: without it no TPU would accept them as its own.
 _ADDED_BY_JAX = "--xla_tpu_use_enhanced_launch_barrier"
 
 
@@ -26,10 +26,14 @@ _ADDED_BY_JAX = "--xla_tpu_use_enhanced_launch_barrier"
 class Hardware:
     """One device as JAX counts them: a chip, or half of one.
 
-    host_topology     the compiler's name of one host's chips, for which kernels are compiled alone, such as v6e:2x2
-    peak_flops        dense bfloat16 operations a second
-    hbm_bytes         its memory that programs may use; hbm_bytes_per_s  its bandwidth
-    grid_step_s       what a step of a kernel's grid takes beyond its bundles, where that was measured
+    Attributes:
+        name: The chip's name.
+        host_topology: The compiler's name for one host's chips, such as v6e:2x2. Kernels are compiled alone for it.
+        clock_hz: Clock rate of its cores.
+        peak_flops: Dense bfloat16 operations a second.
+        hbm_bytes: Memory that programs may use.
+        hbm_bytes_per_s: Bandwidth of that memory.
+        grid_step_s: Seconds that a step of a kernel's grid takes beyond its bundles, where that was measured.
     """
 
     name: str
@@ -45,14 +49,16 @@ class Hardware:
 class DescribedSlice:
     """A slice as the compiler and the cost model need it.
 
-    name          for people, such as v6e-8
-    topology      the compiler's name, such as v6e:2x4
-    host_bounds   chips along each axis (three of them) that one host has
-    hardware      one JAX device
-    wraps         size of each axis that closes to a ring, 0 for others
-    link_bytes_per_s, core_bytes_per_s  of one ICI link, and between the devices of one chip, in one direction
-    cores         TensorCores of one JAX device: they share the parallel axes of a kernel's grid
-    calibrated    for people: which of these figures were measured; empty where all are published ones
+    Attributes:
+        name: Name for people, such as v6e-8.
+        topology: The compiler's name, such as v6e:2x4.
+        host_bounds: Chips of one host along each of the three axes.
+        hardware: One JAX device.
+        wraps: Size of each axis that closes to a ring, 0 for others.
+        link_bytes_per_s: Bandwidth of one ICI link in one direction.
+        core_bytes_per_s: Bandwidth between the devices of one chip in one direction.
+        cores: TensorCores of one JAX device; they share the parallel axes of a kernel's grid.
+        calibrated: For people: which of these figures were measured. Empty where all are published ones.
     """
 
     name: str
@@ -68,7 +74,8 @@ class DescribedSlice:
     def devices(self) -> list[Any]:
         """Return the described devices, in the order in which JAX lists them.
 
-        Raises `InvalidInput` when libtpu, which holds the compiler, is missing or doesn't know the topology.
+        Raises:
+            InvalidInput: libtpu, which holds the compiler, is missing or doesn't know the topology.
         """
         if importlib.util.find_spec("libtpu") is None:
             raise InvalidInput("compiling for a TPU needs its compiler: pip install 'wan-tpu[tpu]' (Linux, x86-64)")

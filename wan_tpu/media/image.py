@@ -1,4 +1,4 @@
-"""Read the input image: any common format, upright, RGB, within limits."""
+"""Read input images: any common format, made upright and RGB, within limits."""
 
 import math
 from pathlib import Path
@@ -12,22 +12,26 @@ from wan_tpu.sources.disk import is_permanent
 if TYPE_CHECKING:
     import numpy as np
 
-# The decoders of Pillow that see files, wherever these come from: what cameras, phones, browsers and scanners write.
-# Each more is one more that strangers may try; that of EPS runs another program.
+# The decoders of Pillow that files are given to, wherever the files come from: the formats that cameras, phones,
+# browsers and scanners write. Every further decoder is one more for strangers to attack; that of EPS runs another
+# program.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "GIF", "BMP", "TIFF")
 KINDS = "PNG, JPEG, WebP, AVIF, GIF, BMP or TIFF"
 # 64 megapixels decode to 192 MB of RGB; the largest model input is below 1 megapixel.
 MAX_PIXELS = 64_000_000
-# Models know shapes near those of films and phones. Of a longer image a video has the middle.
+# Models know shapes near those of films and phones. A video shows the middle of a longer image.
 _LONGEST = 4.0
 
 
 def load_image(source: str | Path | Image.Image) -> Image.Image:
     """Return `source` as an upright RGB image.
 
-    EXIF rotation is applied, transparency is dropped as `diffusers.utils.load_image` drops it, 16-bit
-    images are scaled to 8 bits. Raises `InvalidRequest` for a missing, damaged or oversized file, `Unavailable` when
-    the disk that it lies on fails.
+    EXIF rotation is applied, transparency is dropped as `diffusers.utils.load_image` drops it, and 16-bit images are
+    scaled to 8 bits.
+
+    Raises:
+        InvalidRequest: The file is missing, damaged or too large.
+        Unavailable: The disk that it lies on fails.
     """
     if isinstance(source, Image.Image):
         return _to_rgb(source)
@@ -49,11 +53,15 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
 
 
 def decode_image(file: BinaryIO, source: str) -> Image.Image:
-    """Return the image in an open file as upright RGB; `source` is its name for people, also in `info["source"]`.
+    """Return the image in an open file as upright RGB; of an animation, the first picture.
 
-    Of an animation it is the first picture.
+    Args:
+        file: The open file.
+        source: Its name for people. The image has it in `info["source"]`, too.
 
-    Raises `InvalidRequest` for a damaged or oversized image, `OSError` when the file can't be read.
+    Raises:
+        InvalidRequest: The image is damaged or too large.
+        OSError: The file can't be read.
     """
     try:
         with Image.open(file, formats=FORMATS) as image:
@@ -63,7 +71,8 @@ def decode_image(file: BinaryIO, source: str) -> Image.Image:
     except Image.DecompressionBombError:
         raise InvalidRequest(f"image {source} is too large; {_LIMIT}") from None
     except (OSError, SyntaxError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the operating system: Pillow's own have none
+        # An error of the operating system has a number, Pillow's own have none.
+        if isinstance(error, OSError) and error.errno is not None:
             raise
         raise InvalidRequest(f"image {source} is damaged ({error}); save it again as PNG or JPEG") from None
     upright.info["source"] = source
@@ -85,19 +94,20 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         return image
     upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I;16"):
-        upright = upright.convert("I").point(lambda value: value / 256).convert("L")  # big-endian ones have no point()
+        # Converted to "I" first: big-endian images have no point().
+        upright = upright.convert("I").point(lambda value: value / 256).convert("L")
     return upright.convert("RGB")
 
 
 def size_at_area(area: int, picture: tuple[int, int], multiple: int) -> tuple[int, int]:
     """Return the (height, width) of an image's shape whose product is at most about `area`.
 
-    So compute the examples of diffusers' pipelines, and, up to one multiple, Wan's own program.
+    The examples of diffusers' pipelines compute it this way and, up to one multiple, Wan's own program does.
 
     Args:
         area: Pixels of a frame.
         picture: (height, width) of the image.
-        multiple: What both sides are multiples of.
+        multiple: Both sides are multiples of it.
     """
     shape = min(max(picture[0] / picture[1], 1 / _LONGEST), _LONGEST)
     height, width = (round(math.sqrt(side)) // multiple * multiple for side in (area * shape, area / shape))
@@ -105,7 +115,7 @@ def size_at_area(area: int, picture: tuple[int, int], multiple: int) -> tuple[in
 
 
 def has_shape(image: Image.Image, height: int, width: int, slack: int) -> bool:
-    """Whether an image has a video's shape, but for `slack` pixels of a side."""
+    """Return whether an image has a video's shape to within `slack` pixels of a side."""
     off_width = abs(width - height * image.width / image.height)
     off_height = abs(height - width * image.height / image.width)
     return min(off_width, off_height) < slack
@@ -114,8 +124,8 @@ def has_shape(image: Image.Image, height: int, width: int, slack: int) -> bool:
 def fit_image(image: Image.Image, height: int, width: int, *, slack: int) -> Image.Image:
     """Return an RGB image in the size of its video, as `diffusers.image_processor.VaeImageProcessor.resize` does.
 
-    An image of the video's shape (`has_shape`) is resized, as diffusers does by itself. Of another, what is beyond the
-    video's shape is cut off on both sides: the "crop" of diffusers.
+    An image of the video's shape (`has_shape`) is resized, which is diffusers' default. Any other image is cropped on
+    both sides to the video's shape, which is diffusers' "crop".
     """
     lanczos = Image.Resampling.LANCZOS
     if has_shape(image, height, width, slack):

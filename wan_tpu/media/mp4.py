@@ -1,4 +1,4 @@
-"""An mp4 made on one host of a slice, while all hosts decode."""
+"""An mp4 that one host of a slice encodes while all of its hosts decode."""
 
 import tempfile
 from pathlib import Path
@@ -11,9 +11,12 @@ from wan_tpu.media.video import VideoWriter
 
 
 class Mp4:
-    """Encodes frames as they come; a context manager whose temporary file goes with it.
+    """Encodes frames as they come. A context manager: its temporary file is deleted with it.
 
-    What goes wrong is kept in `failure` and not raised: the host that writes must go on decoding with the others.
+    Attributes:
+        failure: The error that stopped it. It is kept, not raised: the host that writes must go on decoding with the
+            others.
+        content: The whole file, after `finish`.
     """
 
     def __init__(self, fps: float) -> None:
@@ -32,7 +35,8 @@ class Mp4:
             return
         try:
             if self._writer is None:
-                self._folder = tempfile.TemporaryDirectory()  # mp4 is written back and forth: it needs a file
+                # An encoder goes back in an mp4 to complete it, so it needs a file.
+                self._folder = tempfile.TemporaryDirectory()
                 self._writer = VideoWriter(Path(self._folder.name) / "video.mp4", fps=self._fps, planes=True)
             self._writer.write(planes)
         except (OSError, OutputError) as error:
@@ -52,7 +56,8 @@ class Mp4:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._writer is not None:  # not finished: whatever kept it from that, nothing is kept of the file
+        # A writer that wasn't finished, for whatever reason, leaves no file.
+        if self._writer is not None:
             self._writer.__exit__(kind or OutputError, error, trace)
         if self._folder is not None:
             self._folder.cleanup()

@@ -1,4 +1,4 @@
-"""Frames of a video that is given: read by ffmpeg, as pictures with a size of their own."""
+"""Frames of an input video, read by ffmpeg: pictures that may differ in size."""
 
 import itertools
 import signal
@@ -12,16 +12,18 @@ from wan_tpu.errors import InvalidRequest, Unavailable
 from wan_tpu.media.video import check_ffmpeg
 from wan_tpu.sources.disk import is_permanent
 
-_LONGEST_S = 600.0  # Few frames are read, however long the video is: only a disk or a machine that hangs takes so long.
-# By these a machine or its operator ends a process. By others, such as SIGSEGV, ffmpeg ends itself over a damaged file.
-_FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGXCPU}
+# Few frames are read, however long the video is: only a disk or a machine that hangs takes so long.
+_TIMEOUT_S = 600.0
+# A machine or its operator ends a process by these signals. Others, such as SIGSEGV, come from a damaged file.
+_OUTSIDE_SIGNALS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGXCPU}
 
 
 def read_frames(path: str | Path, count: int) -> list[Image.Image]:
     """Return a video's first frames, RGB, as `diffusers.utils.load_video` does.
 
-    Of other pixels, eight bits of RGB are made by the colours that the file says; it is turned as the file says; a
-    variable frame rate becomes a constant one. Of a GIF each picture is a frame, however long it is shown.
+    Pixels in another format are converted to 8-bit RGB by the colour space that the file declares, rotation is applied
+    as it declares, and a variable frame rate becomes a constant one. Each picture of a GIF is a frame, however long it
+    is shown.
 
     Raises:
         InvalidRequest: The file is missing or damaged, or has fewer frames.
@@ -44,26 +46,26 @@ def _gif_frames(path: Path, count: int) -> list[Image.Image]:
         with Image.open(path, formats=["GIF"]) as pictures:
             return [frame.convert("RGB") for frame in itertools.islice(ImageSequence.Iterator(pictures), count)]
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise _no_video(path, str(error)) from None
+        raise _unreadable(path, str(error)) from None
 
 
 def _ffmpeg_frames(path: str | Path, count: int) -> list[Image.Image]:
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-nostdin", "-i", str(path)]
     command += ["-frames:v", str(count), "-f", "image2pipe", "-pix_fmt", "rgb24", "-vcodec", "ppm", "-"]
     try:
-        made = subprocess.run(command, capture_output=True, timeout=_LONGEST_S, check=False)
+        process = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise Unavailable(
-            f"video {path} can't be read within {_LONGEST_S:.0f} s; check the disk that it lies on, and try again"
+            f"video {path} can't be read within {_TIMEOUT_S:.0f} s; check the disk that it lies on, and try again"
         ) from None
     except OSError as error:
         raise Unavailable(f"ffmpeg can't be started ({error.strerror}); make room on this machine") from None
-    if made.returncode in _FROM_OUTSIDE:
-        name = signal.Signals(-made.returncode).name
+    if process.returncode in _OUTSIDE_SIGNALS:
+        name = signal.Signals(-process.returncode).name
         raise Unavailable(f"ffmpeg was killed ({name}) while it read video {path}; check the machine's memory")
-    frames, rest = [], memoryview(made.stdout)
+    frames, rest = [], memoryview(process.stdout)
     while rest:
-        # "P6\n<width> <height>\n255\n", and the pixels
+        # A picture is "P6\n<width> <height>\n255\n" and its pixels.
         kind, size, depth, _ = bytes(rest[:40]).split(b"\n", 3)
         width, height = map(int, size.split())
         start = len(kind) + len(size) + len(depth) + 3
@@ -73,12 +75,14 @@ def _ffmpeg_frames(path: str | Path, count: int) -> list[Image.Image]:
         frames.append(Image.frombytes("RGB", (width, height), bytes(pixels)))
         rest = rest[start + 3 * width * height :]
     if not frames:
-        raise _no_video(path, (made.stderr.decode(errors="replace").strip().splitlines() or ["it has no frames"])[-1])
+        raise _unreadable(
+            path, (process.stderr.decode(errors="replace").strip().splitlines() or ["it has no frames"])[-1]
+        )
     return frames
 
 
 def _check_readable(path: Path) -> None:
-    """Raise what keeps a file from being read, which ffmpeg only says in words."""
+    """Raise the error that keeps a file from being read. ffmpeg would report it only as text."""
     try:
         with path.open("rb") as file:
             file.read(1)
@@ -86,10 +90,10 @@ def _check_readable(path: Path) -> None:
         reason = error.strerror or error
         if not is_permanent(error):
             raise Unavailable(f"video {path} can't be read now ({reason}); check the disk, and try again") from None
-        raise _no_video(path, str(reason)) from None
+        raise _unreadable(path, str(reason)) from None
 
 
-def _no_video(path: str | Path, reason: str) -> InvalidRequest:
+def _unreadable(path: str | Path, reason: str) -> InvalidRequest:
     return InvalidRequest(
         f"video {path} can't be read ({reason[:200]}); give an mp4, or what else ffmpeg reads", "video"
     )

@@ -5,25 +5,25 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-# Pixels of a frame in a sheet: smaller ones are enlarged by a whole number, so that their pixels stay what they are.
+# Width of a frame in a sheet, pixels. Smaller frames are enlarged by a whole number, which keeps their pixels sharp.
 WIDEST, NARROWEST = 480, 240
 COLUMNS = 4
-_TEXT = 16  # pixels
+_TEXT = 16  # Pixels of a line's letters.
 
 
-def evenly(total: int, count: int) -> list[int]:
-    """Return the indices of `count` frames of `total`, the first and the last among them; all where there are fewer."""
+def spread_evenly(total: int, count: int) -> list[int]:
+    """Return the indices of `count` evenly spaced frames of `total`, first and last included, or of all."""
     return np.linspace(0, total - 1, min(count, total)).round().astype(int).tolist()
 
 
-def full_rows(total: int, count: int) -> list[int]:
-    """Return the indices of at most `count` frames of `total`, evenly spaced, that leave no cell of a sheet empty."""
+def fill_rows(total: int, count: int) -> list[int]:
+    """Return the indices of at most `count` evenly spaced frames of `total` that leave no cell of a sheet empty."""
     count = min(count, total)
-    return evenly(total, count if count < COLUMNS else count - count % COLUMNS)
+    return spread_evenly(total, count if count < COLUMNS else count - count % COLUMNS)
 
 
-def label(index: int, fps: float) -> str:
-    """Return what stands below a frame: its number, from 1, and when it is shown."""
+def frame_label(index: int, fps: float) -> str:
+    """Return the text below a frame: its number, from 1, and when it is shown."""
     return f"frame {index + 1}, {index / fps:.2f} s"
 
 
@@ -32,12 +32,12 @@ def contact_sheet(frames: Sequence[Image.Image], labels: Sequence[str], *, colum
     width, height = frames[0].size
     if width < NARROWEST:
         scale = -(-NARROWEST // width)
-        cell, how = (width * scale, height * scale), Image.Resampling.NEAREST
+        cell, resampling = (width * scale, height * scale), Image.Resampling.NEAREST
     else:
         cell = min(width, WIDEST), max(1, round(height * min(1, WIDEST / width)))
-        how = Image.Resampling.LANCZOS
+        resampling = Image.Resampling.LANCZOS
     line = _TEXT + 6
-    sheet = grid([_padded(frame.resize(cell, how), line) for frame in frames], columns=columns, gap=8)
+    sheet = grid([_pad_below(frame.resize(cell, resampling), line) for frame in frames], columns=columns, gap=8)
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_TEXT)
     for i, text in enumerate(labels):
         left, top = 8 + i % columns * (cell[0] + 8), 8 + i // columns * (cell[1] + line + 8)
@@ -46,7 +46,7 @@ def contact_sheet(frames: Sequence[Image.Image], labels: Sequence[str], *, colum
 
 
 def grid(frames: Sequence[Image.Image], *, columns: int = COLUMNS, gap: int = 0) -> Image.Image:
-    """Return frames of one size in rows, with white gaps of so many pixels around them."""
+    """Return frames of one size in rows, with white gaps of `gap` pixels around them."""
     width, height = frames[0].size
     columns = min(columns, len(frames))
     rows = -(-len(frames) // columns)
@@ -56,7 +56,8 @@ def grid(frames: Sequence[Image.Image], *, columns: int = COLUMNS, gap: int = 0)
     return sheet
 
 
-def _padded(frame: Image.Image, below: int) -> Image.Image:
-    whole = Image.new("RGB", (frame.width, frame.height + below), "white")
-    whole.paste(frame, (0, 0))
-    return whole
+def _pad_below(frame: Image.Image, height: int) -> Image.Image:
+    """Return a frame with white space of that height below it."""
+    padded = Image.new("RGB", (frame.width, frame.height + height), "white")
+    padded.paste(frame, (0, 0))
+    return padded

@@ -1,4 +1,4 @@
-"""Write results people look at: an mp4 and a contact sheet, each whole or not at all."""
+"""Write the results that people look at, an mp4 and a contact sheet, each whole or not at all."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from wan_tpu.errors import OutputError
-from wan_tpu.media.sheet import contact_sheet, full_rows, label
+from wan_tpu.media.sheet import contact_sheet, fill_rows, frame_label
 
 CONTACT_SHEET_FRAMES = 12
 # Pixels become BT.709 with a limited range at every size, and the file says so. Players guess by the number of lines
@@ -25,42 +25,45 @@ _COLOURS = (
     "scale=out_color_matrix=bt709:out_range=tv,format=yuv420p,"
     "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
 )
-# As near to the frames as x264's usual preset with its "visually lossless" crf of 18: 48 dB of a clean clip (there 50),
-# 44 of a noisy one (there too), in files of about the size, for a quarter of the processor's time. It looks two frames
-# ahead, not forty, its threads share each frame, and motion is looked for in whole blocks of 16 pixels, so the file is
-# finished 0.1 s after its last frame, on two cores.
+# As close to the frames as x264's default preset with its "visually lossless" crf of 18: 48 dB for a clean clip (50
+# there) and 44 dB for a noisy one (as there), in files of about the same size, for a quarter of the processor time. It
+# looks two frames ahead, not forty, its threads share each frame, and motion is searched in whole blocks of 16 pixels,
+# so the file is finished 0.1 s after its last frame, on two cores.
 _H264 = (
     "-c:v libx264 -preset veryfast -crf 17 -x264-params "
     "subme=1:bframes=1:rc-lookahead=2:sync-lookahead=0:sliced-threads=1:threads=8:partitions=i8x8,i4x4"
 )
-_PIPE = 2**20  # Bytes that wait for ffmpeg: of the 64 KiB that are usual, a frame of 720p fills forty.
+_PIPE_BYTES = 2**20  # Bytes that may wait for ffmpeg. A frame of 720p would fill the usual 64 KiB forty times.
 
 
 def check_ffmpeg() -> None:
     """Raise `OutputError` when there is no ffmpeg to write H.264 with."""
     try:
-        found = shutil.which(imageio_ffmpeg.get_ffmpeg_exe())
+        path = shutil.which(imageio_ffmpeg.get_ffmpeg_exe())
     except RuntimeError:
-        found = None
-    if found is None:
+        path = None
+    if path is None:
         raise OutputError("ffmpeg is missing: run `pip install imageio-ffmpeg`, or set IMAGEIO_FFMPEG_EXE to its path")
 
 
 def check_output(path: str | Path, *, overwrite: bool, inputs: Iterable[str | Path | None] = ()) -> Path:
-    """Return `path` if a file can be written there; make its folder when it is missing.
+    """Return `path` if a file can be written there; create its folder when it is missing.
 
-    inputs  files and folders that are read: none of them, and nothing in such a folder, is ever written over
+    Args:
+        path: Where the file is to be written.
+        overwrite: Whether a file there may be replaced.
+        inputs: Files and folders that are read: none of them, and nothing in such a folder, is ever overwritten.
 
-    Raises `OutputError` when it is an input, when the file exists and `overwrite` is false, or when the folder can't be
-    written to.
+    Raises:
+        OutputError: It is an input, the file exists and may not be replaced, or the folder can't be written to.
     """
     path = Path(path)
     try:
         if not path.name or path.is_dir():
             raise OutputError(f"{str(path)!r} is a folder; give the path of a file in it")
-        for given in inputs:
-            if given and _is_or_holds(given, path):
-                raise OutputError(f"{path} would be written over {given}, which is an input; choose another path")
+        for source in inputs:
+            if source and _is_or_holds(source, path):
+                raise OutputError(f"{path} would be written over {source}, which is an input; choose another path")
         if path.exists() and not overwrite:
             raise OutputError(f"{path} exists; choose another path, or ask for --overwrite (overwrite=True)")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +77,7 @@ def check_output(path: str | Path, *, overwrite: bool, inputs: Iterable[str | Pa
 
 
 def check_folder(folder: Path, option: str) -> None:
-    """Make a folder where it is missing; raises `OutputError`, naming the option, unless files can be written to it."""
+    """Create a folder if it is missing; raises `OutputError`, naming the option, unless files can be written to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -86,13 +89,23 @@ def check_folder(folder: Path, option: str) -> None:
 
 
 class VideoWriter:
-    """Encode frames as they come: H.264, yuv420p, BT.709, faststart; a context manager.
+    """Encodes frames as they come: H.264, yuv420p, BT.709, faststart.
 
-    The file appears at `path` when the block ends well; on any exception nothing is left behind.
+    A context manager: the file appears at `path` when the block ends normally; an exception leaves nothing behind.
     """
 
     def __init__(self, path: str | Path, *, fps: float, overwrite: bool = False, planes: bool = False) -> None:
-        """planes: frames are [3, H, W], green, blue and red, in place of [H, W, 3], red, green and blue."""
+        """Check that the file can be written.
+
+        Args:
+            path: Where the mp4 is to appear.
+            fps: Frames per second.
+            overwrite: Whether a file there may be replaced.
+            planes: Frames are [3, H, W], green, blue and red, in place of [H, W, 3], red, green and blue.
+
+        Raises:
+            OutputError: As `check_output`; or there is no ffmpeg, or the path isn't that of an mp4.
+        """
         check_ffmpeg()
         if Path(path).suffix.lower() != ".mp4":
             raise OutputError(f"{path} doesn't end in .mp4, which is what is written; give such a path")
@@ -108,7 +121,8 @@ class VideoWriter:
         """Append frames, uint8 [T, ...], all of one size; raises `OutputError` when ffmpeg gives up."""
         for frame in frames:
             if self._ffmpeg is None:
-                with _interrupt_deferred():  # or a process could start that nobody knows of
+                # An interrupt here could leave a process running that nobody knows of.
+                with _defer_interrupt():
                     self._ffmpeg = self._start(*(frame.shape[1:] if self._planes else frame.shape[:2]))
             assert self._ffmpeg.stdin is not None
             try:
@@ -131,12 +145,12 @@ class VideoWriter:
         ]
         target = ["-vf", _COLOURS, *_H264.split(), "-movflags", "+faststart", str(self._partial)]
         # Not imageio's writer: it starts ffmpeg through a Python fork, which is unsafe beside JAX's threads, and
-        # loses hold of it when Ctrl-C comes meanwhile. A session of its own keeps Ctrl-C away from it.
+        # loses track of it when Ctrl-C comes meanwhile. A session of its own keeps Ctrl-C away from it.
         return subprocess.Popen(
             [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-loglevel", "error", *source, *target],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pipesize=_PIPE,
+            pipesize=_PIPE_BYTES,
             start_new_session=True,
         )
 
@@ -170,11 +184,11 @@ class VideoWriter:
 
 
 class ContactSheet:
-    """Collect evenly spaced frames of a stream and draw them as one PNG, each with its number and time."""
+    """Collects evenly spaced frames of a stream and draws them as one PNG, each with its number and time."""
 
     def __init__(self, total_frames: int, fps: float) -> None:
-        self._wanted = full_rows(total_frames, CONTACT_SHEET_FRAMES)
-        self._labels = [label(index, fps) for index in self._wanted]
+        self._wanted = fill_rows(total_frames, CONTACT_SHEET_FRAMES)
+        self._labels = [frame_label(index, fps) for index in self._wanted]
         self._seen = 0
         self._frames: list[np.ndarray] = []
 
@@ -200,16 +214,17 @@ class ContactSheet:
         return path
 
 
-def _is_or_holds(given: str | Path, path: Path) -> bool:
-    """Whether two paths are one file, by whatever links, or one is a folder that the other lies in."""
-    if not os.path.exists(given):  # a hub id, a URL
+def _is_or_holds(source: str | Path, path: Path) -> bool:
+    """Return whether `source` is the file at `path`, by whatever links, or a folder that it lies in."""
+    # A hub id or a URL is no path.
+    if not os.path.exists(source):
         return False
-    return any(os.path.exists(place) and os.path.samefile(given, place) for place in (path, *path.resolve().parents))
+    return any(os.path.exists(place) and os.path.samefile(source, place) for place in (path, *path.resolve().parents))
 
 
 @contextmanager
-def _interrupt_deferred() -> Iterator[None]:
-    """Hold back Ctrl-C until the block is done; other threads than the main one never get it anyway."""
+def _defer_interrupt() -> Iterator[None]:
+    """Hold back Ctrl-C until the block is done. Only the main thread ever gets it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -224,7 +239,7 @@ def _interrupt_deferred() -> Iterator[None]:
 
 
 def _publish(partial: Path, path: Path, *, overwrite: bool) -> None:
-    """Move a finished file into place; not over one that appeared meanwhile unless asked."""
+    """Move a finished file into place; unless `overwrite`, refuse to replace a file that appeared meanwhile."""
     if path.exists() and not overwrite:
         raise OutputError(f"{path} appeared while it was being made; choose another path")
     os.replace(partial, path)

@@ -43,7 +43,7 @@ class Job:
         """The name of the result: source, versions, flags, model, shapes, topology and mesh; what is kept of it."""
         asked = dataclasses.asdict(self) | {"slice": (self.slice.topology, self.slice.host_bounds)}
         kept = [field.name for field in dataclasses.fields(Compiled)]
-        return key.digest(json.dumps([asked, key.made_by(), kept], sort_keys=True))
+        return key.digest(json.dumps([asked, key.describe_build(), kept], sort_keys=True))
 
     @classmethod
     def from_json(cls, text: str) -> "Job":

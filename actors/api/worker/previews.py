@@ -7,7 +7,7 @@ import imageio_ffmpeg
 from PIL import Image
 
 from wan_tpu.errors import Unavailable, WanTpuError
-from wan_tpu.media.sheet import WIDEST, full_rows, grid
+from wan_tpu.media.sheet import WIDEST, fill_rows, grid
 
 SHEET_FRAMES = 12
 _TIMEOUT_S = 300.0
@@ -27,7 +27,7 @@ def previews(mp4: bytes, *, height: int, width: int, frames: int) -> dict[str, b
 def _pictures(mp4: bytes, *, height: int, width: int, frames: int) -> list[Image.Image]:
     wide = min(WIDEST, width)
     tall = max(2, round(height * wide / width))
-    chosen = full_rows(frames, SHEET_FRAMES)
+    chosen = fill_rows(frames, SHEET_FRAMES)
     select = "+".join(f"eq(n,{index})" for index in chosen)
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-threads", "1", "-i", "-"]
     command += ["-vf", f"select='{select}',scale={wide}:{tall}", "-fps_mode", "passthrough"]
