@@ -9,20 +9,25 @@ from jax.experimental.pallas import tpu as pltpu
 
 MIB = 2**20
 LANES = 128
-FALLBACK = 2048, 1024
-# Rows of queries that take as long as what a block of them takes in any case, between 30 (v5p) and 133 (v6e, where
-# 37 x 2,048 keys take 551,914 bundles for 4,736 rows and 1,088,766 for 9,472, so 113 a row and 15,062 for none).
+FALLBACK = 2048, 1024  # Largest rows and keys of a block of a fallback, see `plan_blocks`.
+# The fixed cost of a block of queries, in rows: between 30 (v5p) and 133 (v6e, where 37 x 2,048 keys take 551,914
+# bundles for 4,736 rows and 1,088,766 for 9,472, so 113 a row and 15,062 for none).
 BLOCK_ROWS = 64
-# Rows at most where heads share a tile's lanes: on v6e 1,453 bundles a million scores, 1,480 with 9,472 rows of each.
+# The most rows of a block where heads share a tile's lanes: on v6e they take 1,453 bundles per million scores, against
+# 1,480 with 9,472 rows.
 SHARED_ROWS = 3328
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How a grid step is unrolled: units of `chunk` keys x `columns` queries, logits `ahead` units early.
+    """How a grid step is unrolled.
 
-    columns None: all of the block. mxu_sums: add up the weights with a row of ones in the second matmul, which frees
-    the vector unit and costs a sixteenth of that matmul; else on the vector unit.
+    Attributes:
+        chunk: Keys of a unit.
+        columns: Queries of a unit; None for all of the block.
+        ahead: By how many units logits are computed early.
+        mxu_sums: Whether the weights are added up by a row of ones in the second matmul, which frees the vector unit
+            and costs a sixteenth of that matmul; else the vector unit does it.
     """
 
     chunk: int
@@ -33,14 +38,19 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Rows of Q and keys of one grid step, and how it is unrolled without and with a running maximum.
+    """The size of one grid step, and how it is unrolled.
 
-    vmem_limit in bytes; None is the compiler's default.
+    Attributes:
+        block_q: Rows of Q.
+        block_kv: Keys.
+        fixed: The schedule of "bounded" and "optimistic", which have no running maximum.
+        online: The schedule of "online".
+        vmem_limit: In bytes; None for the compiler's default.
     """
 
     block_q: int
     block_kv: int
-    fixed: Schedule  # of "bounded" and "optimistic"
+    fixed: Schedule
     online: Schedule
     vmem_limit: int | None = None
 
@@ -60,7 +70,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Grid steps a head."""
+        """Grid steps per head."""
         return self.q_steps * self.kv_steps
 
 
@@ -90,12 +100,12 @@ TABLE: dict[tuple[str, str], BlockSizes] = {
     # 2,852
     ("v5e", "int8"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4), 48 * MIB),
 }
-# Chips and dtypes that nobody tuned: small enough for the 16 MiB a kernel may use by default.
+# For chips and dtypes that aren't tuned: small enough for the 16 MiB that a kernel may use by default.
 DEFAULT = BlockSizes(512, 1024, Schedule(256), Schedule(256))
 
 
 def this_chip() -> str:
-    """Return the chip of the current mesh or process ("v5p", "v6e", "v7x", ...), "other" where it is no TPU."""
+    """Return the chip of the current mesh or process ("v5p", "v6e", "v7x", ...), or "other" if it is no TPU."""
     try:
         version = str(pltpu.get_tpu_info().chip_version)
     except ValueError:
@@ -112,14 +122,20 @@ def plan_blocks(
     shared: int = 1,
     fallback: bool = False,
 ) -> Plan:
-    """Choose blocks for q_len queries and kv_len keys of a head, or of `shared` heads that share a tile's lanes.
+    """Choose blocks for the queries and keys of a head, or of heads that share a tile's lanes.
 
-    A fallback, which "online" is when another way fails, hardly ever runs: it gets blocks of at most FALLBACK rows and
-    keys, which compile in an eighth of the time (2.0 s of CPU against 16 for v6e) and run a ninth slower.
+    Lengths below a block get one block of whole lanes; longer ones are divided evenly, so that the last block is not
+    nearly empty.
 
-    dtype is that of Q and K as the kernel gets them (int8 or float8 with low-precision logits); chip None is the
-    present one. Lengths below a block get one block of whole lanes; longer ones are divided evenly, so that the last
-    block is not nearly empty.
+    Args:
+        q_len: Number of queries.
+        kv_len: Number of keys.
+        dtype: That of Q and K as the kernel gets them (int8 or float8 with low-precision logits).
+        chip: Such as "v6e"; the current one by default.
+        shared: Heads that share a tile's lanes.
+        fallback: Whether the call is the "online" that repeats another way. It hardly ever runs, so it gets blocks of
+            at most `FALLBACK` rows and keys, which compile in an eighth of the time (2.0 s of CPU against 16 for v6e)
+            and run a ninth slower.
     """
     row = TABLE.get((chip or this_chip(), jnp.dtype(dtype).name), DEFAULT)
     if shared > 1:
@@ -127,33 +143,33 @@ def plan_blocks(
     if fallback:
         largest_q, largest_kv = min(FALLBACK[0], row.block_q), min(FALLBACK[1], row.block_kv)
         row = dataclasses.replace(row, block_q=largest_q, block_kv=largest_kv, fixed=row.online)
-    block_q, q_steps = _least(q_len, row.block_q, 2 * LANES)
-    if kv_len <= row.online.chunk:  # one chunk in all
-        chunk = _ceil(kv_len, LANES)
+    block_q, q_steps = _divide_fastest(q_len, row.block_q, 2 * LANES)
+    if kv_len <= row.online.chunk:  # There is one chunk in all.
+        chunk = _round_up(kv_len, LANES)
         fixed, online = (dataclasses.replace(s, chunk=chunk) for s in (row.fixed, row.online))
         block_kv, kv_steps = chunk, 1
     else:
         fixed, online = row.fixed, row.online
-        block_kv, kv_steps = _even(kv_len, row.block_kv, math.lcm(fixed.chunk, online.chunk))
+        block_kv, kv_steps = _divide_evenly(kv_len, row.block_kv, math.lcm(fixed.chunk, online.chunk))
     return Plan(BlockSizes(block_q, block_kv, fixed, online, row.vmem_limit), q_steps, kv_steps)
 
 
-def _least(length: int, largest: int, unit: int) -> tuple[int, int]:
-    """As `_even`, but into the number of blocks that takes the least time, up to a third more than the fewest.
+def _divide_fastest(length: int, largest: int, unit: int) -> tuple[int, int]:
+    """Divide as `_divide_evenly`, but into the fastest number of blocks, up to a third more than the fewest.
 
-    What overhangs is computed as well, and every block has a start and an end (BLOCK_ROWS).
+    The overhang is computed as well, and every block has a fixed cost (`BLOCK_ROWS`).
     """
     fewest = -(-length // max(largest, unit))
-    plans = [_even(length, -(-length // steps), unit) for steps in range(fewest, fewest * 4 // 3 + 1)]
+    plans = [_divide_evenly(length, -(-length // steps), unit) for steps in range(fewest, fewest * 4 // 3 + 1)]
     return min(plans, key=lambda plan: plan[1] * (plan[0] + BLOCK_ROWS))
 
 
-def _even(length: int, largest: int, unit: int) -> tuple[int, int]:
-    """Divide length into the fewest equal blocks of at most `largest`, a multiple of unit; the last may overhang."""
+def _divide_evenly(length: int, largest: int, unit: int) -> tuple[int, int]:
+    """Divide `length` into the fewest equal blocks of at most `largest`, multiples of `unit`; the last may overhang."""
     steps = -(-length // max(largest, unit))
-    block = _ceil(-(-length // steps), unit)
+    block = _round_up(-(-length // steps), unit)
     return block, -(-length // block)
 
 
-def _ceil(length: int, unit: int) -> int:
+def _round_up(length: int, unit: int) -> int:
     return -(-length // unit) * unit

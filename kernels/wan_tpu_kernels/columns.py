@@ -1,4 +1,4 @@
-"""How the columns of a kernel's result are laid out: as they are, or in groups for devices, and those in parts.
+"""How the columns of a kernel's result are laid out: as they are, or in groups for devices, optionally in parts.
 
 Shapes: L rows (tokens), C channels, G column groups.
 """
@@ -18,9 +18,11 @@ Cut = jax.Array | tuple[jax.Array, ...]
 class Columns:
     """The columns of a result [L, C].
 
-    groups  more than 1: [G, L, C/G] in its place
-    parts   their widths, which add up to C/G: an array for each of them, with those columns of every group; (): one
-            array with all
+    Attributes:
+        channels: C.
+        groups: With more than one, the result is [G, L, C/G] instead.
+        parts: Widths that add up to C/G: the result is one array per width, with those columns of every group. If
+            empty, it is one array with all columns.
     """
 
     channels: int
@@ -28,30 +30,30 @@ class Columns:
     parts: tuple[int, ...] = ()
 
     @property
-    def a_group(self) -> int:
+    def group_width(self) -> int:
         """Columns of a group."""
         return self.channels // self.groups
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Columns of a group in each array."""
-        assert sum(self.parts) in (0, self.a_group), self
-        return self.parts or (self.a_group,)
+        assert sum(self.parts) in (0, self.group_width), self
+        return self.parts or (self.group_width,)
 
     def shapes(self, rows: int, dtype: Any) -> list[jax.ShapeDtypeStruct]:
-        """Return the arrays, for `rows` rows."""
+        """Return the shapes of the arrays that hold `rows` rows."""
         lead = () if self.groups == 1 else (self.groups,)
         return [jax.ShapeDtypeStruct((*lead, rows, width), dtype) for width in self.widths]
 
     def specs(self, block: int) -> list[pl.BlockSpec]:
-        """Return their blocks, of `block` rows by the first axis of the grid."""
+        """Return the arrays' block specifications: `block` rows along the first axis of the grid."""
         if self.groups == 1:
             return [pl.BlockSpec((block, width), lambda i: (i, 0)) for width in self.widths]
         return [pl.BlockSpec((self.groups, block, width), lambda i: (0, i, 0)) for width in self.widths]
 
     def store(self, refs: Sequence[Any], rows: Any, lane: int, values: jax.Array) -> None:
-        """Write values [rows, n] to where the result's columns from `lane` on lie; n may not cross a part's end."""
-        group, within = divmod(lane, self.a_group)
+        """Write values [rows, n] to the result's columns from `lane` on; they may not cross the end of a part."""
+        group, within = divmod(lane, self.group_width)
         for ref, width in zip(refs, self.widths, strict=True):
             if within < width:
                 lanes = slice(within, within + values.shape[1])
@@ -63,7 +65,7 @@ class Columns:
             within -= width
 
     def cut(self, x: jax.Array) -> Cut:
-        """Return a result [L, C] laid out so, in plain jnp."""
+        """Lay out a result [L, C], in plain jnp."""
         if self.groups > 1:
             x = x.reshape(x.shape[0], self.groups, -1).transpose(1, 0, 2)
         if not self.parts:
@@ -71,6 +73,6 @@ class Columns:
         ends = [sum(self.parts[: n + 1]) for n in range(len(self.parts) - 1)]
         return tuple(jnp.split(x, ends, axis=-1))
 
-    def given(self, arrays: Sequence[jax.Array]) -> Cut:
-        """Return a kernel's results as a caller wants them."""
+    def unwrap(self, arrays: Sequence[jax.Array]) -> Cut:
+        """Return a kernel's list of results as callers expect it: a tuple if there are parts, else the one array."""
         return tuple(arrays) if self.parts else arrays[0]

@@ -2,25 +2,25 @@
 
 Let s_ij = scale log2(e) q_i.k_j, so that the output is sum_j 2^(s_ij - c_i) v_j / sum_j 2^(s_ij - c_i) for any shift
 c_i. The usual shift is the row's maximum, which is known only after the last key: hence the running maximum, the
-rescaling and a third more instructions. But float32 (and bfloat16, which holds the weights) spans 2^-126 to 2^127: a
-shift only has to be near the maximum.
+rescaling and a third more instructions. But float32 (and bfloat16, which holds the weights) spans 2^-126 to 2^127, so
+the shift only has to be near the maximum.
 
 "bounded": no shift. By Cauchy-Schwarz |s_ij| <= B = scale log2(e) max|q_i| max|k_j|. If B <= 64, every weight lies in
     [2^-64, 2^64]: none is flushed, and the sum is at most Lk 2^64 < 2^95 for any length below 2^31. The output's
-    accumulator is at most max|v| times the sum, finite if max|v| <= 2^31. All three maxima are taken of the input at
-    run time, by one pass over each; where the proof fails, another way is taken.
+    accumulator is at most max|v| times the sum, finite if max|v| <= 2^31. All three maxima are computed from the input
+    at run time, in one pass over each; where the proof fails, another way is taken.
 "optimistic": c_i = 32 + the maximum over the first 256 keys. That is a logit of the row, so its term is 2^-32 and the
     sum is at least 2^-32: a term flushed to zero (below 2^-126) is less than 2^-94 of the sum, and with Lk < 2^31 keys
     the flushed terms together are less than 2^-63 of it. Only overflow can go wrong: some s_ij exceeds c_i + 95 or
     so. It cannot hide: all terms are positive, so an infinite one makes the row's sum infinite, and an accumulator
-    that is infinite or NaN beside a finite sum (of values beyond 2^100) is looked at as well. The kernel returns one
-    number a row that is NaN if any of these is not finite; if there is one, the call is repeated with "online".
+    that is infinite or NaN beside a finite sum (with values beyond 2^100) is checked as well. The kernel returns one
+    number per row, which is NaN if any of these is not finite. If there is one, the call is repeated with "online".
 "online": the classical running maximum. Exact for every finite input.
 
 A NaN in the input fails the bound and makes the check NaN: "online" then runs once, and the NaN comes out.
 
-A repeat is the body of a loop that runs no time or once, whose result takes the place of the first one: what a
-conditional gives in either case XLA would copy.
+The repeat is the body of a loop that runs zero times or once and whose result replaces the first one, because XLA
+would copy the result of a conditional in either case.
 """
 
 import dataclasses
@@ -41,10 +41,11 @@ Softmax = Literal["auto", "bounded", "optimistic", "online"]
 LowPrecision = Literal["int8", "float8_e4m3fn"]
 T = TypeVar("T")
 
-BOUND = 64.0  # powers of two, see the module's docstring
-LARGEST_VALUE = 2.0**31
-LARGEST_WIDTH = 256  # of heads with 8-bit logits: 127 * 127 * 256 < 2^22, see `low_precision.MAGIC`
-ROUNDING_SLACK = 1.02  # squares are summed from bfloat16, 2^-9 off each; float32 roundings are nothing beside it
+BOUND = 64.0  # The largest B of "bounded", in powers of two; see the module's docstring.
+LARGEST_VALUE = 2.0**31  # The largest max|v| of "bounded".
+LARGEST_WIDTH = 256  # The widest head with 8-bit logits: 127 * 127 * 256 < 2^22, see `low_precision.MAGIC`.
+# Squares are summed from bfloat16, each off by up to 2^-9; float32 roundings are negligible beside that.
+ROUNDING_SLACK = 1.02
 
 
 def flash_attention(
@@ -62,35 +63,46 @@ def flash_attention(
 ) -> jax.Array:
     """Compute softmax(scale Q K^T) V.
 
-    Without `heads`: q [N, Lq, D]; k, v [N, Lk, D] -> [N, Lq, D], N any batch of heads. With `heads` N, token-major:
-    q [Lq, N * D]; k, v [Lk, N * D] -> [Lq, N * D], optionally under one leading batch axis; on TPU no transpose is
-    made if D is a multiple of 128, or divides it and N * D is one. bfloat16 or float32; sums are always float32, and
-    float32 input is computed in float32 throughout.
+    Under `jax.vmap` the run-time choices become selects, and every way is computed: pass a batch axis instead.
+    Each shape and each static argument is compiled separately.
 
-    scale: of the logits; None is D ** -0.5. With scale = log(2) the kernel need not multiply: fold the rest into q
-        where q is still float32 (`folded_scale`).
-    kv_len: number of real keys; the rest of K and V is never looked at. None: all. A number is compiled in; an int32
-        scalar is known only when the program runs, from 1 to the keys given, and not to be had with `qk`.
-    softmax: "bounded" where its proof holds at run time, else "online"; "optimistic", repeated with "online" where it
-        overflowed; "online"; "auto", the fastest: "optimistic" (the proof's passes over Q, K and V cost what "bounded"
-        saves). All are exact.
-    qk: compute Q K^T from int8 or float8: Q with a scale for each row, K with one a head, the mean of K subtracted
-        first, which softmax does not see. An approximation; off by default, and not to be had with "bounded".
-    block_sizes: None takes `plan_blocks`. interpret: as pallas_call's.
+    Args:
+        q: Without `heads`, [N, Lq, D], N any batch of heads. With `heads` N, token-major, [Lq, N * D], optionally with
+            a leading batch axis; on TPU nothing is transposed if D is a multiple of 128, or divides 128 and N * D is a
+            multiple of 128. bfloat16 or float32: sums are always float32, and float32 input is computed in float32
+            throughout.
+        k, v: [N, Lk, D], or with `heads` [Lk, N * D], with the batch axis of q.
+        heads: N of token-major arrays.
+        scale: Factor of the logits, D ** -0.5 by default. With scale = log(2) the kernel need not multiply: fold the
+            rest into q while q is still float32 (`wan_tpu.ops.attention.query_scale`).
+        kv_len: Number of real keys, all by default; the rest of K and V is never read. A Python number is compiled in;
+            an int32 scalar, from 1 to Lk, is known only when the program runs, and can't be combined with `qk`.
+        softmax: "bounded" takes that way where its proof holds at run time, else "online". "optimistic" is repeated
+            with "online" where it overflowed. "auto" is the fastest: "optimistic", because the proof's passes over Q, K
+            and V cost what "bounded" saves. All are exact.
+        qk: Computes Q K^T from int8 or float8: Q with a scale per row, K with one per head, after the mean of K is
+            subtracted, which softmax does not see. This is an approximation; it is off by default, and can't be
+            combined with "bounded".
+        block_sizes: Those of `plan_blocks` by default.
+        interpret: As for `pallas_call`.
 
-    Under `jax.vmap` the run-time choices become selects, and every way is computed: give the batch axis instead.
-    Recompiles for each shape and each static argument. Raises ValueError for shapes or names that don't fit.
+    Returns:
+        An array of the shape of q.
+
+    Raises:
+        ValueError: Shapes or names don't fit.
     """
     _check(q, k, v, heads, kv_len, softmax, qk)
     count, shape = heads or 1, q.shape
     q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
     width = shape[-1] // count
     shared = LANES // width if LANES % width == 0 and shape[-1] % LANES == 0 else 1
-    split = count > 1 and width * shared % LANES != 0  # columns of a tile must be whole lanes
+    split = count > 1 and width * shared % LANES != 0  # A tile's columns must fill whole lanes.
     if split:
         q, k, v = (_heads_to_batch(x, count) for x in (q, k, v))
     scale = width**-0.5 if scale is None else scale
-    call = _Call(1 if split else count, width, shared, scale, *_keys(kv_len, k.shape[1]), qk, block_sizes, interpret)
+    keys = _count_keys(kv_len, k.shape[1])
+    call = _Call(1 if split else count, width, shared, scale, *keys, qk, block_sizes, interpret)
     out = call.run(q, k, v, softmax)
     return (_batch_to_heads(out, count) if split else out).reshape(shape)
 
@@ -109,11 +121,20 @@ def flash_attention_unchecked(
     qk: LowPrecision | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute softmax(scale Q K^T) V in one way, and say whether it is right: that of a false one isn't.
+    """Compute softmax(scale Q K^T) V in one way only, and check the result.
 
-    q [Lq, at least N * D]; k, v [Lk, at least N * D] -> [Lq, N * D], and a boolean scalar. Each may hold more heads, of
-    width D: of those the ones from its number in `first_heads` on are used, in place where registers are whole.
-    What is false is to be asked for again with "online", which is always right.
+    Args:
+        q: [Lq, at least N * D].
+        k, v: [Lk, at least N * D].
+        heads: N.
+        first_heads: The first head to use of q, k and v, which may hold more; they are read in place where heads fill
+            registers.
+        width: D.
+        scale, kv_len, qk, interpret: As for `flash_attention`.
+        softmax: The way; "online" is always right.
+
+    Returns:
+        The output [Lq, N * D], and a boolean scalar: False if it is wrong and must be repeated with "online".
     """
     shared = LANES // width if LANES % width == 0 and (heads * width) % LANES == 0 else 1
     if (width * shared) % LANES or any(first % shared for first in first_heads):
@@ -122,9 +143,9 @@ def flash_attention_unchecked(
         )
         out = flash_attention(q, k, v, heads=heads, scale=scale, kv_len=kv_len, qk=qk, interpret=interpret)
         return out, jnp.asarray(True)
-    call = _Call(heads, width, shared, scale, *_keys(kv_len, len(k)), qk, None, interpret)
+    call = _Call(heads, width, shared, scale, *_count_keys(kv_len, len(k)), qk, None, interpret)
     first_q, first_k, first_v = (first // shared for first in first_heads)
-    out, check = call.once(q[None], k[None], v[None], softmax, (first_q, first_k, first_v))
+    out, check = call.run_once(q[None], k[None], v[None], softmax, (first_q, first_k, first_v))
     return out[0], jnp.asarray(True) if check is None else jnp.all(jnp.isfinite(check))
 
 
@@ -137,7 +158,7 @@ def flash_attention_reference(
     scale: float | None = None,
     kv_len: int | None = None,
 ) -> jax.Array:
-    """Compute the same in plain jnp, float32, with the whole score matrix in memory; arguments as flash_attention's."""
+    """Compute the same as `flash_attention` in plain jnp, float32, with the whole score matrix in memory."""
     _check(q, k, v, heads, kv_len, "auto", None)
     count, shape = heads or 1, q.shape
     q3, k3, v3 = (_heads_to_batch((x[None] if x.ndim == 2 else x).astype(jnp.float32), count) for x in (q, k, v))
@@ -150,13 +171,23 @@ def flash_attention_reference(
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The static arguments of one call; arrays are q [B, Lq, N * D], k and v [B, Lk, N * D]."""
+    """The static arguments of one call; arrays are q [B, Lq, N * D], k and v [B, Lk, N * D].
+
+    Attributes:
+        heads: N.
+        width: D.
+        shared: Heads in the lanes of one tile.
+        scale: Factor of the logits.
+        kv_len: Number of real keys; if `count` is an array, their largest number.
+        count: Number of real keys [1] where only the program knows it, else None.
+        qk, block_sizes, interpret: As for `flash_attention`.
+    """
 
     heads: int
-    width: int  # D
-    shared: int  # heads in the lanes of one tile
+    width: int
+    shared: int
     scale: float
-    kv_len: int  # the most there can be, if they are counted
+    kv_len: int
     count: jax.Array | None
     qk: LowPrecision | None
     block_sizes: BlockSizes | None
@@ -169,51 +200,49 @@ class _Call:
 
     @property
     def multiplier(self) -> float:
-        """Of q.k, to powers of two."""
+        """The factor of q.k that makes logits powers of two."""
         return self.scale * math.log2(math.e)
 
-    def once(
+    def run_once(
         self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: str, first: tuple[int, int, int]
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return what one way gives, with its check if it has one; first: tiles of Q, K and V."""
+        """Return the result of one way, and its check if it has one; `first` are the first tiles of Q, K and V."""
         plan = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=self.qk or q.dtype, shared=self.shared)
         blocks, rows = plan().blocks, q.shape[1]
         if self.kv_len <= blocks.online.chunk:
             softmax = "online"
         elif softmax == "online":
             blocks = plan(fallback=True).blocks
-        terms, k, rows_of, first = self._rounded(q, k, first)
-        out, *check = self._tiles(terms, k, v, rows_of, blocks, softmax, first)
+        terms, k, rows_of, first = self._round_operands(q, k, first)
+        out, *check = self._run_tiles(terms, k, v, rows_of, blocks, softmax, first)
         return out[:, :rows], check[0] if check else None
 
     def run(self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: Softmax) -> jax.Array:
-        given = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=self.qk or q.dtype, shared=self.shared)
-        blocks = self.block_sizes or given().blocks
-        spare = self.block_sizes or given(fallback=True).blocks
+        """Return the right result, repeated with "online" where another way fails."""
+        plan = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=self.qk or q.dtype, shared=self.shared)
+        blocks = self.block_sizes or plan().blocks
+        fallback_blocks = self.block_sizes or plan(fallback=True).blocks
         bounded = self._bound_holds(q, k, v) if softmax == "bounded" else None
         rows = q.shape[1]
-        terms, k, rows_of, _ = self._rounded(q, k, (0, 0, 0))
+        terms, k, rows_of, _ = self._round_operands(q, k, (0, 0, 0))
 
-        def way(name: str, blocks: BlockSizes = blocks) -> list[jax.Array]:
-            return self._tiles(terms, k, v, rows_of, blocks, name)
+        def run_way(name: str, blocks: BlockSizes = blocks) -> list[jax.Array]:
+            return self._run_tiles(terms, k, v, rows_of, blocks, name)
 
-        def online() -> jax.Array:
-            return way("online", spare)[0]
+        def run_online() -> jax.Array:
+            return run_way("online", fallback_blocks)[0]
 
-        def optimistic() -> jax.Array:
-            out, check = way("optimistic")
-            return repeated_if(~jnp.all(jnp.isfinite(check)), out, online)
-
-        # With one chunk in all, "online" sees the row's maximum at once: it is the cheapest as well.
+        # With one chunk in all, "online" sees the row's maximum at once, so it is the cheapest as well.
         if softmax == "online" or self.kv_len <= blocks.online.chunk:
-            out = way("online")[0]
+            out = run_way("online")[0]
         elif bounded is None:
-            out = optimistic()
+            out, check = run_way("optimistic")
+            out = repeat_if(~jnp.all(jnp.isfinite(check)), out, run_online)
         else:
-            out = lax.cond(bounded, lambda: way("bounded")[0], online)
+            out = lax.cond(bounded, lambda: run_way("bounded")[0], run_online)
         return out[:, :rows]
 
-    def _tiles(
+    def _run_tiles(
         self,
         terms: list[jax.Array],
         k: jax.Array,
@@ -225,54 +254,54 @@ class _Call:
     ) -> list[jax.Array]:
         counted = self.count is not None
         tile = Tile(blocks, softmax, self.kv_len, self.multiplier, self.width, self.shared, counted)
-        k, v = (_at_least(x, blocks.block_kv) for x in (k, v))
-        terms = [_at_least(term, blocks.block_q) for term in terms]
+        k, v = (_pad_rows(x, blocks.block_kv) for x in (k, v))
+        terms = [_pad_rows(term, blocks.block_q) for term in terms]
         if rows_of is not None:
             rows_of = jnp.pad(rows_of, ((0, 0), (0, 0), (0, max(0, blocks.block_q - rows_of.shape[2]))))
         return flash_tiles(terms, k, v, rows_of, tile, self.heads, self.interpret, first, self.count)
 
     def _bound_holds(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Whether all exponents and sums of every head stay in range without a shift; a boolean scalar."""
-        k, v = self._real(k), self._real(v)
+        """Return a boolean scalar: whether all exponents and sums of every head stay in range without a shift."""
+        k, v = self._mask_keys(k), self._mask_keys(v)
         largest = abs(self.multiplier) * ROUNDING_SLACK * _largest_norm(q, self.heads) * _largest_norm(k, self.heads)
         return jnp.all(largest <= BOUND) & (jnp.max(jnp.abs(v)) <= LARGEST_VALUE)
 
-    def _real(self, x: jax.Array) -> jax.Array:
-        """Return keys or values [B, Lk, N * D] without those that don't count, or with zeros in their place."""
+    def _mask_keys(self, x: jax.Array) -> jax.Array:
+        """Cut off the keys or values [B, Lk, N * D] that aren't real, or replace them by zeros."""
         x = x[:, : self.kv_len]
         return x if self.count is None else jnp.where((jnp.arange(self.kv_len) < self.count)[:, None], x, 0)
 
-    def _rounded(
+    def _round_operands(
         self, q: jax.Array, k: jax.Array, first: tuple[int, int, int]
     ) -> tuple[list[jax.Array], jax.Array, jax.Array | None, tuple[int, int, int]]:
         """Return Q's terms and K as they are multiplied, `rows_of` of `flash_tiles`, and the first tiles of Q, K, V."""
         if self.qk is None:
             return [q], k, None, first
         dtype = jnp.dtype(self.qk)
-        which: dict[str, Any] = {"width": self.width, "shared": self.shared, "interpret": self.interpret}
-        k, unit = round_keys(k, self.kv_len, dtype, tiles=self.heads // self.shared, first=first[1], **which)
-        terms, scales = round_queries(q, self.multiplier * unit, dtype, first=first[0], **which)
+        options: dict[str, Any] = {"width": self.width, "shared": self.shared, "interpret": self.interpret}
+        k, unit = round_keys(k, self.kv_len, dtype, tiles=self.heads // self.shared, first=first[1], **options)
+        terms, scales = round_queries(q, self.multiplier * unit, dtype, first=first[0], **options)
         if dtype == jnp.int8:
             scales = lax.bitcast_convert_type(MAGIC * scales, jnp.int32)
         return terms, k, scales, (0, 0, first[2])
 
 
-def _keys(kv_len: int | jax.Array | None, given: int) -> tuple[int, jax.Array | None]:
-    """Return the most keys that there can be, and their number [1] if only the program knows it."""
+def _count_keys(kv_len: int | jax.Array | None, length: int) -> tuple[int, jax.Array | None]:
+    """Return the largest possible number of keys, and their number [1] if only the program knows it."""
     if isinstance(kv_len, jax.Array):
-        return given, kv_len.reshape(1).astype(jnp.int32)
-    return kv_len or given, None
+        return length, kv_len.reshape(1).astype(jnp.int32)
+    return kv_len or length, None
 
 
-def repeated_if(wrong: jax.Array, found: T, again: Callable[[], T]) -> T:
-    """Return `found`, or where it is wrong (a boolean scalar) what `again` gives in its place."""
-    return lax.while_loop(lambda state: state[0], lambda _: (jnp.asarray(False), again()), (wrong, found))[1]
+def repeat_if(wrong: jax.Array, result: T, repeat: Callable[[], T]) -> T:
+    """Return `result`, or if the boolean scalar `wrong` is true, what `repeat` returns instead."""
+    return lax.while_loop(lambda state: state[0], lambda _: (jnp.asarray(False), repeat()), (wrong, result))[1]
 
 
 def _largest_norm(x: jax.Array, heads: int) -> jax.Array:
-    """x [B, L, N * D] -> [B, N] float32, to 1 %.
+    """Return the largest norm of each head's vectors in x [B, L, N * D], as [B, N] float32, to within 1 %.
 
-    The squares are summed by a matmul with ones: to split the last axis XLA would transpose the whole array.
+    The squares are summed by a matmul with ones, because XLA would transpose the whole array to split the last axis.
     """
     square = jnp.square(x.astype(jnp.float32)).astype(jnp.bfloat16)
     ones = jnp.repeat(jnp.eye(heads, dtype=jnp.bfloat16), x.shape[2] // heads, axis=0)  # [N * D, N]
@@ -280,20 +309,20 @@ def _largest_norm(x: jax.Array, heads: int) -> jax.Array:
     return jnp.sqrt(jnp.max(sums, axis=1))
 
 
-def _at_least(x: jax.Array, rows: int) -> jax.Array:
-    """Append zero rows to x [B, L, C] until there is one whole block; longer arrays may overhang, unread."""
+def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
+    """Append zero rows to x [B, L, C] until there is one whole block; the last block of longer arrays may overhang."""
     return jnp.pad(x, ((0, 0), (0, max(0, rows - x.shape[1])), (0, 0)))
 
 
 def _heads_to_batch(x: jax.Array, heads: int) -> jax.Array:
-    """[B, L, N * D] -> [B * N, L, D]."""
+    """Rearrange [B, L, N * D] to [B * N, L, D]."""
     batch, length, width = x.shape
     x = x.reshape(batch, length, heads, width // heads)
     return x.transpose(0, 2, 1, 3).reshape(batch * heads, length, -1)
 
 
 def _batch_to_heads(x: jax.Array, heads: int) -> jax.Array:
-    """[B * N, L, D] -> [B, L, N * D]."""
+    """Rearrange [B * N, L, D] to [B, L, N * D]."""
     count, length, d = x.shape
     x = x.reshape(count // heads, heads, length, d)
     return x.transpose(0, 2, 1, 3).reshape(count // heads, length, heads * d)

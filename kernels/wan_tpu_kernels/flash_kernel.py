@@ -1,16 +1,16 @@
 """The tile program of flash attention: what one grid step does with a block of queries and a block of keys.
 
-Everything is kept transposed, S^T = K Q^T [keys, queries] and O^T = V^T P^T [D, queries], so that what softmax needs
-for each query is a row vector (no lane reductions, no broadcasts along lanes) and P^T feeds the second matmul as it
-is. O^T is transposed once, after the last key.
+Everything is kept transposed, S^T = K Q^T [keys, queries] and O^T = V^T P^T [D, queries], so that each query's softmax
+statistics are row vectors (no lane reductions, no broadcasts along lanes) and P^T feeds the second matmul as it is.
+O^T is transposed once, after the last key.
 
 A grid step is unrolled into units of `chunk` keys x `columns` queries. The compiler schedules instructions mostly in
-program order; so the logits of the unit `ahead` positions later are written before the softmax of the present one:
+program order, so the logits of the unit `ahead` positions later are written before the softmax of the current one:
 their matmul then runs while this unit's exponentials do.
 
-Heads narrower than the 128 lanes of a tile share one: Q once for each of them, with zeros in the others' lanes, so that
-K Q^T is that head's alone, and of V^T each head has rows of its own. Nothing is moved, and a matrix unit that is 256
-deep takes no longer for it. (A NaN in K comes out of all heads of its tile: 0 * NaN is NaN.)
+Heads narrower than the 128 lanes of a tile share one. Q is stored once for each of them, with zeros in the others'
+lanes, so that K Q^T is that head's alone; in V^T each head has its own rows. Nothing is moved, and a matrix unit that
+is 256 deep takes no longer for it. (A NaN in K comes out of all heads of its tile: 0 * NaN is NaN.)
 
 Letters: B batch, N heads, Lq Lk tokens, D head width, bq bkv rows of a block, S heads that share a tile's lanes.
 """
@@ -29,28 +29,38 @@ from jax.experimental.pallas import tpu as pltpu
 
 from wan_tpu_kernels.blocks import BlockSizes
 
-Ref = Any  # a Pallas reference to VMEM or SMEM
+Ref = Any  # A Pallas reference to VMEM or SMEM.
 Index = int | jax.Array
 
-# What the optimistic kernel adds to a row's first maximum (powers of two): room for later, larger logits. The row's
-# sum is then at least 2^-32, so that what float32 and bfloat16 flush (below 2^-126) is below 2^-94 of it.
+# The optimistic kernel adds this to a row's first maximum, in powers of two, as room for later, larger logits. The
+# row's sum is then at least 2^-32, so that what float32 and bfloat16 flush (below 2^-126) is below 2^-94 of it.
 HEADROOM = 32.0
 
-FIRST_KEYS = 256  # whose largest logit is the optimistic shift; they are multiplied twice, so not many
-SUBLANES = 8  # rows of one float32 vector register
+FIRST_KEYS = 256  # Keys whose largest logit sets the optimistic shift; they are multiplied twice, so there are few.
+SUBLANES = 8  # Rows of one float32 vector register.
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The static side of a kernel."""
+    """The static settings of a kernel.
+
+    Attributes:
+        blocks: Block sizes.
+        softmax: "bounded", "optimistic" or "online".
+        kv_len: Number of real keys; if `counted`, their largest number.
+        multiplier: The factor of q.k that makes logits powers of two.
+        width: D.
+        shared: Heads in a tile's lanes.
+        counted: Whether the number of real keys is known only when the kernel runs.
+    """
 
     blocks: BlockSizes
-    softmax: str  # "bounded", "optimistic" or "online"
-    kv_len: int  # real keys; the most there can be of a counted tile
-    multiplier: float  # of q.k, to powers of two
-    width: int  # D
-    shared: int = 1  # heads in a tile's lanes
-    counted: bool = False  # whether the number of real keys is known only when the kernel runs
+    softmax: str
+    kv_len: int
+    multiplier: float
+    width: int
+    shared: int = 1
+    counted: bool = False
 
     @property
     def kv_steps(self) -> int:
@@ -76,27 +86,36 @@ def flash_tiles(
 ) -> list[jax.Array]:
     """Run the kernel over all tiles.
 
-    q: one or two terms whose sum Q is, [B, Lq, N * D] each; k, v [B, Lk, N * D]; Lq and Lk at least one block; rows_of
-    [B * N / S, S, Lq] of 8-bit logits: float32, which each query's are multiplied with (in place of the multiplier), or
-    int32, which is added to the whole numbers that they are, and makes a float32 of them: `low_precision.MAGIC` times
-    their scale, a power of two, as its bits. What it adds to all logits of a query is no matter to softmax.
-    Each may hold more heads: of those of Q, K and V, the ones of its tiles from `first` on are used.
-    count  of a counted tile, how many keys are real, int32 [1]; blocks behind them are neither fetched nor computed
-    Returns the output [B, Lq, N * D]; with softmax "optimistic" also a check [B * N / S, 1, Lq] float32, zero where the
-    sums and outputs of a row are finite and NaN where they are not.
+    Args:
+        q: One or two terms whose sum is Q, [B, Lq, N * D] each. Lq and Lk are at least one block.
+        k, v: [B, Lk, N * D].
+        rows_of: Each query's factor of 8-bit logits, [B * N / S, S, Lq], else None. float32 multiplies the logits, in
+            place of the multiplier. int32 is added to the logits, which are whole numbers, and makes them float32: it
+            holds the bits of `low_precision.MAGIC` times their scale, a power of two. Softmax does not see what that
+            adds to all logits of a query.
+        tile: The static settings.
+        heads: N. Q, K and V may hold more.
+        interpret: As for `pallas_call`.
+        first: The first tile to use of Q, K and V.
+        count: The number of real keys of a counted tile, int32 [1]; blocks behind them are neither fetched nor
+            computed.
+
+    Returns:
+        The output [B, Lq, N * D]; with softmax "optimistic" also a check [B * N / S, 1, Lq] float32, zero where the
+        sums and outputs of a row are finite and NaN where they are not.
     """
     (batch, q_len, _), tiles, blocks = q[0].shape, heads // tile.shared, tile.blocks
     d, lanes, width = tile.width, tile.width * tile.shared, tile.width * heads
     grid = (batch, tiles, -(-q_len // blocks.block_q), tile.kv_steps)
 
-    def real(j: jax.Array, counts: Sequence[Ref]) -> jax.Array:
-        """The block of keys at step j: beyond the last real one that one again, which is there."""
+    def key_block(j: jax.Array, counts: Sequence[Ref]) -> jax.Array:
+        """Return the block of keys at step j: beyond the last real block that one again, which is already in VMEM."""
         return jnp.minimum(j, lax.div(counts[0][0] - 1, blocks.block_kv)) if counts else j
 
     queries = pl.BlockSpec((None, blocks.block_q, lanes), lambda b, h, i, j, *_: (b, i, first[0] + h))
     rows = pl.BlockSpec((None, blocks.block_q, lanes), lambda b, h, i, j, *_: (b, i, h))
-    keys = pl.BlockSpec((None, blocks.block_kv, lanes), lambda b, h, i, j, *n: (b, real(j, n), first[1] + h))
-    values = pl.BlockSpec((None, blocks.block_kv, lanes), lambda b, h, i, j, *n: (b, real(j, n), first[2] + h))
+    keys = pl.BlockSpec((None, blocks.block_kv, lanes), lambda b, h, i, j, *n: (b, key_block(j, n), first[1] + h))
+    values = pl.BlockSpec((None, blocks.block_kv, lanes), lambda b, h, i, j, *n: (b, key_block(j, n), first[2] + h))
     flags = pl.BlockSpec((None, 1, blocks.block_q), lambda b, h, i, j, *_: (b * tiles + h, 0, i))
     own_rows = pl.BlockSpec((None, tile.shared, blocks.block_q), lambda b, h, i, j, *_: (b * tiles + h, 0, i))
     table = [] if rows_of is None else [own_rows]
@@ -130,7 +149,7 @@ def flash_tiles(
 
 
 def _cost(q: Sequence[jax.Array], k: jax.Array, tile: Tile, heads: int) -> pl.CostEstimate:
-    """What XLA's scheduler should think of the call: K and V are read once a block of queries."""
+    """Return the call's cost for XLA's scheduler: K and V are read once per block of queries."""
     (batch, q_len, _), width = q[0].shape, heads * tile.width
     scores = batch * heads * q_len * tile.kv_len
     return pl.CostEstimate(
@@ -142,7 +161,7 @@ def _cost(q: Sequence[jax.Array], k: jax.Array, tile: Tile, heads: int) -> pl.Co
 
 
 def _kernel(*refs: Ref, tile: Tile, terms: int, scaled: bool) -> None:
-    """One grid step (b, h, i, j)."""
+    """Run one grid step (b, h, i, j)."""
     counts, refs = refs[: tile.counted], refs[tile.counted :]
     q_refs, (k_ref, v_ref), refs = refs[:terms], refs[terms : terms + 2], refs[terms + 2 :]
     rows_ref = refs[0] if scaled else None
@@ -156,7 +175,7 @@ def _kernel(*refs: Ref, tile: Tile, terms: int, scaled: bool) -> None:
         own = [apart[0].at[index, term] for term in range(terms)] if apart else q_refs
         return _Head(own, acc_ref.at[index], shift_ref.at[index], factor, slice(index * d, (index + 1) * d))
 
-    # The real keys from this block's first on: a number where only the last block can have other than real ones.
+    # The number of real keys from this block's first one on; a Python number if only the last block may be incomplete.
     real: Index = counts[0][0] - step * tile.blocks.block_kv if counts else tile.last_keys
     block = _Block([head(index) for index in range(tile.shared)], k_ref, v_ref, tile, real)
 
@@ -179,19 +198,22 @@ def _kernel(*refs: Ref, tile: Tile, terms: int, scaled: bool) -> None:
 
     @pl.when(step == last)
     def _() -> None:
-        found = [head.result() for head in block.heads]
-        o_ref[...] = jnp.concatenate(found, axis=0).T.astype(o_ref.dtype)
-        for ref in check_ref:  # 0 * x is NaN exactly where x is not finite
+        results = [head.result() for head in block.heads]
+        o_ref[...] = jnp.concatenate(results, axis=0).T.astype(o_ref.dtype)
+        for ref in check_ref:  # 0 * x is NaN exactly where x is not finite.
             ref[...] = sum(jnp.sum(head.acc_ref[...] * 0.0, axis=0, keepdims=True) for head in block.heads)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """One head of a block of queries: q_refs, terms of [bq, S * D], zero in the lanes of others.
+    """One head of a block of queries.
 
-    acc_ref [D + 8, bq] float32 holds O^T and below it the sum of the weights, as 8 rows yet to be added up; shift_ref
-    [8, bq] float32 what is subtracted from the logits, 8 times the same row; factor a number, or [1, bq]: `rows_of` of
-    `flash_tiles`; lanes are this head's of a tile.
+    Attributes:
+        q_refs: Terms of Q [bq, S * D], zero in the lanes of other heads.
+        acc_ref: [D + 8, bq] float32: O^T, and below it the sum of the weights, as 8 rows yet to be added up.
+        shift_ref: [8, bq] float32: the shift that is subtracted from the logits, the same row 8 times.
+        factor: A number, or [1, bq]: `rows_of` of `flash_tiles`.
+        lanes: This head's lanes of a tile.
     """
 
     q_refs: Sequence[Ref]
@@ -206,14 +228,14 @@ class _Head:
         return self.lanes.stop - self.lanes.start
 
     def result(self) -> jax.Array:
-        """O^T [D, bq], after the last key."""
+        """Return O^T [D, bq], after the last key."""
         total = jnp.sum(self.acc_ref[self.width :, :], axis=0, keepdims=True)
         return self.acc_ref[: self.width, :] / total
 
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A block of queries, by heads, and one of keys: k_ref, v_ref [bkv, S * D], of which the first `real` are real."""
+    """A block of queries, by heads, and a block of keys [bkv, S * D], the first `real` of which are real."""
 
     heads: Sequence[_Head]
     k_ref: Ref
@@ -231,7 +253,7 @@ class _Block:
                 head.q_refs[term][...] = jnp.where(own, q, jnp.zeros_like(q))
 
     def start(self) -> None:
-        """Before the first key."""
+        """Initialise the accumulators and shifts, before the first key."""
         for head in self.heads:
             head.acc_ref[...] = jnp.zeros_like(head.acc_ref)
             if self.tile.softmax == "online":
@@ -244,23 +266,23 @@ class _Block:
                     head.shift_ref[:, columns] = jnp.broadcast_to(largest + HEADROOM, (SUBLANES, largest.shape[1]))
 
     def add_all(self) -> None:
-        """Add a block of nothing but real keys."""
+        """Add a block all of whose keys are real."""
         self._add(range(0, self.tile.blocks.block_kv, self._schedule.chunk))
 
     def add_real(self) -> None:
-        """Add the last block, of which only some keys are real."""
+        """Add the last block, only some of whose keys are real."""
         chunk, real = self._schedule.chunk, self.real
         if isinstance(real, int) and real <= chunk:
             return self._add([0], real)
 
-        # A loop, not unrolled: this block is one of many, and unrolled it would double the code to compile.
+        # This loop isn't unrolled: the block is one of many, and unrolling it would double the code to compile.
         def body(i: jax.Array, _: None) -> None:
             self._add([pl.multiple_of(i * chunk, chunk)], real)
 
         return lax.fori_loop(0, pl.cdiv(real, chunk), body, None)
 
     def _add(self, starts: Iterable[Index], real: Index | None = None) -> None:
-        """Add the chunks of keys that begin at `starts`; with `real`, keys from there on do not count."""
+        """Add the chunks of keys that begin at `starts`; with `real`, keys from there on are ignored."""
         chunks = [(start, self._values(start, real)) for start in starts]
         units = [
             (head, start, values[index], columns)
@@ -270,8 +292,8 @@ class _Block:
         ]
         logits: list[jax.Array] = []
         for position, (head, _, values, columns) in enumerate(units):
-            for of, start, _, those in units[position + len(logits) : position + self._schedule.ahead + 1]:
-                logits.append(self._logits(of, start, those, real))
+            for later, start, _, its_columns in units[position + len(logits) : position + self._schedule.ahead + 1]:
+                logits.append(self._logits(later, start, its_columns, real))
             self._add_unit(head, logits.pop(0), values, columns)
 
     def _add_unit(self, head: _Head, s: jax.Array, v: jax.Array, columns: Any) -> None:
@@ -293,9 +315,9 @@ class _Block:
     def _logits(
         self, head: _Head, start: Index, columns: Any, real: Index | None, count: int | None = None
     ) -> jax.Array:
-        """S^T [count or chunk, columns] float32 in powers of two; -inf for keys from `real` on."""
+        """Return S^T [count or chunk, columns] float32 in powers of two; -inf for keys from `real` on."""
         k, q = self.k_ref[pl.ds(start, count or self._schedule.chunk), :], [ref[columns, :] for ref in head.q_refs]
-        # Two terms are one product over 2 D: the MXU is 256 deep since v6e, so at D = 128 the second is nearly free.
+        # Two terms are one product over 2 D. The MXU is 256 deep since v6e, so at D = 128 the second is nearly free.
         s = dot(jnp.concatenate([k] * len(q), axis=1), jnp.concatenate(q, axis=1), contract=(1, 1))
         if s.dtype == jnp.int32:
             s = lax.bitcast_convert_type(s + head.factor[:, columns], jnp.float32)
@@ -306,9 +328,12 @@ class _Block:
         return s if real is None else jnp.where(_is_key(s.shape, start, real), s, -jnp.inf)
 
     def _values(self, start: Index, real: Index | None) -> list[jax.Array]:
-        """V^T [D, chunk] of each head; with sums on the MXU [D + 8, chunk]: ones, and zeros to fill the register."""
+        """Return V^T [D, chunk] of each head; with sums on the MXU [D + 8, chunk], a row of ones and 7 of zeros below.
+
+        The zeros fill the register.
+        """
         v = self.v_ref[pl.ds(start, self._schedule.chunk), :]
-        if real is not None:  # what lies beyond an array's end may be NaN, and 0 * NaN is NaN
+        if real is not None:  # Values beyond the array's end may be NaN, and 0 * NaN is NaN.
             v = jnp.where(_is_key(v.shape, start, real), v, jnp.zeros_like(v))
         own = [v.T[head.lanes] for head in self.heads]
         if not self._schedule.mxu_sums:
@@ -326,7 +351,7 @@ class _Block:
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Contract one axis of each; exact products, float32 (int8: int32) sums."""
+    """Contract one axis of each array, with exact products and float32 (for int8, int32) sums."""
     whole = jnp.issubdtype(a.dtype, jnp.integer)
     return lax.dot_general(
         a,
@@ -338,5 +363,5 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
 
 
 def _is_key(shape: tuple[int, ...], start: Index, real: Index) -> jax.Array:
-    """Whether the rows of an array of keys, the first of them key `start`, are real."""
+    """Return whether each row of an array of keys, whose first row is key `start`, is a real key."""
     return start + lax.broadcasted_iota(jnp.int32, shape, 0) < real

@@ -1,8 +1,8 @@
 """Normalisation of queries or keys head by head, then rotary embedding, in one pass over HBM.
 
-Heads narrower than the 128 lanes of a register share one: their means are a product with a matrix of ones in blocks,
-which the idle matrix unit gives back spread over each head's lanes, and a rotation is two rolls and a choice. Pairs are
-(i, i + D/2) of each head, as in rms_norm_rope.py.
+Heads narrower than the 128 lanes of a register share one. Their means are a product with a block-diagonal matrix of
+ones, which the otherwise idle matrix unit returns spread over each head's lanes, and a rotation is two rolls and a
+select. Channels are paired (i, i + D/2) in each head, as in rms_norm_rope.py.
 
 Shapes: L rows (tokens), N heads, D head width, S heads in the lanes of one register.
 """
@@ -18,8 +18,9 @@ from wan_tpu_kernels.blocks import LANES
 from wan_tpu_kernels.columns import Columns, Cut
 from wan_tpu_kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
-ROWS = 512  # of a tile, as in layer_norm.py
-ROWS_AT_ONCE, COLUMNS_AT_ONCE = 128, 4  # of the loop inside: registers' worth of lanes, tried at 3,072 channels
+ROWS = 512  # Rows of a tile, as in layer_norm.py.
+# Rows, and registers' widths of columns, of one iteration of the inner loop: the best tried at 3,072 channels.
+ROWS_AT_ONCE, COLUMNS_AT_ONCE = 128, 4
 
 Tables = tuple[jax.Array, jax.Array]
 
@@ -35,13 +36,19 @@ def head_norm_rope(
     parts: tuple[int, ...] = (),
     interpret: bool = False,
 ) -> Cut:
-    """Return each head of x normalised, rotated, computed in float32, in the dtype of x.
+    """Normalise each head of x and rotate it, in float32; the result has the dtype of x.
 
-    x             [L, N*D]
-    weight, bias  [D], the same for every head: LayerNorm, (x - mean) / sqrt(variance + eps) * weight + bias; without a
-                  bias RMSNorm, x / sqrt(mean square + eps) * weight
-    tables        cosines and sines [L, D] of each row's angles: [cos, cos] and [-sin, sin]; None: no rotation
-    groups, parts  of the result's columns, see columns.py
+    With a bias this is LayerNorm, (x - mean) / sqrt(variance + eps) * weight + bias; without, RMSNorm,
+    x / sqrt(mean square + eps) * weight.
+
+    Args:
+        x: [L, N*D].
+        weight: [D], the same for every head.
+        bias: [D], or None.
+        tables: Cosines and sines [L, D] of each row's angles, as [cos, cos] and [-sin, sin]; None for no rotation.
+        eps: Added to the variance or the mean square.
+        groups, parts: The layout of the result's columns, see columns.py.
+        interpret: As for `pallas_call`.
     """
     (rows, channels), head = x.shape, len(weight)
     block, columns = even_block(rows, ROWS, sublanes(x.dtype)), Columns(channels, groups, parts)
@@ -54,7 +61,7 @@ def head_norm_rope(
     if tables is not None:
         specs += [pl.BlockSpec((block, head), lambda i: (i, 0))] * 2
         arrays += tables
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         functools.partial(
             _kernel, eps=eps, head=head, columns=columns, centred=bias is not None, rotated=tables is not None
         ),
@@ -69,7 +76,7 @@ def head_norm_rope(
         name="head_norm" if tables is None else "head_norm_rope",
         interpret=interpret,
     )(*arrays)
-    return columns.given(found)
+    return columns.unwrap(results)
 
 
 def head_norm_rope_reference(
@@ -82,7 +89,7 @@ def head_norm_rope_reference(
     groups: int = 1,
     parts: tuple[int, ...] = (),
 ) -> Cut:
-    """Return the same as `head_norm_rope`, in plain jnp."""
+    """Compute the same as `head_norm_rope`, in plain jnp."""
     heads = x.astype(jnp.float32).reshape(x.shape[0], -1, len(weight))
     if bias is not None:
         heads = heads - heads.mean(-1, keepdims=True)
@@ -106,16 +113,17 @@ def _kernel(x_ref, weight_ref, *refs, eps, head, columns, centred, rotated):  # 
         angles = [jnp.concatenate([table[here, :]] * shared, axis=1) for table in tables]
         for first in range(0, channels, width * COLUMNS_AT_ONCE):
             starts = range(first, min(first + width * COLUMNS_AT_ONCE, channels), width)
-            given = jnp.concatenate([x_ref[here, lane : lane + width] for lane in starts])  # one below another
-            x = given.astype(jnp.float32)
+            stacked = jnp.concatenate([x_ref[here, lane : lane + width] for lane in starts])
+            x = stacked.astype(jnp.float32)
             if centred:
-                x = x - _mean(given, head)
-            y = x * jax.lax.rsqrt(_mean(x * x, head, rounded=given.dtype == jnp.bfloat16) + eps) * weight_ref[...]
+                x = x - _head_means(stacked, head)
+            squares = _head_means(x * x, head, rounded=stacked.dtype == jnp.bfloat16)
+            y = x * jax.lax.rsqrt(squares + eps) * weight_ref[...]
             if centred:
                 y = y + bias_ref[...]
             if tables:
                 cos, sin = (jnp.concatenate([table] * len(starts)) for table in angles)
-                y = y * cos + _other_half(y, head) * sin
+                y = y * cos + _swap_halves(y, head) * sin
             y = y.astype(x_ref.dtype)
             for index, lane in enumerate(starts):
                 columns.store(results, here, lane, y[index * count : (index + 1) * count])
@@ -123,17 +131,23 @@ def _kernel(x_ref, weight_ref, *refs, eps, head, columns, centred, rotated):  # 
     by_rows(x_ref.shape[0], ROWS_AT_ONCE, sublanes(x_ref.dtype), rows)
 
 
-def _mean(x: jax.Array, head: int, *, rounded: bool = False) -> jax.Array:
-    """Return the mean of each head in all of its lanes, float32: x [rows, S*D] -> the same, or [rows, 1] of one head.
+def _head_means(x: jax.Array, head: int, *, rounded: bool = False) -> jax.Array:
+    """Return the mean of each head in all of its lanes, float32.
 
-    rounded: positive float32 values are taken as the sum of two bfloat16, 2^-17 off at most.
+    Args:
+        x: [rows, S*D].
+        head: D.
+        rounded: Whether to split positive float32 values into the sum of two bfloat16, off by at most 2^-17.
+
+    Returns:
+        [rows, S*D], or [rows, 1] if there is one head.
     """
     width = x.shape[1]
     if width == head:
         return x.astype(jnp.float32).mean(-1, keepdims=True)
     if rounded:
-        most = x.astype(jnp.bfloat16)
-        x = jnp.concatenate([most, (x - most.astype(jnp.float32)).astype(jnp.bfloat16)], axis=1)
+        leading = x.astype(jnp.bfloat16)
+        x = jnp.concatenate([leading, (x - leading.astype(jnp.float32)).astype(jnp.bfloat16)], axis=1)
     shape = x.shape[1], width
     of_row, of_column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) % width // head for axis in (0, 1))
     blocks = jnp.where(of_row == of_column, 1 / head, 0.0).astype(x.dtype)
@@ -141,8 +155,8 @@ def _mean(x: jax.Array, head: int, *, rounded: bool = False) -> jax.Array:
     return jnp.dot(x, blocks, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _other_half(x: jax.Array, head: int) -> jax.Array:
-    """Swap the halves of each head: x [rows, S*D]."""
+def _swap_halves(x: jax.Array, head: int) -> jax.Array:
+    """Swap the halves of each head of x [rows, S*D]."""
     width, half = x.shape[1], head // 2
     later = pltpu.roll(x, half, 1)
     if width == head:

@@ -1,6 +1,6 @@
 """Layer normalisation with scale and shift in one pass over HBM.
 
-XLA takes two (statistics, then the result) and float32 in between.
+XLA takes two passes (statistics, then the result) and writes float32 in between.
 Shapes: L rows (tokens), C channels.
 """
 
@@ -16,8 +16,8 @@ from wan_tpu_kernels.low_precision import LANES, Rounded, round_rows_reference, 
 from wan_tpu_kernels.modulation import modulation_row
 from wan_tpu_kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
-ROWS = 512  # of a tile: 5 MB at 5120 channels, long enough a transfer to hide its start
-ROWS_AT_ONCE = 64  # of the loop inside: enough to hide the latency of sums over lanes
+ROWS = 512  # Rows of a tile: 5 MB at 5120 channels, long enough a transfer to hide its start.
+ROWS_AT_ONCE = 64  # Rows of one iteration of the inner loop, enough to hide the latency of sums over lanes.
 
 
 def layer_norm(
@@ -30,11 +30,15 @@ def layer_norm(
     rounded: Any = None,
     interpret: bool = False,
 ) -> jax.Array | Rounded:
-    """Return (x - mean) / sqrt(variance + eps) * scale + shift, computed in float32, in the dtype of x.
+    """Compute (x - mean) / sqrt(variance + eps) * scale + shift, in float32; the result has the dtype of x.
 
-    x             [L, C]
-    scale, shift  [1 or 2, C]: of two, the first is for rows before `first_rows`
-    rounded       an 8-bit type: return `Rounded` rows of it
+    Args:
+        x: [L, C].
+        scale, shift: [1 or 2, C]. Of two, the first is for rows before `first_rows`.
+        eps: Added to the variance.
+        first_rows: Number of rows that take the first of two scales and shifts.
+        rounded: An 8-bit type, to return `Rounded` rows of it.
+        interpret: As for `pallas_call`.
     """
     rows, channels = x.shape
     block = even_block(rows, ROWS, sublanes(rounded or x.dtype))
@@ -45,7 +49,7 @@ def layer_norm(
     if rounded is not None:
         out.append(jax.ShapeDtypeStruct((rows, LANES), jnp.float32))
         out_specs.append(pl.BlockSpec((block, LANES), lambda i: (i, 0)))
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         functools.partial(_kernel, eps=eps),
         out_shape=out,
         grid=(pl.cdiv(rows, block),),
@@ -58,7 +62,7 @@ def layer_norm(
         name="layer_norm" if rounded is None else "layer_norm_rounded",
         interpret=interpret,
     )(x, scale.astype(jnp.float32), shift.astype(jnp.float32), jnp.asarray(first_rows, jnp.int32).reshape(1))
-    return found[0] if rounded is None else Rounded(*found)
+    return results[0] if rounded is None else Rounded(*results)
 
 
 def layer_norm_reference(
@@ -70,7 +74,7 @@ def layer_norm_reference(
     first_rows: jax.Array | int = 0,
     rounded: Any = None,
 ) -> jax.Array | Rounded:
-    """Return the same as `layer_norm`, in plain jnp."""
+    """Compute the same as `layer_norm`, in plain jnp."""
     rows = x.shape[0]
     normed = _normalise(x.astype(jnp.float32), eps)
     scaled = normed * modulation_row(scale, 0, rows, first_rows) + modulation_row(shift, 0, rows, first_rows)

@@ -1,7 +1,7 @@
 """A linear layer for TPU whose bias, activation, gate and residual are applied while the tile is still in VMEM.
 
 XLA schedules the matmuls of a 14B transformer at 50 to 60 % of the MXU's rate and writes float32 between a layer and
-its activation. With all inputs of a tile in one piece the products accumulate inside the MXU, and 92 to 97 % is reached
+its activation. With all inputs of a tile in one piece the products accumulate inside the MXU, which reaches 92 to 97 %
 (docs/kernels.md).
 
 Shapes: L rows (tokens), I inputs, O outputs, G column groups.
@@ -20,12 +20,12 @@ from wan_tpu_kernels.low_precision import LANES, Rounded
 from wan_tpu_kernels.modulation import modulation_row
 from wan_tpu_kernels.tiles import even_block, vmem_bytes
 
-# Largest rows, outputs and inputs of a tile. At 1184 x 1280 x 5120 a tile is 30 thousand cycles of v6e's MXU for 13 MB
-# of weights, half of what HBM delivers in that time.
+# Largest rows, outputs and inputs of a tile. At 1184 x 1280 x 5120 a tile takes 30 thousand cycles of v6e's MXU for
+# 13 MB of weights, half of what HBM delivers in that time.
 ROWS, OUTPUTS, INPUTS = 1184, 1536, 5120
-MXU_COLUMNS = 256  # of v6e and v7x (v5p: 128): 1152 outputs take as long as 1280
-# In 8 bits, half as many bytes and half as many cycles of the MXU: twice as many outputs hide as well how a loop ends,
-# and all inputs at once keep the sums in the MXU.
+MXU_COLUMNS = 256  # Columns of v6e's and v7x's MXU (v5p has 128): 1152 outputs take as long as 1280.
+# With 8 bits a tile has half as many bytes and takes half as many cycles of the MXU. Twice as many outputs hide the end
+# of a loop equally well, and all inputs at once keep the sums in the MXU.
 OUTPUTS_8, INPUTS_8, COLUMNS_8 = 2560, 16384, 512
 ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
     None: lambda y: y,
@@ -46,31 +46,41 @@ def linear(
     groups: int = 1,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return activation(x weight^T + bias), or with a residual: residual + gate * that; in the dtype of x.
+    """Compute y = activation(x weight^T + bias), or with a residual, residual + gate * y.
 
-    x           [L, I], or laid out as columns.py has it: an array for each part of every group's columns
-    weight      [O, I]; bias [O]; what follows the products is computed in float32
-    scales      [O] float32, what the rows of a weight in 8 bits are multiplied with: x is `Rounded` then, the result
-                in the dtype of the bias, and so is what an activation is computed in
-    activation  None or "gelu_tanh"
-    residual    [L, O]; gate (with it only) [1 or 2, O], ones when left out: of two, the first is for rows before
-                `first_rows`
-    groups      more than 1: return [groups, L, O/groups] instead of [L, O]
+    Everything after the products is computed in float32, except that an activation with an 8-bit weight is computed in
+    the dtype of the bias.
+
+    Args:
+        x: [L, I], or laid out as in columns.py: an array for each part of every group's columns. `Rounded` with
+            `scales`.
+        weight: [O, I].
+        bias: [O].
+        scales: [O] float32, the factors of the rows of an 8-bit weight.
+        activation: None or "gelu_tanh".
+        residual: [L, O].
+        gate: [1 or 2, O], only with a residual; ones by default. Of two, the first is for rows before `first_rows`.
+        first_rows: Number of rows that take the first of two gates.
+        groups: With more than one, the result is [groups, L, O/groups].
+        interpret: As for `pallas_call`.
+
+    Returns:
+        [L, O] in the dtype of x, or with `scales` in the dtype of the bias.
     """
     inputs, outputs = weight.shape[1], weight.shape[0]
     assert isinstance(x, Rounded) == (scales is not None)
     rounded = x if isinstance(x, Rounded) else None
     parts = (x.values,) if isinstance(x, Rounded) else x if isinstance(x, tuple) else (x,)
-    joined, (rows, _), given = parts[0].ndim == 3, parts[0].shape[-2:], parts[0].dtype
-    dtype = given if rounded is None else bias.dtype
-    block_rows, block_outputs, block_inputs = _tile(
-        rows, outputs // groups, inputs, given.itemsize, vmem_bytes(interpret=interpret), joined=joined
+    joined, (rows, _), in_dtype = parts[0].ndim == 3, parts[0].shape[-2:], parts[0].dtype
+    dtype = in_dtype if rounded is None else bias.dtype
+    block_rows, block_outputs, block_inputs = _choose_tile(
+        rows, outputs // groups, inputs, in_dtype.itemsize, vmem_bytes(interpret=interpret), joined=joined
     )
     steps = inputs // block_inputs
     per_group = pl.cdiv(outputs // groups, block_outputs)
     grid = (pl.cdiv(rows, block_rows), per_group * groups, steps)
 
-    def outwards(i: int, j: int, k: int) -> tuple[int, ...]:
+    def out_index(i: int, j: int, k: int) -> tuple[int, ...]:
         return (i, j) if groups == 1 else (j // per_group, i, j % per_group)
 
     columns = pl.BlockSpec((1, block_outputs), lambda i, j, k: (0, j))
@@ -96,10 +106,10 @@ def linear(
     if joined:
         scratch.append(pltpu.VMEM((block_rows, inputs), dtype))
     if steps > 1:
-        scratch.append(pltpu.VMEM((block_rows, block_outputs), _sum_type(given)))
-    named = ["8_bits"] if rounded is not None else []
-    named += [activation] if activation is not None else []
-    named += ["residual"] if residual is not None else []
+        scratch.append(pltpu.VMEM((block_rows, block_outputs), _sum_type(in_dtype)))
+    suffixes = ["8_bits"] if rounded is not None else []
+    suffixes += [activation] if activation is not None else []
+    suffixes += ["residual"] if residual is not None else []
     out_block = (block_rows, block_outputs) if groups == 1 else (None, block_rows, block_outputs)
     out_shape = (rows, outputs) if groups == 1 else (groups, rows, outputs // groups)
     return pl.pallas_call(
@@ -110,12 +120,12 @@ def linear(
             activation=activation,
             rounded=rounded is not None,
             fused_residual=residual is not None,
-            precision=jax.lax.Precision.HIGHEST if given == jnp.float32 else None,
+            precision=jax.lax.Precision.HIGHEST if in_dtype == jnp.float32 else None,
         ),
         out_shape=jax.ShapeDtypeStruct(out_shape, dtype),
         grid=grid,
         in_specs=specs,
-        out_specs=pl.BlockSpec(out_block, outwards),
+        out_specs=pl.BlockSpec(out_block, out_index),
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
@@ -124,9 +134,9 @@ def linear(
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * outputs * inputs,
             transcendentals=0 if activation is None else rows * outputs,
-            bytes_accessed=given.itemsize * (rows + outputs) * inputs + dtype.itemsize * rows * outputs,
+            bytes_accessed=in_dtype.itemsize * (rows + outputs) * inputs + dtype.itemsize * rows * outputs,
         ),
-        name="_".join(["linear", *named]),
+        name="_".join(["linear", *suffixes]),
         interpret=interpret,
     )(*arrays)
 
@@ -143,10 +153,10 @@ def linear_reference(
     first_rows: jax.Array | int = 0,
     groups: int = 1,
 ) -> jax.Array:
-    """Return the same as `linear`, in plain jnp."""
+    """Compute the same as `linear`, in plain jnp."""
     if isinstance(x, Rounded):
         assert scales is not None
-        values, wide = x.values.astype(jnp.float32), weight.astype(jnp.float32)  # which has their products
+        values, wide = x.values.astype(jnp.float32), weight.astype(jnp.float32)  # float32 holds their products exactly
         product = jax.lax.dot_general(values, wide, (((1,), (1,)), ((), ()))) * x.scales[:, :1] * scales
         dtype = bias.dtype
         y = product + bias.astype(jnp.float32)
@@ -168,7 +178,7 @@ def linear_reference(
 def _kernel(*refs, steps, parts, activation, rounded, fused_residual, precision):  # type: ignore[no-untyped-def]
     x_refs, (w_ref, b_ref, *others) = refs[: parts or 1], refs[parts or 1 :]
     scale_refs, others = (others[:2], others[2:]) if rounded else ([], others)
-    given, others = (others[:3], others[3:]) if fused_residual else ([], others)
+    residual_refs, others = (others[:3], others[3:]) if fused_residual else ([], others)
     o_ref, *scratch = others
     if parts:
         joined = scratch.pop(0)
@@ -208,7 +218,7 @@ def _kernel(*refs, steps, parts, activation, rounded, fused_residual, precision)
         if activation is not None:
             y = ACTIVATIONS[activation](y.astype(o_ref.dtype) if rounded else y)
         if fused_residual:
-            residual_ref, gate_ref, first_rows_ref = given
+            residual_ref, gate_ref, first_rows_ref = residual_refs
             gate = modulation_row(gate_ref[:, here], first_row, y.shape[0], first_rows_ref[0])
             y = residual_ref[:, here].astype(jnp.float32) + gate * y
         o_ref[:, here] = y.astype(o_ref.dtype)
@@ -222,24 +232,31 @@ def _sum_type(dtype: Any) -> Any:
     return jnp.int32 if dtype == jnp.int8 else jnp.float32
 
 
-def _tile(rows: int, outputs: int, inputs: int, itemsize: int, vmem: int, *, joined: bool) -> tuple[int, int, int]:
+def _choose_tile(
+    rows: int, outputs: int, inputs: int, itemsize: int, vmem: int, *, joined: bool
+) -> tuple[int, int, int]:
     """Return the rows, outputs and inputs of a tile: the largest that fit in `vmem` bytes, double-buffered.
 
-    joined: groups of columns are put side by side in VMEM, all inputs at once
+    Args:
+        rows, outputs, inputs: Sizes of the whole product.
+        itemsize: Bytes of an input value.
+        vmem: Bytes of VMEM that the kernel may use.
+        joined: Whether groups of columns are put side by side in VMEM, all inputs at once.
     """
     most_outputs, most_inputs, columns = (
         (OUTPUTS_8, INPUTS_8, COLUMNS_8) if itemsize == 1 else (OUTPUTS, INPUTS, MXU_COLUMNS)
     )
     parts = next((n for n in range(1, inputs // 128 + 1) if inputs % n == 0 and inputs // n <= most_inputs), 1)
     if joined or inputs // parts % 128:
-        parts = 1  # a part of 128 lanes can't be addressed: take them whole
+        parts = 1  # Parts that aren't whole lanes can't be addressed, so the inputs are taken in one.
     block_inputs = inputs // parts
     for shrink in (1, 2, 4, 8):
         for block_outputs in (even_block(outputs, max(columns, most_outputs // n), columns) for n in (1, 2, 3, 6)):
             block_rows = even_block(rows, ROWS // shrink, 32 // itemsize)
             streamed = 2 * itemsize * (block_rows + block_outputs) * block_inputs
             produced = block_rows * block_outputs * (4 * max(itemsize, 2) + 2 * 4)
-            rows_again = (1 + joined) * itemsize * block_rows * block_inputs  # the compiler's copy, and the joined one
+            # The compiler copies the rows, and joining them is another copy.
+            rows_again = (1 + joined) * itemsize * block_rows * block_inputs
             if streamed + produced + rows_again <= vmem:
                 return block_rows, block_outputs, block_inputs
     raise ValueError(f"no tile of {rows} x {outputs} x {inputs} fits into {vmem} bytes of VMEM")

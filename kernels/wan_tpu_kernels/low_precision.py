@@ -1,4 +1,4 @@
-"""Numbers in 8 bits: rows with one scale each for linear layers, blocks of Q and K for the first matmul of attention.
+"""Rounding to 8 bits: rows with one scale each for linear layers, and Q and K for the first matmul of attention.
 
 Shapes: L rows (tokens), C channels; B batch, N heads, D head width.
 """
@@ -13,41 +13,43 @@ from jax.experimental.pallas import tpu as pltpu
 
 from wan_tpu_kernels.tiles import by_rows, even_block, vmem_bytes
 
-SUBLANES, LANES = 8, 128  # of a register
-ROWS = 256  # of a tile
-ROWS_AT_ONCE = 32  # of the loop inside: a register of 8 bits has as many
-TOKENS, TOKENS_AT_ONCE = 2048, 256  # the same of one head's queries and keys
-SMALLEST = 2.0**-100  # what smaller sizes are taken for, where something is divided by them
-# A float32 whose last bit is worth 1: a number of less than 2^22 in size added to it leaves the nearest whole one,
-# ties to even, in its last bits; and a whole number added to its bits is added to it.
+SUBLANES, LANES = 8, 128  # The shape of a vector register.
+ROWS = 256  # Rows of a tile.
+ROWS_AT_ONCE = 32  # Rows of one iteration of the inner loop: a register of 8-bit values holds as many.
+TOKENS, TOKENS_AT_ONCE = 2048, 256  # Tokens of a tile, and of one iteration, for one head's queries and keys.
+SMALLEST = 2.0**-100  # Divisors below this are replaced by it.
+# The last bit of this float32 is worth 1. Adding a number below 2^22 in size leaves the nearest whole number, ties to
+# even, in its last bits; adding a whole number to its bits adds that number to its value.
 MAGIC = 1.5 * 2.0**23
 
 
 class Rounded(NamedTuple):
     """Rows in 8 bits.
 
-    values  [L, C] int8, at most 127 in size, or float8_e4m3fn, at most 448
-    scales  [L, 128] float32, what a row's values are multiplied with, in all lanes: a kernel reads whole registers
+    Attributes:
+        values: [L, C] int8, at most 127 in size, or float8_e4m3fn, at most 448.
+        scales: [L, 128] float32, the factor of each row's values, repeated in all lanes because a kernel reads whole
+            registers.
     """
 
     values: jax.Array
     scales: jax.Array
 
 
-def largest(dtype: Any) -> float:
-    """Return the largest value that an 8-bit type is used with: what -x has too."""
+def largest_value(dtype: Any) -> float:
+    """Return the largest value of an 8-bit type whose negative the type has, too."""
     return float(jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max)
 
 
-def multiplied(dtype: Any) -> bool:
-    """Return whether the TPU of the current mesh multiplies an 8-bit type."""
+def can_multiply(dtype: Any) -> bool:
+    """Return whether the TPU of the current mesh multiplies matrices of an 8-bit type."""
     return pltpu.get_tpu_info().is_matmul_supported(dtype, dtype)
 
 
 def largest_size(x: jax.Array, axis: int) -> jax.Array:
-    """Return max |x| over an axis, which is kept; NaN where there is one, which XLA's own maximum may lose on CPU.
+    """Return max |x| over an axis, which is kept; NaN where there is a NaN, which XLA's own maximum may lose on CPU.
 
-    Without their sign, float32 numbers are in the order of their bits, and infinity and NaN come last.
+    Without their sign bit, float32 numbers have the order of their bits, and infinity and NaN come last.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
     return jax.lax.bitcast_convert_type(jnp.max(bits, axis=axis, keepdims=True), jnp.float32)
@@ -56,11 +58,11 @@ def largest_size(x: jax.Array, axis: int) -> jax.Array:
 def to_8_bits(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return rows [L, C] float32 divided by a scale each and rounded to dtype, and the scales [L, 1]."""
     size = largest_size(x, -1)
-    return to_nearest(x * (largest(dtype) / jnp.maximum(size, SMALLEST)), dtype), size / largest(dtype)
+    return to_nearest(x * (largest_value(dtype) / jnp.maximum(size, SMALLEST)), dtype), size / largest_value(dtype)
 
 
 def to_nearest(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return float32 numbers, at most `largest` in size, as the nearest ones of an 8-bit type."""
+    """Round float32 numbers, at most `largest_value` in size, to the nearest ones of an 8-bit type."""
     if jnp.issubdtype(dtype, jnp.integer):
         whole = jax.lax.bitcast_convert_type(x + MAGIC, jnp.int32)
         x = whole - jax.lax.bitcast_convert_type(jnp.float32(MAGIC), jnp.int32)
@@ -68,9 +70,12 @@ def to_nearest(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def round_rows(x: jax.Array | tuple[jax.Array, ...], dtype: Any, *, interpret: bool = False) -> Rounded:
-    """Return rows in 8 bits, in one pass over HBM.
+    """Round rows to 8 bits, in one pass over HBM.
 
-    x  [L, C], or laid out as columns.py has it: an array for each part of every group's columns
+    Args:
+        x: [L, C], or laid out as in columns.py: an array for each part of every group's columns.
+        dtype: The 8-bit type.
+        interpret: As for `pallas_call`.
     """
     parts = x if isinstance(x, tuple) else (x,)
     rows, channels = parts[0].shape[-2], sum(part.size for part in parts) // parts[0].shape[-2]
@@ -105,7 +110,7 @@ def round_rows(x: jax.Array | tuple[jax.Array, ...], dtype: Any, *, interpret: b
 
 
 def round_rows_reference(x: jax.Array | tuple[jax.Array, ...], dtype: Any) -> Rounded:
-    """Return the same as `round_rows`, in plain jnp."""
+    """Compute the same as `round_rows`, in plain jnp."""
     x = jnp.concatenate(x, axis=-1) if isinstance(x, tuple) else x
     x = x if x.ndim == 2 else x.transpose(1, 0, 2).reshape(x.shape[1], -1)
     values, scales = to_8_bits(x.astype(jnp.float32), dtype)
@@ -141,14 +146,23 @@ def round_keys(
     first: int = 0,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return keys without their mean in 8 bits, one scale a head.
+    """Subtract the mean key from keys and round them to 8 bits, with one scale per head.
 
-    k  [B, Lk, at least (first + tiles) * shared * D], as Q of `round_queries`; rows from `kv_len` on don't count
+    Without the mean key all logits of a query move by the same amount, which softmax does not see. The remainder needs
+    fewer bits where channels have a bias, as K of trained models has (SageAttention, arXiv:2410.02367, section 4.2).
 
-    Returns [B, Lk, N * D] of dtype, of 32 rows at least, and scales [B, N * D] float32.
+    Args:
+        k: [B, Lk, at least (first + tiles) * shared * D], laid out like Q of `round_queries`.
+        kv_len: Rows from here on are ignored.
+        dtype: The 8-bit type.
+        tiles: Number of tiles of heads to round.
+        width: D.
+        shared: Heads in a tile.
+        first: The first tile.
+        interpret: As for `pallas_call`.
 
-    Without the mean key each query's logits all move by as much, which softmax does not see. What is left needs fewer
-    bits where channels have a bias, as K of trained models has (SageAttention, arXiv:2410.02367, section 4.2).
+    Returns:
+        The keys, [B, Lk, N * D] of dtype, at least 32 rows, and the scales, [B, N * D] float32.
     """
     k = jnp.pad(k, ((0, 0), (0, max(0, ROWS_AT_ONCE - k.shape[1])), (0, 0)))
     (batch, rows, _), lanes = k.shape, width * shared
@@ -186,7 +200,7 @@ def round_keys(
 
 
 def round_keys_reference(k: jax.Array, kv_len: int, dtype: Any, *, heads: int) -> tuple[jax.Array, jax.Array]:
-    """Return the same as `round_keys` of all heads, in plain jnp."""
+    """Compute the same as `round_keys` of all heads, in plain jnp."""
     real = k[:, :kv_len].astype(jnp.float32)
     mean = real.mean(axis=1, keepdims=True)
     scales, inverse = _head_scales(largest_size(real - mean, 1)[:, 0], k.shape[2] // heads, dtype)
@@ -194,15 +208,15 @@ def round_keys_reference(k: jax.Array, kv_len: int, dtype: Any, *, heads: int) -
 
 
 def _token_block(rows: int, unit: int) -> int:
-    """Return the rows of a tile: whole units, where there are any, and no more than there are rows."""
+    """Return the rows of a tile: a multiple of `unit` if there are enough rows, and no more than there are."""
     return even_block(rows, min(TOKENS, max(unit, rows // unit * unit)), unit)
 
 
 def _head_scales(sizes: jax.Array, width: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """sizes [B, N * D] of channels -> of each one's head, the scales, and what is multiplied with."""
+    """Return the scale of each channel's head, and its inverse, from the channels' sizes [B, N * D]."""
     by_head = sizes.reshape(len(sizes), -1, width)
     sizes = jnp.broadcast_to(largest_size(by_head, 2), by_head.shape).reshape(sizes.shape)
-    return sizes / largest(dtype), largest(dtype) / jnp.maximum(sizes, SMALLEST)
+    return sizes / largest_value(dtype), largest_value(dtype) / jnp.maximum(sizes, SMALLEST)
 
 
 def _key_range_kernel(k_ref, range_ref, *, kv_len):  # type: ignore[no-untyped-def]
@@ -219,17 +233,17 @@ def _key_range_kernel(k_ref, range_ref, *, kv_len):  # type: ignore[no-untyped-d
         k = k_ref[pl.ds(start, count), :].astype(jnp.float32)
         row = start + jax.lax.broadcasted_iota(jnp.int32, (count, lanes), 0)
 
-        def counted(otherwise: float) -> jax.Array:
+        def mask(otherwise: float) -> jax.Array:
             return (k if real is None else jnp.where(row < real, k, otherwise)).reshape(-1, SUBLANES, lanes)
 
-        range_ref[0] += jnp.sum(counted(0.0), axis=0)
-        range_ref[1] = jnp.maximum(range_ref[1], jnp.max(counted(-jnp.inf), axis=0))
-        range_ref[2] = jnp.minimum(range_ref[2], jnp.min(counted(jnp.inf), axis=0))
+        range_ref[0] += jnp.sum(mask(0.0), axis=0)
+        range_ref[1] = jnp.maximum(range_ref[1], jnp.max(mask(-jnp.inf), axis=0))
+        range_ref[2] = jnp.minimum(range_ref[2], jnp.min(mask(jnp.inf), axis=0))
 
     real = kv_len - step * block
     pl.when(real >= block)(lambda: by_rows(block, TOKENS_AT_ONCE, ROWS_AT_ONCE, rows))
-    some = functools.partial(rows, real=real)
-    pl.when((real > 0) & (real < block))(lambda: by_rows(block, TOKENS_AT_ONCE, ROWS_AT_ONCE, some))
+    masked_rows = functools.partial(rows, real=real)
+    pl.when((real > 0) & (real < block))(lambda: by_rows(block, TOKENS_AT_ONCE, ROWS_AT_ONCE, masked_rows))
 
 
 def _key_kernel(k_ref, mean_ref, inverse_ref, o_ref):  # type: ignore[no-untyped-def]
@@ -251,14 +265,20 @@ def round_queries(
     first: int = 0,
     interpret: Any = False,
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Return queries times `unit` in 8 bits, with a scale for each row and head.
+    """Multiply queries by `unit` and round them to 8 bits, with a scale for each row and head.
 
-    q     [B, Lq, at least (first + tiles) * shared * D], heads of width D, `shared` of them in a tile: those of the
-          tiles from `first` on
-    unit  [B, tiles * shared * D] float32
+    Args:
+        q: [B, Lq, at least (first + tiles) * shared * D]: the heads of the tiles from `first` on are used.
+        unit: [B, tiles * shared * D] float32.
+        dtype: The 8-bit type.
+        width: D.
+        shared: Heads in a tile.
+        first: The first tile.
+        interpret: As for `pallas_call`.
 
-    Returns the terms whose sum times the scales is near what is rounded, [B, Lq, N * D] each: of int8 one, of float8,
-    with its 3 bits of mantissa, two. And the scales [B * tiles, shared, Lq] float32, of int8 powers of two.
+    Returns:
+        The terms whose sum times the scales approximates the product, [B, Lq, N * D] each: one of int8, or two of
+        float8, which has 3 bits of mantissa. And the scales, [B * tiles, shared, Lq] float32, powers of two for int8.
     """
     (batch, rows, _), lanes, terms = q.shape, width * shared, 1 if dtype == jnp.int8 else 2
     tiles = unit.shape[1] // lanes
@@ -291,16 +311,16 @@ def round_queries(
 def round_queries_reference(
     q: jax.Array, unit: jax.Array, dtype: Any, *, heads: int
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Return the same as `round_queries` of all heads, with scales [B, N, Lq], in plain jnp."""
+    """Compute the same as `round_queries` of all heads, with scales [B, N, Lq], in plain jnp."""
     scaled = (q.astype(jnp.float32) * unit[:, None]).reshape(*q.shape[:2], heads, -1)
-    values, scales = _rounded_heads(scaled, dtype)
+    values, scales = _round_heads(scaled, dtype)
     return [value.reshape(q.shape) for value in values], scales[..., 0].swapaxes(1, 2)
 
 
-def _rounded_heads(x: jax.Array, dtype: Any) -> tuple[list[jax.Array], jax.Array]:
-    """Round over the last axis, which the scales have one of."""
-    scales = jnp.maximum(largest_size(x, -1) / largest(dtype), SMALLEST)
-    if dtype == jnp.int8:  # the next power of two
+def _round_heads(x: jax.Array, dtype: Any) -> tuple[list[jax.Array], jax.Array]:
+    """Return the terms of x and their scales, one for the whole last axis."""
+    scales = jnp.maximum(largest_size(x, -1) / largest_value(dtype), SMALLEST)
+    if dtype == jnp.int8:  # Scales are rounded up to a power of two.
         bits = jax.lax.bitcast_convert_type(scales, jnp.int32) + 0x7FFFFF
         power = jax.lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
         scales = jnp.where(jnp.isfinite(scales), power, jnp.nan)
@@ -319,7 +339,7 @@ def _query_kernel(q_ref, unit_ref, *refs, width):  # type: ignore[no-untyped-def
         scaled = q_ref[here, :].astype(jnp.float32) * unit_ref[...]
         for head in range(scale_ref.shape[0]):
             lanes = slice(head * width, (head + 1) * width)
-            values, scales = _rounded_heads(scaled[:, lanes], value_refs[0].dtype)
+            values, scales = _round_heads(scaled[:, lanes], value_refs[0].dtype)
             for ref, value in zip(value_refs, values, strict=True):
                 ref[here, lanes] = value
             scale_ref[head : head + 1, here] = jnp.broadcast_to(scales, (count, LANES)).T[:1]

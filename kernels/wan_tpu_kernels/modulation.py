@@ -1,6 +1,6 @@
 """Per-channel vectors that differ between the first rows of a sequence and the others.
 
-Wan 2.2 TI2V 5B gives the tokens of the image it was handed the timestep 0 and all others the current one: two
+Wan 2.2 TI2V 5B gives the tokens of the first image the timestep 0 and all others the current timestep: that takes two
 modulations, not one for every token.
 """
 
@@ -9,9 +9,13 @@ import jax.numpy as jnp
 
 
 def modulation_row(values: jax.Array, start: jax.Array | int, rows: int, first_rows: jax.Array | int) -> jax.Array:
-    """Return what `rows` rows from `start` on are modulated with: [1, C], or [rows, C] when `values` has two rows.
+    """Return the modulation of `rows` rows from `start` on: [1, C], or [rows, C] when `values` has two rows.
 
-    values  [1 or 2, C]: of two, the first is for rows before `first_rows`
+    Args:
+        values: [1 or 2, C]. Of two, the first is for rows before `first_rows`.
+        start: Index of the first row.
+        rows: Number of rows.
+        first_rows: Number of rows of the sequence that take the first of two values.
     """
     values = values.astype(jnp.float32)
     if values.shape[0] == 1:

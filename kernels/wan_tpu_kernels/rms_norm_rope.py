@@ -1,7 +1,7 @@
 """RMS normalisation of queries or keys over all heads, then rotary embedding, in one pass over HBM.
 
-Pairs are (i, i + D/2) of each head, so that a rotation is a roll by half a head and not a shuffle of neighbouring
-lanes; weights of models that pair (2i, 2i + 1) are permuted once, when they are loaded.
+Channels are paired (i, i + D/2) in each head, so that a rotation is a roll by half a head and not a shuffle of
+neighbouring lanes. Weights of models that pair (2i, 2i + 1) are permuted once, when they are loaded.
 
 Shapes: L rows (tokens), N heads, D head width.
 """
@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from wan_tpu_kernels.columns import Columns, Cut
 from wan_tpu_kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
-ROWS, ROWS_AT_ONCE = 512, 64  # of a tile and of the loop inside, as in layer_norm.py
+ROWS, ROWS_AT_ONCE = 512, 64  # Rows of a tile, and of one iteration of the inner loop, as in layer_norm.py.
 
 
 def rms_norm_rope(
@@ -29,11 +29,15 @@ def rms_norm_rope(
     parts: tuple[int, ...] = (),
     interpret: bool = False,
 ) -> Cut:
-    """Return x / sqrt(mean square + eps) * weight, rotated, computed in float32, in the dtype of x.
+    """Compute x / sqrt(mean square + eps) * weight and rotate it, in float32; the result has the dtype of x.
 
-    x       [L, N*D]; weight [N*D]: the mean is over all heads
-    tables  cosines and sines [L, D] of each row's angles: [cos, cos] and [-sin, sin]; None: no rotation
-    groups, parts  of the result's columns, see columns.py
+    Args:
+        x: [L, N*D]. The mean is over all heads.
+        weight: [N*D].
+        tables: Cosines and sines [L, D] of each row's angles, as [cos, cos] and [-sin, sin]; None for no rotation.
+        eps: Added to the mean square.
+        groups, parts: The layout of the result's columns, see columns.py.
+        interpret: As for `pallas_call`.
     """
     rows, channels = x.shape
     block, columns = even_block(rows, ROWS, sublanes(x.dtype)), Columns(channels, groups, parts)
@@ -42,7 +46,7 @@ def rms_norm_rope(
     if tables is not None:
         specs += [pl.BlockSpec((block, tables[0].shape[1]), lambda i: (i, 0))] * 2
         arrays += tables
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         functools.partial(_kernel, eps=eps, columns=columns, rotated=tables is not None),
         out_shape=columns.shapes(rows, x.dtype),
         grid=(pl.cdiv(rows, block),),
@@ -55,7 +59,7 @@ def rms_norm_rope(
         name="rms_norm" if tables is None else "rms_norm_rope",
         interpret=interpret,
     )(*arrays)
-    return columns.given(found)
+    return columns.unwrap(results)
 
 
 def rms_norm_rope_reference(
@@ -67,7 +71,7 @@ def rms_norm_rope_reference(
     groups: int = 1,
     parts: tuple[int, ...] = (),
 ) -> Cut:
-    """Return the same as `rms_norm_rope`, in plain jnp."""
+    """Compute the same as `rms_norm_rope`, in plain jnp."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps) * weight.astype(jnp.float32)
     if tables is not None:

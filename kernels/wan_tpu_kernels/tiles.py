@@ -6,9 +6,10 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-# Of the VMEM: the rest is the compiler's, for spills and its own scratch. 0.85 compiles on v5p, v6e and v7x.
+# The share of VMEM that a kernel may use. The compiler needs the rest for spills and its own scratch; 0.85 compiles on
+# v5p, v6e and v7x.
 VMEM_SHARE = 0.85
-INTERPRET_VMEM_BYTES = 64 * 2**20  # the smallest of the chips we run on
+INTERPRET_VMEM_BYTES = 64 * 2**20  # The smallest VMEM of the chips we run on.
 
 
 def vmem_bytes(*, interpret: bool) -> int:
@@ -18,10 +19,10 @@ def vmem_bytes(*, interpret: bool) -> int:
 
 
 def even_block(size: int, largest: int, multiple: int) -> int:
-    """Return the block, a multiple of `multiple` and at most `largest`, whose blocks cover `size` with least waste.
+    """Return the block size, a multiple of `multiple` and at most `largest`, that covers `size` with the least waste.
 
-    Among equals the largest; a block that `size` doesn't divide leaves a ragged last one. A size of at most
-    `largest` is one block, whatever its multiple.
+    Of several that waste the same, it is the largest. The last block is ragged if the block doesn't divide `size`. A
+    size of at most `largest` is one block, whether it is a multiple or not.
     """
     if size <= largest:
         return size
@@ -38,7 +39,8 @@ def sublanes(dtype: jax.typing.DTypeLike) -> int:
 def by_rows(rows: int, largest: int, multiple: int, run: Callable[[jax.Array, int], None]) -> None:
     """Call run(start, count) for the rows of a tile, a few at a time, in a loop that is compiled once.
 
-    The few are at most `largest` and divide `rows`; a tile that can't be divided so is run in one piece.
+    The count is a multiple of `multiple`, at most `largest`, and divides `rows`; without such a count, the tile is run
+    in one piece.
     """
     count = next((n for n in range(largest, 0, -multiple) if rows % n == 0), rows)
 
@@ -49,5 +51,5 @@ def by_rows(rows: int, largest: int, multiple: int, run: Callable[[jax.Array, in
 
 
 def pass_over(x: jax.Array) -> pl.CostEstimate:
-    """Return what reading x and writing as much costs, for XLA to schedule transfers beside."""
+    """Return the cost of reading x and writing as much, by which XLA schedules transfers beside a kernel."""
     return pl.CostEstimate(flops=8 * x.size, transcendentals=0, bytes_accessed=2 * x.size * x.dtype.itemsize)

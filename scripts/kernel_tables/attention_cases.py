@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from wan_tpu_kernels.blocks import BlockSizes, Schedule
 from wan_tpu_kernels.flash_kernel import Tile, flash_tiles
-from wan_tpu_kernels.sparse_attention import QUERIES, sparse_attention
+from wan_tpu_kernels.sparse_attention import sparse_attention
+from wan_tpu_kernels.sparse_kernel import QUERIES
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 D = 128

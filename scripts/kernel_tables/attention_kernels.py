@@ -8,7 +8,7 @@ from typing import Any
 from cluster.chips import CHIPS
 from wan_tpu.pricing.bundles import CompileError, count_bundles
 from wan_tpu_kernels.blocks import DEFAULT, LANES, SHARED_ROWS, TABLE, BlockSizes, Schedule
-from wan_tpu_kernels.sparse_attention import KEYS, STEP
+from wan_tpu_kernels.sparse_kernel import KEYS, STEP
 
 CASES = str(Path(__file__).with_name("attention_cases.py"))
 # The tile jax's and tokamax's kernels are best known at: the keys of a chunk as their users set them.

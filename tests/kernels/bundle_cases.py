@@ -1,4 +1,4 @@
-"""Calls of kernels at full size, for `bundles.count_bundles`, which runs this file by its path."""
+"""Calls of kernels at full size for `bundles.count_bundles`, which loads this file by its path."""
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,12 @@ def layer_norm_rows(rows, channels):
 
 def linear_8_bits(inputs, outputs, activation=None, residual=False):
     """Return a linear layer in int8 of a 14B on one of eight devices, and the shapes of its arguments."""
-    rows, of = 4736, jax.ShapeDtypeStruct
-    given = Rounded(of((rows, inputs), jnp.int8), of((rows, LANES), jnp.float32))
-    shapes = [given, of((outputs, inputs), jnp.int8), of((outputs,), jnp.float32), of((outputs,), jnp.bfloat16)]
+    rows, array = 4736, jax.ShapeDtypeStruct
+    rounded = Rounded(array((rows, inputs), jnp.int8), array((rows, LANES), jnp.float32))
+    weight, scales = array((outputs, inputs), jnp.int8), array((outputs,), jnp.float32)
+    shapes = [rounded, weight, scales, array((outputs,), jnp.bfloat16)]
     if residual:
-        shapes += [of((rows, outputs), jnp.bfloat16), of((1, outputs), jnp.float32)]
+        shapes += [array((rows, outputs), jnp.bfloat16), array((1, outputs), jnp.float32)]
 
     def run(x, weight, scales, bias, *added):
         more = dict(zip(("residual", "gate"), added, strict=False))

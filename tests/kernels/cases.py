@@ -1,4 +1,4 @@
-"""Adversarial inputs, their float64 answer, and the error a correct kernel may make."""
+"""Adversarial inputs, their attention in float64, and the error that a correct kernel may make."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 
 from wan_tpu_kernels.blocks import BlockSizes, Schedule
 
-# Several blocks of each kind in a few hundred tokens; one way sums on the vector unit, the other on the MXU, ahead.
+# A few hundred tokens fill several of these blocks. One schedule sums on the vector unit, the other on the MXU, early.
 SMALL = BlockSizes(256, 256, fixed=Schedule(128), online=Schedule(128, columns=128, ahead=1, mxu_sums=True))
 SWAPPED = BlockSizes(256, 256, fixed=SMALL.online, online=SMALL.fixed)
 
@@ -18,7 +18,7 @@ INTERPRET = jax.default_backend() != "tpu"  # `make test-tpu` runs the kernels t
 
 
 def as_program(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """The function with these options, each call one compiled program, as in models: op by op it would be twenty."""
+    """Return the function with these options, each call one compiled program as in models, not twenty, op by op."""
 
     def call(*args, **more):
         leaves, tree = jax.tree.flatten((args, options | more))
@@ -48,16 +48,16 @@ def normal(q_len: int, kv_len: int, seed: int = 0) -> Case:
 
 def adversarial(name: str, q_len: int = 300, kv_len: int = 700) -> Case:
     q, k, v = normal(q_len, kv_len, seed=sum(map(ord, name)))
-    if name == "huge norms":  # logits in the thousands: one key takes all
+    if name == "huge norms":  # Logits are in the thousands: one key takes all the weight.
         q, k = 30 * q, 30 * k
-    elif name == "late key":  # 400 powers of two above the first chunk
+    elif name == "late key":  # The last key's logits are 400 powers of two above the first chunk's.
         k[-1] = 1000 * q.mean(0)
         q += 2 * q.mean(0) / np.linalg.norm(q.mean(0)) * np.sqrt(D)
     elif name == "equal keys":
         k[:] = k[0]
-    elif name == "very negative rows":  # every logit is about -3000
+    elif name == "very negative rows":  # Every logit is about -3000.
         q, k = np.abs(q) * 15, -np.abs(k) * 30
-    elif name == "sink":  # the first key is far above all others, in every row
+    elif name == "sink":  # The first key is far above all others, in every row.
         q += 4.0
         k[0] = 8.0
     elif name == "zeros":
@@ -70,13 +70,13 @@ def adversarial(name: str, q_len: int = 300, kv_len: int = 700) -> Case:
 NAMES = ("normal", "huge norms", "late key", "equal keys", "very negative rows", "sink", "zeros")
 
 
-def rounded(case: Case, dtype) -> Case:
-    """The values a kernel of that dtype is given, as float32."""
+def round_case(case: Case, dtype) -> Case:
+    """Return the values that a kernel of this dtype receives, as float32."""
     return Case(*(x.astype(dtype).astype(np.float32) for x in case))
 
 
-def exact(case: Case) -> np.ndarray:
-    """Attention in float64, [Lq, D]."""
+def attend_exactly(case: Case) -> np.ndarray:
+    """Compute attention in float64, [Lq, D]."""
     q, k, v = (x.astype(np.float64) for x in case)
     logits = q @ k.T * q.shape[1] ** -0.5
     weights = np.exp(logits - logits.max(1, keepdims=True))
@@ -84,14 +84,14 @@ def exact(case: Case) -> np.ndarray:
 
 
 def error_bound(case: Case, dtype) -> float:
-    """Largest error of an element that roundings alone explain.
+    """Return the largest error of an element that roundings alone explain.
 
-    u is half a unit in the last place of dtype, e of float32, A = D^-1/2 max|q| max|k| bounds every logit's terms.
-    - A logit is a float32 sum of D products, then multiplied and shifted: off by at most (D + 4) e A, and by the same
-      in the shift; the weight by the factor exp of that, 1 + x say.
+    Let u be half a unit in the last place of dtype, and e of float32; A = D^-1/2 max|q| max|k| bounds a logit's terms.
+    - A logit is a float32 sum of D products, then multiplied and shifted: it is off by at most (D + 4) e A, and the
+      shift by the same; a weight is off by the factor exp of that, say 1 + x.
     - A weight is rounded to dtype (u); the sum of weights, and each output, are float32 sums of Lk terms (Lk e each).
-    - Numerator and denominator are both off by these, relative to weights all positive: |out - exact| is at most
-      max|v| times 2 x + 2 u + 2 Lk e. The output is rounded to dtype (u max|v|).
+    - Numerator and denominator are both off by these, relative to weights that are all positive, so |out - exact| is at
+      most max|v| times 2 x + 2 u + 2 Lk e. The output is rounded to dtype (u max|v|).
     """
     u, e = float(jnp.finfo(dtype).eps) / 2, 2.0**-24
     norms = (np.linalg.norm(x.astype(np.float64), axis=1).max() for x in (case.q, case.k))

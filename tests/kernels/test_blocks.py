@@ -1,4 +1,4 @@
-"""The block table and the rule that fits it to lengths."""
+"""The table of block sizes, and the rule that fits a row of it to given lengths."""
 
 import dataclasses
 
@@ -11,9 +11,9 @@ from wan_tpu_kernels.blocks import TABLE, BlockSizes, Schedule, plan_blocks
 @pytest.mark.parametrize(("chip", "dtype"), [*TABLE, ("other", "bfloat16"), ("v6e", "float32")])
 @pytest.mark.parametrize("q_len", [1, 127, 257, 18_944, 75_600, 75_776])
 @pytest.mark.parametrize("kv_len", [1, 129, 257, 512, 513, 3000, 75_600])
-def test_blocks_cover_both_lengths_without_an_empty_one(chip, dtype, q_len, kv_len):
+def test_blocks_cover_both_lengths_and_none_is_empty(chip, dtype, q_len, kv_len):
     plan = plan_blocks(q_len, kv_len, dtype=jnp.dtype(dtype), chip=chip)
-    blocks = plan.blocks  # itself refuses chunks and columns that don't divide it
+    blocks = plan.blocks  # BlockSizes itself refuses chunks and columns that don't divide its blocks.
     for length, block, steps in ((q_len, blocks.block_q, plan.q_steps), (kv_len, blocks.block_kv, plan.kv_steps)):
         assert block % 128 == 0
         assert (steps - 1) * block < length <= steps * block
@@ -23,36 +23,35 @@ def test_blocks_cover_both_lengths_without_an_empty_one(chip, dtype, q_len, kv_l
 def test_long_sequences_get_the_table_s_row_and_queries_in_blocks_that_fit():
     row = TABLE["v5p", "bfloat16"]
     assert plan_blocks(23 * 3328, 75_600, chip="v5p").blocks == row
-    plan = plan_blocks(75_776, 75_600, chip="v5p")  # 23 blocks of 3,328 would overhang by 768 rows
+    plan = plan_blocks(75_776, 75_600, chip="v5p")  # 23 blocks of 3,328 rows would overhang by 768.
     assert plan.blocks == dataclasses.replace(row, block_q=2816)
     assert plan.q_steps * 2816 - 75_776 == 256
     whole = plan_blocks(75_776, 75_600, chip="v6e")
     assert (whole.blocks, whole.q_steps, whole.kv_steps) == (TABLE["v6e", "bfloat16"], 8, 37)
 
 
-def test_heads_that_share_lanes_have_fewer_rows_each():
+def test_heads_that_share_lanes_get_smaller_blocks():
     alone, sharing = (plan_blocks(75_776, 75_600, chip="v6e", shared=heads) for heads in (1, 2))
     assert sharing.blocks.block_q <= 3328 < alone.blocks.block_q
     assert sharing.blocks == dataclasses.replace(alone.blocks, block_q=sharing.blocks.block_q)
     assert sharing.q_steps * sharing.blocks.block_q >= 75_776
 
 
-def test_text_is_one_chunk():
+def test_text_keys_fit_into_one_chunk():
     plan = plan_blocks(18_944, 257, chip="v6e")
     assert plan.kv_steps == 1
     assert plan.blocks.online.chunk == plan.blocks.block_kv == 384
 
 
 @pytest.mark.parametrize(("chip", "dtype"), TABLE)
-def test_a_fallback_is_smaller_and_covers_as_much(chip, dtype):
+def test_fallback_has_smaller_blocks_that_cover_all_rows_and_keys(chip, dtype):
     plan = plan_blocks(75_776, 75_600, dtype=dtype, chip=chip, fallback=True)
     assert plan.blocks.block_q * plan.blocks.block_kv <= 2048 * 1024
     assert plan.q_steps * plan.blocks.block_q >= 75_776
     assert plan.kv_steps * plan.blocks.block_kv >= 75_600
 
 
-def test_overhang_is_small():
-    """At a video's length blocks are computed for at most 1 % more queries than there are."""
+def test_blocks_of_a_video_overhang_by_at_most_one_percent():
     for chip, dtype in TABLE:
         plan = plan_blocks(75_776, 75_600, dtype=dtype, chip=chip)
         assert plan.q_steps * plan.blocks.block_q <= 1.01 * 75_776

@@ -1,4 +1,4 @@
-"""The TPU compiler's count of each kernel's bundles, held at the targets. Needs libtpu, not a TPU."""
+"""The TPU compiler's bundle counts of each kernel meet the targets. These tests need libtpu, but no TPU."""
 
 import importlib.util
 from pathlib import Path
@@ -19,12 +19,12 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 NORMS = str(Path(__file__).with_name("bundle_cases.py"))
-# Bundles a million scores on v6e, with the libtpu of every supported pair, of the way that runs unless told otherwise.
-# A schedule cannot beat 1,455 in bfloat16: the MXU's issue slots.
+# Bundles per million scores on v6e of the default way, with the libtpu of every supported pair. In bfloat16 no schedule
+# can beat 1,455, the MXU's issue slots.
 TARGETS = {
     (None, 128): 1510,
     ("int8", 128): 1350,
-    (None, 64): 1460,  # of heads that share a register
+    (None, 64): 1460,  # Heads share a register.
 }
 SMALL = BlockSizes(2048, 1024, Schedule(512), Schedule(512))
 
@@ -33,7 +33,7 @@ SMALL = BlockSizes(2048, 1024, Schedule(512), Schedule(512))
 @pytest.mark.parametrize(
     ("qk", "width"),
     [
-        pytest.param(qk, width, marks=pytest.mark.soak if qk else pytest.mark.long)  # a minute each
+        pytest.param(qk, width, marks=pytest.mark.soak if qk else pytest.mark.long)  # Each takes a minute.
         for qk, width in TARGETS
     ],
 )
@@ -53,14 +53,14 @@ def test_a_number_of_keys_that_only_the_program_knows_costs_nothing():
 @needs_libtpu
 @pytest.mark.long
 def test_sparse_attention_meets_its_target():
-    """A million kept scores, of lists of 15 % of a video's blocks; the matrix units' issue slots would allow 1,972."""
+    """Lists keep 15 % of a video's blocks; the MXU's issue slots would allow 1,972 bundles per million kept scores."""
     row = sparse("v6e", 177)
     assert row.per_million is not None, row.note
     assert 1900 < row.per_million <= 2250
 
 
 V6E = CHIPS["v6e"]
-INT8_MACS = 2 * V6E.bf16_flops / 2 / V6E.clock_hz  # of v6e a cycle: twice those of bfloat16
+INT8_MACS = 2 * V6E.bf16_flops / 2 / V6E.clock_hz  # Multiply-adds per cycle of v6e: twice those of bfloat16.
 
 
 @needs_libtpu
@@ -74,10 +74,10 @@ INT8_MACS = 2 * V6E.bf16_flops / 2 / V6E.clock_hz  # of v6e a cycle: twice those
     ],
 )
 def test_linear_layers_in_int8_reach_their_share_of_the_peak(inputs, outputs, more):
-    """Those of a 14B; a tile's own start and end are counted with it."""
+    """The layers are those of a 14B; the start and end of each tile are counted as well."""
     options = {"inputs": inputs, "outputs": outputs, **more}
     kernel = count_bundles(f"{NORMS}:linear_8_bits", options)[0]
-    [tile] = {trips[0] - 2 for trips in kernel.loops if trips}  # steps of the grid
+    [tile] = {trips[0] - 2 for trips in kernel.loops if trips}  # Steps of the grid.
     cycles = step_bundles(kernel.loops, tile)
     share = 4736 * inputs * outputs / INT8_MACS / tile / (cycles.products + cycles.rest)
     assert 0.85 <= share <= 1
@@ -86,7 +86,7 @@ def test_linear_layers_in_int8_reach_their_share_of_the_peak(inputs, outputs, mo
 @needs_libtpu
 @pytest.mark.long
 def test_a_norm_takes_fewer_cycles_than_its_bytes():
-    """HBM bounds it: 64 rows a run of its loop, each read and written once, in bfloat16."""
+    """HBM bounds it: each iteration of its loop reads and writes 64 rows once, in bfloat16."""
     [kernel] = count_bundles(f"{NORMS}:layer_norm_rows", {"rows": 4096, "channels": 5120})
     bytes_ = 2 * 64 * 5120 * 2
     assert 500 < kernel.hot.bundles <= bytes_ / V6E.hbm_bytes_per_s * V6E.clock_hz
@@ -94,19 +94,19 @@ def test_a_norm_takes_fewer_cycles_than_its_bytes():
 
 @needs_libtpu
 @pytest.mark.long
-def test_a_kernel_that_does_not_fit_says_so():
+def test_kernel_that_does_not_fit_names_vmem():
     options = {"block_q": 512, "block_kv": 512, "schedule": {"chunk": 512}, "softmax": "online"}
     with pytest.raises(CompileError, match="vmem"):
         count_bundles(f"{CASES}:ours", options | {"vmem_limit": 2**20})
 
 
-def test_machine_that_is_too_busy_to_count_says_so():
+def test_count_that_times_out_reports_a_busy_machine():
     with pytest.raises(Unavailable, match="counting ours for v6e:2x2 took longer than 0 s: this machine is busy"):
         count_bundles(f"{CASES}:ours", timeout_s=0.01)
 
 
 @needs_libtpu
-def test_an_unknown_host_is_refused():
+def test_unknown_host_is_refused():
     with pytest.raises(CompileError, match="v99"):
         count_bundles(f"{CASES}:ours", host="v99:2x2")
 
@@ -119,16 +119,16 @@ BUNDLES = (
 )  # fmt: skip
 
 
-def test_regions_are_counted_with_what_they_hold():
-    """Named in any order where they begin together; one has no end."""
+def test_regions_include_the_regions_inside_them():
+    """Regions that begin together are listed in any order, and one has no end."""
     regions, bundles = read_regions(BUNDLES)
     assert [(region.start, region.end) for region in regions] == [(0, 29), (2, 22), (2, 3), (23, 29)]
     assert [bundle.depth for bundle in bundles] == [0] + 28 * [1] + [0]
-    # What stands in the loop with it, and in no region without it, is around it.
+    # Bundles of the loop that are in no other region surround the body.
     assert hot_bundles(regions, bundles) == (Body(20, idle=20), 2)
 
 
-def test_a_body_that_stands_in_the_loop_itself_is_what_counts():
+def test_body_directly_in_the_loop_is_the_hot_one():
     waits = "// Start region 2\n" + 3 * LOOPED + "// End region 2\n"
     text = "// Start region 1\n" + NOP + 10 * LOOPED + waits + 10 * LOOPED + "// End region 1\n" + NOP
     assert hot_bundles(*read_regions(text)) == (Body(21, idle=21), 0)
@@ -157,11 +157,11 @@ def test_bundles_count_as_often_as_the_loops_around_them_run():
 """
     loops = read_loops(text)
     assert loops == {(): Body(3, 3), (34,): Body(2, 2), (34, 8): Body(2, 1)}
-    assert step_bundles(loops, steps=32) == StepBundles(products=2 * 8, rest=2, idle=8)  # the loop of 34 is the grid's
+    assert step_bundles(loops, steps=32) == StepBundles(products=2 * 8, rest=2, idle=8)  # The loop of 34 is the grid's.
     assert step_bundles(loops, steps=1) == StepBundles(products=34 * 2 * 8, rest=3 + 34 * 2, idle=34 * 8)
     with pytest.raises(CompileError, match="no loop over 64 grid steps"):
         step_bundles(loops, steps=64)
-    # Two loops on a grid of one axis, whose length libtpu 0.0.42.1 keeps no constant.
+    # These are two loops on a grid of one axis, whose length is no constant with libtpu 0.0.42.1.
     unknown = {(): Body(19, 19), (1,): Body(79, 79), (1, 32): Body(59, 59), (1, 16): Body(521, 40)}
     assert step_bundles(unknown, steps=80) == StepBundles(products=16 * 521, rest=79 + 32 * 59, idle=16 * 40)
 

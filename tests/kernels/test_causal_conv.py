@@ -1,4 +1,4 @@
-"""The convolution of video VAEs in Pallas' interpreter, and its reference, against torch in float64."""
+"""The convolution of video VAEs, in Pallas' interpreter, and its reference, against torch in float64."""
 
 import importlib.util
 
@@ -18,12 +18,12 @@ from wan_tpu_kernels.vae import conv_shape as shapes
 from wan_tpu_kernels.vae.causal_conv import causal_conv, causal_conv_reference
 
 FUNCTIONS = {"kernel": as_program(causal_conv, interpret=INTERPRET), "jnp": as_program(causal_conv_reference)}
-# Sums of a few hundred float32 terms; in bfloat16 the normalised input and the result are rounded.
+# Tolerances: sums have a few hundred float32 terms; in bfloat16 the normalised input and the result are rounded.
 DTYPES = {"float32": 3e-6, "bfloat16": 2**-6}
 
 
 class Call:
-    """One call with numbers drawn for it, and torch's answer."""
+    """A call with random arrays, and torch's result."""
 
     def __init__(self, x, outputs, taps, *, past, before, stride=1, replicate=False, dtype="float32", pieces=""):
         rng = np.random.default_rng(0)
@@ -35,25 +35,25 @@ class Call:
         count = taps[0] - stride if past else 0
         out = ((count + frames - taps[0]) // stride + 1, *x[1:3], outputs)
         shapes = {"norm": (channels,), "norm_after": (outputs,), "residual": out}
-        self.given = {name: self.draw(*shape) for name, shape in shapes.items() if name in pieces}
+        self.optional = {name: self.draw(*shape) for name, shape in shapes.items() if name in pieces}
         self.past = self.draw(past, *x[1:]) if past else None
         self.frames = np.concatenate([self.past[-count:], self.x]) if count else self.x
         edge = (self.frames.shape[0], 1, rows, channels)
         self.edges = (self.draw(*edge), self.draw(*edge)) if taps[1] > 1 else (None, None)
 
     def run(self, function, **more):
-        given = {"past": self.past, "before": self.before, "stride": self.stride, "edges": self.edges} | self.given
-        given["replicate"] = self.replicate
-        return function(self.x, self.weight, self.bias, **given | more)
+        options = {"past": self.past, "before": self.before, "stride": self.stride, "edges": self.edges}
+        options |= {"replicate": self.replicate} | self.optional
+        return function(self.x, self.weight, self.bias, **options | more)
 
-    def expected(self):
-        wide = {name: torch.from_numpy(np.array(array, np.float64)) for name, array in self.given.items()}
+    def run_torch(self):
+        wide = {name: torch.from_numpy(np.array(array, np.float64)) for name, array in self.optional.items()}
         x = torch.from_numpy(np.array(self.frames, np.float64))
         kx, ky = self.weight.shape[1:3]
         if kx > 1:
             left, right = (torch.from_numpy(np.array(edge, np.float64)) for edge in self.edges)
             x = torch.cat([left] * self.before[0] + [x] + [right] * (kx - 1 - self.before[0]), dim=1)
-        x = normalised(x, wide.get("norm"))
+        x = normalise(x, wide.get("norm"))
         above, below = self.before[1], ky - 1 - self.before[1]
         if self.replicate:
             x = torch.cat([x[:, :, :1]] * above + [x] + [x[:, :, -1:]] * below, dim=2)
@@ -63,16 +63,16 @@ class Call:
         bias = torch.from_numpy(np.array(self.bias, np.float64))
         y = torch.nn.functional.conv3d(x.permute(3, 0, 1, 2)[None], weight, bias, stride=(self.stride, 1, 1))
         y = y[0].permute(1, 2, 3, 0) + wide.get("residual", 0)
-        return normalised(y, wide.get("norm_after")).numpy()
+        return normalise(y, wide.get("norm_after")).numpy()
 
 
-def normalised(x, gamma):
+def normalise(x, gamma):
     if gamma is None:
         return x
     return torch.nn.functional.silu(torch.nn.functional.normalize(x, dim=-1) * x.shape[-1] ** 0.5 * gamma)
 
 
-def close(got, expected, tolerance):
+def assert_close(got, expected, tolerance):
     assert got.shape == expected.shape
     assert np.abs(np.asarray(got, np.float64) - expected).max() <= tolerance * np.abs(expected).max()
 
@@ -88,23 +88,23 @@ CALLS = {
 }
 
 
-# In bfloat16 what differs is the normalised input and the rounding of the result: with and without a second norm.
+# In bfloat16 only the normalised input and the rounding of the result differ, so one call is enough.
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in CALLS), (next(iter(CALLS)), "bfloat16")])
 def test_causal_conv_is_torchs(name, dtype, monkeypatch):
-    monkeypatch.setattr(shapes, "PIXELS", 32)  # several tiles, and several products in each
+    monkeypatch.setattr(shapes, "PIXELS", 32)  # There are several tiles, and several products in each.
     monkeypatch.setattr(shapes, "PIXELS_AT_ONCE", 16)
-    given, more = CALLS[name]
-    call = Call(*given, **{"before": (1, 1)} | more, dtype=dtype)
-    expected = call.expected()
+    sizes, more = CALLS[name]
+    call = Call(*sizes, **{"before": (1, 1)} | more, dtype=dtype)
+    expected = call.run_torch()
     for function in FUNCTIONS.values():
-        close(call.run(function), expected, DTYPES[dtype])
+        assert_close(call.run(function), expected, DTYPES[dtype])
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_lies_beyond_the_picture_comes_out_as_zero(name):
+def test_values_beyond_the_picture_are_returned_as_zero(name):
     call = Call((2, 4, 16, 8), 8, (3, 3, 3), past=2, before=(1, 1))
     out = np.asarray(call.run(FUNCTIONS[name], columns=jnp.int32(3), rows=13))
-    whole = call.expected()
+    whole = call.run_torch()
     assert np.abs(out[:, :3, :13] - whole[:, :3, :13]).max() < 1e-5
     assert not out[:, 3:].any()
     assert not out[:, :, 13:].any()
@@ -115,19 +115,19 @@ def test_no_tile_reads_what_another_has_not_written(monkeypatch):
     call = Call((2, 4, 16, 8), 8, (3, 3, 3), past=2, before=(1, 1), pieces="norm residual")
     simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
     out = call.run(FUNCTIONS["kernel"], interpret=simulated)
-    close(out, call.expected(), DTYPES["float32"])
+    assert_close(out, call.run_torch(), DTYPES["float32"])
     assert not simulator.races.races_found
 
 
 def test_weights_that_do_not_fit_are_fetched_in_parts(monkeypatch):
     monkeypatch.setattr(shapes, "PIXELS", 32)
-    monkeypatch.setattr(causal_conv_module, "vmem_bytes", lambda interpret: 9 * 2**20)  # the weights are 7 MiB
+    monkeypatch.setattr(causal_conv_module, "vmem_bytes", lambda interpret: 9 * 2**20)  # The weights are 7 MiB.
     call = Call((1, 4, 16, 8), 512, (3, 3, 3), past=2, before=(1, 1), pieces="norm norm_after residual")
-    found = shapes.conv_shape(call.x, call.weight, call.past, (1, 1), 1, 9 * 2**20, interpret=True)
-    assert (found.o_block, found.steps) == (256, 2)
+    shape = shapes.conv_shape(call.x, call.weight, call.past, (1, 1), 1, 9 * 2**20, interpret=True)
+    assert (shape.o_block, shape.steps) == (256, 2)
     simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
     out = call.run(FUNCTIONS["kernel"], interpret=simulated)
-    close(out, call.expected(), DTYPES["float32"])
+    assert_close(out, call.run_torch(), DTYPES["float32"])
     assert not simulator.races.races_found
 
 
@@ -140,8 +140,8 @@ def test_rows_that_do_not_fill_tiles_are_refused():
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu holds the TPU compiler")
 def test_v6e_keeps_its_matrix_units_busy():
-    # The last block of Wan's decoder: 96 channels, four frames of 160 x 720 pixels. All of its multiply-adds at the
-    # chip's peak are 0.44 million cycles; without a matrix unit's columns for two frames at once it was 2.1 million.
+    # This is the last block of Wan's decoder: 96 channels, four frames of 160 x 720 pixels. Its multiply-adds take 0.44
+    # million cycles at the chip's peak; before two frames shared the columns of a matrix unit, it took 2.1 million.
     [kernel, *_] = count_bundles(f"{CASES}:causal", {"frames": 4, "columns": 160, "rows": 720, "channels": 96})
     step = step_bundles(kernel.loops, steps=32)
     assert 0.9e6 < (step.products + step.rest) * 32 < 1.5e6

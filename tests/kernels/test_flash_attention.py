@@ -1,4 +1,4 @@
-"""Attention's kernels in interpret mode, against float64, on inputs made to break them."""
+"""Attention's kernels in interpret mode, against float64, on adversarial inputs."""
 
 import functools
 
@@ -17,10 +17,10 @@ from tests.kernels.cases import (
     D,
     adversarial,
     as_program,
+    attend_exactly,
     error_bound,
-    exact,
     normal,
-    rounded,
+    round_case,
 )
 from wan_tpu_kernels.blocks import BlockSizes, Schedule
 from wan_tpu_kernels.flash_attention import flash_attention, flash_attention_reference
@@ -31,7 +31,7 @@ WAYS = ("auto", "bounded", "optimistic", "online")
 
 @functools.cache
 def program(**options):
-    """One compiled program for each set of options and shapes; cases share it."""
+    """Return the compiled function, which all cases with the same options share."""
     return jax.jit(functools.partial(flash_attention, interpret=INTERPRET, **options))
 
 
@@ -41,13 +41,13 @@ def run(case: Case, dtype=jnp.bfloat16, **options) -> np.ndarray:
 
 
 def assert_exact(case: Case, got: np.ndarray, dtype=jnp.bfloat16) -> None:
-    case = rounded(case, dtype)
-    np.testing.assert_allclose(got, exact(case), rtol=0, atol=error_bound(case, dtype))
+    case = round_case(case, dtype)
+    np.testing.assert_allclose(got, attend_exactly(case), rtol=0, atol=error_bound(case, dtype))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("softmax", WAYS)
-def test_equals_float64(name, softmax):
+def test_flash_attention_equals_float64(name, softmax):
     case = adversarial(name)
     assert_exact(case, run(case, softmax=softmax))
 
@@ -60,38 +60,38 @@ def test_float32_is_computed_in_float32(name, softmax):
 
 
 @pytest.mark.parametrize("softmax", ["optimistic", "online"])
-def test_other_order_of_the_same_work(softmax):
+def test_schedules_do_not_change_the_result(softmax):
     case = adversarial("sink")
     assert_exact(case, run(case, softmax=softmax, block_sizes=SWAPPED))
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129])
-def test_any_length(length):
+def test_any_length_is_exact(length):
     case = normal(length, length)
     assert_exact(case, run(case, block_sizes=None))
 
 
 @pytest.mark.parametrize("length", [1, 129])
-def test_shorter_than_a_block(length):
+def test_lengths_below_a_block_are_exact(length):
     case = normal(length, length)
     assert_exact(case, run(case, softmax="optimistic"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("softmax", ["optimistic", "bounded", "online"])
-def test_as_many_keys_as_a_video_has(softmax):
-    case = rounded(normal(8, 75_600), jnp.bfloat16)
+def test_as_many_keys_as_a_video_has_are_exact(softmax):
+    case = round_case(normal(8, 75_600), jnp.bfloat16)
     blocks = BlockSizes(8, 16_384, fixed=Schedule(4096), online=Schedule(4096))
     assert_exact(case, run(case, softmax=softmax, block_sizes=blocks))
 
 
-def test_the_repeat_at_planned_blocks():
-    """Without blocks given the repeat has blocks of its own."""
+def test_repeat_with_planned_blocks_is_exact():
+    """Unless the caller passes block sizes, the repeat has its own."""
     case = adversarial("late key", 64, 1100)
     assert_exact(case, run(case, block_sizes=None))
 
 
-def raw(case: Case, softmax: str) -> list[jax.Array]:
+def run_tiles(case: Case, softmax: str) -> list[jax.Array]:
     tile = Tile(SMALL, softmax, len(case.k), D**-0.5 * np.log2(np.e), D)
     q, k, v = (x.astype(jnp.bfloat16)[None] for x in case)
     return as_program(lambda q, k, v: flash_tiles([q], k, v, None, tile, 1, True))(q, k, v)
@@ -99,14 +99,14 @@ def raw(case: Case, softmax: str) -> list[jax.Array]:
 
 @pytest.mark.parametrize(("name", "repeated"), [("late key", True), ("huge norms", True), ("sink", False)])
 def test_the_check_sees_overflow(name, repeated):
-    """Else the cases above might pass without the repeat they are meant to force."""
+    """Otherwise the cases above might pass without the repeat they are meant to force."""
     case = adversarial(name, 512, 640)
-    assert bool(np.isnan(raw(case, "optimistic")[1]).any()) == repeated
+    assert bool(np.isnan(run_tiles(case, "optimistic")[1]).any()) == repeated
 
 
-def test_without_a_shift_the_unproved_fails():
+def test_kernel_without_a_shift_fails_where_the_proof_does():
     """The proof is needed: on this input the kernel without a shift is wrong."""
-    assert not np.isfinite(np.asarray(raw(adversarial("huge norms", 256, 512), "bounded")[0], np.float32)).all()
+    assert not np.isfinite(np.asarray(run_tiles(adversarial("huge norms", 256, 512), "bounded")[0], np.float32)).all()
 
 
 @pytest.mark.parametrize("softmax", WAYS)
@@ -121,7 +121,7 @@ def test_nan_comes_out_where_it_went_in(softmax):
 
 
 @pytest.mark.parametrize("softmax", ["auto", "online"])
-def test_keys_beyond_kv_len_are_never_looked_at(softmax):
+def test_keys_beyond_kv_len_are_never_read(softmax):
     q, k, v = normal(300, 700)
     k[520:], v[520:] = np.nan, np.nan
     assert_exact(Case(q, k[:520], v[:520]), run(Case(q, k, v), softmax=softmax, kv_len=520))
@@ -129,7 +129,7 @@ def test_keys_beyond_kv_len_are_never_looked_at(softmax):
 
 @functools.cache
 def counted_program(softmax):
-    """One program for any number of keys."""
+    """Return one program for any number of keys."""
 
     def attend(q, k, v, count):
         return flash_attention(q, k, v, kv_len=count, heads=1, softmax=softmax, block_sizes=SMALL, interpret=INTERPRET)
@@ -139,7 +139,7 @@ def counted_program(softmax):
 
 @pytest.mark.parametrize("count", [1, 130, 256, 520, 700])
 @pytest.mark.parametrize("softmax", ["auto", "bounded", "online"])
-def test_a_number_of_keys_that_only_the_program_knows(softmax, count):
+def test_number_of_keys_may_be_known_only_at_run_time(softmax, count):
     q, k, v = normal(300, 700)
     k[count:], v[count:] = np.nan, np.nan
     got = counted_program(softmax)(*(x.astype(jnp.bfloat16) for x in (q, k, v)), count)
@@ -152,12 +152,12 @@ def test_layouts_agree(heads, width):
     q, k, v = (rng.standard_normal((2, n, heads * width)).astype(jnp.bfloat16) for n in (200, 300, 300))
     options = {"block_sizes": SMALL, "softmax": "online"}
     got = np.asarray(program(heads=heads, **options)(q, k, v))
-    one = program(heads=heads, **options)(q[1], k[1], v[1])
+    second = program(heads=heads, **options)(q[1], k[1], v[1])
     apart = [x.reshape(2, -1, heads, width).transpose(0, 2, 1, 3).reshape(2 * heads, -1, width) for x in (q, k, v)]
     by_head = np.asarray(program(**options)(*apart))
     together = by_head.reshape(2, heads, -1, width).transpose(0, 2, 1, 3).reshape(got.shape)
     np.testing.assert_array_equal(got, together)
-    np.testing.assert_array_equal(got[1], one)
+    np.testing.assert_array_equal(got[1], second)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_layouts_agree(heads, width):
     ],
 )
 def test_narrow_heads_share_a_tile(width, softmax, qk):
-    """Each head is exact by itself, beside heads that force what it doesn't need."""
+    """Each head is exact on its own, beside heads that force a repeat that it doesn't need."""
     names = ("late key", "normal", "sink", "huge norms")
     cases = [Case(*(x[:, :width] for x in adversarial(name, 300, 700))) for name in names]
     if qk:
@@ -182,11 +182,11 @@ def test_narrow_heads_share_a_tile(width, softmax, qk):
             assert_exact(case, here)
         else:
             alone = run(case, softmax=softmax, qk=qk)
-            np.testing.assert_allclose(here, alone, rtol=2**-7, atol=2**-9)  # roundings to bfloat16
+            np.testing.assert_allclose(here, alone, rtol=2**-7, atol=2**-9)  # Both are rounded to bfloat16.
 
 
-def test_narrow_heads_in_simulated_tpu_memory():
-    """As below: memory starts as NaN, so nothing of a tile is used before it is written."""
+def test_narrow_heads_are_exact_in_simulated_tpu_memory():
+    """Memory starts as NaN, so nothing of a tile is used before it is written."""
     q, k, v = adversarial("normal", 256, 512)
     params = pltpu.InterpretParams(uninitialized_memory="nan", dma_execution_mode="on_wait")
     args = [x.astype(jnp.bfloat16) for x in (q, k, v)]
@@ -196,7 +196,7 @@ def test_narrow_heads_in_simulated_tpu_memory():
 
 
 def test_vmap_is_exact_too():
-    """What is chosen at run time becomes a select: here "bounded" for one element and "optimistic" for the other."""
+    """Run-time choices become selects: here "bounded" for the first element and "optimistic" for the second."""
     q, k, v = normal(130, 300)
     stack = [np.stack(pair).astype(jnp.bfloat16) for pair in ((q, 10 * q), (k, k), (v, v))]
     got = np.asarray(jax.vmap(program(heads=1, block_sizes=SMALL))(*stack), np.float32)
@@ -214,25 +214,25 @@ def test_scale_can_be_folded_into_q():
     case = normal(100, 200)
     folded = Case(case.q * np.float32(D**-0.5 * np.log2(np.e)), case.k, case.v)
     got = run(folded, jnp.float32, scale=float(np.log(2)))
-    np.testing.assert_allclose(got, exact(case), atol=2 * error_bound(case, jnp.float32))
+    np.testing.assert_allclose(got, attend_exactly(case), atol=2 * error_bound(case, jnp.float32))
 
 
 @pytest.mark.parametrize("qk", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("bias", [0.0, 8.0])
 @pytest.mark.parametrize("softmax", ["auto", "online"])
 def test_low_precision_is_close(qk, bias, softmax):
-    """On N(0, 1), and with a bias on some of K's channels many times what tells the keys apart."""
+    """Inputs are N(0, 1), without and with a bias on some of K's channels, many times the differences between keys."""
     case = normal(300, 700)
     case.k[:, ::7] += bias
-    got, expected = run(case, softmax=softmax, qk=qk), exact(rounded(case, jnp.bfloat16))
+    got, expected = run(case, softmax=softmax, qk=qk), attend_exactly(round_case(case, jnp.bfloat16))
     cosine = (got * expected).sum() / np.linalg.norm(got) / np.linalg.norm(expected)
-    assert 0.9995 <= cosine < 0.99998  # bfloat16 alone is above that
+    assert 0.9995 <= cosine < 0.99998  # bfloat16 alone is above that.
 
 
 @pytest.mark.parametrize("softmax", ["bounded", "optimistic", "online"])
-def test_simulated_tpu_memory(softmax):
-    """In Pallas' simulation of a TPU: memory starts as NaN, copies happen late, races are looked for."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # has no public name
+def test_flash_attention_is_exact_in_simulated_tpu_memory(softmax):
+    """In Pallas' simulation of a TPU, memory starts as NaN, copies happen late, and races are detected."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # It has no public name.
 
     case = adversarial("normal", 256, 512)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")

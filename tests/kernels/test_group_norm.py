@@ -12,7 +12,7 @@ from wan_tpu_kernels.vae.group_norm import (
     channel_moments,
     channel_moments_reference,
     latent_frame,
-    merged,
+    merge_moments,
     norm_silu,
     norm_silu_reference,
 )
@@ -24,7 +24,7 @@ DTYPES = {"float32": 2e-6, "bfloat16": 2**-7}
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    if not INTERPRET:  # A TPU has its own tiles.
+    if not INTERPRET:  # A TPU uses its own tiles.
         return
     monkeypatch.setattr(group_norm, "TILE_VALUES", 2**13)
     monkeypatch.setattr(group_norm, "VALUES_AT_ONCE", 2**11)
@@ -34,7 +34,7 @@ def normal(seed, *shape, dtype=jnp.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
 
 
-def close(got, expected, tolerance):
+def assert_close(got, expected, tolerance):
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     assert got.shape == expected.shape
     assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
@@ -43,27 +43,27 @@ def close(got, expected, tolerance):
 @pytest.mark.parametrize("function", MOMENTS)
 @pytest.mark.parametrize(("columns", "rows"), [(None, None), (5, 27), (0, 32)])
 def test_moments_are_those_of_the_picture(function, columns, rows):
-    """A mean that is hundreds of deviations costs nothing: no sum of squares is taken around zero."""
+    """A mean of hundreds of deviations costs no precision, because squares aren't summed around zero."""
     x = normal(0, 3, 8, 32, 64) + 300 * normal(1, 64)
     count, mean, squares = MOMENTS[function](x, columns=columns, rows=rows)
     inside = np.asarray(x, np.float64)[:, :columns, :rows].reshape(-1, 64)
     assert count == len(inside)
     if len(inside):
-        close(mean, inside.mean(0), 2e-6)
-        close(squares, ((inside - inside.mean(0)) ** 2).sum(0), 2e-5)
+        assert_close(mean, inside.mean(0), 2e-6)
+        assert_close(squares, ((inside - inside.mean(0)) ** 2).sum(0), 2e-5)
     else:
         assert not np.any(mean) and not np.any(squares)
 
 
-def test_parts_are_merged():
+def test_merged_moments_are_those_of_the_union():
     parts = [np.asarray(normal(i, 5 + i, 7), np.float64) * 3 + 20 * i for i in range(3)]
     each = [(len(part), part.mean(0), ((part - part.mean(0)) ** 2).sum(0)) for part in parts]
-    counts, means, squares = (np.stack(found).astype(np.float32) for found in zip(*each, strict=True))
-    total, mean, sums = as_program(merged)(counts[:, None], means, squares)
+    counts, means, squares = (np.stack(moment).astype(np.float32) for moment in zip(*each, strict=True))
+    total, mean, sums = as_program(merge_moments)(counts[:, None], means, squares)
     whole = np.concatenate(parts)
     assert total == len(whole)
-    close(mean, whole.mean(0), 1e-6)
-    close(sums, ((whole - whole.mean(0)) ** 2).sum(0), 1e-6)
+    assert_close(mean, whole.mean(0), 1e-6)
+    assert_close(sums, ((whole - whole.mean(0)) ** 2).sum(0), 1e-6)
 
 
 PICTURES = [(4, 2, 2), (5, 3, 2), (9, 3, 1), (1, 1, 4), (2, 2, 8), (3, None, 1)]
@@ -92,23 +92,23 @@ def test_norm_is_torchs(function, dtype, frames, latents, factor):
         y = y * wide[..., :64] + wide[..., 64:]
     expected = torch.nn.functional.silu(torch.from_numpy(y)).numpy()
     expected[:, 6:], expected[:, :, 30:] = 0, 0
-    close(NORMS[function](x, scale, shift, around, columns=6, rows=30), expected, DTYPES[dtype])
+    assert_close(NORMS[function](x, scale, shift, around, columns=6, rows=30), expected, DTYPES[dtype])
 
 
-def test_frames_of_a_latent_frame():
+def test_each_frame_belongs_to_its_latent_frame():
     assert [latent_frame(9, 3)(frame) for frame in range(9)] == [0, 1, 1, 1, 1, 2, 2, 2, 2]
     assert [latent_frame(8, 2)(frame) for frame in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert latent_frame(1, 1)(0) == 0
 
 
-def test_simulated_tpu_memory():
-    """In Pallas' simulation of a TPU: memory starts as NaN, copies happen late, races are looked for."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # has no public name
+def test_group_norm_is_exact_in_simulated_tpu_memory():
+    """In Pallas' simulation of a TPU, memory starts as NaN, copies happen late, and races are detected."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # It has no public name.
 
     simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
     x, vectors, around = normal(0, 4, 8, 32, 64), (normal(1, 64), normal(2, 64)), normal(3, 2, 4, 16, 128)
-    given = (x, *vectors, around)
-    close(NORMS["kernel"](*given, interpret=simulated), NORMS["jnp"](*given), 2e-6)
+    arrays = (x, *vectors, around)
+    assert_close(NORMS["kernel"](*arrays, interpret=simulated), NORMS["jnp"](*arrays), 2e-6)
     for got, expected in zip(MOMENTS["kernel"](x, interpret=simulated), MOMENTS["jnp"](x), strict=True):
-        close(got, expected, 2e-6)
+        assert_close(got, expected, 2e-6)
     assert not simulator.races.races_found

@@ -1,4 +1,4 @@
-"""The kernels around attention in Pallas' interpreter against float64, at sizes that don't fill their tiles."""
+"""The kernels around attention, in Pallas' interpreter, against float64, at sizes that don't fill their tiles."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,12 +21,13 @@ LAYER_NORMS = as_program(layer_norm_reference), as_program(layer_norm, interpret
 RMS_NORMS = as_program(rms_norm_rope_reference), as_program(rms_norm_rope, interpret=INTERPRET)
 HEAD_NORMS = as_program(head_norm_rope_reference), as_program(head_norm_rope, interpret=INTERPRET)
 
-DTYPES = {"float32": 2e-6, "bfloat16": 2**-7}  # tolerance: sums of a few hundred float32 terms; two bfloat16 roundings
+# Tolerances: sums have a few hundred float32 terms; in bfloat16 there are two roundings.
+DTYPES = {"float32": 2e-6, "bfloat16": 2**-7}
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Several tiles, ragged last ones and split inputs at sizes an interpreter can bear; a TPU has its own tiles."""
+    """Make several tiles, ragged last ones and split inputs at small sizes; a TPU uses its own tiles."""
     if not INTERPRET:
         return
     monkeypatch.setattr(linears, "ROWS", 48)
@@ -43,7 +44,7 @@ def normal(seed, *shape, dtype=jnp.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
 
 
-def close(got, expected, tolerance):
+def assert_close(got, expected, tolerance):
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     assert got.shape == expected.shape
     assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
@@ -66,25 +67,25 @@ def test_linear_is_torchs(size, activation, dtype):
     if activation:
         y = torch.nn.functional.gelu(y, approximate="tanh")
     for function in LINEARS:
-        close(function(x, weight, bias, activation=activation), y, DTYPES[dtype])
+        assert_close(function(x, weight, bias, activation=activation), y, DTYPES[dtype])
     gates = np.where(np.arange(rows)[:, None] < 5, np.asarray(gate[0], np.float64), np.asarray(gate[1], np.float64))
     more = {"activation": activation, "residual": residual, "gate": gate, "first_rows": 5}
     expected = np.asarray(residual, np.float64) + gates * y.numpy()
     for function in LINEARS:
-        close(function(x, weight, bias, **more), expected, DTYPES[dtype])
+        assert_close(function(x, weight, bias, **more), expected, DTYPES[dtype])
 
 
-def test_linear_takes_and_gives_columns_in_groups():
+def test_linear_reads_and_writes_columns_in_groups():
     x, weight, bias = normal(0, 50, 512), normal(1, 768, 512), normal(2, 768)
     expected = LINEARS[0](x, weight, bias)
     grouped = x.reshape(50, 2, 256).transpose(1, 0, 2)
     parts = grouped[..., :128], grouped[..., 128:]
     for function in LINEARS:
-        close(function(grouped, weight, bias), expected, 2e-6)
-        close(function(x, weight, bias, groups=3).transpose(1, 0, 2).reshape(50, 768), expected, 2e-6)
-        for given in (grouped, parts):
-            close(function(given, weight, bias, residual=expected), 2 * expected, 2e-6)
-        close(function((x,), weight, bias), expected, 2e-6)
+        assert_close(function(grouped, weight, bias), expected, 2e-6)
+        assert_close(function(x, weight, bias, groups=3).transpose(1, 0, 2).reshape(50, 768), expected, 2e-6)
+        for laid_out in (grouped, parts):
+            assert_close(function(laid_out, weight, bias, residual=expected), 2 * expected, 2e-6)
+        assert_close(function((x,), weight, bias), expected, 2e-6)
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(64, "float32"), (50, "float32"), (5, "float32"), (50, "bfloat16")])
@@ -96,24 +97,24 @@ def test_layer_norm_is_torchs(rows, dtype):
         late = (np.arange(rows) >= first_rows).astype(int)
         expected = normed * np.asarray(scale, np.float64)[late] + np.asarray(shift, np.float64)[late]
         for function in LAYER_NORMS:
-            close(function(x, scale, shift, eps=1e-6, first_rows=first_rows), expected, DTYPES[dtype])
+            assert_close(function(x, scale, shift, eps=1e-6, first_rows=first_rows), expected, DTYPES[dtype])
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(64, "float32"), (50, "float32"), (5, "float32"), (50, "bfloat16")])
 def test_rms_norm_rope_rotates_pairs_half_a_head_apart(rows, dtype):
     heads, width = 4, 128
     x, weight = normal(0, rows, heads * width, dtype=dtype), normal(1, heads * width)
-    angles, tables = rotations(rows, width)
+    angles, tables = draw_rotations(rows, width)
     wide = np.asarray(x, np.float64)
     normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(weight, np.float64)
-    rotated = turned(normed, heads, angles)
+    rotated = rotate(normed, heads, angles)
     for function in RMS_NORMS:
-        close(function(x, weight, None, eps=1e-6), normed, DTYPES[dtype])
-        close(function(x, weight, tables, eps=1e-6), rotated, DTYPES[dtype])
+        assert_close(function(x, weight, None, eps=1e-6), normed, DTYPES[dtype])
+        assert_close(function(x, weight, tables, eps=1e-6), rotated, DTYPES[dtype])
         grouped = function(x, weight, tables, eps=1e-6, groups=2)
-        close(grouped.transpose(1, 0, 2).reshape(rows, -1), rotated, DTYPES[dtype])
+        assert_close(grouped.transpose(1, 0, 2).reshape(rows, -1), rotated, DTYPES[dtype])
         first, second = function(x, weight, tables, eps=1e-6, groups=1, parts=(384, 128))
-        close(np.concatenate([first, second], axis=1), rotated, DTYPES[dtype])
+        assert_close(np.concatenate([first, second], axis=1), rotated, DTYPES[dtype])
 
 
 HEADS = [(12, 64), (4, 128), (6, 64), (10, 16), (16, 32)]
@@ -127,11 +128,11 @@ HEADS = [(12, 64), (4, 128), (6, 64), (10, 16), (16, 32)]
     ],
 )
 def test_head_norm_rope_is_torchs_norm_of_each_head(heads, width, kind, dtype):
-    """6 heads of 64 in two groups are one and a half registers each, 10 of 16 fill none."""
+    """6 heads of 64 in two groups fill one and a half registers each; 10 heads of 16 fill none."""
     rows = 50
     x, weight, bias = normal(0, rows, heads * width) + 3, normal(1, width), normal(2, width)
     x = (x * np.linspace(1e-3, 30, heads * width, dtype=np.float32)).astype(jnp.dtype(dtype))
-    angles, tables = rotations(rows, width)
+    angles, tables = draw_rotations(rows, width)
     each, *vectors = (torch.from_numpy(np.array(a, np.float64)) for a in (x, weight, bias))
     each = each.reshape(rows, heads, width)
     if kind == "layer":
@@ -139,34 +140,34 @@ def test_head_norm_rope_is_torchs_norm_of_each_head(heads, width, kind, dtype):
     else:
         normed, bias = torch.nn.functional.rms_norm(each, (width,), vectors[0], eps=1e-6), None
     normed = normed.reshape(rows, -1).numpy()
-    # A head whose mean is hundreds of its deviations loses as many roundings of float32 in that mean.
+    # A head whose mean is hundreds of deviations loses that many roundings of float32 in the mean.
     tolerance = DTYPES[dtype] * (20 if kind == "layer" and dtype == "float32" else 1)
     for function in HEAD_NORMS:
-        close(function(x, weight, bias, None, eps=1e-6), normed, tolerance)
+        assert_close(function(x, weight, bias, None, eps=1e-6), normed, tolerance)
         grouped = function(x, weight, bias, tables, eps=1e-6, groups=2)
-        close(grouped.transpose(1, 0, 2).reshape(rows, -1), turned(normed, heads, angles), tolerance)
+        assert_close(grouped.transpose(1, 0, 2).reshape(rows, -1), rotate(normed, heads, angles), tolerance)
         parts = (2 * width, (heads // 2 - 2) * width) if heads > 4 else (width, width)
         both = function(x, weight, bias, tables, eps=1e-6, groups=2, parts=parts)
-        close(np.concatenate(both, axis=2), grouped, tolerance)
+        assert_close(np.concatenate(both, axis=2), grouped, tolerance)
 
 
-def rotations(rows, width):
-    """Angles [rows, D/2], and the tables that kernels take."""
+def draw_rotations(rows, width):
+    """Return random angles [rows, D/2], and their tables as kernels take them."""
     angles = np.random.default_rng(2).uniform(-3, 3, (rows, width // 2))
     cos, sin = np.cos(angles), np.sin(angles)
     return angles, tuple(np.concatenate(both, axis=1).astype(np.float32) for both in ((cos, cos), (-sin, sin)))
 
 
-def turned(normed, heads, angles):
-    """Each pair (i, i + D/2) as a complex number, turned."""
+def rotate(normed, heads, angles):
+    """Rotate each pair (i, i + D/2) as a complex number."""
     pairs = normed.reshape(len(normed), heads, 2, -1)
     values = (pairs[:, :, 0] + 1j * pairs[:, :, 1]) * np.exp(1j * angles)[:, None]
     return np.stack([values.real, values.imag], axis=2).reshape(normed.shape)
 
 
-def test_simulated_tpu_memory():
-    """In Pallas' simulation of a TPU: memory starts as NaN, copies happen late, races are looked for."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # has no public name
+def test_kernels_are_exact_in_simulated_tpu_memory():
+    """In Pallas' simulation of a TPU, memory starts as NaN, copies happen late, and races are detected."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # It has no public name.
 
     simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
     x, weight, bias = normal(0, 50, 512), normal(1, 512, 512), normal(2, 512)
@@ -179,5 +180,5 @@ def test_simulated_tpu_memory():
         (RMS_NORMS, (bias, tables), {"eps": 1e-6, "groups": 2}),
         (HEAD_NORMS, narrow, {"eps": 1e-6, "groups": 2}),
     ):
-        close(kernel(x, *args, **more, interpret=simulated), reference(x, *args, **more), 2e-6)
+        assert_close(kernel(x, *args, **more, interpret=simulated), reference(x, *args, **more), 2e-6)
     assert not simulator.races.races_found

@@ -1,4 +1,4 @@
-"""8 bits in Pallas' interpreter: linear layers, attention's logits; against numpy, at sizes that don't fill tiles."""
+"""Linear layers and attention in 8 bits, in Pallas' interpreter, against numpy, at sizes that don't fill tiles."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -29,12 +29,12 @@ REFERENCE = as_program(flash_attention_reference)
 UNCHECKED = as_program(flash_attention_unchecked, interpret=INTERPRET)
 
 DTYPES = {"int8": 127, "float8_e4m3fn": 448}
-TOLERANCE = 2**-7  # the result is bfloat16, and so is what the activation takes
+TOLERANCE = 2**-7  # The result is bfloat16, and so is the activation's input.
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Several tiles and ragged last ones at sizes an interpreter can bear; a TPU has its own tiles."""
+    """Make several tiles and ragged last ones at small sizes; a TPU uses its own tiles."""
     if not INTERPRET:
         return
     monkeypatch.setattr(linears, "ROWS", 64)
@@ -49,26 +49,26 @@ def normal(seed, *shape, dtype=jnp.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-def in_8_bits(x, dtype):
-    """Rows as the nearest numbers of a type, by numpy: values and scales [L, 1]."""
+def round_with_numpy(x, dtype):
+    """Round rows to the nearest numbers of a type: values, and scales [L, 1]."""
     x = np.asarray(x, np.float32)
     scales = np.abs(x).max(-1, keepdims=True) / np.float32(DTYPES[dtype])
     scaled = np.divide(x, scales, out=np.zeros_like(x), where=scales > 0)
     return np.rint(scaled) if dtype == "int8" else scaled.astype(ml_dtypes.float8_e4m3fn), scales
 
 
-def close(got, expected, tolerance):
+def assert_close(got, expected, tolerance):
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     assert got.shape == expected.shape
     assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
 
 
-def same_rows(found, x, dtype):
-    """Check rounded rows: scales that fit, and values that are the nearest, or the next one where two are as near."""
-    values, scales = in_8_bits(x, dtype)
-    assert found.values.dtype == dtype and found.scales.shape == (len(x), 128)
-    np.testing.assert_allclose(found.scales, np.broadcast_to(scales, found.scales.shape), rtol=1e-6)
-    got, expected = (np.asarray(one, np.float64) for one in (found.values, values))
+def assert_rounded(rows, x, dtype):
+    """Check that rounded rows have the right scales and the nearest values, or the next one of two equally near."""
+    values, scales = round_with_numpy(x, dtype)
+    assert rows.values.dtype == dtype and rows.scales.shape == (len(x), 128)
+    np.testing.assert_allclose(rows.scales, np.broadcast_to(scales, rows.scales.shape), rtol=1e-6)
+    got, expected = np.asarray(rows.values, np.float64), np.asarray(values, np.float64)
     assert np.abs(got).max() == DTYPES[dtype]
     step = 1 if dtype == "int8" else np.maximum(np.abs(expected) / 8, 2**-9)
     assert (np.abs(got - expected) <= step).all()
@@ -82,20 +82,20 @@ def test_rows_are_rounded_to_the_nearest(rows, dtype):
     x[3] = 0
     grouped = x.reshape(rows, 2, 384).transpose(1, 0, 2)
     for function in ROUND_ROWS:
-        for given in (x, grouped, (grouped[..., :128], grouped[..., 128:])):
-            found = function(given, jnp.dtype(dtype))
-            same_rows(found, x, dtype)
-            assert not np.asarray(found.values[3], np.float32).any() and not np.asarray(found.scales[3]).any()
+        for laid_out in (x, grouped, (grouped[..., :128], grouped[..., 128:])):
+            rounded = function(laid_out, jnp.dtype(dtype))
+            assert_rounded(rounded, x, dtype)
+            assert not np.asarray(rounded.values[3], np.float32).any() and not np.asarray(rounded.scales[3]).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [128, 50, 5])
-def test_a_norm_gives_rounded_rows(rows, dtype):
+def test_layer_norm_returns_rounded_rows(rows, dtype):
     x, scale, shift = (normal(0, rows, 256) * 3 + 1).astype(jnp.bfloat16), normal(1, 2, 256), normal(2, 2, 256)
     more = {"eps": 1e-6, "first_rows": 3}
     plain = NORMS[0](x.astype(jnp.float32), scale, shift, **more)
     for function in NORMS:
-        same_rows(function(x, scale, shift, **more, rounded=jnp.dtype(dtype)), plain, dtype)
+        assert_rounded(function(x, scale, shift, **more, rounded=jnp.dtype(dtype)), plain, dtype)
 
 
 SIZES = {"whole": (128, 256, 512), "ragged, in parts": (100, 768, 640), "tiny": (7, 144, 64)}
@@ -106,10 +106,10 @@ SIZES = {"whole": (128, 256, 512), "ragged, in parts": (100, 768, 640), "tiny": 
     ("size", "activation"),
     [("whole", None), ("ragged, in parts", None), ("ragged, in parts", "gelu_tanh"), ("tiny", "gelu_tanh")],
 )
-def test_a_linear_layer_multiplies_what_was_rounded(size, activation, dtype):
+def test_linear_multiplies_the_rounded_values(size, activation, dtype):
     rows, inputs, outputs = SIZES[size]
-    (x, sizes), (weight, scales) = (in_8_bits(normal(n, m, inputs), dtype) for n, m in ((0, rows), (1, outputs)))
-    given = Rounded(x.astype(dtype), np.broadcast_to(sizes, (rows, 128)))
+    (x, sizes), (weight, scales) = (round_with_numpy(normal(n, m, inputs), dtype) for n, m in ((0, rows), (1, outputs)))
+    rounded = Rounded(x.astype(dtype), np.broadcast_to(sizes, (rows, 128)))
     bias, residual, gate = (
         normal(2, outputs, dtype=jnp.bfloat16),
         normal(3, rows, outputs, dtype=jnp.bfloat16),
@@ -118,15 +118,15 @@ def test_a_linear_layer_multiplies_what_was_rounded(size, activation, dtype):
     y = (x.astype(np.float64) @ weight.astype(np.float64).T) * sizes * scales.T + np.asarray(bias, np.float64)
     y = np.asarray(as_program(ACTIVATIONS[activation])(y.astype(np.float32)), np.float64)
     gates = np.where(np.arange(rows)[:, None] < 5, np.asarray(gate[0], np.float64), np.asarray(gate[1], np.float64))
-    args, how = (given, weight.astype(dtype), bias), {"scales": scales[:, 0], "activation": activation}
+    args, options = (rounded, weight.astype(dtype), bias), {"scales": scales[:, 0], "activation": activation}
     for function in LINEARS:
-        found = function(*args, **how)
-        assert found.dtype == jnp.bfloat16
-        close(found, y, TOLERANCE)
+        result = function(*args, **options)
+        assert result.dtype == jnp.bfloat16
+        assert_close(result, y, TOLERANCE)
         more = {"residual": residual, "gate": gate, "first_rows": 5}
-        close(function(*args, **how, **more), np.asarray(residual, np.float64) + gates * y, TOLERANCE)
-        groups = function(*args, **how, groups=2)
-        close(groups.transpose(1, 0, 2).reshape(rows, outputs), y, TOLERANCE)
+        assert_close(function(*args, **options, **more), np.asarray(residual, np.float64) + gates * y, TOLERANCE)
+        groups = function(*args, **options, groups=2)
+        assert_close(groups.transpose(1, 0, 2).reshape(rows, outputs), y, TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -140,18 +140,18 @@ def test_queries_are_rounded_by_row_and_head(width, shared, dtype):
     q[:, 3] = 0
     own = q[..., first * shared * width :]
     unit = np.exp(normal(2, 2, own.shape[2]))
-    given = {"width": width, "shared": shared, "first": first, "interpret": True}
-    found, scales = as_program(round_queries)(q, unit, jnp.dtype(dtype), **given)
+    options = {"width": width, "shared": shared, "first": first, "interpret": True}
+    terms, scales = as_program(round_queries)(q, unit, jnp.dtype(dtype), **options)
     expected, sizes = as_program(round_queries_reference)(own, unit, jnp.dtype(dtype), heads=tiles * shared)
     scales = np.asarray(scales).reshape(2, tiles * shared, rows)
     np.testing.assert_allclose(scales, sizes, rtol=1e-6)
-    assert len(found) == len(expected) == (1 if dtype == "int8" else 2)
-    assert dtype != "int8" or (np.frexp(scales)[0] == 0.5).all()  # powers of two
+    assert len(terms) == len(expected) == (1 if dtype == "int8" else 2)
+    assert dtype != "int8" or (np.frexp(scales)[0] == 0.5).all()  # The scales are powers of two.
     spread = np.repeat(scales, width, axis=1).swapaxes(1, 2)
-    error = sum(np.asarray(one, np.float32) for one in found) * spread - own * unit[:, None]
+    error = sum(np.asarray(term, np.float32) for term in terms) * spread - own * unit[:, None]
     assert (np.abs(error) <= spread * (0.501 if dtype == "int8" else 448 / 16**2)).all()
-    for one, other in zip(found, expected, strict=True):
-        assert (np.asarray(one, np.float32) == np.asarray(other, np.float32)).mean() > 0.99
+    for term, reference in zip(terms, expected, strict=True):
+        assert (np.asarray(term, np.float32) == np.asarray(reference, np.float32)).mean() > 0.99
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -164,58 +164,58 @@ def test_keys_are_rounded_without_their_mean(width, shared, first, dtype, monkey
     real = np.asarray(k, np.float64)[:, :130, own]
     plain = real - real.mean(axis=1, keepdims=True)
     by_head = np.abs(plain).reshape(2, 130, shared, width).max(axis=(1, 3)) / DTYPES[dtype]
-    given = {"tiles": 1, "width": width, "shared": shared, "first": first, "interpret": True}
+    options = {"tiles": 1, "width": width, "shared": shared, "first": first, "interpret": True}
     for values, scales in (
-        as_program(round_keys)(k, 130, jnp.dtype(dtype), **given),
+        as_program(round_keys)(k, 130, jnp.dtype(dtype), **options),
         as_program(round_keys_reference)(k[..., own], 130, jnp.dtype(dtype), heads=shared),
     ):
         assert values.shape == (2, 150, width * shared) and values.dtype == dtype
         np.testing.assert_allclose(scales, np.repeat(by_head, width, axis=1), rtol=1e-5)
-        found = np.asarray(values, np.float64)[:, :130]
-        step = 0.501 if dtype == "int8" else np.maximum(np.abs(found) / 16, 2**-9)
-        assert (np.abs(found * np.asarray(scales)[:, None] - plain) <= step * 1.01 * np.asarray(scales)[:, None]).all()
+        rounded, spread = np.asarray(values, np.float64)[:, :130], np.asarray(scales)[:, None]
+        step = 0.501 if dtype == "int8" else np.maximum(np.abs(rounded) / 16, 2**-9)
+        assert (np.abs(rounded * spread - plain) <= step * 1.01 * spread).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_is_not_rounded_to_something_finite(dtype):
+def test_values_that_are_not_finite_stay_so(dtype):
     wrong, rows = np.asarray([np.nan, np.inf]), np.asarray([7, 9])
     x, weight = normal(0, 40, 256), np.ones((128, 256), dtype)
     x[rows, 3] = wrong
     zeros, ones = np.zeros(128, np.float32), np.ones(128, np.float32)
-    for rounded in ROUND_ROWS:
-        found = np.asarray(LINEARS[1](rounded(x, jnp.dtype(dtype)), weight, zeros, scales=ones))
-        assert not np.isfinite(found[rows]).any() and np.isfinite(np.delete(found, rows, axis=0)).all()
+    for function in ROUND_ROWS:
+        result = np.asarray(LINEARS[1](function(x, jnp.dtype(dtype)), weight, zeros, scales=ones))
+        assert not np.isfinite(result[rows]).any() and np.isfinite(np.delete(result, rows, axis=0)).all()
     q, k, v = (normal(seed, 300, 128, dtype=jnp.bfloat16) for seed in range(3))
-    how = {"heads": 1, "width": 128, "scale": 0.1, "kv_len": 300, "qk": dtype}
+    options = {"heads": 1, "width": 128, "scale": 0.1, "kv_len": 300, "qk": dtype}
     for softmax, key in (("optimistic", np.nan), ("online", np.inf)):
         not_finite, odd = q.copy(), k.copy()
         not_finite[rows, 3], odd[7, 3] = wrong, key
-        found, right = UNCHECKED(not_finite, k, v, softmax=softmax, **how)
-        assert not np.isfinite(np.asarray(found, np.float32)[rows]).any()
-        assert np.isfinite(np.delete(np.asarray(found, np.float32), rows, axis=0)).all()
+        out, right = UNCHECKED(not_finite, k, v, softmax=softmax, **options)
+        assert not np.isfinite(np.asarray(out, np.float32)[rows]).any()
+        assert np.isfinite(np.delete(np.asarray(out, np.float32), rows, axis=0)).all()
         assert softmax == "online" or not right
-        found, _ = UNCHECKED(q, odd, v, softmax=softmax, **how)
-        assert not np.isfinite(np.asarray(found, np.float32)).any()
+        out, _ = UNCHECKED(q, odd, v, softmax=softmax, **options)
+        assert not np.isfinite(np.asarray(out, np.float32)).any()
 
 
-def test_rows_of_tiny_numbers_are_rounded_to_something_finite():
+def test_rows_of_tiny_numbers_stay_finite():
     x = np.asarray([[1e-37, -1e-38, 0, 2e-37], [0, 0, 0, 0]], np.float32)
     for dtype in DTYPES:
         values, scales = ROUND_ROWS[0](x, jnp.dtype(dtype))
-        found = np.asarray(values, np.float32) * np.asarray(scales)[:, :1]
-        assert np.isfinite(found).all() and np.abs(found - x).max() < 3e-37
+        restored = np.asarray(values, np.float32) * np.asarray(scales)[:, :1]
+        assert np.isfinite(restored).all() and np.abs(restored - x).max() < 3e-37
 
 
 @pytest.mark.parametrize("length", [5, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_few_keys(length, dtype):
+def test_few_keys_are_attended_to_closely(length, dtype):
     q, k, v = (normal(seed, length, 256) for seed in range(3))
     got = np.asarray(as_program(flash_attention)(q, k, v, heads=2, qk=dtype, interpret=INTERPRET), np.float64)
     expected = np.asarray(REFERENCE(q, k, v, heads=2), np.float64)
     assert (got * expected).sum() / np.linalg.norm(got) / np.linalg.norm(expected) > 0.999
 
 
-def test_what_8_bit_logits_can_not_be_is_refused():
+def test_unsupported_8_bit_logits_are_refused():
     wide = np.zeros((8, 512), np.float32)
     with pytest.raises(ValueError, match="heads must be at most 256 wide"):
         flash_attention(wide, wide, wide, heads=1, qk="int8", interpret=INTERPRET)
@@ -231,11 +231,11 @@ def test_attention_of_some_heads_with_logits_in_8_bits(dtype, softmax):
     k[:, ::7] += 8
     k[kv_len:] = np.nan
     first = (1, 0, 1)
-    how = {"width": width, "scale": width**-0.5, "kv_len": kv_len, "softmax": softmax, "qk": dtype}
-    found, right = UNCHECKED(q, k, v, heads=2, first_heads=first, **how)
+    options = {"width": width, "scale": width**-0.5, "kv_len": kv_len, "softmax": softmax, "qk": dtype}
+    out, right = UNCHECKED(q, k, v, heads=2, first_heads=first, **options)
     assert right
-    mine = (x[:, n * width : (n + 2) * width] for x, n in zip((q, k, v), first, strict=True))
-    expected = np.asarray(REFERENCE(*mine, heads=2, kv_len=kv_len), np.float64)
-    got = np.asarray(found, np.float64)
+    parts = (x[:, n * width : (n + 2) * width] for x, n in zip((q, k, v), first, strict=True))
+    expected = np.asarray(REFERENCE(*parts, heads=2, kv_len=kv_len), np.float64)
+    got = np.asarray(out, np.float64)
     cosine = (got * expected).sum() / np.linalg.norm(got) / np.linalg.norm(expected)
     assert 0.9995 <= cosine < 0.99998

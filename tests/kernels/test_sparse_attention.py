@@ -1,4 +1,4 @@
-"""Block-sparse attention in interpret mode, against float64, by lists of blocks that are drawn or made to break it."""
+"""Block-sparse attention in interpret mode, against float64, with random lists of blocks and adversarial inputs."""
 
 import functools
 
@@ -8,9 +8,20 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from tests.kernels.cases import INTERPRET, Case, D, adversarial, as_program, error_bound, exact, normal, rounded
-from wan_tpu_kernels import sparse_attention as module
-from wan_tpu_kernels.sparse_attention import KEYS, QUERIES, sparse_attention, sparse_attention_reference
+from tests.kernels.cases import (
+    INTERPRET,
+    Case,
+    D,
+    adversarial,
+    as_program,
+    attend_exactly,
+    error_bound,
+    normal,
+    round_case,
+)
+from wan_tpu_kernels import sparse_kernel
+from wan_tpu_kernels.sparse_attention import sparse_attention, sparse_attention_reference
+from wan_tpu_kernels.sparse_kernel import KEYS, QUERIES, SparseTile, sparse_tiles
 
 
 @functools.cache
@@ -19,8 +30,8 @@ def program(**options):
     return jax.jit(functools.partial(sparse_attention, interpret=INTERPRET, **options))
 
 
-def drawn(q_len: int, kv_len: int, count: int, heads: int = 1) -> np.ndarray:
-    """Lists of blocks, with the last one in every second, [1, heads, blocks of queries, count]."""
+def draw_lists(q_len: int, kv_len: int, count: int, heads: int = 1) -> np.ndarray:
+    """Draw lists of blocks, every second with the last block in it, [1, heads, blocks of queries, count]."""
     rng, blocks = np.random.default_rng(count), -(-kv_len // KEYS)
     lists = [np.sort(rng.permutation(blocks)[:count]) for _ in range(heads * -(-q_len // QUERIES))]
     for chosen in lists[::2]:
@@ -34,78 +45,78 @@ def run(case: Case, lists: np.ndarray, dtype=jnp.bfloat16, **options) -> np.ndar
 
 
 def assert_exact(case: Case, lists: np.ndarray, got: np.ndarray, dtype=jnp.bfloat16) -> None:
-    """lists [blocks of queries, count] of one head."""
-    case = rounded(case, dtype)
+    """Check one head's result, whose lists are [blocks of queries, count]."""
+    case = round_case(case, dtype)
     for block, chosen in enumerate(lists):
         rows = slice(block * QUERIES, (block + 1) * QUERIES)
         keys = np.concatenate([np.arange(i * KEYS, min((i + 1) * KEYS, len(case.k))) for i in chosen])
         part = Case(case.q[rows], case.k[keys], case.v[keys])
-        np.testing.assert_allclose(got[rows], exact(part), rtol=0, atol=error_bound(part, dtype))
+        np.testing.assert_allclose(got[rows], attend_exactly(part), rtol=0, atol=error_bound(part, dtype))
 
 
 @pytest.mark.parametrize("softmax", ["auto", "online"])
 @pytest.mark.parametrize("name", ["normal", "huge norms", "late key", "very negative rows", "sink"])
-def test_equals_float64(name, softmax):
-    case, lists = adversarial(name, 300, 700), drawn(300, 700, 7)
+def test_sparse_attention_equals_float64(name, softmax):
+    case, lists = adversarial(name, 300, 700), draw_lists(300, 700, 7)
     assert_exact(case, lists[0, 0], run(case, lists, softmax=softmax))
 
 
 @pytest.mark.parametrize("count", [1, 4, 11])
 def test_lists_of_any_length(count):
-    """Shorter than what is computed at once, as long, and all blocks there are."""
-    case, lists = normal(300, 700), drawn(300, 700, count)
+    """They are shorter than a chunk, as long as one, and hold all blocks."""
+    case, lists = normal(300, 700), draw_lists(300, 700, count)
     assert_exact(case, lists[0, 0], run(case, lists, jnp.float32), jnp.float32)
 
 
 @pytest.mark.parametrize("length", [1, pytest.param(640, marks=pytest.mark.long)])
 def test_any_number_of_queries(length):
-    case, lists = normal(length, 700), drawn(length, 700, 5)
+    case, lists = normal(length, 700), draw_lists(length, 700, 5)
     assert_exact(case, lists[0, 0], run(case, lists))
 
 
 @pytest.mark.long
-def test_longer_lists_are_a_loop(monkeypatch):
-    monkeypatch.setattr(module, "UNROLLED", 2)
-    case, lists = adversarial("late key", 130, 2100), drawn(130, 2100, 26)  # three rounds of two, and one
-    # It overflows, and is computed again in the other way.
+def test_lists_longer_than_the_unrolled_chunks_are_exact(monkeypatch):
+    monkeypatch.setattr(sparse_kernel, "UNROLLED", 2)
+    # There are three rounds of two chunks, and one chunk. The case overflows and is repeated with "online".
+    case, lists = adversarial("late key", 130, 2100), draw_lists(130, 2100, 26)
     arrays = (x.astype(jnp.bfloat16)[None] for x in case)
     got = as_program(sparse_attention, heads=1, interpret=INTERPRET)(*arrays, lists)
     assert_exact(case, lists[0, 0], np.asarray(got, np.float32)[0])
 
 
 def test_the_check_sees_overflow():
-    """Else the cases above might pass without the repeat they are meant to force."""
-    found, tile = [], module._Tile(D, 1, 704, 8, D**-0.5 * np.log2(np.e))
-    tiles = as_program(lambda *args: module._tiles(*args, tile, 1, (0, 0, 0), True))
+    """Otherwise the cases above might pass without the repeat they are meant to force."""
+    failed, tile = [], SparseTile(D, 1, 704, 8, D**-0.5 * np.log2(np.e))
+    tiles = as_program(lambda *args: sparse_tiles(*args, tile, 1, (0, 0, 0), True))
     for name in ("late key", "sink"):
-        case, lists = adversarial(name, 512, 704), drawn(512, 704, 8)
+        case, lists = adversarial(name, 512, 704), draw_lists(512, 704, 8)
         q, k, v = (x.astype(jnp.bfloat16)[None] for x in case)
-        found.append(bool(np.isnan(tiles(q, k, v, lists.reshape(1, 2, -1))[1]).any()))
-    assert found == [True, False]
+        failed.append(bool(np.isnan(tiles(q, k, v, lists.reshape(1, 2, -1))[1]).any()))
+    assert failed == [True, False]
 
 
-def test_keys_beyond_kv_len_are_never_looked_at():
+def test_keys_beyond_kv_len_are_never_read():
     q, k, v = normal(300, 700)
-    lists = drawn(300, 520, 6)
+    lists = draw_lists(300, 520, 6)
     k[520:], v[520:] = np.nan, np.nan
     assert_exact(Case(q, k[:520], v[:520]), lists[0, 0], run(Case(q, k, v), lists, kv_len=520))
 
 
 @pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.long)])
 def test_each_head_has_lists_of_its_own(width):
-    """Heads that share a tile too, beside others that force a repeat."""
+    """So have heads that share a tile, beside others that force a repeat."""
     cases = [
         Case(*(x[:, :width] for x in adversarial(name, 300, 700))) for name in ("late key", "normal", "sink", "zeros")
     ]
-    lists = drawn(300, 700, 6, heads=4)
+    lists = draw_lists(300, 700, 6, heads=4)
     together = Case(*(np.concatenate(arrays, axis=1) for arrays in zip(*cases, strict=True)))
     got = run(together, lists, heads=4)
     for head, case in enumerate(cases):
         assert_exact(case, lists[0, head], got[:, head * width : (head + 1) * width])
 
 
-def test_a_batch():
-    case, lists = normal(300, 700), drawn(300, 700, 6)
+def test_each_element_of_a_batch_has_its_own_lists():
+    case, lists = normal(300, 700), draw_lists(300, 700, 6)
     arrays = [np.stack([x, 2 * x]).astype(jnp.bfloat16) for x in case]
     got = program(heads=1)(*arrays, np.concatenate([lists, lists[:, :, ::-1]]))
     assert_exact(case, lists[0, 0], np.asarray(got[0], np.float32))
@@ -113,17 +124,17 @@ def test_a_batch():
 
 
 def test_reference_is_exact_too():
-    case, lists = adversarial("sink"), drawn(300, 700, 6)
+    case, lists = adversarial("sink"), draw_lists(300, 700, 6)
     got = as_program(sparse_attention_reference, heads=1)(*(x[None] for x in case), lists)
     assert_exact(case, lists[0, 0], np.asarray(got)[0], jnp.float32)
 
 
 @pytest.mark.parametrize("width", [64, 128])
-def test_simulated_tpu_memory(width):
-    """In Pallas' simulation of a TPU: memory starts as NaN, copies happen late, races are looked for."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # has no public name
+def test_sparse_attention_is_exact_in_simulated_tpu_memory(width):
+    """In Pallas' simulation of a TPU, memory starts as NaN, copies happen late, and races are detected."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # It has no public name.
 
-    case, lists = normal(512, 512), drawn(512, 512, 6, heads=D // width)
+    case, lists = normal(512, 512), draw_lists(512, 512, 6, heads=D // width)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
     args = [x.astype(jnp.bfloat16)[None] for x in case]
     got = as_program(sparse_attention, heads=D // width, interpret=params)(*args, lists)
@@ -146,8 +157,8 @@ def test_simulated_tpu_memory(width):
     ],
 )
 def test_errors_say_what_is_allowed(change, message):
-    given = {"channels": 256, "heads": 2, "kv_len": None, "blocks": (1, 2, 3, 5), "dtype": jnp.bfloat16} | change
-    q, k = (jnp.zeros((1, length, given["channels"]), given["dtype"]) for length in (300, 700))
-    lists = jnp.zeros(given["blocks"], jnp.int32)
+    call = {"channels": 256, "heads": 2, "kv_len": None, "blocks": (1, 2, 3, 5), "dtype": jnp.bfloat16} | change
+    q, k = (jnp.zeros((1, length, call["channels"]), call["dtype"]) for length in (300, 700))
+    lists = jnp.zeros(call["blocks"], jnp.int32)
     with pytest.raises(ValueError, match=message):
-        sparse_attention(q, k, k, lists, heads=given["heads"], kv_len=given["kv_len"])
+        sparse_attention(q, k, k, lists, heads=call["heads"], kv_len=call["kv_len"])

@@ -10,7 +10,7 @@ from wan_tpu.ops.sparse_linear import SparseLinear, chosen_blocks, sparse_linear
 from wan_tpu_kernels.sla.block_means import block_means, block_means_reference
 from wan_tpu_kernels.sla.linear_attention import EPSILON, add_linear, add_linear_reference
 from wan_tpu_kernels.sla.top_lists import top_lists, top_lists_reference
-from wan_tpu_kernels.sparse_attention import KEYS, QUERIES
+from wan_tpu_kernels.sparse_kernel import KEYS, QUERIES
 
 ATTENTION = as_program(sparse_linear_attention)
 

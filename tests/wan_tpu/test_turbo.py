@@ -23,7 +23,7 @@ from wan_tpu.families import open_spec, preset_spec
 from wan_tpu.families.wan.components import ORIGINALS
 from wan_tpu.families.wan.distilled import WithExperts
 from wan_tpu.tiny import make_checkpoint
-from wan_tpu_kernels.sparse_attention import KEYS, QUERIES
+from wan_tpu_kernels.sparse_kernel import KEYS, QUERIES
 
 KIND = "turbowan2.2-i2v-a14b"
 TOLERANCE = 1e-4  # relative to the largest latent

@@ -27,7 +27,7 @@ from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.mesh import AXES, axis_size
 from wan_tpu.switches import is_synchronous, uses_kernel
 from wan_tpu_kernels.blocks import LANES
-from wan_tpu_kernels.flash_attention import LowPrecision, repeated_if
+from wan_tpu_kernels.flash_attention import LowPrecision, repeat_if
 
 TILE_ROWS = 16  # of bfloat16 in a TPU's registers
 
@@ -144,7 +144,7 @@ def exchanged_attention(
     def again() -> tuple[_Back, ...]:
         return tuple(_back(*given.attend(number, "online")[0], head_axes) for number in range(len(given.rounds)))
 
-    return _joined(repeated_if(wrong, tuple(found), again), gathered)
+    return _joined(repeat_if(wrong, tuple(found), again), gathered)
 
 
 def _joined(found: Sequence[_Back], gathered: Params) -> AttentionOutput:

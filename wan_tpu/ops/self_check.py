@@ -17,7 +17,8 @@ import numpy as np
 from wan_tpu.ops.dispatch import TWINS as OPERATIONS
 from wan_tpu_kernels.flash_attention import flash_attention, flash_attention_reference
 from wan_tpu_kernels.low_precision import Rounded
-from wan_tpu_kernels.sparse_attention import KEYS, QUERIES, sparse_attention, sparse_attention_reference
+from wan_tpu_kernels.sparse_attention import sparse_attention, sparse_attention_reference
+from wan_tpu_kernels.sparse_kernel import KEYS, QUERIES
 
 # Each kernel and its twin, by the kernel's name in `wan_tpu.switches`.
 TWINS = OPERATIONS | {

@@ -22,7 +22,8 @@ from wan_tpu_kernels.blocks import LANES
 from wan_tpu_kernels.sla.block_means import block_means, block_means_reference
 from wan_tpu_kernels.sla.linear_attention import add_linear, add_linear_reference
 from wan_tpu_kernels.sla.top_lists import top_lists, top_lists_reference
-from wan_tpu_kernels.sparse_attention import KEYS, QUERIES, first_tiles, sparse_attention, sparse_attention_reference
+from wan_tpu_kernels.sparse_attention import first_tiles, sparse_attention, sparse_attention_reference
+from wan_tpu_kernels.sparse_kernel import KEYS, QUERIES
 
 QUERY_BLOCK = QUERIES  # tokens that attend to the same blocks of keys
 

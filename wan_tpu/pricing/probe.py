@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from wan_tpu.pricing.bundles import count_bundles
 from wan_tpu.pricing.kernel_prices import StepBundles, step_bundles
-from wan_tpu_kernels.low_precision import multiplied
+from wan_tpu_kernels.low_precision import can_multiply
 
 ROWS, LANES = 128, 128  # Of a block: 16 registers.
 OPERATIONS = 64  # Of each register in one iteration.
@@ -60,4 +60,4 @@ def count_probe(host: str) -> tuple[float, float]:
 def type_of_8_bits(device: jax.Device) -> Any:
     """Return the 8-bit type whose products a TPU computes at twice the rate of bfloat16; None where it has none."""
     with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("x",))):
-        return next((dtype for dtype in (jnp.int8, jnp.float8_e4m3fn) if multiplied(dtype)), None)
+        return next((dtype for dtype in (jnp.int8, jnp.float8_e4m3fn) if can_multiply(dtype)), None)

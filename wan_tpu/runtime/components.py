@@ -23,7 +23,7 @@ from wan_tpu.runtime.mesh import Rule, replicated, rule_of, weight_spec
 from wan_tpu.runtime.program import place
 from wan_tpu.runtime.tensor_files import Stored
 from wan_tpu.runtime.weights import Block, Show, Weight, read_weights
-from wan_tpu_kernels.low_precision import largest, multiplied
+from wan_tpu_kernels.low_precision import can_multiply, largest_value
 
 _BFLOAT16, _INT8, _FLOAT8 = (np.dtype(kind) for kind in (ml_dtypes.bfloat16, np.int8, ml_dtypes.float8_e4m3fn))
 _AND_ATTENTION = "-attention"  # of a precision: attention's logits are in 8 bits, too
@@ -191,7 +191,7 @@ def in_8_bits(value: np.ndarray, kind: np.dtype) -> tuple[np.ndarray, np.ndarray
     A row that isn't finite has a scale that isn't.
     """
     wide = value.astype(np.float32)
-    scales = np.abs(wide).max(axis=1) / np.float32(largest(kind))
+    scales = np.abs(wide).max(axis=1) / np.float32(largest_value(kind))
     with np.errstate(invalid="ignore"):
         scaled = wide / np.where(scales == 0, 1, scales)[:, None]
         return (np.rint(scaled) if kind == np.int8 else scaled).astype(kind), scales
@@ -254,7 +254,7 @@ def _check_chip(component: Component, precision: str, mesh: Mesh) -> None:
     if device.platform != "tpu" or not component.matrices or precision not in MATRICES:
         return
     with jax.set_mesh(mesh):
-        able = [one for one in DTYPES if one not in MATRICES or (component.offers(one) and multiplied(MATRICES[one]))]
+        able = [one for one in DTYPES if one not in MATRICES or (component.offers(one) and can_multiply(MATRICES[one]))]
     if precision not in able:
         raise InvalidInput(f"{device.device_kind} doesn't compute in {precision}; choose one of {', '.join(able)}")
 

@@ -1,6 +1,6 @@
-"""Means of blocks of rows: what tells which blocks of keys a block of queries attends to.
+"""Means of blocks of rows, by which each block of queries chooses the blocks of keys it attends to.
 
-XLA would write all rows in float32 first. Shapes: L rows.
+XLA would first write all rows in float32. Shapes: L rows.
 """
 
 import functools
@@ -12,9 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-Ref = Any  # a Pallas reference to VMEM
+Ref = Any  # A Pallas reference to VMEM.
 
-ROWS = 2048  # of a grid step
+ROWS = 2048  # Rows of a grid step.
 
 
 def block_means(
@@ -27,10 +27,19 @@ def block_means(
     first: int = 0,
     interpret: Any = False,
 ) -> jax.Array:
-    """Return the mean of every `size` rows, float32, of each tile of `lanes` columns: [tiles, ceil(L / size), lanes].
+    """Compute the mean of every `size` rows, in each tile of columns.
 
-    x [L, at least (first + tiles) * lanes]; of its columns the tiles from `first` on, in place. Rows from `real` on
-    don't count; the mean of none is zero. size divides ROWS.
+    Args:
+        x: [L, at least (first + tiles) * lanes].
+        size: Rows of a block, a divisor of `ROWS`.
+        real: Rows from here on are ignored; the mean of no rows is zero.
+        tiles: Number of tiles.
+        lanes: Columns of a tile.
+        first: The first tile, read in place.
+        interpret: As for `pallas_call`.
+
+    Returns:
+        [tiles, ceil(L / size), lanes] float32.
     """
     rows, blocks = x.shape[0], -(-x.shape[0] // size)
     x = jnp.pad(x, ((0, max(0, ROWS - rows)), (0, 0)))
@@ -52,16 +61,16 @@ def block_means(
 def block_means_reference(
     x: jax.Array, size: int, *, real: int | jax.Array, tiles: int, lanes: int, first: int = 0
 ) -> jax.Array:
-    """Compute the same in plain jnp."""
+    """Compute the same as `block_means`, in plain jnp."""
     blocks = -(-len(x) // size)
     x = x[:, first * lanes : (first + tiles) * lanes].astype(jnp.float32)
     x = jnp.where((jnp.arange(len(x)) < real)[:, None], x, 0)
     sums = jnp.pad(x, ((0, blocks * size - len(x)), (0, 0))).reshape(blocks, size, tiles, lanes).sum(axis=1)
-    return (sums / _counted(real, jnp.arange(blocks), size)[:, None, None]).swapaxes(0, 1)
+    return (sums / _count_real(real, jnp.arange(blocks), size)[:, None, None]).swapaxes(0, 1)
 
 
 def _kernel(real_ref: Ref, x_ref: Ref, out_ref: Ref, *, size: int) -> None:
-    """One grid step (t, i)."""
+    """Run one grid step (t, i)."""
     real, blocks = real_ref[0], ROWS // size
     start, first_block = pl.program_id(1) * ROWS, pl.program_id(1) * blocks
 
@@ -75,11 +84,11 @@ def _kernel(real_ref: Ref, x_ref: Ref, out_ref: Ref, *, size: int) -> None:
     @pl.when(start + ROWS > real)
     def _() -> None:
         x = x_ref[...].astype(jnp.float32)
-        found = sums(jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) + start < real, x, 0.0))
-        block = lax.broadcasted_iota(jnp.int32, found.shape, 0) + first_block
-        out_ref[...] = found / _counted(real, block, size)
+        totals = sums(jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) + start < real, x, 0.0))
+        block = lax.broadcasted_iota(jnp.int32, totals.shape, 0) + first_block
+        out_ref[...] = totals / _count_real(real, block, size)
 
 
-def _counted(real: int | jax.Array, block: jax.Array, size: int) -> jax.Array:
-    """How many rows of a block count, at least one."""
+def _count_real(real: int | jax.Array, block: jax.Array, size: int) -> jax.Array:
+    """Return how many rows of a block are real, at least one."""
     return jnp.clip(real - block * size, 1, size).astype(jnp.float32)

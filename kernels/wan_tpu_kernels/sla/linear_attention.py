@@ -4,10 +4,10 @@ With phi(x) = softmax(x) over the D channels of a head, and eps = 1e-5,
 
     out_i = P [ phi(q_i) sum_j phi(k_j)^T v_j / (eps + phi(q_i) . sum_j phi(k_j)) ] + b,
 
-where P [D, D] and b [D] are trained (arXiv 2509.24006, `proj_l`). What is summed over the keys doesn't depend on the
-query, so it is summed once (`_key_summary`), P is multiplied into it, and a second kernel adds the result to the sparse
+where P [D, D] and b [D] are trained (arXiv 2509.24006, `proj_l`). The sums over the keys don't depend on the query, so
+they are computed once (`_summarise_keys`), P is multiplied into them, and a second kernel adds the result to the sparse
 part (`add_linear`). In that fraction phi(q) needs no sum of its own: with e = exp(q - max q), numerator and denominator
-are both divided by sum(e), if eps stands beside sum_j phi(k_j). Both kernels read and write each array once.
+are both divided by sum(e), provided that eps is added to sum_j phi(k_j). Both kernels read and write each array once.
 
 Shapes: L tokens, N heads, D head width, S heads that share 128 lanes; token-major, [L, N * D].
 """
@@ -26,10 +26,10 @@ from wan_tpu_kernels.blocks import LANES
 from wan_tpu_kernels.flash_kernel import dot
 from wan_tpu_kernels.sparse_attention import first_tiles
 
-Ref = Any  # a Pallas reference to VMEM
+Ref = Any  # A Pallas reference to VMEM.
 
 EPSILON = 1e-5
-ROWS = 1024  # of a grid step
+ROWS = 1024  # Rows of a grid step.
 
 
 def add_linear(
@@ -46,21 +46,30 @@ def add_linear(
     kv_len: int | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Return `sparse` plus linear attention.
+    """Add linear attention to sparse attention's result.
 
-    sparse, q [Lq, N * D]; k, v [Lk, N * D], all bfloat16 or all float32; weight [D (out), D (in)], bias [D]. q, k and v
-        may hold more heads: see `sparse_attention`.
-    scale   what q is to be multiplied with (its own, where attention's was folded into it)
-    kv_len  number of real keys; the rest of K and V is never looked at
+    Args:
+        sparse: [Lq, N * D]. All arrays are bfloat16 or all are float32. D is a multiple of 128, or divides 128 if N * D
+            is a multiple of 128.
+        q: [Lq, N * D]. q, k and v may hold more heads, as in `sparse_attention`.
+        k, v: [Lk, N * D].
+        weight: [D (out), D (in)].
+        bias: [D].
+        heads: N.
+        first_heads: The first head to use of q, k and v.
+        scale: The factor of q; the inverse of attention's, where that was folded into q.
+        kv_len: Number of real keys; the rest of K and V is never read.
+        interpret: As for `pallas_call`.
 
-    D is a multiple of 128, or divides it where N * D is one. Raises ValueError for other widths.
+    Raises:
+        ValueError: D is another width.
     """
     width, rows = sparse.shape[1] // heads, min(ROWS, -(-q.shape[0] // 8) * 8)
     first_q, first_k, first_v = first_tiles(first_heads, heads, width)
     tile = _Tile(width, LANES // width if width < LANES else 1, kv_len or k.shape[0], scale)
     tiles = sparse.shape[1] // tile.lanes
-    values, keys = _key_summary(k, v, tile, tiles, (first_k, first_v), interpret)
-    together = _together(values, keys, weight, tile).astype(q.dtype)
+    values, keys = _summarise_keys(k, v, tile, tiles, (first_k, first_v), interpret)
+    folded = _fold_keys(values, keys, weight, tile).astype(q.dtype)
     row = jnp.tile(bias.astype(jnp.float32), tile.shared)[None]
     tokens = pl.BlockSpec((rows, tile.lanes), lambda t, i: (i, t))
     return pl.pallas_call(
@@ -82,7 +91,7 @@ def add_linear(
         ),
         interpret=interpret,
         name="linear_attention",
-    )(sparse, q, together, row)
+    )(sparse, q, folded, row)
 
 
 def add_linear_reference(
@@ -97,22 +106,29 @@ def add_linear_reference(
     scale: float = 1.0,
     kv_len: int | None = None,
 ) -> jax.Array:
-    """Compute the same in plain jnp, float32, as the formula stands; arguments as `add_linear`'s."""
+    """Compute the same as `add_linear` in plain jnp, float32, straight from the formula."""
     q3, k3, v3 = (x.astype(jnp.float32).reshape(len(x), heads, -1) for x in (q, k[:kv_len], v[:kv_len]))
     q3, k3 = jax.nn.softmax(q3 * scale), jax.nn.softmax(k3)
     values = jnp.einsum("knd,kne->nde", k3, v3, precision="highest")
-    below = EPSILON + jnp.einsum("qnd,nd->qn", q3, k3.sum(0), precision="highest")
-    out = jnp.einsum("qnd,nde->qne", q3, values, precision="highest") / below[..., None]
+    denominator = EPSILON + jnp.einsum("qnd,nd->qn", q3, k3.sum(0), precision="highest")
+    out = jnp.einsum("qnd,nde->qne", q3, values, precision="highest") / denominator[..., None]
     out = jnp.einsum("qne,fe->qnf", out, weight.astype(jnp.float32), precision="highest") + bias
     return (sparse + out.reshape(q.shape)).astype(sparse.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """The static side of the kernels."""
+    """The static settings of the kernels.
 
-    width: int  # D
-    shared: int  # S
+    Attributes:
+        width: D.
+        shared: S.
+        kv_len: Number of real keys.
+        scale: The factor of q.
+    """
+
+    width: int
+    shared: int
     kv_len: int
     scale: float
 
@@ -120,32 +136,35 @@ class _Tile:
     def lanes(self) -> int:
         return self.width * self.shared
 
-    def own(self, shape: tuple[int, ...]) -> list[jax.Array]:
-        """Return of each head of a tile where its lanes are."""
+    def own_lanes(self, shape: tuple[int, ...]) -> list[jax.Array]:
+        """Return a mask of the lanes of each head of a tile."""
         lane = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
         return [(lane >= i * self.width) & (lane < (i + 1) * self.width) for i in range(self.shared)]
 
     def powers(self, x: jax.Array) -> jax.Array:
-        """Return exp of rows [L, S D] less each head's largest channel."""
+        """Return exp(rows [L, S D] - each head's largest channel)."""
         if self.shared == 1:
             return jnp.exp(x - jnp.max(x, axis=1, keepdims=True))
-        own = self.own(x.shape)
-        largest = [jnp.max(jnp.where(mine, x, -jnp.inf), axis=1, keepdims=True) for mine in own]
-        return jnp.exp(x - sum(jnp.where(mine, most, 0.0) for mine, most in zip(own, largest, strict=True)))
+        masks = self.own_lanes(x.shape)
+        largest = [jnp.max(jnp.where(mask, x, -jnp.inf), axis=1, keepdims=True) for mask in masks]
+        return jnp.exp(x - sum(jnp.where(mask, maximum, 0.0) for mask, maximum in zip(masks, largest, strict=True)))
 
     def sums(self, x: jax.Array) -> jax.Array:
         """Return each head's sum over its channels of rows [L, S D], in all of its lanes."""
         if self.shared == 1:
             return jnp.sum(x, axis=1, keepdims=True)
-        own = self.own(x.shape)
-        parts = [jnp.where(mine, jnp.sum(jnp.where(mine, x, 0.0), axis=1, keepdims=True), 0.0) for mine in own]
+        masks = self.own_lanes(x.shape)
+        parts = [jnp.where(mask, jnp.sum(jnp.where(mask, x, 0.0), axis=1, keepdims=True), 0.0) for mask in masks]
         return sum(parts, start=jnp.zeros_like(x))
 
 
-def _key_summary(
+def _summarise_keys(
     k: jax.Array, v: jax.Array, tile: _Tile, tiles: int, first: tuple[int, int], interpret: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Return sum_j phi(k_j)^T v_j [tiles, S D, S D], also of heads that aren't one another's, and sum_j phi(k_j)."""
+    """Return sum_j phi(k_j)^T v_j [tiles, S D, S D] and sum_j phi(k_j) [tiles, 1, S D].
+
+    Heads that share a tile are multiplied with one another, too; `_fold_keys` drops those products.
+    """
     rows, work = min(ROWS, -(-k.shape[0] // 8) * 8), k.shape[0] * tiles * tile.lanes
     keys = pl.BlockSpec((rows, tile.lanes), lambda t, i: (i, first[0] + t))
     values = pl.BlockSpec((rows, tile.lanes), lambda t, i: (i, first[1] + t))
@@ -171,7 +190,7 @@ def _key_summary(
 
 
 def _summary_kernel(k_ref: Ref, v_ref: Ref, values_ref: Ref, keys_ref: Ref, *, tile: _Tile) -> None:
-    """One grid step (t, i)."""
+    """Run one grid step (t, i)."""
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
@@ -180,7 +199,7 @@ def _summary_kernel(k_ref: Ref, v_ref: Ref, values_ref: Ref, keys_ref: Ref, *, t
 
     k, v = k_ref[...].astype(jnp.float32), v_ref[...]
     real = tile.kv_len - pl.program_id(1) * k.shape[0]
-    if tile.kv_len % k.shape[0]:  # what lies behind the last key may be NaN
+    if tile.kv_len % k.shape[0]:  # Rows behind the last key may be NaN.
         is_key = lax.broadcasted_iota(jnp.int32, k.shape, 0) < real
         k, v = jnp.where(is_key, k, 0.0), jnp.where(is_key, v, jnp.zeros_like(v))
     powers = tile.powers(k)
@@ -191,18 +210,18 @@ def _summary_kernel(k_ref: Ref, v_ref: Ref, values_ref: Ref, keys_ref: Ref, *, t
     keys_ref[...] += jnp.sum(phi, axis=0, keepdims=True)
 
 
-def _together(values: jax.Array, keys: jax.Array, weight: jax.Array, tile: _Tile) -> jax.Array:
-    """Return [tiles, S D, 2 S D]: what e is multiplied with for the numerator, times P, and for the denominator."""
+def _fold_keys(values: jax.Array, keys: jax.Array, weight: jax.Array, tile: _Tile) -> jax.Array:
+    """Return [tiles, S D, 2 S D]: the factors of e for the numerator (with P folded in) and for the denominator."""
     same = jnp.kron(jnp.eye(tile.shared), jnp.ones((tile.width, tile.width)))
     projected = jnp.kron(jnp.eye(tile.shared), weight.astype(jnp.float32).T)
-    above = jnp.einsum("tde,ef->tdf", values * same, projected, precision="highest")
-    below = (keys + EPSILON).swapaxes(1, 2) * same
-    return jnp.concatenate([above, below], axis=2)
+    numerator = jnp.einsum("tde,ef->tdf", values * same, projected, precision="highest")
+    denominator = (keys + EPSILON).swapaxes(1, 2) * same
+    return jnp.concatenate([numerator, denominator], axis=2)
 
 
-def _add_kernel(sparse_ref: Ref, q_ref: Ref, together_ref: Ref, bias_ref: Ref, out_ref: Ref, *, tile: _Tile) -> None:
-    """One grid step (t, i)."""
+def _add_kernel(sparse_ref: Ref, q_ref: Ref, folded_ref: Ref, bias_ref: Ref, out_ref: Ref, *, tile: _Tile) -> None:
+    """Run one grid step (t, i)."""
     powers = tile.powers(q_ref[...].astype(jnp.float32) * tile.scale)
-    both = dot(powers.astype(together_ref.dtype), together_ref[...], contract=(1, 0))
+    both = dot(powers.astype(folded_ref.dtype), folded_ref[...], contract=(1, 0))
     linear = both[:, : tile.lanes] / both[:, tile.lanes :] + bias_ref[...]
     out_ref[...] = (sparse_ref[...].astype(jnp.float32) + linear).astype(out_ref.dtype)

@@ -1,8 +1,8 @@
-"""The largest of many scores, as lists of their places in rising order: what block-sparse attention attends to.
+"""The positions of the largest of many scores, as sorted lists: the blocks that block-sparse attention attends to.
 
-A sort would move all scores many times. Here the n-th largest is found bit by bit, by counting how many are at least as
-large, and so is the place up to which scores equal to it are taken. What is chosen is numbered by a running sum, and
-entry j of a list is the number of places whose running sum is at most j.
+A sort would move all scores many times. Here a binary search over the bits of the n-th largest score counts how many
+are at least as large, and another finds the position up to which scores equal to it are taken. A running sum numbers
+the chosen scores, and entry j of a list is the number of positions whose running sum is at most j.
 
 Columns are the 128 lanes, so each of these steps is done for 128 lists at once.
 
@@ -21,22 +21,32 @@ from jax.experimental.pallas import tpu as pltpu
 from wan_tpu_kernels.blocks import LANES
 from wan_tpu_kernels.flash_kernel import SUBLANES, dot
 
-Ref = Any  # a Pallas reference to VMEM
+Ref = Any  # A Pallas reference to VMEM.
 
 
 def top_lists(scores: jax.Array, count: int, *, interpret: Any = False) -> jax.Array:
-    """Return where the `count` largest scores of each column are, in rising order.
+    """Return the positions of the `count` largest scores of each column, in rising order.
 
-    scores [N, K, Q] float32 -> [N, Q, count] int32. Of equal scores the first ones are taken; NaN is as large as inf.
-    Raises ValueError for a count that doesn't lie between 1 and K.
+    Of equal scores the first ones are taken; NaN is as large as inf.
+
+    Args:
+        scores: [N, K, Q] float32.
+        count: From 1 to K.
+        interpret: As for `pallas_call`.
+
+    Returns:
+        [N, Q, count] int32.
+
+    Raises:
+        ValueError: The count is out of range.
     """
     lists, rows, columns = scores.shape
     if not 1 <= count <= rows:
         raise ValueError(f"count must be from 1 to {rows}, the scores of a list, got {count}")
-    # Rows that are added lose against all others, which come before them.
+    # The rows added as padding lose against all others, which come before them.
     scores = jnp.pad(scores, ((0, 0), (0, -rows % LANES), (0, 0)), constant_values=-jnp.inf)
     rows, length = scores.shape[1], -(-count // LANES) * LANES
-    found = pl.pallas_call(
+    positions = pl.pallas_call(
         functools.partial(_kernel, count=count),
         grid=(lists, -(-columns // LANES)),
         in_specs=[pl.BlockSpec((None, rows, LANES), lambda i, j: (i, 0, j))],
@@ -47,60 +57,61 @@ def top_lists(scores: jax.Array, count: int, *, interpret: Any = False) -> jax.A
         interpret=interpret,
         name="top_lists",
     )(scores)
-    return found[:, :, :count]
+    return positions[:, :, :count]
 
 
 def top_lists_reference(scores: jax.Array, count: int) -> jax.Array:
-    """Compute the same by sorting."""
+    """Compute the same as `top_lists`, by sorting."""
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
     order = jnp.argsort(-scores, axis=1, stable=True)[:, :count]
     return jnp.sort(order, axis=1).swapaxes(1, 2).astype(jnp.int32)
 
 
 def _kernel(scores_ref: Ref, out_ref: Ref, sums_ref: Ref, lists_ref: Ref, *, count: int) -> None:
-    """One grid step (i, j): 128 lists."""
+    """Run one grid step (i, j): 128 lists."""
     scores = scores_ref[...]
     bits = lax.bitcast_convert_type(jnp.where(jnp.isnan(scores), jnp.inf, scores), jnp.int32)
-    key = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)  # in the order of the scores
-    place = lax.broadcasted_iota(jnp.int32, key.shape, 0)
+    key = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)  # Integers in the order of the scores.
+    position = lax.broadcasted_iota(jnp.int32, key.shape, 0)
     row = (1, key.shape[1])
 
-    def counted(mask: jax.Array) -> jax.Array:
+    def count_true(mask: jax.Array) -> jax.Array:
         return jnp.sum(mask.astype(jnp.float32), axis=0, keepdims=True)
 
-    def larger(i: jax.Array, found: jax.Array) -> jax.Array:
-        at_least = found + jnp.left_shift(1, 31 - i)  # from the smallest number on, whose sign the first bit turns
-        return jnp.where(counted(key >= at_least) >= count, at_least, found)
+    def raise_threshold(i: jax.Array, threshold: jax.Array) -> jax.Array:
+        # The search starts from the smallest number, whose sign the first bit turns.
+        raised = threshold + jnp.left_shift(1, 31 - i)
+        return jnp.where(count_true(key >= raised) >= count, raised, threshold)
 
-    smallest = lax.fori_loop(0, 32, larger, jnp.full(row, jnp.iinfo(jnp.int32).min))
+    smallest = lax.fori_loop(0, 32, raise_threshold, jnp.full(row, jnp.iinfo(jnp.int32).min))
     above, equal = key > smallest, key == smallest
-    missing = count - counted(above)
-    bits_of_place = key.shape[0].bit_length()
+    missing = count - count_true(above)
+    position_bits = key.shape[0].bit_length()
 
-    def further(i: jax.Array, found: jax.Array) -> jax.Array:
-        before = found + jnp.left_shift(1, bits_of_place - 1 - i)
-        return jnp.where(counted(equal & (place < before)) < missing, before, found)
+    def raise_end(i: jax.Array, end: jax.Array) -> jax.Array:
+        raised = end + jnp.left_shift(1, position_bits - 1 - i)
+        return jnp.where(count_true(equal & (position < raised)) < missing, raised, end)
 
-    # The last place before which there are too few; the one that is missing lies there.
-    end = lax.fori_loop(0, bits_of_place, further, jnp.zeros(row, jnp.int32))
-    sums_ref[...] = (above | (equal & (place <= end))).astype(jnp.float32)
-    _add_up(sums_ref)
+    # The last position before which there are too few: the one that is missing lies there.
+    end = lax.fori_loop(0, position_bits, raise_end, jnp.zeros(row, jnp.int32))
+    sums_ref[...] = (above | (equal & (position <= end))).astype(jnp.float32)
+    _cumulate(sums_ref)
 
     lists_ref[...] = jnp.zeros_like(lists_ref)
 
-    def entries(i: jax.Array, _: None) -> None:
+    def write_entries(i: jax.Array, _: None) -> None:
         start = pl.multiple_of(i * SUBLANES, SUBLANES)
         entry = start.astype(jnp.float32)
         sums = sums_ref[...]
-        rows = [counted(sums <= entry + j) for j in range(SUBLANES)]
+        rows = [count_true(sums <= entry + j) for j in range(SUBLANES)]
         lists_ref[pl.ds(start, SUBLANES), :] = jnp.concatenate(rows, axis=0)
 
-    lax.fori_loop(0, -(-count // SUBLANES), entries, None)
+    lax.fori_loop(0, -(-count // SUBLANES), write_entries, None)
     out_ref[...] = lists_ref[...].T.astype(jnp.int32)
 
 
-def _add_up(ref: Ref) -> None:
-    """Replace [K, 128] by its running sums over K, 128 rows at a time: times ones at and below the diagonal."""
+def _cumulate(ref: Ref) -> None:
+    """Replace [K, 128] by its running sums over K, 128 rows at a time: products with a lower triangle of ones."""
     shape = (LANES, LANES)
     ones = (lax.broadcasted_iota(jnp.int32, shape, 0) >= lax.broadcasted_iota(jnp.int32, shape, 1)).astype(jnp.bfloat16)
 

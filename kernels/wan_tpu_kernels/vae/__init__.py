@@ -1,1 +1,1 @@
-"""Kernels of video VAEs: convolutions, group norms."""
+"""Kernels of video VAEs: convolutions and group norms."""

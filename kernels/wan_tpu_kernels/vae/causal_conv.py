@@ -1,12 +1,12 @@
 """A causal 3D convolution for TPU with the normalisation before it, its halo and what follows, in one pass over HBM.
 
-A video VAE is little else than such convolutions between elementwise pieces. XLA's own take 10 s and more each to
-compile, and the matrix units wait for the pieces between them. Here a tile's neighbourhood is normalised once into
-VMEM, laid out so that all taps are the inputs of one matrix product, and the product is finished before it is written
-(docs/kernels.md has the cycles).
+A video VAE is little else than such convolutions with elementwise operations between them. XLA's own take 10 s and more
+each to compile, and the matrix units wait for the operations between them. Here a tile's neighbourhood is normalised
+once into VMEM, laid out so that all taps are the inputs of one matrix product, and everything that follows the product
+is applied before it is written (docs/kernels.md has the cycles).
 
 Shapes: T frames, X columns, Y rows, C channels in, O channels out, P past frames, kt kx ky taps of the kernel. Columns
-come before rows: columns are what devices share out, rows lie in a tile's sublanes, channels in its lanes.
+come before rows: columns are divided among devices, rows lie in a tile's sublanes, channels in its lanes.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from wan_tpu_kernels.tiles import vmem_bytes
 from wan_tpu_kernels.vae.conv_shape import LANES, conv_matrix, conv_shape
 
-NORM_FLOOR = 1e-24  # torch's F.normalize divides by at least 1e-12
+NORM_FLOOR = 1e-24  # The smallest sum of squares: torch's F.normalize divides by at least 1e-12.
 
 Edges = tuple[jax.Array | None, jax.Array | None]
 
@@ -44,21 +44,26 @@ def causal_conv(
     rows: jax.Array | int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return the convolution, [T', X, Y, O] in the dtype of x, of frames that follow `past` ones.
+    """Convolve frames that follow `past` frames.
 
-    x           [T, X, Y, C], zero outside of the picture; Y a multiple of 16
-    weight      [kt, kx, ky, C, O]; bias [O]
-    past        [at least P, X, Y, C], of which the last P = kt - 1 count (fewer than x's own when `stride` > 1:
-                P = kt - stride); without, kt must be 1
-    edges       the column before the first and the one after the last, [P + T, 1, Y, C] each, zeros when left out
-    norm        [C]: x, past and edges are divided by their root mean square over the channels, multiplied by this and
-                passed through SiLU
-    norm_after  [O]: the same is done to the result
-    residual    [T', X, Y, O], added to the result (before `norm_after`)
-    before      columns and rows that a window has before its pixel; after it are kx - 1 - before, ky - 1 - before
-    stride      of the windows in time
-    replicate   whether the first and the last of the Y rows go on beyond them, where there are zeros else
-    columns, rows  of the picture; what lies beyond is returned as zero
+    Args:
+        x: [T, X, Y, C], zero outside of the picture; Y is a multiple of 16.
+        weight: [kt, kx, ky, C, O].
+        bias: [O].
+        past: [at least P, X, Y, C], the last P = kt - stride of which are used. Without it, kt must be 1.
+        edges: The column before the first and the one after the last, [P + T, 1, Y, C] each; zeros by default.
+        norm: [C]. x, past and edges are divided by their root mean square over the channels, multiplied by this and
+            passed through SiLU.
+        norm_after: [O]. The same is done to the result.
+        residual: [T', X, Y, O], added to the result, before `norm_after`.
+        before: Columns and rows of a window before its pixel; after it are kx - 1 - before and ky - 1 - before.
+        stride: Stride of the windows in time.
+        replicate: Whether the first and the last of the Y rows are repeated beyond the edges, instead of zeros.
+        columns, rows: Size of the picture; values beyond it are returned as zero.
+        interpret: As for `pallas_call`.
+
+    Returns:
+        [T', X, Y, O] in the dtype of x.
     """
     shape = conv_shape(x, weight, past, before, stride, vmem_bytes(interpret=interpret), interpret=interpret)
     if norm_after is not None and shape.o_block < shape.o:
@@ -66,44 +71,44 @@ def causal_conv(
             x, weight, bias, past=past, edges=edges, norm=norm, residual=residual, before=before, stride=stride,
             replicate=replicate, columns=columns, rows=rows, interpret=interpret,
         )  # fmt: skip
-        return normalise(out, norm_after).astype(x.dtype)  # of zeros beyond the picture, zeros
+        return normalise(out, norm_after).astype(x.dtype)  # Zeros beyond the picture stay zeros.
     arrays, specs = [], []
 
-    def give(array: jax.Array, block: tuple[int | None, ...], index: Any) -> None:
+    def add_input(array: jax.Array, block: tuple[int | None, ...], index: Any) -> None:
         arrays.append(array)
         specs.append(pl.BlockSpec(block, index))
 
-    def tiles(array: jax.Array, frames: int, edge: int) -> None:
-        """Give a tile of columns of the last `frames` frames, and the columns before and after it."""
+    def add_tile(array: jax.Array, frames: int, edge: int) -> None:
+        """Add as inputs a tile of columns of the last `frames` frames, and the columns before and after it."""
         size, last = shape.block, shape.x - 1
         rest = (shape.y, array.shape[3])
         frame = array.shape[0] // frames - 1
-        give(array, (frames, size, *rest), lambda j, i, o: (frame, shape.step(j, i), 0, 0))
+        add_input(array, (frames, size, *rest), lambda j, i, o: (frame, shape.step(j, i), 0, 0))
         for side in range(2 * edge):
             offset = size if side else -1
-            give(
+            add_input(
                 array,
                 (frames, 1, *rest),
                 lambda j, i, o, offset=offset: (frame, jnp.clip(shape.step(j, i) * size + offset, 0, last), 0, 0),
             )
 
-    tiles(x, shape.frames, shape.halo)
+    add_tile(x, shape.frames, shape.halo)
     if past is not None and shape.past:
         assert past.shape[0] % shape.past == 0
-        tiles(past, shape.past, shape.halo)
+        add_tile(past, shape.past, shape.halo)
     if shape.halo:
         nothing = jnp.zeros((shape.past + shape.frames, 1, shape.y, shape.c), x.dtype)
         for edge in edges:
             edge = nothing if edge is None else edge
-            give(edge, edge.shape, lambda j, i, o: (0, 0, 0, 0))
-    give(conv_matrix(weight, shape), (shape.inputs, shape.outputs), lambda j, i, o: (0, o))
-    give(_row(bias), (1, shape.o_block), lambda j, i, o: (0, o))
+            add_input(edge, edge.shape, lambda j, i, o: (0, 0, 0, 0))
+    add_input(conv_matrix(weight, shape), (shape.inputs, shape.outputs), lambda j, i, o: (0, o))
+    add_input(_row(bias), (1, shape.o_block), lambda j, i, o: (0, o))
     for vector in (norm, norm_after):
         if vector is not None:
-            give(_row(vector), (1, len(vector)), lambda j, i, o: (0, 0))
+            add_input(_row(vector), (1, len(vector)), lambda j, i, o: (0, 0))
     result = (shape.out_frames, shape.block, shape.y, shape.o_block)
     if residual is not None:
-        give(residual, result, lambda j, i, o: (0, shape.step(j, i), 0, o))
+        add_input(residual, result, lambda j, i, o: (0, shape.step(j, i), 0, o))
     specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
     kept = (shape.x if columns is None else columns, shape.y if rows is None else rows)
     arrays.append(jnp.stack([jnp.asarray(count, jnp.int32) for count in kept]))
@@ -153,10 +158,10 @@ def causal_conv_reference(
     columns: jax.Array | int | None = None,
     rows: jax.Array | int | None = None,
 ) -> jax.Array:
-    """Return the same as `causal_conv`, in plain jnp; any Y.
+    """Compute the same as `causal_conv`, in plain jnp, for any Y.
 
-    One 2D convolution whose input channels are the taps in time: XLA runs it 2 to 4 x faster on CPU than its own 3D
-    convolution (32 channels, 4 frames of 320x320: 186 GFLOP/s against 45; torch 160).
+    It is one 2D convolution whose input channels include the taps in time: XLA runs it 2 to 4 times as fast on CPU as
+    its own 3D convolution (32 channels, 4 frames of 320x320: 186 GFLOP/s against 45; torch 160).
     """
     taps, kx, ky, _, outputs = weight.shape
     frames = x if past is None or taps == stride else jnp.concatenate([past[stride - taps :], x])
@@ -189,7 +194,7 @@ def causal_conv_reference(
         y = y + residual.astype(jnp.float32)
     if norm_after is not None:
         y = normalise(y, norm_after)
-    return inside(y, columns, rows).astype(x.dtype)
+    return zero_outside(y, columns, rows).astype(x.dtype)
 
 
 def _row(vector: jax.Array) -> jax.Array:
@@ -197,14 +202,14 @@ def _row(vector: jax.Array) -> jax.Array:
 
 
 def normalise(x: jax.Array, gamma: jax.Array) -> jax.Array:
-    """Return x over its root mean square over the last axis, times gamma [C], through SiLU; float32."""
+    """Divide x by its root mean square over the last axis, multiply it by gamma [C] and apply SiLU, in float32."""
     x = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.maximum((x * x).sum(-1, keepdims=True), NORM_FLOOR))
     scaled = x * (inverse * math.sqrt(x.shape[-1])) * gamma.astype(jnp.float32)
     return scaled / (1 + jnp.exp(-scaled))
 
 
-def inside(x: jax.Array, columns: jax.Array | int | None, rows: jax.Array | int | None) -> jax.Array:
+def zero_outside(x: jax.Array, columns: jax.Array | int | None, rows: jax.Array | int | None) -> jax.Array:
     """Return x [T, X, Y, C] with zeros beyond the picture's columns and rows."""
     if columns is not None:
         x = jnp.where(jnp.arange(x.shape[1])[:, None, None] < columns, x, 0)
@@ -213,8 +218,8 @@ def inside(x: jax.Array, columns: jax.Array | int | None, rows: jax.Array | int 
     return x
 
 
-def _kernel(*given, shape, norm, norm_after, residual, replicate, precision):  # type: ignore[no-untyped-def]
-    refs = iter(given)
+def _kernel(*inputs, shape, norm, norm_after, residual, replicate, precision):  # type: ignore[no-untyped-def]
+    refs = iter(inputs)
     tiles = [list(itertools.islice(refs, 1 + 2 * shape.halo)) for _ in range(2 if shape.past else 1)]
     edge_refs = list(itertools.islice(refs, 2 * shape.halo))
     w_ref, b_ref = next(refs), next(refs)
@@ -226,7 +231,7 @@ def _kernel(*given, shape, norm, norm_after, residual, replicate, precision):  #
 
     def fill() -> None:
         frame = 0
-        for source in reversed(tiles):  # the past comes first
+        for source in reversed(tiles):  # The past comes first.
             frame = _fill(source, edge_refs, seen_ref, frame, gamma, step, replicate, shape)
 
     if shape.o_block == shape.o:
@@ -239,14 +244,14 @@ def _kernel(*given, shape, norm, norm_after, residual, replicate, precision):  #
 
     def products(index, _):  # type: ignore[no-untyped-def]
         group, part = index // parts, index % parts * shape.part
-        inputs = [
+        taps = [
             seen_ref[group * shape.group * shape.stride + frame, pl.ds(part + column, shape.part)].reshape(
                 shape.part * shape.y, -1
             )
             for frame in range(shape.kt + shape.group - 1)
             for column in range(shape.kx)
         ]
-        joined = jnp.concatenate(inputs, axis=1) if len(inputs) > 1 else inputs[0]
+        joined = jnp.concatenate(taps, axis=1) if len(taps) > 1 else taps[0]
         total = jnp.dot(joined, w_ref[...], precision=precision, preferred_element_type=jnp.float32)
         kept = kept_rows & (first_column + part < kept_ref[0])
         for i in range(shape.group):
@@ -263,7 +268,7 @@ def _kernel(*given, shape, norm, norm_after, residual, replicate, precision):  #
 
 
 def _fill(source, edge_refs, seen_ref, frame, gamma, step, replicate, shape):  # type: ignore[no-untyped-def]
-    """Put a source's tile and the columns beside it into the scratch, from frame `frame` on; return the next frame."""
+    """Put a source's tile and the columns beside it into the scratch, from frame `frame` on, and return the next."""
     row = jax.lax.broadcasted_iota(jnp.int32, (shape.y, 1), 0)
 
     def put(frame, column, x):  # type: ignore[no-untyped-def]
@@ -282,7 +287,7 @@ def _fill(source, edge_refs, seen_ref, frame, gamma, step, replicate, shape):  #
     count = tile.shape[0]
     lead = shape.before[0]
 
-    def one(i, _):  # type: ignore[no-untyped-def]
+    def put_frame(i, _):  # type: ignore[no-untyped-def]
         at = frame + i
         if shape.halo and lead:
             put(at, 0, jnp.where(step == 0, edge_refs[0][at, 0], sides[0][i, 0]))
@@ -290,5 +295,5 @@ def _fill(source, edge_refs, seen_ref, frame, gamma, step, replicate, shape):  #
             put(at, shape.block + lead, jnp.where(step == shape.steps - 1, edge_refs[1][at, 0], sides[1][i, 0]))
         jax.lax.fori_loop(0, shape.block, lambda j, _: put(at, lead + j, tile[i, j]), None)
 
-    jax.lax.fori_loop(0, count, one, None)
+    jax.lax.fori_loop(0, count, put_frame, None)
     return frame + count

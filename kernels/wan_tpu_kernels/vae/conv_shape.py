@@ -11,19 +11,24 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
-ROWS = 16  # sublanes of a bfloat16 tile: Y must be a multiple of it
-PIXELS = 4096  # of a tile: what is normalised for its neighbours' sake is a third of it at 720 rows
-PIXELS_AT_ONCE = 512  # of one product: enough rows to share the weights in the matrix unit, and little code to compile
+ROWS = 16  # Sublanes of a bfloat16 tile: Y must be a multiple of it.
+PIXELS = 4096  # The most pixels of a tile: at 720 rows, a third as many again are normalised for its edges.
+# The most pixels of one product: enough rows to share the weights in the matrix unit, and little code to compile.
+PIXELS_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
 class ConvShape:
     """All sizes of one call.
 
-    block   columns of a tile; group, part  frames and columns that one product makes
-    o_block outputs whose weights are in VMEM at once: all of them, unless they don't fit
-    lanes   of one pixel's channels in the scratch, whole vector registers
-    halo    whether columns beside the tile are needed
+    Attributes:
+        frames, past: T and P.
+        x, y, c, o: X, Y, C and O.
+        kt, kx, ky, before, stride: The kernel's taps and windows, as for `causal_conv`.
+        group: Frames that one product computes.
+        block: Columns of a tile.
+        cores: Cores that share the tiles.
+        o_block: Outputs whose weights are in VMEM at once: all of them, unless they don't fit.
     """
 
     frames: int
@@ -44,17 +49,17 @@ class ConvShape:
 
     @property
     def lanes(self) -> int:
-        """Lanes that a pixel's channels take in the scratch: whole registers."""
+        """Lanes that a pixel's channels take in the scratch: those of whole vector registers."""
         return -(-self.c // LANES) * LANES
 
     @property
     def halo(self) -> int:
-        """1 when columns beside the tile are needed."""
+        """1 if columns beside the tile are needed, else 0."""
         return int(self.kx > 1)
 
     @property
     def out_frames(self) -> int:
-        """T'."""
+        """Frames of the result, T'."""
         return (self.past + self.frames - self.kt) // self.stride + 1
 
     @property
@@ -64,7 +69,7 @@ class ConvShape:
 
     @property
     def part(self) -> int:
-        """Columns that one product makes."""
+        """Columns that one product computes."""
         return max(
             n for n in range(1, self.block + 1) if self.block % n == 0 and (n == 1 or n * self.y <= PIXELS_AT_ONCE)
         )
@@ -110,10 +115,11 @@ def conv_shape(
 ) -> ConvShape:
     """Return the sizes of a call, with the largest tile that fits in `vmem` bytes.
 
-    Where all weights don't fit beside one that keeps the matrix unit busy, they are fetched again for each tile, a part
+    If all weights don't fit beside a tile that keeps the matrix unit busy, they are fetched again for each tile, a part
     of the outputs at a time.
 
-    Raises `ValueError` for arrays that don't belong together, and for rows that don't fill tiles.
+    Raises:
+        ValueError: The arrays don't belong together, or rows don't fill tiles.
     """
     kt, kx, ky, c, o = weight.shape
     frames, columns, y = x.shape[:3]
@@ -130,17 +136,17 @@ def conv_shape(
         return ConvShape(frames, count, columns, y, c, o, kt, kx, ky, before, stride, group, block, parts, o_block)
 
     large = [block for block in sizes if block * y >= PIXELS_AT_ONCE // 2 or block == sizes[-1]]
-    some = [n for n in range(o - mxu, 0, -mxu) if o % n == 0] if o % mxu == 0 else []
-    wanted = [
+    output_parts = [n for n in range(o - mxu, 0, -mxu) if o % n == 0] if o % mxu == 0 else []
+    candidates = [
         *(shape(block, o) for block in reversed(large)),
-        *(shape(block, o_block) for block in reversed(large) for o_block in some),
+        *(shape(block, o_block) for block in reversed(large) for o_block in output_parts),
         *(shape(block, o) for block in reversed(sizes)),
     ]
-    return next((one for one in wanted if _vmem_use(one, x.dtype.itemsize) <= vmem), shape(1, o))
+    return next((candidate for candidate in candidates if _vmem_use(candidate, x.dtype.itemsize) <= vmem), shape(1, o))
 
 
 def _vmem_use(shape: ConvShape, itemsize: int) -> int:
-    """Return the bytes of a tile: double-buffered inputs and outputs, the scratch, a product's operands and result."""
+    """Return the VMEM of a tile: double-buffered inputs and outputs, the scratch, a product's operands and result."""
     rows = shape.block * shape.y
     o_lanes = -(-shape.outputs // LANES) * LANES
     seen = (shape.past + shape.frames) * (shape.block + 2 * shape.halo) * shape.y

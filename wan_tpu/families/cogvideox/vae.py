@@ -27,7 +27,7 @@ from wan_tpu.families.shared.convolutions import (
 from wan_tpu.ops.dispatch import ops_for
 from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import to_jax
-from wan_tpu_kernels.vae.group_norm import Moments, merged
+from wan_tpu_kernels.vae.group_norm import Moments, merge_moments
 
 # The first pattern that matches a weight's whole name decides.
 CHANGES: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = (
@@ -101,10 +101,10 @@ def _normed(norm: Any, cut: Cut, x: jax.Array, latents: jax.Array | None = None)
 def _group_moments(cut: Cut, moments: Moments, groups: int) -> tuple[jax.Array, jax.Array]:
     """Return mean and variance of each channel's group, [C], over all devices, from each channel's own on this one."""
     if cut.mesh.size > 1:
-        moments = merged(*jax.lax.all_gather(moments, cut.mesh.axis_names))
+        moments = merge_moments(*jax.lax.all_gather(moments, cut.mesh.axis_names))
     count, *of_channels = moments
     mean, squares = (found.reshape(groups, -1).T for found in of_channels)
-    total, mean, squares = merged(jnp.broadcast_to(count, mean.shape), mean, squares)
+    total, mean, squares = merge_moments(jnp.broadcast_to(count, mean.shape), mean, squares)
     size = len(of_channels[0]) // groups
     return mean.repeat(size), (squares / total).repeat(size)
 

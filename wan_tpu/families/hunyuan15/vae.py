@@ -19,7 +19,7 @@ from wan_tpu.families.shared.causal_vae import RepeatedStart
 from wan_tpu.families.shared.convolutions import convolve, pointwise, taps_first
 from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import to_jax
-from wan_tpu_kernels.vae.causal_conv import inside
+from wan_tpu_kernels.vae.causal_conv import zero_outside
 
 # Rows of queries of the middle block whose scores are formed at once, of all keys of a video.
 QUERIES = 128
@@ -97,7 +97,7 @@ def _middle(block: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
 
 
 def _residual_block(block: Any, cut: Cut, x: jax.Array, history: Past) -> jax.Array:
-    shortcut = x if block.conv_shortcut is None else inside(pointwise(block.conv_shortcut, x), *cut.inside(x))
+    shortcut = x if block.conv_shortcut is None else zero_outside(pointwise(block.conv_shortcut, x), *cut.inside(x))
     hidden = _conv(block.conv1, cut, x, history, norm=block.norm1, norm_after=block.norm2)
     return _conv(block.conv2, cut, hidden, history, residual=shortcut)
 
@@ -185,7 +185,7 @@ def _attention_block(block: Any, cut: Cut, x: jax.Array, history: Past) -> jax.A
     query, there = pointwise(block.to_q, normed), cut.there(key)
     frames = jnp.arange(len(keys)) <= before + jnp.arange(x.shape[0])[:, None]
     mixed = jax.vmap(_attend, in_axes=(0, None, None, 0))(query, keys, values, frames[:, :, None, None] & there)
-    return inside(x + pointwise(block.proj_out, mixed), *cut.inside(x))
+    return zero_outside(x + pointwise(block.proj_out, mixed), *cut.inside(x))
 
 
 def _attend(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:

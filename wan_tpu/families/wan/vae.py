@@ -29,7 +29,7 @@ from wan_tpu.families.shared.convolutions import (
 )
 from wan_tpu.ops.halo import Cut
 from wan_tpu.runtime.bridge import to_jax
-from wan_tpu_kernels.vae.causal_conv import inside
+from wan_tpu_kernels.vae.causal_conv import zero_outside
 
 # Rows of queries of the middle block whose scores are formed at once (one column of a strip has 45 to 160): with the
 # 14,400 keys of a frame of 1280x720, 180 queries' float32 scores are 10 MB, which stay in VMEM.
@@ -63,7 +63,7 @@ def encoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
 def decoder(module: Any, cut: Cut, x: jax.Array, history: History) -> jax.Array:
     """Return the pixels [1 or 4, X, Y, 3] of latents [1, X, Y, C]."""
     half = module.decoder
-    x = inside(pointwise(module.post_quant_conv, x), *cut.inside(x))
+    x = zero_outside(pointwise(module.post_quant_conv, x), *cut.inside(x))
     x = _middle(half.mid_block, cut, _conv(half.conv_in, cut, x, history), history)
     for block in half.up_blocks:
         x = _up_block(block, cut, x, history)
@@ -186,7 +186,7 @@ def _attention_block(block: Any, cut: Cut, x: jax.Array, history: History) -> ja
     normed = (wide / norm * math.sqrt(x.shape[-1]) * _gamma(block.norm)).astype(x.dtype)
     query, key, value = jnp.split(pointwise(block.to_qkv, normed), 3, axis=-1)
     mixed = jax.vmap(_attend)(query, cut.gather(key), cut.gather(value))
-    return inside(x + pointwise(block.proj, mixed), *cut.inside(x))
+    return zero_outside(x + pointwise(block.proj, mixed), *cut.inside(x))
 
 
 def _attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

@@ -1,0 +1,286 @@
+"""The tile program of block-sparse attention: what one grid step does with four blocks of queries.
+
+All of K and V of one head lies in VMEM, so that a block of keys is an address and not a transfer: 39 MB for the 75,776
+tokens of a video.
+
+A matrix unit of 256 x 256 is too large for 128 queries of 128 channels. So two blocks of queries, A and B, are computed
+at once, though they attend to different keys. Q_A and Q_B are the diagonal blocks of one matrix [2 D, 256], and 256
+keys of A lie beside 256 keys of B in [256, 2 D]: the product is S^T of both, side by side. Half of the factors are
+zero, as in dense attention, where heads of 128 channels fill half of the unit. A grid step computes two such pairs in
+turn, so that the second begins while the first ends.
+
+Letters: B batch, N heads, Lq Lk tokens, D head width, S heads that share 128 lanes, n blocks of keys in a list.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from wan_tpu_kernels.blocks import MIB
+from wan_tpu_kernels.flash_kernel import HEADROOM, SUBLANES, dot
+
+Ref = Any  # A Pallas reference to VMEM or SMEM.
+
+QUERIES, KEYS = 128, 64  # Tokens of a block of queries, and of a block of keys.
+PAIR = 2 * QUERIES  # Queries that are computed at once.
+PAIRS = 2  # Pairs per grid step: 3 to 5 % faster than one, according to the compiler.
+STEP = PAIRS * PAIR  # Queries of a grid step.
+TOGETHER = 4  # Blocks of keys in a chunk, which is computed at once: 256 keys, the depth of the matrix unit.
+UNROLLED = 48  # Chunks that are unrolled; longer lists loop over as many.
+AHEAD = 3  # How many chunks early logits are computed, before their weights.
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseTile:
+    """The static settings of the kernel.
+
+    Attributes:
+        width: D.
+        shared: S.
+        kv_len: Number of real keys.
+        count: Blocks of keys in a list.
+        multiplier: The factor of q.k that makes logits powers of two.
+        online: Whether softmax is "online".
+    """
+
+    width: int
+    shared: int
+    kv_len: int
+    count: int
+    multiplier: float
+    online: bool = False
+
+    @property
+    def lanes(self) -> int:
+        """Columns of a tile."""
+        return self.width * self.shared
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of `TOGETHER` blocks in a list."""
+        return -(-self.count // TOGETHER)
+
+
+def sparse_tiles(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lists: jax.Array,
+    tile: SparseTile,
+    heads: int,
+    first: tuple[int, int, int],
+    interpret: Any,
+) -> list[jax.Array]:
+    """Run the kernel over all tiles.
+
+    Args:
+        q: [B, at least 512, N * D].
+        k, v: [B, Lk, N * D].
+        lists: [B * N * steps, 2, 2 n]: of each pair A's list, then B's.
+        tile: The static settings.
+        heads: N.
+        first: The first tile to use of q, k and v.
+        interpret: As for `pallas_call`.
+
+    Returns:
+        The output [B, Lq, N * D]; unless online also a check [B * N, 1, Lq] float32, NaN where a row isn't finite.
+    """
+    (batch, rows, _), kv_rows, lanes, shared = q.shape, k.shape[1], tile.lanes, tile.shared
+    steps, tiles = -(-rows // STEP), heads // shared
+    needed = 2 * kv_rows * lanes * k.dtype.itemsize  # The bytes of K and V of a tile.
+    buffers = 2 if 2 * needed + 16 * MIB < _vmem_bytes() else 1
+    if needed + 16 * MIB > _vmem_bytes():
+        raise ValueError(
+            f"K and V of {kv_rows} tokens are {needed / MIB:.0f} MiB, and this chip's VMEM is "
+            f"{_vmem_bytes() / MIB:.0f} MiB: at most {(_vmem_bytes() - 16 * MIB) // (needed // kv_rows)} tokens"
+        )
+    whole = functools.partial(pl.BlockSpec, pipeline_mode=pl.Buffered(buffers))
+    queries = pl.BlockSpec((None, STEP, lanes), lambda b, t, i, s: (b, i, first[0] + t))
+    keys = whole((None, kv_rows, lanes), lambda b, t, i, s: (b, 0, first[1] + t))
+    values = whole((None, kv_rows, lanes), lambda b, t, i, s: (b, 0, first[2] + t))
+    results = pl.BlockSpec((None, STEP, lanes), lambda b, t, i, s: (b, i, t))
+    lists_of = pl.BlockSpec(
+        (None, PAIRS, lists.shape[2]),
+        lambda b, t, i, s: (((b * tiles + t) * shared + s) * steps + i, 0, 0),
+        memory_space=pltpu.SMEM,
+    )
+    flags = pl.BlockSpec((None, 1, STEP), lambda b, t, i, s: ((b * tiles + t) * shared + s, 0, i))
+    outputs = 1 if tile.online else 2
+    scores = batch * heads * steps * STEP * tile.count * KEYS
+    return pl.pallas_call(
+        functools.partial(_kernel, tile=tile),
+        grid=(batch, tiles, steps, shared),
+        in_specs=[lists_of, queries, keys, values],
+        out_specs=[results, flags][:outputs],
+        scratch_shapes=[
+            pltpu.VMEM((PAIRS, PAIR, 2 * lanes), q.dtype),
+            pltpu.VMEM((PAIRS, lanes, PAIR), jnp.float32),
+            pltpu.VMEM((PAIRS, SUBLANES, PAIR), jnp.float32),
+            pltpu.VMEM((PAIRS, SUBLANES, PAIR), jnp.float32),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, rows, heads * tile.width), v.dtype),
+            jax.ShapeDtypeStruct((batch * heads, 1, rows), jnp.float32),
+        ][:outputs],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=buffers * needed + 16 * MIB,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * scores * tile.width,
+            transcendentals=scores,
+            bytes_accessed=2 * batch * (rows + kv_rows) * heads * tile.width * q.dtype.itemsize + lists.size * 4,
+        ),
+        interpret=interpret,
+        name="sparse_attention" + ("_online" if tile.online else ""),
+    )(lists, q, k, v)
+
+
+def _vmem_bytes() -> int:
+    """Return the VMEM of a core of this chip, or that of a small one if there is no TPU."""
+    try:
+        return int(pltpu.get_tpu_info().vmem_capacity_bytes)
+    except ValueError:
+        return 64 * MIB
+
+
+def _kernel(list_ref: Ref, q_ref: Ref, k_ref: Ref, v_ref: Ref, o_ref: Ref, *refs: Ref, tile: SparseTile) -> None:
+    """Run one grid step (b, t, i, s): four blocks of queries of one head."""
+    check_ref, (q2_ref, acc_ref, sum_ref, shift_ref) = refs[:-4], refs[-4:]
+    pairs = [
+        _Pair(list_ref.at[i], k_ref, v_ref, q2_ref.at[i], acc_ref.at[i], sum_ref.at[i], shift_ref.at[i], tile)
+        for i in range(PAIRS)
+    ]
+    own = lax.div(lax.broadcasted_iota(jnp.int32, (PAIR, tile.lanes), 1), tile.width) == pl.program_id(3)
+    rows = [slice(number * PAIR, (number + 1) * PAIR) for number in range(PAIRS)]
+    for pair, here in zip(pairs, rows, strict=True):
+        q = q_ref[here, :]
+        pair.start(q if tile.shared == 1 else jnp.where(own, q, jnp.zeros_like(q)))
+
+    groups = [range(start, min(start + UNROLLED, tile.chunks)) for start in range(0, tile.chunks, UNROLLED)]
+    if len(groups) > 1:
+        _add(pairs, groups[0], first=True)
+
+        def body(group: jax.Array, _: None) -> None:
+            _add(pairs, [group * UNROLLED + i for i in range(UNROLLED)])
+
+        lax.fori_loop(1, len(groups) - 1, body, None)
+    _add(pairs, groups[-1], first=len(groups) == 1, last=True)
+
+    for pair, here in zip(pairs, rows, strict=True):
+        out = pair.result().T.astype(o_ref.dtype)
+        o_ref[here, :] = out if tile.shared == 1 else jnp.where(own, out, o_ref[here, :])
+        for ref in check_ref:
+            ref[:, here] = pair.check()
+
+
+def _add(pairs: Sequence["_Pair"], chunks: Sequence[Any], first: bool = False, last: bool = False) -> None:
+    """Add the same chunks of each pair's lists; `first` and `last` say whether the lists begin and end with them."""
+    units = [(pair, position) for pair in pairs for position in range(len(chunks))]
+    ends = [last and position == len(chunks) - 1 for _, position in units]
+    logits: list[jax.Array] = []
+    for number, (pair, position) in enumerate(units):
+        for other in range(number + len(logits), min(number + AHEAD + 1, len(units))):
+            logits.append(units[other][0].logits(chunks[units[other][1]], ends[other]))
+        pair.add(logits.pop(0), chunks[position], first and position == 0, ends[number])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    """Two blocks of queries, A and B, and their accumulators; columns are those of A, then those of B.
+
+    Attributes:
+        list_ref: [2 n], A's list, then B's.
+        k_ref, v_ref: All of K and V of the tile.
+        q2_ref: [256, 2 S D], Q_A and Q_B as diagonal blocks.
+        acc_ref: [S D, 256] float32, O^T.
+        sum_ref: [8, 256], the weights' sums, as 8 rows yet to be added up.
+        shift_ref: [8, 256], the shift, the same row 8 times.
+        tile: The static settings.
+    """
+
+    list_ref: Ref
+    k_ref: Ref
+    v_ref: Ref
+    q2_ref: Ref
+    acc_ref: Ref
+    sum_ref: Ref
+    shift_ref: Ref
+    tile: SparseTile
+
+    def start(self, q: jax.Array) -> None:
+        """Store the queries [256, S D], zero in the lanes of other heads, and clear the accumulators."""
+        zeros = jnp.zeros((QUERIES, self.tile.lanes), q.dtype)
+        self.q2_ref[:QUERIES, :] = jnp.concatenate([q[:QUERIES], zeros], axis=1)
+        self.q2_ref[QUERIES:, :] = jnp.concatenate([zeros, q[QUERIES:]], axis=1)
+        self.acc_ref[...] = jnp.zeros_like(self.acc_ref)
+        self.sum_ref[...] = jnp.zeros_like(self.sum_ref)
+
+    def result(self) -> jax.Array:
+        """Return O^T [S D, 256], after the last key."""
+        return self.acc_ref[...] / jnp.sum(self.sum_ref[...], axis=0, keepdims=True)
+
+    def check(self) -> jax.Array:
+        """Return [1, 256], NaN where a row isn't finite: 0 * x is NaN exactly there."""
+        return jnp.sum(self.acc_ref[...] * 0.0, axis=0, keepdims=True) + jnp.sum(
+            self.sum_ref[...] * 0.0, axis=0, keepdims=True
+        )
+
+    def add(self, s: jax.Array, chunk: Any, first: bool, last: bool) -> None:
+        """Add a chunk whose logits are S^T [256, 256]."""
+        if first or self.tile.online:
+            largest = jnp.max(s, axis=0, keepdims=True)
+            before = None if first else self.shift_ref[:1, :]
+            shift = largest + (0.0 if self.tile.online else HEADROOM)
+            if before is not None:
+                shift = jnp.maximum(before, shift)
+                smaller = jnp.exp2(before - shift)
+                self.acc_ref[...] *= smaller
+                self.sum_ref[...] *= smaller
+            self.shift_ref[...] = jnp.broadcast_to(shift, self.shift_ref.shape)
+        p = jnp.exp2(s - self.shift_ref[:1, :])
+        self.sum_ref[...] += jnp.sum(p.reshape(-1, SUBLANES, PAIR), axis=0)
+        for block in range(2):
+            columns = slice(block * QUERIES, (block + 1) * QUERIES)
+            v = self._rows(self.v_ref, chunk, block, last)
+            self.acc_ref[:, columns] += dot(v.T, p[:, columns].astype(v.dtype), contract=(1, 0))
+
+    def logits(self, chunk: Any, last: bool) -> jax.Array:
+        """Return S^T [256, 256] float32 in powers of two, -inf where there is no real key."""
+        keys = jnp.concatenate([self._rows(self.k_ref, chunk, block, last) for block in range(2)], axis=1)
+        s = dot(keys, self.q2_ref[...], contract=(1, 1))
+        if not math.isclose(self.tile.multiplier, 1.0, rel_tol=1e-6):
+            s = s * self.tile.multiplier
+        if not last:
+            return s
+        shape = TOGETHER * KEYS, QUERIES
+        real = jnp.concatenate([self._is_key(chunk, block, shape) for block in range(2)], axis=1)
+        return jnp.where(real, s, -jnp.inf)
+
+    def _rows(self, ref: Ref, chunk: Any, block: int, last: bool) -> jax.Array:
+        """Return the rows [256, S D] of K or V that A (0) or B (1) attends to, zero where there is no real key."""
+        rows = jnp.concatenate([ref[pl.ds(self._start(chunk, block, i), KEYS), :] for i in range(TOGETHER)], axis=0)
+        # Rows behind the last key may be NaN, and 0 * NaN is NaN.
+        return jnp.where(self._is_key(chunk, block, rows.shape), rows, jnp.zeros_like(rows)) if last else rows
+
+    def _start(self, chunk: Any, block: int, i: int) -> Any:
+        return pl.multiple_of(self.list_ref[(block * self.tile.chunks + chunk) * TOGETHER + i] * KEYS, KEYS)
+
+    def _is_key(self, chunk: int, block: int, shape: tuple[int, ...]) -> jax.Array:
+        """Return whether each of 256 rows is a real key, of a block that is listed."""
+        return jnp.concatenate(
+            [
+                lax.broadcasted_iota(jnp.int32, (KEYS, shape[1]), 0)
+                < (self.tile.kv_len - self._start(chunk, block, i) if chunk * TOGETHER + i < self.tile.count else 0)
+                for i in range(TOGETHER)
+            ],
+            axis=0,
+        )
