@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from actors.batch.manifest import read_manifest
-from actors.batch.results import MadeWith, Result, Results, settle
+from actors.batch.results import Provenance, Result, Results, settle
 from wan_tpu.families import preset_spec
 from wan_tpu.storage.local import LocalStorage
 
@@ -47,13 +47,13 @@ def measure(lines: int, folder: Path) -> dict[str, float]:
     figures["read_gib"] = _highest_gib()
     assert len(manifest.entries) == lines, manifest.bad[:1]
     start, results = time.perf_counter(), Results(lines)
-    for entry, result in settle(output, manifest.entries, made_with=MadeWith(), remake_changed=False):
+    for entry, result in settle(output, manifest.entries, provenance=Provenance(), remake_changed=False):
         assert result is None
         done = Result(line=entry.line, id=entry.id, status="done", output=output.location(entry.output))
         results.add(done)
     figures["settle_s"], figures["settle_gib"] = time.perf_counter() - start, _highest_gib()
     start = time.perf_counter()
-    output.write("results.jsonl", results.content())
+    output.write("results.jsonl", results.to_bytes())
     figures["results_s"], figures["results_gib"] = time.perf_counter() - start, _highest_gib()
     return figures
 

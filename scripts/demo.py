@@ -108,7 +108,7 @@ def _make(manifest: Manifest, pipeline: PipelineDriver, live: LiveConsole) -> tu
         report = batch.run(pipeline, progress=live, on_event=spans.append)
     live.tell("draws the timeline")
     live.look = None
-    live.line(report.text())
+    live.line(report.summarize())
     if spans:
         save(output, spans, "Five requests, four slices")
     return report, spans

@@ -1,1 +1,1 @@
-"""Batches: a manifest in, a video and a record for each of its lines out."""
+"""Batches: read a manifest, and write a video and a record for each of its lines."""

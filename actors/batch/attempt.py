@@ -1,4 +1,4 @@
-"""One request of a batch: made, published, recorded. Whatever goes wrong is its result, and no other's concern."""
+"""Make, publish and record one request of a batch. A failure becomes its result and doesn't affect other requests."""
 
 import asyncio
 import dataclasses
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from actors.batch.lines import record_name, shorten
 from actors.batch.manifest import Entry
-from actors.batch.results import MadeWith, Result, publish
+from actors.batch.results import Provenance, Result, publish
 from actors.engine import Engine, GeneratedVideo, OnEvent
 from actors.errors import PipelineError, RequestFailed
 from actors.observe.span import Span
@@ -20,20 +20,20 @@ log = logging.getLogger(__name__)
 
 
 class Output:
-    """Where a batch's videos and records go; after a write has failed, nothing is computed before one is possible."""
+    """Where a batch's videos and records go. After a failed write, nothing is computed until writing works again."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._failed = False
 
     async def check(self) -> None:
-        """Raise `StorageError` where the last write failed and none is possible yet."""
+        """Raise `StorageError` if the last write failed and writing still doesn't work."""
         if self._failed:
             await asyncio.to_thread(self.storage.probe)
             self._failed = False
 
     async def write(self, function: Callable[..., None], *args: object) -> None:
-        """Run what writes in a thread, to its end even when this is cancelled; raises `StorageError`."""
+        """Run a function that writes in a thread, to its end even if this is cancelled; raises `StorageError`."""
         try:
             await run_to_end(function, *args)
         except StorageError:
@@ -42,46 +42,48 @@ class Output:
 
 
 class Attempt:
-    """One try at a line.
+    """One attempt at a line.
 
-    result   how it ended, None while it hasn't
-    is_over  whether it is never resumed: its video is durable, or its failure is, which another try wouldn't change
+    Attributes:
+        result: How the attempt ended; None while it hasn't.
+        is_over: Whether the request will never be resumed: its video is durable, or a failure that another attempt
+            wouldn't change.
     """
 
-    def __init__(self, entry: Entry, output: Output, made_with: MadeWith) -> None:
+    def __init__(self, entry: Entry, output: Output, provenance: Provenance) -> None:
         self.result: Result | None = None
         self.is_over = False
         self._entry, self._output = entry, output
         self._start_s = time.monotonic()
-        self._begun = Result(
+        self._base_result = Result(
             line=entry.line,
             id=entry.id,
             status="done",
             output=output.storage.location(entry.output),
             request=entry.digest,
-            model=made_with.model,
-            precision=made_with.precision,
+            model=provenance.model,
+            precision=provenance.precision,
             sources={source.location: source.version for source in entry.settings.sources},
         )
 
     async def run(self, engine: Engine, on_event: OnEvent) -> None:
-        """Make the video and publish it, or record why there is none; raises only when this task is cancelled."""
+        """Make and publish the video, or record why there is none. It raises only when this task is cancelled."""
         failed_for_good = False
         try:
-            await self._output.check()  # no chip-hours for a video that has no place to go
+            await self._output.check()  # Spend no chip-hours on a video that can't be stored.
             plan = await asyncio.to_thread(self._entry.load)
             stage_s: dict[str, float] = defaultdict(float)
 
-            def note(span: Span) -> None:
+            def forward(span: Span) -> None:
                 if span.kind == "compute":
                     stage_s[span.stage] += span.seconds
                 try:
                     on_event(span)
-                except Exception:  # figures are no reason for a request to fail
-                    log.exception("a span of %s isn't told", self._entry.id)
+                except Exception:  # A request doesn't fail because of its telemetry.
+                    log.exception("a span of %s isn't reported", self._entry.id)
 
             try:
-                video = await engine.generate(plan, id=self._entry.id, on_event=note)
+                video = await engine.generate(plan, id=self._entry.id, on_event=forward)
                 _check_video(video)
             except BaseException as error:
                 failed_for_good = _is_final(error)
@@ -89,9 +91,9 @@ class Attempt:
             await self._publish(video, {stage: round(seconds, 4) for stage, seconds in stage_s.items()})
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
-        except BaseException as error:  # of an engine, which may raise anything
+        except BaseException as error:  # An engine may raise anything.
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # whatever the engine has made of that
+            if task is not None and task.cancelling():  # Whatever the engine raised in response to that.
                 raise asyncio.CancelledError from error
             if isinstance(error, asyncio.CancelledError):
                 error = RuntimeError("the engine cancelled it, and nobody else did")
@@ -99,9 +101,9 @@ class Attempt:
 
     async def _publish(self, video: GeneratedVideo, stage_s: dict[str, float]) -> None:
         result = dataclasses.replace(
-            self._begun,
+            self._base_result,
             size_bytes=len(video.mp4),
-            seconds=self._seconds(),
+            seconds=self._measure_seconds(),
             stage_s=stage_s,
             warnings=list(video.warnings),
         )
@@ -113,26 +115,28 @@ class Attempt:
         await self._output.write(publish_video)
 
     async def _fail(self, error: BaseException, *, final: bool) -> None:
-        """Record why there is no video; final: another try would fail as well."""
-        self.result = dataclasses.replace(self._begun, status="failed", error=_reason(error), seconds=self._seconds())
+        """Record why there is no video; `final` says that another attempt would fail as well."""
+        self.result = dataclasses.replace(
+            self._base_result, status="failed", error=_describe_error(error), seconds=self._measure_seconds()
+        )
         try:
             await self._output.write(self._output.storage.write, record_name(self._entry.output), self.result.to_line())
-        except StorageError:  # the result itself is told, and stays in the report
+        except StorageError:  # The result is still printed and part of the report.
             return
         self.is_over = final
 
-    def _seconds(self) -> float:
+    def _measure_seconds(self) -> float:
         return round(time.monotonic() - self._start_s, 4)
 
 
 async def run_to_end(function: Callable[..., None], *args: object) -> None:
-    """Run a function in a thread; when cancelled meanwhile, return once it has ended."""
+    """Run a function in a thread. When this is cancelled, it still waits for the function to end."""
     work = asyncio.ensure_future(asyncio.to_thread(function, *args))
     try:
         await asyncio.shield(work)
     except asyncio.CancelledError:
         await asyncio.wait([work])
-        work.exception()  # looked at, or asyncio complains that nobody did
+        work.exception()  # Retrieve it, or asyncio logs that nobody did.
         raise
 
 
@@ -142,14 +146,14 @@ def _check_video(video: GeneratedVideo) -> None:
 
 
 def _is_final(error: BaseException) -> bool:
-    """Return whether the same request would fail again, as far as the error's type says."""
+    """Return whether the same request would fail again, judging by the error's type."""
     if isinstance(error, RequestFailed):
         return error.code != "lost"
     return not isinstance(error, PipelineError | Unavailable | asyncio.CancelledError)
 
 
-def _reason(error: BaseException) -> str:
-    """Return an error as one line: our own as it is, others with their kind; of long ones both ends."""
+def _describe_error(error: BaseException) -> str:
+    """Return an error as one line, with its type unless it is one of ours. Long ones lose their middle."""
     text = " ... ".join(dict.fromkeys(line.strip() for line in (str(error).splitlines() or [""]) if line.strip()))
     if not isinstance(error, WanTpuError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""The files that lines of a manifest name: where they are, and the images among them."""
+"""Find and read the files that lines of a manifest name."""
 
 import dataclasses
 import hashlib
@@ -19,10 +19,11 @@ from wan_tpu.storage.opening import open_storage
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Picture:
-    """An image as it was when the manifest was read.
+    """An image file as it was when the manifest was read.
 
-    location  absolute path or gs://
-    sha256    of the file
+    Attributes:
+        location: An absolute path or gs:// address.
+        sha256: Digest of the file.
     """
 
     location: str
@@ -31,7 +32,14 @@ class Picture:
     width: int
 
     def load(self, field: str) -> Image.Image:
-        """Return the image's pixels; raises `WanTpuError` when it has gone since, or is another; field: for people."""
+        """Return the image's pixels.
+
+        Args:
+            field: The request's field, for the error message.
+
+        Raises:
+            WanTpuError: The file is gone or has changed since the manifest was read.
+        """
         image, sha256 = _load(self.location)
         if sha256 != self.sha256:
             raise InvalidInput(f"{field} {self.location} has changed since the manifest was read; run the batch again")
@@ -39,7 +47,7 @@ class Picture:
 
 
 def read_picture(location: str) -> Picture | str:
-    """Return what an image is, or why it can't be read."""
+    """Return an image file's size and digest, or the reason why it can't be read."""
     try:
         image, sha256 = _load(location)
     except WanTpuError as error:
@@ -48,7 +56,7 @@ def read_picture(location: str) -> Picture | str:
 
 
 def resolve_image(image: object, folder: str) -> str:
-    """Return an image's absolute path or gs:// address; a relative one begins at `folder`. Raises `InvalidInput`."""
+    """Return an image's absolute path or gs:// address. Relative paths start at `folder`. Raises `InvalidInput`."""
     if not isinstance(image, str) or not image:
         raise InvalidInput(f"has the image {image!r}; give a path or gs:// address")
     if "://" in image or image.startswith("/"):
@@ -64,17 +72,17 @@ def resolve_image(image: object, folder: str) -> str:
     return f"{scheme}{bucket}/{joined}"
 
 
-def resolve_adapter(lora: object, folder: str) -> object:
-    """Return an adapter, its path absolute where it lies below the manifest's folder."""
-    if isinstance(lora, str | dict):
-        adapter = lora_of(lora)
+def resolve_adapter(adapter: object, folder: str) -> object:
+    """Return an adapter with an absolute path if its file is below the manifest's folder."""
+    if isinstance(adapter, str | dict):
+        adapter = lora_of(adapter)
         if not os.path.isabs(adapter.path) and os.path.exists(path := posixpath.join(folder, adapter.path)):
             return dataclasses.asdict(dataclasses.replace(adapter, path=path))
-    return lora
+    return adapter
 
 
 def read_bytes(location: str) -> bytes:
-    """Return a whole file, local or gs://; raises `StorageError`."""
+    """Return the content of a file, local or gs://; raises `StorageError`."""
     folder, name = split_location(location)
     if is_bucket(location):
         return open_storage(folder).read(name)
@@ -85,14 +93,14 @@ def read_bytes(location: str) -> bytes:
 
 
 def explain(error: OSError | ValueError, location: str) -> StorageError:
-    """Return why a file can't be read, as an error for people."""
+    """Return an error that says why a file can't be read."""
     reason = getattr(error, "strerror", None) or error
     return StorageError(f"can't read {location} ({reason}); check the path and its permissions")
 
 
 def _load(location: str) -> tuple[Image.Image, str]:
-    """Return an image, and the SHA-256 of its file."""
+    """Return an image and the SHA-256 of its file."""
     if is_bucket(location) or os.path.isfile(location):  # unlike Path.is_file, false for a name too long
         content = read_bytes(location)
         return decode_image(io.BytesIO(content), location), hashlib.sha256(content).hexdigest()
-    return load_image(location), ""  # which says what is wrong
+    return load_image(location), ""  # It raises, and says what is wrong.

@@ -1,4 +1,4 @@
-"""Read one line of a manifest: JSON into fields; what can't be used is told with its remedy."""
+"""Parse one line of a manifest from JSON into fields. Errors say what to write instead."""
 
 import hashlib
 import itertools
@@ -22,24 +22,30 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 
 class ParsedLine(NamedTuple):
-    """A line as written, before its files are read and its request is checked."""
+    """A line as written, before its files are read and its request is checked.
 
-    number: int  # from 1
+    Attributes:
+        number: The line's number, from 1.
+        names_itself: Whether the line has an id of its own; False if the id is derived.
+        fields: The fields of `GenerationRequest`.
+    """
+
+    number: int
     id: str
     output: str
-    names_itself: bool  # False where the id is derived
-    fields: dict[str, Any]  # of `GenerationRequest`
+    names_itself: bool
+    fields: dict[str, Any]
 
 
-def name_line(number: int, given: dict[str, Any]) -> ParsedLine:
-    """Return a line with its names; raises `InvalidInput` for those that can't be used.
+def name_line(number: int, values: dict[str, Any]) -> ParsedLine:
+    """Return a line with its id and output, derived if it has none; raises `InvalidInput` for unusable ones.
 
     Args:
         number: The line's number, from 1.
-        given: Its fields, as `parse_object` returns them.
+        values: Its fields, as `parse_object` returns them.
     """
-    fields = {name: value for name, value in given.items() if name in REQUEST_FIELDS}
-    id_, output = given.get("id"), given.get("output")
+    fields = {name: value for name, value in values.items() if name in REQUEST_FIELDS}
+    id_, output = values.get("id"), values.get("output")
     named = id_ is not None
     if id_ is None:
         id_ = derive_id(fields)
@@ -57,12 +63,12 @@ def name_line(number: int, given: dict[str, Any]) -> ParsedLine:
 
 
 def record_name(output: str) -> str:
-    """Return the name of the record of a video."""
+    """Return the name of a video's record."""
     return output.removesuffix(".mp4") + ".json"
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """Return a JSON object whose fields are all known and each there once; raises `InvalidInput`."""
+    """Return a line's JSON object, without unknown or repeated fields; raises `InvalidInput`."""
     try:
         fields = _DECODER.decode(line.decode())
     except UnicodeDecodeError as error:
@@ -82,16 +88,16 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def derive_id(fields: dict[str, Any]) -> str:
-    """Return words of the prompt, for people, and a digest of the fields as written."""
+    """Return an id that consists of words of the prompt, for people, and a digest of the fields as written."""
     prompt = fields.get("prompt")
     words = (
-        [found[0] for found in itertools.islice(_WORD.finditer(prompt.lower()), 4)] if isinstance(prompt, str) else []
+        [match[0] for match in itertools.islice(_WORD.finditer(prompt.lower()), 4)] if isinstance(prompt, str) else []
     )
-    return "-".join([*(words or ["request"]), digest_of(fields)[:10]])[-100:]
+    return "-".join([*(words or ["request"]), compute_digest(fields)[:10]])[-100:]
 
 
 def derive_output(id: str) -> str:
-    """Return the name of the video of an id: "<id>.mp4", shortened where a file's name can't be as long."""
+    """Return the name of the video of an id: "<id>.mp4", shortened if file names can't be that long."""
     if len(id) * 4 + len(".json") <= MAX_PART_BYTES:
         return f"{id}.mp4"
     folder, slash, name = id.rpartition("/")
@@ -102,13 +108,13 @@ def derive_output(id: str) -> str:
     return f"{folder}{slash}{name}.mp4"
 
 
-def digest_of(value: dict[str, Any]) -> str:
-    """Return the SHA-256 of plain values, whatever their order."""
+def compute_digest(value: dict[str, Any]) -> str:
+    """Return the SHA-256 of plain values, independent of the order of keys."""
     return hashlib.sha256(_ENCODER.encode(value).encode()).hexdigest()
 
 
 def shorten(text: str, most: int) -> str:
-    """Return a message without the middle of the megabyte that it may quote."""
+    """Return a message without its middle if it is longer than `most`: it may quote a megabyte."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
@@ -122,7 +128,7 @@ def _check_name(field: str, name: object, example: str, max_bytes: int) -> None:
 
 
 def _read_integer(digits: str) -> int:
-    if len(digits) > 100:  # Python reads longer ones than it prints
+    if len(digits) > 100:  # Python can read longer numbers than it can print.
         raise InvalidInput(f"has a number of {len(digits)} digits; no field takes one")
     return int(digits)
 

@@ -1,14 +1,14 @@
-"""Read requests.jsonl: one JSON object a line, each a request; bad lines are told apart and don't stop the rest.
+"""Read requests.jsonl, which has one request per line as a JSON object. Bad lines don't stop the others.
 
 A line has the fields of `GenerationRequest`, and
-    id      names the request in results and logs; derived from the line when left out, the same each time
+    id      names the request in results and logs; if omitted, it is derived from the line, the same each time
     video   a local path that every host of the encoder has
-    image, last_image  local paths or gs://; relative ones begin at the manifest's folder
-    loras   those of relative paths may lie below that folder, too
-    output  the mp4's name in the output folder; "<id>.mp4" when left out
+    image, last_image  local paths or gs:// addresses; relative ones start at the manifest's folder
+    loras   relative paths may be below that folder, too
+    output  the mp4's name in the output folder; "<id>.mp4" if omitted
 
-What lines have in common is planned, kept and read once: the work on a line and what is kept of it don't grow with the
-lines before it.
+What lines have in common is planned, kept and read once: neither the work on a line nor the memory it takes grows with
+the number of lines before it.
 """
 
 import dataclasses
@@ -28,7 +28,16 @@ from actors.batch.inputs import (
     resolve_adapter,
     resolve_image,
 )
-from actors.batch.lines import EXAMPLE, RESULTS, ParsedLine, digest_of, name_line, parse_object, record_name, shorten
+from actors.batch.lines import (
+    EXAMPLE,
+    RESULTS,
+    ParsedLine,
+    compute_digest,
+    name_line,
+    parse_object,
+    record_name,
+    shorten,
+)
 from wan_tpu.errors import InvalidInput, WanTpuError
 from wan_tpu.identity import Source, identify
 from wan_tpu.plan import RequestPlan
@@ -37,27 +46,28 @@ from wan_tpu.storage.addresses import absolute, is_bucket, split_location
 
 _READERS = 4  # Images read at a time: enough to hide the latency of gs://, few enough to hold in memory.
 _CHUNK = 1000  # Lines whose images are read together.
-_TEXTS = ("prompt", "negative_prompt", "seed")  # Fields that nothing about a plan depends on but its texts and seed.
+_TEXTS = ("prompt", "negative_prompt", "seed")  # Fields that only a plan's own texts and seed depend on.
 _NO_IMAGES: Mapping[str, Picture] = MappingProxyType({})
-_MAX_SETTINGS = 4096  # Distinct settings that are remembered; lines usually differ by their texts, seeds and files.
+_MAX_SETTINGS = 4096  # Distinct settings remembered; lines usually differ only in texts, seeds and files.
 
 
 class Planner(Protocol):
-    """Plans a request whose images needn't be there: `ModelSpec.plan`."""
+    """Plans a request without needing its images: `ModelSpec.plan`."""
 
     def __call__(
         self, request: GenerationRequest, *, image: bool, last: bool, picture: tuple[int, int] | None
     ) -> RequestPlan:
-        """Return what the request takes; raises `InvalidRequest` where the model can't make it."""
+        """Return the request's plan; raises `InvalidRequest` if the model can't make it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LineSettings:
-    """What lines have in common that differ only by their texts, seeds and images of one size.
+    """What lines have in common that differ only in texts, seeds and images of the same size.
 
-    fields   of `GenerationRequest`, without those that differ
-    decides  the same fields as plain JSON values
-    sources  video and adapters, those of a preset included
+    Attributes:
+        fields: The fields of `GenerationRequest` that the lines share.
+        decides: The same fields as plain JSON values.
+        sources: The video and the adapters, including those of a preset.
     """
 
     planner: Planner
@@ -72,12 +82,13 @@ class LineSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entry:
-    """A line that can be carried out; of a million there are half a gigabyte, so what it can share is shared.
+    """A valid line. A million of them take half a gigabyte, so they share whatever they can.
 
-    line    from 1
-    output  name of the mp4 in the output folder
-    images  by field
-    digest  of everything in the line that decides the video, the images' bytes included
+    Attributes:
+        line: The line's number, from 1.
+        output: Name of the mp4 in the output folder.
+        images: The images by field.
+        digest: Digest of everything in the line that decides the video, including the images' bytes.
     """
 
     line: int
@@ -92,12 +103,12 @@ class Entry:
 
     @property
     def plan(self) -> RequestPlan:
-        """What the request takes, without its images: made anew each time."""
+        """The request's plan, without its images. It is computed anew each time."""
         texts = {"prompt": self.prompt, "negative_prompt": self.negative_prompt, "seed": self.seed}
         return self.settings.plan(texts, self.images)
 
     def load(self) -> RequestPlan:
-        """Return the plan, its images read now; raises `WanTpuError` if a file has gone meanwhile, or is another."""
+        """Return the plan with its images, read now; raises `WanTpuError` if a file is gone or has changed."""
         for source in self.settings.sources:
             source.check()
         images = {field: picture.load(field) for field, picture in self.images.items()}
@@ -106,16 +117,21 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BadLine:
-    """A line that can't be carried out, and why."""
+    """An invalid line, and why it is invalid.
 
-    line: int  # from 1
-    id: str | None  # where the line gives one
+    Attributes:
+        line: The line's number, from 1.
+        id: The line's id, if it has one.
+    """
+
+    line: int
+    id: str | None
     reason: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All lines of a manifest, in their order; blank ones are left out."""
+    """All lines of a manifest in order, except blank ones."""
 
     entries: tuple[Entry, ...]
     bad: tuple[BadLine, ...]
@@ -126,12 +142,12 @@ def read_manifest(location: str | Path, planner: Planner) -> Manifest:
 
     Args:
         location: Path or gs:// address of the manifest.
-        planner: The model's `ModelSpec.plan`, which raises `InvalidRequest` where it can't make what a line asks for.
+        planner: The model's `ModelSpec.plan`, which raises `InvalidRequest` if it can't make what a line requests.
 
     Raises:
         StorageError: The manifest can't be read.
-        InvalidInput: It has no line.
-        Unavailable: A bucket with an adapter doesn't answer.
+        InvalidInput: The manifest has no line.
+        Unavailable: A bucket that has an adapter doesn't answer.
     """
     folder, name = split_location(str(location))
     where = absolute(str(location))
@@ -140,11 +156,12 @@ def read_manifest(location: str | Path, planner: Planner) -> Manifest:
     reader, names = _Reader(absolute(folder), planner), _Names()
     entries: list[Entry] = []
     bad: list[BadLine] = []
-    numbered = ((number, line) for number, line in enumerate(_lines(where), 1) if line.strip())
+    numbered = ((number, line) for number, line in enumerate(_read_lines(where), 1) if line.strip())
     with ThreadPoolExecutor(_READERS) as threads:
         while chunk := list(itertools.islice(numbered, _CHUNK)):
-            for item in reader.read(chunk, threads):  # of several good lines with one id or output the first is kept
-                if isinstance(item, Entry) and (reason := names.clash(item)) is not None:
+            # Of several valid lines with the same id or output, the first is kept.
+            for item in reader.read(chunk, threads):
+                if isinstance(item, Entry) and (reason := names.find_clash(item)) is not None:
                     bad.append(BadLine(line=item.line, id=item.id, reason=reason))
                 elif isinstance(item, Entry):
                     names.add(item)
@@ -157,47 +174,49 @@ def read_manifest(location: str | Path, planner: Planner) -> Manifest:
 
 
 class _Reader:
-    """Makes entries of lines; what they share is made once."""
+    """Turns lines into entries, and computes once what they share."""
 
     def __init__(self, folder: str, planner: Planner) -> None:
-        """folder: where relative paths begin."""
+        """Start relative paths at `folder`."""
         self._folder, self._planner = folder, planner
-        self._pictures: dict[str, Picture | str] = {}  # By location; a text says why it can't be read.
+        self._pictures: dict[str, Picture | str] = {}  # By location; a string says why an image can't be read.
         self._sources: dict[str, Source | None] = {}  # By location.
-        self._settings: dict[str, LineSettings | str] = {}  # By what is written; a text says why it can't be made.
+        self._settings: dict[
+            str, LineSettings | str
+        ] = {}  # By the text of the fields; a string says why they are invalid.
 
     def read(self, lines: Iterable[tuple[int, bytes]], threads: Executor) -> Iterator[Entry | BadLine]:
-        """Yield an entry, or what is wrong, for each of some lines; their images are read together, by `threads`."""
+        """Yield an entry or an error for each of some lines. Their images are read together, by `threads`."""
         parsed = [self._parse(number, line) for number, line in lines]
         places = (place for item in parsed if isinstance(item, tuple) for place in item[1].values())
         unread = [place for place in dict.fromkeys(places) if place not in self._pictures]
         self._pictures.update(zip(unread, threads.map(read_picture, unread), strict=True))
         for item in parsed:
-            yield item if isinstance(item, BadLine) else self._entry(*item)
+            yield item if isinstance(item, BadLine) else self._make_entry(*item)
 
     def _parse(self, number: int, line: bytes) -> tuple[ParsedLine, dict[str, str]] | BadLine:
-        """Return a line's fields, and where its images are."""
-        given: dict[str, Any] = {}
+        """Return a line's fields and the locations of its images."""
+        values: dict[str, Any] = {}
         try:
-            given = parse_object(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
-            parsed = name_line(number, given)
-            fields, images = parsed.fields, [name for name in IMAGES if given.get(name) is not None]
+            values = parse_object(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+            parsed = name_line(number, values)
+            fields, images = parsed.fields, [name for name in IMAGES if values.get(name) is not None]
             places = {name: resolve_image(fields.pop(name), self._folder) for name in images}
             if isinstance(fields.get("video"), str):
                 fields["video"] = resolve_image(fields["video"], self._folder)
             if isinstance(fields.get("loras"), list):
                 fields["loras"] = [resolve_adapter(lora, self._folder) for lora in fields["loras"]]
         except WanTpuError as error:
-            id_ = given.get("id") if isinstance(given.get("id"), str) else None
+            id_ = values.get("id") if isinstance(values.get("id"), str) else None
             return BadLine(line=number, id=id_, reason=shorten(str(error), 500))
         return parsed, places
 
-    def _entry(self, line: ParsedLine, places: dict[str, str]) -> Entry | BadLine:
+    def _make_entry(self, line: ParsedLine, places: dict[str, str]) -> Entry | BadLine:
         texts = {name: line.fields.pop(name) for name in _TEXTS if name in line.fields}
         try:
-            images = {name: self._picture(place) for name, place in places.items()}
+            images = {name: self._get_picture(place) for name, place in places.items()}
             request = GenerationRequest(**texts)
-            settings = self._settings_of(line.fields, texts, images)
+            settings = self._get_settings(line.fields, texts, images)
         except WanTpuError as error:
             id_ = line.id if line.names_itself else None
             return BadLine(line=line.number, id=id_, reason=shorten(str(error), 500))
@@ -212,19 +231,19 @@ class _Reader:
             seed=request.seed,
             images=images or _NO_IMAGES,
             settings=settings,
-            digest=digest_of(decides),
+            digest=compute_digest(decides),
         )
 
-    def _picture(self, place: str) -> Picture:
+    def _get_picture(self, place: str) -> Picture:
         picture = self._pictures[place]
         if isinstance(picture, str):
             raise InvalidInput(picture)
         return picture
 
-    def _settings_of(
+    def _get_settings(
         self, fields: dict[str, Any], texts: dict[str, Any], images: Mapping[str, Picture]
     ) -> LineSettings:
-        """Return the settings of a line, planned when the first of them comes."""
+        """Return the settings of a line, planned for the first line that has them."""
         key = repr((fields, [(name, picture.height, picture.width) for name, picture in images.items()]))
         settings = self._settings.get(key)
         if settings is None:
@@ -242,10 +261,10 @@ class _Reader:
         except WanTpuError as error:
             return str(error)
         named = [lora.path for lora in resolved.loras] + ([] if resolved.video is None else [str(resolved.video)])
-        sources = [source for place in dict.fromkeys(named) if (source := self._source(place)) is not None]
+        sources = [source for place in dict.fromkeys(named) if (source := self._get_source(place)) is not None]
         return LineSettings(self._planner, fields, request.to_json(), tuple(sources))
 
-    def _source(self, place: str) -> Source | None:
+    def _get_source(self, place: str) -> Source | None:
         if place not in self._sources:
             self._sources[place] = identify(place)
         return self._sources[place]
@@ -255,34 +274,34 @@ class _Names:
     """The names that lines have taken."""
 
     def __init__(self) -> None:
-        self._ids: dict[str, int] = {}  # The lines that have them.
+        self._ids: dict[str, int] = {}  # The line that has an id, by id.
         self._outputs: dict[str, int] = {}
         self._folders: set[str] = set()
 
-    def clash(self, entry: Entry) -> str | None:
-        """Return why an entry can't be beside earlier ones."""
+    def find_clash(self, entry: Entry) -> str | None:
+        """Return why an entry's names conflict with earlier ones, or None if they don't."""
         id_, output = entry.id, entry.output
         if (line := self._ids.get(id_)) is not None:
             return f"has the id {id_!r} of line {line}; give it another id (or another seed)"
         if (line := self._outputs.get(output)) is not None:
             return f"has the output {output!r} of line {line}; give it another"
-        within = any(self._is_file(folder) for folder in _folders_of(output))
+        within = any(self._is_file(folder) for folder in _list_folders(output))
         if within or output in self._folders or record_name(output) in self._folders:
             return f"has the output {output!r}, which is a file and a folder; give it another"
         return None
 
     def add(self, entry: Entry) -> None:
-        """Take the names of an entry."""
+        """Reserve the names of an entry."""
         self._ids[entry.id] = self._outputs[entry.output] = entry.line
-        self._folders.update(_folders_of(entry.output))
+        self._folders.update(_list_folders(entry.output))
 
     def _is_file(self, name: str) -> bool:
         """Return whether a name is that of a video, a record or the results."""
         return name in self._outputs or name == RESULTS or f"{name.removesuffix('.json')}.mp4" in self._outputs
 
 
-def _folders_of(name: str) -> Iterator[str]:
-    """Yield the folders that a name lies in: a and a/b of a/b/c.mp4."""
+def _list_folders(name: str) -> Iterator[str]:
+    """Yield the folders that contain a name: a and a/b for a/b/c.mp4."""
     end = name.find("/")
     while end >= 0:
         yield name[:end]
@@ -295,7 +314,7 @@ def _plan(planner: Planner, request: GenerationRequest, images: Mapping[str, Pic
     return planner(request, image=first is not None, last="last_image" in images, picture=size)
 
 
-def _lines(location: str) -> Iterator[bytes]:
+def _read_lines(location: str) -> Iterator[bytes]:
     """Yield the lines of a manifest; raises `StorageError`."""
     if is_bucket(location):
         yield from io.BytesIO(read_bytes(location))

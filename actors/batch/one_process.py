@@ -1,4 +1,4 @@
-"""The one-process pipeline as the engine of a batch: the same models, no cluster, one request at a time."""
+"""The one-process pipeline as a batch's engine: the same models, no cluster, one request at a time."""
 
 import asyncio
 import dataclasses
@@ -28,13 +28,16 @@ class OneProcessEngine:
         self._chips: Chips = "emulated" if platform == "cpu" else "real"
 
     async def generate(self, plan: RequestPlan, *, id: str, on_event: OnEvent, priority: int = 0) -> GeneratedVideo:
-        """Make one video; requests are taken in the order in which they come, whatever their priority.
+        """Make one video. Requests run in the order in which they come, whatever their priority.
 
-        plan      by `model`, of a request
-        on_event  called from the engine's thread with a `Span` after each piece of work
+        When this is cancelled, the work stops after the current step, before this returns. It raises what
+        `Pipeline.generate` raises.
 
-        When it is cancelled, the work stops after the current step, before this returns. Raises as
-        `Pipeline.generate` does.
+        Args:
+            plan: A request, planned by `model`.
+            id: The request's id.
+            on_event: Called from the engine's thread with a `Span` after each piece of work.
+            priority: Ignored.
         """
         span = functools.partial(Span, slice="this process", request=id, chips=self._chips)
         run = _Run(self._pipeline, id, span, on_event)
@@ -44,13 +47,13 @@ class OneProcessEngine:
             return await asyncio.shield(ended)
         except asyncio.CancelledError:
             run.stop.set()
-            if not work.cancel():  # it has begun, and ends at its next check
+            if not work.cancel():  # It has begun, and ends at its next check.
                 await asyncio.wait([ended])
-                ended.exception()  # looked at, or asyncio complains that nobody did
+                ended.exception()  # Retrieve it, or asyncio logs that nobody did.
             raise
 
     async def forget(self, id: str) -> None:
-        """Do nothing: one process keeps no state of a request."""
+        """Do nothing, since this engine keeps no state of a request."""
 
     def close(self) -> None:
         """End the thread."""
@@ -62,8 +65,8 @@ class _Stopped(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reached:
-    """A moment, and the seconds that the pipeline had read weights and compiled for until then."""
+class _Moment:
+    """A moment, with the seconds that the pipeline has spent reading weights and compiling until then."""
 
     start: Start
     load_s: float
@@ -74,9 +77,10 @@ class _Reached:
 class _Run:
     """One request on its way through the stages.
 
-    span   makes a `Span` of it
-    stop   set when it is cancelled
-    since  when the last span ended
+    Attributes:
+        span: Makes a `Span` of the request.
+        stop: Set when the request is cancelled.
+        since: When the last span ended.
     """
 
     pipeline: Pipeline
@@ -84,15 +88,15 @@ class _Run:
     span: Callable[..., Span]
     on_event: OnEvent
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
-    since: "_Reached" = dataclasses.field(default_factory=lambda: _Reached(Start(), 0.0, 0.0))
+    since: _Moment = dataclasses.field(default_factory=lambda: _Moment(Start(), 0.0, 0.0))
 
     def make(self, plan: RequestPlan) -> GeneratedVideo:
-        """Run all stages, and return the video."""
+        """Run all stages and return the video."""
         pipe, warnings = self.pipeline, list[str]()
         self._check()
         pipe.check_components()
         run = pipe.run(pipe.fetch_adapters(plan), warn=warnings.append)
-        self.since = self._now()
+        self.since = self._read_clocks()
         for _ in run.work(EncodeText, EncodeImage):
             self._check()
         self._tell(ENCODER)
@@ -100,23 +104,23 @@ class _Run:
             if isinstance(operation, Step):
                 self._tell(operation.stage, operation.index + 1)
                 self._check()
-        with Mp4(plan.request.fps) as made:
+        with Mp4(plan.request.fps) as mp4:
             for _, (_, planes) in run.work(Decode):
                 self._check()
-                made.add(np.asarray(planes))
-            made.finish()
-        if made.failure is not None:
-            raise made.failure
+                mp4.add(np.asarray(planes))
+            mp4.finish()
+        if mp4.failure is not None:
+            raise mp4.failure
         self._tell(DECODER)
-        return GeneratedVideo(made.content, tuple(warnings))
+        return GeneratedVideo(mp4.content, tuple(warnings))
 
     def _check(self) -> None:
         if self.stop.is_set():
             raise _Stopped(self.id)
 
     def _tell(self, stage: str, step: int | None = None) -> None:
-        """Tell what was done since the last span: weights read and programs compiled first, as they nearly are."""
-        before, self.since = self.since, self._now()
+        """Report the work since the last span. Reading weights and compiling are placed first, which is nearly true."""
+        before, self.since = self.since, self._read_clocks()
         load_s, compile_s = self.since.load_s - before.load_s, self.since.compile_s - before.compile_s
         seconds = {
             "load": load_s,
@@ -130,6 +134,6 @@ class _Run:
                 self.on_event(self.span(stage=stage, kind=kind, start_s=start_s, seconds=taken_s, step=done))
                 start_s += taken_s
 
-    def _now(self) -> "_Reached":
+    def _read_clocks(self) -> _Moment:
         runtime = self.pipeline.runtime
-        return _Reached(Start(), sum(runtime.load_s.values()), runtime.compile_s)
+        return _Moment(Start(), sum(runtime.load_s.values()), runtime.compile_s)

@@ -1,7 +1,7 @@
-"""What a batch leaves beside its videos: a record for each request, and results.jsonl with all of them.
+"""A batch's records, one per request, and results.jsonl, which contains them all.
 
-The record `clips/cat.json` of `clips/cat.mp4` is the truth: a request is done when its record says so and the video
-has the size written there. results.jsonl is made from the records, and has a line for each line of the manifest.
+The record `clips/cat.json` of `clips/cat.mp4` is authoritative: a request is done when its record says so and the video
+has the recorded size. results.jsonl is written from the records, and has a line for each line of the manifest.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from actors.batch.manifest import Entry
 from wan_tpu.storage.base import Storage
 
 _READERS = 8  # Records read at a time; the Google client keeps ten connections.
-_CHUNK = 1000  # Records read, or lines joined, at a time: what is under way stays small.
+_CHUNK = 1000  # Records read, or lines joined, at a time, which bounds memory.
 
 Status = Literal["done", "writing", "failed", "changed", "invalid"]
 
@@ -27,17 +27,19 @@ Status = Literal["done", "writing", "failed", "changed", "invalid"]
 class Result:
     """How one line of the manifest ended.
 
-    status   done; failed (`error` says why; made again by the next run); writing (its writer was killed);
-             changed (done before from another line under this id, and kept); invalid (the line can't be carried out)
-    output   where the video is, in full
-    size_bytes  of the video
-    seconds  from the start on this request to its video being written, waiting for slices included
-    stage_s  stage -> seconds in which slices computed it
-    warnings what the maker of the video should know of it, such as that its prompt was cut
-    request  digest of everything in the line that decides the video
-    model    what it was made with, where the driver was told: a folder's absolute path, gs:// or a hub id
-    precision  of the model's computation, likewise
-    sources  video and adapters of the request -> the version of their content, where that is known
+    Attributes:
+        line: The line's number, from 1.
+        status: "done"; "failed" (`error` says why, and the next run tries again); "writing" (its writer was killed);
+            "changed" (done before from another line with this id, and kept); "invalid" (the line can't be used).
+        output: Full location of the video.
+        size_bytes: Size of the video.
+        seconds: From the start of work on this request until its video was written, including waits for slices.
+        stage_s: Seconds that slices computed, by stage.
+        warnings: What the user should know about the video, such as that its prompt was cut.
+        request: Digest of everything in the line that decides the video.
+        model: The checkpoint, if the driver knows it: a folder's absolute path, a gs:// address or a hub id.
+        precision: The precision of the model's computation, if known.
+        sources: Versions of the content of the request's video and adapters, where known.
     """
 
     line: int
@@ -55,35 +57,36 @@ class Result:
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_line(self) -> bytes:
-        """Return it as a line of JSON."""
+        """Return the result as a line of JSON."""
         return json.dumps(vars(self), ensure_ascii=False).encode() + b"\n"
 
     @classmethod
     def parse(cls, line: bytes) -> "Result":
-        """Return a result of its line; raises `ValueError` or `TypeError` for what is none."""
+        """Parse a result's line; raises `ValueError` or `TypeError` if it isn't one."""
         return cls(**json.loads(line))
 
 
 class Results(Sequence[Result]):
-    """How lines of a manifest have ended so far, in its order.
+    """How a manifest's lines have ended so far, in order.
 
-    Each is kept as its line of JSON: a million fit into half a gigabyte, and results.jsonl is ready to be written.
+    Each result is kept as its line of JSON: a million fit into half a gigabyte, and results.jsonl is ready to write.
 
-    counts  how many have ended so, by status
+    Attributes:
+        counts: Number of results by status.
     """
 
     def __init__(self, last_line: int) -> None:
-        """last_line: of the manifest; lines count from 1."""
+        """Make room for the results of lines 1 to `last_line`."""
         self._lines: list[bytes | None] = [None] * (last_line + 1)
         self.counts: Counter[str] = Counter()
 
     def add(self, result: Result) -> None:
-        """Take the result of a line that has none yet."""
+        """Add the result of a line that has none yet."""
         self._lines[result.line] = result.to_line()
         self.counts[result.status] += 1
 
-    def content(self) -> bytes:
-        """Return results.jsonl; may be called in a thread while results are added, and lets others run meanwhile."""
+    def to_bytes(self) -> bytes:
+        """Return results.jsonl. This may run in a thread while results are added, and lets other threads run."""
         content = io.BytesIO()
         for start in range(0, len(self._lines), _CHUNK):
             content.write(b"".join(filter(None, self._lines[start : start + _CHUNK])))
@@ -105,11 +108,12 @@ class Results(Sequence[Result]):
 
 
 @dataclasses.dataclass(frozen=True)
-class MadeWith:
-    """What makes a batch's videos, as their records have it; None where nobody says.
+class Provenance:
+    """What makes a batch's videos, as noted in their records; None where unknown.
 
-    model      a folder's absolute path, gs:// or a hub id
-    precision  such as "bfloat16"
+    Attributes:
+        model: The checkpoint: a folder's absolute path, a gs:// address or a hub id.
+        precision: The precision, such as "bfloat16".
     """
 
     model: str | None = None
@@ -117,19 +121,19 @@ class MadeWith:
 
 
 def settle(
-    storage: Storage, entries: Iterable[Entry], *, made_with: MadeWith, remake_changed: bool
+    storage: Storage, entries: Iterable[Entry], *, provenance: Provenance, remake_changed: bool
 ) -> Iterator[tuple[Entry, Result | None]]:
-    """Compare requests with the records and videos that are there.
+    """Compare requests with the records and videos that exist.
 
     Args:
         storage: The batch's output.
-        entries: The lines that can be carried out.
-        made_with: What would make the videos; another one than in a record is a change.
-        remake_changed: Whether what has changed is to be made again.
+        entries: The valid lines.
+        provenance: What would make the videos. If a record has another one, the video has changed.
+        remake_changed: Whether to make videos again that have changed.
 
     Yields:
-        Each entry with its result, None where it is to be made. Those with an `error` have changed since, or somebody
-        else's file has the name of the video or its record.
+        Each entry with its result, or with None if its video is still to be made. A result with an `error` has changed
+        since, or somebody else's file has the name of the video or its record.
     """
     sizes, remaining = storage.list(), iter(entries)
     with ThreadPoolExecutor(_READERS) as readers:
@@ -144,16 +148,16 @@ def settle(
                     yield entry, _result_of_another(entry, where)
                 elif record is None or record.status != "done" or record.size_bytes != size:
                     yield entry, None
-                elif (what := _difference(record, entry, made_with)) is None:
+                elif (part := _find_changed_part(record, entry, provenance)) is None:
                     yield entry, dataclasses.replace(record, line=entry.line)
                 else:
-                    yield entry, None if remake_changed else _changed(record, entry, what, storage)
+                    yield entry, None if remake_changed else _make_changed(record, entry, part, storage)
 
 
 def publish(storage: Storage, output: str, video: bytes, result: Result) -> None:
-    """Write a video and its record, so that a kill at any moment leaves it done, or to be made again.
+    """Write a video and its record so that, whenever this is killed, the video is either done or will be made again.
 
-    The record goes first: a video without one is somebody else's file, which no run writes over.
+    The record goes first: a video without a record is somebody else's file, which no run overwrites.
     """
     record = record_name(output)
     storage.write(record, dataclasses.replace(result, status="writing").to_line())
@@ -162,7 +166,7 @@ def publish(storage: Storage, output: str, video: bytes, result: Result) -> None
 
 
 def _read_record(storage: Storage, name: str) -> Result | None:
-    """Return a record; None when the file is none of ours (ours are whole, or not there)."""
+    """Return a record, or None if the file isn't one of ours (which are written whole or not at all)."""
     try:
         return Result.parse(storage.read(name))
     except (ValueError, TypeError):
@@ -170,26 +174,26 @@ def _read_record(storage: Storage, name: str) -> Result | None:
 
 
 def _result_of_another(entry: Entry, where: str) -> Result:
-    """Return the result of a line whose video's name somebody else's file has."""
+    """Return the result of a line whose video has the same name as somebody else's file."""
     error = f"{where} exists, and no record says that a batch made it; move it away, or give the line another output"
     return Result(line=entry.line, id=entry.id, status="failed", error=error, request=entry.digest)
 
 
-def _changed(record: Result, entry: Entry, what: str, storage: Storage) -> Result:
-    error = f"line {entry.line} has another {what} than {storage.location(entry.output)} was made from, which is kept; "
+def _make_changed(record: Result, entry: Entry, part: str, storage: Storage) -> Result:
+    error = f"line {entry.line} has another {part} than {storage.location(entry.output)} was made from, which is kept; "
     error += "give it a new id, or ask for changed ones to be made again"
     return dataclasses.replace(record, line=entry.line, status="changed", error=error)
 
 
-def _difference(record: Result, entry: Entry, made_with: MadeWith) -> str | None:
-    """Return what differs from what a video was made from. What either side doesn't know is no difference."""
+def _find_changed_part(record: Result, entry: Entry, provenance: Provenance) -> str | None:
+    """Return which part of a video's origin differs, if any. What either side doesn't know counts as equal."""
     if record.id != entry.id:
         return "id"
     if record.request != entry.digest:
         return "request"
-    if None not in (record.model, made_with.model) and record.model != made_with.model:
+    if None not in (record.model, provenance.model) and record.model != provenance.model:
         return "model"
-    if None not in (record.precision, made_with.precision) and record.precision != made_with.precision:
+    if None not in (record.precision, provenance.precision) and record.precision != provenance.precision:
         return "precision"
     for source in entry.settings.sources:
         if record.sources.get(source.location, source.version) != source.version:

@@ -1,4 +1,4 @@
-"""The timeline of a batch: its latest spans, and the files that are drawn of them."""
+"""A batch's latest spans, and the timeline drawn from them."""
 
 import threading
 from collections import deque
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from actors.observe.span import Span
 from wan_tpu.storage.base import Storage, StorageError
 
-MAX_SPANS = 10_000  # A batch of any length keeps so many: 6 MB, about 200 videos, drawn within half a minute.
+MAX_SPANS = 10_000  # Spans kept of a batch of any length: 6 MB, about 200 videos, drawn within half a minute.
 
 
 class LatestSpans:
-    """The latest spans of a batch, told from any thread."""
+    """The latest spans of a batch. They may be added from any thread."""
 
-    def __init__(self, most: int = MAX_SPANS) -> None:
-        self._spans: deque[Span] = deque(maxlen=most)
+    def __init__(self, capacity: int = MAX_SPANS) -> None:
+        self._spans: deque[Span] = deque(maxlen=capacity)
         self._total = 0
         self._lock = threading.Lock()
 
@@ -22,19 +22,19 @@ class LatestSpans:
         return len(self._spans)
 
     def add(self, span: Span) -> None:
-        """Keep a span, in place of the oldest one where there are too many."""
+        """Keep a span, and drop the oldest one if there are too many."""
         with self._lock:
             self._spans.append(span)
             self._total += 1
 
     def save(self, output: Storage, tell: Callable[[str], object]) -> None:
-        """Draw timeline.png and timeline.trace.json, which takes a while: not while slices are held for it.
+        """Draw timeline.png and timeline.trace.json. This takes a while, so don't keep slices waiting for it.
 
         Args:
             output: Where the files go.
-            tell: Is told where they are of a part of the batch, or can't be written: neither fails the batch.
+            tell: Called if the files cover only part of the batch or can't be written; neither fails the batch.
         """
-        from actors.observe.timeline_picture import save  # a second, and only for who wants pictures
+        from actors.observe.timeline_picture import save  # Takes a second, so only if pictures are wanted.
 
         spans, title = list(self._spans), "When each slice computes"
         if not spans:

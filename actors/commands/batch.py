@@ -49,4 +49,4 @@ def batch(argv: Sequence[str]) -> None:
             report = opened.run(engine, progress=Console("request"), **watching)
         spans.save(output, say)
     report.check()
-    say(report.text())
+    say(report.summarize())

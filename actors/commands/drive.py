@@ -51,7 +51,7 @@ def drive(argv: Sequence[str]) -> None:
     with LiveConsole() as live:
         report = _drive(args, parser.non_defaults(args), live)
     report.check()
-    say(report.text())
+    say(report.summarize())
 
 
 def _drive(args: argparse.Namespace, given: Collection[str], live: LiveConsole) -> "BatchReport":

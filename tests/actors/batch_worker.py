@@ -29,7 +29,7 @@ def main(argv):
             sys.exit(77)
     with open_batch(read_manifest(manifest, SPEC.plan), open_storage(output), in_flight=2, model="test") as batch:
         report = batch.run(Engine(float(seconds)))
-    print(report.text())
+    print(report.summarize())
     for result in report.results:
         print(result.id, result.status, result.error or "")
     if small_disk:  # nobody else sees it

@@ -10,7 +10,7 @@ import pytest
 
 from actors.batch.lines import RESULTS
 from actors.batch.manifest import read_manifest
-from actors.batch.results import MadeWith, settle
+from actors.batch.results import Provenance, settle
 from actors.batch.run import open_batch
 from tests.actors.engines import Engine, mp4
 from tests.actors.small_spec import SPEC
@@ -45,7 +45,7 @@ CAT, DOG, FOX = (
 
 def test_all_lines_are_made_once(batch, storage):
     report = batch(CAT, DOG, FOX)
-    assert (report.exit_code, report.made) == (0, 3)
+    assert (report.exit_code, report.videos_made) == (0, 3)
     assert [name for name in storage.list() if name.endswith(".mp4")] == [
         f"clips/{name}.mp4" for name in ("cat", "dog", "fox")
     ]
@@ -60,8 +60,8 @@ def test_all_lines_are_made_once(batch, storage):
 
     again = Engine()
     report = batch(CAT, DOG, FOX, engine=again)
-    assert (report.exit_code, report.made, again.began) == (0, 0, [])
-    assert "3 done before" in report.text()
+    assert (report.exit_code, report.videos_made, again.began) == (0, 0, [])
+    assert "3 done before" in report.summarize()
     assert lines_of(storage) == lines
 
 
@@ -70,33 +70,35 @@ def test_only_what_is_missing_is_made(batch, storage):
     storage.delete("clips/cat.mp4")  # a record without its video
     storage.delete("clips/fox.json")  # a video without its record is somebody else's
     storage.write("clips/dog.mp4", mp4()[:-1])  # not what was written
-    engine, told = Engine(), []
-    report = batch(CAT, DOG, FOX, engine=engine, tell=told.append)
+    engine, messages = Engine(), []
+    report = batch(CAT, DOG, FOX, engine=engine, tell=messages.append)
     assert sorted(engine.began) == ["cat", "dog"]
-    assert (report.exit_code, report.made) == (1, 2)
+    assert (report.exit_code, report.videos_made) == (1, 2)
     assert storage.read("clips/dog.mp4") == mp4()
-    assert re.search(r"fox: .*clips/fox.mp4 exists, and no record says that a batch made it", *told)
+    assert re.search(r"fox: .*clips/fox.mp4 exists, and no record says that a batch made it", *messages)
 
 
 def test_other_files_are_never_written_over(batch, storage):
     storage.write("clips/cat.json", b'{"my": "notes"}')
     storage.write("clips/dog.mp4", b"my film")
     report = batch(CAT, DOG, FOX, remake_changed=True)
-    assert (report.made, report.count("failed")) == (1, 2)
+    assert (report.videos_made, report.count("failed")) == (1, 2)
     assert storage.read("clips/cat.json") == b'{"my": "notes"}'
     assert storage.read("clips/dog.mp4") == b"my film"
 
 
 def test_changed_lines_are_kept_and_said(batch, storage):
     batch(CAT, DOG)
-    changed, told = CAT | {"seed": 7, "prompt": "5000"}, []
-    report = batch(changed, DOG, tell=told.append)
-    assert (report.exit_code, report.made) == (1, 0)
-    assert "1 changed since and kept" in report.text()
-    assert re.search(r"^cat: line 1 has another request than .*clips/cat.mp4 was made from.*give it a new id", *told)
+    changed, messages = CAT | {"seed": 7, "prompt": "5000"}, []
+    report = batch(changed, DOG, tell=messages.append)
+    assert (report.exit_code, report.videos_made) == (1, 0)
+    assert "1 changed since and kept" in report.summarize()
+    assert re.search(
+        r"^cat: line 1 has another request than .*clips/cat.mp4 was made from.*give it a new id", *messages
+    )
     assert [line["status"] for line in lines_of(storage)] == ["changed", "done"]
     report = batch(changed, DOG, remake_changed=True)
-    assert (report.exit_code, report.made) == (0, 1)
+    assert (report.exit_code, report.videos_made) == (0, 1)
     assert storage.read("clips/cat.mp4") == mp4(5000)
 
 
@@ -109,11 +111,11 @@ def test_another_model_is_a_change(batch):
 
 
 def test_bad_lines_do_not_stop_the_rest(batch, storage):
-    told = []
-    report = batch(CAT, {"id": "bad", "steps": 0}, "no json", DOG, tell=told.append)
-    assert (report.exit_code, report.made) == (1, 2)
-    assert told[0] == "bad: line 2 steps is 0; allowed are 1 to 1000, nearest 1"
-    assert told[1].startswith("no id: line 3 is no JSON")
+    messages = []
+    report = batch(CAT, {"id": "bad", "steps": 0}, "no json", DOG, tell=messages.append)
+    assert (report.exit_code, report.videos_made) == (1, 2)
+    assert messages[0] == "bad: line 2 steps is 0; allowed are 1 to 1000, nearest 1"
+    assert messages[1].startswith("no id: line 3 is no JSON")
     assert [(line["line"], line["status"]) for line in lines_of(storage)] == [
         (1, "done"),
         (2, "invalid"),
@@ -135,10 +137,10 @@ def test_nothing_but_bad_lines(batch):
     ],
 )
 def test_a_failed_request_is_alone_and_made_again(batch, storage, prompt, error):
-    told = []
-    report = batch(CAT, DOG | {"prompt": prompt}, FOX, tell=told.append, in_flight=1)
-    assert (report.exit_code, report.made) == (1, 2)
-    assert told == [f"dog: {error}"]
+    messages = []
+    report = batch(CAT, DOG | {"prompt": prompt}, FOX, tell=messages.append, in_flight=1)
+    assert (report.exit_code, report.videos_made) == (1, 2)
+    assert messages == [f"dog: {error}"]
     assert [line["status"] for line in lines_of(storage)] == ["done", "failed", "done"]
     assert "clips/dog.mp4" not in storage.list()
     engine = Engine()
@@ -147,9 +149,9 @@ def test_a_failed_request_is_alone_and_made_again(batch, storage, prompt, error)
 
 
 def test_warnings_are_told_and_noted(batch, storage):
-    told = []
-    assert batch(CAT | {"prompt": "cut"}, DOG, tell=told.append).exit_code == 0
-    assert told == ["cat: the prompt was cut"]
+    messages = []
+    assert batch(CAT | {"prompt": "cut"}, DOG, tell=messages.append).exit_code == 0
+    assert messages == ["cat: the prompt was cut"]
     assert [line["warnings"] for line in lines_of(storage)] == [["the prompt was cut"], []]
     assert batch(CAT | {"prompt": "cut"}, DOG).exit_code == 0
     assert lines_of(storage)[0]["warnings"] == ["the prompt was cut"]  # as its record says
@@ -161,11 +163,11 @@ def test_records_are_read_once_and_no_engine_is_needed_for_nothing(emulator, gcs
     path.write_text(json.dumps(CAT))
     with open_batch(read_manifest(path, SPEC.plan), gcs) as opened:
         assert [entry.id for entry in opened.todo] == ["cat"]
-        assert opened.run(Engine()).made == 1
+        assert opened.run(Engine()).videos_made == 1
     emulator.seen.clear()
     with open_batch(read_manifest(path, SPEC.plan), gcs) as opened:
         assert not opened.todo
-        assert opened.run(None).text().startswith("1 requests: 0 made, 1 done before")
+        assert opened.run(None).summarize().startswith("1 requests: 0 made, 1 done before")
     assert sum("clips%2Fcat.json" in line and line.startswith("GET") for line in emulator.seen) == 1
 
 
@@ -182,7 +184,7 @@ def test_only_records_that_are_there_are_read(gcs, emulator, tmp_path):
     lines.write_text("\n".join(json.dumps({"id": name}) for name in ("cat", *map(str, range(50)))))
     emulator.seen.clear()
     entries = read_manifest(lines, SPEC.plan).entries
-    settled = [result for _, result in settle(gcs, entries, made_with=MadeWith(), remake_changed=False)]
+    settled = [result for _, result in settle(gcs, entries, provenance=Provenance(), remake_changed=False)]
     assert settled.count(None) == 50
     assert settled[0].error is not None
     asked = [line for line in emulator.seen if "/o" in line]  # the client also looks at the bucket, now and then
@@ -227,13 +229,13 @@ def stop_and_resume(tmp_path, request, kind, number, through=()):
     lines = [{"id": f"r{i:02}", "prompt": "300000"} for i in range(30)]  # it is stopped long before all are made
     first = start(tmp_path, storage.location(), seconds=0.4, lines=lines, through=through)
     try:
-        wait_for(lambda: len(made(storage)) > 1, "two videos")
+        wait_for(lambda: len(list_videos(storage)) > 1, "two videos")
         first.send_signal(number)
         _, errors = first.communicate(timeout=SECONDS)
     finally:
         first.kill()
         first.wait()
-    before = made(storage)
+    before = list_videos(storage)
     assert 2 <= len(before) < 30
     if number == signal.SIGKILL:
         assert first.returncode == -9
@@ -246,14 +248,14 @@ def stop_and_resume(tmp_path, request, kind, number, through=()):
     out, errors = second.communicate(timeout=SECONDS)
     assert second.returncode == 0, errors
     assert out.startswith(f"30 requests: {30 - len(before)} made, {len(before)} done before")
-    assert made(storage) == [line["id"] for line in lines]
+    assert list_videos(storage) == [line["id"] for line in lines]
     assert [line["status"] for line in lines_of(storage)] == ["done"] * 30
     if kind == "folder":
         left = {path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")}
         assert left == {".wan-tpu.lock"}
 
 
-def made(storage):
+def list_videos(storage):
     """Ids whose record says done; each has its whole video."""
     records = [json.loads(storage.read(name)) for name in storage.list() if name.endswith(".json")]
     done = [record for record in records if record["status"] == "done"]

@@ -47,7 +47,7 @@ class LookingEngine(Engine):
 def test_snapshots_go_once_video_and_record_are_written(tmp_path):
     output = LocalStorage(tmp_path / "out")
     engine = LookingEngine(output)
-    assert run(tmp_path, engine, output, "cat", "dog").made == 2
+    assert run(tmp_path, engine, output, "cat", "dog").videos_made == 2
     assert engine.statuses == {"cat": "done", "dog": "done"}
 
 
@@ -90,7 +90,7 @@ def test_snapshots_stay_while_the_video_can_not_be_published(tmp_path, blocked):
     report = run(tmp_path, engine, LocalStorage(tmp_path / "out"), "cat")
     assert (report.count("failed"), engine.began, engine.forgotten) == (1, ["cat"], [])
     (tmp_path / "out" / blocked).rmdir()
-    assert run(tmp_path, engine, LocalStorage(tmp_path / "out"), "cat").made == 1
+    assert run(tmp_path, engine, LocalStorage(tmp_path / "out"), "cat").videos_made == 1
     assert engine.forgotten == ["cat"]
 
 
@@ -183,25 +183,25 @@ def test_figures_that_fail_cost_no_video(tmp_path):
 
 @pytest.mark.parametrize("most", [4, 50])
 def test_a_long_batch_keeps_its_latest_spans(tmp_path, most):
-    spans, told = LatestSpans(most), []
+    spans, messages = LatestSpans(most), []
     for i in range(20):
         spans.add(Span(slice="s", request=f"r{i}", stage="encoder", kind="compute", start_s=i, seconds=1.0))
     assert len(spans) == min(most, 20)
-    spans.save(LocalStorage(tmp_path), told.append)
+    spans.save(LocalStorage(tmp_path), messages.append)
     trace = json.loads((tmp_path / "timeline.trace.json").read_text())
     requests = {event["args"]["request"] for event in trace["traceEvents"] if event["ph"] == "X"}
     assert requests == {f"r{i}" for i in range(20)[-most:]}
-    assert told == (["the timeline is of the last 4 spans of 20"] if most == 4 else [])
+    assert messages == (["the timeline is of the last 4 spans of 20"] if most == 4 else [])
 
 
 def test_a_timeline_that_can_not_be_written_is_told(tmp_path):
     (tmp_path / "timeline.png").mkdir()
-    spans, told = LatestSpans(), []
-    spans.save(LocalStorage(tmp_path), told.append)  # there is nothing to draw
+    spans, messages = LatestSpans(), []
+    spans.save(LocalStorage(tmp_path), messages.append)  # there is nothing to draw
     spans.add(Span(slice="s", request="r", stage="encoder", kind="compute", start_s=0, seconds=1.0))
-    spans.save(LocalStorage(tmp_path), told.append)
-    assert len(told) == 1
-    assert told[0].startswith("there is no timeline: can't write")
+    spans.save(LocalStorage(tmp_path), messages.append)
+    assert len(messages) == 1
+    assert messages[0].startswith("there is no timeline: can't write")
 
 
 # ---- what runs beside the event loop

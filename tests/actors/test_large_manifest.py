@@ -10,7 +10,7 @@ from PIL import Image
 
 from actors.batch.lines import RESULTS
 from actors.batch.manifest import read_manifest
-from actors.batch.results import MadeWith, Result, Results, settle
+from actors.batch.results import Provenance, Result, Results, settle
 from actors.batch.run import open_batch
 from tests.actors.engines import Engine
 from tests.actors.small_spec import SPEC
@@ -55,8 +55,8 @@ def test_lines_that_differ_by_texts_seed_and_image_are_planned_once(tmp_path):
     assert planner.calls == 3
     assert len({entry.digest for entry in entries}) == len(lines)
     for entry, line in zip(entries, lines, strict=True):
-        given = line | ({"image": tmp_path / line["image"]} if "image" in line else {})
-        assert entry.load().without_image() == SPEC.plan(GenerationRequest(**given)).without_image()
+        fields = line | ({"image": tmp_path / line["image"]} if "image" in line else {})
+        assert entry.load().without_image() == SPEC.plan(GenerationRequest(**fields)).without_image()
 
 
 def test_a_setting_that_the_model_refuses_is_refused_on_every_line(tmp_path):
@@ -112,7 +112,7 @@ def test_results_are_kept_in_the_manifest_s_order():
         results.add(Result(line=line, id=f"r{line}", status=status, stage_s={"encoder": 0.5}))
     assert [result.line for result in results] == [1, 4, 5]
     assert (len(results), results.counts["done"], results[1].status, results[-1].id) == (3, 2, "failed", "r5")
-    assert [json.loads(line)["line"] for line in results.content().splitlines()] == [1, 4, 5]
+    assert [json.loads(line)["line"] for line in results.to_bytes().splitlines()] == [1, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_ids_of_two_hundred_bytes_are_made(tmp_path, id_):
     lines = write_manifest(tmp_path, [{"id": id_}, {"id": f"{id_[:-1]}y"}])
     output = LocalStorage(tmp_path / "out")
     with open_batch(read_manifest(lines, SPEC.plan), output) as batch:
-        assert batch.run(Engine()).made == 2
+        assert batch.run(Engine()).videos_made == 2
     assert sum(name.endswith(".mp4") for name in output.list()) == 2
 
 
@@ -161,16 +161,16 @@ def test_names_that_no_storage_takes_are_refused_before_any_work(tmp_path, line,
 # ---- what decides the bits
 
 
-def settled(folder, output, *lines, **made_with):
+def compare_again(folder, output, *lines, **provenance):
     """How lines that were made before stand now."""
     entries = read(folder, *lines)
-    results = settle(output, entries, made_with=MadeWith(**made_with), remake_changed=False)
+    results = settle(output, entries, provenance=Provenance(**provenance), remake_changed=False)
     return [result and (result.status, result.error) for _, result in results]
 
 
-def make(folder, output, *lines, **made_with):
+def make(folder, output, *lines, **provenance):
     manifest = read_manifest(write_manifest(folder, lines), SPEC.plan)
-    with open_batch(manifest, output, **made_with) as batch:
+    with open_batch(manifest, output, **provenance) as batch:
         assert batch.run(Engine()).exit_code == 0
 
 
@@ -179,11 +179,11 @@ def test_an_adapter_that_was_replaced_is_a_change(tmp_path):
     adapter.write_bytes(b"first")
     line = {"id": "cat", "loras": ["style.safetensors:0.5"]}
     make(tmp_path, output, line)
-    assert settled(tmp_path, output, line) == [("done", None)]
+    assert compare_again(tmp_path, output, line) == [("done", None)]
     os.utime(adapter, (1, 1))  # the same content
-    assert settled(tmp_path, output, line) == [("done", None)]
+    assert compare_again(tmp_path, output, line) == [("done", None)]
     adapter.write_bytes(b"other")
-    [(status, error)] = settled(tmp_path, output, line)
+    [(status, error)] = compare_again(tmp_path, output, line)
     assert status == "changed"
     assert f"another content of {adapter}" in error
 
@@ -197,9 +197,9 @@ def test_an_adapter_s_alpha_beside_it_is_part_of_it(tmp_path):
     lines = [{"id": "one", "loras": ["style"]}, {"id": "two", "loras": ["style/adapter_model.safetensors"]}]
     make(tmp_path, output, *lines)
     (folder / "README.md").write_text("not read")
-    assert settled(tmp_path, output, *lines) == [("done", None)] * 2
+    assert compare_again(tmp_path, output, *lines) == [("done", None)] * 2
     (folder / "adapter_config.json").write_text('{"lora_alpha": 16}')
-    assert [status for status, _ in settled(tmp_path, output, *lines)] == ["changed"] * 2
+    assert [status for status, _ in compare_again(tmp_path, output, *lines)] == ["changed"] * 2
 
 
 def test_an_adapter_in_a_bucket_is_known_by_its_generation(gcs, gcs_prefix):
@@ -228,7 +228,7 @@ def test_what_one_side_does_not_know_is_no_change(tmp_path, monkeypatch):
     make(tmp_path, output, line)
     (tmp_path / "models--someone--style" / "refs").mkdir(parents=True)
     (tmp_path / "models--someone--style" / "refs" / "main").write_text("c0ffee")
-    assert settled(tmp_path, output, line) == [("done", None)]
+    assert compare_again(tmp_path, output, line) == [("done", None)]
 
 
 def test_a_video_that_was_replaced_is_a_change(tmp_path):
@@ -250,8 +250,8 @@ def test_a_video_that_was_replaced_is_a_change(tmp_path):
 def test_another_precision_is_a_change(tmp_path):
     output, line = LocalStorage(tmp_path / "out"), {"id": "cat", "image": str(PHOTO)}
     make(tmp_path, output, line, model="/models/wan", precision="bfloat16")
-    assert settled(tmp_path, output, line, model="/models/wan", precision="bfloat16") == [("done", None)]
-    [(status, error)] = settled(tmp_path, output, line, model="/models/wan", precision="int8")
+    assert compare_again(tmp_path, output, line, model="/models/wan", precision="bfloat16") == [("done", None)]
+    [(status, error)] = compare_again(tmp_path, output, line, model="/models/wan", precision="int8")
     assert (status, "another precision" in error) == ("changed", True)
 
 
@@ -261,5 +261,5 @@ def test_records_without_a_precision_are_of_any(tmp_path):
     record = json.loads(output.read("cat.json"))
     del record["precision"], record["sources"]
     output.write("cat.json", json.dumps(record).encode())
-    assert settled(tmp_path, output, line, model="/models/wan", precision="int8") == [("done", None)]
-    assert settled(tmp_path, output, line, model="/models/other", precision="int8")[0][0] == "changed"
+    assert compare_again(tmp_path, output, line, model="/models/wan", precision="int8") == [("done", None)]
+    assert compare_again(tmp_path, output, line, model="/models/other", precision="int8")[0][0] == "changed"

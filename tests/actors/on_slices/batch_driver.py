@@ -20,7 +20,7 @@ def main(address, spec, manifest, output):
     lines = read_manifest(manifest, pipeline.model.plan)
     with open_batch(lines, open_storage(output), model="test") as batch:
         report = batch.run(pipeline, on_event=spans.append)
-    print(report.text())
+    print(report.summarize())
     steps = {name: [s.step for s in spans if s.step and s.request == name] for name in {s.request for s in spans}}
     print("first steps", *sorted(map(min, steps.values())))
     report.check()
