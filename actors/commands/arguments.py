@@ -60,6 +60,12 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, about: str = "") -> 
     )
     group.add_argument("--snapshot_every", type=int, default=5, help="steps between two; default %(default)s")
     group.add_argument(
+        "--attempts",
+        type=int,
+        default=PipelineSettings.attempts,
+        help="at one stage of a request, where slices are lost, before it fails; default %(default)s",
+    )
+    group.add_argument(
         "--warm_up",
         action="append",
         default=[],
@@ -220,6 +226,8 @@ def settings_from(
         open_storage(snapshots).probe()
     if args.snapshot_every < 1:
         raise InvalidInput(f"--snapshot_every is {args.snapshot_every}; allowed are 1 and more")
+    if args.attempts < 1:
+        raise InvalidInput(f"--attempts is {args.attempts}; allowed are 1 and more")
     sizes = [read_size_with_frames("--warm_up", size) for size in args.warm_up]
     settings = PipelineSettings(
         checkpoint=args.model_id,
@@ -229,6 +237,7 @@ def settings_from(
         kernels=args.kernels or PipelineSettings.kernels,
         collectives=args.collectives or PipelineSettings.collectives,
         snapshot_every=args.snapshot_every,
+        attempts=args.attempts,
         warm_up=tuple(GenerationRequest(prompt="", height=h, width=w, frames=frames) for h, w, frames in sizes),
         timeouts=timeouts_from(args),
         name=args.name,

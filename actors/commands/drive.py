@@ -33,6 +33,7 @@ _OF_A_NEW_PIPELINE = (
     "collectives",
     "snapshots",
     "snapshot_every",
+    "attempts",
     "warm_up",
     "timeout",
     "keep",

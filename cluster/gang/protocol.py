@@ -30,6 +30,7 @@ class Timeouts:
     hung_s       at least, of a call whose like has taken a small part of that, before the gang counts as hung: hosts
                  that wait for each other in a collective answer heartbeats for ever
     poll_s       between heartbeats, and so between two looks at the progress
+    chips_s      until another process has let go of a host's chips; the slice is started again and again meanwhile
     """
 
     place_s: float | None = None
@@ -40,6 +41,7 @@ class Timeouts:
     grace_s: float = 10
     hung_s: float = 60
     poll_s: float = 0.25
+    chips_s: float = 2100
 
 
 @dataclass(frozen=True)

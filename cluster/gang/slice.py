@@ -24,24 +24,31 @@ from cluster.slice_spec import SliceSpec
 
 OnProgress = Callable[[Any], None]
 
-BUSY_S, BUSY_TRIES = 10.0, 30  # until a slice is tried again on a host of which another process had the chips
+BUSY_PAUSE_S = 10.0  # Until a slice is tried again on a host of which another process had the chips.
 
 
-def take(spec: SliceSpec, host_class: type | str, *args: Any, tell: Tell = lambda text: None, **named: Any) -> "Slice":
+def take(
+    spec: SliceSpec,
+    host_class: type | str,
+    *args: Any,
+    timeouts: Timeouts = Timeouts(),  # noqa: B008 (frozen)
+    tell: Tell = lambda text: None,
+    **named: Any,
+) -> "Slice":
     """Return a `Slice` whose hosts have their chips: where another process still does, it is tried again.
 
-    Takes what `Slice` does, and raises what it raises; `ChipsBusy` is the cause only after all tries.
+    Takes what `Slice` does, and raises what it raises; `ChipsBusy` is the cause only after `timeouts.chips_s`.
     """
-    tries = 1
+    until = time.monotonic() + timeouts.chips_s
     while True:
         try:
-            return Slice(spec, host_class, *args, tell=tell, **named)
+            return Slice(spec, host_class, *args, timeouts=timeouts, tell=tell, **named)
         except (CallFailed, SliceLost) as error:
-            if not isinstance(error.__cause__, ChipsBusy) or tries == BUSY_TRIES:
+            left_s = until - time.monotonic()
+            if not isinstance(error.__cause__, ChipsBusy) or left_s < BUSY_PAUSE_S:
                 raise
-            tell(f"{error.__cause__}; tried again in {BUSY_S:g} s, at most {BUSY_TRIES - tries} times more")
-        tries += 1
-        time.sleep(BUSY_S)
+            tell(f"{error.__cause__}; tried again in {BUSY_PAUSE_S:g} s, for {left_s:.0f} s more at most")
+        time.sleep(BUSY_PAUSE_S)
 
 
 class Returned(NamedTuple):

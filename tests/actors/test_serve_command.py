@@ -84,6 +84,10 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
         "join=1200",
         "--timeout",
         "heartbeat=60",
+        "--timeout",
+        "chips=900",
+        "--attempts",
+        "8",
         "--warm_up",
         "1280x720x81",
     ]
@@ -111,7 +115,8 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
         assert settings.database == "postgresql://user@db/jobs" and settings.model == Path(model).name
         assert settings.chips == {"encoder": 4, "denoise_high": 4, "denoise_low": 8, "decoder": 4}
         assert spec.settings.checkpoint == model and len(spec.settings.warm_up) == 1
-        assert spec.settings.timeouts == Timeouts(join_s=1200, heartbeat_s=60)
+        assert spec.settings.timeouts == Timeouts(join_s=1200, heartbeat_s=60, chips_s=900)
+        assert spec.settings.attempts == 8
         assert app["args"].get("pool") in (None, *(pool.name for pool in spec.layout.pools))
 
 
