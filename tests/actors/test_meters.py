@@ -61,7 +61,7 @@ def test_operators_see_starts_replicas_requests_batches_and_chips(tmp_path, monk
 
             async def made():
                 pipeline = PipelineDriver(spec)
-                load, _ = await measure.run(pipeline, {str(i): request for i in range(3)})
+                load, _ = await measure.run(pipeline, {str(i): request for i in range(3)}, in_flight=3)
                 pipeline.close()
                 return load
 

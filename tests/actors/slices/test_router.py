@@ -65,7 +65,8 @@ def driven(spec):
 
     async def made(requests):
         async with asyncio.timeout(120):
-            load, _ = await measure.run(pipeline, {str(i): request for i, request in enumerate(requests)})
+            numbered = {str(i): request for i, request in enumerate(requests)}
+            load, _ = await measure.run(pipeline, numbered, in_flight=len(requests))
         return load
 
     def slices_of(*requests):
