@@ -169,7 +169,7 @@ def handoffs(pipeline: str) -> None:
     """Print what the hand-offs to each stage took, from object store to devices."""
     status = StatusActor.find(pipeline)
     assert status is not None
-    for stage, seen in status.seen().handoffs.items():
+    for stage, seen in status.read().handoffs.items():
         seconds = sorted(took for took, _ in seen)
         print(
             f"  hand-off to {stage}: {statistics.mean(nbytes for _, nbytes in seen) / 1e6:.1f} MB, median "

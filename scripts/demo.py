@@ -25,11 +25,11 @@ from actors.interrupts import ended_as_by_ctrl_c
 from actors.observe.console import LiveConsole
 from actors.observe.span import Span
 from actors.observe.status_actor import ReportedStatus, StatusActor
-from actors.observe.timeline import figures_of
+from actors.observe.timeline import compute_figures
 from actors.observe.timeline_picture import save
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy
-from actors.pipeline.status import under_way
+from actors.pipeline.status import describe_requests
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
@@ -82,7 +82,7 @@ def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, 
         )
         connect(cluster.address)
         stack.callback(leave)
-        live.line("the cluster is up")
+        live.print_line("the cluster is up")
         settings = PipelineSettings(
             checkpoint=str(CHECKPOINT),
             snapshots=str(folder / "snapshots"),
@@ -91,10 +91,10 @@ def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, 
         )
         spec = PipelineSpec(layout, settings, model=model, lasting=False)
         deploy(spec, tell=live.tell)
-        live.line("the pipeline is up: weights are read, programs compiled")
+        live.print_line("the pipeline is up: weights are read, programs compiled")
         with contextlib.closing(PipelineDriver(spec)) as pipeline:
             report, spans = _make(manifest, pipeline, live)
-        seen = StatusActor.connect(settings.name).seen()
+        seen = StatusActor.connect(settings.name).read()
         live.tell("stops everything")
         return report, spans, seen
 
@@ -102,22 +102,22 @@ def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, 
 def _make(manifest: Manifest, pipeline: PipelineDriver, live: LiveConsole) -> tuple[BatchReport, list[Span]]:
     spans: list[Span] = []
     status = StatusActor.connect(pipeline.spec.settings.name)
-    live.look = lambda: under_way(status.latest(1.0) or ReportedStatus())
+    live.look = lambda: describe_requests(status.read_or_none(1.0) or ReportedStatus())
     output = open_storage(FOLDER)
-    with open_batch(manifest, output, in_flight=len(manifest.entries), tell=live.line) as batch:
+    with open_batch(manifest, output, in_flight=len(manifest.entries), tell=live.print_line) as batch:
         report = batch.run(pipeline, progress=live, on_event=spans.append)
     live.tell("draws the timeline")
     live.look = None
-    live.line(report.summarize())
+    live.print_line(report.summarize())
     if spans:
         save(output, spans, "Five requests, four slices")
     return report, spans
 
 
 def _say(report: BatchReport, spans: list[Span], seen: ReportedStatus, seconds: float) -> None:
-    figures = figures_of(spans)
+    figures = compute_figures(spans)
     alone = sum(span.seconds for span in spans if span.kind == "compute")
-    print(f"\nThe requests took {figures.text()}")
+    print(f"\nThe requests took {figures.summarize()}")
     print(f"All that was computed adds up to {alone:.1f} s; four slices share this machine's cores.")
     handed = [took for handoffs in seen.handoffs.values() for took, _ in handoffs]
     if handed:

@@ -17,7 +17,7 @@ from actors.api.settings import ServiceSettings
 from actors.errors import PipelineError, PipelineExists
 from actors.jobs.keys import list_keys
 from actors.jobs.store import open_database
-from actors.pipeline.pools import POLL_S, Tell, deploy, find_spec, running, shut_down
+from actors.pipeline.pools import POLL_S, Tell, deploy, find_spec, list_applications, shut_down
 from actors.pipeline_spec import PipelineSpec
 from cluster.connect import is_loopback
 from cluster.ports import check_port
@@ -94,7 +94,7 @@ def deploy_service(
     start_http(host, port)
     name = spec.settings.name
     before = set(serve.status().applications)
-    ours = not running(name)
+    ours = not list_applications(name)
     if ours:
         deploy(spec, tell=tell)
     elif (found := find_spec(name)) is None or not found.same_as(spec):
@@ -174,7 +174,7 @@ def take_down(name: str, *, pipeline: bool = True, drain_s: float = DRAIN_S) -> 
     serve_client()
     for found in sorted(set(names(name)) & set(serve.status().applications)):
         serve.delete(found)
-    if pipeline and running(name):
+    if pipeline and list_applications(name):
         shut_down(name, drain_s=drain_s)
 
 

@@ -60,18 +60,18 @@ def _drive(args: argparse.Namespace, given: Collection[str], live: LiveConsole) 
     from actors.batch.manifest import read_manifest
     from actors.batch.run import open_batch
     from actors.batch.spans import LatestSpans
-    from actors.pipeline.acquire import reusable
+    from actors.pipeline.acquire import find_reusable
     from actors.pipeline.leftovers import delete_leftovers
 
     output = open_storage(args.output)
     live.tell("joining the cluster")
     wanted = _wanted(args, join(args))
-    runs = reusable(args.name, wanted, args.dtype)
+    runs = find_reusable(args.name, wanted, args.dtype)
     spec = runs or wanted
-    assert spec is not None  # else `reusable` raises
+    assert spec is not None  # else `find_reusable` raises
     if runs is not None and runs.lasting:
         for text in explain_ineffective(args, given, runs):
-            live.line(text)
+            live.print_line(text)
     live.tell("reading the manifest")
     manifest = read_manifest(args.manifest, CheckingPlanner(spec.model, spec.settings.checkpoint))
     opening = open_batch(
@@ -81,14 +81,14 @@ def _drive(args: argparse.Namespace, given: Collection[str], live: LiveConsole) 
         remake_changed=args.remake_changed,
         model=spec.settings.checkpoint,
         precision=spec.settings.dtype,
-        tell=live.line,
+        tell=live.print_line,
     )
     spans = LatestSpans()
     with opening as opened:
         delete_leftovers(spec.settings, lambda: _settled(manifest, opened))
         report = _make(args, spec, wanted, opened, live, spans)
         live.tell("drawing the timeline" if len(spans) else "")
-        spans.save(output, live.line)  # once no slice waits for it
+        spans.save(output, live.print_line)  # once no slice waits for it
     return report
 
 
@@ -105,7 +105,7 @@ def _make(
     from actors.observe.status_actor import ReportedStatus, StatusActor
     from actors.pipeline.acquire import acquire_pipeline
     from actors.pipeline.driver import PipelineDriver
-    from actors.pipeline.status import under_way
+    from actors.pipeline.status import describe_requests
 
     figures = _Figures(spec, opened)
     with contextlib.ExitStack() as stack:
@@ -117,7 +117,7 @@ def _make(
                 raise PipelineNotFound(f"pipeline {args.name!r} has changed meanwhile; run this again")
             engine = stack.enter_context(contextlib.closing(PipelineDriver(up)))
             status = StatusActor.connect(args.name)
-            live.look = lambda: under_way(status.latest(1.0) or ReportedStatus())
+            live.look = lambda: describe_requests(status.read_or_none(1.0) or ReportedStatus())
 
         def note(span: "Span") -> None:
             figures.note(span)
@@ -146,13 +146,13 @@ class _Figures:
     def note(self, span: "Span") -> None:
         """Count what a slice has computed."""
         if span.kind == "compute":
-            self._meters.spent(span.stage, span.seconds)
+            self._meters.count_compute(span.stage, span.seconds)
             if span.step is None:  # as often as videos begin and end
                 self.show()
 
     def show(self) -> None:
         """Show how many lines have ended, by status."""
-        self._meters.lines(self._results.counts, self._total)
+        self._meters.show_lines(self._results.counts, self._total)
 
 
 def choose_in_flight(given: int | None, spec: PipelineSpec) -> int:

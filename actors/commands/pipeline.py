@@ -24,7 +24,7 @@ def pipeline(argv: Sequence[str]) -> None:
         add_cluster_arguments(action)
     args = parser.parse_args(argv)
     with LiveConsole() as live:
-        from actors.pipeline.pools import deploy, find_spec, running, shut_down
+        from actors.pipeline.pools import deploy, find_spec, list_applications, shut_down
 
         live.tell("joining the cluster")
         address = join(args)
@@ -33,7 +33,7 @@ def pipeline(argv: Sequence[str]) -> None:
             deploy(wanted, tell=live.tell)
             done = f"pipeline {args.name} is up: {', '.join(pool.name for pool in wanted.layout.pools)}"
         else:
-            if find_spec(args.name) is None and not running(args.name):
+            if find_spec(args.name) is None and not list_applications(args.name):
                 raise PipelineNotFound(f"no pipeline {args.name!r} runs on this cluster")
             live.tell(f"taking the pipeline {args.name} down")
             shut_down(args.name, drain_s=args.drain_s)

@@ -23,7 +23,7 @@ def profile(argv: Sequence[str]) -> None:
         raise InvalidInput(f"--seconds is {args.seconds:g}; give more than 0, and {MOST_S:g} at most")
 
     from actors.errors import PipelineNotFound
-    from actors.pipeline.pools import find_spec, handle
+    from actors.pipeline.pools import find_spec, open_handle
     from cluster.connect import connect
 
     connect(gcs_address(args))
@@ -35,6 +35,6 @@ def profile(argv: Sequence[str]) -> None:
         raise InvalidInput(
             f"there is no pool {args.pool!r}{did_you_mean(args.pool, known)}; this pipeline has {', '.join(known)}"
         )
-    run, nbytes = handle(args.name, args.pool).profile.remote(args.output, args.seconds).result()
+    run, nbytes = open_handle(args.name, args.pool).profile.remote(args.output, args.seconds).result()
     print(f"{nbytes / 1e6:.1f} MB of each host are in {args.output}/plugins/profile/{run}; look at it with")
     print(f"  pip install xprof && xprof --logdir {args.output}")

@@ -14,7 +14,7 @@ from actors.api.settings import ServiceSettings
 from actors.commands.arguments import pipeline_spec, settings_from
 from actors.commands.serve_arguments import serve_parser, service_settings
 from actors.observe.status_actor import StatusActor
-from actors.pipeline.pools import application, pool_application
+from actors.pipeline.pools import application_name, build_application
 from actors.pipeline_spec import PipelineSpec
 from cluster.layout import Layout
 from wan_tpu.adapters.checking import check_visible
@@ -28,7 +28,7 @@ def config(arguments: Mapping[str, Any], name: str, layout: Layout) -> str:
     name       of the pipeline
     """
     ingress_name, worker_name = names(name)
-    builders = [(application(name, pool.name), "pool", {"pool": pool.name}) for pool in layout.pools]
+    builders = [(application_name(name, pool.name), "pool", {"pool": pool.name}) for pool in layout.pools]
     builders += [(worker_name, "worker", {}), (ingress_name, "ingress", {})]
     applications = [
         {
@@ -53,12 +53,12 @@ def pool(args: dict[str, Any]) -> Any:
     _, spec = _service(args)
     status = StatusActor.find(spec.settings.name)
     if status is not None:
-        status.changed(spec)
+        status.replace_spec(spec)
     else:
         with contextlib.suppress(ValueError):  # made by another pool's builder at the same moment
             StatusActor.create(spec.settings.name, spec)
     [found] = [found for found in spec.layout.pools if found.name == args["pool"]]
-    return pool_application(found, spec.settings)
+    return build_application(found, spec.settings)
 
 
 def worker(args: dict[str, Any]) -> Any:

@@ -27,7 +27,7 @@ def status(argv: Sequence[str]) -> None:
     parser.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C")
     args = parser.parse_args(argv)
 
-    from actors.pipeline.status import status_of, text
+    from actors.pipeline.status import format_status, read_status
     from cluster.connect import connect
     from cluster.drawing import draw
     from cluster.inventory import slices_found
@@ -38,13 +38,13 @@ def status(argv: Sequence[str]) -> None:
     connect(address)
     while True:
         slices, forgotten = _listed(slices_found())
-        found = status_of(args.name, slices)
+        found = read_status(args.name, slices)
         if args.json:
             pipeline = found and asdict(found)
             slices_shown = [_slice(one) for one in slices]
             shown = json.dumps({"slices": slices_shown, "gone": forgotten, "pipeline": pipeline})
         else:
-            about = text(found) if found else f"no pipeline {args.name!r} runs here; {UP}"
+            about = format_status(found) if found else f"no pipeline {args.name!r} runs here; {UP}"
             gone = f"\n  and {forgotten} that are gone, with all of their hosts" if forgotten else ""
             shown = f"cluster at {address}{jobs}\n{draw(slices)}{gone}\n{about}"
         if args.watch and not args.json and sys.stdout.isatty():

@@ -1,4 +1,4 @@
-"""Say what goes on: one line that is rewritten on a terminal, now and then a line elsewhere. Never silent for long."""
+"""Report progress on stderr: one line that is rewritten on a terminal, and a line now and then elsewhere."""
 
 import contextlib
 import logging
@@ -14,16 +14,16 @@ from tqdm import tqdm
 
 from wan_tpu.progress import Bar
 
-TERMINAL_S = 0.5  # between two looks
-NEWS_S, SILENCE_S = 2.0, 10.0  # lines that are kept: at most every, at least every so many seconds
+TERMINAL_S = 0.5  # Seconds between two updates.
+NEWS_S, SILENCE_S = 2.0, 10.0  # Where lines stay, they come at most, and at least, this often.
 
 Look = Callable[[], str]
 
 
 class LiveConsole:
-    """A context manager in which `look`, or what was told last, is shown on stderr with the seconds since it began.
+    """A context manager that shows `look`, or the last text of `tell`, on stderr, with the seconds since its start.
 
-    Also a `Progress`: its bar counts requests, with what is left of the time. Warnings of this package are lines.
+    It is a `Progress`, too: its bar counts requests, and shows the time left. Warnings of this package become lines.
     """
 
     def __init__(self, look: Look | None = None) -> None:
@@ -39,18 +39,18 @@ class LiveConsole:
         self._warnings = _Warnings(self)
 
     def tell(self, text: str) -> None:
-        """Show this from now on."""
+        """Show a text from now on."""
         self._doing = text
 
-    def line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line that stays."""
         with self._lock, _unless_stderr_fails():
             self._wipe()
-            print(f"{self._seconds()} {text}", file=sys.stderr, flush=True)
+            print(f"{self._format_elapsed()} {text}", file=sys.stderr, flush=True)
             self._shown_s = time.monotonic()
 
     def bar(self, stage: str, total: int, unit: str = "") -> Bar:
-        """Count from now on: `actors.batch.run` calls a step whenever a request has ended."""
+        """Start to count; `actors.batch.run` reports a step whenever a request has ended."""
         self._bar = _LiveBar(self, stage, total)
         return self._bar
 
@@ -75,30 +75,30 @@ class LiveConsole:
     def _show(self) -> None:
         text = self._doing
         if self.look is not None:
-            with contextlib.suppress(Exception):  # what is shown is a service: a lost connection is told elsewhere
+            with contextlib.suppress(Exception):  # Others report a lost connection; this only shows less.
                 text = self.look()
         if self._bar is not None:
-            text = " · ".join(part for part in (self._bar.text(), text) if part)
+            text = " · ".join(part for part in (self._bar.render(), text) if part)
         with self._lock, _unless_stderr_fails():
             silent = time.monotonic() - self._shown_s
             if self._terminal:
                 width = shutil.get_terminal_size().columns - 1
-                sys.stderr.write(f"\r\x1b[2K{f'{self._seconds()} {text}'[:width]}")
+                sys.stderr.write(f"\r\x1b[2K{f'{self._format_elapsed()} {text}'[:width]}")
                 sys.stderr.flush()
             elif text and (silent > SILENCE_S or (silent > NEWS_S and text != self._shown)):
-                print(f"{self._seconds()} {text}", file=sys.stderr, flush=True)
+                print(f"{self._format_elapsed()} {text}", file=sys.stderr, flush=True)
                 self._shown, self._shown_s = text, time.monotonic()
 
     def _wipe(self) -> None:
         if self._terminal:
             sys.stderr.write("\r\x1b[2K")
 
-    def _seconds(self) -> str:
+    def _format_elapsed(self) -> str:
         return f"{time.monotonic() - self._start:5.0f} s "
 
 
 def _unless_stderr_fails() -> contextlib.suppress:
-    """Go on where nobody reads what is said any more: the terminal is gone, or the disk of its log is full."""
+    """Go on where stderr can't be written: the terminal is gone, or the disk of its log is full."""
     return contextlib.suppress(OSError, ValueError)
 
 
@@ -108,7 +108,7 @@ class _Warnings(logging.Handler):
         self._live = live
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._live.line(record.getMessage())
+        self._live.print_line(record.getMessage())
 
 
 class _LiveBar:
@@ -122,7 +122,7 @@ class _LiveBar:
     def close(self) -> None:
         self._live._bar = None
 
-    def text(self) -> str:
+    def render(self) -> str:
         """Return the bar: "batch 3/10 [###.......], 00:40 left"."""
         shown = f"{self._stage} {{n}}/{{total}} [{{bar:10}}], {{remaining}} left"
         return tqdm.format_meter(self._done, self._total, time.monotonic() - self._start, ascii=".#", bar_format=shown)

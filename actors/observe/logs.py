@@ -1,4 +1,4 @@
-"""What the service says of itself: one JSON object a line. Never a key, and no prompt at this level."""
+"""The service's logs: one JSON object per line. Keys are never logged, and no prompts at this level."""
 
 import asyncio
 import json
@@ -14,10 +14,10 @@ _PACKAGE = "actors"
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes time, level, where and what; `log_event` adds fields of its own."""
+    """Writes time, level, logger and event; `log_event` adds fields of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line."""
+        """Return a record as one line of JSON."""
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{moment}.{int(record.msecs):03d}Z",
@@ -32,24 +32,24 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_event(log: logging.Logger, event: str, level: int = logging.INFO, **fields: object) -> None:
-    """Log an event with its fields: `job` is always the job's id."""
+    """Log an event with its fields; `job` is always the job's id."""
     log.log(level, event, extra={"fields": {name: value for name, value in fields.items() if value is not None}})
 
 
-async def repeated(log: logging.Logger, what: str, work: Callable[[], Awaitable[object]], every_s: float) -> None:
-    """Do work again and again until this is cancelled; what it raises is logged, under what it is about."""
+async def repeat(log: logging.Logger, name: str, work: Callable[[], Awaitable[object]], every_s: float) -> None:
+    """Repeat work until this is cancelled; errors are logged under the work's name."""
     while True:
         try:
             await work()
-        except WanTpuError as error:  # the database, the storage or the pipeline: they come back
-            log_event(log, what, logging.WARNING, reason=str(error))
+        except WanTpuError as error:  # The database, the storage or the pipeline fails, and will come back.
+            log_event(log, name, logging.WARNING, reason=str(error))
         except Exception:
-            log.exception(what)
+            log.exception(name)
         await asyncio.sleep(every_s)
 
 
 def log_as_json() -> None:
-    """Have this package's logs written to stderr as JSON; twice is as good as once."""
+    """Write this package's logs to stderr as JSON; calling this again changes nothing."""
     log = logging.getLogger(_PACKAGE)
     if any(isinstance(handler.formatter, JsonFormatter) for handler in log.handlers):
         return

@@ -1,7 +1,7 @@
-"""Figures for operators, as metrics of Ray: each node's agent shows those of its processes to Prometheus.
+"""Figures for operators, as metrics of Ray: each node's agent exposes those of its processes to Prometheus.
 
-On KubeRay that is port 8080 of every pod, which `wan-tpu manifests` has collected; there names begin with "ray_". The
-service's own figures are its `/metrics`.
+On KubeRay that is port 8080 of every pod, from which the objects of `wan-tpu manifests` collect them; their names begin
+with "ray_" there. The service's own figures are at its `/metrics`.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from ray.util.metrics import Counter, Gauge
 
 log = logging.getLogger(__name__)
 
-_EVERY_S = 10.0  # as often as Ray's agents pass figures on
-# A gauge's labels that vanish are shown as nought for so long, which every scraper sees, and then no more.
-NOUGHT_S = 120.0
+_EVERY_S = 10.0  # Ray's agents pass figures on as often.
+# A gauge shows zero for labels that vanish for this long, so that every scraper sees it, and then drops them.
+ZERO_S = 120.0
 
 P = ParamSpec("P")
 
 
 def harmless(method: Callable[P, None]) -> Callable[P, None]:
-    """Have a method log what it raises: figures may be lost, and what is counted goes on."""
+    """Have a method log what it raises: figures may be lost, but the work that they count goes on."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -39,15 +39,15 @@ def harmless(method: Callable[P, None]) -> Callable[P, None]:
 
 
 def is_amount(value: float) -> bool:
-    """Return whether a counter may be raised by a number. One of a clock that was set may be negative, or no number."""
+    """Return whether a counter may grow by a number; after a clock was set, a duration may be negative or NaN."""
     return math.isfinite(value) and value > 0
 
 
 class PipelineMeters:
-    """What the status actor of a pipeline knows of it. No method raises."""
+    """The figures that a pipeline's status actor has. No method raises."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: seconds by which labels that have vanished are dropped."""
+        """Start; `clock` returns the seconds by which labels that have vanished are dropped."""
         self._clock = clock
         self._replicas = Gauge("wan_replicas", "Replicas, by what they do.", ("pool", "activity"))
         self._drains = Counter("wan_drains", "Slices that were to be taken away: preempted, drained.", ("pool",))
@@ -60,44 +60,44 @@ class PipelineMeters:
 
     @harmless
     def show(self, replicas: Mapping[tuple[str, ...], int], stages: Mapping[str, int]) -> None:
-        """Show how many replicas and requests there are, again and again: Ray forgets a gauge once it was asked for.
+        """Show how many replicas and requests there are; to be repeated, as Ray forgets a gauge once it was read.
 
         Args:
-            replicas: How many, by pool and activity.
+            replicas: How many replicas there are, by pool and activity.
             stages: How many requests are at each stage.
         """
-        self._count(self._replicas, replicas)
-        self._count(self._requests, {(stage,): count for stage, count in stages.items()})
+        self._show_counts(self._replicas, replicas)
+        self._show_counts(self._requests, {(stage,): count for stage, count in stages.items()})
 
     @harmless
-    def started(self, pool: str, phases: Mapping[str, float]) -> None:
-        """Count a replica that is ready, and how long each phase of its start took, seconds."""
+    def count_start(self, pool: str, phases: Mapping[str, float]) -> None:
+        """Count a replica that is ready, and the seconds that each phase of its start took."""
         self._starts.inc(tags={"pool": pool})
         for phase, seconds in phases.items():
             if is_amount(seconds):
                 self._start_s.inc(seconds, {"pool": pool, "phase": phase})
 
     @harmless
-    def drained(self, pool: str) -> None:
-        """Count a replica whose slice is to be taken away."""
+    def count_drain(self, pool: str) -> None:
+        """Count a replica whose slice will be taken away."""
         self._drains.inc(tags={"pool": pool})
 
     @harmless
-    def gone(self, pool: str) -> None:
+    def count_gone(self, pool: str) -> None:
         """Count a replica that has ended."""
         self._gone.inc(tags={"pool": pool})
 
     @harmless
-    def ended(self, outcome: str) -> None:
+    def count_end(self, outcome: str) -> None:
         """Count a request that has ended."""
         self._ended.inc(tags={"outcome": outcome})
 
-    def _count(self, gauge: Gauge, counts: Mapping[tuple[str, ...], int]) -> None:
-        """Show counts, and nought for a while for what isn't there any more."""
+    def _show_counts(self, gauge: Gauge, counts: Mapping[tuple[str, ...], int]) -> None:
+        """Show counts, and for a while zero for labels that have vanished."""
         now, shown_s = self._clock(), self._shown_s.setdefault(gauge, {})
         shown_s.update(dict.fromkeys(counts, now))
         for values, last_s in list(shown_s.items()):
-            if now - last_s > NOUGHT_S:
+            if now - last_s > ZERO_S:
                 del shown_s[values]
             else:
                 gauge.set(counts.get(values, 0), dict(zip(gauge.info["tag_keys"], values, strict=True)))
@@ -107,14 +107,14 @@ class BatchMeters:
     """How far a batch is, and what it has cost. No method raises."""
 
     def __init__(self, chips: Mapping[str, int], dollars: Mapping[str, float]) -> None:
-        """chips: stage -> chips of its slice; dollars: stage -> what one costs an hour, where that is known."""
+        """Start; `chips` of each stage's slice, and `dollars` that one of them costs per hour where that is known."""
         self._chips, self._dollars = chips, dollars
         self._lines = Gauge("wan_batch_lines", "Lines of a batch's manifest.", ("status",))
         self._chip_s = Counter("wan_batch_chip_seconds", "Chips compute for a batch.", ("stage",))
         self._spent = Counter("wan_batch_dollars", "What they cost.", ("stage",))
 
     @harmless
-    def lines(self, statuses: Mapping[str, int], total: int) -> None:
+    def show_lines(self, statuses: Mapping[str, int], total: int) -> None:
         """Show how many lines have ended, by status, and how many are left."""
         counts = Counts(statuses)
         for status in ("done", "failed", "invalid", "changed"):
@@ -122,8 +122,8 @@ class BatchMeters:
         self._lines.set(total - counts.total(), {"status": "left"})
 
     @harmless
-    def spent(self, stage: str, seconds: float) -> None:
-        """Count what a slice has computed for the batch."""
+    def count_compute(self, stage: str, seconds: float) -> None:
+        """Count the time that a slice has computed for the batch, and its price."""
         used = seconds * self._chips.get(stage, 1)
         if not is_amount(used):
             return
@@ -133,10 +133,10 @@ class BatchMeters:
 
 
 class ChipMeters:
-    """How busy the chips of one host are, and how full their memory, in a thread for as long as the process lives."""
+    """How busy the chips of one host are, and how full their memory is; read in a thread while the process lives."""
 
     def __init__(self, stages: Sequence[str]) -> None:
-        """stages: that the host runs."""
+        """Label the figures with the stages that the host runs."""
         self._stages = "+".join(stages)
         tags = ("stages", "chip")
         self._gauges = {
@@ -146,22 +146,24 @@ class ChipMeters:
         }
 
     def start(self) -> None:
-        """Begin; on a host of TPUs only, since elsewhere libtpu looks for one for minutes."""
+        """Start the thread. Only on hosts with TPUs: elsewhere libtpu searches for one for minutes."""
         from libtpu.sdk import tpumonitoring
 
-        threading.Thread(target=self._go_on, args=(tpumonitoring.get_metric,), name="chips", daemon=True).start()
+        threading.Thread(
+            target=self._show_repeatedly, args=(tpumonitoring.get_metric,), name="chips", daemon=True
+        ).start()
 
-    def _go_on(self, metric: Callable[[str], Any]) -> None:
+    def _show_repeatedly(self, metric: Callable[[str], Any]) -> None:
         pause = threading.Event()
         while not pause.wait(_EVERY_S):
             try:
                 self.show({name: metric(name).data() for name in self._gauges})
-            except Exception as error:  # figures are no reason to end a host
+            except Exception as error:  # A host doesn't end for want of figures.
                 log.warning("no figures of the chips: %s", error)
 
     @harmless
     def show(self, figures: Mapping[str, Sequence[str]]) -> None:
-        """Show what libtpu tells of each chip, as texts in their order; what isn't a number is left out."""
+        """Show libtpu's values, which are texts in the order of the chips; those that aren't numbers are left out."""
         for name, values in figures.items():
             for chip, value in enumerate(values):
                 with contextlib.suppress(ValueError):

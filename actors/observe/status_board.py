@@ -1,4 +1,4 @@
-"""What is known of a pipeline that runs, from reports of its replicas and drivers: what nobody renews is forgotten."""
+"""The state of a running pipeline, from reports of its replicas and drivers; reports that nobody renews expire."""
 
 import dataclasses
 import time
@@ -9,13 +9,13 @@ from typing import Literal
 
 from actors.observe.meters import PipelineMeters
 
-EXPIRY_S = 60.0  # A report that nobody has renewed for so long is forgotten: whoever made it is gone.
-UNNAMED_EXPIRY_S = 3600.0  # The same of a request that no driver has renewed yet: it may wait for long.
-FAILED_EXPIRY_S = 600.0  # The same of one that has failed: its process is gone, its reason is still of use.
+EXPIRY_S = 60.0  # A report that nobody has renewed for this long is forgotten, because its process is gone.
+UNNAMED_EXPIRY_S = 3600.0  # Expiry of a request that no driver has renewed yet, which may wait for long.
+FAILED_EXPIRY_S = 600.0  # Expiry of a failed replica: its process is gone, but its reason is still of use.
 MAX_FAILED = 20  # Failed replicas that are remembered.
-MAX_LISTED = 2000  # Requests that readers are given one by one; of all others they are given counts.
-MAX_SOFTWARE = 100  # Different ones that are shared between replicas.
-KEPT = 50  # Steps and hand-offs of a stage that averages are taken over.
+MAX_LISTED = 2000  # Requests that readers get one by one; they get counts of all others.
+MAX_SOFTWARE = 100  # Different sets of software that replicas share.
+MAX_SAMPLES = 50  # The latest steps and hand-offs of a stage, which averages are taken over.
 
 Activity = Literal["starting", "loading", "compiling", "idle", "busy", "draining", "failed", "refused", "unknown"]
 Outcome = Literal["done", "failed", "cancelled"]
@@ -31,10 +31,14 @@ _EXPIRY_S: Mapping[Activity, float] = {
 class ReplicaStatus:
     """A replica of a pool.
 
-    where     its slice and hosts; detail  of what it does, or why it failed (is tried again) or was refused (isn't)
-    work      (stage, request) of what its slice computes, or has paused
-    since     when that was reported, `time.time()`
-    software  what its hosts compute with, by name
+    Attributes:
+        pool: The pool's name.
+        where: Its slice and hosts.
+        activity: What it does.
+        detail: More about that; why it failed (and is tried again), or was refused (and isn't).
+        work: Stage and request of everything that its slice computes, or has paused.
+        since: When that was reported, in `time.time()`.
+        software: The code, packages and flags that its hosts compute with, by name.
     """
 
     pool: str
@@ -52,7 +56,7 @@ class ReplicaStatus:
 
 @dataclass
 class RequestStatus:
-    """A request under way: its stage ("waiting" before the first), steps done of all, and when it came."""
+    """A request under way: when it came, its stage ("waiting" before the first), and how many of its steps are done."""
 
     came: float
     stage: str = "waiting"
@@ -62,11 +66,15 @@ class RequestStatus:
 
 @dataclass
 class ReportedStatus:
-    """All of it.
+    """Everything that a pipeline's replicas and drivers have reported.
 
-    requests  by id, at most `MAX_LISTED`; unlisted  how many more there are, by stage
-    handoffs  (seconds, bytes) of the latest hand-offs to each stage
-    step_s    the latest denoising steps' seconds, by stage; ended  how many requests ended, by outcome
+    Attributes:
+        replicas: By name.
+        requests: By id, at most `MAX_LISTED`.
+        unlisted: How many more requests there are, by stage.
+        handoffs: Seconds and bytes of the latest hand-offs to each stage.
+        step_s: Seconds of the latest denoising steps, by stage.
+        ended: How many requests have ended, by outcome.
     """
 
     replicas: dict[str, ReplicaStatus] = field(default_factory=dict)
@@ -78,21 +86,21 @@ class ReportedStatus:
 
 
 class StatusBoard:
-    """Keeps the latest report of each replica and request. A report costs the same however many there are."""
+    """Keeps the latest report of each replica and request. A report costs the same, however many there are."""
 
     def __init__(self, meters: PipelineMeters, clock: Callable[[], float] = time.monotonic) -> None:
         """Start with nothing known.
 
         Args:
-            meters: Figures that this keeps up to date.
-            clock: Seconds by which reports expire.
+            meters: The metrics that this keeps up to date.
+            clock: Returns the seconds by which reports expire.
         """
         self._meters, self._clock = meters, clock
         self._replicas: dict[str, ReplicaStatus] = {}
         self._requests: dict[str, RequestStatus] = {}
-        self._drivers: dict[str, frozenset[str]] = {}  # Ids of the requests that each has under way.
+        self._drivers: dict[str, frozenset[str]] = {}  # Ids of the requests that each driver has under way.
         self._named = set[str]()  # Ids that some driver has named.
-        # When each was last reported, the longest ago first.
+        # When each replica, request and driver was last reported; the longest ago comes first.
         self._replica_s: dict[str, float] = {}
         self._request_s: dict[str, float] = {}
         self._driver_s: dict[str, float] = {}
@@ -101,39 +109,39 @@ class StatusBoard:
         self._ended: Counter[str] = Counter()
         self._software: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
 
-    def replica(self, name: str, seen: ReplicaStatus) -> None:
-        """Take a replica's report, or its renewal: one that says what the last one said keeps its time."""
+    def report_replica(self, name: str, status: ReplicaStatus) -> None:
+        """Take a replica's report, or its renewal; a renewal with the same content keeps the first one's time."""
         _renew(self._replica_s, name, self._clock())
         before = self._replicas.get(name)
-        if before is not None and dataclasses.replace(seen, since=before.since) == before:
+        if before is not None and dataclasses.replace(status, since=before.since) == before:
             return
-        self._replicas[name] = dataclasses.replace(seen, software=self._shared(seen.software))
-        if seen.activity == "draining" and (before is None or before.activity != "draining"):
-            self._meters.drained(seen.pool)
-        if seen.activity in FAILED:
+        self._replicas[name] = dataclasses.replace(status, software=self._share(status.software))
+        if status.activity == "draining" and (before is None or before.activity != "draining"):
+            self._meters.count_drain(status.pool)
+        if status.activity in FAILED:
             self._forget_failures()
 
-    def started(self, pool: str, phases: Mapping[str, float]) -> None:
-        """Count a replica that is ready, and how long each phase of its start took, seconds."""
-        self._meters.started(pool, phases)
+    def report_start(self, pool: str, phases: Mapping[str, float]) -> None:
+        """Count a replica that is ready, and the seconds that each phase of its start took."""
+        self._meters.count_start(pool, phases)
 
-    def gone(self, name: str) -> None:
+    def report_gone(self, name: str) -> None:
         """Forget a replica that has ended."""
         self._replica_s.pop(name, None)
         last = self._replicas.pop(name, None)
         if last is not None:
-            self._meters.gone(last.pool)
+            self._meters.count_gone(last.pool)
 
-    def request(self, key: str, stage: str, step: int, steps: int, seconds: float | None) -> None:
-        """Take a report of where a request is; seconds: of the step that it has just done."""
+    def report_request(self, key: str, stage: str, step: int, steps: int, seconds: float | None) -> None:
+        """Take a report of where a request is; `seconds` are those of the step that it has just done."""
         _renew(self._request_s, key, self._clock())
-        seen = self._requests.setdefault(key, RequestStatus(time.time()))
-        seen.stage, seen.step, seen.steps = stage, step, steps
+        request = self._requests.setdefault(key, RequestStatus(time.time()))
+        request.stage, request.step, request.steps = stage, step, steps
         if seconds is not None:
-            self._step_s.setdefault(stage, deque(maxlen=KEPT)).append(seconds)
+            self._step_s.setdefault(stage, deque(maxlen=MAX_SAMPLES)).append(seconds)
 
-    def requests(self, driver: str, keys: Iterable[str]) -> None:
-        """Renew all requests of a driver; those that it had, and doesn't name any more, are forgotten."""
+    def report_requests(self, driver: str, keys: Iterable[str]) -> None:
+        """Renew all requests of a driver; those that it no longer names are forgotten."""
         now, named = self._clock(), frozenset(keys)
         for key in self._drivers.get(driver, frozenset()) - named:
             self._forget_request(key)
@@ -144,26 +152,26 @@ class StatusBoard:
         self._drivers[driver] = named
         _renew(self._driver_s, driver, now)
 
-    def handoff(self, stage: str, seconds: float, nbytes: int) -> None:
+    def report_handoff(self, stage: str, seconds: float, nbytes: int) -> None:
         """Take a report of inputs that went from the object store to a stage's devices."""
-        self._handoffs.setdefault(stage, deque(maxlen=KEPT)).append((seconds, nbytes))
+        self._handoffs.setdefault(stage, deque(maxlen=MAX_SAMPLES)).append((seconds, nbytes))
 
-    def ended(self, key: str, outcome: Outcome) -> None:
+    def report_end(self, key: str, outcome: Outcome) -> None:
         """Count a request that has ended."""
         self._forget_request(key)
         self._ended[outcome] += 1
-        self._meters.ended(outcome)
+        self._meters.count_end(outcome)
 
     def refresh(self) -> None:
-        """Forget what has expired and show the figures; to be called every second, for as long as the board is kept."""
+        """Forget what has expired, and update the metrics; to be called every second."""
         self._expire()
         self._meters.show(
-            Counter[tuple[str, ...]]((one.pool, one.activity) for one in self._replicas.values()),
-            Counter(one.stage for one in self._requests.values()),
+            Counter[tuple[str, ...]]((replica.pool, replica.activity) for replica in self._replicas.values()),
+            Counter(request.stage for request in self._requests.values()),
         )
 
-    def seen(self) -> ReportedStatus:
-        """Return what is known. Where requests are too many to list, those that have left the queue come first."""
+    def read(self) -> ReportedStatus:
+        """Return what is known. If there are too many requests to list, those that have left the queue come first."""
         self._expire()
         listed = self._requests
         unlisted: Counter[str] = Counter()
@@ -177,15 +185,15 @@ class StatusBoard:
 
     def _expire(self) -> None:
         now = self._clock()
-        for name in [name for name, told_s in self._replica_s.items() if now - told_s > self._expiry_s(name)]:
+        for name in [name for name, heard_s in self._replica_s.items() if now - heard_s > self._expiry_s(name)]:
             if self._replicas[name].activity in FAILED:
                 del self._replicas[name], self._replica_s[name]
             else:
-                self.gone(name)
-        for key in _older(self._request_s, now - EXPIRY_S):
+                self.report_gone(name)
+        for key in _list_older(self._request_s, now - EXPIRY_S):
             if key in self._named or self._request_s[key] < now - UNNAMED_EXPIRY_S:
                 self._forget_request(key)
-        for driver in _older(self._driver_s, now - EXPIRY_S):
+        for driver in _list_older(self._driver_s, now - EXPIRY_S):
             del self._driver_s[driver], self._drivers[driver]
 
     def _expiry_s(self, name: str) -> float:
@@ -196,30 +204,30 @@ class StatusBoard:
         self._request_s.pop(key, None)
         self._named.discard(key)
 
-    def _shared(self, software: dict[str, str]) -> dict[str, str]:
-        """Return the one dictionary of this content: most replicas compute with the same, and readers get it once."""
+    def _share(self, software: dict[str, str]) -> dict[str, str]:
+        """Return the dictionary that all replicas with this content share, so that readers get it once."""
         if len(self._software) >= MAX_SOFTWARE:
             self._software.clear()
         return self._software.setdefault(tuple(sorted(software.items())), software)
 
     def _forget_failures(self) -> None:
-        """Keep the latest failures only: a pool that can't start makes new ones for as long as it is tried."""
+        """Keep the latest failures only, because a pool that can't start adds new ones for as long as it is tried."""
         failed = [name for name in self._replica_s if self._replicas[name].activity in FAILED]
         for name in failed[:-MAX_FAILED]:
             del self._replicas[name], self._replica_s[name]
 
 
-def _renew(told_s: dict[str, float], name: str, now: float) -> None:
+def _renew(heard_s: dict[str, float], name: str, now: float) -> None:
     """Note when a name was last heard of, and put it last."""
-    told_s.pop(name, None)
-    told_s[name] = now
+    heard_s.pop(name, None)
+    heard_s[name] = now
 
 
-def _older(told_s: Mapping[str, float], than_s: float) -> list[str]:
+def _list_older(heard_s: Mapping[str, float], than_s: float) -> list[str]:
     """Return the names that were last heard of before a moment; the oldest come first."""
-    found = []
-    for name, moment in told_s.items():
+    names = []
+    for name, moment in heard_s.items():
         if moment >= than_s:
             break
-        found.append(name)
-    return found
+        names.append(name)
+    return names

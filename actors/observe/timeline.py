@@ -1,4 +1,4 @@
-"""What each slice did when: spans, the figures they add up to, and a Chrome trace of them.
+"""Timelines of what each slice did: figures of its spans, and a Chrome trace of them.
 
 `actors.observe.timeline_picture` draws the same spans.
 """
@@ -23,10 +23,11 @@ NOTES = {
 class TimelineFigures:
     """Figures of a timeline.
 
-    wall_s         from the first span's start to the last one's end
-    busy           slice -> share of the wall time in which it computes
-    overlap        share of the wall time in which at least two slices compute
-    chips          "real" only when every span is
+    Attributes:
+        wall_s: Seconds from the start of the first span to the end of the last.
+        busy: For each slice, the share of that time in which it computes.
+        overlap: The share of that time in which at least two slices compute.
+        chips: "real" only when every span is.
     """
 
     wall_s: float
@@ -34,7 +35,7 @@ class TimelineFigures:
     overlap: float
     chips: Chips
 
-    def text(self) -> str:
+    def summarize(self) -> str:
         """Return the figures as lines for people."""
         lines = [f"{self.wall_s:.1f} s; two or more slices compute in {self.overlap:.0%} of it"]
         lines += [f"{name}: computes in {share:.0%}" for name, share in self.busy.items()]
@@ -43,23 +44,23 @@ class TimelineFigures:
         return "\n".join(lines)
 
 
-def figures_of(spans: Sequence[Span]) -> TimelineFigures:
-    """Return the figures of some spans; of none, all are zero."""
+def compute_figures(spans: Sequence[Span]) -> TimelineFigures:
+    """Return the figures of spans; without any spans, all are zero."""
     if not spans:
         return TimelineFigures(0.0, {}, 0.0, "real")
-    start, end = bounds(spans)
+    start, end = find_bounds(spans)
     wall = max(end - start, 1e-9)
-    busy = {name: sum(b - a for a, b, _ in stretches(spans, name)) / wall for _, name in tracks(spans)}
-    overlap = sum(seconds for seconds, count in computing(spans) if count >= 2) / wall
-    return TimelineFigures(end - start, busy, overlap, chips_of(spans))
+    busy = {name: sum(b - a for a, b, _ in merge_compute(spans, name)) / wall for _, name in list_tracks(spans)}
+    overlap = sum(seconds for seconds, count in count_computing(spans) if count >= 2) / wall
+    return TimelineFigures(end - start, busy, overlap, find_chips(spans))
 
 
-def computing(spans: Sequence[Span]) -> list[tuple[float, int]]:
-    """Return (seconds, number of slices that compute in them), from the first span's start to the last one's end."""
-    start, end = bounds(spans)
+def count_computing(spans: Sequence[Span]) -> list[tuple[float, int]]:
+    """Return consecutive pieces of the time from first to last span: seconds, and how many slices compute in them."""
+    start, end = find_bounds(spans)
     changes = [(start, 0), (end, 0)]
-    for _, name in tracks(spans):
-        for a, b, _ in stretches(spans, name):
+    for _, name in list_tracks(spans):
+        for a, b, _ in merge_compute(spans, name):
             changes += [(a, 1), (b, -1)]
     pieces, count = [], 0
     for (time_s, change), (next_s, _) in itertools.pairwise(sorted(changes)):
@@ -69,21 +70,21 @@ def computing(spans: Sequence[Span]) -> list[tuple[float, int]]:
     return pieces
 
 
-def bounds(spans: Sequence[Span]) -> tuple[float, float]:
+def find_bounds(spans: Sequence[Span]) -> tuple[float, float]:
     """Return the first start and the last end, in seconds of `time.time()`."""
     return min(span.start_s for span in spans), max(span.end_s for span in spans)
 
 
-def tracks(spans: Iterable[Span]) -> list[tuple[str, str]]:
-    """Return (pool, slice), pools in the order in which work reaches them, slices of a pool by name."""
+def list_tracks(spans: Iterable[Span]) -> list[tuple[str, str]]:
+    """Return all pairs of pool and slice: pools in the order in which work reaches them, slices of a pool by name."""
     begun = sorted(spans, key=lambda span: (span.start_s, span.pool))
     pools = list(dict.fromkeys(span.pool for span in begun))
-    found = {(span.pool, span.slice) for span in begun}
-    return sorted(found, key=lambda track: (pools.index(track[0]), track[1]))
+    tracks = {(span.pool, span.slice) for span in begun}
+    return sorted(tracks, key=lambda track: (pools.index(track[0]), track[1]))
 
 
-def labels(spans: Iterable[Span]) -> dict[str, str]:
-    """Return request -> a letter for it, in the order in which work on them began."""
+def assign_letters(spans: Iterable[Span]) -> dict[str, str]:
+    """Return a letter for each request, in the order in which work on them began."""
     begun = sorted(spans, key=lambda span: (span.start_s, span.request))
     letters = (
         "".join(pair) for size in itertools.count(1) for pair in itertools.product(string.ascii_uppercase, repeat=size)
@@ -91,13 +92,13 @@ def labels(spans: Iterable[Span]) -> dict[str, str]:
     return dict(zip(dict.fromkeys(span.request for span in begun), letters, strict=False))
 
 
-def chips_of(spans: Iterable[Span]) -> Chips:
+def find_chips(spans: Iterable[Span]) -> Chips:
     """Return "simulated" if any span is, else "emulated" if any is, else "real"."""
-    found = {span.chips for span in spans}
-    return "simulated" if "simulated" in found else "emulated" if "emulated" in found else "real"
+    kinds = {span.chips for span in spans}
+    return "simulated" if "simulated" in kinds else "emulated" if "emulated" in kinds else "real"
 
 
-def rows(spans: Iterable[Span]) -> list[list[Span]]:
+def arrange_rows(spans: Iterable[Span]) -> list[list[Span]]:
     """Distribute spans over as few rows as it takes for none to overlap another."""
     placed: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
@@ -109,36 +110,36 @@ def rows(spans: Iterable[Span]) -> list[list[Span]]:
     return placed
 
 
-def chrome_trace(spans: Sequence[Span]) -> bytes:
-    """Return a JSON that Perfetto and chrome://tracing open: a process a pool, a thread a slice.
+def build_trace(spans: Sequence[Span]) -> bytes:
+    """Return JSON for Perfetto and chrome://tracing, with a process for each pool and a thread for each slice.
 
-    What travels beside the computation has a thread of its own, "... transfers"; spans that overlap have more
-    threads. A span's name begins with the letter of its request, since Perfetto colours by name and leaves digits out.
+    Transfers beside the computation have a thread of their own, "... transfers"; spans that overlap have more threads.
+    A span's name begins with the letter of its request, since Perfetto colours by name and ignores digits.
     """
-    start = bounds(spans)[0] if spans else 0.0
-    letters = labels(spans)
-    pools = list(dict.fromkeys(pool for pool, _ in tracks(spans)))
+    start = find_bounds(spans)[0] if spans else 0.0
+    letters = assign_letters(spans)
+    pools = list(dict.fromkeys(pool for pool, _ in list_tracks(spans)))
     events: list[dict[str, Any]] = []
     for i, pool in enumerate(pools):
-        events.append(_metadata("process_name", i + 1, name=pool or "slices"))
-        events.append(_metadata("process_sort_index", i + 1, sort_index=i))
+        events.append(_build_metadata("process_name", i + 1, name=pool or "slices"))
+        events.append(_build_metadata("process_sort_index", i + 1, sort_index=i))
     tid = 0
-    for pool, slice_ in tracks(spans):
+    for pool, slice_ in list_tracks(spans):
         pid = pools.index(pool) + 1
         mine = [span for span in spans if (span.pool, span.slice) == (pool, slice_)]
         for beside, name in ((False, slice_), (True, f"{slice_} transfers")):
-            for i, row in enumerate(rows([span for span in mine if (span.kind == "fetch") == beside])):
+            for i, row in enumerate(arrange_rows([span for span in mine if (span.kind == "fetch") == beside])):
                 tid += 1
-                events.append(_metadata("thread_name", pid, tid, name=name if i == 0 else f"{name} {i + 1}"))
-                events.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
-                events += [_event(span, pid, tid, start, letters[span.request]) for span in row]
-    chips = chips_of(spans)
-    about = {"chips": chips} | ({"note": NOTES[chips]} if chips != "real" else {})
-    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about | {"start_unix_s": round(start, 3)}}
+                events.append(_build_metadata("thread_name", pid, tid, name=name if i == 0 else f"{name} {i + 1}"))
+                events.append(_build_metadata("thread_sort_index", pid, tid, sort_index=tid))
+                events += [_build_event(span, pid, tid, start, letters[span.request]) for span in row]
+    chips = find_chips(spans)
+    notes = {"chips": chips} | ({"note": NOTES[chips]} if chips != "real" else {})
+    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": notes | {"start_unix_s": round(start, 3)}}
     return json.dumps(document, ensure_ascii=False).encode() + b"\n"
 
 
-def _event(span: Span, pid: int, tid: int, start: float, letter: str) -> dict[str, Any]:
+def _build_event(span: Span, pid: int, tid: int, start: float, letter: str) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": f"{letter} {span.request if span.kind == 'compute' else span.kind}",
@@ -152,16 +153,23 @@ def _event(span: Span, pid: int, tid: int, start: float, letter: str) -> dict[st
     }
 
 
-def _metadata(kind: str, pid: int, tid: int = 0, **args: object) -> dict[str, Any]:
+def _build_metadata(kind: str, pid: int, tid: int = 0, **args: object) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
-def stretches(
+def merge_compute(
     spans: Iterable[Span], slice_: str, gap_s: float = 0.0, *, by_request: bool = False
 ) -> list[tuple[float, float, str]]:
-    """Return when a slice computes: (start, end, request), merged where spans lie no further apart than `gap_s`.
+    """Return when a slice computes, with spans merged that lie no further apart than `gap_s`.
 
-    by_request  only those of one request are merged; else the request is ""
+    Args:
+        spans: Spans of any slices.
+        slice_: The slice's name.
+        gap_s: The longest gap that is closed.
+        by_request: Merge only spans of the same request.
+
+    Returns:
+        Starts, ends, and requests, which are "" unless `by_request`.
     """
     merged: list[tuple[float, float, str]] = []
     for span in sorted(spans, key=lambda span: span.start_s):

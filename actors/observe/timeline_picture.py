@@ -1,4 +1,4 @@
-"""Draw spans as a PNG: a track for each slice, a colour for each request, so that the overlap is seen at a glance."""
+"""Draw spans as a PNG: a track for each slice and a colour for each request, to see the overlap at a glance."""
 
 import io
 from collections.abc import Sequence
@@ -9,34 +9,45 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from actors.observe.span import Span
-from actors.observe.timeline import NOTES, bounds, chrome_trace, computing, figures_of, labels, stretches, tracks
+from actors.observe.timeline import (
+    NOTES,
+    assign_letters,
+    build_trace,
+    compute_figures,
+    count_computing,
+    find_bounds,
+    list_tracks,
+    merge_compute,
+)
 from wan_tpu.storage.base import Storage
 
-# Tol's "bright" and "vibrant" schemes, told apart by colour-blind people too: https://sronpersonalpages.nl/~pault/
+# Tol's "bright" and "vibrant" schemes, which colour-blind people can distinguish, too: https://sronpersonalpages.nl/~pault/
 _COLOURS = ("#4477AA", "#EE7733", "#228833", "#AA3377", "#CCBB44", "#009988", "#EE6677", "#33BBEE", "#882255")
 _OVERHEAD = {"load": ("#D9D9D9", "////"), "compile": ("#EDEDED", "....")}
-_TALL, _THIN = 0.56, 0.13  # of a track: what computes, and the strip below it of what travels
+_TALL, _THIN = 0.56, 0.13  # Heights within a track: of computing, and of the strip below it for transfers.
 
 
 def draw(spans: Sequence[Span], title: str = "When each slice computes") -> bytes:
-    """Return the picture as PNG bytes; raises `ValueError` when there is nothing to draw."""
+    """Return the picture as PNG bytes; raise `ValueError` when there is nothing to draw."""
     if not spans:
         raise ValueError("there are no spans to draw")
-    slices = tracks(spans)
+    slices = list_tracks(spans)
     height = 2.6 + 0.62 * len(slices)
     figure = Figure(figsize=(12, height), dpi=130, facecolor="white", layout="constrained")
     upper, lower = figure.subplots(
         2, 1, sharex=True, gridspec_kw={"height_ratios": [max(0.62 * len(slices), 0.9), 0.75], "hspace": 0.04}
     )
-    letters = labels(spans)
+    letters = assign_letters(spans)
     colours = {request: _COLOURS[i % len(_COLOURS)] for i, request in enumerate(letters)}
-    start, end = bounds(spans)
+    start, end = find_bounds(spans)
     wall = max(end - start, 1e-6)
-    figures = figures_of(spans)
+    figures = compute_figures(spans)
     _draw_tracks(upper, spans, letters, colours, wall)
     _name_tracks(upper, slices, figures.busy, wall)
     _draw_count(lower, spans, slices, wall)
-    figure.suptitle(f"{title}  ·  {figures.text().splitlines()[0]}", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.suptitle(
+        f"{title}  ·  {figures.summarize().splitlines()[0]}", x=0.01, ha="left", fontsize=12, fontweight="bold"
+    )
     _draw_legend(figure, spans, letters, colours)
     if figures.chips != "real":
         note = NOTES[figures.chips]
@@ -47,23 +58,23 @@ def draw(spans: Sequence[Span], title: str = "When each slice computes") -> byte
 
 
 def save(output: Storage, spans: Sequence[Span], title: str = "When each slice computes") -> None:
-    """Write timeline.png, and timeline.trace.json for Perfetto, to an output; raises `StorageError`."""
+    """Write timeline.png, and timeline.trace.json for Perfetto, to a storage; raises `StorageError`."""
     output.write("timeline.png", draw(spans, title))
-    output.write("timeline.trace.json", chrome_trace(spans))
+    output.write("timeline.trace.json", build_trace(spans))
 
 
 def _draw_tracks(
     axes: Axes, spans: Sequence[Span], letters: dict[str, str], colours: dict[str, str], wall: float
 ) -> None:
-    start = bounds(spans)[0]
-    for i, (pool, slice_) in enumerate(tracks(spans)):
+    start = find_bounds(spans)[0]
+    for i, (pool, slice_) in enumerate(list_tracks(spans)):
         mine = [span for span in spans if (span.pool, span.slice) == (pool, slice_)]
         if i % 2 == 0:
             axes.axhspan(i - 0.5, i + 0.5, color="#F6F6F6", zorder=0)
         for span in mine:
             middle, height = (i + 0.36, _THIN) if span.kind == "fetch" else (i - 0.08, _TALL)
-            axes.barh(middle, span.seconds, left=span.start_s - start, height=height, **_box(span, colours, wall))
-        for first, last, request in stretches(mine, slice_, wall / 100, by_request=True):
+            axes.barh(middle, span.seconds, left=span.start_s - start, height=height, **_style_bar(span, colours, wall))
+        for first, last, request in merge_compute(mine, slice_, wall / 100, by_request=True):
             if last - first > wall / 60:
                 axes.text(
                     (first + last) / 2 - start, i - 0.08, letters[request], ha="center", va="center",
@@ -71,8 +82,8 @@ def _draw_tracks(
                 )  # fmt: skip
 
 
-def _box(span: Span, colours: dict[str, str], wall: float) -> dict[str, Any]:
-    """Return how the bar of a span looks."""
+def _style_bar(span: Span, colours: dict[str, str], wall: float) -> dict[str, Any]:
+    """Return the style of a span's bar."""
     if span.kind in _OVERHEAD:
         colour, hatch = _OVERHEAD[span.kind]
         return {"facecolor": colour, "hatch": hatch, "edgecolor": "#8C8C8C", "linewidth": 0, "zorder": 2}
@@ -98,9 +109,9 @@ def _name_tracks(axes: Axes, slices: list[tuple[str, str]], busy: dict[str, floa
 
 
 def _draw_count(axes: Axes, spans: Sequence[Span], slices: list[tuple[str, str]], wall: float) -> None:
-    """How many slices compute at a time: overlap is what rises above one."""
+    """Draw how many slices compute at a time: overlap is what rises above one."""
     times, counts = [0.0], []
-    for seconds, count in computing(spans):
+    for seconds, count in count_computing(spans):
         times.append(times[-1] + seconds)
         counts.append(count)
     axes.stairs(counts, times, fill=True, color="#9DB7D5", zorder=2)
@@ -119,12 +130,12 @@ def _draw_legend(figure: Figure, spans: Sequence[Span], letters: dict[str, str],
     handles = [Patch(facecolor=colours[name], label=f"{letters[name]}  {_short(name)}") for name in shown]
     if len(letters) > len(shown):
         handles.append(Patch(facecolor="none", label=f"and {len(letters) - len(shown)} more (colours repeat)"))
-    found = {span.kind for span in spans}
-    if "fetch" in found:
+    kinds = {span.kind for span in spans}
+    if "fetch" in kinds:
         handles.append(Patch(facecolor="#777777", label="thin: in or out, beside other work"))
-    for what, (colour, hatch) in _OVERHEAD.items():
-        if what in found:
-            label = {"load": "reads weights", "compile": "compiles"}[what]
+    for kind, (colour, hatch) in _OVERHEAD.items():
+        if kind in kinds:
+            label = {"load": "reads weights", "compile": "compiles"}[kind]
             handles.append(Patch(facecolor=colour, edgecolor="#8C8C8C", hatch=hatch, linewidth=0, label=label))
     figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 5), frameon=False, fontsize=9)
 

@@ -1,4 +1,4 @@
-"""The pipeline that a batch uses: one that runs on the cluster already, or one of its own for as long as it takes."""
+"""The pipeline that a batch uses: one that runs on the cluster already, or its own until it ends."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from actors.pipeline.pools import Tell, deploy, find_spec, shut_down, wait_until
 from actors.pipeline_spec import PipelineSpec
 from cluster.gang.placement import surviving
 
-# How long a pipeline that a batch took down may take over what it has: the batch has ended, nobody waits for it.
+# Requests have this long to finish when a batch takes its pipeline down; it has ended, so nobody waits for them.
 DRAIN_S = 20.0
-ANSWER_S = 30.0  # of the actor of a batch that runs
+ANSWER_S = 30.0  # The owner's actor has this long to answer.
 
 
 @contextlib.contextmanager
@@ -23,33 +23,33 @@ def acquire_pipeline(
 ) -> Iterator[PipelineSpec]:
     """Use the pipeline of that name; bring up the wanted one when there is none, and take it down at the end.
 
-    A pipeline that a batch has brought up for itself is not shared: it would be taken away. When its batch was
-    killed, the next one takes it over if it is what it wants.
+    A pipeline that a batch has brought up for itself is not shared, because it ends with that batch. If the batch was
+    killed, the next one takes the pipeline over if it is the one that it wants.
 
     Args:
-        name: Of the pipeline.
-        wanted: What to bring up; None to use only what runs.
-        tell: Is told what is being waited for.
-        precision: What a pipeline that is there must compute in; any where it is None.
+        name: The pipeline's name.
+        wanted: The pipeline to bring up; None to use only one that runs.
+        tell: Called with what is being waited for.
+        precision: The precision that a running pipeline must compute in; None for any.
 
     Raises:
-        PipelineNotFound: There is none, or it isn't what is wanted. Besides, whatever `deploy` raises.
+        PipelineNotFound: There is no pipeline, or it isn't the wanted one. `deploy` raises others.
     """
-    found = reusable(name, wanted, precision)
-    if found is not None and found.lasting:
+    running = find_reusable(name, wanted, precision)
+    if running is not None and running.lasting:
         tell(f"pipeline {name} runs")
-        wait_until_up(found, tell)
-        yield found
+        wait_until_up(running, tell)
+        yield running
         return
-    with _owned(name):
-        if wanted is not None and found is not None and found.same_as(wanted):
-            wait_until_up(found, tell)
+    with _own(name):
+        if wanted is not None and running is not None and running.same_as(wanted):
+            wait_until_up(running, tell)
         else:
-            if found is not None:
+            if running is not None:
                 tell(f"taking down what a killed batch has left of {name}")
                 shut_down(name, drain_s=DRAIN_S)
             if wanted is None:
-                raise _none(name)
+                raise _no_pipeline(name)
             deploy(wanted, tell=tell)
         try:
             yield wanted
@@ -59,29 +59,29 @@ def acquire_pipeline(
                 shut_down(name, drain_s=DRAIN_S)
 
 
-def reusable(name: str, wanted: PipelineSpec | None, precision: str | None = None) -> PipelineSpec | None:
-    """Return what would be used of what runs, None when one would be brought up; raises `PipelineNotFound`."""
-    found = find_spec(name)
-    if found is None:
+def find_reusable(name: str, wanted: PipelineSpec | None, precision: str | None = None) -> PipelineSpec | None:
+    """Return the running pipeline that would be used, or None to bring one up; raises `PipelineNotFound`."""
+    running = find_spec(name)
+    if running is None:
         if wanted is None:
-            raise _none(name)
+            raise _no_pipeline(name)
         return None
-    if not found.lasting and (owner := _owner(name)):
-        raise _anothers(name, owner)
-    if found.lasting or wanted is None:
-        check_usable(found, wanted, precision)
-    return found
+    if not running.lasting and (owner := _find_owner(name)):
+        raise _not_shared(name, owner)
+    if running.lasting or wanted is None:
+        check_usable(running, wanted, precision)
+    return running
 
 
-def check_usable(found: PipelineSpec, wanted: PipelineSpec | None, precision: str | None) -> None:
-    """Raise `PipelineNotFound` unless a pipeline that runs is of the model, layout and precision that are asked for.
+def check_usable(running: PipelineSpec, wanted: PipelineSpec | None, precision: str | None) -> None:
+    """Raise `PipelineNotFound` unless a running pipeline has the model, layout and precision of a command.
 
     Args:
-        found: What runs.
-        wanted: What the command would bring up; None where it doesn't say.
-        precision: What it asks for; None where it doesn't say.
+        running: The running pipeline.
+        wanted: The pipeline that the command would bring up; None where it doesn't say.
+        precision: The precision that the command asks for; None where it doesn't say.
     """
-    name, runs = found.settings.name, found.settings
+    name, runs = running.settings.name, running.settings
     remedy = "to use it, or choose another --name"
     if wanted is not None and runs.checkpoint != wanted.settings.checkpoint:
         raise PipelineNotFound(
@@ -91,21 +91,21 @@ def check_usable(found: PipelineSpec, wanted: PipelineSpec | None, precision: st
         raise PipelineNotFound(
             f"pipeline {name!r} computes in {runs.dtype}, not {precision}; leave --precision out {remedy}"
         )
-    if wanted is not None and found.layout.pools != wanted.layout.pools:
+    if wanted is not None and running.layout.pools != wanted.layout.pools:
         raise PipelineNotFound(
-            f"pipeline {name!r} has the pools of {found.layout.source}, not of {wanted.layout.source}; leave --layout "
-            f"and --model out {remedy}"
+            f"pipeline {name!r} has the pools of {running.layout.source}, not of {wanted.layout.source}; leave "
+            f"--layout and --model out {remedy}"
         )
 
 
-def _none(name: str) -> PipelineNotFound:
+def _no_pipeline(name: str) -> PipelineNotFound:
     return PipelineNotFound(
         f"no pipeline {name!r} runs on this cluster; bring one up (wan-tpu pipeline up --layout ... --model ...), "
         "or give this command --layout and --model and it brings up its own"
     )
 
 
-def _anothers(name: str, owner: str) -> PipelineNotFound:
+def _not_shared(name: str, owner: str) -> PipelineNotFound:
     return PipelineNotFound(
         f"pipeline {name!r} belongs to a batch that runs ({owner}) and ends with it; wait for that, or choose "
         "another --name where there are slices for both (wan-tpu pipeline up makes one that batches share)"
@@ -113,39 +113,38 @@ def _anothers(name: str, owner: str) -> PipelineNotFound:
 
 
 @contextlib.contextmanager
-def _owned(pipeline: str) -> Iterator[None]:
-    """Hold the name of a pipeline that is this driver's to bring up; raises `PipelineNotFound` where it is another's.
+def _own(pipeline: str) -> Iterator[None]:
+    """Own the name of a pipeline that this driver may bring up; raise `PipelineNotFound` where another owns it.
 
-    A named actor that dies with this driver holds it: so others know whether a pipeline's batch is alive.
-
-    It outlives its node: without, the pipeline would be taken for one that a killed batch has left.
+    A named actor that dies with this driver holds the name, so that others know whether a pipeline's batch is alive.
+    The actor outlives its node: otherwise the pipeline would be taken for one that a killed batch has left.
     """
-    who = f"Ray job {ray.get_runtime_context().get_job_id()}"
+    owner = f"Ray job {ray.get_runtime_context().get_job_id()}"
     try:
-        actor = surviving(_Owner).options(name=f"{pipeline}-owner", namespace=NAMESPACE).remote(who)
-    except ValueError:  # another batch was a moment earlier
-        raise _anothers(pipeline, _owner(pipeline) or "which has just begun") from None
-    ray.get(actor.who.remote())
+        actor = surviving(_Owner).options(name=f"{pipeline}-owner", namespace=NAMESPACE).remote(owner)
+    except ValueError:  # Another batch was a moment earlier.
+        raise _not_shared(pipeline, _find_owner(pipeline) or "which has just begun") from None
+    ray.get(actor.describe.remote())
     try:
         yield
     finally:
         ray.kill(actor)
 
 
-def _owner(pipeline: str) -> str | None:
-    """Return whose batch a pipeline belongs to, None when nobody's is alive."""
+def _find_owner(pipeline: str) -> str | None:
+    """Return whose batch a pipeline belongs to, or None when no such batch is alive."""
     try:
         actor: Any = ray.get_actor(f"{pipeline}-owner", namespace=NAMESPACE)
-        return ray.get(actor.who.remote(), timeout=ANSWER_S)
-    except ray.exceptions.GetTimeoutError:  # it is on its way to another node: not dead
+        return ray.get(actor.describe.remote(), timeout=ANSWER_S)
+    except ray.exceptions.GetTimeoutError:  # It isn't dead, but moves to another node.
         return f"which hasn't answered for {ANSWER_S:g} s"
     except (ValueError, ray.exceptions.RayActorError):
         return None
 
 
 class _Owner:
-    def __init__(self, who: str) -> None:
-        self._who = who
+    def __init__(self, description: str) -> None:
+        self._description = description
 
-    def who(self) -> str:
-        return self._who
+    def describe(self) -> str:
+        return self._description

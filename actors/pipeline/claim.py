@@ -1,4 +1,4 @@
-"""The right to bring a pipeline up: one process of a cluster has it at a time, and loses it when it dies."""
+"""The right to bring a pipeline up: one process of a cluster holds it at a time, and loses it when it dies."""
 
 import contextlib
 import time
@@ -11,14 +11,14 @@ from actors.errors import PipelineExists
 from actors.observe.status_actor import NAMESPACE
 from cluster.gang.placement import surviving
 
-FREE_S = 10.0  # An actor that was killed may keep its name for so long.
+FREE_S = 10.0  # A killed actor may keep its name for this long.
 
 
 @contextlib.contextmanager
-def claimed(pipeline: str) -> Iterator[None]:
-    """Hold the right to bring a pipeline up, so that two who try at once don't take each other's pools down.
+def claim_start(pipeline: str) -> Iterator[None]:
+    """Hold the right to bring a pipeline up, so that two processes at once don't take each other's pools down.
 
-    Ray's control store gives a name to one actor only. The actor isn't detached: it ends with this process.
+    Ray's control store gives a name to one actor only. The actor isn't detached, so it ends with this process.
 
     Raises:
         PipelineExists: Another process is bringing it up.

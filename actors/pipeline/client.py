@@ -1,4 +1,4 @@
-"""A pipeline that may be gone, and come back, while jobs wait: its driver is made when first needed, and anew."""
+"""A pipeline that may go away and come back while jobs wait; its driver is opened when needed, and again after that."""
 
 import asyncio
 from collections import Counter
@@ -9,13 +9,13 @@ from actors.engine import GeneratedVideo, OnEvent
 from actors.errors import PipelineError, RequestFailed
 from actors.observe.status_actor import StatusActor
 from actors.pipeline.driver import PipelineDriver
-from actors.pipeline.pools import live_replicas
+from actors.pipeline.pools import list_live_replicas
 from actors.pipeline_spec import PipelineSpec
 from actors.slices.snapshots import Snapshots, delete_snapshots
 from wan_tpu.plan import RequestPlan
 
 T = TypeVar("T")
-_READY_S = 20.0  # for what takes milliseconds where all is well
+_READY_S = 20.0  # A check that normally takes milliseconds has this long.
 
 
 class PipelineClient:
@@ -24,25 +24,25 @@ class PipelineClient:
     def __init__(self, spec: PipelineSpec) -> None:
         self._spec, self.model = spec, spec.model
         self._snapshots = Snapshots(spec.settings.snapshots)
-        self._last: dict[str, PipelineDriver] = {}  # by id, of requests that aren't forgotten
+        self._last: dict[str, PipelineDriver] = {}  # By id, of requests that aren't forgotten yet.
         self._lock = asyncio.Lock()
         self._current: PipelineDriver | None = None
         self._checking: asyncio.Future[None] | None = None
-        self._users: Counter[PipelineDriver] = Counter()  # one that was replaced is closed by the last
+        self._users: Counter[PipelineDriver] = Counter()  # The last user of a replaced driver closes it.
 
     async def generate(self, plan: RequestPlan, *, id: str, on_event: OnEvent, priority: int = 0) -> GeneratedVideo:
-        """Make one video, as `PipelineDriver.generate` does; raises `PipelineError` also where there is no pipeline."""
+        """Make one video, as `PipelineDriver.generate`; also raises `PipelineError` where there is no pipeline."""
         async with self._lock:
             if self._current is None:
-                self._current = await asyncio.to_thread(_explained, PipelineDriver, self._spec)
+                self._current = await asyncio.to_thread(_call_explained, PipelineDriver, self._spec)
             driver = self._current
         self._users[driver] += 1
         self._last[id] = driver
         try:
             return await driver.generate(plan, id=id, on_event=on_event, priority=priority)
         except Exception as error:
-            sound = isinstance(error, RequestFailed) and error.code != "lost"
-            if driver is self._current and not sound:  # what others still do with it goes on
+            works = isinstance(error, RequestFailed) and error.code != "lost"
+            if driver is self._current and not works:  # Other requests continue with the old driver.
                 self._current = None
             raise
         finally:
@@ -53,15 +53,15 @@ class PipelineClient:
                 await asyncio.to_thread(driver.close)
 
     async def forget(self, id: str) -> None:
-        """Delete the snapshots of a request, whose end is recorded; those that can't be deleted now are orphans."""
+        """Delete the snapshots of a request whose end is recorded; those that can't be deleted now become orphans."""
         if (driver := self._last.pop(id, None)) is not None:
             await driver.forget(id)
         else:
             await asyncio.to_thread(delete_snapshots, self._snapshots.delete_all_of, id)
 
-    async def ready(self) -> None:
+    async def check_ready(self) -> None:
         """Raise `PipelineError` unless every pool has a replica that takes requests."""
-        if self._checking is None:  # else one that hasn't ended yet, which keeps its thread
+        if self._checking is None:  # Else the last check hasn't ended yet, and keeps its thread.
             self._checking = asyncio.get_running_loop().run_in_executor(None, _check, self._spec)
         await asyncio.wait([self._checking], timeout=_READY_S)
         if not self._checking.done():
@@ -70,26 +70,26 @@ class PipelineClient:
         checked.result()
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Close the driver."""
         if self._current is not None:
             self._current.close()
 
 
 def _check(spec: PipelineSpec) -> None:
     name = spec.settings.name
-    alive = _explained(live_replicas, name, spec.layout)
-    seen = _explained(lambda: StatusActor.connect(name).latest())
-    if seen is None:  # nothing is known of what they do, which is no reason to stop
+    alive = _call_explained(list_live_replicas, name, spec.layout)
+    reported = _call_explained(lambda: StatusActor.connect(name).read_or_none())
+    if reported is None:  # Not knowing what the replicas do is no reason to stop.
         able = {replica.partition("/")[0] for replica in alive}
     else:
-        busy = {name for name, one in seen.replicas.items() if one.activity not in ("idle", "busy")}
-        able = {replica.partition("/")[0] for replica in alive - busy}
+        unready = {name for name, replica in reported.replicas.items() if replica.activity not in ("idle", "busy")}
+        able = {replica.partition("/")[0] for replica in alive - unready}
     if missing := [pool.name for pool in spec.layout.pools if pool.name not in able]:
         raise PipelineError(f"no replica of {', '.join(missing)} is ready; try again")
 
 
-def _explained(function: Callable[..., T], *args: Any) -> T:
-    """Call a function of Ray's or Serve's, which raise all kinds of things while a cluster comes and goes."""
+def _call_explained(function: Callable[..., T], *args: Any) -> T:
+    """Call a function of Ray's or Serve's, whose errors vary while a cluster comes and goes; raises `PipelineError`."""
     try:
         return function(*args)
     except PipelineError:

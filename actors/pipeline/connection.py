@@ -1,21 +1,21 @@
-"""What a driver holds of a running pipeline: handles to its pools, its status and snapshots."""
+"""A driver's connection to a running pipeline: handles to its pools, its status and snapshots."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from actors.observe.status_actor import StatusActor
-from actors.pipeline.pools import handle
+from actors.pipeline.pools import open_handle
 from actors.pipeline_spec import PipelineSpec
 from actors.slices.snapshots import Snapshots
 
 
 class PipelineConnection:
-    """One driver's."""
+    """The connection of one driver."""
 
     def __init__(
         self, spec: PipelineSpec, status: StatusActor, snapshots: Snapshots, handles: Mapping[str, Any]
     ) -> None:
-        """handles: of the pools, by name, the caller's own; they are shut down with the connection."""
+        """Use the caller's own `handles` of the pools, by name, which are shut down with the connection."""
         self.settings, self.layout = spec.settings, spec.layout
         self.status, self.snapshots, self._handles = status, snapshots, handles
 
@@ -24,14 +24,14 @@ class PipelineConnection:
         """Connect to a pipeline whose pools run (`pools.deploy`)."""
         name, pools = spec.settings.name, spec.layout.pools
         status, snapshots = StatusActor.connect(name), Snapshots(spec.settings.snapshots)
-        return cls(spec, status, snapshots, {pool.name: handle(name, pool.name) for pool in pools})
+        return cls(spec, status, snapshots, {pool.name: open_handle(name, pool.name) for pool in pools})
 
-    def stream(self, stage: str, shape: str | None = None) -> Any:
-        """Return the handle to a stage's pool; of equally busy replicas, one that holds the shape is taken."""
-        options: dict[str, Any] = {"stream": True} | ({} if shape is None else {"multiplexed_model_id": shape})
+    def open_stream(self, stage: str, program: str | None = None) -> Any:
+        """Return a handle to a stage's pool; of equally busy replicas, one that holds the program is preferred."""
+        options: dict[str, Any] = {"stream": True} | ({} if program is None else {"multiplexed_model_id": program})
         return self._handles[self.layout.pool_of(stage).name].options(**options)
 
     def close(self) -> None:
-        """Let go of the pools; before `ray.shutdown`, which the handles' threads don't notice."""
+        """Release the pools; to be called before `ray.shutdown`, which the handles' threads don't notice."""
         for pool in self._handles.values():
             pool.shutdown()

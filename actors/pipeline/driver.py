@@ -1,6 +1,6 @@
-"""The driver of a pipeline: has each request go through the pools. It holds no payload.
+"""The driver of a pipeline: takes each request through the pools. It holds no payloads.
 
-Whoever calls it decides how many requests it has at a time, and the slices whose turn it is.
+Its callers decide how many requests it has at a time, and the slices decide whose turn it is.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ class PipelineDriver:
     def __init__(
         self, spec: PipelineSpec, connection: PipelineConnection | None = None, ref_store: RefStore | None = None
     ) -> None:
-        """connection, ref_store: this driver's own; left out, the pools must run (`pools.deploy`)."""
+        """Use this driver's own connection and store, or open them; then the pools must run (`pools.deploy`)."""
         self.spec, self.model = spec, spec.model
         self._connection = connection or PipelineConnection.open(spec)
         self._ref_store = ref_store or RefStore()
         self._name = f"driver-{secrets.token_hex(8)}"
         self._inside: set[str] = set()
         self._renewing: asyncio.Task[None] | None = None
-        self._kept: dict[str, tuple[str, RequestScope]] = {}  # by id, of those that may have snapshots
+        self._kept: dict[str, tuple[str, RequestScope]] = {}  # By id, of requests that may have snapshots.
 
     async def generate(
         self, plan: RequestPlan, *, id: str, on_event: OnEvent = lambda span: None, priority: int = 0
@@ -39,13 +39,13 @@ class PipelineDriver:
         """Make one video.
 
         Args:
-            plan: The request's plan, by `model`.
-            id: Names the request in spans, logs and snapshots; one that was left unfinished goes on where it was.
-            on_event: Called with a `Span` whenever a slice has done something for it.
+            plan: The request's plan, from `model`.
+            id: The request's name in spans, logs and snapshots; an unfinished request continues from its snapshots.
+            on_event: Called with a `Span` whenever a slice has done something for the request.
             priority: The higher goes first; at the experts' slices it runs between two steps of a lower one.
 
         Raises:
-            RequestFailed: It can't be made.
+            RequestFailed: The video can't be made.
         """
         if id in self._inside:
             raise RequestFailed(
@@ -56,7 +56,7 @@ class PipelineDriver:
             self._renewing = asyncio.create_task(self._renew())
         outcome: Outcome = "failed"
         try:
-            self._connection.status.request(id, "waiting")
+            self._connection.status.report_request(id, "waiting")
             settings = self._connection.settings
             model = f"{settings.checkpoint} {settings.dtype}"
             snapshots = await asyncio.to_thread(name_of, id, plan.request, model)
@@ -71,21 +71,21 @@ class PipelineDriver:
             raise
         finally:
             self._inside.remove(id)
-            self._connection.status.ended(id, outcome)
+            self._connection.status.report_end(id, outcome)
 
     async def _renew(self) -> None:
-        """Tell the status now and then which requests are under way: those of a driver that was killed are not."""
+        """Tell the status repeatedly which requests are under way, so that it forgets those of a killed driver."""
         while self._inside:
             await asyncio.sleep(RENEW_S)
-            self._connection.status.requests(self._name, list(self._inside))
+            self._connection.status.report_requests(self._name, list(self._inside))
 
     async def forget(self, id: str) -> None:
-        """Delete the snapshots of a request, whose video or failure is durable by now."""
+        """Delete the snapshots of a request whose video or failure is durable by now."""
         if (kept := self._kept.pop(id, None)) is not None:
             snapshots, scope = kept
-            scope.finish()  # first: a slice that still writes one deletes it then
+            scope.finish()  # First, so that a slice that still writes a snapshot deletes it afterwards.
             await asyncio.to_thread(delete_snapshots, self._connection.snapshots.delete, snapshots)
 
     def close(self) -> None:
-        """Let go of the pools; before `ray.shutdown`."""
+        """Release the pools; to be called before `ray.shutdown`."""
         self._connection.close()

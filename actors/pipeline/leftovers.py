@@ -1,4 +1,4 @@
-"""Snapshots that nobody resumes: of a driver that was killed between a video's record and the end of its snapshots."""
+"""Snapshots that nobody resumes, because their driver was killed after a video's record and before their deletion."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -15,11 +15,13 @@ log = logging.getLogger(__name__)
 def delete_leftovers(settings: PipelineSettings, done: Callable[[], Mapping[str, Callable[[], RequestPlan]]]) -> int:
     """Delete the snapshots of requests whose videos are durable.
 
-    Snapshots of another request of the same id stay: it may be under way. What can't be read or deleted stays, too.
+    Snapshots of another request with the same id stay, because it may be under way. So do those that can't be read or
+    deleted.
 
     Args:
-        settings: Of the pipeline that the requests went through.
-        done: Returns, by id, what plans a request that is done, its images included; called when there are snapshots.
+        settings: The settings of the pipeline that the requests went through.
+        done: Returns a function for each id of a finished request, which plans it, images included. It is called only
+            if there are snapshots.
 
     Returns:
         How many requests had snapshots.
@@ -40,10 +42,10 @@ def delete_leftovers(settings: PipelineSettings, done: Callable[[], Mapping[str,
 def _delete(snapshots: Snapshots, id_: str, plan: Callable[[], RequestPlan], settings: PipelineSettings) -> bool:
     try:
         name = name_of(id_, plan().request, f"{settings.checkpoint} {settings.dtype}")
-    except WanTpuError:  # an image has gone since: nobody knows whose snapshots they are
+    except WanTpuError:  # An image has gone since, so nobody knows whose snapshots these are.
         return False
-    found = False
+    deleted = False
     while (step := snapshots.newest(name)) is not None:
         snapshots.forget(name, step)
-        found = True
-    return found
+        deleted = True
+    return deleted

@@ -1,4 +1,4 @@
-"""What Ray and Serve raise when slices, replicas and objects are lost, as this package's errors."""
+"""Translates errors of Ray and Serve about lost slices, replicas and objects into this package's errors."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from actors.errors import InputLost, PipelineError, RequestFailed, StageLost
 from cluster.gang.watch import telling_line
 
-# Also that more calls wait than may: other drivers use the same pools, and whoever waits may find them free.
+# `BackPressureError` is among them, because other drivers use the same pools, which may be free after a wait.
 _LOST = (
     RayActorError,
     DeploymentUnavailableError,
@@ -20,8 +20,8 @@ _LOST = (
 
 
 @contextlib.contextmanager
-def losses_explained() -> Iterator[None]:
-    """Raise what a stage raised without Ray's wrapping, Ray's own errors as `StageLost`, `InputLost` or failures."""
+def explain_losses() -> Iterator[None]:
+    """Raise a stage's error without Ray's wrapping, and Ray's own as `StageLost`, `InputLost` or `RequestFailed`."""
     try:
         yield
     except _LOST as error:

@@ -1,4 +1,4 @@
-"""One request on its way through the pools: what is lost is done again, from the newest snapshot."""
+"""One request on its way through the pools; after a loss, it continues from its newest snapshot."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from actors.errors import InputLost, RequestFailed, StageFailed, StageLost, Stag
 from actors.observe.logs import log_event
 from actors.observe.span import Span
 from actors.pipeline.connection import PipelineConnection
-from actors.pipeline.losses import losses_explained
+from actors.pipeline.losses import explain_losses
 from actors.slices.messages import InputsTaken, SliceRequest, StageResult
 from actors.slices.payloads import EncodedVideo, unpack
 from actors.slices.references import RefHandle, RequestScope
@@ -23,10 +23,10 @@ from wan_tpu.storage.base import StorageError
 
 log = logging.getLogger(__name__)
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # before a stage is tried again
-OUTAGE_S = 600.0  # A request waits so long for the storage of snapshots: it has one, for all that is known.
-ADAPTERS_S = 30.0  # A pool that hasn't looked at a request's adapters by then refuses them when it needs them.
-MAX_MOVES = 600  # A request that is sent on so often, and gets nowhere, is given up: each takes a second.
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # Seconds before a stage is tried again, growing from attempt to attempt.
+OUTAGE_S = 600.0  # A request waits this long for the storage of snapshots, because it may have one.
+ADAPTERS_S = 30.0  # A pool that hasn't checked a request's adapters by then refuses bad ones when it needs them.
+MAX_MOVES = 600  # A request that was sent on this often without progress is given up; each move takes a second.
 
 
 class RequestRun:
@@ -42,34 +42,44 @@ class RequestRun:
         scope: RequestScope,
         snapshots: str,
     ) -> None:
-        """scope: where its payloads wait between two stages; snapshots: their name, by `name_of`."""
+        """Take a request through a pipeline.
+
+        Args:
+            connection: The pipeline.
+            key: The caller's name for the request.
+            plan: The request's plan.
+            on_event: Called with spans.
+            priority: The higher goes first.
+            scope: Where the request's payloads wait between two stages.
+            snapshots: The name of its snapshots, from `name_of`.
+        """
         self._connection, self._key, self._plan, self._scope = connection, key, plan, scope
         self.snapshots = snapshots
         self._sent = SliceRequest(key, plan.without_image(), scope, self.snapshots, priority, time.time())
         self._on_event = on_event
         self._refused = False
-        self._attempts = self._moves = 0  # since something was done that hadn't been done before
+        self._attempts = self._moves = 0  # Since the last progress.
         self._done: set[tuple[str, int | None]] = set()
         self._adapters_checked = not plan.request.loras
         self._machine = StageMachine(plan)
-        self._encoded: dict[Encode, RefHandle] = {}  # What the machine has as encoded.
-        self._state: RefHandle | None = None  # Handed over by a pool, until the next has it on its devices.
-        self._warnings: set[str] = set()  # Sorted in the end: text and image are encoded at the same time.
+        self._encoded: dict[Encode, RefHandle] = {}  # The inputs that the machine knows as encoded.
+        self._state: RefHandle | None = None  # Handed over by one pool, until the next has it on its devices.
+        self._warnings: set[str] = set()  # Sorted at the end, because text and image are encoded at the same time.
 
     async def run(self) -> GeneratedVideo:
-        """Go through all stages; after a loss, go on from the newest snapshot."""
+        """Go through all stages, and after a loss continue from the newest snapshot."""
         while True:
             try:
                 return GeneratedVideo(await self._go_through(), tuple(sorted(self._warnings)))
             except RequestFailed as failed:
                 if not failed.elsewhere or self._refused:
                     raise
-                self._refused = True  # by one slice, which may be alone with it
+                self._refused = True  # By one slice, while another may accept it.
                 self._avoid(failed.replica)
                 await asyncio.sleep(FIRST_WAIT_S)
             except (StageLost, InputLost) as lost:
                 self._avoid(getattr(lost, "replica", None))
-                if isinstance(lost, InputLost):  # one of them: all that was handed over is made again
+                if isinstance(lost, InputLost):  # Any payload may be the lost one, so all are computed again.
                     self._drop_inputs()
                     self._scope.drop(self._state)
                     self._state = None
@@ -80,8 +90,8 @@ class RequestRun:
             self._sent = dataclasses.replace(self._sent, avoid=self._sent.avoid | {replica})
 
     async def _go_through(self) -> bytes:
-        """Do what the stage machine says until there is a video."""
-        if self._state is None:  # Else the pool before has left it, and nothing has had it since.
+        """Run the operations of the stage machine until there is a video."""
+        if self._state is None:  # Else the pool before has handed over a state that nobody has taken yet.
             self._machine = self._machine.at_step(await self._newest_snapshot())
         while True:
             match self._machine.next:
@@ -96,7 +106,7 @@ class RequestRun:
         until, pause_s = time.monotonic() + OUTAGE_S, FIRST_WAIT_S
         while True:
             try:
-                found = await asyncio.to_thread(self._connection.snapshots.newest, self.snapshots)
+                step = await asyncio.to_thread(self._connection.snapshots.newest, self.snapshots)
                 break
             except StorageError as error:
                 if time.monotonic() > until:
@@ -104,49 +114,49 @@ class RequestRun:
                 log.warning("%s: there is no telling how far it was: %s", self._key, error)
             await asyncio.sleep(pause_s)
             pause_s = min(LONGEST_WAIT_S, 2 * pause_s)
-        if found is not None:
-            log_event(log, "goes on", job=self._key, step=found)
-        return found
+        if step is not None:
+            log_event(log, "goes on", job=self._key, step=step)
+        return step
 
     async def _denoise(self, stage: str) -> None:
-        """Have one pool run all steps that it can, from the state that is there or else from the snapshot."""
+        """Have one pool run all steps that it can, from the state handed over or else from the snapshot."""
         state, steps = self._state, self._plan.request.steps
         pool = self._connection.layout.pool_of(stage)
         texts: list[RefHandle | None] = [self._encoded[EncodeText(prompt)] for prompt in self._plan.prompts]
         inputs = [*[*texts, None][:2], self._encoded.get(EncodeImage())]
 
-        def prepared() -> None:
+        def drop_payloads() -> None:
             self._scope.drop(state)
             self._state = None
-            # Encoded again if this fails, which is less than what holding it all the time would cost the store.
+            # If this fails they are encoded again, which costs less than holding them in the store all the time.
             if not self._machine.needs_inputs_beyond(pool.stages):
                 self._drop_inputs()
 
-        slices = self._connection.stream(stage, self._plan.shapes[stage])
+        slices = self._connection.open_stream(stage, self._plan.shapes[stage])
         events = slices.denoise.remote(self._sent, inputs, state, self._machine.step)
-        made = await self._follow(stage, events, prepared)
-        assert made.step is not None
-        self._state = made.handle
-        self._machine = self._machine.at_step(made.step, is_finished=made.step == steps)
+        result = await self._follow(stage, events, drop_payloads)
+        assert result.step is not None
+        self._state = result.handle
+        self._machine = self._machine.at_step(result.step, is_finished=result.step == steps)
 
     async def _decode(self) -> bytes:
         latents = self._state
         assert latents is not None
-        pool = self._connection.stream(DECODER, self._plan.shapes[DECODER])
+        pool = self._connection.open_stream(DECODER, self._plan.shapes[DECODER])
         video = await self._follow(DECODER, pool.decode.remote(self._sent, latents))
         try:
-            with losses_explained():
+            with explain_losses():
                 [ref] = await self._scope.get(video.handle)
                 assert ref is not None
                 content = unpack(await ref)
-        except InputLost as lost:  # the video; the latents of it are still there
+        except InputLost as lost:  # The video is lost, but its latents are still there.
             raise StageLost(str(lost)) from None
         self._scope.drop(latents)
         assert isinstance(content, EncodedVideo)
         return content.mp4.tobytes()
 
     async def _check_adapters(self) -> None:
-        """Have every pool that will use the request's adapters look at them, which the driver may not see."""
+        """Have every pool that will use the request's adapters check them, because the driver may not reach them."""
         pools = {self._connection.layout.pool_of(expert.stage).name: expert.stage for expert in self._plan.experts}
         try:
             with contextlib.suppress(TimeoutError):
@@ -157,9 +167,9 @@ class RequestRun:
             raise several.exceptions[0] from None
 
     async def _check_adapters_at(self, stage: str) -> None:
-        events = self._connection.stream(stage, self._plan.shapes[stage]).check_adapters.remote(self._sent)
+        events = self._connection.open_stream(stage, self._plan.shapes[stage]).check_adapters.remote(self._sent)
         try:
-            with losses_explained():
+            with explain_losses():
                 async for _ in events:
                     pass
         except asyncio.CancelledError:
@@ -167,23 +177,23 @@ class RequestRun:
             raise
 
     async def _encode(self, encodings: Sequence[Operation]) -> None:
-        """Encode at the same time all that is missing, once the pools have looked at the request's adapters."""
+        """Encode all missing inputs at the same time, once the pools have checked the request's adapters."""
         if not self._adapters_checked:
             await self._check_adapters()
             self._adapters_checked = True
         try:
-            async with asyncio.TaskGroup() as group:  # when one fails, the others are cancelled
+            async with asyncio.TaskGroup() as group:  # When one task fails, the others are cancelled.
                 for encoding in encodings:
                     assert isinstance(encoding, Encode)
                     group.create_task(self._encode_one(encoding))
-        except ExceptionGroup as several:  # not `except*`: what is raised in one comes out in a group again (3.11.2)
+        except ExceptionGroup as several:  # Not `except*`, whose errors come out in a group again (Python 3.11.2).
             raise several.exceptions[0] from None
 
     async def _encode_one(self, encoding: Encode) -> None:
         if isinstance(encoding, EncodeText):
-            events = self._connection.stream(ENCODER).encode_text.remote(self._sent, encoding.prompt)
+            events = self._connection.open_stream(ENCODER).encode_text.remote(self._sent, encoding.prompt)
         else:
-            pool = self._connection.stream(ENCODER, self._plan.shapes[ENCODER])
+            pool = self._connection.open_stream(ENCODER, self._plan.shapes[ENCODER])
             events = pool.encode_image.remote(self._sent, self._plan.request)
         self._encoded[encoding] = (await self._follow(ENCODER, events)).handle
         self._machine = self._machine.after(encoding)
@@ -194,47 +204,48 @@ class RequestRun:
         self._machine = self._machine.without_inputs()
 
     async def _follow(
-        self, stage: str, events: AsyncIterator[Any], prepared: Callable[[], None] = lambda: None
+        self, stage: str, events: AsyncIterator[Any], on_inputs: Callable[[], None] = lambda: None
     ) -> StageResult:
-        """Follow a stage to its end; cancelled with this task."""
-        status, steps, made = self._connection.status, self._plan.request.steps, None
-        status.request(self._key, stage, steps=steps)
+        """Follow a stage to its end, or cancel it with this task; `on_inputs` is called when it has its inputs."""
+        status, steps, result = self._connection.status, self._plan.request.steps, None
+        status.report_request(self._key, stage, steps=steps)
         try:
-            with losses_explained():
+            with explain_losses():
                 async for event in events:
                     if isinstance(event, Span):
                         self._tell(event)
                         self._note_progress(event.stage, event.step)
                         if event.step is not None:
-                            status.request(self._key, event.stage, event.step, steps, event.seconds)
+                            status.report_request(self._key, event.stage, event.step, steps, event.seconds)
                     elif isinstance(event, InputsTaken):
-                        prepared()
-                        status.handoff(stage, event.seconds, event.nbytes)
+                        on_inputs()
+                        status.report_handoff(stage, event.seconds, event.nbytes)
                     else:
-                        made = event
+                        result = event
         except asyncio.CancelledError:
             events.cancel()  # type: ignore[attr-defined]
             raise
-        if made is None:
+        if result is None:
             raise StageLost(f"{stage} of {self._key} ended without a result")
-        self._warnings.update(made.warnings)
-        self._note_progress(f"end of {stage}", made.step)
-        return made
+        self._warnings.update(result.warnings)
+        self._note_progress(f"end of {stage}", result.step)
+        return result
 
     def _tell(self, span: Span) -> None:
-        """Tell whoever watches, whose mistakes are no reason to stop."""
+        """Pass a span on; errors of the caller's function don't stop the request."""
         try:
             self._on_event(span)
         except Exception:
             log.exception("%s: what watches it has failed", self._key)
 
-    def _note_progress(self, what: str, step: int | None) -> None:
-        if (what, step) not in self._done:
-            self._done.add((what, step))
+    def _note_progress(self, stage: str, step: int | None) -> None:
+        """Reset the count of attempts if this hadn't been reached before."""
+        if (stage, step) not in self._done:
+            self._done.add((stage, step))
             self._attempts = self._moves = 0
 
     async def _wait_after(self, lost: Exception) -> None:
-        """Wait before the next attempt; raises `RequestFailed` when there were enough that came to nothing."""
+        """Wait before the next attempt; raise `RequestFailed` after too many without progress."""
         if isinstance(lost, StageWaited):
             return
         if isinstance(lost, StageMoved) and self._moves < MAX_MOVES:
@@ -245,7 +256,7 @@ class RequestRun:
         self._attempts += 1
         reason = str(lost).splitlines()[0] if str(lost) else type(lost).__name__
         if self._attempts >= self._connection.settings.attempts:
-            if isinstance(lost, StageFailed):  # everywhere: it is the request
+            if isinstance(lost, StageFailed):  # It failed everywhere, so the request is to blame.
                 raise RequestFailed(f"failed {self._attempts} times; the last: {reason}", "error")
             raise RequestFailed(f"given up after {self._attempts} attempts at one stage; the last: {reason}", "lost")
         log.warning("%s: %s; attempt %d", self._key, reason, self._attempts + 1)

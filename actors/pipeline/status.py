@@ -1,4 +1,4 @@
-"""What `wan-tpu status` shows: pools, slices, queues and requests, as the status actor and the cluster have them."""
+"""The status that `wan-tpu status` shows: pools, slices, queues and requests, from the status actor and the cluster."""
 
 import textwrap
 import time
@@ -7,24 +7,30 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from actors.observe.status_actor import ReplicaStatus, ReportedStatus, RequestStatus, StatusActor
-from actors.pipeline.pools import find_spec, live_replicas
+from actors.pipeline.pools import find_spec, list_live_replicas
 from actors.pipeline_spec import PipelineSpec
 from cluster.inventory import SliceFound
 from cluster.layout import Pool, Replicas
 
-SHOWN = 20  # Requests, and replicas of a pool, that are listed for people.
-ON_A_LINE = 6  # Requests that are named in one line.
+MAX_SHOWN = 20  # Requests, and replicas of a pool, that are listed for people.
+MAX_ON_LINE = 6  # Requests that are named in one line.
 
 
 @dataclass(frozen=True)
 class PoolStatus:
-    """A pool.
+    """The status of a pool.
 
-    wanted      least and most replicas; replicas  by name
-    queue       requests that have reached its stages, but no slice computes them
-    step_s      mean seconds of its latest denoising steps; handoff_s, handoff_bytes  of its latest hand-offs, from the
-                object store to the devices; None where there were none
-    differing   what its replicas compute with where they aren't alike, by name and replica: their videos differ, too
+    Attributes:
+        name: The pool's name.
+        slice: The kind of its slices.
+        stages: The stages that it runs.
+        wanted: The minimum and maximum of replicas.
+        replicas: By name.
+        queue: How many requests have reached its stages without a slice that computes them.
+        step_s: Mean seconds of its latest denoising steps, or None.
+        handoff_s: Mean seconds of its latest hand-offs, from the object store to the devices, or None.
+        handoff_bytes: Mean size of its latest hand-offs, or None.
+        differing: Software that isn't the same on all replicas, by its name and replica; their videos differ, too.
     """
 
     name: str
@@ -41,12 +47,19 @@ class PoolStatus:
 
 @dataclass(frozen=True)
 class PipelineStatus:
-    """A pipeline that runs.
+    """The status of a running pipeline.
 
-    chips      "emulated" where CPU devices stand for chips, "simulated" where nothing is computed
-    requests   under way, by id, not all where there are very many; under_way  how many there are
-    waiting    how many are not in the pipeline yet; ended  how many have ended, by how
-    silent     whether the status actor doesn't answer: nothing is known then but which replicas live
+    Attributes:
+        name: The pipeline's name.
+        model: The checkpoint.
+        layout: The layout's file.
+        chips: "emulated" where CPU devices stand in for chips, "simulated" where nothing is computed.
+        pools: In the order of the layout.
+        requests: Requests under way, by id; not all if there are very many.
+        under_way: How many requests are under way.
+        waiting: How many requests are not in the pipeline yet.
+        ended: How many requests have ended, by outcome.
+        silent: Whether the status actor doesn't answer, so that only the live replicas are known.
     """
 
     name: str
@@ -61,51 +74,53 @@ class PipelineStatus:
     silent: bool = False
 
 
-def status_of(pipeline: str, slices: Sequence[SliceFound]) -> PipelineStatus | None:
-    """Return the status of a pipeline that is on this cluster, None when there is none of that name."""
+def read_status(pipeline: str, slices: Sequence[SliceFound]) -> PipelineStatus | None:
+    """Return the status of a pipeline on this cluster, or None when there is none of that name."""
     spec = find_spec(pipeline)
     if spec is None:
         return None
     actor = StatusActor.find(pipeline)
-    seen = None if actor is None else actor.latest()
-    return pipeline_status(spec, seen, slices, live_replicas(pipeline, spec.layout))
+    reported = None if actor is None else actor.read_or_none()
+    return build_status(spec, reported, slices, list_live_replicas(pipeline, spec.layout))
 
 
-def pipeline_status(
-    spec: PipelineSpec, seen: ReportedStatus | None, slices: Sequence[SliceFound], live: Set[str]
+def build_status(
+    spec: PipelineSpec, reported: ReportedStatus | None, slices: Sequence[SliceFound], live: Set[str]
 ) -> PipelineStatus:
-    """Put a pipeline's status together.
+    """Return a pipeline's status.
 
     Args:
-        spec: What the pipeline was brought up with.
-        seen: What its status actor knows, None when that doesn't answer.
-        slices: The cluster's.
-        live: Names of the replicas that are there (`pools.live_replicas`).
+        spec: The pipeline's specification.
+        reported: The reports of its status actor, or None when that doesn't answer.
+        slices: All slices of the cluster.
+        live: Names of the replicas that live (`pools.list_live_replicas`).
     """
-    silent, seen = seen is None, seen or ReportedStatus()
-    seen.replicas = {name: replica for name, replica in seen.replicas.items() if name in live}
+    silent, reported = reported is None, reported or ReportedStatus()
+    reported.replicas = {name: replica for name, replica in reported.replicas.items() if name in live}
     if silent:
-        seen.replicas = {name: _unknown(name) for name in live}
+        reported.replicas = {
+            name: ReplicaStatus(name.partition("/")[0], "", "unknown", "", (), time.time()) for name in live
+        }
     settings = spec.settings
-    unlisted = dict(seen.unlisted)
-    waiting = len(seen.requests) + unlisted.pop("waiting", 0)
-    inside = {key: request for key, request in seen.requests.items() if request.stage != "waiting"}
-    emulated = any(found.emulated for found in slices)
+    unlisted = dict(reported.unlisted)
+    waiting = len(reported.requests) + unlisted.pop("waiting", 0)
+    inside = {key: request for key, request in reported.requests.items() if request.stage != "waiting"}
+    emulated = any(slice_.emulated for slice_ in slices)
     return PipelineStatus(
         name=settings.name,
         model=settings.checkpoint,
         layout=spec.layout.source,
         chips="emulated" if settings.chips == "real" and emulated else settings.chips,
-        pools=tuple(_pool(pool, seen) for pool in spec.layout.pools),
+        pools=tuple(_build_pool(pool, reported) for pool in spec.layout.pools),
         requests=inside,
         under_way=len(inside) + sum(unlisted.values()),
         waiting=waiting - len(inside),
-        ended=dict(seen.ended),
+        ended=dict(reported.ended),
         silent=silent,
     )
 
 
-def text(status: PipelineStatus) -> str:
+def format_status(status: PipelineStatus) -> str:
     """Return a pipeline's status as lines for people."""
     now = time.time()
     note = "" if status.chips == "real" else f" ({status.chips}: the seconds are not a TPU's)"
@@ -115,80 +130,79 @@ def text(status: PipelineStatus) -> str:
     lines.append("pools")
     for pool in status.pools:
         replicas = f"{len(pool.replicas)} of {Replicas(*pool.wanted)!s:<7}"
-        lines.append(f"  {pool.name:<12} {pool.slice:<8} {replicas} queue {pool.queue:<4} {_facts(pool)}")
+        lines.append(f"  {pool.name:<12} {pool.slice:<8} {replicas} queue {pool.queue:<4} {_format_facts(pool)}")
         lines += [
-            f"    {name:<24} {textwrap.shorten(str(replica), 100, placeholder='…')}, {_since(now, replica.since)}"
-            for name, replica in list(pool.replicas.items())[:SHOWN]
+            f"    {name:<24} {textwrap.shorten(str(replica), 100, placeholder='…')}, {_format_age(now, replica.since)}"
+            for name, replica in list(pool.replicas.items())[:MAX_SHOWN]
         ]
-        if len(pool.replicas) > SHOWN:
-            rest = Counter(replica.activity for replica in list(pool.replicas.values())[SHOWN:])
+        if len(pool.replicas) > MAX_SHOWN:
+            rest = Counter(replica.activity for replica in list(pool.replicas.values())[MAX_SHOWN:])
             lines.append(f"    and {', '.join(f'{count} {activity}' for activity, count in sorted(rest.items()))}")
-        for what, values in pool.differing.items():
-            each = ", ".join(f"{value or 'nothing'} on {name}" for name, value in values.items())
-            lines.append(f"    not alike, so that their videos differ: {what} is {each}")
+        for name, values in pool.differing.items():
+            each = ", ".join(f"{value or 'nothing'} on {replica}" for replica, value in values.items())
+            lines.append(f"    not alike, so that their videos differ: {name} is {each}")
     lines.append("requests")
-    for key, request in list(status.requests.items())[:SHOWN]:
+    for key, request in list(status.requests.items())[:MAX_SHOWN]:
         steps = f"step {request.step}/{request.steps}" if request.step else ""
-        lines.append(f"  {key:<26} {request.stage:<13} {steps:<12} {_since(now, request.came)}")
-    if status.under_way > SHOWN:
-        lines.append(f"  and {status.under_way - SHOWN} more")
+        lines.append(f"  {key:<26} {request.stage:<13} {steps:<12} {_format_age(now, request.came)}")
+    if status.under_way > MAX_SHOWN:
+        lines.append(f"  and {status.under_way - MAX_SHOWN} more")
     ended = ", ".join(f"{count} {how}" for how, count in sorted(status.ended.items())) or "none ended"
     lines.append(f"  {status.under_way} under way, {status.waiting} waiting, {ended}")
     return "\n".join(lines)
 
 
-def under_way(seen: ReportedStatus) -> str:
-    """Return where the requests are, in one line."""
-    inside = {key: request for key, request in seen.requests.items() if request.stage != "waiting"}
-    parts = [f"{key} {one.stage}" + (f" {one.step}/{one.steps}" if one.step else "") for key, one in inside.items()]
-    unlisted = dict(seen.unlisted)
-    waiting = len(seen.requests) - len(parts) + unlisted.pop("waiting", 0)
-    counts = {"more": len(parts) + sum(unlisted.values()) - ON_A_LINE, "waiting": waiting}
-    return " · ".join(parts[:ON_A_LINE] + [f"{count} {what}" for what, count in counts.items() if count > 0])
+def describe_requests(reported: ReportedStatus) -> str:
+    """Return in one line where the requests are."""
+    parts = [
+        f"{key} {request.stage}" + (f" {request.step}/{request.steps}" if request.step else "")
+        for key, request in reported.requests.items()
+        if request.stage != "waiting"
+    ]
+    unlisted = dict(reported.unlisted)
+    waiting = len(reported.requests) - len(parts) + unlisted.pop("waiting", 0)
+    counts = {"more": len(parts) + sum(unlisted.values()) - MAX_ON_LINE, "waiting": waiting}
+    return " · ".join(parts[:MAX_ON_LINE] + [f"{count} {name}" for name, count in counts.items() if count > 0])
 
 
-def _pool(pool: Pool, seen: ReportedStatus) -> PoolStatus:
-    replicas = {name: replica for name, replica in sorted(seen.replicas.items()) if replica.pool == pool.name}
-    here = [key for key, request in seen.requests.items() if request.stage in pool.stages]
+def _build_pool(pool: Pool, reported: ReportedStatus) -> PoolStatus:
+    replicas = {name: replica for name, replica in sorted(reported.replicas.items()) if replica.pool == pool.name}
+    here = [key for key, request in reported.requests.items() if request.stage in pool.stages]
     computed = {key for replica in replicas.values() for _, key in replica.work}
-    steps = [seconds for stage in pool.stages for seconds in seen.step_s.get(stage, ())]
-    handoffs = [handoff for stage in pool.stages for handoff in seen.handoffs.get(stage, ())]
+    steps = [seconds for stage in pool.stages for seconds in reported.step_s.get(stage, ())]
+    handoffs = [handoff for stage in pool.stages for handoff in reported.handoffs.get(stage, ())]
     return PoolStatus(
         name=pool.name,
         slice=str(pool.slice),
         stages=pool.stages,
         wanted=(pool.replicas.minimum, pool.replicas.maximum),
         replicas=replicas,
-        queue=sum(key not in computed for key in here) + sum(seen.unlisted.get(stage, 0) for stage in pool.stages),
-        step_s=_mean(steps),
-        handoff_s=_mean([seconds for seconds, _ in handoffs]),
-        handoff_bytes=_mean([nbytes for _, nbytes in handoffs]),
-        differing=_differing({name: one.software for name, one in replicas.items() if one.software}),
+        queue=sum(key not in computed for key in here) + sum(reported.unlisted.get(stage, 0) for stage in pool.stages),
+        step_s=_average(steps),
+        handoff_s=_average([seconds for seconds, _ in handoffs]),
+        handoff_bytes=_average([nbytes for _, nbytes in handoffs]),
+        differing=_find_differing({name: replica.software for name, replica in replicas.items() if replica.software}),
     )
 
 
-def _differing(software: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """Return what replicas compute with where it isn't the same for all, by its name and replica."""
-    names = sorted({name for found in software.values() for name in found})
-    values = {name: {replica: found.get(name, "") for replica, found in software.items()} for name in names}
-    return {name: found for name, found in values.items() if len(set(found.values())) > 1}
+def _find_differing(software: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Return the software that isn't the same on all replicas, by its name and replica."""
+    names = sorted({name for versions in software.values() for name in versions})
+    by_name = {name: {replica: versions.get(name, "") for replica, versions in software.items()} for name in names}
+    return {name: versions for name, versions in by_name.items() if len(set(versions.values())) > 1}
 
 
-def _unknown(name: str) -> ReplicaStatus:
-    return ReplicaStatus(name.partition("/")[0], "", "unknown", "", (), time.time())
-
-
-def _since(now: float, moment: float) -> str:
-    """Return how long ago a moment on another machine's clock was, which may be ahead."""
+def _format_age(now: float, moment: float) -> str:
+    """Return how long ago a moment was by another machine's clock, which may be ahead."""
     return f"{max(0.0, now - moment):.0f} s"
 
 
-def _facts(pool: PoolStatus) -> str:
+def _format_facts(pool: PoolStatus) -> str:
     facts = [] if pool.step_s is None else [f"{pool.step_s:.3g} s a step"]
     if pool.handoff_s is not None and pool.handoff_bytes is not None:
         facts.append(f"hand-off {pool.handoff_s * 1000:.0f} ms, {pool.handoff_bytes / 1e6:.2f} MB")
     return ", ".join([*facts, "+".join(pool.stages)])
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _average(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None

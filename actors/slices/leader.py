@@ -83,7 +83,7 @@ class SliceLeader:
             FailureTracker(self._around.replica, self._replace),
             self._report_work,
         )
-        self._status.started(self._pool, self._start_s)
+        self._status.report_start(self._pool, self._start_s)
         took_s, phases = time.monotonic() - start, ", ".join(f"{p} in {s:.1f} s" for p, s in self._start_s.items())
         self._report("idle", f"ready after {took_s:.1f} s: {phases}")
         log.info("%s leads %s, ready after %.1f s: %s", self._name, self._where, took_s, phases)
@@ -110,14 +110,14 @@ class SliceLeader:
                 refused = isinstance(cause, InvalidInput)  # It would be refused again.
                 self._report("refused" if refused else "failed", str(cause if refused else error))
                 raise  # The report stays, for whoever waits for this pool.
-            resources.callback(self._status.gone, self._name)
+            resources.callback(self._status.report_gone, self._name)
             self._resources = resources.pop_all()
 
     async def _renew_report(self) -> None:
         """Repeat the last report before the status forgets it."""
         while True:
             await asyncio.sleep(RENEW_S)
-            self._status.replica(self._name, self._reported)
+            self._status.report_replica(self._name, self._reported)
 
     def _load(self) -> None:
         """Have the hosts read their weights, and compile the programs of `warm_up` ahead of the first request."""
@@ -218,7 +218,7 @@ class SliceLeader:
     async def check_health(self) -> None:
         """End this leader when its slice is gone, or drained with nothing running on it; begin a drain that is due."""
         await self._slice.run(self._hosts.check)
-        self._status.replica(self._name, self._reported)  # A status actor that was restarted knows nothing.
+        self._status.report_replica(self._name, self._reported)  # A status actor that was restarted knows nothing.
         if self._drain.is_over:
             self._close()
         elif (left_s := await self._seconds_left()) is not None:
@@ -265,7 +265,7 @@ class SliceLeader:
             return
         work = () if self._runner is None else tuple(self._runner.work)
         self._reported = ReplicaStatus(self._pool, self._where, activity, detail, work, time.time(), self._software)
-        self._status.replica(self._name, self._reported)
+        self._status.report_replica(self._name, self._reported)
 
     def _end_lost(self, lost: SliceLost) -> StageLost:
         """End because the slice is lost; return the error for its callers."""
@@ -289,5 +289,5 @@ class SliceLeader:
             self._ended = True
             # Requests that come before the end are sent on, at no cost: the loss has used up an attempt already.
             self._drain.begin(0.0)
-            self._status.gone(self._name)
+            self._status.report_gone(self._name)
             asyncio.get_running_loop().call_later(END_DELAY_S, self._around.end_process)

@@ -3,7 +3,7 @@
 import pytest
 from ray.util.metrics import Counter, Gauge
 
-from actors.observe.meters import NOUGHT_S, BatchMeters, ChipMeters, PipelineMeters
+from actors.observe.meters import ZERO_S, BatchMeters, ChipMeters, PipelineMeters
 
 
 @pytest.fixture
@@ -23,27 +23,21 @@ def recorded(monkeypatch):
 
 @pytest.mark.parametrize("seconds", [-3.0, float("nan"), float("inf"), 0.0])
 def test_duration_that_a_set_clock_made_is_left_out(seconds, recorded):
-    BatchMeters({"decoder": 8}, {"decoder": 2.7}).spent("decoder", seconds)
-    PipelineMeters().started("decoder", {"read": seconds})
+    BatchMeters({"decoder": 8}, {"decoder": 2.7}).count_compute("decoder", seconds)
+    PipelineMeters().count_start("decoder", {"read": seconds})
     assert [name for name, _, _ in recorded] == ["wan_starts"]
 
 
 def test_figures_that_cannot_be_counted_are_logged(caplog):
     meters = PipelineMeters()
-    meters.gone(None)  # Ray's labels are texts
-    meters.ended(7)
+    meters.count_gone(None)  # Ray's labels are texts
+    meters.count_end(7)
     meters.show({("a", None): 1}, {})
-    BatchMeters({}, {}).lines(["done"], None)
-    BatchMeters({"a": None}, {}).spent("a", 1.0)
+    BatchMeters({}, {}).show_lines(["done"], None)
+    BatchMeters({"a": None}, {}).count_compute("a", 1.0)
     ChipMeters(("a",)).show({"unknown": ["1"]})
-    assert [record.getMessage().rpartition(".")[2] for record in caplog.records] == [
-        "gone",
-        "ended",
-        "show",
-        "lines",
-        "spent",
-        "show",
-    ]
+    names = [record.getMessage().rpartition(".")[2] for record in caplog.records]
+    assert names == ["count_gone", "count_end", "show", "show_lines", "count_compute", "show"]
 
 
 def test_chip_without_a_number_does_not_hide_the_others(recorded):
@@ -63,5 +57,5 @@ def test_labels_that_vanish_are_nought_for_a_while_and_then_gone(recorded):
     assert shown({("experts", "idle"): 2}) == {("experts", "idle"): 2}
     now[0] = 1.0
     assert shown({("experts", "busy"): 2}) == {("experts", "idle"): 0, ("experts", "busy"): 2}
-    now[0] = NOUGHT_S + 0.5
+    now[0] = ZERO_S + 0.5
     assert shown({("experts", "busy"): 2}) == {("experts", "busy"): 2}

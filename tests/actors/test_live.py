@@ -7,7 +7,7 @@ import time
 from actors.observe import console as live
 from actors.observe.console import LiveConsole
 from actors.observe.status_actor import ReportedStatus, RequestStatus
-from actors.pipeline.status import under_way
+from actors.pipeline.status import describe_requests
 
 
 def test_lines_come_with_news_and_never_stop(monkeypatch, capsys):
@@ -23,7 +23,7 @@ def test_lines_come_with_news_and_never_stop(monkeypatch, capsys):
         time.sleep(0.3)
         bar.close()
         logging.getLogger("actors.pipeline.driver").warning("cat-1: a slice was lost")
-        shown.line("done")
+        shown.print_line("done")
     lines = [line.partition(" s  ")[2] for line in capsys.readouterr().err.splitlines()]
     assert 2 <= lines.count("reads weights") <= 5
     assert any(
@@ -38,7 +38,7 @@ def test_work_goes_on_when_its_terminal_is_gone(monkeypatch):
     monkeypatch.setattr(live.sys, "stderr", full)
     with LiveConsole() as shown:
         logging.getLogger("actors.pipeline.driver").warning("cat-1: a slice was lost")
-        shown.line("done")
+        shown.print_line("done")
         monkeypatch.setattr(live, "SILENCE_S", 0.0)
         shown.tell("reads weights")
         time.sleep(0.1)
@@ -50,6 +50,6 @@ def test_work_goes_on_when_its_terminal_is_gone(monkeypatch):
 def test_where_requests_are_fits_on_a_line():
     seen = ReportedStatus(requests={f"cat-{i}": RequestStatus(0.0, "denoise_low", i, 8) for i in range(1, 9)})
     seen.requests["late"] = RequestStatus(0.0)
-    assert under_way(seen).startswith("cat-1 denoise_low 1/8 · cat-2 denoise_low 2/8 · ")
-    assert under_way(seen).endswith(" · 2 more · 1 waiting")
-    assert under_way(ReportedStatus()) == ""
+    assert describe_requests(seen).startswith("cat-1 denoise_low 1/8 · cat-2 denoise_low 2/8 · ")
+    assert describe_requests(seen).endswith(" · 2 more · 1 waiting")
+    assert describe_requests(ReportedStatus()) == ""

@@ -68,11 +68,11 @@ def test_operators_see_starts_replicas_requests_batches_and_chips(tmp_path, monk
             load = asyncio.run(made())
             batch = BatchMeters({"denoise_high": 8}, {"denoise_high": 2.7})
             for span in load.spans:
-                batch.spent(span.stage, span.seconds)
+                batch.count_compute(span.stage, span.seconds)
             chips = ChipMeters(("encoder", "decoder"))
 
             def shown():
-                batch.lines(["done", "done", "failed"], 5)
+                batch.show_lines(["done", "done", "failed"], 5)
                 chips.show({"duty_cycle_pct": ["12.50", "99.00"], "hbm_capacity_usage": ["1024", "2048"]})
                 time.sleep(2.5)
                 seen = figures()

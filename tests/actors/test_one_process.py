@@ -9,7 +9,7 @@ import pytest
 from actors.batch.one_process import OneProcessEngine
 from actors.commands.batch import batch
 from actors.engine import GeneratedVideo
-from actors.observe.timeline import figures_of
+from actors.observe.timeline import compute_figures
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, InvalidInput, cli
 from wan_tpu.storage.opening import open_storage
@@ -44,7 +44,7 @@ def test_it_makes_what_the_pipeline_makes(engine, pipeline, tmp_path):
     assert 0 < len(high) < 4
     assert {span.chips for span in spans} == {"emulated"}
     assert all(span.seconds > 0 for span in spans)
-    figures = figures_of(spans)
+    figures = compute_figures(spans)
     assert 0 < figures.busy["this process"] < 1  # reading weights and compiling don't count
     assert figures.overlap == 0
 

@@ -12,7 +12,7 @@ import ray
 
 from actors.errors import PipelineExists
 from actors.observe.status_actor import ReplicaStatus, StatusActor, StatusSilent
-from actors.pipeline.claim import _Claim, claimed
+from actors.pipeline.claim import _Claim, claim_start
 from cluster.connect import connect, leave
 from cluster.draining import draining_for
 from cluster.emulation import ray_nodes
@@ -53,44 +53,44 @@ def stopped(cluster, what):
 
 def test_status_actor_that_is_silent_stops_nobody(cluster):
     status = StatusActor.create("quiet", SPEC)
-    status.replica("all/0", ReplicaStatus("all", "", "idle", "", (), time.time()))
-    wait_for(lambda: status.seen().replicas, "the first report")
+    status.report_replica("all/0", ReplicaStatus("all", "", "idle", "", (), time.time()))
+    wait_for(lambda: status.read().replicas, "the first report")
     with stopped(cluster, "_StatusActor"):
         start = time.monotonic()
         with pytest.raises(StatusSilent, match="status of pipeline 'quiet' can't be read now"):
-            status.seen(timeout_s=0.5)
-        assert status.latest(timeout_s=0.5) is None
+            status.read(timeout_s=0.5)
+        assert status.read_or_none(timeout_s=0.5) is None
         for number in range(3000):  # more than may wait for it
-            status.requests("driver", [f"cat-{number}"])
+            status.report_requests("driver", [f"cat-{number}"])
         assert time.monotonic() - start < 10
-    wait_for(lambda: status.latest(timeout_s=1.0), "the status actor")
-    status.requests("driver", ["dog"])
-    wait_for(lambda: set(status.seen().requests) == {"dog"}, "the latest report")
+    wait_for(lambda: status.read_or_none(timeout_s=1.0), "the status actor")
+    status.report_requests("driver", ["dog"])
+    wait_for(lambda: set(status.read().requests) == {"dog"}, "the latest report")
     status.close()
 
 
 def test_one_process_at_a_time_brings_a_pipeline_up(cluster):
-    with claimed("mine"), pytest.raises(PipelineExists, match="'mine' is being brought up"), claimed("mine"):
+    with claim_start("mine"), pytest.raises(PipelineExists, match="'mine' is being brought up"), claim_start("mine"):
         pass
-    with claimed("mine"), claimed("other"):
+    with claim_start("mine"), claim_start("other"):
         pass
 
 
 def test_claim_ends_with_its_process(cluster):
     code = (
-        "import sys, time; from cluster.connect import connect; from actors.pipeline.claim import claimed\n"
+        "import sys, time; from cluster.connect import connect; from actors.pipeline.claim import claim_start\n"
         f"connect({cluster.address!r})\n"
-        "with claimed('theirs'): print('claimed', flush=True); time.sleep(600)"
+        "with claim_start('theirs'): print('claimed', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "claimed\n"
-    with pytest.raises(PipelineExists), claimed("theirs"):
+    with pytest.raises(PipelineExists), claim_start("theirs"):
         pass
     process.kill()
     process.wait()
 
     def free():
-        with contextlib.suppress(PipelineExists), claimed("theirs"):
+        with contextlib.suppress(PipelineExists), claim_start("theirs"):
             return True
         return False
 

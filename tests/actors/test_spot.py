@@ -143,7 +143,7 @@ def test_hosts_come_and_go_and_no_step_is_done_twice(cluster, spec):
             made.append(running.start(f"video-{len(made)}", REQUEST))
         cloud.look()
         if cloud.dark:
-            replicas = StatusActor.connect(spec.settings.name).seen().replicas.values()
+            replicas = StatusActor.connect(spec.settings.name).read().replicas.values()
             said.update(one.pool for one in replicas if "waits for a free" in one.detail)
             cloud.noticed = said == {pool.name for pool in spec.layout.pools}
         time.sleep(0.2)

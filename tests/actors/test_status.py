@@ -4,7 +4,7 @@ import time
 
 from actors.commands.status import MAX_GONE, _listed
 from actors.observe.status_actor import ReplicaStatus, ReportedStatus, RequestStatus
-from actors.pipeline.status import SHOWN, pipeline_status, text, under_way
+from actors.pipeline.status import MAX_SHOWN, build_status, describe_requests, format_status
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.inventory import HostFound, SliceFound
 from cluster.layout import Layout
@@ -17,26 +17,28 @@ SPEC = PipelineSpec(LAYOUT, PipelineSettings("model", "snapshots"), preset_spec(
 
 def status_with(*software):
     replicas = {
-        f"all/{i}": ReplicaStatus("all", "", "idle", "", (), time.time(), one) for i, one in enumerate(software)
+        f"all/{i}": ReplicaStatus("all", "", "idle", "", (), time.time(), versions)
+        for i, versions in enumerate(software)
     }
-    return pipeline_status(SPEC, ReportedStatus(replicas=replicas), [], set(replicas))
+    return build_status(SPEC, ReportedStatus(replicas=replicas), [], set(replicas))
 
 
 def test_replicas_that_differ_are_named():
-    found = status_with({"jax": "1", "XLA_FLAGS": "--fast"}, {"jax": "1", "XLA_FLAGS": ""})
-    assert found.pools[0].differing == {"XLA_FLAGS": {"all/0": "--fast", "all/1": ""}}
-    assert "not alike, so that their videos differ: XLA_FLAGS is --fast on all/0, nothing on all/1" in text(found)
+    status = status_with({"jax": "1", "XLA_FLAGS": "--fast"}, {"jax": "1", "XLA_FLAGS": ""})
+    assert status.pools[0].differing == {"XLA_FLAGS": {"all/0": "--fast", "all/1": ""}}
+    difference = "not alike, so that their videos differ: XLA_FLAGS is --fast on all/0, nothing on all/1"
+    assert difference in format_status(status)
 
 
 def test_replicas_that_are_alike_are_not():
-    found = status_with({"jax": "1"}, {"jax": "1"})
-    assert not found.pools[0].differing and "not alike" not in text(found)
+    status = status_with({"jax": "1"}, {"jax": "1"})
+    assert not status.pools[0].differing and "not alike" not in format_status(status)
 
 
 def test_status_is_there_though_its_actor_is_silent():
-    found = pipeline_status(SPEC, None, [], {"all/0", "all/1"})
-    assert found.silent and list(found.pools[0].replicas) == ["all/0", "all/1"]
-    shown = text(found)
+    status = build_status(SPEC, None, [], {"all/0", "all/1"})
+    assert status.silent and list(status.pools[0].replicas) == ["all/0", "all/1"]
+    shown = format_status(status)
     assert "its status actor doesn't answer" in shown and "unknown" in shown
 
 
@@ -44,23 +46,23 @@ def test_many_replicas_and_requests_are_counted():
     replicas = {f"all/{i:03}": ReplicaStatus("all", "", "idle", "", (), time.time()) for i in range(250)}
     requests = {f"cat-{i}": RequestStatus(time.time(), "denoise") for i in range(50)}
     seen = ReportedStatus(replicas=replicas, requests=requests, unlisted={"denoise": 7, "waiting": 1000})
-    found = pipeline_status(SPEC, seen, [], set(replicas))
-    assert (found.under_way, found.waiting, found.pools[0].queue) == (57, 1000, 57)
-    shown = text(found)
-    assert len(shown.splitlines()) < 2 * SHOWN + 10
+    status = build_status(SPEC, seen, [], set(replicas))
+    assert (status.under_way, status.waiting, status.pools[0].queue) == (57, 1000, 57)
+    shown = format_status(status)
+    assert len(shown.splitlines()) < 2 * MAX_SHOWN + 10
     assert "    and 230 idle" in shown and "57 under way, 1000 waiting" in shown
-    assert under_way(seen).endswith(" · 51 more · 1000 waiting")
+    assert describe_requests(seen).endswith(" · 51 more · 1000 waiting")
 
 
 def test_replica_whose_clock_is_ahead_was_not_seen_in_the_future():
     replicas = {"all/0": ReplicaStatus("all", "", "idle", "", (), time.time() + 100)}
-    assert "idle, 0 s" in text(pipeline_status(SPEC, ReportedStatus(replicas=replicas), [], set(replicas)))
+    assert "idle, 0 s" in format_status(build_status(SPEC, ReportedStatus(replicas=replicas), [], set(replicas)))
 
 
 def test_slices_that_are_gone_are_counted():
     spec, host = SliceSpec("v6e-1"), HostFound(0, "node", "10.0.0.1", None)
-    there = [SliceFound(f"b-{i}", spec.pod_type, spec, (host,), None) for i in range(3)]
+    present = [SliceFound(f"b-{i}", spec.pod_type, spec, (host,), None) for i in range(3)]
     gone = [SliceFound(f"a-{i:03}", spec.pod_type, spec, (), None) for i in range(250)]
-    listed, more = _listed(gone + there)
-    assert [one.name for one in listed] == [one.name for one in gone[:MAX_GONE] + there]
+    listed, more = _listed(gone + present)
+    assert [slice_.name for slice_ in listed] == [slice_.name for slice_ in gone[:MAX_GONE] + present]
     assert more == 250 - MAX_GONE

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from actors.observe.span import Span
-from actors.observe.timeline import chrome_trace, computing, figures_of, labels, tracks
+from actors.observe.timeline import assign_letters, build_trace, compute_figures, count_computing, list_tracks
 from actors.observe.timeline_picture import draw
 
 START = 1_790_000_000.0
@@ -38,41 +38,41 @@ SPANS = [
 
 
 def test_figures():
-    figures = figures_of(SPANS)
+    figures = compute_figures(SPANS)
     assert figures.wall_s == pytest.approx(10)
     assert figures.busy == pytest.approx({"encoder/0": 0.2, "high/0": 0.55, "low/0": 0.4})
     assert figures.overlap == pytest.approx((0.5 + 2) / 10)  # 2.5 to 3 and 6 to 8
-    assert sum(seconds for seconds, _ in computing(SPANS)) == pytest.approx(10)
+    assert sum(seconds for seconds, _ in count_computing(SPANS)) == pytest.approx(10)
     assert figures.chips == "real"
 
 
 def test_nothing_happened():
-    assert figures_of([]).wall_s == 0
-    assert json.loads(chrome_trace([]))["traceEvents"] == []
+    assert compute_figures([]).wall_s == 0
+    assert json.loads(build_trace([]))["traceEvents"] == []
     with pytest.raises(ValueError, match="no spans"):
         draw([])
 
 
 def test_figures_say_what_is_not_real():
     emulated = [dataclasses.replace(one, chips="emulated") for one in SPANS]
-    assert "emulated: CPU devices stand in for chips" in figures_of(emulated).text()
+    assert "emulated: CPU devices stand in for chips" in compute_figures(emulated).summarize()
     mixed = [*emulated, dataclasses.replace(SPANS[0], chips="simulated")]
-    assert "simulated" in figures_of(mixed).text()
-    assert json.loads(chrome_trace(mixed))["otherData"]["chips"] == "simulated"
-    assert "simulated" not in figures_of(SPANS).text()
+    assert "simulated" in compute_figures(mixed).summarize()
+    assert json.loads(build_trace(mixed))["otherData"]["chips"] == "simulated"
+    assert "simulated" not in compute_figures(SPANS).summarize()
 
 
 def test_order_of_tracks_and_letters():
     spans = [span(f"high/{i}", "b", "compute", 1, 2) for i in (9, 8)] + [span("encoder/0", "a", "compute", 0, 1)]
-    assert [name for _, name in tracks(spans)] == ["encoder/0", "high/8", "high/9"]
+    assert [name for _, name in list_tracks(spans)] == ["encoder/0", "high/8", "high/9"]
     many = [span("high/0", f"r{i}", "compute", i, i + 1) for i in range(28)]
-    assert list(labels(many).values())[::27] == ["A", "AB"]
+    assert list(assign_letters(many).values())[::27] == ["A", "AB"]
 
 
 def test_trace_opens_in_viewers():
     """What viewers need: complete events in microseconds, named processes and threads, nothing overlapping in one."""
     overlapping = [*SPANS, span("high/0", "cat-3", "compute", 7, 9)]
-    trace = json.loads(chrome_trace(overlapping))
+    trace = json.loads(build_trace(overlapping))
     named = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     pools = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert list(pools.values()) == ["encoder", "high", "low"]

@@ -35,7 +35,7 @@ from actors.jobs.store import JobStore, open_database, make_private_key
 from actors.jobs.tables import Heartbeat, Job
 from actors.jobs.usage import read_usage
 from actors.jobs.values import Room
-from actors.observe.logs import log_event, repeated
+from actors.observe.logs import log_event, repeat
 from wan_tpu.errors import InvalidRequest, WanTpuError
 from wan_tpu.spec import ModelSpec
 from wan_tpu.storage.base import Missing, StorageError
@@ -196,7 +196,7 @@ class Service:
         async with asyncio.TaskGroup() as tasks:
             for work, every_s in ((self._send_heartbeat, HEARTBEAT_S), (self.access.refresh, REFRESH_S)):
                 in_thread = functools.partial(asyncio.to_thread, work)
-                tasks.create_task(repeated(log, "heartbeats and keys", in_thread, every_s))
+                tasks.create_task(repeat(log, "heartbeats and keys", in_thread, every_s))
 
     def _refuse_early_now(self, caller: Caller, idempotency_key: str | None) -> None:
         self._check_disk()

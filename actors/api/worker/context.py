@@ -21,7 +21,7 @@ _RECENT = 20  # jobs that completed before, from which is known what sizes take
 class WorkerEngine(Engine, Protocol):
     """An engine that may be away for a while: `actors.pipeline.client.PipelineClient`."""
 
-    async def ready(self) -> None:
+    async def check_ready(self) -> None:
         """Raise when it can't be used now; asked before the first job, and after it has failed."""
 
 

@@ -62,7 +62,7 @@ class JobWorker:
         try:
             async with self._claiming:
                 if self._doubtful:  # neither a job's attempts nor hours of slices are spent on finding out
-                    await self._tools.engine.ready()
+                    await self._tools.engine.check_ready()
                     await asyncio.to_thread(self._tools.storage.probe)
                     self._doubtful = False
                 claim, model = self._tools.queue.claim, self._tools.settings.model

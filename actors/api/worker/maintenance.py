@@ -10,7 +10,7 @@ from actors.jobs.heartbeats import remove_heartbeat, send_heartbeat
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Heartbeat
 from actors.jobs.values import is_id
-from actors.observe.logs import log_event, repeated
+from actors.observe.logs import log_event, repeat
 from actors.slices.snapshots import PARTIAL_S, Snapshots
 from wan_tpu.errors import WanTpuError
 
@@ -53,9 +53,9 @@ async def maintenance(name: str, tools: WorkerContext) -> None:
                 (send, HEARTBEAT_S),
                 (clean_up, _ORPHANS_S),
             ):
-                tasks.create_task(repeated(log, "maintenance", functools.partial(asyncio.to_thread, work), every_s))
+                tasks.create_task(repeat(log, "maintenance", functools.partial(asyncio.to_thread, work), every_s))
             if tools.webhooks is not None:
-                tasks.create_task(repeated(log, "maintenance", tools.webhooks.call_due, _WEBHOOKS_S))
+                tasks.create_task(repeat(log, "maintenance", tools.webhooks.call_due, _WEBHOOKS_S))
     finally:
         try:
             await asyncio.to_thread(remove_heartbeat, tools.database, name)

@@ -87,7 +87,7 @@ class Engine:
         self.compile_s = 0.0  # that the first step waits for its program
         self.warnings = ()
 
-    async def ready(self):
+    async def check_ready(self):
         pass
 
     async def forget(self, id):

@@ -137,7 +137,7 @@ def test_a_pipeline_that_is_away_costs_no_job(http, settings, engine, monkeypatc
 
     for module, name in ((attempt, "_PAUSE_S"), (job_worker, "_AGAIN_S")):
         monkeypatch.setattr(module, name, 0.1)
-    engine.failure, engine.ready, asked = PipelineNotFound("there is no pipeline"), ready, []
+    engine.failure, engine.check_ready, asked = PipelineNotFound("there is no pipeline"), ready, []
     job = create(http).json()["id"]
     with working(settings, engine):
         assert done(http, job)["status"] == "completed"

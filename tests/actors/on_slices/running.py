@@ -165,7 +165,7 @@ class Running:
         wanted = sum(len(s.hosts) for s in found if s.holder)
         if len(self.all_hosts()) != wanted:
             return f"{len(self.all_hosts())} processes of hosts, not {wanted}: {[title(p) for p in self.all_hosts()]}"
-        seen = StatusActor.connect(self.pipeline.spec.settings.name).seen()
+        seen = StatusActor.connect(self.pipeline.spec.settings.name).read()
         idle = sum(replica.activity == "idle" for replica in seen.replicas.values())
         if idle < len(holders):
             return f"{idle} of {len(holders)} replicas are ready: {seen.replicas}"

@@ -222,27 +222,27 @@ def test_storage_that_takes_no_snapshots_costs_no_request(running, undisturbed, 
 
 def test_a_status_actor_that_was_restarted_is_told_of_every_replica(running, spec):
     client, status = PipelineClient(spec), StatusActor.connect(spec.settings.name)
-    asyncio.run(client.ready())
+    asyncio.run(client.check_ready())
     other = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, snapshot_every=3))
-    status.changed(other)  # as a config that is applied to a running service does
+    status.replace_spec(other)  # as a config that is applied to a running service does
     [process] = [process for process in running.processes() if "_StatusActor" in title(process)]
     kill(process)
     process.wait(10)
 
     def ready():
         try:
-            asyncio.run(client.ready())
+            asyncio.run(client.check_ready())
         except PipelineError:
             return False
         return True
 
     wait_for(ready, "the pipeline")
     wait_for(
-        lambda: [bool(one.software) for one in status.seen().replicas.values()] == [True] * 4,
+        lambda: [bool(one.software) for one in status.read().replicas.values()] == [True] * 4,
         "what every replica computes with",
     )
     assert pools.find_spec(spec.settings.name).settings.snapshot_every == 3
-    status.changed(spec)
+    status.replace_spec(spec)
 
 
 @pytest.mark.long
@@ -281,17 +281,17 @@ def test_a_pool_that_waits_for_its_slice_is_taken_down_at_once(running, settings
 
     threading.Thread(target=start).start()
     wait_for(lambda: any("waits for a free v6e-16" in text for text in told), "a leader that waits")
-    for name in pools.running("late"):
+    for name in pools.list_applications("late"):
         serve.delete(name)
-    wait_for(lambda: ended and not pools.live_replicas("late", layout), "nothing is left")
+    wait_for(lambda: ended and not pools.list_live_replicas("late", layout), "nothing is left")
 
 
 def test_a_replica_that_was_refused_long_ago_stops_no_batch(running, spec):
     status = StatusActor.connect(spec.settings.name)
     refused = ReplicaStatus("low", "", "refused", "the checkpoint was damaged then", (), time.time())
-    status.replica("low/old", refused)
+    status.report_replica("low/old", refused)
     wait_until_up(spec, print)
-    status.gone("low/old")
+    status.report_gone("low/old")
 
 
 @pytest.mark.long

@@ -66,7 +66,7 @@ def leftovers(run: "Run") -> dict[str, Any]:
     run.status.refresh()
     # One whose driver was killed before it could name it is remembered for an hour.
     named = {submission.id for submission in run.submissions if not submission.is_orphaned}
-    if requests := run.status.seen().requests.keys() & named:
+    if requests := run.status.read().requests.keys() & named:
         left["said to be under way"] = sorted(requests)
     if run.bucket.content and not run.bucket.failures:
         left["snapshots"] = sorted(run.bucket.content)

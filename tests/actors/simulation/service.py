@@ -114,7 +114,7 @@ class Service:
         self._numbers += 1
         process = Process(self.world.loop, f"worker {self._numbers}")
         engine = self.run._driver(1000 + self._numbers, process).engine
-        engine.ready = self._ready  # type: ignore[attr-defined]
+        engine.check_ready = self._ready  # type: ignore[attr-defined]
 
         async def work() -> None:
             tools = await asyncio.to_thread(self._tools, engine, process)

@@ -65,7 +65,7 @@ def test_requests_leave_nothing_behind(running):
     assert set(grown) >= {"driver", "replicas", "hosts", "status", "references", "Serve controller"}
     # 12 requests between the halves' medians: payloads held by a process would be 29 MiB.
     assert max(grown.values()) < 10, grown
-    assert StatusActor.find(spec.settings.name).seen().requests == {}
+    assert StatusActor.find(spec.settings.name).read().requests == {}
     assert not list((temp / "snapshots").rglob("*.safetensors"))
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from actors.pipeline.driver import PipelineDriver
-from actors.pipeline.pools import deploy, handle, shut_down
+from actors.pipeline.pools import deploy, open_handle, shut_down
 from actors.slices.snapshots import Snapshots
 from cluster.connect import connect, leave
 from cluster.inventory import slices_found
@@ -65,7 +65,7 @@ class Making:
 
     def __init__(self, spec):
         self.pipeline = PipelineDriver(spec)
-        self._experts = handle(spec.settings.name, "experts")
+        self._experts = open_handle(spec.settings.name, "experts")
         self.spans, self.tasks, self.ended = {}, {}, []
 
     def start(self, name, seed, steps, priority=0):
