@@ -33,7 +33,7 @@ from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import open_runtime
 from wan_tpu.plan import ENCODER, RequestPlan
 from wan_tpu.request import GenerationRequest, ResolvedRequest
-from wan_tpu.runtime.processes import same_everywhere
+from wan_tpu.runtime.processes import share_first
 from wan_tpu.stage_machine import StageMachine, Step
 from wan_tpu.stages.encode import crop_warnings
 from wan_tpu.switches import OVERLAPPED, OWN, set_switches
@@ -190,7 +190,7 @@ class StageHost(HostProfile):
                     video.add(np.asarray(planes))
             if self._first:
                 video.finish()
-        failure = same_everywhere(str(video.failure or ""))
+        failure = share_first(str(video.failure or ""))
         if failure:
             raise OutputError(failure)
         return self._output((self._runtime.compile_s - before, []), lambda: mp4(video.content))

@@ -94,7 +94,7 @@ def test_shardings_that_are_the_same_are_written_the_same():
     described = AbstractMesh((1, 4), ("dp", "tp"))  # four devices nobody has here
 
     def placed(*axes):
-        return key.placed(NamedSharding(described, P(*axes)))
+        return key.describe_sharding(NamedSharding(described, P(*axes)))
 
     assert placed("tp") == placed("tp", None) == placed(("dp", "tp"))
     assert placed("dp") == placed(None, None) == placed()

@@ -22,7 +22,7 @@ from wan_tpu.families import open_spec
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.lora import Lora
 from wan_tpu.runtime.component_files import index_tensors
-from wan_tpu.runtime.tensor_files import tensors
+from wan_tpu.runtime.tensor_files import locate_tensors
 from wan_tpu.tiny import make_checkpoint
 
 KIND = "wan2.2-i2v-a14b"
@@ -131,7 +131,7 @@ def test_tensors_that_overlap_or_leave_holes_are_refused(offsets, said, tmp_path
     file = tmp_path / "x.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(max(last for _, last in offsets)))
     with pytest.raises(CheckpointError, match=said):
-        tensors(on_disk(file))
+        locate_tensors(on_disk(file))
     with pytest.raises(safetensors.SafetensorError):
         safetensors.torch.load_file(file)
 
@@ -153,7 +153,7 @@ def test_what_is_no_file_of_weights_is_named(content, said, tmp_path):
     file = tmp_path / "x.safetensors"
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=said):
-        tensors(on_disk(file))
+        locate_tensors(on_disk(file))
 
 
 def test_text_encoder_stored_under_either_tied_name(copy):
@@ -359,5 +359,5 @@ def test_tokenizer_is_trained(checkpoint):
 
 def test_tokenizer_may_know_fewer_words_than_the_text_encoder(checkpoint):
     """As diffusers takes it; none at all is what transformers makes of a missing file."""
-    with Tokenizer(checkpoint(KIND) / "tokenizer", vocabulary=250_000).opened() as tokenizer:
+    with Tokenizer(checkpoint(KIND) / "tokenizer", vocabulary=250_000).lock() as tokenizer:
         assert len(tokenizer("a cat")["input_ids"]) > 1

@@ -22,7 +22,7 @@ from wan_tpu.families.model import open_model
 from wan_tpu.families.wan.transformer import MATRICES
 from wan_tpu.lora import lora_of
 from wan_tpu.runtime import components, converted
-from wan_tpu.runtime.components import in_8_bits, load_component
+from wan_tpu.runtime.components import load_component, round_to_8_bits
 from wan_tpu.runtime.mesh import make_mesh
 
 KIND = "wan2.2-t2v-a14b"
@@ -123,7 +123,7 @@ def matrices(component, params):
 def test_what_is_not_finite_stays_so():
     value = np.array([[1, np.nan], [np.inf, 1], [0, 0], [2, -4]], np.float32)
     for kind in components.MATRICES.values():
-        values, scales = in_8_bits(value, kind)
+        values, scales = round_to_8_bits(value, kind)
         with np.errstate(invalid="ignore"):
             wide = values.astype(np.float32) * scales[:, None]
         assert not np.isfinite(wide[:2]).all(axis=1).any()
@@ -169,7 +169,7 @@ def test_adapters_are_added_to_what_8_bits_hold(checkpoint, pipeline, tmp_path):
             delta = (up.astype(np.float32) * gain[:, None] * 0.5) @ down.astype(np.float32)
             whole = wide(base, name) + delta
             values, scales = (
-                np.stack(one) for one in zip(*(in_8_bits(x, base[name].dtype) for x in whole), strict=True)
+                np.stack(one) for one in zip(*(round_to_8_bits(x, base[name].dtype) for x in whole), strict=True)
             )
             np.testing.assert_allclose(changed[f"{name}_scale"], scales, rtol=1e-5)
             step = np.abs(values.astype(np.float32)) / 8 if precision == "float8" else 1

@@ -22,7 +22,7 @@ from wan_tpu.checkpoint import Checkpoint, on_disk, weight_file
 from wan_tpu.errors import CheckpointError, InvalidInput, InvalidRequest, Unavailable
 from wan_tpu.media.image import load_image
 from wan_tpu.media.reading import read_frames
-from wan_tpu.runtime.tensor_files import Stored, tensors
+from wan_tpu.runtime.tensor_files import Stored, locate_tensors
 from wan_tpu.runtime.weights import read_tensors
 from wan_tpu.storage import base
 from wan_tpu.storage.addresses import SCHEMES
@@ -194,7 +194,7 @@ def test_weights_on_a_failing_disk_are_unavailable(tmp_path):
     file = tmp_path / "model.safetensors"
     file.symlink_to(UNREADABLE)
     with pytest.raises(Unavailable, match="can't be read now"):
-        tensors(on_disk(file))
+        locate_tensors(on_disk(file))
     with pytest.raises(Unavailable, match="can't be read now"):
         read_tensors({"a": Stored(str(file), 0, torch.float32, (4,))})
     with pytest.raises(Unavailable, match=r"adapter .*: .*model\.safetensors"):

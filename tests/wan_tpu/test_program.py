@@ -33,29 +33,31 @@ def test_one_that_fails_when_its_result_is_awaited(mesh):
 
 
 def test_it_says_when_it_compiles(mesh):
-    told = []
-    program = Program(lambda x: x + 1, mesh, exact=True, name="one more", told=told.append)
+    names = []
+    program = Program(lambda x: x + 1, mesh, exact=True, name="one more", on_compile=names.append)
     for length in (2, 2, 3):
         program(place(np.ones(length, np.float32), mesh))
-    assert told == ["one more", None] * 2
+    assert names == ["one more", None] * 2
     with pytest.raises(TypeError):
-        Program(lambda x: x + jnp.ones(3), mesh, exact=True, told=told.append)(place(np.ones(2, np.float32), mesh))
-    assert told[-1] is None
+        Program(lambda x: x + jnp.ones(3), mesh, exact=True, on_compile=names.append)(
+            place(np.ones(2, np.float32), mesh)
+        )
+    assert names[-1] is None
 
 
 def test_executables_that_are_not_used_any_more_are_dropped(mesh, monkeypatch):
     monkeypatch.setattr(program_module, "MAX_SIZES", 4)
-    told, device = [], mesh.devices.flat[0]
-    program = Program(lambda x: x + 2, mesh, exact=True, told=told.append)
+    names, device = [], mesh.devices.flat[0]
+    program = Program(lambda x: x + 2, mesh, exact=True, on_compile=names.append)
     before = device.client.live_executables()  # Of other tests: they stay as long as this does.
     for length in range(1, 10):
         program(place(np.ones(length, np.float32), mesh))
         program(place(np.ones(1, np.float32), mesh))  # used all along, so it stays
     gc.collect()
     assert len(device.client.live_executables()) - len(before) == 4
-    assert told.count(None) == 9
+    assert names.count(None) == 9
     program(place(np.ones(2, np.float32), mesh))
-    assert told.count(None) == 10
+    assert names.count(None) == 10
 
 
 def test_other_failures_stay_what_they_are(mesh):

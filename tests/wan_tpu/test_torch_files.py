@@ -9,7 +9,7 @@ import torch
 
 from wan_tpu.checkpoint import on_disk
 from wan_tpu.errors import CheckpointError, Unavailable
-from wan_tpu.runtime.torch_files import torch_tensors
+from wan_tpu.runtime.torch_files import locate_torch_tensors
 
 UNREADABLE = Path("/proc/self/mem")  # Linux answers EIO, as a failing disk does, when its first bytes are read.
 
@@ -22,7 +22,7 @@ def file(tmp_path):
 
 
 def test_tensors_lie_where_they_are_said_to(file):
-    stored = torch_tensors(on_disk(file))
+    stored = locate_torch_tensors(on_disk(file))
     assert (stored["a"].shape, stored["b"].kind) == ((2, 3), torch.bfloat16)
     content = file.read_bytes()[stored["a"].offset :][:24]
     assert torch.frombuffer(bytearray(content), dtype=torch.float32).tolist() == list(range(6))
@@ -31,7 +31,7 @@ def test_tensors_lie_where_they_are_said_to(file):
 def test_file_on_a_failing_disk_is_unavailable(tmp_path):
     (tmp_path / "model.pth").symlink_to(UNREADABLE)
     with pytest.raises(Unavailable, match=r"model\.pth can't be read now"):
-        torch_tensors(on_disk(tmp_path / "model.pth"))
+        locate_torch_tensors(on_disk(tmp_path / "model.pth"))
 
 
 def test_machine_without_file_descriptors_is_to_blame_itself(file):
@@ -40,7 +40,7 @@ def test_machine_without_file_descriptors_is_to_blame_itself(file):
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
     try:
         with pytest.raises(Unavailable, match="Too many open files"):
-            torch_tensors(found)
+            locate_torch_tensors(found)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -49,12 +49,12 @@ def test_damaged_files_are_the_callers(file):
     content = file.read_bytes()
     file.write_bytes(content[:-200])
     with pytest.raises(CheckpointError, match="cut off"):
-        torch_tensors(on_disk(file))
+        locate_torch_tensors(on_disk(file))
     directory = content.index(b"PK\x01\x02")  # where the archive's list of its files begins
     file.write_bytes(content[:directory] + b"XX" + content[directory + 2 :])
     with pytest.raises(CheckpointError, match="can't be read as weights alone"):
-        torch_tensors(on_disk(file))
+        locate_torch_tensors(on_disk(file))
     with zipfile.ZipFile(file, "w") as other:
         other.writestr("readme", "no weights")
     with pytest.raises(CheckpointError, match="can't be read as weights alone"):
-        torch_tensors(on_disk(file))
+        locate_torch_tensors(on_disk(file))

@@ -23,7 +23,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from wan_tpu.checkpoint import on_disk
 from wan_tpu.errors import CheckpointError, InvalidRequest, Unavailable
-from wan_tpu.runtime.tensor_files import metadata, tensors
+from wan_tpu.runtime.tensor_files import locate_tensors, read_metadata
 from wan_tpu.runtime.weights import read_tensors
 from wan_tpu.sources.disk import explain_disk_error
 from wan_tpu.sources.hub import explain_hub_errors
@@ -119,7 +119,7 @@ def read(file: AdapterFile, path: str) -> dict[str, ModuleChange]:
         )
     with _blamed_on(path):
         try:
-            values, config = read_tensors(tensors(file.weights)), _config(file)
+            values, config = read_tensors(locate_tensors(file.weights)), _config(file)
         except CheckpointError:
             _check_unchanged(file)  # it may be damaged only because somebody is writing it
             raise
@@ -278,7 +278,7 @@ def _parsed(name: str) -> tuple[str, str | None]:
 
 def _config(file: AdapterFile) -> dict[str, Any]:
     """Return what a header or adapter_config.json says of ranks and alpha: {} where there is neither."""
-    text = metadata(file.weights).get("lora_adapter_metadata")
+    text = read_metadata(file.weights).get("lora_adapter_metadata")
     config: Any = {}
     try:
         if text is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from wan_tpu.runtime.mesh import placed
+from wan_tpu.runtime.mesh import describe_sharding
 from wan_tpu.switches import switches
 from wan_tpu.versions import version
 
@@ -36,7 +36,7 @@ def describe_program(name: str, args: Any, mesh: Mesh, settings: str) -> dict[st
         settings: Everything else that the traced function closes over, such as the model's configuration.
     """
     leaves, tree = jax.tree.flatten(args)
-    shapes = [(tuple(leaf.shape), str(leaf.dtype), placed(leaf.sharding)) for leaf in leaves]
+    shapes = [(tuple(leaf.shape), str(leaf.dtype), describe_sharding(leaf.sharding)) for leaf in leaves]
     devices = [device.id for device in mesh.devices.flat]
     return {
         "program": name,

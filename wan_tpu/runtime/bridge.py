@@ -1,8 +1,8 @@
-"""Run torch modules as JAX functions, through torchax: the one place where the two meet.
+"""Run torch modules as JAX functions, through torchax. Only this file knows both.
 
 A module stays on torch's meta device; its weights are a flat dict of jax arrays, passed in at every call and
 swapped in by `functional_call`, so that `jax.jit` sees a pure function. torchax is only ever active inside
-`call`: nothing is enabled globally, and weights are made before and outside of it.
+`call`: nothing is enabled globally, and weights are created before and outside of it.
 """
 
 import warnings
@@ -32,22 +32,28 @@ def _declare_removed_overloads() -> torch.library.Library:
     return library
 
 
-_library = _declare_removed_overloads()  # the declarations last as long as this object
+_library = _declare_removed_overloads()  # The declarations last as long as this object.
 
 import torchax  # noqa: E402
 from torchax import interop  # noqa: E402
 
-# torch's default int64 becomes int32 in JAX; torchax asks for int64 each time and JAX warns each time.
+# torch's default int64 becomes int32 in JAX. torchax asks for int64 each time, and JAX warns each time.
 warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")
 
-Params = dict[str, jax.Array]  # flat: torch parameter or buffer name -> array
+Params = dict[str, jax.Array]  # Flat: arrays by the names of torch's parameters and buffers.
 
 
 def call(module: torch.nn.Module, params: Params, method: Callable[..., Any], *args: Any) -> Any:
     """Call `method(module, *args)` in torch with `params` for weights; jax arrays in, jax arrays out.
 
-    args    pytrees of jax arrays and plain Python values
-    params  every parameter and buffer of `module`, non-persistent buffers included
+    Args:
+        module: The module, on the meta device.
+        params: Every parameter and buffer of `module`, non-persistent buffers included.
+        method: A function of the module.
+        args: Pytrees of jax arrays and plain Python values.
+
+    Raises:
+        TypeError: The method returned something that isn't a pytree of tensors.
     """
     named = {f"module.{name}": value for name, value in params.items()}
     with torchax.default_env():
@@ -55,7 +61,7 @@ def call(module: torch.nn.Module, params: Params, method: Callable[..., Any], *a
     converted = to_jax(result)
     for leaf in jax.tree.leaves(converted):
         if not isinstance(leaf, jax.Array | str):
-            # A ModelOutput, say: no pytree to JAX, so its tensors would leak out of the trace unconverted.
+            # A ModelOutput, for example, is no pytree to JAX: its tensors would leak out of the trace unconverted.
             raise TypeError(f"the method returned a {type(leaf).__name__}; return tensors in tuples, lists or dicts")
     return converted
 
@@ -85,8 +91,8 @@ class _Method(torch.nn.Module):
 class ScannedBlocks(torch.nn.Module):
     """A stack of equal blocks run by one `jax.lax.scan`: one block is traced and compiled, whatever the depth.
 
-    Takes the place of the `ModuleList`; iterating it gives one callable that runs them all, so the model's
-    own `for block in self.blocks` stays as it is. The weights of `template` are given stacked, [depth, ...].
+    It takes the place of the `ModuleList`. Iterating it yields one callable that runs all blocks, so the model's own
+    `for block in self.blocks` stays as it is. The weights of `template` are stacked, [depth, ...].
     """
 
     def __init__(self, blocks: torch.nn.ModuleList) -> None:
@@ -95,13 +101,13 @@ class ScannedBlocks(torch.nn.Module):
         self.template = blocks[0]
 
     def __iter__(self) -> Iterator[torch.nn.Module]:
-        yield self  # so the model's loop calls it once
+        yield self  # The model's loop then calls it once.
 
     def __len__(self) -> int:
         return self.depth
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run all blocks; hidden is what one passes to the next, all other arguments are the same for each."""
+        """Run all blocks. Each passes `hidden` to the next; all other arguments are the same for each."""
         stacked = to_jax({**dict(self.template.named_parameters()), **dict(self.template.named_buffers())})
 
         def block(carry: jax.Array, weights: Params) -> tuple[jax.Array, None]:
@@ -111,16 +117,16 @@ class ScannedBlocks(torch.nn.Module):
         return to_torch(jax.lax.scan(block, to_jax(hidden), stacked)[0])
 
 
-def _equal(blocks: torch.nn.ModuleList) -> bool:
-    """Whether all blocks have the same parameters, by name, shape and dtype."""
+def _are_equal(blocks: torch.nn.ModuleList) -> bool:
+    """Return whether all blocks have the same parameters, by name, shape and dtype."""
     layouts = [{name: (p.shape, p.dtype) for name, p in block.named_parameters()} for block in blocks]
     return all(layout == layouts[0] for layout in layouts)
 
 
 def scan_blocks(module: torch.nn.Module, path: str) -> int | None:
-    """Replace the `ModuleList` at `path` by `ScannedBlocks`, if its blocks are equal; return how many, else None."""
+    """Replace the `ModuleList` at `path` by `ScannedBlocks`, if its blocks are equal; return its length, else None."""
     blocks = module.get_submodule(path)
-    if not isinstance(blocks, torch.nn.ModuleList) or not _equal(blocks):
+    if not isinstance(blocks, torch.nn.ModuleList) or not _are_equal(blocks):
         return None
     parent, _, name = path.rpartition(".")
     setattr(module.get_submodule(parent), name, ScannedBlocks(blocks))

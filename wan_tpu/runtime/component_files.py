@@ -10,16 +10,16 @@ import torch
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
-from wan_tpu.runtime.tensor_files import Stored, tensors
-from wan_tpu.runtime.torch_files import SUFFIXES, torch_tensors
+from wan_tpu.runtime.tensor_files import Stored, locate_tensors
+from wan_tpu.runtime.torch_files import SUFFIXES, locate_torch_tensors
 from wan_tpu.sources.disk import read_file
 from wan_tpu.storage.folder import WeightFile
 
 _ENDING, _INDEX = ".safetensors", ".safetensors.index.json"
-_STEMS = "diffusion_pytorch_model", "model"  # What diffusers and transformers read, of all files that they find.
+_STEMS = "diffusion_pytorch_model", "model"  # Names of the files that diffusers and transformers read, without endings.
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
-# What follows a layer's name, or stands alone, in files of those who keep more numbers than the 8-bit or 4-bit weights:
-# ComfyUI, DeepSeek and compressed-tensors, bitsandbytes, GPTQ.
+# Names of the further tensors in files of 8-bit or 4-bit weights, after a layer's name or alone: those of ComfyUI,
+# DeepSeek and compressed-tensors, bitsandbytes, GPTQ.
 _QUANTISED = re.compile(
     r"(^|\.)(scaled_fp8|comfy_quant|scale_weight|scale_input|weight_scale|weight_scale_inv|weight_scale_2|input_scale|"
     r"int8_weight|absmax|quant_map|quant_state\.\w+|SCB|qweight|qzeros)$"
@@ -29,7 +29,7 @@ Renames = Sequence[tuple[str, str]]
 
 
 def original_name(name: str, originals: Renames) -> str:
-    """Return the name that a parameter had where the model was first published: see `Component.originals`."""
+    """Return a parameter's name in the model's first publication: see `Component.originals`."""
     for pattern, replacement in originals:
         name = re.sub(pattern, replacement, name)
     return name
@@ -38,27 +38,27 @@ def original_name(name: str, originals: Renames) -> str:
 def index_tensors(
     checkpoint: Checkpoint, component: str, module: torch.nn.Module, renames: Renames, originals: Renames
 ) -> dict[str, Stored]:
-    """Return every tensor of a component by the name the module uses, from the files' headers alone.
+    """Return every tensor of a component by the name that the module uses, from the files' headers alone.
 
-    The files may have the names of where the model was first published, and a convolution's weight as a matrix.
+    The files may use the names of the model's first publication, and hold a convolution's weight as a matrix.
 
     Args:
-        checkpoint: Whose files are read.
+        checkpoint: The checkpoint whose files are read.
         component: The component's folder in it.
         module: The component, for the names and shapes of its tensors.
         renames: (pattern, replacement) applied to the names in the files.
         originals: See `Component.originals`.
 
     Raises:
-        CheckpointError: There are no such files, or several that could be meant.
+        CheckpointError: There are no such files, or it isn't clear which of several are meant.
         Unavailable: The bucket, the hub or the disk doesn't answer.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
     known = {original_name(name, originals): name for name in shapes}
     stored: dict[str, Stored] = {}
     for file in _weight_files(checkpoint, component):
-        read = torch_tensors if file.address.endswith(SUFFIXES) else tensors
-        for name, tensor in read(file).items():
+        locate = locate_torch_tensors if file.address.endswith(SUFFIXES) else locate_tensors
+        for name, tensor in locate(file).items():
             renamed = name
             for pattern, replacement in renames:
                 renamed = re.sub(pattern, replacement, renamed)
@@ -71,10 +71,11 @@ def index_tensors(
 
 
 def _weight_files(checkpoint: Checkpoint, component: str) -> Iterator[WeightFile]:
-    """Yield the files that diffusers or transformers would read, wherever they lie; raises as `index_tensors`."""
+    """Yield the files that diffusers or transformers would read, wherever they lie. It raises as `index_tensors`."""
     folder, indexes = f"{checkpoint.source}/{component}", _read_indexes(checkpoint.path(component))
-    files = checkpoint.weights(component, _needed(indexes)) or checkpoint.weights(component)
-    stands_in = any(name.endswith(SUFFIXES) for name in files)  # for those of the folder
+    files = checkpoint.weights(component, _list_needed(indexes)) or checkpoint.weights(component)
+    # Files of torch.save take the place of those in the folder.
+    stands_in = any(name.endswith(SUFFIXES) for name in files)
     names = sorted(files) if stands_in else _choose(files, indexes, folder)
     for name in names:
         if name not in files:
@@ -86,7 +87,7 @@ def _weight_files(checkpoint: Checkpoint, component: str) -> Iterator[WeightFile
 
 
 def _read_indexes(folder: Path) -> dict[str, list[str]]:
-    """Return the files that indexes name, by the index's name without its ending."""
+    """Return the files that each index lists, by the index's name without its ending."""
     indexes = {}
     for path in folder.glob(f"*{_INDEX}"):
         try:
@@ -97,8 +98,8 @@ def _read_indexes(folder: Path) -> dict[str, list[str]]:
     return indexes
 
 
-def _needed(indexes: Mapping[str, list[str]]) -> list[str]:
-    """Return the files that `_choose` takes where a folder has the names that diffusers and transformers give."""
+def _list_needed(indexes: Mapping[str, list[str]]) -> list[str]:
+    """Return the files that `_choose` takes from a folder in which diffusers or transformers named them."""
     for stem in _STEMS:
         if stem in indexes:
             return [f"{stem}{_ENDING}"] * (stem == _STEMS[1]) + indexes[stem]
@@ -108,8 +109,8 @@ def _needed(indexes: Mapping[str, list[str]]) -> list[str]:
 def _choose(files: Collection[str], indexes: Mapping[str, list[str]], folder: str) -> list[str]:
     """Return the names of the files that hold a component's weights; no others beside them are read.
 
-    Of a folder with the names that diffusers and transformers give, those; else all that there is, if that is one
-    variant: a file, or the shards of one.
+    They are the files with the names that diffusers and transformers use. Without such names they are all files, which
+    must then be a single variant: one file, or the shards of one.
     """
     indexed = {name for names in indexes.values() for name in names}
     variants: dict[str, list[str]] = {}
@@ -117,7 +118,7 @@ def _choose(files: Collection[str], indexes: Mapping[str, list[str]], folder: st
         if name not in indexed:
             variants.setdefault(_SHARD.sub("", name.removesuffix(_ENDING)), []).append(name)
     for stem, names in indexes.items():
-        # transformers prefers one whole file to an index; diffusers reads its index first.
+        # transformers prefers a single whole file to an index; diffusers reads its index first.
         whole = f"{stem}{_ENDING}"
         variants[stem] = [whole] if stem == _STEMS[1] and whole in files else names
     if not variants:
@@ -142,9 +143,9 @@ def check_tensors(module: torch.nn.Module, tied: Mapping[str, str], stored: dict
 
     Args:
         module: The component.
-        tied: Which of its parameters share the values of which other ones. They are stored under either name, or both.
-        stored: What the files hold; a shared value that has one of its names gets the other, too.
-        folder: Of the files, for messages.
+        tied: Parameters that share the values of others, and those others' names. Files have either name, or both.
+        stored: The tensors of the files. A shared value that has one of its names gets the other, too.
+        folder: The files' folder, for messages.
 
     Raises:
         CheckpointError: Tensors are missing, unknown or of another shape, or they are quantised; it names them.

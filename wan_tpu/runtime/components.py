@@ -18,7 +18,7 @@ from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.progress import Silent
 from wan_tpu.runtime.bridge import Params, scan_blocks
 from wan_tpu.runtime.component_files import check_tensors, index_tensors
-from wan_tpu.runtime.converted import Converted, Cut, cut
+from wan_tpu.runtime.converted import Converted, Cut, cut_weight
 from wan_tpu.runtime.mesh import Rule, replicated, rule_of, weight_spec
 from wan_tpu.runtime.program import place
 from wan_tpu.runtime.tensor_files import Stored
@@ -26,34 +26,37 @@ from wan_tpu.runtime.weights import Block, Show, Weight, read_weights
 from wan_tpu_kernels.low_precision import can_multiply, largest_value
 
 _BFLOAT16, _INT8, _FLOAT8 = (np.dtype(kind) for kind in (ml_dtypes.bfloat16, np.int8, ml_dtypes.float8_e4m3fn))
-_AND_ATTENTION = "-attention"  # of a precision: attention's logits are in 8 bits, too
-# By precision: of activations and most weights, and of large matrices where those are in 8 bits.
+_AND_ATTENTION = "-attention"  # Ending of a precision in which attention's logits are in 8 bits, too.
+# By precision: the dtype of activations and most weights; below, that of large matrices where they are in 8 bits.
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": _BFLOAT16}
 DTYPES |= dict.fromkeys(("int8", "float8", "int8-attention", "float8-attention"), _BFLOAT16)
 MATRICES = {"int8": _INT8, "float8": _FLOAT8, "int8-attention": _INT8, "float8-attention": _FLOAT8}
-LOGITS = "logits"  # attribute of a module with the type of its 8-bit logits
-SCALE = "_scale"  # appended to the name of a weight in 8 bits: float32, one for each of its rows
+LOGITS = "logits"  # Name of a module's attribute with the dtype of its 8-bit logits.
+SCALE = "_scale"  # Ending of the name of an 8-bit weight's scales: float32, one for each of its rows.
 
 
 @dataclass(frozen=True)
 class Component:
     """How one torch module of a checkpoint is built, adapted and laid out.
 
-    folder    of the checkpoint
-    build     makes the module as diffusers or transformers define it
-    adapt     changes it before use: replaces pieces, drops parts that this component doesn't run
-    scanned   paths of block lists to stack and scan
-    rules     sharding of every weight that is left after `adapt`
-    float32   name parts (between dots) of weights that stay in float32 whatever the dtype
-    renames   (pattern, replacement) applied to the names in the files
-    changes   (pattern, function) applied to the values of weights whose whole name matches, as they are read
-    originals (pattern, replacement) that make the name which a parameter had where the model was first published: files
-              of adapters have either. Several of one name were one matrix there: queries, keys, values
-    aliases   (pattern, replacement) that make of an original name the one that other programs, and so trainers, give it
-    absent    patterns of modules that this model's siblings have, and it has nothing that they would work on: changes
-              of them have no effect, and are no error
-    matrices  pattern of the weights [O, I] that may be in 8 bits, with a scale for each output; "": none
-    logits    whether those of its attention may be, as `LOGITS` of the module says
+    Attributes:
+        folder: Its folder in the checkpoint.
+        build: Builds the module as diffusers or transformers define it.
+        adapt: Changes the module before use: replaces pieces, drops parts that this component doesn't run.
+        scanned: Paths of block lists to stack and scan.
+        rules: Sharding of every weight that is left after `adapt`.
+        float32: Name parts (between dots) of weights that stay in float32 whatever the dtype.
+        renames: (pattern, replacement) applied to the names in the files.
+        changes: (pattern, function) applied to the values of weights whose whole name matches, as they are read.
+        originals: (pattern, replacement) that turn a parameter's name into its name in the model's first publication;
+            files of adapters use either. Parameters that get the same name were one matrix there: queries, keys,
+            values.
+        aliases: (pattern, replacement) that turn an original name into the name that other programs, and so trainers,
+            use.
+        absent: Patterns of modules that this model's siblings have and this one has no use for: changes of them have no
+            effect and are no error.
+        matrices: Pattern of the weights [O, I] that may be in 8 bits, with a scale for each output; "" for none.
+        logits: Whether its attention's logits may be in 8 bits, as the module's attribute `LOGITS` says.
     """
 
     folder: str
@@ -71,17 +74,17 @@ class Component:
     logits: bool = False
 
     def offers(self, precision: str) -> bool:
-        """Whether a model of this component has a precision."""
+        """Return whether a model of this component has a precision."""
         return bool(self.matrices) and (self.logits or not precision.endswith(_AND_ATTENTION))
 
     def kept_as(self, precision: str) -> str:
-        """Return the precision that this component has in a model of that one."""
+        """Return the precision of this component in a model of that precision."""
         if precision not in MATRICES:
             return precision
         return precision.removesuffix(_AND_ATTENTION) if self.matrices else DTYPES[precision].name
 
-    def rounded(self, plain: str, precision: str) -> bool:
-        """Whether a weight is in 8 bits."""
+    def is_rounded(self, plain: str, precision: str) -> bool:
+        """Return whether a weight is in 8 bits."""
         return precision in MATRICES and bool(self.matrices) and re.fullmatch(self.matrices, plain) is not None
 
 
@@ -94,11 +97,16 @@ class Loaded:
 
 
 class Opened(NamedTuple):
-    """A component that its files were found to hold.
+    """A component whose files have been compared with its module.
 
-    tables   that the module made for itself and no file holds; weights  where all others are read from, persistent
-             buffers included; both by the program's names
-    plain    the name of a weight in a converted file; cuts  how it lies there
+    All dictionaries are by the program's names.
+
+    Attributes:
+        module: The module, on the meta device.
+        tables: Tables that the module computed for itself and no file holds.
+        weights: All other weights, persistent buffers included, with the places that they are read from.
+        plain: Names of the weights in a converted file.
+        cuts: How the weights lie in a converted file.
     """
 
     module: torch.nn.Module
@@ -115,10 +123,18 @@ def load_component(
     mesh: Mesh,
     show: Show = lambda total: Silent(),
 ) -> Loaded:
-    """Build a component and fill it from its safetensors files, on `mesh`, in `dtype`.
+    """Build a component and fill it from its safetensors files.
 
-    What `show` returns counts the bytes that this process reads. Raises what `open_component` raises, before any
-    weight is read.
+    Args:
+        checkpoint: The checkpoint.
+        component: The component.
+        dtype: The precision.
+        mesh: The devices.
+        show: Returns the bar that counts the bytes which this process reads.
+
+    Raises:
+        CheckpointError: As `open_component`, before any weight is read; or a file is damaged.
+        Unavailable: A file can't be read now.
     """
     opened = open_component(checkpoint, component, dtype, mesh)
     params = {name: place(table.numpy(), mesh) for name, table in opened.tables.items()}
@@ -128,13 +144,15 @@ def load_component(
 def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mesh: Mesh) -> Opened:
     """Build a component, and compare it with the headers of its files.
 
-    Raises `CheckpointError` naming the tensors that are missing, too many, of a wrong shape or cut off.
+    Raises:
+        CheckpointError: It names the tensors that are missing, superfluous, of a wrong shape or cut off.
+        Unavailable: A file can't be read now.
     """
     try:
         module = _build(component)
-    except (OSError, MemoryError):  # of this machine
+    except (OSError, MemoryError):  # This machine's errors.
         raise
-    except Exception as error:  # whatever a constructor makes of a damaged config.json
+    except Exception as error:  # A constructor can raise anything for a damaged config.json.
         reason = str(error).splitlines()[0] if str(error) else repr(error)
         raise CheckpointError(
             f"{checkpoint.source}/{component.folder}/config.json describes no such model ({reason}); give one that "
@@ -144,7 +162,7 @@ def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
     stored: dict[str, Stored] = {}
     if converted is None:
         stored = index_tensors(checkpoint, component.folder, module, component.renames, component.originals)
-        check_tensors(module, _tied(module), stored, f"{checkpoint.source}/{component.folder}")
+        check_tensors(module, _tied_names(module), stored, f"{checkpoint.source}/{component.folder}")
     component.adapt(module, mesh)
     opened = Opened(module, {}, {}, {}, {})
     for name, weight in _weights(module, component, dtype, mesh):
@@ -157,14 +175,14 @@ def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
             blocks, change = converted.blocks(weight.plain, weight.shape), None
         opened.weights[name] = Weight(weight.shape, weight.kind, weight.sharding, blocks, change)
         opened.plain[name] = weight.plain
-        opened.cuts[name] = cut(weight.shape, weight.kind.itemsize, weight.axis, layers=weight.depth is not None)
+        opened.cuts[name] = cut_weight(weight.shape, weight.kind.itemsize, weight.axis, layers=weight.depth is not None)
     return opened
 
 
 def _blocks(name: str, weight: "_Weight", stored: dict[str, Stored]) -> tuple[Block, ...]:
-    """Return where a weight lies in the checkpoint's own files: of a stack, each layer is a tensor.
+    """Return where a weight lies in the checkpoint's own files, in which each layer of a stack is a tensor.
 
-    Scales are made of the weights that they belong to.
+    Scales are computed from the weights that they belong to.
     """
     name, plain = name.removesuffix(SCALE), weight.plain.removesuffix(SCALE)
     names = [name] if weight.depth is None else [plain.replace("*", str(i), 1) for i in range(weight.depth)]
@@ -179,16 +197,16 @@ def _blocks(name: str, weight: "_Weight", stored: dict[str, Stored]) -> tuple[Bl
 def _change(component: Component, plain: str, precision: str) -> Callable[[np.ndarray], np.ndarray] | None:
     whole = plain.removesuffix(SCALE)
     change = next((change for pattern, change in component.changes if re.fullmatch(pattern, whole)), None)
-    if not component.rounded(whole, precision):
+    if not component.is_rounded(whole, precision):
         return change
     part = int(plain != whole)
-    return lambda value: in_8_bits(value if change is None else change(value), MATRICES[precision])[part]
+    return lambda value: round_to_8_bits(value if change is None else change(value), MATRICES[precision])[part]
 
 
-def in_8_bits(value: np.ndarray, kind: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return a matrix in 8 bits, the nearest numbers, and the float32 [O] that its rows are to be multiplied with.
+def round_to_8_bits(value: np.ndarray, kind: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Round a matrix to 8 bits; return it, and the scales, float32 [O], that its rows are to be multiplied with.
 
-    A row that isn't finite has a scale that isn't.
+    A row that isn't finite has a scale that isn't finite.
     """
     wide = value.astype(np.float32)
     scales = np.abs(wide).max(axis=1) / np.float32(largest_value(kind))
@@ -204,23 +222,23 @@ def abstract_component(component: Component, dtype: str, mesh: Mesh) -> Loaded:
     params: dict[str, Any] = {}
     for name, weight in _weights(module, component, dtype, mesh):
         if isinstance(weight, torch.Tensor):
-            kind = jax.dtypes.canonicalize_dtype(weight.numpy().dtype)  # as JAX keeps it: int32 of torch's int64
+            kind = jax.dtypes.canonicalize_dtype(weight.numpy().dtype)  # JAX keeps torch's int64 as int32.
             weight = _Weight(name, None, tuple(weight.shape), kind, replicated(mesh), None)
         params[name] = jax.ShapeDtypeStruct(weight.shape, weight.kind, sharding=weight.sharding)
     return Loaded(module, params)
 
 
-_building = threading.Lock()  # accelerate patches torch.nn.Module while a module is built
+_building = threading.Lock()  # accelerate patches torch.nn.Module while a module is built.
 
 
 def _build(component: Component) -> torch.nn.Module:
     # Parameters go to the meta device; tables that a module computes for itself (RoPE) stay real.
     with _building, accelerate.init_empty_weights(include_buffers=False):
         module = component.build().eval().requires_grad_(False)
-    for alias, name in _tied(module).items():
+    for alias, name in _tied_names(module).items():
         parent, _, leaf = alias.rpartition(".")
         module.get_submodule(parent).register_parameter(leaf, module.get_parameter(name))
-    # Of tables, those that a checkpoint's files hold (persistent buffers) are read from there, as parameters are.
+    # Tables that a checkpoint's files hold (persistent buffers) are read from there, as parameters are.
     stored = module.state_dict(keep_vars=True)
     for name, table in list(module.named_buffers()):
         if name in stored:
@@ -229,8 +247,8 @@ def _build(component: Component) -> torch.nn.Module:
     return module
 
 
-def _tied(module: torch.nn.Module) -> dict[str, str]:
-    """Return which parameters share the values of which other ones, as transformers declares it."""
+def _tied_names(module: torch.nn.Module) -> dict[str, str]:
+    """Return the parameters that share others' values, and those others, as transformers declares it."""
     return getattr(module, "_tied_weights_keys", None) or {}
 
 
@@ -249,12 +267,14 @@ def _plain_name(name: str, depths: dict[str, int]) -> tuple[str, int | None]:
 
 
 def _check_chip(component: Component, precision: str, mesh: Mesh) -> None:
-    """Raise `InvalidInput` for 8 bits that a TPU doesn't multiply, one that is here or only described."""
+    """Raise `InvalidInput` for a precision that a TPU, real or described, can't multiply in."""
     device = mesh.devices.flat[0]
     if device.platform != "tpu" or not component.matrices or precision not in MATRICES:
         return
     with jax.set_mesh(mesh):
-        able = [one for one in DTYPES if one not in MATRICES or (component.offers(one) and can_multiply(MATRICES[one]))]
+        able = [
+            name for name in DTYPES if name not in MATRICES or (component.offers(name) and can_multiply(MATRICES[name]))
+        ]
     if precision not in able:
         raise InvalidInput(f"{device.device_kind} doesn't compute in {precision}; choose one of {', '.join(able)}")
 
@@ -262,7 +282,8 @@ def _check_chip(component: Component, precision: str, mesh: Mesh) -> None:
 class _Weight(NamedTuple):
     """A weight as the mesh holds it; plain and depth as `_plain_name` returns them.
 
-    axis  of its shape, the first that its rule shards
+    Attributes:
+        axis: The first dimension of its shape that its rule shards.
     """
 
     plain: str
@@ -276,7 +297,7 @@ class _Weight(NamedTuple):
 def _weights(
     module: torch.nn.Module, component: Component, precision: str, mesh: Mesh
 ) -> Iterator[tuple[str, _Weight | torch.Tensor]]:
-    """Stack a module's blocks; yield what `functional_call` needs by name: weights, and tables of the module's own.
+    """Stack a module's blocks; yield everything that `functional_call` needs by name: weights, and the module's tables.
 
     Non-persistent buffers are included, tied duplicates left out.
     """
@@ -285,7 +306,7 @@ def _weights(
     if component.logits and precision.endswith(_AND_ATTENTION):
         setattr(module, LOGITS, MATRICES[precision].name)
     for name, tensor in list(module.named_parameters()):
-        if component.rounded(_plain_name(name, depths)[0], precision):
+        if component.is_rounded(_plain_name(name, depths)[0], precision):
             owner, _, leaf = name.rpartition(".")
             scales = torch.nn.Parameter(torch.empty(len(tensor), device="meta"), requires_grad=False)
             module.get_submodule(owner).register_parameter(leaf + SCALE, scales)
@@ -296,7 +317,7 @@ def _weights(
         plain, depth = _plain_name(name, depths)
         exact = not set(component.float32).isdisjoint(plain.split(".")) or plain.endswith(SCALE)
         kind = DTYPES["float32" if exact else precision]
-        kind = MATRICES[precision] if component.rounded(plain, precision) else kind
+        kind = MATRICES[precision] if component.is_rounded(plain, precision) else kind
         stacked = depth is not None
         rule = rule_of(component.rules, plain)
         axis = next((i + stacked for i, axes in enumerate(rule.spec) if axes is not None), None)

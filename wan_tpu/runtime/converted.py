@@ -1,8 +1,8 @@
-"""Components as programs want them: in their dtype, stacked, permuted, cut where meshes cut them, with checksums.
+"""Components in the form that programs take: in their dtype, stacked, permuted, cut as meshes cut them, with checksums.
 
-`wan-tpu weights convert` writes them beside a component's config.json. Of a large weight each layer lies in pieces
+`wan-tpu weights convert` writes them beside a component's config.json. Each layer of a large weight lies in pieces
 along the dimension that its rule shards, one after the other: a process reads whole pieces, those of its shards. A
-small one is one piece.
+small weight is a single piece.
 """
 
 import json
@@ -13,15 +13,15 @@ from typing import Any
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
-from wan_tpu.runtime.tensor_files import Stored, tensors
+from wan_tpu.runtime.tensor_files import Stored, locate_tensors
 from wan_tpu.runtime.weights import Block
 
 FILE, MANIFEST = "wan_tpu.safetensors", "wan_tpu.safetensors.json"
-# Of what weights are in here, and how: another number for another order of any. A test holds it.
+# Version of the file's layout: which weights it holds, and how. It changes when any of that does; a test holds it.
 LAYOUT = 1
-PIECES = 16  # at least: as many as the widest mesh has devices along one axis
-PIECE_BYTES = 16 * 2**20  # at most, where a weight can be cut so
-SMALL_BYTES = 2**20  # a weight that is read whole
+PIECES = 16  # A large weight has at least so many pieces, as the widest mesh has devices along one axis.
+PIECE_BYTES = 16 * 2**20  # A piece has at most so many bytes, where a weight can be cut that small.
+SMALL_BYTES = 2**20  # A weight of at most so many bytes is read whole.
 AGAIN = "convert the checkpoint again"
 
 
@@ -29,8 +29,11 @@ AGAIN = "convert the checkpoint again"
 class Cut:
     """How one weight lies in the file.
 
-    shape   of it, as the program has it; layers  whether its first dimension is that of a stack
-    axis    that its pieces are cut along, of `shape`; pieces  how many of each layer; 0 for a weight in one piece
+    Attributes:
+        shape: The weight's shape, as the program has it.
+        layers: Whether its first dimension is that of a stack.
+        axis: The dimension of `shape` along which its pieces are cut.
+        pieces: Pieces of each layer; 0 for a weight in one piece.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +43,7 @@ class Cut:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape of its tensor in the file: [depth,] pieces, then a piece's."""
+        """The shape of its tensor in the file: [depth,] pieces, then the shape of a piece."""
         if not self.pieces:
             return self.shape
         first = int(self.layers)
@@ -48,7 +51,7 @@ class Cut:
 
     @property
     def piece(self) -> tuple[int, ...]:
-        """The shape of one, in the weight's dimensions."""
+        """The shape of one piece, in the weight's dimensions."""
         if not self.pieces:
             return self.shape
         sizes = [1 if self.layers and i == 0 else size for i, size in enumerate(self.shape)]
@@ -60,17 +63,24 @@ class Cut:
         """Where each piece begins in the weight, in the file's order."""
         if not self.pieces:
             return [(0,) * len(self.shape)]
-        found = []
+        starts = []
         for layer in range(self.shape[0] if self.layers else 1):
             for number in range(self.pieces):
                 start = [layer if self.layers and i == 0 else 0 for i in range(len(self.shape))]
                 start[self.axis] += number * self.piece[self.axis]
-                found.append(tuple(start))
-        return found
+                starts.append(tuple(start))
+        return starts
 
 
-def cut(shape: tuple[int, ...], itemsize: int, axis: int | None, *, layers: bool) -> Cut:
-    """Return how a weight is laid out; axis: of `shape`, that its rule shards, None where every device has it whole."""
+def cut_weight(shape: tuple[int, ...], itemsize: int, axis: int | None, *, layers: bool) -> Cut:
+    """Decide how a weight is cut into pieces.
+
+    Args:
+        shape: The weight's shape, as the program has it.
+        itemsize: Bytes of a number.
+        axis: The dimension that its rule shards; None where every device has the weight whole.
+        layers: Whether the first dimension is that of a stack.
+    """
     depth = shape[0] if layers else 1
     layer_bytes = math.prod(shape) // max(depth, 1) * itemsize
     if depth * layer_bytes <= SMALL_BYTES:
@@ -84,7 +94,7 @@ def cut(shape: tuple[int, ...], itemsize: int, axis: int | None, *, layers: bool
 
 @dataclass(frozen=True)
 class Converted:
-    """A converted component's file and manifest. `blocks` raises `CheckpointError` for what isn't in it."""
+    """A converted component's file and manifest. `blocks` raises `CheckpointError` for a weight that they lack."""
 
     folder: str
     stored: dict[str, Stored]
@@ -92,7 +102,7 @@ class Converted:
 
     @classmethod
     def open(cls, checkpoint: Checkpoint, folder: str, dtype: str) -> "Converted | None":
-        """Return what a component's folder has, None if it was never converted; raises `CheckpointError`."""
+        """Open a component's folder; return None if it was never converted. Raises `CheckpointError`."""
         files = checkpoint.weights(folder)
         if FILE not in files:
             return None
@@ -112,26 +122,26 @@ class Converted:
             )
         if size != files[FILE].size:
             raise CheckpointError(f"{where}/{FILE} has {files[FILE].size} bytes of {size}; {AGAIN}")
-        return cls(where, tensors(files[FILE]), manifest["tensors"])
+        return cls(where, locate_tensors(files[FILE]), manifest["tensors"])
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> tuple[Block, ...]:
-        """Return where the pieces of a weight lie; shape: that the program wants."""
-        stored, said = self.stored.get(name), self.manifest.get(name)
-        if stored is None or said is None:
+        """Return where the pieces of a weight lie, whose shape in the program is `shape`."""
+        stored, entry = self.stored.get(name), self.manifest.get(name)
+        if stored is None or entry is None:
             raise CheckpointError(f"{self.folder}/{FILE} lacks {name}; {AGAIN}")
-        found = Cut(tuple(said["shape"]), said["layers"], said["axis"], said["pieces"])
-        if found.shape != shape or found.stored != stored.shape or len(found.starts) != len(said["crc32c"]):
+        cut = Cut(tuple(entry["shape"]), entry["layers"], entry["axis"], entry["pieces"])
+        if cut.shape != shape or cut.stored != stored.shape or len(cut.starts) != len(entry["crc32c"]):
             raise CheckpointError(
-                f"{self.folder}/{FILE} has {name} {list(found.shape)} instead of {list(shape)}; {AGAIN}"
+                f"{self.folder}/{FILE} has {name} {list(cut.shape)} instead of {list(shape)}; {AGAIN}"
             )
-        nbytes = math.prod(found.piece) * stored.kind.itemsize
+        nbytes = math.prod(cut.piece) * stored.kind.itemsize
         return tuple(
-            Block(stored.file, stored.offset + i * nbytes, stored.kind, start, found.piece, found.piece, crc32c)
-            for i, (start, crc32c) in enumerate(zip(found.starts, said["crc32c"], strict=True))
+            Block(stored.file, stored.offset + i * nbytes, stored.kind, start, cut.piece, cut.piece, crc32c)
+            for i, (start, crc32c) in enumerate(zip(cut.starts, entry["crc32c"], strict=True))
         )
 
 
-def described(
+def describe(
     cuts: Mapping[str, Cut],
     checksums: Mapping[str, Sequence[int]],
     dtype: str,
@@ -142,22 +152,22 @@ def described(
     """Return a manifest as JSON.
 
     Args:
-        cuts: By the weights' names, how they lie.
-        checksums: By the weights' names, those of their pieces.
-        dtype: What the component was converted to.
+        cuts: How each weight lies in the file, by the weight's name.
+        checksums: The checksums of each weight's pieces, by the weight's name.
+        dtype: The precision that the component was converted to.
         size: Bytes of the file.
         source: The checkpoint that the weights were read from.
-        version: Another one when the component's files in the source were others.
+        version: Identifies the content of the component's files in the source.
     """
-    found = {
+    tensors = {
         name: {
-            "shape": list(one.shape),
-            "layers": one.layers,
-            "axis": one.axis,
-            "pieces": one.pieces,
+            "shape": list(cut.shape),
+            "layers": cut.layers,
+            "axis": cut.axis,
+            "pieces": cut.pieces,
             "crc32c": list(checksums[name]),
         }
-        for name, one in cuts.items()
+        for name, cut in cuts.items()
     }
     manifest = {"layout": LAYOUT, "dtype": dtype, "bytes": size, "source": source, "version": version}
-    return json.dumps(manifest | {"tensors": found})
+    return json.dumps(manifest | {"tensors": tensors})

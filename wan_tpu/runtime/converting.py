@@ -1,4 +1,4 @@
-"""Write a checkpoint's weights as programs want them: `wan_tpu.runtime.converted` says how they lie."""
+"""Write a checkpoint's weights as programs take them, in the layout of `wan_tpu.runtime.converted`."""
 
 import hashlib
 import json
@@ -16,14 +16,14 @@ from wan_tpu.checkpoint import OWN, Checkpoint, weight_file
 from wan_tpu.errors import CheckpointError
 from wan_tpu.progress import BYTES, Progress
 from wan_tpu.runtime.components import Component, open_component
-from wan_tpu.runtime.converted import FILE, MANIFEST, Cut, described
+from wan_tpu.runtime.converted import FILE, MANIFEST, Cut, describe
 from wan_tpu.runtime.weights import Block, Weight, read_weights
 from wan_tpu.storage.base import Missing, Storage
 from wan_tpu.storage.folder import WeightFile
 
-_KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # as safetensors has them
-_HEADER_ALIGNED = 4096  # bytes: where the weights begin
-_COPIED_BYTES = 16 * 2**20  # Of an adapter's file, in memory at a time.
+_KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # As safetensors names them.
+_HEADER_ALIGNED = 4096  # The weights begin at a multiple of so many bytes.
+_COPIED_BYTES = 16 * 2**20  # Bytes of an adapter's file that are in memory at a time.
 
 
 def convert(
@@ -35,10 +35,17 @@ def convert(
 ) -> list[str]:
     """Write all components, and the adapters of the checkpoint's own presets.
 
-    Host memory holds a layer of one weight.
+    Host memory holds one layer of one weight at a time.
+
+    Args:
+        checkpoint: The source.
+        components: The components to write.
+        dtype: The precision to write.
+        destination: Where they are written.
+        progress: Shows a bar for each file.
 
     Returns:
-        The folders that were there already, whole, from an earlier try with the same files.
+        The folders that were already there, complete, from an earlier attempt with the same files.
 
     Raises:
         CheckpointError: The source can't be read, before anything is written; or it changes meanwhile.
@@ -69,12 +76,13 @@ def convert(
             continue
         checksums = _write(f"{name}/{FILE}", folder.weights, destination, progress)
         folder.check_unchanged()
-        destination.write(f"{name}/{MANIFEST}", folder.manifest(checksums).encode())  # last: now it is whole
+        # The manifest comes last: it marks the file as complete.
+        destination.write(f"{name}/{MANIFEST}", folder.manifest(checksums).encode())
     return kept
 
 
 class _Folder:
-    """A component's folder: its weights, and what its files in the source are before they are read."""
+    """A component's folder: its weights, and the identity of its files in the source before they are read."""
 
     def __init__(self, checkpoint: Checkpoint, component: Component, dtype: str) -> None:
         self.weights: dict[str, tuple[Weight, Cut]] = {}
@@ -85,23 +93,23 @@ class _Folder:
         self._version = self._version_of(self._files)
 
     def _version_of(self, files: Mapping[str, WeightFile]) -> str:
-        """Return what tells the files' content from other content under the same names."""
+        """Return a checksum that differs when the files' content does."""
         versions = {name: file.version for name, file in files.items()}
         return hashlib.sha256(f"{self._config} {json.dumps(versions, sort_keys=True)}".encode()).hexdigest()
 
     def check_unchanged(self) -> None:
-        """Raise `CheckpointError` when the source's files are others by now: what was written may be of both."""
+        """Raise `CheckpointError` if the source's files have changed: the file that was written may mix old and new."""
         if self._version_of({name: weight_file(file.address) for name, file in self._files.items()}) != self._version:
             raise CheckpointError(f"{self._source} was changed while it was converted; convert it again")
 
     def manifest(self, checksums: Mapping[str, Sequence[int]]) -> str:
-        """Return the manifest of a file with pieces of these checksums."""
+        """Return the manifest of a file whose pieces have these checksums."""
         cuts = {name: cut for name, (_, cut) in self.weights.items()}
-        return described(cuts, checksums, self._dtype, _header(self.weights)[1], self._source, self._version)
+        return describe(cuts, checksums, self._dtype, _header(self.weights)[1], self._source, self._version)
 
 
 def _is_there(name: str, folder: _Folder, destination: Storage) -> bool:
-    """Whether a component was written whole: of the same files of this source, and as it would be written now."""
+    """Return whether a component was completely written, from the same files and as it would be written now."""
     if not destination.has(f"{name}/{FILE}"):
         return False
     try:
@@ -115,7 +123,7 @@ def _is_there(name: str, folder: _Folder, destination: Storage) -> bool:
 def _write(
     file: str, weights: Mapping[str, tuple[Weight, Cut]], destination: Storage, progress: Progress
 ) -> dict[str, list[int]]:
-    """Write one component's file; return the checksums of its weights' pieces."""
+    """Write one component's file, and return the checksums of its weights' pieces."""
     header, size = _header(weights)
     checksums: dict[str, list[int]] = {}
     bar = progress.bar(file, size, unit=BYTES)

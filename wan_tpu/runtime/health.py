@@ -4,13 +4,13 @@ import numpy as np
 
 from wan_tpu.errors import UnhealthyResult
 
-SINGLE_COLOUR_RANGE = 1 / 255  # less variation than one level of 8 bits
+SINGLE_COLOUR_RANGE = 1 / 255  # One level of 8 bits: a video that varies less has a single colour.
 
 
 def check_finite(values: np.ndarray | bool, where: str) -> None:
-    """Raise `UnhealthyResult` naming `where` unless all values are finite (or the flag is true)."""
-    healthy = values if isinstance(values, bool) else bool(np.isfinite(values.astype(np.float32)).all())
-    if not healthy:
+    """Raise `UnhealthyResult` naming `where` unless all values are finite, or the flag is true."""
+    is_healthy = values if isinstance(values, bool) else bool(np.isfinite(values.astype(np.float32)).all())
+    if not is_healthy:
         raise UnhealthyResult(
             f"{where}: NaN or Inf in the result; check that the checkpoint is complete and try --dtype float32"
         )
@@ -29,7 +29,7 @@ class ColourRange:
         self._high = np.maximum(self._high, pixels.max(axis=(0, 1, 2)))
 
     def check(self) -> None:
-        """Raise `UnhealthyResult` when the whole video is one single colour."""
+        """Raise `UnhealthyResult` when the whole video is a single colour."""
         if (self._high - self._low).max() < SINGLE_COLOUR_RANGE:
             colour = ", ".join(f"{value:.2f}" for value in self._low)
             raise UnhealthyResult(

@@ -1,6 +1,7 @@
 """The device mesh and how arrays lie on it.
 
-Axes: 'dp' (guidance branches), 'sp' and 'tp' (tokens and weights; during self-attention 'tp' splits heads instead).
+Axes: 'dp' splits guidance branches; 'sp' and 'tp' split tokens and weights, and during self-attention 'tp' splits heads
+in place of tokens.
 """
 
 import math
@@ -18,7 +19,7 @@ from wan_tpu.chip_files import chip_files
 from wan_tpu.errors import MeshError
 
 AXES = ("dp", "sp", "tp")
-SHARDS = ("sp", "tp")  # what splits the tokens of one branch, and each large weight
+SHARDS = ("sp", "tp")  # The axes that split the tokens of one branch, and each large weight.
 
 
 class MeshShape(NamedTuple):
@@ -33,13 +34,18 @@ MeshLike = Mesh | Sequence[int | None] | Mapping[str, int] | None
 
 
 def make_mesh(shape: MeshLike, *, heads: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh ('dp', 'sp', 'tp') over `devices` (all, when left out).
+    """Return a mesh with the axes 'dp', 'sp' and 'tp'.
 
-    shape  (dp, sp, tp), {"dp": ..., ...}, or a finished mesh with these axes; what is None or left out takes the
-           default of `fill_shape`
+    The factor of 'tp' that doesn't divide `heads` goes to 'sp': 16 with 40 heads become 2 x 8.
 
-    A 'tp' that doesn't divide `heads` keeps what does, the rest goes to 'sp': 16 with 40 heads become 2 x 8.
-    Raises `MeshError` when the shape asks for more devices than there are.
+    Args:
+        shape: (dp, sp, tp), {"dp": ..., ...}, or a finished mesh with these axes. An axis that is None or missing takes
+            the default of `fill_shape`.
+        heads: Attention heads of the transformer.
+        devices: The devices to take, all by default.
+
+    Raises:
+        MeshError: The shape needs more devices than there are, or leaves a process without one.
     """
     # Mesh(...) keeps the axes automatic: XLA propagates shardings from the annotations of weights and tokens.
     if isinstance(shape, Mesh):
@@ -50,11 +56,11 @@ def make_mesh(shape: MeshLike, *, heads: int, devices: Sequence[jax.Device] | No
         if not set(shape) <= set(AXES):
             raise MeshError(f"the mesh names axes {sorted(shape)}; allowed are {', '.join(AXES)}")
         shape = [shape.get(axis) for axis in AXES]
-    given = _all_devices() if devices is None else list(devices)
-    filled = fill_shape((None, None, None) if shape is None else shape, len(given), heads)
-    mesh = _mesh(given[: math.prod(filled)], filled, heads)
+    available = _all_devices() if devices is None else list(devices)
+    filled = fill_shape((None, None, None) if shape is None else shape, len(available), heads)
+    mesh = _mesh(available[: math.prod(filled)], filled, heads)
     if devices is None:
-        _check_processes(mesh, len(given))
+        _check_processes(mesh, len(available))
     return mesh
 
 
@@ -64,7 +70,7 @@ def _mesh(devices: Iterable[jax.Device], shape: MeshShape, heads: int) -> Mesh:
 
 
 def _check_processes(mesh: Mesh, devices: int) -> None:
-    """Refuse a mesh that leaves a process without a device: it could take no part in the programs."""
+    """Refuse a mesh that leaves a process without a device: that process couldn't take part in the programs."""
     idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
     if idle:
         raise MeshError(
@@ -79,17 +85,25 @@ def _all_devices() -> list[jax.Device]:
         devices = jax.devices()
     except RuntimeError as error:
         raise MeshError(f"JAX finds no device ({str(error).splitlines()[0]}); {advice}") from None
-    # Without libtpu, JAX goes on on the CPU with a warning at most.
+    # Without libtpu, JAX falls back to the CPU with a warning at most.
     if devices[0].platform == "cpu" and chip_files() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
         raise MeshError(f"this machine has a TPU ({chip_files()[0]}), and JAX only its CPU; {advice}")
     return devices
 
 
 def fill_shape(shape: Sequence[int | None], devices: int, heads: int) -> MeshShape:
-    """Return (dp, sp, tp) with a default for every axis that is None, at most `devices` in all.
+    """Return (dp, sp, tp) with a default for every axis that is None.
 
-    dp 2 when the free devices are even in number (guidance runs two branches), tp as many of the rest as divide
-    `heads`, sp what remains.
+    By default dp is 2 when the number of free devices is even (guidance runs two branches), tp is as many of the rest
+    as divide `heads`, and sp is what remains.
+
+    Args:
+        shape: (dp, sp, tp).
+        devices: How many devices there are.
+        heads: Attention heads of the transformer.
+
+    Raises:
+        MeshError: It isn't such a shape, or it needs more devices than there are.
     """
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
     if len(sizes) != 3 or any(n is not None and (type(n) is not int or n < 1) for n in sizes):
@@ -115,7 +129,7 @@ class Rule(NamedTuple):
 
 
 def rule_of(rules: Sequence[Rule], name: str) -> Rule:
-    """Return the rule of the weight of a name, as in the checkpoint; raises `MeshError` unless exactly one matches."""
+    """Return the rule for the weight of that name in the checkpoint; raises `MeshError` unless exactly one matches."""
     matching = [rule for rule in rules if re.fullmatch(rule.pattern, name)]
     if len(matching) != 1:
         raise MeshError(f"weight {name} matches {len(matching)} sharding rules, it must be exactly one")
@@ -123,11 +137,17 @@ def rule_of(rules: Sequence[Rule], name: str) -> Rule:
 
 
 def weight_spec(mesh: Mesh, rules: Sequence[Rule], name: str, shape: Sequence[int], *, stacked: bool) -> P:
-    """Return how one weight is split.
+    """Return how one weight is split. A dimension that its axes don't divide is replicated.
 
-    name, shape  as in the checkpoint; `stacked` adds an unsharded leading axis over the scanned blocks
+    Args:
+        mesh: The mesh.
+        rules: The sharding rules of the weight's component.
+        name: The weight's name in the checkpoint.
+        shape: Its shape there.
+        stacked: Whether it has an unsharded leading axis over the scanned blocks.
 
-    A dimension that its axes don't divide is replicated. Raises `MeshError` unless exactly one rule matches.
+    Raises:
+        MeshError: No rule matches its name, or several do.
     """
     axes = [
         axis if axis is not None and shape[i] % axis_size(mesh, axis) == 0 else None
@@ -137,7 +157,7 @@ def weight_spec(mesh: Mesh, rules: Sequence[Rule], name: str, shape: Sequence[in
 
 
 def axis_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
-    """Return over how many devices an axis, or several together, spread."""
+    """Return how many devices lie along an axis, or along several together."""
     return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
@@ -146,8 +166,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def placed(sharding: Any) -> str:
-    """Name how an array lies on the mesh: P("tp") and P("tp", None) are the same, axes of size 1 are none."""
+def describe_sharding(sharding: Any) -> str:
+    """Describe how an array lies on the mesh: P("tp") and P("tp", None) are the same, axes of size 1 don't count."""
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
     sizes = sharding.mesh.shape
@@ -161,10 +181,11 @@ def placed(sharding: Any) -> str:
 class TokenLayout(NamedTuple):
     """How the tokens of all guidance branches, [B, L, C], lie on a mesh.
 
-    branch_axis  'dp', or None: every device has a part of every branch
-    token_axes   the axes that split L, slowest first, those of heads last
-    padded       L rounded up so that every device has as many tokens, in whole hardware tiles
-    head_axes    the axes that split heads in place of tokens during self-attention
+    Attributes:
+        branch_axis: 'dp', or None when every device has a part of every branch.
+        token_axes: The axes that split L, slowest first, those of heads last.
+        padded: L rounded up so that every device has equally many tokens, in whole hardware tiles.
+        head_axes: The axes that split heads in place of tokens during self-attention.
     """
 
     branch_axis: str | None
@@ -174,22 +195,26 @@ class TokenLayout(NamedTuple):
 
     @property
     def spec(self) -> P:
-        """For arrays [B, L, ...]."""
+        """How arrays [B, L, ...] are split."""
         return P(self.branch_axis, self.token_axes)
 
 
 def token_layout(mesh: Mesh, branches: int, tokens: int, heads: int = 0, block: int = 1) -> TokenLayout:
-    """Return where `tokens` tokens of `branches` branches go: 'dp' splits branches, or tokens if they are too few.
+    """Return how tokens lie on a mesh: 'dp' splits branches, or tokens where there are too few branches.
 
-    heads  of self-attention: 'dp' splits these, too, where it splits tokens and they divide. To gather keys and values
-           over 'dp' instead takes three times as long as the exchange (docs/benchmarks.md)
-    block  tokens that lie on one device, whatever the mesh
+    Args:
+        mesh: The mesh.
+        branches: B, the branches of guidance.
+        tokens: L, the tokens of a branch.
+        heads: Heads of self-attention. Where 'dp' splits tokens and divides the heads, it splits these, too: gathering
+            keys and values over 'dp' takes three times as long as the exchange (docs/benchmarks.md).
+        block: So many consecutive tokens lie on one device, whatever the mesh.
     """
     split = branches % mesh.shape["dp"] == 0
     axes = SHARDS if split else AXES
-    of_heads: tuple[str, ...] = ("tp",)
+    head_axes: tuple[str, ...] = ("tp",)
     if not split and heads and heads % (mesh.shape["dp"] * mesh.shape["tp"]) == 0:
-        axes, of_heads = ("sp", "dp", "tp"), ("dp", "tp")
-    # 128: a bfloat16 tile has 16 rows, and 8 of them make the blocks of all kernels come out whole more often.
+        axes, head_axes = ("sp", "dp", "tp"), ("dp", "tp")
+    # A bfloat16 tile has 16 rows. With 8 tiles, 128 rows, the blocks of all kernels come out whole more often.
     unit = axis_size(mesh, axes) * math.lcm(block, 128 if mesh.devices.flat[0].platform == "tpu" else 1)
-    return TokenLayout("dp" if split else None, axes, -(-tokens // unit) * unit, of_heads)
+    return TokenLayout("dp" if split else None, axes, -(-tokens // unit) * unit, head_axes)

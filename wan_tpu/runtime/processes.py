@@ -1,18 +1,18 @@
-"""What the processes of one mesh tell each other beside their programs."""
+"""Messages between the processes of one mesh, beside their programs."""
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-ROOM = 1024  # bytes of a message
+MESSAGE_BYTES = 1024  # The longest message; longer ones are cut.
 
 
-def same_everywhere(message: str) -> str:
-    """Return the first process's message on every process, at most `ROOM` bytes of it.
+def share_first(message: str) -> str:
+    """Return the first process's message on every process, at most `MESSAGE_BYTES` bytes of it.
 
     A collective: every process calls it, in the same order as its programs.
     """
     if jax.process_count() == 1:
         return message
-    given = np.frombuffer(message.encode()[:ROOM].ljust(ROOM, b"\0"), np.uint8)
-    return bytes(multihost_utils.broadcast_one_to_all(given)).rstrip(b"\0").decode(errors="ignore")
+    content = np.frombuffer(message.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"), np.uint8)
+    return bytes(multihost_utils.broadcast_one_to_all(content)).rstrip(b"\0").decode(errors="ignore")

@@ -27,24 +27,25 @@ from wan_tpu.runtime.program import ExecutableStore, Program
 
 
 class HasComponents(Protocol):
-    """What a runtime needs of a model; stages need more."""
+    """The part of a model that a runtime needs; stages need more."""
 
     checkpoint: Checkpoint | None
 
     @property
     def components(self) -> dict[str, Component]:
-        """Every component by the name of the work it does."""
+        """Every component, by the name of the work that it does."""
 
     def prepare(self, component: str) -> None:
-        """Read what the host needs for a component beside its weights."""
+        """Read the files, such as a tokenizer's, that the host needs for a component beside its weights."""
 
 
 @dataclass(frozen=True)
 class FetchedLora(Lora):
-    """An adapter of a request, and what its file held when it was fetched; the file isn't looked at again.
+    """An adapter of a request with the content of its file when it was fetched. The file isn't read again.
 
-    checksum  of the file's content, wherever it lies
-    adapter   that content, a `wan_tpu.adapters.adapter.Adapter`
+    Attributes:
+        checksum: A checksum of the content, wherever the file lies.
+        adapter: The content, a `wan_tpu.adapters.adapter.Adapter`.
     """
 
     checksum: str = field(kw_only=True)
@@ -55,45 +56,58 @@ class AdapterStore(Protocol):
     """Where weights with adapters applied come from: `wan_tpu.adapters.merging.Adapters`."""
 
     def fetch(self, component: Component, base: Loaded, lora: Lora) -> FetchedLora:
-        """Read an adapter's file into host memory; base: weights or their shapes.
+        """Read an adapter's file into host memory.
 
-        Raises `InvalidRequest` or `Unavailable`.
+        Args:
+            component: The component that it changes.
+            base: The component's weights, or their shapes.
+            lora: The adapter.
+
+        Raises:
+            InvalidRequest: The adapter doesn't fit the component.
+            Unavailable: The file can't be read now.
         """
 
     def get(self, name: str, loras: tuple[FetchedLora, ...]) -> Loaded | None:
-        """Return a component with adapters applied, if it is kept."""
+        """Return a component with adapters applied, if there is one."""
 
     def merge(
         self, runtime: "Runtime[Any]", name: str, base: Loaded, loras: tuple[FetchedLora, ...], *, keep: bool
     ) -> Loaded:
-        """Apply adapters to a component; keep: its base."""
+        """Apply adapters to a component; with `keep`, its base stays as it is."""
 
     def drop(self, name: str) -> None:
-        """Let go of what was merged of a component."""
+        """Release the merged weights of a component."""
 
 
 def check_precision(model: HasComponents, precision: str) -> None:
     """Raise `InvalidInput` for a precision that a model doesn't have."""
     if precision not in DTYPES:
         raise InvalidInput(f"dtype {precision!r} is unknown; choose one of {', '.join(DTYPES)}")
-    offered = [one for one in DTYPES if one not in MATRICES or any(c.offers(one) for c in model.components.values())]
+    components = model.components.values()
+    offered = [name for name in DTYPES if name not in MATRICES or any(part.offers(name) for part in components)]
     if precision not in offered:
         raise InvalidInput(f"this model isn't computed in {precision}; choose one of {', '.join(offered)}")
 
 
 M = TypeVar("M", bound=HasComponents)
 
-# Some programs have a request's numbers in their names. A model's stages have about thirty names otherwise.
+# Programs that a runtime keeps. Some have a request's numbers in their names; without those, a model's stages have
+# about thirty names.
 MAX_PROGRAMS = 64
 
 
 class Runtime(Generic[M]):
     """Weights and programs of one model on one mesh.
 
-    load_s      seconds spent reading weights and tokenizers, by component
-    host_s      seconds in which the host worked and the devices had nothing to compute
-    on_compile  given the name of a program before it is compiled, and None after
-    programs    compiled programs by name, the latest `MAX_PROGRAMS`; each knows the seconds its compilations took
+    Attributes:
+        model: The model.
+        mesh: The devices.
+        dtype: The precision.
+        load_s: Seconds spent reading weights and tokenizers, by component.
+        host_s: Seconds in which the host worked and the devices had nothing to compute.
+        programs: The latest `MAX_PROGRAMS` programs by name; each knows how many seconds its compilations took.
+        on_compile: Called with the name of a program before it is compiled, and with None after.
     """
 
     def __init__(
@@ -107,13 +121,19 @@ class Runtime(Generic[M]):
         adapters: AdapterStore | None = None,
         progress: Progress = Silent(),  # noqa: B008 (has no state)
     ) -> None:
-        """Raise `InvalidInput` for a precision that the model doesn't have.
+        """Start without weights and programs.
 
-        keep_weights: keep a component's weights after its stage (a server), or free them (one request).
+        Args:
+            model: The model.
+            mesh: The devices.
+            dtype: The precision.
+            keep_weights: Keep a component's weights after its stage (a server), or free them (a single request).
+            executables: Where compiled programs are looked for before they are compiled.
+            adapters: Applies adapters. Without it no request may have any.
+            progress: Shows the bytes of weights that are read.
 
-        executables  where compiled programs are looked for before they are compiled
-        adapters     applies adapters; without, there are none
-        progress     shows the bytes of weights that are read
+        Raises:
+            InvalidInput: The model doesn't have that precision.
         """
         check_precision(model, dtype)
         self.model = model
@@ -126,7 +146,7 @@ class Runtime(Generic[M]):
         self._adapters = adapters
         self._progress = progress
         self._components: dict[str, Loaded] = {}
-        self._abstract: dict[str, Loaded] = {}  # shapes of those that an adapter was read for before they were
+        self._abstract: dict[str, Loaded] = {}  # Shapes of components whose adapters were read before their weights.
         self._checked: set[str] = set()
         self._prepared: set[str] = set()
         self._loading = threading.Lock()
@@ -138,41 +158,52 @@ class Runtime(Generic[M]):
     def component(self, name: str, loras: tuple[Lora, ...] = ()) -> Loaded:
         """Return a component, read from the checkpoint if it isn't on the devices.
 
-        loras  applied to it: those of `fetch_adapters` as they were then, the files of others as they are now
+        Args:
+            name: The component's name.
+            loras: Adapters to apply. Those from `fetch_adapters` are applied as they were fetched, others as their
+                files are now.
         """
         if not loras:
             return self._base(name)
         assert self._adapters is not None
-        fetched = tuple(self._fetched(name, lora) for lora in loras)
+        fetched = tuple(self._fetch(name, lora) for lora in loras)
         merged = self._adapters.get(name, fetched)
         if merged is None:
             base = self._base(name)
             if not self._keep_weights:
-                # Its weights are changed in place. Whatever interrupts that, nobody else gets what is left of them.
+                # Its weights are changed in place. If that is interrupted, nobody else may get half-changed weights.
                 with self._loading:
                     self._components.pop(name, None)
             merged = self._adapters.merge(self, name, base, fetched, keep=self._keep_weights)
         return merged
 
     def fetch_adapters(self, loras: tuple[Lora, ...], names: Sequence[str]) -> tuple[Lora, ...]:
-        """Return adapters with what their files hold now, those apart that change none of the named components.
+        """Return adapters with the present content of their files; those for no named component are unchanged.
 
-        On any thread. It may wait for a disk or the network; `component` doesn't, given what this returns. Raises
-        `InvalidRequest` or `Unavailable`.
+        Any thread may call it. It may wait for a disk or the network; `component` doesn't wait for adapters that this
+        returned.
+
+        Args:
+            loras: The adapters of a request.
+            names: The components that they may change.
+
+        Raises:
+            InvalidRequest: An adapter doesn't fit its component.
+            Unavailable: A file can't be read now.
         """
         stages = [next((name for name in names if lora.is_for(name)), None) for lora in loras]
         return tuple(
-            lora if stage is None else self._fetched(stage, lora) for lora, stage in zip(loras, stages, strict=True)
+            lora if stage is None else self._fetch(stage, lora) for lora, stage in zip(loras, stages, strict=True)
         )
 
-    def _fetched(self, name: str, lora: Lora) -> FetchedLora:
+    def _fetch(self, name: str, lora: Lora) -> FetchedLora:
         if isinstance(lora, FetchedLora):
             return lora
         assert self._adapters is not None
-        return self._adapters.fetch(self.model.components[name], self._shapes(name), lora)
+        return self._adapters.fetch(self.model.components[name], self._weights_or_shapes(name), lora)
 
-    def _shapes(self, name: str) -> Loaded:
-        """Return a component's weights if they are here, else their shapes: no adapter needs more to be read."""
+    def _weights_or_shapes(self, name: str) -> Loaded:
+        """Return a component's weights if they are here, else their shapes, which suffice to read an adapter."""
         if (loaded := self._components.get(name)) is not None:
             return loaded
         if name not in self._abstract:
@@ -192,7 +223,7 @@ class Runtime(Generic[M]):
             return self._components[name]
 
     def prepare(self, name: str) -> None:
-        """Read what the host needs for a component beside its weights, once; raises `CheckpointError`."""
+        """Read, once, the files that the host needs for a component beside its weights; raises `CheckpointError`."""
         with self._loading:
             if name not in self._prepared:
                 start = time.perf_counter()
@@ -202,7 +233,7 @@ class Runtime(Generic[M]):
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
-        """Count the block's seconds as the host's, while the devices wait."""
+        """Count the block's seconds as the host's, in which the devices wait."""
         start = time.perf_counter()
         try:
             yield
@@ -210,7 +241,7 @@ class Runtime(Generic[M]):
             self.host_s += time.perf_counter() - start
 
     def check(self, names: Iterable[str]) -> None:
-        """Compare the headers of components' files with their modules, once; raises `CheckpointError`."""
+        """Compare the headers of components' files with their modules, each once; raises `CheckpointError`."""
         with self._loading:
             for name in set(names) - self._checked:
                 assert self.model.checkpoint is not None
@@ -225,7 +256,7 @@ class Runtime(Generic[M]):
                 self._adapters.drop(name)
 
     def program(self, name: str, function: Callable[..., Any], results: Any = None) -> Program:
-        """Return the program of this name, made from `function` the first time."""
+        """Return the program of this name, which wraps the `function` that it was first asked for with."""
         with self._naming:
             program = self.programs.pop(name, None)
             if program is None:
@@ -236,7 +267,7 @@ class Runtime(Generic[M]):
                     results=results,
                     name=name,
                     executables=self._executables,
-                    told=lambda program: self.on_compile(program),
+                    on_compile=lambda program: self.on_compile(program),
                 )
             self.programs[name] = program  # The one used last comes last.
             if len(self.programs) > MAX_PROGRAMS:

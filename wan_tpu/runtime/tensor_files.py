@@ -27,7 +27,8 @@ KINDS: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# How files begin that are found in place of weights, and what to do about them; below, only in place of safetensors.
+# The first bytes of files that people have in place of weights, and what to do about it. `_OTHER_FORMATS` are refused
+# only where safetensors are expected.
 _STAND_INS = {
     b"version https://git-lfs": "a pointer of Git LFS; `git lfs pull`, or `hf download`, fetches the file itself",
     b"<!doctype": "a web page; where it was downloaded from, a login may be wanted",
@@ -37,13 +38,13 @@ _OTHER_FORMATS = {
     b"pk\x03\x04": "an archive, as torch.save writes it; save its tensors with safetensors.torch.save_file",
     b"gguf": "a GGUF file; give the same model in bfloat16, float16 or float32, as safetensors",
 }
-_LENGTH = 8  # bytes of the number that says how long the header is
-_MOST_DIMENSIONS = 64  # Of a tensor, as torch and numpy have them.
-_MOST = 100_000_000  # bytes that a header may have
+_LENGTH_BYTES = 8  # Bytes of the number at the start of a file, the length of its header.
+_MAX_DIMENSIONS = 64  # Dimensions that torch and numpy allow a tensor.
+_MAX_HEADER_BYTES = 100_000_000  # The longest header that safetensors allows.
 
 
 class Stored(NamedTuple):
-    """Where one tensor lies: a file's path or address, the offset of its first byte, its dtype and shape there."""
+    """Where one tensor lies: its file's path or address, the offset of its first byte, its dtype and its shape."""
 
     file: str
     offset: int
@@ -51,35 +52,35 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
-def metadata(file: WeightFile) -> dict[str, str]:
-    """Return what a file's header says beside its tensors, of a file whose `tensors` were read."""
-    length = int.from_bytes(file.read(0, _LENGTH), "little")
-    found = json.loads(file.read(_LENGTH, _LENGTH + length)).get("__metadata__")
-    return found if isinstance(found, dict) else {}
+def read_metadata(file: WeightFile) -> dict[str, str]:
+    """Return the metadata in the header of a file that `locate_tensors` has accepted."""
+    length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
+    metadata = json.loads(file.read(_LENGTH_BYTES, _LENGTH_BYTES + length)).get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
 
 
-def tensors(file: WeightFile) -> dict[str, Stored]:
-    """Return the tensors of a file by name. Raises `CheckpointError` when it is damaged or cut off."""
+def locate_tensors(file: WeightFile) -> dict[str, Stored]:
+    """Return where the tensors of a file lie, by name; raises `CheckpointError` when it is damaged or cut off."""
     try:
-        length = int.from_bytes(file.read(0, _LENGTH), "little")
-        start = _LENGTH + length
-        if not 0 < length <= min(_MOST, file.size - _LENGTH):
+        length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
+        start = _LENGTH_BYTES + length
+        if not 0 < length <= min(_MAX_HEADER_BYTES, file.size - _LENGTH_BYTES):
             raise ValueError(f"its header would have {length} bytes of {file.size}")
-        header = json.loads(file.read(_LENGTH, start))
+        header = json.loads(file.read(_LENGTH_BYTES, start))
         header.pop("__metadata__", None)
-        found = {name: _stored(file, start, **fields) for name, fields in header.items()}
+        tensors = {name: _locate(file, start, **fields) for name, fields in header.items()}
         _check_offsets(sorted(tuple(fields["data_offsets"]) for fields in header.values()), file.size - start)
     except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         refuse_other_content(file, _STAND_INS | _OTHER_FORMATS)
         raise CheckpointError(f"{file.address} is damaged or cut off ({error}); fetch it again") from None
-    return found
+    return tensors
 
 
 def refuse_other_content(file: WeightFile, contents: Mapping[bytes, str] = _STAND_INS) -> None:
-    """Raise `CheckpointError` for a file that fetching again would not help: something else has the name of weights."""
-    begins = file.read(0, min(file.size, 64)).lstrip().lower() if file.size else b""
+    """Raise `CheckpointError` for a file that isn't weights in spite of its name: fetching it again won't help."""
+    beginning = file.read(0, min(file.size, 64)).lstrip().lower() if file.size else b""
     for start, advice in contents.items():
-        if begins.startswith(start):
+        if beginning.startswith(start):
             raise CheckpointError(f"{file.address} is {advice}")
 
 
@@ -87,7 +88,7 @@ def _check_offsets(spans: list[tuple[int, ...]], size: int) -> None:
     """Raise `ValueError` unless the tensors fill a file's data: each begins where the one before it ends.
 
     Args:
-        spans: First byte and the one after the last of each tensor, in order.
+        spans: For each tensor, in order, its first byte and the byte after its last.
         size: Bytes of data.
     """
     end = 0
@@ -99,15 +100,15 @@ def _check_offsets(spans: list[tuple[int, ...]], size: int) -> None:
         raise ValueError(f"it has {size} bytes of tensors, its header says {end}")
 
 
-def _stored(file: WeightFile, start: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Stored:
+def _locate(file: WeightFile, start: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Stored:
     first, last = data_offsets
     if dtype not in KINDS:
         raise CheckpointError(
             f"{file.address} has a tensor of {dtype}; read are {', '.join(KINDS)}: give one that wasn't quantised"
         )
     stored = Stored(file.address, start + first, KINDS[dtype], tuple(map(int, shape)))
-    if len(stored.shape) > _MOST_DIMENSIONS:
-        raise ValueError(f"a tensor has {len(stored.shape)} dimensions; read are {_MOST_DIMENSIONS}")
+    if len(stored.shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"a tensor has {len(stored.shape)} dimensions; read are {_MAX_DIMENSIONS}")
     if min(stored.shape, default=0) < 0 or last - first != math.prod(stored.shape) * stored.kind.itemsize:
         raise ValueError(f"a tensor of {shape} {dtype} has {last - first} bytes")
     return stored

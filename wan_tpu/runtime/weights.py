@@ -1,4 +1,4 @@
-"""Read weights from files or buckets onto a mesh: each process what its own devices hold, many ranges at a time."""
+"""Read weights from files or buckets onto a mesh: each process reads its own devices' part, in many ranges at once."""
 
 import contextlib
 import itertools
@@ -21,26 +21,29 @@ from wan_tpu.progress import Bar, Silent
 from wan_tpu.runtime.tensor_files import Stored
 from wan_tpu.storage.streaming import can_stream
 
-RANGE_BYTES = 16 * 2**20  # of what is read at once: much larger ones aren't read faster
-RING_BYTES = 256 * 2**20  # of ranges that are under way, at most; less where there is little to read
+RANGE_BYTES = 16 * 2**20  # Bytes of one range; much larger ones aren't read faster.
+RING_BYTES = 256 * 2**20  # The most bytes of ranges in flight; fewer where there is little to read.
 
-# What weights are in, as numpy and as torch have it; numpy has the last ones from ml_dtypes.
-_ELSEWHERE = {np.dtype(ml_dtypes.bfloat16): torch.bfloat16, np.dtype(ml_dtypes.float8_e4m3fn): torch.float8_e4m3fn}
-_TORCH = {np.dtype(np.float32): torch.float32, np.dtype(np.int8): torch.int8} | _ELSEWHERE
+# The dtypes of weights in numpy and in torch; numpy has the first two from ml_dtypes.
+_FROM_ML_DTYPES = {np.dtype(ml_dtypes.bfloat16): torch.bfloat16, np.dtype(ml_dtypes.float8_e4m3fn): torch.float8_e4m3fn}
+_TORCH = {np.dtype(np.float32): torch.float32, np.dtype(np.int8): torch.int8} | _FROM_ML_DTYPES
 
-Limits = tuple[tuple[int, int], ...]  # start and stop in each dimension
-Show = Callable[[int], Bar]  # given how many bytes there are to read
+Limits = tuple[tuple[int, int], ...]  # Start and stop in each dimension.
+Show = Callable[[int], Bar]  # Takes the number of bytes that will be read.
 
 
 @dataclass(frozen=True)
 class Block:
     """Contiguous bytes of a file that are a part of a weight.
 
-    file, offset  where they begin: a path or gs:// address, and bytes
-    kind          of the numbers there
-    start, shape  where it lies in the weight, in the weight's dimensions
-    stored        its shape in the file, before the weight's change
-    crc32c        of its bytes, where it is known: such a block is read whole
+    Attributes:
+        file: Path or address of the file.
+        offset: The first byte in it.
+        kind: Dtype of the numbers there.
+        start: Where the block begins in the weight, in the weight's dimensions.
+        shape: Its shape there.
+        stored: Its shape in the file, before the weight's change.
+        crc32c: Checksum of its bytes, where it is known. Such a block is read whole.
     """
 
     file: str
@@ -56,7 +59,12 @@ class Block:
 class Weight:
     """One array of a program, and the blocks that it is read from.
 
-    change  applied to what a block holds, whole: it may reorder what lies in one shard and another
+    Attributes:
+        shape: Its shape.
+        kind: Its dtype.
+        sharding: How it lies on the mesh.
+        blocks: The blocks that it is read from.
+        change: Applied to a whole block's values. It may move values between shards.
     """
 
     shape: tuple[int, ...]
@@ -67,60 +75,69 @@ class Weight:
 
 
 def read_weights(weights: Mapping[str, Weight], show: Show = lambda total: Silent()) -> dict[str, jax.Array]:
-    """Read weights and put each on its mesh when it is complete; what `show` returns counts the bytes.
+    """Read weights, and put each on its mesh when it is complete.
 
-    Host memory holds the weights under way, few at a time, and the ranges, beside what is on the devices. Raises
-    `CheckpointError` when a file doesn't hold what it should, `Unavailable` when it can't be read now.
+    Host memory holds the few weights that are incomplete, and the ranges in flight.
+
+    Args:
+        weights: The weights by name.
+        show: Returns the bar that counts the bytes.
+
+    Raises:
+        CheckpointError: A file doesn't hold what it should.
+        Unavailable: A file can't be read now.
     """
-    rooms = {name: _Room(weight) for name, weight in weights.items()}
-    reads = [read for name, room in rooms.items() for read in room.reads(name)]
-    by_file = [list(found) for _, found in itertools.groupby(reads, key=lambda read: read.block.file)]
+    assemblies = {name: _Assembly(weight) for name, weight in weights.items()}
+    reads = [read for name, assembly in assemblies.items() for read in assembly.list_reads(name)]
+    by_file = [list(group) for _, group in itertools.groupby(reads, key=lambda read: read.block.file)]
     total, largest = sum(read.nbytes for read in reads), max((read.nbytes for read in reads), default=0)
     arrays: dict[str, jax.Array] = {}
     bar = show(total)
     ranges = [
-        FileChunks(number, found[0].block.file, [r.offset for r in found], [r.nbytes for r in found])
-        for number, found in enumerate(by_file)
+        FileChunks(number, group[0].block.file, [r.offset for r in group], [r.nbytes for r in group])
+        for number, group in enumerate(by_file)
     ]
     with contextlib.closing(_stream(ranges, max(largest, min(RING_BYTES, total // 8)))) as chunks:
         for number, index, content in chunks:
             read = by_file[number][index]
-            room = rooms[read.name]
-            if room.filled(read, content.flatten()):
-                arrays[read.name] = room.placed()
+            assembly = assemblies[read.name]
+            if assembly.add(read, content.flatten()):
+                arrays[read.name] = assembly.place()
             bar.step(read.nbytes)
     bar.close()
     return jax.block_until_ready({name: arrays[name] for name in weights})
 
 
 def read_tensors(stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
-    """Read tensors of one file into this process's memory; raises as `read_weights`."""
-    wanted = sorted(((name, one) for name, one in stored.items() if math.prod(one.shape)), key=lambda x: x[1].offset)
-    found = {name: torch.empty(one.shape, dtype=one.kind) for name, one in stored.items()}
-    sizes = [math.prod(one.shape) * one.kind.itemsize for _, one in wanted]
+    """Read tensors of one file into this process's memory. Raises what `read_weights` raises."""
+    wanted = sorted(
+        ((name, place) for name, place in stored.items() if math.prod(place.shape)), key=lambda x: x[1].offset
+    )
+    tensors = {name: torch.empty(place.shape, dtype=place.kind) for name, place in stored.items()}
+    sizes = [math.prod(place.shape) * place.kind.itemsize for _, place in wanted]
     if not wanted:
-        return found
-    ranges = [FileChunks(0, wanted[0][1].file, [one.offset for _, one in wanted], sizes)]
+        return tensors
+    ranges = [FileChunks(0, wanted[0][1].file, [place.offset for _, place in wanted], sizes)]
     memory_limit = max(*sizes, min(RING_BYTES, sum(sizes) // 8)) if len(sizes) > 1 else sizes[0]
     with contextlib.closing(_stream(ranges, memory_limit)) as chunks:
         for _, index, content in chunks:
-            name, one = wanted[index]
-            found[name] = content.flatten().clone().view(one.kind).view(one.shape)
-    return found
+            name, place = wanted[index]
+            tensors[name] = content.flatten().clone().view(place.kind).view(place.shape)
+    return tensors
 
 
 def _stream(ranges: Sequence[FileChunks], memory_limit: int) -> Generator[tuple[int, int, torch.Tensor], None, None]:
-    """Yield ranges of files as they come: the file's number, the range's, and its bytes until the next one is asked."""
-    streamed = [one for one in ranges if can_stream(one.path)]
-    ends = {one.path: max(map(sum, zip(one.offsets, one.sizes, strict=True))) for one in ranges}
+    """Yield ranges of files as they arrive: the file's number, the range's, and its bytes until the next range."""
+    streamed = [file for file in ranges if can_stream(file.path)]
+    ends = {file.path: max(map(sum, zip(file.offsets, file.sizes, strict=True))) for file in ranges}
     try:
         if streamed:
             with FileStreamer() as streamer:
                 streamer.stream_files(streamed, memory_limit=memory_limit, owned=False)
                 yield from streamer.get_chunks()
-        for one in ranges:
-            if one not in streamed:
-                yield from _read_ranges(one)
+        for file in ranges:
+            if file not in streamed:
+                yield from _read_ranges(file)
     except ValueError as error:
         raise _explain_failed_read(ends, error) from error
 
@@ -136,11 +153,11 @@ def _read_ranges(file: FileChunks) -> Iterator[tuple[int, int, torch.Tensor]]:
 
 
 def _explain_failed_read(ends: Mapping[str, int], error: ValueError) -> CheckpointError | Unavailable:
-    """Return whose fault it is that files can't be read: the streamer doesn't say, so each file is looked at.
+    """Return an error that says why files can't be read. The streamer doesn't say, so each file is checked.
 
     Args:
-        ends: By path or address, how many bytes a file must have at least.
-        error: What the streamer raised.
+        ends: How many bytes each file must have at least, by path or address.
+        error: The streamer's error.
     """
     for address, size in ends.items():
         try:
@@ -154,7 +171,7 @@ def _explain_failed_read(ends: Mapping[str, int], error: ValueError) -> Checkpoi
 
 
 class _Read(NamedTuple):
-    """Rows of a block, those of its first dimension that is longer than one."""
+    """Rows of a block: a range of its first dimension that is longer than one."""
 
     name: str
     block: Block
@@ -164,8 +181,8 @@ class _Read(NamedTuple):
     nbytes: int
 
 
-class _Room:
-    """Where the shards of one weight come together, those of this process's devices."""
+class _Assembly:
+    """Puts the shards of one weight together, those of this process's devices."""
 
     def __init__(self, weight: Weight) -> None:
         self._weight = weight
@@ -177,14 +194,14 @@ class _Room:
         self._shards: dict[Limits, torch.Tensor] = {}
         self._left = 0
 
-    def reads(self, name: str) -> Iterator[_Read]:
-        """Yield what is to be read."""
+    def list_reads(self, name: str) -> Iterator[_Read]:
+        """Yield the reads that this process's shards need."""
         for block in self._weight.blocks:
-            for read in self._reads(name, block):
+            for read in self._list_reads_of(name, block):
                 self._left += 1
                 yield read
 
-    def _reads(self, name: str, block: Block) -> Iterator[_Read]:
+    def _list_reads_of(self, name: str, block: Block) -> Iterator[_Read]:
         overlaps = [_overlap(limits, block.start, block.shape) for limits in set(self._places.values())]
         wanted = [overlap for overlap in overlaps if overlap is not None]
         if not wanted:
@@ -205,8 +222,8 @@ class _Room:
             offset = block.offset + (row - block.start[dimension]) * row_bytes
             yield _Read(name, block, start, shape, offset, rows * row_bytes)
 
-    def filled(self, read: _Read, content: torch.Tensor) -> bool:
-        """Take what was read, bytes, over into the shards; return whether that was the last."""
+    def add(self, read: _Read, content: torch.Tensor) -> bool:
+        """Copy the bytes of a read into the shards; return whether it was the last one."""
         kind, block = read.block.kind, read.block
         if block.crc32c is not None and google_crc32c.value(content.numpy().tobytes()) != block.crc32c:
             raise CheckpointError(
@@ -217,21 +234,21 @@ class _Room:
             content = content.clone()
         value = content.view(kind)
         if self._weight.change is not None:
-            value = _tensor(self._weight.change(as_numpy(value.view(read.block.stored))))
+            value = _as_torch(self._weight.change(as_numpy(value.view(read.block.stored))))
         value = value.view(read.shape)
         for limits in set(self._places.values()):
             overlap = _overlap(limits, read.start, read.shape)
             if overlap is not None:
                 if limits not in self._shards:
-                    self._shards[limits] = _aligned(limits, self._weight.kind)
+                    self._shards[limits] = _allocate(limits, self._weight.kind)
                 target = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(overlap, limits, strict=True))
-                given = tuple(slice(a - first, b - first) for (a, b), first in zip(overlap, read.start, strict=True))
-                self._shards[limits][target].copy_(value[given])
+                source = tuple(slice(a - first, b - first) for (a, b), first in zip(overlap, read.start, strict=True))
+                self._shards[limits][target].copy_(value[source])
         self._left -= 1
         return not self._left
 
-    def placed(self) -> jax.Array:
-        """Return the weight on its mesh, and let go of the shards."""
+    def place(self) -> jax.Array:
+        """Return the weight on its mesh, and release the shards."""
         shards = {limits: as_numpy(shard) for limits, shard in self._shards.items()}
         self._shards.clear()
         arrays = [jax.device_put(shards[limits], device) for device, limits in self._places.items()]
@@ -247,29 +264,29 @@ def _overlap(limits: Limits, start: tuple[int, ...], shape: tuple[int, ...]) -> 
     return both if all(low < high for low, high in both) else None
 
 
-def _aligned(limits: Limits, kind: np.dtype) -> torch.Tensor:
-    """Return room for a shard that JAX takes over as a CPU array without a copy: aligned to 64 bytes."""
+def _allocate(limits: Limits, kind: np.dtype) -> torch.Tensor:
+    """Allocate a shard, aligned to 64 bytes so that JAX takes it over as a CPU array without a copy."""
     shape = [stop - start for start, stop in limits]
     size = math.prod(shape) * kind.itemsize
-    room = torch.empty(size + 64, dtype=torch.uint8)
-    start = -room.data_ptr() % 64
-    return room[start : start + size].view(_TORCH[kind]).view(shape)
+    memory = torch.empty(size + 64, dtype=torch.uint8)
+    start = -memory.data_ptr() % 64
+    return memory[start : start + size].view(_TORCH[kind]).view(shape)
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return the same memory as numpy sees it, which has small floating-point numbers from elsewhere."""
-    if tensor.dtype not in _ELSEWHERE.values():
+    """Return a view of a tensor's memory in numpy, which has its small floating-point types from ml_dtypes."""
+    if tensor.dtype not in _FROM_ML_DTYPES.values():
         return tensor.numpy()
-    kind = next(kind for kind, known in _ELSEWHERE.items() if known == tensor.dtype)
-    return tensor.view(_whole(tensor.dtype.itemsize)).numpy().view(kind)
+    kind = next(kind for kind, known in _FROM_ML_DTYPES.items() if known == tensor.dtype)
+    return tensor.view(_integer_of(tensor.dtype.itemsize)).numpy().view(kind)
 
 
-def _tensor(array: np.ndarray) -> torch.Tensor:
+def _as_torch(array: np.ndarray) -> torch.Tensor:
     array = np.ascontiguousarray(array)
-    if array.dtype not in _ELSEWHERE:
+    if array.dtype not in _FROM_ML_DTYPES:
         return torch.from_numpy(array)
-    return torch.from_numpy(array.view(f"i{array.itemsize}")).view(_ELSEWHERE[array.dtype])
+    return torch.from_numpy(array.view(f"i{array.itemsize}")).view(_FROM_ML_DTYPES[array.dtype])
 
 
-def _whole(itemsize: int) -> torch.dtype:
+def _integer_of(itemsize: int) -> torch.dtype:
     return torch.int16 if itemsize == 2 else torch.int8

@@ -7,7 +7,7 @@ from typing import Any
 
 from wan_tpu.checkpoint import OWN, Checkpoint, on_disk
 from wan_tpu.errors import CheckpointError
-from wan_tpu.runtime.torch_files import SUFFIXES, torch_tensors
+from wan_tpu.runtime.torch_files import SUFFIXES, locate_torch_tensors
 from wan_tpu.storage.folder import WeightFile
 
 FOLDERS = ("transformer", "transformer_2")
@@ -40,7 +40,7 @@ class WithExperts(Checkpoint):
         self._experts = {name: on_disk(Path(path)) for name, path in zip(wanted, experts, strict=True)}
         self._more: dict[str, dict[str, Any]] = {}
         for name, file in self._experts.items():
-            names = torch_tensors(file)
+            names = locate_torch_tensors(file)
             if any(one.endswith(".int8_weight") for one in names):
                 raise CheckpointError(f"{file.address} is quantised; give the file without -quant in its name")
             sparse = any(one.endswith(_LINEAR) for one in names)
