@@ -289,7 +289,7 @@ class StageHost(HostProfile):
 
         def result() -> DenoiseState:
             image_latents = next(iter(work.inputs.values())).image_latents
-            done = stages.finished(self._runtime.model, work.plan.request, state, image_latents)
+            done = stages.finish_state(self._runtime.model, work.plan.request, state, image_latents)
             return dataclasses.replace(done, history=()) if done.step == work.plan.request.steps else done
 
         return self._output(state.step, result)

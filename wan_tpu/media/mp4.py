@@ -30,7 +30,7 @@ class Mp4:
         return self
 
     def add(self, planes: np.ndarray) -> None:
-        """Append frames, uint8 [T, 3, H, W]: green, blue, red (`wan_tpu.stages.vae.planes`)."""
+        """Append frames, uint8 [T, 3, H, W]: green, blue, red (`wan_tpu.stages.vae.to_planes`)."""
         if self.failure is not None:
             return
         try:

@@ -1,30 +1,24 @@
 """The stages as functions over a runtime, each in pieces that can be driven from outside.
 
-A stage has two kinds of pieces. Those that make inputs (`image_inputs`, `expert_inputs`, `device_state`,
-`decoder_inputs`) only copy to the devices: they hold no collective and may run on another thread while a step runs.
+A stage has two kinds of pieces. Those that prepare inputs (`image_inputs`, `expert_inputs`, `device_state`,
+`decoder_inputs`) only copy to the devices: they contain no collective and may run on another thread while a step runs.
 Those that compute (`encode_prompt`, `encode_image`, `ExpertRun`, `decode_chunks`) must be called by every process of a
 mesh, in the same order. `LocalExecutor` puts the pieces together for one machine.
 
-The loops run on the host, one device call a step: between steps progress is reported, results are checked, and a
+The loops run on the host, with one device call a step: between steps progress is reported, results are checked, and a
 callback may stop the run by raising.
 """
 
-# ruff: noqa: F401  (what the others import)
+# ruff: noqa: F401  (Other packages import these names from here.)
 
 from wan_tpu.stages.decode import decode, decode_chunks, decoder_inputs
 from wan_tpu.stages.denoise import (
-    ExpertInputs,
     ExpertRun,
     StepEvent,
     device_state,
     expert_inputs,
-    finished,
+    finish_state,
     initial_state,
-    keys_program,
-    residual_shape,
-    step_conditioning,
-    step_numbers,
-    step_program,
     to_host,
 )
 from wan_tpu.stages.encode import (
@@ -38,4 +32,12 @@ from wan_tpu.stages.encode import (
     vae_encode,
 )
 from wan_tpu.stages.local import Around, LocalExecutor
+from wan_tpu.stages.step_programs import (
+    ExpertInputs,
+    keys_program,
+    residual_shape,
+    step_conditioning,
+    step_numbers,
+    step_program,
+)
 from wan_tpu.stages.vae import vae_programs

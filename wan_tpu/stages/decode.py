@@ -12,13 +12,13 @@ from wan_tpu.runtime.components import DTYPES
 from wan_tpu.runtime.health import ColourRange, check_finite
 from wan_tpu.runtime.program import fetch, place
 from wan_tpu.runtime.runtime import Runtime
-from wan_tpu.stages.vae import healthy, vae_programs
+from wan_tpu.stages.vae import are_finite, vae_programs
 
 T = TypeVar("T")
 
 
 def decode(runtime: Runtime[Model], latents: np.ndarray, progress: Progress) -> Iterator[np.ndarray]:
-    """Yield the video of final latents [1, C, T, H, W] as it is decoded: float32 [1 or 4, H, W, 3] in [0, 1]."""
+    """Decode final latents [1, C, T, H, W]; yield the video as it is decoded, float32 [1 or 4, H, W, 3] in [0, 1]."""
     with runtime.on_host():
         frames = decoder_inputs(runtime, latents)
     for pixels, _ in decode_chunks(runtime, frames, progress):
@@ -26,7 +26,7 @@ def decode(runtime: Runtime[Model], latents: np.ndarray, progress: Progress) -> 
 
 
 def decoder_inputs(runtime: Runtime[Model], latents: np.ndarray) -> list[jax.Array]:
-    """Put final latents [1, C, T, H, W] on the devices, scaled for the VAE and cut as it takes them."""
+    """Put final latents [1, C, T, H, W] on the devices, scaled for the VAE and cut into the chunks that it takes."""
     scaled = runtime.model.vae_latents(latents).astype(DTYPES[runtime.dtype])
     ends = np.cumsum(runtime.model.spec.decoder_chunks(scaled.shape[2]))
     return [place(chunk, runtime.mesh) for chunk in np.split(scaled, ends[:-1], axis=2)]
@@ -35,17 +35,26 @@ def decoder_inputs(runtime: Runtime[Model], latents: np.ndarray) -> list[jax.Arr
 def decode_chunks(
     runtime: Runtime[Model], frames: Sequence[jax.Array], progress: Progress
 ) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """Yield each chunk of latent frames decoded, whole on every device: pixels and planes, as `vae_programs` has them.
+    """Decode chunks of latent frames.
 
-    Raises `UnhealthyResult` for NaN and Inf, and after the last chunk for a video of one single colour: on every
-    process, whether or not it looks at the pixels.
+    Args:
+        runtime: The model on its devices.
+        frames: The chunks, from `decoder_inputs`.
+        progress: Shows a bar.
+
+    Yields:
+        Pixels and planes of a chunk, as `vae_programs` describes them, whole on every device.
+
+    Raises:
+        UnhealthyResult: For NaN and Inf, and after the last chunk for a video of a single colour: on every process,
+            whether or not it uses the pixels.
     """
     colours = ColourRange()
     bar = progress.bar("decoder", len(frames))
     try:
-        for i, (chunk, extremes) in enumerate(_one_ahead(_run(runtime, frames))):
+        for i, (chunk, extremes) in enumerate(_run_ahead(_run_chunks(runtime, frames))):
             limits = fetch(extremes, "decoder")
-            check_finite(healthy(limits), f"decoder, chunk {i + 1} of {len(frames)}")
+            check_finite(are_finite(limits), f"decoder, chunk {i + 1} of {len(frames)}")
             colours.add(runtime.model.pixels(limits))
             bar.step()
             yield chunk
@@ -55,7 +64,7 @@ def decode_chunks(
     runtime.done_with("decoder")
 
 
-def _run(
+def _run_chunks(
     runtime: Runtime[Model], frames: Sequence[jax.Array]
 ) -> Iterator[tuple[tuple[jax.Array, jax.Array], jax.Array]]:
     loaded = runtime.component("decoder")
@@ -69,8 +78,8 @@ def _run(
         yield pixels, extremes
 
 
-def _one_ahead(chunks: Iterator[T]) -> Iterator[T]:
-    """Yield chunks, each when the next has been started: one is computed while the one before is written."""
+def _run_ahead(chunks: Iterator[T]) -> Iterator[T]:
+    """Yield each chunk after the next one has been started, so that it is computed while this one is written."""
     before: T | None = None
     for chunk in chunks:
         if before is not None:

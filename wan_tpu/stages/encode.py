@@ -1,4 +1,4 @@
-"""The encoder stage: a prompt at a time, and the image, each on its own."""
+"""The encoder stage: prompts one at a time, and the image."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,17 +20,18 @@ from wan_tpu.runtime.health import check_finite
 from wan_tpu.runtime.mesh import replicated
 from wan_tpu.runtime.program import Program, fetch, place
 from wan_tpu.runtime.runtime import Runtime
-from wan_tpu.stages.vae import healthy, vae_programs
+from wan_tpu.stages.vae import are_finite, vae_programs
 
 Warn = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """What the encoder needs of a request's image, on the devices.
+    """The encoder's inputs from a request's image, on the devices.
 
-    chunks  for the VAE, [1, 3, 1 or 4, H, W] in [-1, 1], H W in pixels
-    clip    [1, 3, 224, 224], where the model takes CLIP features
+    Attributes:
+        chunks: For the VAE, [1, 3, 1 or 4, H, W] in [-1, 1], H W in pixels.
+        clip: [1, 3, 224, 224], where the model takes CLIP features.
     """
 
     chunks: tuple[jax.Array, ...]
@@ -38,7 +39,7 @@ class ImageInputs:
 
 
 def crop_warnings(model: Model, request: ResolvedRequest) -> Iterator[str]:
-    """Yield a warning for each image or input video of another shape than the video, of which a part isn't seen."""
+    """Yield a warning for each image or input video whose shape isn't the video's, so that a part of it is cut off."""
     pictures = {name: getattr(request, name) for name in IMAGES}
     if request.video is not None:
         [pictures["the input video"]] = read_frames(request.video, 1)
@@ -52,10 +53,11 @@ def crop_warnings(model: Model, request: ResolvedRequest) -> Iterator[str]:
 
 
 def encode_prompt(runtime: Runtime[Model], prompt: str, warn: Warn) -> Arrays:
-    """Return what the model's text encoders make of a prompt, by name (`Conditioning`); `warn` is told when it is cut.
+    """Return the text encoders' arrays for a prompt, by name (`Conditioning`); `warn` is called when it is cut.
 
-    One prompt a call: its bits depend on nothing else, so they can be kept and used for another request. Two at once
-    would read the weights once: 24 ms against 2 x 16 on a v6e chip (docs/benchmarks.md), of a minute's request.
+    Each call encodes a single prompt: its bits then depend on nothing else, and can be kept for other requests. Two
+    prompts at once would read the weights once: 24 ms against 2 x 16 on a v6e chip (docs/benchmarks.md), in a request
+    of a minute.
     """
     for name in runtime.model.tokenizers:
         runtime.prepare(name)
@@ -63,13 +65,13 @@ def encode_prompt(runtime: Runtime[Model], prompt: str, warn: Warn) -> Arrays:
         tokens, warnings = runtime.model.tokenize(prompt)
     for warning in warnings:
         warn(warning)
-    found = {}
-    for name, given in tokens.items():
+    embeddings = {}
+    for name, inputs in tokens.items():
         loaded = runtime.component(name)
         run = text_program(runtime, name, loaded.module)
-        found[name] = fetch(run(loaded.params, *place(given, runtime.mesh)), name)
-        check_finite(found[name], f"encoder, {name.replace('_', ' ')}")
-    return runtime.model.prompt_arrays(tokens, found)
+        embeddings[name] = fetch(run(loaded.params, *place(inputs, runtime.mesh)), name)
+        check_finite(embeddings[name], f"encoder, {name.replace('_', ' ')}")
+    return runtime.model.prompt_arrays(tokens, embeddings)
 
 
 def text_program(runtime: Runtime[Model], name: str, module: torch.nn.Module) -> Program:
@@ -83,13 +85,14 @@ def text_program(runtime: Runtime[Model], name: str, module: torch.nn.Module) ->
 
 
 def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInputs | None:
-    """Put what the encoder needs of a request's image, or video, on the devices; None when there is none."""
+    """Put the encoder's inputs from a request's image, or video, on the devices; None when there is none."""
     if request.image is None and request.video is None:
         return None
     model, dtype = runtime.model, DTYPES[runtime.dtype]
     placed: dict[int, jax.Array] = {}
     chunks = model.video_condition(request)
-    for chunk in chunks:  # all blank ones are the same array
+    # All blank chunks are the same array, which is placed once.
+    for chunk in chunks:
         if id(chunk) not in placed:
             placed[id(chunk)] = place(chunk.astype(dtype), runtime.mesh)
     clip = None
@@ -99,7 +102,7 @@ def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInpu
 
 
 def encode_image(runtime: Runtime[Model], request: ResolvedRequest, inputs: ImageInputs, bar: Bar) -> ImageCondition:
-    """Return what the experts are given of an image or a video; `bar` steps for CLIP and for each chunk of the VAE."""
+    """Return the experts' inputs from an image or a video; `bar` steps for CLIP and for each chunk of the VAE."""
     features = None
     if inputs.clip is not None:
         features = _clip_features(runtime, inputs.clip)
@@ -142,6 +145,6 @@ def vae_encode(runtime: Runtime[Model], chunks: Sequence[jax.Array]) -> Iterator
             moments, extremes, cache = first(loaded.params, pixels)
         else:
             moments, extremes, cache = later(loaded.params, pixels, cache)
-        check_finite(healthy(fetch(extremes, "vae_encoder")), f"encoder, VAE chunk {i + 1} of {len(chunks)}")
+        check_finite(are_finite(fetch(extremes, "vae_encoder")), f"encoder, VAE chunk {i + 1} of {len(chunks)}")
         yield np.asarray(moments)
     runtime.done_with("vae_encoder")

@@ -1,4 +1,4 @@
-"""One request in one process: the operations that its stage machine names, one after another."""
+"""One request in one process: the operations of its stage machine, one after another."""
 
 import dataclasses
 import warnings
@@ -22,7 +22,7 @@ from wan_tpu.stages.denoise import (
     check_noise,
     device_state,
     expert_inputs,
-    finished,
+    finish_state,
     initial_state,
     to_host,
 )
@@ -32,10 +32,10 @@ Around = Callable[[Operation], AbstractContextManager[object]]
 
 
 class LocalExecutor:
-    """Runs one request's operations; what they make stays where it was computed until the next one takes it.
+    """Runs one request's operations. Their results stay where they were computed until the next operation takes them.
 
     Attributes:
-        plan: The request's plan. Adapters are read before the first step, and every step uses what was read.
+        plan: The request's plan. Adapters are read before the first step, and all steps use the content read then.
         machine: How far the request is.
     """
 
@@ -51,14 +51,14 @@ class LocalExecutor:
         warn: Warn = warnings.warn,
         around: Around = lambda operation: nullcontext(),
     ) -> None:
-        """Start where `conditioning` and `state` are, or at the beginning.
+        """Start after `conditioning` and `state`, or at the beginning.
 
         Args:
             runtime: The model on its devices.
-            plan: What the request takes.
+            plan: The request's plan.
             progress: Shows a bar for each stage.
-            conditioning: What the encoder made of the request earlier.
-            state: What was denoised earlier; after the last step it holds finished latents.
+            conditioning: The encoder's earlier result for the request.
+            state: The state that an earlier run has reached; after the last step it holds finished latents.
             noise: Initial latents [1, C, T, H, W] in place of those drawn from the seed.
             warn: Called when a prompt or an image is cut.
             around: Returns the context that an operation runs in.
@@ -86,7 +86,7 @@ class LocalExecutor:
 
     @property
     def conditioning(self) -> Conditioning:
-        """What the encoder made of the request; every encoding must be done."""
+        """The encoder's result for the request; every encoding must be done."""
         if self._conditioning is None:
             first, *others = (self._texts[EncodeText(prompt)] for prompt in self.plan.prompts)
             image = dataclasses.asdict(self._image)
@@ -104,7 +104,7 @@ class LocalExecutor:
         """Run operations, and yield each with its result.
 
         Args:
-            kinds: End before the first operation of another kind; all kinds but `Save` where none is given.
+            kinds: End before the first operation of another kind. By default all kinds but `Save` are run.
             stop: End once so many steps are done.
 
         Yields:
@@ -151,7 +151,7 @@ class LocalExecutor:
                 assert self._state is not None
                 with self._runtime.on_host():
                     image_latents = self.conditioning.image_latents
-                    self._state = finished(self._runtime.model, self.plan.request, self._state, image_latents)
+                    self._state = finish_state(self._runtime.model, self.plan.request, self._state, image_latents)
                     self._is_placed = False
                 return self._state
             case Decode():
@@ -182,7 +182,7 @@ class LocalExecutor:
         return event
 
     def _begin(self, step: Step) -> None:
-        """Put the state and the inputs of the step's expert on the devices, and read adapters if that isn't done."""
+        """Put the state and the inputs of the step's expert on the devices, and read adapters that aren't read yet."""
         runtime, request = self._runtime, self.plan.request
         if request.loras:
             stages = [expert.stage for expert in self.plan.experts if step.index < expert.stop]
@@ -208,11 +208,11 @@ class LocalExecutor:
             self._chunks = decode_chunks(self._runtime, frames, self._progress)
         chunk = next(self._chunks)
         if operation.chunk + 1 == len(self.plan.decoder_chunks):
-            next(self._chunks, None)  # It ends with a check of the whole video.
+            next(self._chunks, None)  # The iterator ends with a check of the whole video.
         return chunk
 
     def _release_after(self, operation: Operation) -> None:
-        """Let go of what no later operation needs."""
+        """Release everything that no later operation needs."""
         following = self.machine.next
         if isinstance(operation, EncodeText) and not any(isinstance(other, EncodeText) for other in following):
             for name in self._runtime.model.token_shapes:
@@ -225,7 +225,7 @@ class LocalExecutor:
             self._close_bar()
 
     def _leave_expert(self) -> None:
-        """Keep the state that the expert has reached; its keys and weights go before the next expert's come."""
+        """Keep the state that the expert has reached; release its keys and weights before the next one's are read."""
         if self._run is not None:
             self._state, stage, self._run = self._run.state, self._run.expert.stage, None
             self._runtime.done_with(stage)

@@ -1,4 +1,4 @@
-"""The programs of a VAE half, which the encoder and the decoder share."""
+"""The programs of one half of a VAE, for the encoder and the decoder."""
 
 from typing import Any
 
@@ -17,15 +17,21 @@ from wan_tpu.runtime.runtime import Runtime
 def vae_programs(
     runtime: Runtime[Model], component: str, module: torch.nn.Module, count: int
 ) -> tuple[CausalChunks, Program, Program]:
-    """Return a VAE half ("vae_encoder" or "decoder"), and its jitted `first` and `next`, for so many chunks.
+    """Return one half of a VAE, and its programs for the first chunk and for later ones.
 
-    Both return (output, extremes, cache): what the half gives for a chunk; its smallest and largest value of each
-    channel, float32 [1, C, 2, 1, 1], which say on every process whether it is healthy; and the cache for the next. The
-    decoder's output has two parts: pixels [1, 3, T, H, W] around [-1, 1], and as `planes` makes them of these.
+    Both programs return (output, extremes, cache): the half's output for a chunk; the smallest and largest value of
+    each channel, float32 [1, C, 2, 1, 1], which say on every process whether the output is finite; and the cache for
+    the next chunk. The decoder's output has two parts: pixels [1, 3, T, H, W] around [-1, 1], and their `to_planes`.
+
+    Args:
+        runtime: The model on its devices.
+        component: "vae_encoder" or "decoder".
+        module: The VAE.
+        count: How many chunks there are.
     """
     make = runtime.model.vae_decoder if component == "decoder" else runtime.model.vae_encoder
     chunks = make(module, runtime.mesh).of(count)
-    kind = component if chunks.history_of is None else f"{component} of {count}"  # a program of its own
+    kind = component if chunks.history_of is None else f"{component} of {count}"  # Each count has programs of its own.
     whole, decodes = replicated(runtime.mesh), component == "decoder"
     out = (chunks.out_format, whole) if decodes else chunks.out_format
     results = (out, whole, chunks.cache_format)
@@ -43,10 +49,10 @@ def vae_programs(
     )
 
 
-def planes(pixels: jax.Array) -> jax.Array:
-    """[1, 3, T, H, W] around [-1, 1] -> uint8 [T, 3, H, W], green, blue and red, as ffmpeg's gbrp has them.
+def to_planes(pixels: jax.Array) -> jax.Array:
+    """Convert pixels [1, 3, T, H, W] around [-1, 1] to ffmpeg's gbrp: uint8 [T, 3, H, W], green, blue and red.
 
-    Rounded as diffusers does it. A host takes 45 ms for the same, a v6e-8 16 ms to decode them.
+    They are rounded as in diffusers. A host takes 45 ms for it; a v6e-8 takes 16 ms to decode the same frames.
     """
     unit = jnp.clip(pixels[0].astype(jnp.float32), -1, 1) / 2 + 0.5
     red, green, blue = (unit * 255).round().astype(jnp.uint8)
@@ -55,10 +61,10 @@ def planes(pixels: jax.Array) -> jax.Array:
 
 def _with_extremes(out: jax.Array, cache: Cache, *, decodes: bool) -> tuple[Any, jax.Array, Cache]:
     values = out.astype(jnp.float32)
-    extremes = jnp.stack([values.min((2, 3, 4)), values.max((2, 3, 4))], axis=2)[..., None, None]  # NaN comes through
-    return (out, planes(out)) if decodes else out, extremes, cache
+    extremes = jnp.stack([values.min((2, 3, 4)), values.max((2, 3, 4))], axis=2)[..., None, None]  # NaN passes through.
+    return (out, to_planes(out)) if decodes else out, extremes, cache
 
 
-def healthy(extremes: np.ndarray) -> bool:
-    """Whether all values whose extremes these are were finite."""
+def are_finite(extremes: np.ndarray) -> bool:
+    """Return whether all values with these extremes are finite."""
     return bool(np.isfinite(extremes).all())

@@ -1,0 +1,108 @@
+"""The programs of a denoising step, and their inputs. Numbers are arguments, so that no step recompiles."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from wan_tpu.families.model import Model, StepInputs
+from wan_tpu.runtime.components import DTYPES, Loaded
+from wan_tpu.runtime.mesh import replicated
+from wan_tpu.runtime.program import Program
+from wan_tpu.runtime.runtime import Runtime
+from wan_tpu.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class ExpertInputs:
+    """An expert's inputs beside the state, on the devices.
+
+    Attributes:
+        text: Arrays [B, ...] of the prompt and, under guidance, of the negative prompt, by name.
+        image: As in `Conditioning`.
+        image_latents: As in `Conditioning`.
+    """
+
+    text: Mapping[str, jax.Array]
+    image: jax.Array | None
+    image_latents: jax.Array | None
+
+
+def step_numbers(schedule: Schedule, i: int) -> dict[str, Any]:
+    """Return the numbers of step i as float32 arrays, so that no step recompiles."""
+    numbers: dict[str, Any] = {
+        "timestep": np.float32(schedule.timesteps[i]),
+        "sigma": np.float32(schedule.sigmas[i]),
+        "matrix": schedule.matrices[i].astype(np.float32),
+        "guidance": np.float32(schedule.guidance[i]),
+    }
+    if schedule.following is not None:
+        numbers["timestep"] = np.array([schedule.timesteps[i], schedule.following[i]], np.float32)
+    # The programs of a flow have no alpha.
+    if schedule.alphas is not None:
+        numbers["alpha"] = np.float32(schedule.alphas[i])
+    return numbers
+
+
+Reused = Literal["none", "some", "all"]
+_NAMES = {"none": "denoise step", "some": "denoise step, cached", "all": "denoise step, skipped"}
+
+
+def step_program(runtime: Runtime[Model], module: torch.nn.Module, reused: Reused = "none") -> Program:
+    """Return the jitted step: (params, latents, history, numbers, conditioning) -> latents, history, finite, None.
+
+    latents and each term of the history are [1, C, T, H, W], numbers are from `step_numbers`, conditioning is from
+    `step_conditioning`; finite says whether all new latents are finite. Both experts run the same program: they differ
+    in their weights only (families refuse experts that differ otherwise).
+
+    Args:
+        runtime: The model on its devices.
+        module: The transformer.
+        reused: Which branches reuse a residual of the blocks (`residual_shape`). The step of "some" takes a residual
+            and the branches that reuse it, bool [B], and returns the new residual in place of None. The step of "all"
+            takes a residual in place of computing any block.
+    """
+
+    def step(params, latents, history, numbers, conditioning, residual=None, skipped=None):  # type: ignore[no-untyped-def]
+        model, mesh = runtime.model, runtime.mesh
+        inputs = StepInputs(latents, numbers["timestep"], numbers["guidance"], *conditioning)
+        if reused == "none":
+            velocity, residual = model.velocity(module, params, mesh, inputs), None
+        else:
+            velocity, residual = model.cached_velocity(module, params, mesh, inputs, (residual, skipped))
+        clean = numbers.get("alpha", 1) * latents - numbers["sigma"] * velocity
+        terms = (latents, clean, *history, *([numbers["noise"]] if "noise" in numbers else []))
+        following, *kept = (sum(row[k] * term for k, term in enumerate(terms)) for row in numbers["matrix"])
+        # Every device has the whole result: every process can read it, and the next step takes it as it lies.
+        results = following, tuple(kept), jnp.isfinite(following).all()
+        return (*jax.lax.with_sharding_constraint(results, replicated(runtime.mesh)), residual)
+
+    return runtime.program(_NAMES[reused], step)
+
+
+def residual_shape(runtime: Runtime[Model], latents: tuple[int, ...], branches: int) -> jax.ShapeDtypeStruct:
+    """Return shape and sharding of the residual that a cache reuses."""
+    shape: jax.ShapeDtypeStruct = runtime.model.residual_shape(runtime.mesh, branches, latents, DTYPES[runtime.dtype])
+    return shape
+
+
+def step_conditioning(runtime: Runtime[Model], expert: Loaded, inputs: ExpertInputs) -> tuple[Any, jax.Array | None]:
+    """Return (keys, image_latents), the last argument of a `step_program`.
+
+    keys are the expert's cross-attention keys and values of the prompt and, under guidance, the negative prompt.
+    """
+    keys = keys_program(runtime, expert.module)(expert.params, inputs.text, inputs.image)
+    return keys, inputs.image_latents
+
+
+def keys_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:
+    """Return the jitted (params, text, image) -> keys, run once for each expert; arguments as in `ExpertInputs`."""
+
+    def keys(params, text, image):  # type: ignore[no-untyped-def]
+        return runtime.model.text_keys(module, params, runtime.mesh, text, image)
+
+    return runtime.program("text keys", keys)
