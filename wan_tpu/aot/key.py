@@ -19,7 +19,7 @@ from wan_tpu.versions import version
 PACKAGES = ("jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transformers")
 SOURCES = ("wan_tpu", "wan_tpu_kernels")
 # These folders decide how programs are compiled, stored and requested, not what they compute.
-_NO_PROGRAMS = ("aot", "pricing", "commands")
+_NO_PROGRAMS = ("aot", "pricing", "commands", "storage")
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 OPTIONS = ("jax_enable_x64", "jax_default_prng_impl", "jax_numpy_dtype_promotion", "jax_debug_nans")
 
