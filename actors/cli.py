@@ -1,4 +1,4 @@
-"""The `wan-tpu` command. It imports what a command needs when that is run: `wan-tpu generate` never imports Ray."""
+"""The `wan-tpu` command. A command's imports come when it is run, so that `wan-tpu generate` never imports Ray."""
 
 import atexit
 import contextlib
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from actors.interrupts import ended_as_by_ctrl_c
+from actors.interrupts import end_on_sigterm
 from cluster.errors import ClusterError
 from cluster.layout import shipped
 from wan_tpu.cli import run
@@ -17,7 +17,7 @@ from wan_tpu.commands.parser import Parser, all_actions, parser_of
 from wan_tpu.errors import InvalidInput
 from wan_tpu.versions import summary
 
-# command -> module, function in it, what it does
+# Of each command: its module, its function there, and the help text.
 COMMANDS = {
     "doctor": ("actors.commands.doctor", "doctor", "check this machine's chips, kernels, network and disk"),
     "generate": ("wan_tpu.commands.generate", "generate", "make one video from a prompt and, where it can, an image"),
@@ -43,7 +43,7 @@ COMMANDS = {
     "completion": ("actors.cli", "completion", "print what lets a shell complete these commands and their options"),
 }
 SHELLS = ("bash", "fish", "tcsh", "zsh")
-# What a command needs beside the core is in one of pyproject.toml's extras.
+# The extra of pyproject.toml that has a command's requirements beyond the core.
 EXTRAS = {
     **dict.fromkeys(("cluster", "drive", "pipeline", "profile", "status", "submit"), "cluster"),
     **dict.fromkeys(("keys", "serve"), "serve"),
@@ -53,7 +53,7 @@ EXTRAS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `wan-tpu COMMAND ...`; return the exit code."""
-    gc.set_threshold(20_000)  # as on a slice's hosts (cluster/gang/host_actor.py)
+    gc.set_threshold(20_000)  # As on a slice's hosts (cluster/gang/host_actor.py).
     return run(_command, argv, expected=(ClusterError,))
 
 
@@ -63,9 +63,9 @@ def _command(argv: Sequence[str]) -> int | None:
         parser.print_help(sys.stderr)
         return 2
     chosen = parser.parse_args(argv[:1]).command
-    with ended_as_by_ctrl_c():
+    with end_on_sigterm():
         try:
-            return command(chosen)(argv[1:])
+            return find_command(chosen)(argv[1:])
         except ModuleNotFoundError as missing:
             if chosen not in EXTRAS or not missing.name:
                 raise
@@ -74,17 +74,17 @@ def _command(argv: Sequence[str]) -> int | None:
             ) from missing
 
 
-def command(name: str) -> Callable[[Sequence[str]], int | None]:
+def find_command(name: str) -> Callable[[Sequence[str]], int | None]:
     """Return the function of a command."""
     module, function, _ = COMMANDS[name]
-    run_it: Callable[[Sequence[str]], int | None] = getattr(importlib.import_module(module), function)
-    return run_it
+    command: Callable[[Sequence[str]], int | None] = getattr(importlib.import_module(module), function)
+    return command
 
 
 def completion(argv: Sequence[str]) -> None:
     """Print a script that completes commands, options and their values: wan-tpu completion bash.
 
-    Written once, to where the shell looks, it costs nothing when Tab is pressed: no Python is started.
+    Once it is written to where the shell looks, Tab starts no Python.
     """
     parser = Parser(prog="wan-tpu completion", description=completion.__doc__)
     parser.add_argument("shell", choices=SHELLS, help="that is to be taught")
@@ -92,10 +92,10 @@ def completion(argv: Sequence[str]) -> None:
 
     import shtab
 
-    # In bash a layout is a shipped one's name, or a file.
+    # In bash, layouts are completed by the names of shipped ones and by files.
     function = f"_wan_tpu_layouts() {{ compgen -W '{' '.join(shipped())}' -- $1; compgen -f -- $1; }}"
     layouts = {**shtab.FILE, "bash": "_wan_tpu_layouts", "preamble": {"bash": function}}
-    whole = _parser(lambda prog, of: parser_of(command(of)))
+    whole = _parser(lambda prog, of: parser_of(find_command(of)))
     for action in all_actions(whole):
         if action.choices is None and action.nargs != 0 and action.type not in (int, float):
             names_layout = action.dest in ("layout", "emulate")
@@ -104,9 +104,9 @@ def completion(argv: Sequence[str]) -> None:
 
 
 def _parser(parser_class: Any) -> Parser:
-    """Return the parser of all commands; parser_class, a function, makes that of one from (prog, of)."""
-    about = "Video generation on TPUs. It runs on CPUs, too; CUDA is not tried."
-    parser = Parser(prog="wan-tpu", description=about)
+    """Return the parser of all commands; `parser_class` is called with `prog` and `of` for that of one command."""
+    description = "Video generation on TPUs. It runs on CPUs, too; CUDA is not tried."
+    parser = Parser(prog="wan-tpu", description=description)
     parser.add_argument("--version", action="version", version=summary(), help="show the versions and exit")
     listed = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=parser_class, help="each has a --help"
@@ -119,22 +119,22 @@ def _parser(parser_class: Any) -> Parser:
 def entry() -> NoReturn:
     """Run `wan-tpu COMMAND ...`, and end its process as soon as every exit function has run.
 
-    Python would go on to look through all of torch for garbage, for two seconds, and to take down the C++ libraries
-    while JAX may still compute in its threads, as after Ctrl-C.
+    Python would go on to collect garbage in all of torch, for two seconds, and to unload the C++ libraries while JAX
+    may still compute in its threads, as after Ctrl-C.
     """
     code = 1
 
     def end() -> None:
-        with contextlib.suppress(OSError):  # nobody reads any more
+        with contextlib.suppress(OSError):  # Nobody reads any more.
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
 
-    atexit.register(end)  # the first, so that it comes last
+    atexit.register(end)  # Registered first, so that it runs last.
     try:
         code = main()
-    except SystemExit as wanted:  # by argparse
-        code = wanted.code if isinstance(wanted.code, int) else int(wanted.code is not None)
+    except SystemExit as leaving:  # Raised by argparse.
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     sys.exit(code)
 
 

@@ -1,4 +1,4 @@
-"""What makes videos, as batches and the service use it: a pipeline on a cluster, or one process."""
+"""The engine that makes videos for batches and the service: a pipeline on a cluster, or one process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,25 +13,26 @@ OnEvent = Callable[[Span], object]
 
 @dataclass(frozen=True)
 class GeneratedVideo:
-    """A finished video: its mp4, and what its maker should know of it, such as that a prompt was cut."""
+    """A finished video: its mp4, and warnings for the user, such as that a prompt was cut."""
 
     mp4: bytes
     warnings: tuple[str, ...] = ()
 
 
 class Engine(Protocol):
-    """Makes one video at a call, several calls at a time.
+    """Makes one video per call, and serves several calls at a time.
 
-    model  who lets a request in plans it by this, once: `model.plan(request)` refuses what can't be made
+    Attributes:
+        model: Plans a request once, when it is let in; `model.plan(request)` refuses requests that can't be made.
     """
 
     model: ModelSpec
 
     async def generate(self, plan: RequestPlan, *, id: str, on_event: OnEvent, priority: int = 0) -> GeneratedVideo:
-        """Return the video of a plan; `on_event` is told spans as they end, from any thread.
+        """Return the video of a plan; `on_event` is called with spans as they end, from any thread.
 
-        What the engine keeps in order to resume the request stays until `forget`.
+        Whatever the engine keeps in order to resume the request stays until `forget`.
         """
 
     async def forget(self, id: str) -> None:
-        """Delete what is kept to resume a request, whose video or failure is durable by now. Never raises."""
+        """Delete whatever is kept to resume a request, whose video or failure is durable by now. Never raises."""

@@ -1,19 +1,20 @@
-"""What can happen to a request in the pipeline. All of it survives the way through Serve."""
+"""The errors of a request in the pipeline. All of them survive the way through Serve."""
 
 from wan_tpu.errors import WanTpuError
 
 
 class PipelineError(WanTpuError):
-    """Base of what this package raises on purpose."""
+    """Base class of the errors that this package raises on purpose."""
 
 
 class RequestFailed(PipelineError):
-    """The request can't be made; others are not touched.
+    """The request can't be made; other requests aren't affected.
 
-    code       "invalid": it doesn't fit the model; "unhealthy": a stage gave NaN; "error": a stage raised something
-               else, wherever it was tried; "lost": slices were lost under it again and again
-    elsewhere  whether it may be one slice alone that says so, as of a file that isn't there: another is to be asked
-    replica    as of `StageLost`
+    Attributes:
+        code: "invalid": it doesn't fit the model; "unhealthy": a stage gave NaN; "error": a stage raised something
+            else, wherever it was tried; "lost": slices were lost under it again and again.
+        elsewhere: Whether another slice may accept it, as when a file is missing on one: try it there.
+        replica: As of `StageLost`.
     """
 
     def __init__(self, message: str, code: str, *, elsewhere: bool = False) -> None:
@@ -27,13 +28,13 @@ class RequestFailed(PipelineError):
 
 
 class PipelineExists(PipelineError):
-    """There is a pipeline of that name already."""
+    """There is already a pipeline of that name."""
 
     exit_code = 2
 
 
 class PipelineNotFound(PipelineError):
-    """There is no pipeline of that name, or it isn't one that this command may use."""
+    """There is no pipeline of that name, or this command may not use it."""
 
     exit_code = 2
 
@@ -43,28 +44,30 @@ class PipelineStartFailed(PipelineError):
 
 
 class StageLost(PipelineError):
-    """A slice or its leader is gone, or can't do its part; the stage is to be done again elsewhere.
+    """A slice or its leader is gone, or can't do its part; the stage must be done again elsewhere.
 
-    replica  Serve's name for the leader that is to be avoided, once that is known
+    Attributes:
+        replica: Serve's name for the leader to avoid, once that is known.
     """
 
     replica: str | None = None
 
 
 class StageFailed(StageLost):
-    """A stage raised what no request is known to cause, or its devices failed: done again, until it is the request's.
+    """A stage raised an error that no request is known to cause, or its devices failed; it is tried again.
 
-    Whether request or slice is to blame shows elsewhere: a sick slice fails everybody, a bad request fails everywhere.
+    Other slices show whether the request or the slice is to blame: a sick slice fails every request, and a bad request
+    fails on every slice.
     """
 
 
 class StageMoved(StageLost):
-    """A replica is about to leave, and nothing is lost: the stage goes on elsewhere."""
+    """A replica is about to end, and nothing is lost: the stage goes on elsewhere."""
 
 
 class StageWaited(StageMoved):
-    """A request has waited for its turn at a replica for a while, and by now another one may be free."""
+    """A request has waited at a replica for a while, and another one may be free by now."""
 
 
 class InputLost(PipelineError):
-    """An object that a stage was given is gone; it is to be made again."""
+    """An object that a stage needs is gone; it must be computed again."""

@@ -1,6 +1,6 @@
-"""Imports what workers use, ahead of time: what computes, and the libraries under Ray Serve and the HTTP API.
+"""Imports the libraries of worker processes ahead of time: for computing, for Ray Serve and for the HTTP API.
 
-Ray itself is not imported: its library reads a worker's job and raylet from the environment when it is loaded.
+Ray itself is not imported, because its library reads a worker's job and raylet from the environment when loaded.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import wan_tpu.aot.programs
 import wan_tpu.media.mp4  # noqa: F401
 from wan_tpu.families import FAMILIES
 
-with contextlib.suppress(ModuleNotFoundError):  # They are in the extra [serve], which batches do without.
+with contextlib.suppress(ModuleNotFoundError):  # These are in the extra [serve], which batches don't need.
     import alembic.command  # noqa: F401
     import sqlalchemy.ext.asyncio  # noqa: F401
 

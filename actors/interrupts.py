@@ -10,24 +10,25 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-REPEATED_S = 5.0  # Within which a second SIGTERM is the first one, sent again.
+REPEATED_S = 5.0  # A second SIGTERM within this time is taken for the first one, sent again.
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM has ended what was done; `exit_code` is a shell's for it."""
+    """SIGTERM has ended a command; `exit_code` is the one that shells use for it."""
 
     exit_code = 143
 
 
 @contextlib.contextmanager
-def ended_as_by_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM end what is done here in good order, with `Terminated`. Signals reach the main thread alone.
+def end_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block in good order, with `Terminated`. Signals reach the main thread only.
 
-    Senders repeat it: within `REPEATED_S` a second one changes nothing, nor does any once this block has ended. Later
-    ones, and Ctrl-C, interrupt again: what this process was importing or waiting for may have swallowed the first.
+    Senders repeat the signal: within `REPEATED_S` a second one changes nothing, nor does any once this block has ended.
+    Later ones, and Ctrl-C, interrupt again, because whatever this process was importing or waiting for may have
+    swallowed the first.
 
     Ray starts its processes with SIGINT blocked, and a job's driver inherits that (2.60, services.py), so it is
-    unblocked here. A shell's `command &` has it ignored, and then SIGTERM alone interrupts.
+    unblocked here. A shell starts `command &` with SIGINT ignored, and then only SIGTERM interrupts.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -42,7 +43,7 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
         terminated_s = now
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)  # asyncio has a handler of its own, which cancels what runs
+        signal.raise_signal(signal.SIGINT)  # asyncio has a handler of its own, which cancels the running task.
 
     blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     afterwards = signal.signal(signal.SIGTERM, interrupt)
@@ -61,8 +62,8 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
 def run(work: Coroutine[None, None, T]) -> T:
     """Run a coroutine to its end. SIGTERM cancels it as Ctrl-C does; it ends in `Terminated` or `KeyboardInterrupt`.
 
-    It is cancelled where it waits; an exception of a signal's handler would come anywhere, also between a video's being
-    there and its being told.
+    It is cancelled where it waits. An exception of a signal handler could come anywhere, even after a video is finished
+    and before that is reported.
     """
 
     async def cancellable() -> T:
@@ -71,7 +72,7 @@ def run(work: Coroutine[None, None, T]) -> T:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: task.cancelling() or task.cancel())
         return await work
 
-    with ended_as_by_ctrl_c():
+    with end_on_sigterm():
         try:
             return asyncio.run(cancellable())
         except asyncio.CancelledError:
@@ -79,4 +80,4 @@ def run(work: Coroutine[None, None, T]) -> T:
 
 
 def _ignore(*_: object) -> None:
-    """Do nothing at a signal. Processes that are started meanwhile don't inherit that, as they would `SIG_IGN`."""
+    """Do nothing at a signal. Unlike `SIG_IGN`, child processes that are started meanwhile don't inherit this."""

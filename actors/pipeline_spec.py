@@ -1,4 +1,4 @@
-"""A pipeline as it is, or is to be, brought up: plain values that everybody who runs or uses it is given."""
+"""The specification of a pipeline: plain values for everything that brings it up or uses it."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,20 +14,27 @@ Chips = Literal["real", "emulated", "simulated"]
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """What is the same for all pools.
+    """Settings that all pools of a pipeline share.
 
-    checkpoint      diffusers directory, the same path on every host, or hub id
-    snapshots       folder or gs:// where states of unfinished requests are kept; every host must reach it
-    kernels, collectives  `wan_tpu.switches`, on every host
-    snapshot_every  steps between two snapshots; what a lost slice has done since is done again
-    attempts        how often a stage is tried before its request fails, when slices or objects are lost
-    scale_wait_s    how long requests may wait for a pool before autoscaling adds a replica, by the measured stage time
-    scale_up_s, scale_down_s  how long a pool must want more, or fewer, replicas before it is given them; scale_look_s:
-                    over how long what it wants is averaged
-    warm_up         requests whose programs every replica compiles before it takes the first; only sizes matter
-    chips           what the slices are: every figure and picture says so unless they are real
-    host_class      what runs on every host of a slice, "module:name"
-    name            of the pipeline: its applications and actors carry it
+    Attributes:
+        checkpoint: A diffusers directory, at the same path on every host, or a hub id.
+        snapshots: A folder or gs://bucket/prefix for states of unfinished requests, which every host must reach.
+        dtype: The precision of weights and activations.
+        executables: Where compiled programs are stored, or None.
+        kernels: The kernels that every host uses, of `wan_tpu.switches`.
+        collectives: How every host sends data between devices, of `wan_tpu.switches`.
+        snapshot_every: Steps between two snapshots; steps that a lost slice has done since are repeated.
+        attempts: How often a stage is tried before its request fails, when slices or objects are lost.
+        scale_wait_s: How long requests may wait for a pool before autoscaling adds a replica, by the measured time of
+            its stage.
+        scale_up_s: How long a pool must want more replicas before it gets them.
+        scale_down_s: How long a pool must want fewer replicas before it loses them.
+        scale_look_s: The time over which the wanted number is averaged.
+        warm_up: Requests whose programs every replica compiles before its first request; only their sizes matter.
+        chips: What the slices are made of. Every figure and picture says so unless they are real.
+        timeouts: The time-outs of slices.
+        host_class: The class that runs on every host of a slice, "module:name".
+        name: The pipeline's name, which its applications and actors carry.
     """
 
     checkpoint: str
@@ -51,9 +58,13 @@ class PipelineSettings:
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """What runs where.
+    """A pipeline: what runs where.
 
-    lasting  whether it stays when the driver that brought it up ends
+    Attributes:
+        layout: The pools, and the slices of each.
+        settings: What all pools share.
+        model: The model of the checkpoint.
+        lasting: Whether the pipeline stays when the driver that brought it up ends.
     """
 
     layout: Layout
@@ -62,8 +73,8 @@ class PipelineSpec:
     lasting: bool
 
     def __post_init__(self) -> None:
-        self.layout.check_stages(self.model.stages)  # raises LayoutError
+        self.layout.check_stages(self.model.stages)  # Raises `LayoutError`.
 
     def same_as(self, other: "PipelineSpec") -> bool:
-        """Whether the other would make the same videos on the same slices."""
+        """Return whether another pipeline would make the same videos on the same slices."""
         return (self.layout.pools, self.settings) == (other.layout.pools, other.settings)

@@ -21,7 +21,7 @@ from demo_model.sheets import save_rows
 
 from actors.batch.manifest import Manifest, read_manifest
 from actors.batch.run import BatchReport, open_batch
-from actors.interrupts import ended_as_by_ctrl_c
+from actors.interrupts import end_on_sigterm
 from actors.observe.console import LiveConsole
 from actors.observe.span import Span
 from actors.observe.status_actor import ReportedStatus, StatusActor
@@ -59,10 +59,10 @@ def demo(argv: Sequence[str]) -> int:
     start = time.monotonic()
     os.environ.update(ENVIRONMENT)
     layout = Layout.load(LAYOUT)
-    hosts = sum(made.spec.hosts for made in emulated_slices(layout))
+    hosts = sum(slice_.spec.hosts for slice_ in emulated_slices(layout))
     print(f"Five requests through {len(layout.pools)} slices of {hosts} hosts, emulated: CPU devices stand for chips.")
     print("The model is small and knows coloured things that move; the program is the one that runs Wan 2.2 on TPUs.\n")
-    with ended_as_by_ctrl_c(), tempfile.TemporaryDirectory(prefix="wan-demo-") as folder, LiveConsole() as live:
+    with end_on_sigterm(), tempfile.TemporaryDirectory(prefix="wan-demo-") as folder, LiveConsole() as live:
         report, spans, seen = _run(layout, Path(folder), live)
     if report.exit_code == 0:
         _say(report, spans, seen, time.monotonic() - start)

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import mlperf_loadgen as loadgen
 import numpy as np
 
-from actors.commands.arguments import add_cluster_arguments, gcs_address
+from actors.commands.arguments import add_cluster_arguments, find_gcs_address
 from wan_tpu import GenerationRequest, load_pipeline
 from wan_tpu.cli import run as run_command
 from wan_tpu.commands.parser import Parser, add_model, add_precision
@@ -98,7 +98,7 @@ def test(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--prompts {args.prompts} can't be read ({error})") from None
     if not prompts:
         raise InvalidInput(f"--prompts {args.prompts} has none; give a prompt a line")
-    changed = {name: _value(text) for name, _, text in (one.partition("=") for one in args.change)}
+    changed = {name: _value(text) for name, _, text in (change.partition("=") for change in args.change)}
     requests = requests_of(prompts, changed)
     videos = args.output / "videos"
     videos.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ class _Together:
         from actors.pipeline.pools import find_spec
         from cluster.connect import connect
 
-        connect(gcs_address(args))
+        connect(find_gcs_address(args))
         spec = find_spec(args.name)
         if spec is None:
             raise InvalidInput(f"there is no pipeline {args.name!r} on this cluster: wan-tpu status")
@@ -214,8 +214,8 @@ class _Together:
         try:
             async with self._room:
                 name = f"mlperf-{self._run}-{number}"
-                made = await self._client.generate(self._plans[index], id=name, on_event=lambda span: None)
-            complete(id, await asyncio.to_thread(self._kept, index, made.mp4))
+                video = await self._client.generate(self._plans[index], id=name, on_event=lambda span: None)
+            complete(id, await asyncio.to_thread(self._kept, index, video.mp4))
         except Exception as error:
             stop(error)
 
@@ -263,10 +263,10 @@ def judge(videos: Path, vbench: Path, processes: int) -> int:
     done = subprocess.run([*command, "--load_ckpt_from_local=True", "--dimension", *DIMENSIONS], check=False)
     if done.returncode:
         raise InvalidInput(f"VBench ended with {done.returncode}; see its own output above")
-    found = sorted(results.glob("results_*_eval_results.json"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    reports = sorted(results.glob("results_*_eval_results.json"), key=lambda path: path.stat().st_mtime)
+    if not reports:
         raise InvalidInput(f"VBench has written no results to {results}; see its own output")
-    newest = found[-1]
+    newest = reports[-1]
     scores = {name: 100 * value[0] for name, value in json.loads(newest.read_text()).items()}
     if missing := set(DIMENSIONS) - set(scores):
         raise InvalidInput(f"VBench has not judged {', '.join(sorted(missing))}; see its own output")

@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and what is made from them: addresses, layouts, pipelines."""
+"""Arguments that several commands share, and the addresses, layouts and pipelines that they describe."""
 
 import argparse
 import contextlib
@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from actors.commands.timeouts import add_timeouts, timeouts_from
+from actors.commands.timeouts import add_timeouts, read_timeouts
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect
 from cluster.emulation.cluster import STATE, EmulatedCluster, default_folder
@@ -22,16 +22,16 @@ from wan_tpu.spec import ModelSpec
 from wan_tpu.storage.addresses import absolute
 from wan_tpu.storage.opening import open_storage
 
-PER_SLICE = 2  # Requests in flight for each slice: one that computes, and one whose inputs come meanwhile.
+PER_SLICE = 2  # Requests in flight for each slice: one that computes, and one whose inputs arrive meanwhile.
 
 
 def absolute_model(model_id: str) -> str:
-    """Return a checkpoint's folder as an absolute path; a hub id as it is."""
+    """Return a checkpoint's folder as an absolute path, and a hub id unchanged."""
     return absolute(model_id) if os.path.isdir(model_id) or model_id.startswith(("./", "../")) else model_id
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser, address: str = 'of the cluster\'s GCS, "host:port"') -> None:
-    """Add which cluster, and which pipeline on it; `address` says which address is meant."""
+    """Add options that choose a cluster and a pipeline on it; `address` says what the address is of."""
     group = parser.add_argument_group("cluster")
     group.add_argument("--address", help=f"{address}; default: the emulated cluster of this machine")
     group.add_argument(
@@ -40,9 +40,9 @@ def add_cluster_arguments(parser: argparse.ArgumentParser, address: str = 'of th
     group.add_argument("--name", default=PipelineSettings.name, help="of the pipeline; default %(default)s")
 
 
-def add_pipeline_arguments(parser: argparse.ArgumentParser, about: str = "") -> None:
-    """Add what a pipeline is brought up with."""
-    group = parser.add_argument_group("pipeline", about or None)
+def add_pipeline_arguments(parser: argparse.ArgumentParser, description: str = "") -> None:
+    """Add the options that a pipeline is brought up with."""
+    group = parser.add_argument_group("pipeline", description or None)
     group.add_argument("--layout", help=f"layout file, or a shipped one: {', '.join(shipped())}")
     group.add_argument("--layout_text", metavar="YAML", help="the layout itself, in place of a file")
     add_model(
@@ -82,31 +82,38 @@ def add_batch_arguments(
     *,
     required: bool = True,
 ) -> None:
-    """Add what to make, and where it goes; in_flight: the default, None where `in_flight_help` says it."""
+    """Add the options of a batch.
+
+    Args:
+        parser: The command's parser.
+        in_flight: The default of --in_flight.
+        in_flight_help: The default in words.
+        required: Whether the manifest and the output must be given.
+    """
     group = parser.add_argument_group("batch")
-    for name, about in (
+    for name, text in (
         ("manifest", "one JSON line a request: a path or gs:// (docs/batch.md)"),
         ("output", "folder or gs://bucket/prefix of videos and results"),
     ):
-        group.add_argument(f"--{name}", type=absolute, required=required, help=about)
+        group.add_argument(f"--{name}", type=absolute, required=required, help=text)
     group.add_argument("--in_flight", type=int, default=in_flight, help=f"requests at a time; default {in_flight_help}")
     group.add_argument("--remake_changed", action="store_true", help="make again whose line or model has changed since")
     group.add_argument("--timeline", action="store_true", help="write timeline.png and its trace to the output")
 
 
 def add_drive_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add what to make, and with what pipeline."""
+    """Add the options of a batch, and of the pipeline that it runs on."""
     add_batch_arguments(parser, None, f"{PER_SLICE} for each slice of the pipeline", required=required)
     add_pipeline_arguments(parser, "of its own, brought up when none of that name runs on the cluster")
-    parser.set_defaults(dtype=None)  # A pipeline that runs is used in whatever precision, unless one is asked for.
+    parser.set_defaults(dtype=None)  # A running pipeline is used whatever its precision, unless one is asked for.
     parser.add_argument("--keep", action="store_true", help="leave the pipeline up that this has brought up")
 
 
-def gcs_address(args: argparse.Namespace) -> str:
-    """Return "host:port" of the cluster's GCS."""
+def find_gcs_address(args: argparse.Namespace) -> str:
+    """Return the address of the cluster's GCS, "host:port"."""
     address = args.address or os.environ.get("RAY_ADDRESS")
     if address is None:
-        return emulated(args).address
+        return find_emulated(args).address
     if "://" in address:
         raise ClusterNotFound(
             f"{address} is where jobs are sent to; this command joins the cluster: give host:port of its GCS (usually "
@@ -115,18 +122,18 @@ def gcs_address(args: argparse.Namespace) -> str:
     return address
 
 
-def jobs_address(args: argparse.Namespace) -> str:
-    """Return the URL that takes jobs."""
+def find_jobs_address(args: argparse.Namespace) -> str:
+    """Return the URL of the cluster's job server."""
     if args.address is not None:
         return args.address if "://" in args.address else f"http://{args.address}"
-    running = emulated(args)
-    if running.dashboard is None:
+    cluster = find_emulated(args)
+    if cluster.dashboard is None:
         raise ClusterNotFound(f"the emulated cluster of {args.folder} takes no jobs: no wan-tpu cluster up started it")
-    return f"http://{running.dashboard}"
+    return f"http://{cluster.dashboard}"
 
 
-def emulated(args: argparse.Namespace) -> EmulatedCluster:
-    """Return the emulated cluster that runs in --folder; raises `ClusterNotFound` with the command that starts one."""
+def find_emulated(args: argparse.Namespace) -> EmulatedCluster:
+    """Return the emulated cluster of --folder; raise `ClusterNotFound`, with the command that starts one."""
     if not (args.folder / STATE).exists():
         raise ClusterNotFound(f"no emulated cluster in {args.folder}; {_start_advice(args)}")
     cluster = EmulatedCluster.attach(args.folder)
@@ -136,7 +143,7 @@ def emulated(args: argparse.Namespace) -> EmulatedCluster:
 
 
 def _start_advice(args: argparse.Namespace) -> str:
-    """Return how to start a cluster for what a command was asked, as it is typed."""
+    """Return the command that starts a cluster which suits the arguments of a command."""
     layout = "emulated-demo"
     with contextlib.suppress(LayoutError):
         wanted = getattr(args, "layout", None)
@@ -148,34 +155,34 @@ def _start_advice(args: argparse.Namespace) -> str:
 
 
 def is_here(args: argparse.Namespace, address: str) -> bool:
-    """Whether a cluster's address ("host:port", of its GCS or of what takes jobs) is that of the emulated one here.
+    """Return whether an address ("host:port" of a GCS or job server) is that of the emulated cluster here.
 
-    A loopback address alone says nothing: it may be forwarded, or be that of a real cluster's head, seen from there.
+    A loopback address alone says nothing: it may be forwarded, or be that of a real cluster on its head node.
     """
     try:
-        found = EmulatedCluster.attach(args.folder)
+        cluster = EmulatedCluster.attach(args.folder)
     except ClusterNotFound:
         return False
-    return address in (found.address, found.dashboard)
+    return address in (cluster.address, cluster.dashboard)
 
 
-def join(args: argparse.Namespace) -> str:
+def join_cluster(args: argparse.Namespace) -> str:
     """Join the cluster as a driver; return its address."""
-    address = gcs_address(args)
+    address = find_gcs_address(args)
     connect(address)
     return address
 
 
-def layout_from(args: argparse.Namespace) -> Layout | None:
-    """Return the layout that was given, None where none was."""
+def read_layout(args: argparse.Namespace) -> Layout | None:
+    """Return the layout of the arguments, or None."""
     if args.layout_text is not None:
         return Layout.parse(args.layout_text, args.layout or "--layout_text")
     return None if args.layout is None else Layout.load(args.layout)
 
 
-def checked_layout(args: argparse.Namespace) -> Layout | None:
-    """Return the layout that was given, checked against the model where its configuration can be read from here."""
-    layout = layout_from(args)
+def read_checked_layout(args: argparse.Namespace) -> Layout | None:
+    """Return the layout of the arguments, checked against the model if its configuration can be read from here."""
+    layout = read_layout(args)
     if layout is not None and args.model_id is not None:
         try:
             check_layout(layout, open_spec(args.model_id))
@@ -185,7 +192,7 @@ def checked_layout(args: argparse.Namespace) -> Layout | None:
 
 
 def check_layout(layout: Layout, model: ModelSpec) -> None:
-    """Raise `LayoutError`, with the shipped layouts that fit, unless a layout hosts the stages of a model."""
+    """Raise `LayoutError`, with the shipped layouts that fit, unless a layout hosts all stages of a model."""
     try:
         layout.check_stages(model.stages)
     except LayoutError as error:
@@ -197,23 +204,30 @@ def check_layout(layout: Layout, model: ModelSpec) -> None:
         raise LayoutError(f"{error}; shipped layouts for {model.name}: {', '.join(fitting)}") from None
 
 
-def pipeline_spec(layout: Layout, settings: PipelineSettings, *, lasting: bool = True) -> PipelineSpec:
-    """Return a pipeline of the checkpoint's model; raises `CheckpointError`, `LayoutError` where they don't fit."""
+def build_spec(layout: Layout, settings: PipelineSettings, *, lasting: bool = True) -> PipelineSpec:
+    """Return a pipeline's specification; raise `CheckpointError` or `LayoutError` where the parts don't fit."""
     model = open_spec(settings.checkpoint)
     check_layout(layout, model)
     return PipelineSpec(layout, settings, model, lasting)
 
 
-def settings_from(
+def read_settings(
     args: argparse.Namespace, address: str, snapshots: str | None = None
 ) -> tuple[Layout, PipelineSettings]:
-    """Return layout and settings of a pipeline without a look at its checkpoint.
+    """Return layout and settings of a pipeline, without reading its checkpoint.
 
-    Raises `InvalidInput`, `LayoutError`, and `StorageError` for a folder of this machine that can't be written to.
+    Args:
+        args: The command's arguments.
+        address: The cluster's address.
+        snapshots: Where snapshots go unless the arguments say so. Without it that is a folder of this machine, if the
+            cluster runs here.
 
-    snapshots  where states are kept unless told; without it a folder of this machine, if the cluster is there too
+    Raises:
+        InvalidInput: An argument is missing, or has a value that isn't allowed.
+        LayoutError: The layout can't be read.
+        StorageError: A folder of this machine for snapshots can't be written to.
     """
-    layout = layout_from(args)
+    layout = read_layout(args)
     if layout is None or args.model_id is None:
         alone = "--layout alone" if layout is not None else "--model alone" if args.model_id is not None else "neither"
         raise InvalidInput(f"--layout and --model say what to bring up; both are needed, and {alone} was given")
@@ -239,7 +253,7 @@ def settings_from(
         snapshot_every=args.snapshot_every,
         attempts=args.attempts,
         warm_up=tuple(GenerationRequest(prompt="", height=h, width=w, frames=frames) for h, w, frames in sizes),
-        timeouts=timeouts_from(args),
+        timeouts=read_timeouts(args),
         name=args.name,
     )
     return layout, settings

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.commands.timeouts import add_timeouts, timeouts_from
+from actors.commands.timeouts import add_timeouts, read_timeouts
 from actors.doctor.examination import PARTS, Part, examine, in_order, problems, write_bundle
 from actors.doctor.finding import Finding, Machine, merge
 from cluster.emulation.cluster import default_folder
@@ -17,8 +17,8 @@ from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import OutputError
 
 _MARKS = {"ok": "ok  ", "info": "    ", "warn": "warn", "fail": "FAIL"}
-PART_S = 900.0  # That all hosts of a slice may take for a part.
-_NAME, _LEFT = 30, 7  # Columns of a name, and of what stands left of it.
+PART_S = 900.0  # All hosts of a slice together may take this long for a part.
+_NAME, _LEFT = 30, 7  # Width of a name, and of the margin left of it.
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -77,16 +77,16 @@ def _examine_here(args: argparse.Namespace, parts: Sequence[str]) -> tuple[Machi
 
 
 def _examine_slice(args: argparse.Namespace, parts: Sequence[str]) -> tuple[Machine, list[list[Part]]]:
-    from actors.commands.arguments import gcs_address
+    from actors.commands.arguments import find_gcs_address
     from cluster.connect import connect, leave
     from cluster.errors import SliceError
     from cluster.gang.slice import take
 
     args.folder, of_hosts = args.state, args.folder
-    connect(gcs_address(args))
+    connect(find_gcs_address(args))
     printer = _Printer()
     try:
-        host, limits = "actors.doctor.on_slice:DoctorHost", timeouts_from(args)
+        host, limits = "actors.doctor.on_slice:DoctorHost", read_timeouts(args)
         with take(args.slice, host, of_hosts, name="doctor", timeouts=limits, tell=print) as slice_:
             print(slice_.describe())
             hosts: list[list[Part]] = [[] for _ in slice_.hosts]

@@ -1,4 +1,4 @@
-"""`wan-tpu drive`: every request of a manifest, through the pipeline of a cluster. What `wan-tpu submit` runs there."""
+"""`wan-tpu drive`: every request of a manifest, through a cluster's pipeline; `wan-tpu submit` runs it there."""
 
 import argparse
 import contextlib
@@ -9,9 +9,9 @@ from actors.commands.arguments import (
     PER_SLICE,
     add_cluster_arguments,
     add_drive_arguments,
-    join,
-    pipeline_spec,
-    settings_from,
+    build_spec,
+    join_cluster,
+    read_settings,
 )
 from actors.observe.console import LiveConsole
 from actors.pipeline_spec import PipelineSpec
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from actors.observe.span import Span
     from wan_tpu.plan import RequestPlan
 
-SNAPSHOTS = ".snapshots"  # in the output, of a pipeline that isn't told another place
-# What a pipeline is brought up with, and that one that runs is used without, whatever its own is.
-_OF_A_NEW_PIPELINE = (
+SNAPSHOTS = ".snapshots"  # The folder of snapshots in the output, unless --snapshots names another.
+# Options that only matter when a pipeline is brought up; a running pipeline is used whatever its own values are.
+_NEW_PIPELINE_OPTIONS = (
     "executables",
     "kernels",
     "collectives",
@@ -55,7 +55,7 @@ def drive(argv: Sequence[str]) -> None:
     say(report.summarize())
 
 
-def _drive(args: argparse.Namespace, given: Collection[str], live: LiveConsole) -> "BatchReport":
+def _drive(args: argparse.Namespace, explicit: Collection[str], live: LiveConsole) -> "BatchReport":
     from actors.batch.checking import CheckingPlanner
     from actors.batch.manifest import read_manifest
     from actors.batch.run import open_batch
@@ -65,12 +65,12 @@ def _drive(args: argparse.Namespace, given: Collection[str], live: LiveConsole) 
 
     output = open_storage(args.output)
     live.tell("joining the cluster")
-    wanted = _wanted(args, join(args))
-    runs = find_reusable(args.name, wanted, args.dtype)
-    spec = runs or wanted
-    assert spec is not None  # else `find_reusable` raises
-    if runs is not None and runs.lasting:
-        for text in explain_ineffective(args, given, runs):
+    wanted = _build_wanted(args, join_cluster(args))
+    running = find_reusable(args.name, wanted, args.dtype)
+    spec = running or wanted
+    assert spec is not None  # Else `find_reusable` raises.
+    if running is not None and running.lasting:
+        for text in explain_ineffective(args, explicit, running):
             live.print_line(text)
     live.tell("reading the manifest")
     manifest = read_manifest(args.manifest, CheckingPlanner(spec.model, spec.settings.checkpoint))
@@ -85,10 +85,10 @@ def _drive(args: argparse.Namespace, given: Collection[str], live: LiveConsole) 
     )
     spans = LatestSpans()
     with opening as opened:
-        delete_leftovers(spec.settings, lambda: _settled(manifest, opened))
+        delete_leftovers(spec.settings, lambda: _list_settled(manifest, opened))
         report = _make(args, spec, wanted, opened, live, spans)
         live.tell("drawing the timeline" if len(spans) else "")
-        spans.save(output, live.print_line)  # once no slice waits for it
+        spans.save(output, live.print_line)  # Last, when no slice waits for it.
     return report
 
 
@@ -100,7 +100,7 @@ def _make(
     live: LiveConsole,
     spans: "LatestSpans",
 ) -> "BatchReport":
-    """Make what is to be made, with the pipeline that is there or one of the batch's own; it is let go of then."""
+    """Make the videos that are missing, with the running pipeline or one of the batch's own, and release it."""
     from actors.errors import PipelineNotFound
     from actors.observe.status_actor import ReportedStatus, StatusActor
     from actors.pipeline.acquire import acquire_pipeline
@@ -110,10 +110,10 @@ def _make(
     figures = _Figures(spec, opened)
     with contextlib.ExitStack() as stack:
         engine = None
-        if opened.todo:  # bringing a pipeline up takes minutes
+        if opened.todo:  # Bringing a pipeline up takes minutes.
             up = stack.enter_context(acquire_pipeline(args.name, wanted, live.tell, precision=args.dtype))
-            made_with = up.settings.checkpoint, up.settings.dtype
-            if made_with != (spec.settings.checkpoint, spec.settings.dtype):  # brought up since it was planned
+            # Another pipeline may have been brought up since the requests were planned.
+            if (up.settings.checkpoint, up.settings.dtype) != (spec.settings.checkpoint, spec.settings.dtype):
                 raise PipelineNotFound(f"pipeline {args.name!r} has changed meanwhile; run this again")
             engine = stack.enter_context(contextlib.closing(PipelineDriver(up)))
             status = StatusActor.connect(args.name)
@@ -144,10 +144,10 @@ class _Figures:
         self._total = len(opened.results) + len(opened.todo)
 
     def note(self, span: "Span") -> None:
-        """Count what a slice has computed."""
+        """Count the time that a slice has computed."""
         if span.kind == "compute":
             self._meters.count_compute(span.stage, span.seconds)
-            if span.step is None:  # as often as videos begin and end
+            if span.step is None:  # As often as videos begin and end.
                 self.show()
 
     def show(self) -> None:
@@ -155,35 +155,35 @@ class _Figures:
         self._meters.show_lines(self._results.counts, self._total)
 
 
-def choose_in_flight(given: int | None, spec: PipelineSpec) -> int:
-    """Return how many requests are handed to a pipeline at a time: what is asked for, or what keeps its slices busy."""
-    return given if given is not None else PER_SLICE * spec.layout.slices
+def choose_in_flight(in_flight: int | None, spec: PipelineSpec) -> int:
+    """Return how many requests a pipeline gets at a time: as many as asked for, or as keep its slices busy."""
+    return in_flight if in_flight is not None else PER_SLICE * spec.layout.slices
 
 
-def explain_ineffective(args: argparse.Namespace, given: Collection[str], runs: PipelineSpec) -> list[str]:
-    """Return a line for each argument that changes nothing, since a pipeline is used that others have brought up.
+def explain_ineffective(args: argparse.Namespace, explicit: Collection[str], running: PipelineSpec) -> list[str]:
+    """Return a line for each argument that changes nothing, because a running pipeline is used.
 
     Args:
         args: All arguments.
-        given: The names of those that aren't their defaults.
-        runs: The pipeline.
+        explicit: The names of those that aren't their defaults.
+        running: The pipeline.
     """
     return [
-        f"--{option} has no effect: pipeline {runs.settings.name} was brought up without this command"
-        for option in _OF_A_NEW_PIPELINE
-        if option in given and getattr(args, option) != getattr(runs.settings, option, None)
+        f"--{option} has no effect: pipeline {running.settings.name} was brought up without this command"
+        for option in _NEW_PIPELINE_OPTIONS
+        if option in explicit and getattr(args, option) != getattr(running.settings, option, None)
     ]
 
 
-def _wanted(args: argparse.Namespace, address: str) -> PipelineSpec | None:
-    """Return the pipeline that the arguments describe; None where they leave it to what runs."""
+def _build_wanted(args: argparse.Namespace, address: str) -> PipelineSpec | None:
+    """Return the pipeline that the arguments describe, or None if they leave it to the one that runs."""
     if args.layout is None and args.layout_text is None and args.model_id is None:
         return None
     snapshots = f"{args.output.rstrip('/')}/{SNAPSHOTS}"
-    return pipeline_spec(*settings_from(args, address, snapshots), lasting=args.keep)
+    return build_spec(*read_settings(args, address, snapshots), lasting=args.keep)
 
 
-def _settled(manifest: "Manifest", opened: "Batch") -> Mapping[str, Callable[[], "RequestPlan"]]:
-    """Return what plans the requests that this run doesn't make, by their ids."""
+def _list_settled(manifest: "Manifest", opened: "Batch") -> Mapping[str, Callable[[], "RequestPlan"]]:
+    """Return, by id, functions that plan the requests which this run doesn't make."""
     waiting = {entry.id for entry in opened.todo}
     return {entry.id: entry.load for entry in manifest.entries if entry.id not in waiting}

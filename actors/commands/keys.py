@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.commands.serve_arguments import database_address
+from actors.commands.serve_arguments import choose_database
 from cluster.emulation.cluster import default_folder
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
@@ -51,9 +51,9 @@ def keys(argv: Sequence[str]) -> None:
     from actors.jobs.keys import KeyLimits, limit_key, list_keys, make_key, revoke_key
     from actors.jobs.store import open_database
 
-    address = database_address(args.database, args.folder)
+    address = choose_database(args.database, args.folder)
     if args.action != "add" and "://" not in address and not Path(address).exists():
-        # Looking makes no database: its owner would be whoever looked first.
+        # A look creates no database, whose owner would be whoever looked first.
         nothing = f"there are no keys, and no jobs: {address} isn't there yet; make a key with wan-tpu keys add NAME"
         if args.action in ("limit", "revoke"):
             raise InvalidInput(nothing)
@@ -62,9 +62,9 @@ def keys(argv: Sequence[str]) -> None:
     database = open_database(address)
     match args.action:
         case "add":
-            print(make_key(database, args.name, KeyLimits(**_limits(args))))
+            print(make_key(database, args.name, KeyLimits(**_read_limits(args))))
         case "limit":
-            changes = _limits(args)
+            changes = _read_limits(args)
             if not changes:
                 raise InvalidInput("nothing to change; give a limit, such as --waiting 10 or --per_minute none")
             KeyLimits(**changes)
@@ -76,7 +76,7 @@ def keys(argv: Sequence[str]) -> None:
         case "list":
             in_force = [key for key in list_keys(database) if key.revoked_at is None]
             for key in in_force:
-                print(_line(key))
+                print(_describe(key))
             if not in_force:
                 print(f"no key is in force in {database}; make one with wan-tpu keys add NAME", file=sys.stderr)
         case "usage":
@@ -85,45 +85,47 @@ def keys(argv: Sequence[str]) -> None:
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits", f"{NONE}: no limit of its own")
-    for name, kind, about in (
+    for name, kind, text in (
         ("per_minute", float, "requests that it may send, on average"),
         ("waiting", int, "jobs of it that may wait; else half of the queue"),
         ("running", int, "jobs of it that are made at a time"),
         ("priority", int, "the highest that its jobs may have; else 0"),
         ("days", float, "from now on that it is in force"),
     ):
-        group.add_argument(f"--{name}", type=_or_none(kind), default=argparse.SUPPRESS, help=about)
+        group.add_argument(f"--{name}", type=_allow_none(kind), default=argparse.SUPPRESS, help=text)
     scopes = "make (and delete), read one's own, operate (see and cancel everybody's); default: make,read"
     group.add_argument("--scopes", type=lambda text: tuple(text.split(",")), default=argparse.SUPPRESS, help=scopes)
 
 
-def _or_none(kind: Any) -> Any:
-    def value(text: str) -> Any:
+def _allow_none(kind: Any) -> Any:
+    """Return a type for argparse that also takes `NONE`."""
+
+    def convert(text: str) -> Any:
         return None if text == NONE else kind(text)
 
-    value.__name__ = kind.__name__  # which argparse names
-    return value
+    convert.__name__ = kind.__name__  # argparse names it in errors.
+    return convert
 
 
-def _limits(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the limits that were given, by their names in `KeyLimits`."""
-    found = {name: getattr(args, name) for name in ("waiting", "running", "days", "scopes") if name in args}
+def _read_limits(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the limits among the arguments, by their names in `KeyLimits`."""
+    limits = {name: getattr(args, name) for name in ("waiting", "running", "days", "scopes") if name in args}
     if "per_minute" in args:
-        found["requests_per_minute"] = args.per_minute
+        limits["requests_per_minute"] = args.per_minute
     if "priority" in args:
-        found["priority"] = args.priority or 0
-    return found
+        limits["priority"] = args.priority or 0
+    return limits
 
 
-def _line(key: "ApiKey") -> str:
-    made = time.strftime("%Y-%m-%d", time.gmtime(key.created_at))
-    told = [f"{key.requests_per_minute:g} a minute"] if key.requests_per_minute is not None else []
-    told += [f"{value} {name}" for name in ("waiting", "running") if (value := getattr(key, name)) is not None]
-    told += [f"priority {key.priority}"] if key.priority else []
+def _describe(key: "ApiKey") -> str:
+    created = time.strftime("%Y-%m-%d", time.gmtime(key.created_at))
+    limits = [f"{key.requests_per_minute:g} a minute"] if key.requests_per_minute is not None else []
+    limits += [f"{value} {name}" for name in ("waiting", "running") if (value := getattr(key, name)) is not None]
+    limits += [f"priority {key.priority}"] if key.priority else []
     if key.expires_at is not None:
         ends = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(key.expires_at))
-        told.append(f"{'expired' if key.expires_at <= time.time() else 'until'} {ends}")
-    return f"{key.id}  {made}  {key.scopes:9}  {key.name}" + (f"  ({', '.join(told)})" if told else "")
+        limits.append(f"{'expired' if key.expires_at <= time.time() else 'until'} {ends}")
+    return f"{key.id}  {created}  {key.scopes:9}  {key.name}" + (f"  ({', '.join(limits)})" if limits else "")
 
 
 def _show_usage(database: Any, days: int) -> None:
@@ -136,6 +138,6 @@ def _show_usage(database: Any, days: int) -> None:
     used = read_usage(database, first=first.isoformat())
     if not used:
         print("no job has ended since then", file=sys.stderr)
-    for owner, row in sorted(used.items(), key=lambda one: -one[1].chip_seconds):
+    for owner, row in sorted(used.items(), key=lambda row: -row[1].chip_seconds):
         whose = f"{owner}  {names.get(owner, '')}" if owner else "without a key"
         print(f"{row.videos:8} {row.failed:8} {row.chip_seconds:14.1f} {row.dollars:10.2f}  {whose}")

@@ -44,21 +44,23 @@ def _hosts(layout: Layout, stages: Sequence[str]) -> bool:
 
 
 def _describe(layout: Layout) -> dict[str, Any]:
-    """Return a layout by the table's columns; an emulated one takes no chips."""
+    """Return a layout by the columns of the table; an emulated one takes no chips."""
     emulated = layout.devices_per_host is not None
     experts = sum(len(pool.stages) for pool in layout.pools) - 2  # All but encoder and decoder.
     return {
         "layout": Path(layout.source).stem,
         "models with": "one expert" if experts == 1 else f"{experts} experts",
-        "chips": "-" if emulated else _sum(layout.pools, lambda pool: pool.slice.chips),
-        "GiB": "-" if emulated else _sum(layout.pools, lambda pool: pool.slice.chips * pool.slice.chip.usable_gib),
+        "chips": "-" if emulated else _format_sum(layout.pools, lambda pool: pool.slice.chips),
+        "GiB": "-"
+        if emulated
+        else _format_sum(layout.pools, lambda pool: pool.slice.chips * pool.slice.chip.usable_gib),
         "emulated": "yes" if emulated else "no",
         "slices": [f"{pool.replicas} x {pool.slice}: {', '.join(pool.stages)}" for pool in layout.pools],
     }
 
 
-def _sum(pools: Sequence[Pool], measure: Callable[[Pool], float]) -> str:
-    """Return what all slices have together, as "12" or "12 to 48" where pools grow."""
+def _format_sum(pools: Sequence[Pool], measure: Callable[[Pool], float]) -> str:
+    """Return a measure of all slices together, such as "12", or "12 to 48" where pools grow."""
     least, most = (
         sum(getattr(pool.replicas, bound) * measure(pool) for pool in pools) for bound in ("minimum", "maximum")
     )

@@ -2,7 +2,13 @@
 
 from collections.abc import Sequence
 
-from actors.commands.arguments import add_cluster_arguments, add_pipeline_arguments, join, pipeline_spec, settings_from
+from actors.commands.arguments import (
+    add_cluster_arguments,
+    add_pipeline_arguments,
+    build_spec,
+    join_cluster,
+    read_settings,
+)
 from actors.errors import PipelineNotFound
 from actors.observe.console import LiveConsole
 from wan_tpu.commands.parser import Parser
@@ -18,7 +24,7 @@ def pipeline(argv: Sequence[str]) -> None:
     add_pipeline_arguments(start)
     stop = actions.add_parser("down", help="end its pools when they have done what they have")
     stop.add_argument(
-        "--drain_s", type=_seconds, default=60, help="kill them after so many seconds; default %(default)s"
+        "--drain_s", type=_parse_seconds, default=60, help="kill them after so many seconds; default %(default)s"
     )
     for action in (start, stop):
         add_cluster_arguments(action)
@@ -27,9 +33,9 @@ def pipeline(argv: Sequence[str]) -> None:
         from actors.pipeline.pools import deploy, find_spec, list_applications, shut_down
 
         live.tell("joining the cluster")
-        address = join(args)
+        address = join_cluster(args)
         if args.action == "up":
-            wanted = pipeline_spec(*settings_from(args, address))
+            wanted = build_spec(*read_settings(args, address))
             deploy(wanted, tell=live.tell)
             done = f"pipeline {args.name} is up: {', '.join(pool.name for pool in wanted.layout.pools)}"
         else:
@@ -41,8 +47,8 @@ def pipeline(argv: Sequence[str]) -> None:
     print(done)
 
 
-def _seconds(text: str) -> float:
-    """Return a number of seconds; argparse says what isn't one."""
+def _parse_seconds(text: str) -> float:
+    """Return a number of seconds; argparse reports a `ValueError`."""
     seconds = float(text)
     if not 0 <= seconds < float("inf"):
         raise ValueError

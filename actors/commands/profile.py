@@ -1,14 +1,14 @@
-"""`wan-tpu profile`: what a slice computes, instruction by instruction, while it works."""
+"""`wan-tpu profile`: trace what a slice computes, instruction by instruction."""
 
 from collections.abc import Sequence
 
-from actors.commands.arguments import add_cluster_arguments, gcs_address
+from actors.commands.arguments import add_cluster_arguments, find_gcs_address
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
 from wan_tpu.storage.addresses import absolute
 from wan_tpu.suggest import did_you_mean
 
-MOST_S = 60.0  # a trace of a busy chip grows by many megabytes a second
+MAX_S = 60.0  # A trace of a busy chip grows by many megabytes per second.
 
 
 def profile(argv: Sequence[str]) -> None:
@@ -19,14 +19,14 @@ def profile(argv: Sequence[str]) -> None:
     parser.add_argument("--output", type=absolute, required=True, help="folder that the hosts reach, or gs://")
     parser.add_argument("--seconds", type=float, default=3.0, help="how long; default %(default)s")
     args = parser.parse_args(argv)
-    if not 0 < args.seconds <= MOST_S:
-        raise InvalidInput(f"--seconds is {args.seconds:g}; give more than 0, and {MOST_S:g} at most")
+    if not 0 < args.seconds <= MAX_S:
+        raise InvalidInput(f"--seconds is {args.seconds:g}; give more than 0, and {MAX_S:g} at most")
 
     from actors.errors import PipelineNotFound
     from actors.pipeline.pools import find_spec, open_handle
     from cluster.connect import connect
 
-    connect(gcs_address(args))
+    connect(find_gcs_address(args))
     spec = find_spec(args.name)
     if spec is None:
         raise PipelineNotFound(f"there is no pipeline {args.name!r} on this cluster: wan-tpu status")

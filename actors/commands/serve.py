@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.commands.arguments import gcs_address, join, pipeline_spec, settings_from
-from actors.commands.serve_arguments import NONE, serve_parser, service_settings
+from actors.commands.arguments import build_spec, find_gcs_address, join_cluster, read_settings
+from actors.commands.serve_arguments import NONE, build_serve_parser, read_service_settings
 from actors.observe.console import LiveConsole
 from wan_tpu.adapters.checking import check
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
 
-# Where a config for another machine may not simply repeat what stands on this command line.
-ANYWHERE = "0.0.0.0"
-_HERE = ("address", "folder", "layout", "layout_text", "host", "port", "write_config", "detach", "down")
+ANYWHERE = "0.0.0.0"  # The default --host of a config, whose cluster is elsewhere.
+# Options that only concern this machine and this command, which a config leaves out or replaces.
+_LOCAL_OPTIONS = ("address", "folder", "layout", "layout_text", "host", "port", "write_config", "detach", "down")
 
 
 def serve(argv: Sequence[str]) -> None:
     """Bring a pipeline up with the `/v1/videos` API in front of it, until Ctrl-C; jobs outlast it."""
-    parser = serve_parser(serve.__doc__)
+    parser = build_serve_parser(serve.__doc__)
     group = parser.add_argument_group("instead of serving here until Ctrl-C")
     group.add_argument("--detach", action="store_true", help="return when it is up")
     group.add_argument("--down", action="store_true", help="take down what runs; jobs wait for the next start")
@@ -47,20 +47,20 @@ def serve(argv: Sequence[str]) -> None:
 
 
 def _up(args: argparse.Namespace) -> str:
-    """Bring the service up; return where it is."""
+    """Bring the service up; return its model and address."""
     from actors.api.deploy import deploy_service
 
     with LiveConsole() as live:
         live.tell("joining the cluster")
         args.host = args.host or "127.0.0.1"
-        layout, settings = settings_from(args, gcs_address(args))
-        service = service_settings(args, layout, settings)  # what is wrong here is said before a checkpoint is read
-        spec = pipeline_spec(layout, settings)
+        layout, settings = read_settings(args, find_gcs_address(args))
+        service = read_service_settings(args, layout, settings)  # Before a checkpoint is read, to report errors early.
+        spec = build_spec(layout, settings)
         service = dataclasses.replace(service, catalogue=service.catalogue.for_model(spec.model))
         if service.catalogue.adapters:
             live.tell("reading the adapters")
             check(settings.checkpoint, service.catalogue.files)
-        join(args)
+        join_cluster(args)
         deploy_service(service, spec, host=args.host, port=args.port, ingresses=args.ingresses, tell=live.tell)
     host = f"[{args.host}]" if ":" in args.host else args.host
     return f"{service.model} at http://{host}:{args.port} (API: /v1, its description: /docs)"
@@ -71,40 +71,45 @@ def _down(args: argparse.Namespace) -> None:
 
     with LiveConsole() as live:
         live.tell("joining the cluster")
-        join(args)
+        join_cluster(args)
         live.tell("taking the service down; its jobs wait for the next start")
         take_down(args.name)
     print("stopped")
 
 
-def service_config(args: argparse.Namespace, given: dict[str, Any]) -> tuple[str, str]:
-    """Return Serve's config of a service on another cluster, and the name of its model; raises `InvalidInput`.
+def build_service_config(args: argparse.Namespace, explicit: dict[str, Any]) -> tuple[str, str]:
+    """Return Serve's config of a service on another cluster, and the name of its model.
 
-    given  the arguments that aren't their defaults, by name; what only this machine has is left out
+    Args:
+        args: All arguments.
+        explicit: Those that aren't their defaults, by name. The config has all that don't only concern this machine.
+
+    Raises:
+        InvalidInput: An argument is missing, or has a value that isn't allowed.
     """
-    from actors.commands.serve_config import config
+    from actors.commands.serve_config import build_config
 
     for name in ("snapshots", "database", "results"):
         if getattr(args, name) is None:
             raise InvalidInput(f"--{name} is missing; a config is for a cluster that this command doesn't see")
-    # Without a look at the checkpoint, which may be on the cluster's machines only.
-    layout, settings = settings_from(args, args.address or "cluster:6379")
-    service = service_settings(args, layout, settings)
-    given = {name: value for name, value in given.items() if name not in _HERE}
-    given.setdefault("webhook_secret", NONE)  # a file made on each machine would be another secret
-    given |= {
+    # The checkpoint isn't read, because it may be on the cluster's machines only.
+    layout, settings = read_settings(args, args.address or "cluster:6379")
+    service = read_service_settings(args, layout, settings)
+    arguments = {name: value for name, value in explicit.items() if name not in _LOCAL_OPTIONS}
+    arguments.setdefault("webhook_secret", NONE)  # A file created on each machine would hold different secrets.
+    arguments |= {
         "layout_text": args.layout_text or Path(layout.source).read_text(),
         "host": args.host or ANYWHERE,
         "port": args.port,
     }
-    return config(given, settings.name, layout), service.model
+    return build_config(arguments, settings.name, layout), service.model
 
 
 def _write_config(args: argparse.Namespace, parser: Parser) -> None:
     from wan_tpu.media.video import check_output
 
     check_output(args.write_config, overwrite=True)
-    text, model = service_config(args, parser.non_defaults(args))
+    text, model = build_service_config(args, parser.non_defaults(args))
     args.write_config.write_text(text)
     print(f"wrote {args.write_config}; {model} starts with: serve deploy {args.write_config}")
     host = args.host or ANYWHERE

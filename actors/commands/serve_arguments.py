@@ -1,4 +1,4 @@
-"""Arguments of `wan-tpu serve`, and what is made from them; a Serve config holds the same arguments."""
+"""Arguments of `wan-tpu serve`, which a Serve config holds, too, and the settings that they describe."""
 
 import argparse
 import dataclasses
@@ -22,8 +22,8 @@ NONE = "none"
 _FOLDER = "service"
 
 
-def serve_parser(description: str | None = None) -> Parser:
-    """Return the parser of all that a service and its pipeline are told."""
+def build_serve_parser(description: str | None = None) -> Parser:
+    """Return the parser of all arguments of a service and its pipeline."""
     parser = Parser(prog="wan-tpu serve", description=description)
     add_cluster_arguments(parser)
     add_pipeline_arguments(parser)
@@ -32,11 +32,11 @@ def serve_parser(description: str | None = None) -> Parser:
         "--host", help="address to listen on; default 127.0.0.1, and 0.0.0.0 in a config for another cluster"
     )
     group.add_argument("--port", type=int, default=8000, help="to listen on; default %(default)s")
-    for name, about in (
+    for name, text in (
         ("database", "file of jobs and API keys, or postgresql://...; default: in --folder"),
         ("results", "folder or gs:// of images and videos; default: in --folder"),
     ):
-        group.add_argument(f"--{name}", type=absolute, help=about)
+        group.add_argument(f"--{name}", type=absolute, help=text)
     group.add_argument("--model_name", help="as clients give it; default: the last part of --model")
     group.add_argument(
         "--alias", action="append", default=[], help="another name of the model that clients may give, such as sora-2"
@@ -78,12 +78,12 @@ def serve_parser(description: str | None = None) -> Parser:
     return parser
 
 
-def database_address(given: str | None, folder: Path) -> str:
-    """Return where the jobs and API keys are: as given, or a file in the folder of the cluster's state."""
-    return given or absolute(str(folder / _FOLDER / "jobs.sqlite"))
+def choose_database(database: str | None, folder: Path) -> str:
+    """Return where jobs and API keys are: as the arguments say, or a file in the folder of the cluster's state."""
+    return database or absolute(str(folder / _FOLDER / "jobs.sqlite"))
 
 
-def service_settings(args: argparse.Namespace, layout: Layout, settings: PipelineSettings) -> "ServiceSettings":
+def read_service_settings(args: argparse.Namespace, layout: Layout, settings: PipelineSettings) -> "ServiceSettings":
     """Return the settings of a service in front of a pipeline; raises `InvalidInput`."""
     from actors.api.catalogue import Catalogue
     from actors.api.limits import Limits
@@ -92,8 +92,8 @@ def service_settings(args: argparse.Namespace, layout: Layout, settings: Pipelin
     folder = (args.folder / _FOLDER).absolute()
     secret = args.webhook_secret or str(folder / "webhook-secret")
     _check(args)
-    made = ServiceSettings(
-        database=database_address(args.database, args.folder),
+    service = ServiceSettings(
+        database=choose_database(args.database, args.folder),
         storage=args.results or str(folder / "results"),
         model=args.model_name or Path(settings.checkpoint).name,
         aliases=tuple(args.alias),
@@ -109,7 +109,7 @@ def service_settings(args: argparse.Namespace, layout: Layout, settings: Pipelin
         webhook_secret_file=None if secret == NONE else secret,
         origins=tuple(args.origin),
     )
-    return dataclasses.replace(made, jobs=dataclasses.replace(made.jobs, ended_s=args.keep_days * 86400))
+    return dataclasses.replace(service, jobs=dataclasses.replace(service.jobs, ended_s=args.keep_days * 86400))
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The config with which `serve deploy` brings a service up: it holds the arguments of `wan-tpu serve`."""
+"""The config for `serve deploy`, which holds the arguments of `wan-tpu serve`."""
 
 import contextlib
 import dataclasses
@@ -11,8 +11,8 @@ import yaml
 from actors.api.deploy import prepare_on_head
 from actors.api.processes import QUIET, ingress_application, names, worker_application
 from actors.api.settings import ServiceSettings
-from actors.commands.arguments import pipeline_spec, settings_from
-from actors.commands.serve_arguments import serve_parser, service_settings
+from actors.commands.arguments import build_spec, read_settings
+from actors.commands.serve_arguments import build_serve_parser, read_service_settings
 from actors.observe.status_actor import StatusActor
 from actors.pipeline.pools import application_name, build_application
 from actors.pipeline_spec import PipelineSpec
@@ -21,23 +21,25 @@ from wan_tpu.adapters.checking import check_visible
 from wan_tpu.commands.parser import as_words
 
 
-def config(arguments: Mapping[str, Any], name: str, layout: Layout) -> str:
-    """Return the config: each application is built on the cluster from the same arguments.
+def build_config(arguments: Mapping[str, Any], name: str, layout: Layout) -> str:
+    """Return a config whose applications are all built on the cluster from the same arguments.
 
-    arguments  of the command line, by name; without those that say what only the writing machine has
-    name       of the pipeline
+    Args:
+        arguments: Arguments of the command line, by name, without those that only concern this machine.
+        name: The pipeline's name.
+        layout: The pipeline's layout.
     """
     ingress_name, worker_name = names(name)
     builders = [(application_name(name, pool.name), "pool", {"pool": pool.name}) for pool in layout.pools]
     builders += [(worker_name, "worker", {}), (ingress_name, "ingress", {})]
     applications = [
         {
-            "name": built,
-            "route_prefix": "/" if built == ingress_name else None,
+            "name": application,
+            "route_prefix": "/" if application == ingress_name else None,
             "import_path": f"{__name__}:{builder}",
             "args": {"arguments": dict(arguments), **args},
         }
-        for built, builder, args in builders
+        for application, builder, args in builders
     ]
     whole = {
         "proxy_location": "HeadOnly",
@@ -50,20 +52,20 @@ def config(arguments: Mapping[str, Any], name: str, layout: Layout) -> str:
 
 def pool(args: dict[str, Any]) -> Any:
     """Build a pool's application on the cluster."""
-    _, spec = _service(args)
+    _, spec = _read_args(args)
     status = StatusActor.find(spec.settings.name)
     if status is not None:
         status.replace_spec(spec)
     else:
-        with contextlib.suppress(ValueError):  # made by another pool's builder at the same moment
+        with contextlib.suppress(ValueError):  # Another pool's builder starts it at the same moment.
             StatusActor.create(spec.settings.name, spec)
-    [found] = [found for found in spec.layout.pools if found.name == args["pool"]]
-    return build_application(found, spec.settings)
+    [pool_layout] = [pool for pool in spec.layout.pools if pool.name == args["pool"]]
+    return build_application(pool_layout, spec.settings)
 
 
 def worker(args: dict[str, Any]) -> Any:
     """Build the worker's application on the cluster; raises `InvalidRequest` for adapters that don't fit the model."""
-    settings, spec = _service(args)
+    settings, spec = _read_args(args)
     check_visible(spec.settings.checkpoint, settings.catalogue.files)
     prepare_on_head(settings, args["arguments"]["host"])
     return worker_application(settings, spec)
@@ -71,18 +73,18 @@ def worker(args: dict[str, Any]) -> Any:
 
 def ingress(args: dict[str, Any]) -> Any:
     """Build the ingress's application on the cluster."""
-    settings, spec = _service(args)
+    settings, spec = _read_args(args)
     prepare_on_head(settings, args["arguments"]["host"])
     return ingress_application(settings, spec, replicas=int(args["arguments"].get("ingresses", 1)))
 
 
-def service_from(arguments: Mapping[str, Any], address: str) -> tuple[ServiceSettings, PipelineSpec]:
-    """Return what a config's arguments ask for, on the cluster at an address; raises `InvalidInput`."""
-    args = serve_parser().parse_args(as_words(arguments))
-    spec = pipeline_spec(*settings_from(args, address))
-    service = service_settings(args, spec.layout, spec.settings)
+def read_service(arguments: Mapping[str, Any], address: str) -> tuple[ServiceSettings, PipelineSpec]:
+    """Return the service and pipeline that a config's arguments describe; raises `InvalidInput`."""
+    args = build_serve_parser().parse_args(as_words(arguments))
+    spec = build_spec(*read_settings(args, address))
+    service = read_service_settings(args, spec.layout, spec.settings)
     return dataclasses.replace(service, catalogue=service.catalogue.for_model(spec.model)), spec
 
 
-def _service(args: dict[str, Any]) -> tuple[ServiceSettings, PipelineSpec]:
-    return service_from(args["arguments"], ray.get_runtime_context().gcs_address)
+def _read_args(args: dict[str, Any]) -> tuple[ServiceSettings, PipelineSpec]:
+    return read_service(args["arguments"], ray.get_runtime_context().gcs_address)

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from actors.commands.arguments import add_cluster_arguments, emulated, gcs_address
+from actors.commands.arguments import add_cluster_arguments, find_emulated, find_gcs_address
 from wan_tpu.commands.parser import Parser
 
 if TYPE_CHECKING:
     from cluster.inventory import SliceFound
 
-WATCH_S = 1.0
-MAX_GONE = 5  # Slices without a host that are listed: Ray remembers those that were taken away.
+WATCH_S = 1.0  # Seconds between two updates of --watch.
+MAX_GONE = 5  # Slices without hosts that are listed; Ray remembers all that were taken away.
 UP = "wan-tpu pipeline up --layout ... --model ..."
 
 
@@ -32,21 +32,20 @@ def status(argv: Sequence[str]) -> None:
     from cluster.drawing import draw
     from cluster.inventory import slices_found
 
-    address = gcs_address(args)
-    running = None if args.address or "RAY_ADDRESS" in os.environ else emulated(args)
+    address = find_gcs_address(args)
+    running = None if args.address or "RAY_ADDRESS" in os.environ else find_emulated(args)
     jobs = f", jobs at http://{running.dashboard}" if running and running.dashboard else ""
     connect(address)
     while True:
-        slices, forgotten = _listed(slices_found())
-        found = read_status(args.name, slices)
+        slices, hidden = _select_shown(slices_found())
+        pipeline = read_status(args.name, slices)
         if args.json:
-            pipeline = found and asdict(found)
-            slices_shown = [_slice(one) for one in slices]
-            shown = json.dumps({"slices": slices_shown, "gone": forgotten, "pipeline": pipeline})
+            described = [_describe(slice_) for slice_ in slices]
+            shown = json.dumps({"slices": described, "gone": hidden, "pipeline": pipeline and asdict(pipeline)})
         else:
-            about = format_status(found) if found else f"no pipeline {args.name!r} runs here; {UP}"
-            gone = f"\n  and {forgotten} that are gone, with all of their hosts" if forgotten else ""
-            shown = f"cluster at {address}{jobs}\n{draw(slices)}{gone}\n{about}"
+            status_text = format_status(pipeline) if pipeline else f"no pipeline {args.name!r} runs here; {UP}"
+            gone = f"\n  and {hidden} that are gone, with all of their hosts" if hidden else ""
+            shown = f"cluster at {address}{jobs}\n{draw(slices)}{gone}\n{status_text}"
         if args.watch and not args.json and sys.stdout.isatty():
             print("\x1b[H\x1b[J", end="")
         print(shown, flush=True)
@@ -55,14 +54,14 @@ def status(argv: Sequence[str]) -> None:
         time.sleep(WATCH_S)
 
 
-def _listed(slices: Sequence["SliceFound"]) -> tuple[list["SliceFound"], int]:
+def _select_shown(slices: Sequence["SliceFound"]) -> tuple[list["SliceFound"], int]:
     """Return the slices to list, and how many more have no host left."""
-    gone = [one for one in slices if not one.hosts]
-    hidden = {one.name for one in gone[MAX_GONE:]}
-    return [one for one in slices if one.name not in hidden], len(hidden)
+    gone = [slice_ for slice_ in slices if not slice_.hosts]
+    hidden = {slice_.name for slice_ in gone[MAX_GONE:]}
+    return [slice_ for slice_ in slices if slice_.name not in hidden], len(hidden)
 
 
-def _slice(found: "SliceFound") -> dict[str, object]:
-    shown = {name: value for name, value in asdict(found).items() if name not in ("pod_type", "spec")}
-    kind = str(found.spec or found.pod_type)
-    return shown | {"kind": kind, "emulated": found.emulated, "missing": found.missing}
+def _describe(slice_: "SliceFound") -> dict[str, object]:
+    shown = {name: value for name, value in asdict(slice_).items() if name not in ("pod_type", "spec")}
+    kind = str(slice_.spec or slice_.pod_type)
+    return shown | {"kind": kind, "emulated": slice_.emulated, "missing": slice_.missing}

@@ -9,9 +9,9 @@ from wan_tpu.errors import InvalidInput
 from wan_tpu.suggest import did_you_mean
 
 
-def add_timeouts(to: argparse._ActionsContainer) -> None:
-    """Add the time-outs of slices."""
-    to.add_argument(
+def add_timeouts(group: argparse._ActionsContainer) -> None:
+    """Add the option for the time-outs of slices."""
+    group.add_argument(
         "--timeout",
         action="append",
         default=[],
@@ -20,8 +20,8 @@ def add_timeouts(to: argparse._ActionsContainer) -> None:
     )
 
 
-def timeouts_from(args: argparse.Namespace) -> Timeouts:
-    """Return the time-outs of slices, of which --timeout changes some; raises `InvalidInput`."""
+def read_timeouts(args: argparse.Namespace) -> Timeouts:
+    """Return the time-outs of slices, some of them changed by --timeout; raises `InvalidInput`."""
     names = [field.name.removesuffix("_s") for field in dataclasses.fields(Timeouts)]
     changed = {}
     for text in args.timeout:

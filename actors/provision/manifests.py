@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from actors.commands.arguments import checked_layout
-from actors.commands.serve import service_config
-from actors.commands.serve_arguments import serve_parser
+from actors.commands.arguments import read_checked_layout
+from actors.commands.serve import build_service_config
+from actors.commands.serve_arguments import build_serve_parser
 from cluster.layout import Layout, shipped
 from cluster.provision import kubernetes
 from cluster.provision.exposure import Exposure, exposing
@@ -28,11 +28,11 @@ _POSTGRES = "postgresql://"
 
 def manifests(argv: Sequence[str]) -> int:
     """Print what kubectl applies: a Ray cluster for a layout, with --service or --job one that does something."""
-    parser = serve_parser(manifests.__doc__)
+    parser = build_serve_parser(manifests.__doc__)
     parser.prog = "wan-tpu manifests"
     _add_arguments(parser)
     args = parser.parse_args(argv)
-    layout = checked_layout(args)
+    layout = read_checked_layout(args)
     if layout is None:
         raise InvalidInput(f"--layout is missing: a layout file, or a shipped one: {', '.join(shipped())}")
     target = Target(
@@ -123,7 +123,7 @@ def _main(args: argparse.Namespace, parser: Parser, layout: Layout, target: Targ
             database = args.database or "a file of this machine"
             raise InvalidInput(f"--database is {database}; pods reach {_POSTGRES}... alone")
         _check_reached(args, "model_id", "snapshots", "results")
-        config, _ = service_config(args, given)
+        config, _ = build_service_config(args, given)
         about = f"the service: http://{target.name}-head-svc:8000 in the cluster, once all pools have their slices"
         return {about: kubernetes.service(layout, target, config)}
     if args.job is not None:

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from actors.cli import COMMANDS, SHELLS, command, main
+from actors.cli import COMMANDS, SHELLS, find_command, main
 from cluster.emulation.cluster import EmulatedCluster, emulated_slices
 from cluster.layout import Layout, shipped
 from tests.conftest import ROOT
@@ -124,7 +124,7 @@ def test_without_a_command_all_are_listed(capsys):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_argument_of_a_command_has_help(name):
-    for action in all_actions(parser_of(command(name))):
+    for action in all_actions(parser_of(find_command(name))):
         what = "/".join(action.option_strings) or action.dest
         assert action.help and action.help != argparse.SUPPRESS, what
         said = action.help % (vars(action) | {"prog": name})
@@ -135,7 +135,7 @@ def test_a_flag_that_commands_share_has_one_name():
     """A setting that is parsed into the same place has the same flags in every command."""
     flags = {}
     for name in COMMANDS:
-        for action in all_actions(parser_of(command(name))):
+        for action in all_actions(parser_of(find_command(name))):
             if action.option_strings and action.dest in ("model_id", "model", "dtype", "prompt", "layout", "folder"):
                 flags.setdefault(action.dest, set()).add(tuple(action.option_strings))
     assert flags.pop("model_id") == flags.pop("model") == {("--model", "--model_id")}
@@ -161,7 +161,7 @@ def test_commands_of_documentation_can_be_parsed(page):
     for name, *words in commands_of(page):
         if name == "--version":
             continue
-        parser = parser_of(command(name))
+        parser = parser_of(find_command(name))
         if "..." in words and not words[words.index("...") - 1].startswith("--"):  # some of its options
             known = {option for action in all_actions(parser) for option in action.option_strings}
             assert {word for word in words if word.startswith("--")} <= known
@@ -181,7 +181,9 @@ def test_options_of_commands_that_messages_and_prose_name_are_there():
         for name, rest in SHOWN.findall(file.read_text()):
             options = [word.partition("=")[0].rstrip(".,:") for word in rest.split() if word.startswith("--")]
             if options and name in COMMANDS:
-                known = {option for action in all_actions(parser_of(command(name))) for option in action.option_strings}
+                known = {
+                    option for action in all_actions(parser_of(find_command(name))) for option in action.option_strings
+                }
                 assert set(options) <= known, f"{file}: wan-tpu {name}{rest}"
 
 

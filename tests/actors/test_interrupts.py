@@ -26,7 +26,7 @@ def test_sigterm_ends_a_command_once_with_its_own_exit_code(capsys):
     tidied = []
 
     def command(argv):
-        with interrupts.ended_as_by_ctrl_c():
+        with interrupts.end_on_sigterm():
             try:
                 terminate()
                 signal.pause()
@@ -49,7 +49,7 @@ def test_sigterm_of_an_event_loop_is_the_last_one_for_what_is_around_it():
 
     tidied = []
     with pytest.raises(interrupts.Terminated):
-        with interrupts.ended_as_by_ctrl_c():
+        with interrupts.end_on_sigterm():
             try:
                 interrupts.run(work())
             finally:
@@ -60,7 +60,7 @@ def test_sigterm_of_an_event_loop_is_the_last_one_for_what_is_around_it():
 
 def test_sigterm_interrupts_again_where_the_first_one_was_swallowed(monkeypatch):
     with pytest.raises(interrupts.Terminated):
-        with interrupts.ended_as_by_ctrl_c():
+        with interrupts.end_on_sigterm():
             with contextlib.suppress(KeyboardInterrupt):  # as imports of some packages do
                 terminate()
             terminate()  # too soon to be another one
@@ -71,6 +71,6 @@ def test_sigterm_interrupts_again_where_the_first_one_was_swallowed(monkeypatch)
 
 def test_ctrl_c_is_told_from_sigterm():
     with pytest.raises(KeyboardInterrupt) as interrupt:
-        with interrupts.ended_as_by_ctrl_c():
+        with interrupts.end_on_sigterm():
             signal.raise_signal(signal.SIGINT)
     assert not isinstance(interrupt.value, interrupts.Terminated)

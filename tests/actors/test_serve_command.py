@@ -9,7 +9,7 @@ from ray.serve.schema import ServeDeploySchema
 from actors.api.deploy import prepare
 from actors.api.settings import ServiceSettings
 from actors.cli import main
-from actors.commands.serve_config import service_from
+from actors.commands.serve_config import read_service
 from actors.jobs.keys import make_key, revoke_key
 from actors.jobs.store import open_database
 from cluster.gang.protocol import Timeouts
@@ -109,7 +109,7 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
     assert [app["route_prefix"] for app in content["applications"]] == [None] * 5 + ["/"]
     for app in content["applications"]:
         assert app["import_path"].startswith("actors.commands.serve_config:")
-        settings, spec = service_from(app["args"]["arguments"], "10.0.0.1:6379")
+        settings, spec = read_service(app["args"]["arguments"], "10.0.0.1:6379")
         assert settings.largest == ((720, 1280, 81), (480, 832, 121)) and settings.queue_limit == 50
         assert (settings.limits.bodies, settings.aliases, settings.dollars["encoder"]) == (5, ("sora-2",), 2.7)
         assert settings.database == "postgresql://user@db/jobs" and settings.model == Path(model).name
