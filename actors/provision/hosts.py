@@ -19,7 +19,9 @@ def hosts(argv: Sequence[str]) -> None:
     parser.add_argument("--project", required=True, help="of Google Cloud")
     parser.add_argument("--zone", required=True, help="of Google Cloud that has such slices, such as us-east5-b")
     parser.add_argument("--name", default="wan", help="that machines' names begin with; default %(default)s")
-    parser.add_argument("--account", help="Google service account that the machines act as, to reach buckets")
+    parser.add_argument(
+        "--account", required=True, help="Google service account of the machines, for buckets and the cluster's token"
+    )
     parser.add_argument("--spot", action="store_true", help="slices that Google may take away, for less")
     args = parser.parse_args(argv)
     for name in ("name", "project", "zone"):
@@ -27,6 +29,10 @@ def hosts(argv: Sequence[str]) -> None:
             raise InvalidInput(f"--{name} {getattr(args, name)!r} isn't made of lower-case letters, digits and dashes")
     if re.fullmatch(r"[-\w./:@]+", args.image) is None:
         raise InvalidInput(f"--image {args.image!r} is no image's name; give REGISTRY/NAME:TAG")
+    if re.fullmatch(r"[-\w.]+@[-\w.]+", args.account) is None:
+        raise InvalidInput(
+            f"--account {args.account!r} is no service account; give NAME@PROJECT.iam.gserviceaccount.com"
+        )
     machines = Machines(args.name, args.project, args.zone, args.image, args.account, args.spot)
     made = files(Layout.load(args.layout), machines)
     try:

@@ -5,8 +5,9 @@ SIGTERM, which drains the node; one that boots again joins again. The number of 
 scales by itself.
 
 Sources: docs.cloud.google.com/tpu/docs, "Queued resources", for the API and for what a TPU VM's metadata says;
-docs.cloud.google.com/container-optimized-os, "Configure the host firewall", and
-docs.cloud.google.com/artifact-registry, "Set up authentication for Docker"; docs.ray.io for `ray start`.
+docs.cloud.google.com/container-optimized-os, "Configure the host firewall";
+docs.cloud.google.com/artifact-registry, "Set up authentication for Docker"; docs.cloud.google.com/secret-manager,
+"Access a secret version", for its REST API; docs.ray.io for `ray start`.
 """
 
 import shlex
@@ -31,12 +32,18 @@ metadata() {{
     "http://metadata.google.internal/computeMetadata/v1/instance/$1"
 }}
 attribute() {{ metadata "attributes/$1"; }}
+# The service account's own token, which lasts an hour. There is no gcloud, jq or Python on Container-Optimized OS.
+access_token() {{ metadata service-accounts/default/token | sed 's/.*"access_token" *: *"\\([^"]*\\)".*/\\1/'; }}
 {variables}
+# Anyone holding the cluster's token can run code on it, so it isn't in the machine's metadata.
+token=$(curl --silent --show-error --fail --header "Authorization: Bearer $(access_token)" \\
+  https://secretmanager.googleapis.com/v1/projects/{project}/secrets/{secret}/versions/latest:access \\
+  | sed --quiet 's/.*"data" *: *"\\([^"]*\\)".*/\\1/p' | base64 --decode)
 umask 077
 mkdir -p /etc/wan-tpu
 cat > /etc/wan-tpu/environment <<EOF
 RAY_AUTH_MODE=token
-RAY_AUTH_TOKEN=$(attribute wan-tpu-token)
+RAY_AUTH_TOKEN=$token
 {environment}
 EOF
 {login}cat > {unit} <<EOF
@@ -64,8 +71,7 @@ systemctl enable wan-tpu.service
 systemctl restart wan-tpu.service
 """
 
-# Artifact Registry asks for credentials: the machine's service account has a token, which lasts an hour. There is no
-# gcloud, jq or Python on Container-Optimized OS.
+# Artifact Registry asks for credentials, at every start: those of the machine's service account.
 _LOGIN = """\
 cat > /etc/wan-tpu/login <<'EOF'
 set -euo pipefail
@@ -95,15 +101,21 @@ hugepages=/sys/kernel/mm/transparent_hugepage/enabled
 class Machines:
     """Where they are and what they run.
 
-    account  Google's service account that they act as, to reach buckets; spot  slices that may be taken away
+    account  Google's service account that they act as, to reach buckets and the cluster's token
+    spot     whether slices may be taken away
     """
 
     name: str
     project: str
     zone: str
     image: str
-    account: str | None = None
+    account: str
     spot: bool = False
+
+    @property
+    def secret(self) -> str:
+        """Secret Manager's name of the cluster's token."""
+        return f"{self.name}-token"
 
     @property
     def head(self) -> str:
@@ -184,6 +196,8 @@ def _start(what: str, machines: Machines, variables: str, arguments: str) -> str
         unit=UNIT,
         image=machines.image,
         arguments=arguments,
+        project=machines.project,
+        secret=machines.secret,
     )
 
 
@@ -214,25 +228,30 @@ def _slices(layout: Layout, machines: Machines) -> list[tuple[str, SliceSpec]]:
 
 def _create(layout: Layout, machines: Machines) -> str:
     where = f"--project {shlex.quote(machines.project)} --zone {shlex.quote(machines.zone)}"
-    account = f" --service-account {shlex.quote(machines.account)}" if machines.account else ""
+    project, account = f"--project {shlex.quote(machines.project)}", shlex.quote(machines.account)
+    secret = f"{machines.secret} {project}"
     lines = [
         "#!/bin/bash",
         f"# Creates the head and the slices of {layout.source}; what is there already is said and left as it is.",
         "set -uo pipefail",
         'cd "$(dirname "$0")"',
         "umask 077",
-        "[ -s token ] || openssl rand -hex 32 > token  # who has it runs code on all machines",
-        f"metadata=wan-tpu-token=$(cat token),wan-tpu-head={machines.address}",
+        "# Anyone holding this token can run code on all machines.",
+        "[ -s token ] || openssl rand -hex 32 > token",
+        f"gcloud secrets describe {secret} > /dev/null 2>&1 \\",
+        f"  || gcloud secrets create {secret} --replication-policy automatic --data-file token || exit",
+        f"gcloud secrets add-iam-policy-binding {secret} --role roles/secretmanager.secretAccessor \\",
+        f"  --member serviceAccount:{account} > /dev/null || exit",
         f"gcloud compute instances create {machines.head} {where} --machine-type n2-standard-16 \\",
         "  --image-family cos-stable --image-project cos-cloud --boot-disk-size 100GB --scopes cloud-platform \\",
-        f'  --metadata "$metadata" --metadata-from-file startup-script=head.sh{account}',
+        f"  --metadata-from-file startup-script=head.sh --service-account {account}",
     ]
     for name, kind in _slices(layout, machines):
         lines += [
             f"gcloud compute tpus queued-resources create {name} --node-id {name} {where} \\",
             f"  --accelerator-type {kind.pod_type} --runtime-version {kind.chip.tpu_vm_runtime} \\",
-            f'  --metadata "$metadata" --metadata-from-file startup-script={kind.pod_type}.sh'
-            f"{account}{' --spot' if machines.spot else ''}",
+            f"  --metadata wan-tpu-head={machines.address} --metadata-from-file startup-script={kind.pod_type}.sh \\",
+            f"  --service-account {account}{' --spot' if machines.spot else ''}",
         ]
     return "\n".join(lines) + "\n"
 
@@ -244,4 +263,5 @@ def _delete(layout: Layout, machines: Machines) -> str:
         f"gcloud compute tpus queued-resources delete {name} {where} --force" for name, _ in _slices(layout, machines)
     ]
     lines.append(f"gcloud compute instances delete {machines.head} {where}")
+    lines.append(f"gcloud secrets delete {machines.secret} --project {shlex.quote(machines.project)} --quiet")
     return "\n".join(lines) + "\n"

@@ -12,7 +12,7 @@ from cluster.layout import Layout, shipped
 from cluster.provision.tpu_vm import Machines, files
 from tests.conftest import ROOT
 
-MACHINES = Machines("wan", "project", "us-east5-b", "us-docker.pkg.dev/project/wan/wan-tpu:1")
+MACHINES = Machines("wan", "project", "us-east5-b", "us-docker.pkg.dev/project/wan/wan-tpu:1", "wan@p.example")
 INSIDE = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
 REAL = [name for name in shipped() if not name.startswith("emulated")]
 LAYOUT = "pools:\n  all: {stages: [a], slice: v5p-16, replicas: {min: 1, max: 2}}\n"
@@ -33,6 +33,9 @@ def test_scripts_of_every_layout_are_shell(name, tmp_path, capsys):
     created = (tmp_path / "create.sh").read_text()
     assert created.count("queued-resources create") == layout.slices
     assert created.count("--spot") == layout.slices
+    # The token is Secret Manager's alone: whoever may read a machine's metadata doesn't learn it.
+    assert "secrets create wan-token --project p --replication-policy automatic --data-file token" in created
+    assert "$(cat token)" not in created and "wan-tpu-token" not in created
     assert "create.sh creates the machines" in capsys.readouterr().out
 
 
@@ -53,10 +56,15 @@ def test_what_is_not_to_be_had_is_refused(text, message):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [("--name=my wan", "--name 'my wan'"), ("--image=a; b", "no image's name")]
+    ("given", "message"),
+    [
+        ("--name=my wan", "--name 'my wan'"),
+        ("--image=a; b", "no image's name"),
+        ("--account=$(id)", "no service account"),
+    ],
 )
 def test_names_that_a_shell_would_take_apart_are_refused(given, message, tmp_path, capsys):
-    asked = ["--layout", "four-pools", "--image", "i", "--project", "p", "--zone", "z", given]
+    asked = ["--layout", "four-pools", "--image", "i", "--project", "p", "--zone", "z", "--account", "a@b", given]
     assert main(["hosts", str(tmp_path), *asked]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -3,15 +3,19 @@
 Argument: the folder of the scripts. Prints JSON: slices with their hosts, and what is left once a host was stopped.
 """
 
+import base64
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import trustme
 
 FOLDER = Path(sys.argv[1])
 SHIMS = Path(__file__).with_name("tpu_vm")
@@ -33,9 +37,37 @@ class Metadata(BaseHTTPRequestHandler):
         pass
 
 
+class SecretManager(BaseHTTPRequestHandler):
+    """What keeps the cluster's token, as Google's REST API answers."""
+
+    def do_GET(self):
+        secret = self.path == "/v1/projects/project/secrets/wan-token/versions/latest:access"
+        ok = secret and self.headers["Authorization"] == "Bearer ya29.of-the-account"
+        self.send_response(200 if ok else 403)
+        self.end_headers()
+        data = base64.b64encode(TOKEN.encode()).decode()
+        answer = {"name": "projects/1/secrets/wan-token/versions/1", "payload": {"data": data, "dataCrc32c": "1"}}
+        self.wfile.write(json.dumps(answer if ok else {}, indent=2).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+def serve_secrets():
+    """Answer as secretmanager.googleapis.com, with a certificate that curl takes here."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(FOLDER / "authority.pem")
+    os.environ["CURL_CA_BUNDLE"] = str(FOLDER / "authority.pem")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("secretmanager.googleapis.com").configure_cert(context)
+    server = ThreadingHTTPServer(("169.254.169.254", 443), SecretManager)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+
 def boot(machine, script, **own):
     attributes.clear()
-    attributes.update({"wan-tpu-token": TOKEN, "wan-tpu-head": "10.0.0.1"} | own)
+    attributes.update({"wan-tpu-head": "10.0.0.1"} | own)
     attributes.update({"ip": machine, "subnetmask": "255.255.255.0"})
     attributes["token"] = '{"access_token":"ya29.of-the-account","expires_in":3599,"token_type":"Bearer"}'
     environment = os.environ | {"PATH": f"{SHIMS}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -76,11 +108,12 @@ subprocess.run(["mount", "-t", "overlay", "overlay", "-o", overlay, "/etc"], che
 Path("/tmp/ray").mkdir(exist_ok=True)
 subprocess.run("mount -t tmpfs tmpfs /tmp/ray", shell=True, check=True)
 with Path("/etc/hosts").open("a") as hosts:
-    hosts.write("\n169.254.169.254 metadata.google.internal\n")
+    hosts.write("\n169.254.169.254 metadata.google.internal secretmanager.googleapis.com\n")
 hugepages, of_kernel = FOLDER / "hugepages", "/sys/kernel/mm/transparent_hugepage/enabled"
 hugepages.write_text("always [madvise] never")
 subprocess.run(["mount", "--bind", hugepages, of_kernel], check=True)  # The machine's own setting stays as it is.
 threading.Thread(target=ThreadingHTTPServer(("169.254.169.254", 80), Metadata).serve_forever, daemon=True).start()
+serve_secrets()
 
 boot("10.0.0.1", "head.sh")
 assert hugepages.read_text() == "always [madvise] never"
