@@ -1,1 +1,1 @@
-"""The HTTP API: the `/v1/videos` API over the jobs of a database."""
+"""The HTTP service: the `/v1/videos` API, backed by jobs in a database."""

@@ -1,4 +1,4 @@
-"""Bring a service up on a cluster, and take it down."""
+"""Start a service on a cluster, and take it down."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
 
 from actors.api.outbound.webhook import read_secret
-from actors.api.processes import DRAIN_S, HEAD, QUIET, ingress_application, names, worker_application
+from actors.api.processes import DRAIN_S, HEAD, QUIET, application_names, make_ingress, make_worker
 from actors.api.settings import ServiceSettings
 from actors.errors import PipelineError, PipelineExists
 from actors.jobs.keys import list_keys
@@ -28,32 +28,35 @@ from wan_tpu.storage.opening import open_storage
 
 log = logging.getLogger(__name__)
 
-_ANSWERS_S = 60.0  # until the first answer over HTTP
+_ANSWERS_S = 60.0  # How long the first answer over HTTP may take.
 
 
 class ServiceStartFailed(PipelineError):
-    """The service can't be started; the message says why."""
+    """The service can't be started, for the reason in the message."""
 
 
 def start_http(host: str, port: int) -> None:
-    """Have Ray Serve listen there, with a proxy on the head node; before any application.
+    """Make Ray Serve listen at an address, with a proxy on the head node, before any application is deployed.
 
-    A Serve that listens elsewhere, or nowhere, keeps to that for as long as it runs: it is shut down where it has no
-    application. Raises `ServiceStartFailed` where it has one.
+    A running Serve can't change its address, so one that listens elsewhere, or nowhere, is shut down and started again.
+
+    Raises:
+        ServiceStartFailed: Such a Serve runs applications.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     client = serve_client()
-    if client is not None and _listens_at(client) != (host, port) and not serve.status().applications:
+    if client is not None and _read_address(client) != (host, port) and not serve.status().applications:
         serve.shutdown()
     serve.start(
         proxy_location=ProxyLocation.HeadOnly, http_options=HTTPOptions(host=host, port=port), logging_config=QUIET
     )
-    if (found := _listens_at(serve_client())) == (host, port):
+    if (address := _read_address(serve_client())) == (host, port):
         return
-    # Something runs there, or another process has started it at the same moment.
+    # Serve runs applications, or another process has started it at the same moment.
     does, remedy = "runs without HTTP, as wan-tpu pipeline up starts it,", "and have wan-tpu serve bring it up"
-    if found is not None:
-        does, remedy = f"listens at {found[0]} port {found[1]}", f"or ask for --host {found[0]} --port {found[1]}"
+    if address is not None:
+        at, port_at = address
+        does, remedy = f"listens at {at} port {port_at}", f"or ask for --host {at} --port {port_at}"
     raise ServiceStartFailed(
         f"Ray Serve of this cluster {does} until nothing runs on it any more "
         f"({', '.join(sorted(serve.status().applications))}), so no service can be at {host} port {port}; take down "
@@ -70,14 +73,28 @@ def deploy_service(
     ingresses: int = 1,
     tell: Tell = lambda text: None,
 ) -> None:
-    """Start pipeline, worker and ingress, and return when the service answers. What runs already is updated.
+    """Start or update pipeline, worker and ingress, and return when the service answers.
 
-    Raises `InvalidInput` where database or secret can't be used, or the host is public and there are no keys;
-    `PortTaken` before anything is started; `StorageError`, `PipelineStartFailed`, `PipelineExists`,
-    `ServiceStartFailed`. Nothing that this has started is left then.
+    After an error, nothing that this has started keeps running.
+
+    Args:
+        settings: The service's settings.
+        spec: Its pipeline.
+        host: The address to listen on.
+        port: The port to listen on.
+        ingresses: How many processes answer HTTP.
+        tell: Called with a line of text about each step.
+
+    Raises:
+        InvalidInput: Database or secret can't be used, or the host is public and there are no keys.
+        PortTaken: Another program has the port. Nothing was started.
+        StorageError: The storage can't be used.
+        PipelineStartFailed: The pipeline can't be started.
+        PipelineExists: A different pipeline with the same name is running.
+        ServiceStartFailed: The service's own processes can't be started, or don't answer.
     """
-    # Where Serve listens there already, what runs is updated.
-    new_port = None if (client := serve_client()) is not None and _listens_at(client) == (host, port) else port
+    # If Serve already listens there, what runs is updated, and the port needn't be free.
+    new_port = None if (client := serve_client()) is not None and _read_address(client) == (host, port) else port
     if not prepare_on_head(settings, host, new_port):
         log.warning(
             "Serve's own proxy runs on this cluster, and nothing bounds what its clients send: start Ray's nodes with "
@@ -97,47 +114,55 @@ def deploy_service(
     ours = not list_applications(name)
     if ours:
         deploy(spec, tell=tell)
-    elif (found := find_spec(name)) is None or not found.same_as(spec):
+    elif (deployed := find_spec(name)) is None or not deployed.same_as(spec):
         raise PipelineExists(
             f"another pipeline {name!r} runs on this cluster, with another layout, model or settings; take it down "
             "(wan-tpu serve --down), or choose another --name"
         )
     try:
         tell("starting the service")
-        ingress, worker = names(name)
-        answers = ingress_application(settings, spec, replicas=ingresses)
+        ingress, worker = application_names(name)
+        answers = make_ingress(settings, spec, replicas=ingresses)
         try:
             serve.run_many(
                 [
-                    serve.RunTarget(worker_application(settings, spec), name=worker, route_prefix=None),
+                    serve.RunTarget(make_worker(settings, spec), name=worker, route_prefix=None),
                     serve.RunTarget(answers, name=ingress, route_prefix="/"),
                 ]
             )
-        except (RuntimeError, TimeoutError) as error:  # Serve's: an application, or its proxy, doesn't come up
+        except (RuntimeError, TimeoutError) as error:  # From Serve, if an application or its proxy doesn't start.
             raise ServiceStartFailed(f"the service can't be started: {error}") from None
         _wait_until_answers(host, port)
     except BaseException:
-        if not before & set(names(name)):
+        if not before & set(application_names(name)):
             take_down(name, pipeline=ours, drain_s=0)
         raise
 
 
 def prepare_on_head(settings: ServiceSettings, host: str, new_port: int | None = None) -> bool:
-    """Prepare what is of one machine on the head node, where ingress and worker will find it; raises as `prepare`.
+    """Run `prepare` on the head node, where ingress and worker will run if they use files of one machine.
 
-    new_port  that Serve is to listen on, unless it does; raises `PortTaken` where it can't
+    Args:
+        settings: The service's settings.
+        host: The address to listen on.
+        new_port: The port that Serve is to listen on; None if it listens already.
 
-    Returns whether something bounds what clients send there.
+    Returns:
+        Whether a proxy on that node limits what clients send.
+
+    Raises:
+        InvalidInput: As from `prepare`.
+        PortTaken: Another program has the port.
     """
 
-    def prepared() -> bool:
+    def prepare_here() -> bool:
         if new_port is not None:
             check_port(host, new_port)
         prepare(settings, host)
         asked = os.environ.get
         return asked("RAY_SERVE_ENABLE_HA_PROXY") == "1" or bool(asked("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"))
 
-    there: Any = ray.remote(prepared).options(num_cpus=0, resources={HEAD: 0.001})
+    there: Any = ray.remote(prepare_here).options(num_cpus=0, resources={HEAD: 0.001})
     try:
         return bool(ray.get(there.remote()))
     except ray.exceptions.RayTaskError as error:
@@ -145,9 +170,10 @@ def prepare_on_head(settings: ServiceSettings, host: str, new_port: int | None =
 
 
 def prepare(settings: ServiceSettings, host: str) -> None:
-    """See that database, storage and secret can be used from here; make them where they are missing.
+    """Check that database, storage and secret can be used from here, and create what is missing.
 
-    Raises `InvalidInput` where one can't be, or the host lets others than this machine in and there are no API keys.
+    Raises:
+        InvalidInput: One of them can't be used, or the host admits other machines and there are no API keys.
     """
     os.umask(0o077)
     database = open_database(settings.database)
@@ -169,11 +195,11 @@ def prepare(settings: ServiceSettings, host: str) -> None:
 
 
 def take_down(name: str, *, pipeline: bool = True, drain_s: float = DRAIN_S) -> None:
-    """End ingress and worker, whose jobs wait for the next one; and the pipeline, if wanted."""
+    """Stop ingress and worker, and the pipeline if wanted. Jobs wait in the database for the next worker."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve_client()
-    for found in sorted(set(names(name)) & set(serve.status().applications)):
-        serve.delete(found)
+    for application in sorted(set(application_names(name)) & set(serve.status().applications)):
+        serve.delete(application)
     if pipeline and list_applications(name):
         shut_down(name, drain_s=drain_s)
 
@@ -181,7 +207,7 @@ def take_down(name: str, *, pipeline: bool = True, drain_s: float = DRAIN_S) -> 
 def _wait_until_answers(host: str, port: int) -> None:
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"http://{f'[{near}]' if ':' in near else near}:{port}/health"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # Ignores http_proxy.
     until, reason = time.monotonic() + _ANSWERS_S, ""
     while time.monotonic() < until:
         try:
@@ -198,8 +224,8 @@ def _wait_until_answers(host: str, port: int) -> None:
     )
 
 
-def _listens_at(client: Any) -> tuple[str, int] | None:
-    """Return the host and port of Serve's proxy, None where Serve runs without HTTP."""
+def _read_address(client: Any) -> tuple[str, int] | None:
+    """Return the host and port of Serve's proxy, or None if Serve runs without HTTP."""
     if client.get_serve_details()["proxy_location"] == ProxyLocation.Disabled:
         return None
     return client.http_config.host, client.http_config.port

@@ -1,4 +1,4 @@
-"""What a request, a key or an address can cost the service: every bound on its clients, in one place."""
+"""Every limit on what clients can cost the service, in one place."""
 
 import dataclasses
 import math
@@ -11,23 +11,29 @@ from wan_tpu.suggest import did_you_mean
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of one ingress process, but for those of webhooks, which are a worker's. An operator's key has them too.
+    """Limits of one ingress process, or of a worker for webhooks. They apply to operators' keys, too.
 
-    image_bytes     of an image's file
-    small_bytes     of a body that is taken apart where it arrives; of a larger one this is a process's work
-    body_s, body_rate  for a body to arrive: so many seconds, and one more for every so many bytes
-    key_rate        bytes of bodies a second that are taken of one key, of which two seconds' may come at once
-    bodies          of one key that arrive, or are read, at a time
-    bodies_bytes    of all of them together, in memory; where there is no room the key that holds most loses its oldest
-    readers         processes that take bodies and images apart, at a time
-    reader_s, reader_cpu_s, reader_bytes  time, processor's time and memory of each
-    followers       event streams of one key
-    download_stall_s  in which a client takes 64 kB of a download, or the connection is closed
-    key_share       of the queue that jobs of one key may be, where the key has no limit of its own
-    requests_per_minute  of a key that has no limit of its own
-    fetches         images of other servers that are fetched at a time, each into a file; of a key a quarter of them
-    webhooks        that are called at a time; webhooks_of_a_key  of them
-    free_bytes      that are left on the disk of a folder of results, or nothing more is accepted
+    Attributes:
+        image_bytes: Size of an image's file.
+        small_bytes: Bodies up to this size are parsed in the ingress itself, larger ones in a process of their own.
+        body_s: How many seconds a body may take to arrive,
+        body_rate: and one second more for every so many bytes.
+        key_rate: Bytes of bodies received per second from one key. Two seconds' worth may arrive at once.
+        bodies: Bodies of one key that arrive or are read at a time.
+        bodies_bytes: Memory for all bodies together. When it is full, the key that holds most of it loses its oldest
+            body that is still arriving.
+        readers: Processes that parse bodies and images, at a time.
+        reader_s: Wall time of each of these.
+        reader_cpu_s: Processor time of each.
+        reader_bytes: Memory of each.
+        followers: Event streams of one key.
+        download_stall_s: If a client takes less than 64 kB of a download in this time, the connection is closed.
+        key_share: Share of the queue that the jobs of one key may take, if the key has no limit of its own.
+        requests_per_minute: Rate of a key that has no limit of its own.
+        fetches: Images fetched from other servers at a time, each into a file. One key may have a quarter of them.
+        webhooks: Webhooks called at a time,
+        webhooks_of_a_key: and of one key.
+        free_bytes: With less free space on the disk of a results folder, no more jobs are accepted.
     """
 
     image_bytes: int = 20_000_000
@@ -51,11 +57,11 @@ class Limits:
     free_bytes: int = 500_000_000
 
     @classmethod
-    def of(cls, given: Sequence[str]) -> "Limits":
-        """Return limits of which some are given as "name=number"; raises `InvalidInput`."""
+    def parse(cls, arguments: Sequence[str]) -> "Limits":
+        """Return the default limits with those changed that are given as "name=number"; raises `InvalidInput`."""
         names = {field.name for field in dataclasses.fields(cls)}
         changed: dict[str, Any] = {}
-        for text in given:
+        for text in arguments:
             name, _, number = text.partition("=")
             if name not in names:
                 hint = did_you_mean(name, names)
@@ -73,5 +79,5 @@ class Limits:
 
     @property
     def body_bytes(self) -> int:
-        """How long a request's body may be: an image in base64, and texts."""
+        """The largest body of a request: an image in base64, and texts."""
         return self.image_bytes * 4 // 3 + 1_000_000

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: each process sends its own with its heartbeats, and any ingress answers for all."""
+"""Metrics for Prometheus. Each process sends its own with its heartbeats, and any ingress reports them all."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,13 +14,13 @@ from actors.jobs.values import Counts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HEARTBEAT_S = 5.0
-FRESH_S = 60.0  # a process whose last heartbeat is older isn't there any more
+FRESH_S = 60.0  # A process whose last heartbeat is older counts as gone.
 _STAGE_S = (0.05, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 _STEP_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 6, 8, 12, 20, 40)
 _JOB_S = (1, 5, 10, 30, 60, 120, 300, 600, 1200, 3600, 7200)
 _HTTP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
-disable_created_metrics()  # a series more for each counter and histogram, which nobody asks for
+disable_created_metrics()  # They would add a series to each counter and histogram, which nobody needs.
 
 
 class Meters:
@@ -29,8 +29,8 @@ class Meters:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
 
-        def histogram(name: str, about: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"wan_{name}_seconds", about, labels, buckets=buckets, registry=registry)
+        def histogram(name: str, documentation: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"wan_{name}_seconds", documentation, labels, buckets=buckets, registry=registry)
 
         self.http = histogram("http", "Answers, until their first byte.", ("method", "route", "status"), _HTTP_S)
         self.job_s = histogram("job", "From claim to end.", (), _JOB_S)
@@ -45,20 +45,20 @@ class Meters:
         self.under_way = Gauge("wan_worker_jobs", "Jobs that this worker has under way.", registry=registry)
 
     def text(self) -> str:
-        """Return them as Prometheus reads them."""
+        """Return the metrics in Prometheus's text format."""
         return generate_latest(self.registry).decode()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServiceMetrics(Collector):
-    """The metrics of all processes of a service, and of its database. They name no key: see `KeyMetrics`."""
+    """The metrics of all processes of a service and of its database. They name no key; `KeyMetrics` does."""
 
     processes: Iterable[Heartbeat]
     counts: Counts
     webhooks_waiting: int
 
     def collect(self) -> Iterator[Metric]:
-        """Give every family once, its samples with the process they are of."""
+        """Yield every metric family once. Samples are labelled with their process."""
         families: dict[str, Metric] = {}
         kinds: dict[str, int] = {}
         for process in self.processes:
@@ -68,35 +68,35 @@ class ServiceMetrics(Collector):
                 for sample in family.samples:
                     whole.samples.append(sample._replace(labels=sample.labels | {"process": process.name}))
         yield from families.values()
-        yield _gauge("wan_processes", "Processes of the service.", "kind", kinds)
-        yield _gauge("wan_jobs", "Jobs that are kept.", "status", self.counts.by_status)
-        yield _gauge("wan_failed_jobs", "Failed jobs that are kept.", "code", self.counts.failures)
-        for name, about, value in (
+        yield _make_gauge("wan_processes", "Processes of the service.", "kind", kinds)
+        yield _make_gauge("wan_jobs", "Jobs that are kept.", "status", self.counts.by_status)
+        yield _make_gauge("wan_failed_jobs", "Failed jobs that are kept.", "code", self.counts.failures)
+        for name, documentation, value in (
             ("wan_queue_oldest_seconds", "How long the oldest waiting job has waited.", self.counts.oldest_queued_s),
             ("wan_files_pending_deletion", "Files that are to be deleted.", self.counts.files_pending_deletion),
             ("wan_webhooks_waiting", "Webhooks that are to be called.", self.webhooks_waiting),
         ):
-            yield GaugeMetricFamily(name, about, value=value)
+            yield GaugeMetricFamily(name, documentation, value=value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeyMetrics(Collector):
-    """What keys have used, by their ids. It is for operators, and of one key for whoever holds it: see `/metrics`."""
+    """Usage by key id. `/metrics` shows it to operators, and to the holder of a key that key's own."""
 
     usage: Mapping[str, Usage]
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a family for each figure."""
+        """Yield a metric family for each figure."""
         for name in ("videos", "failed", "chip_seconds", "dollars"):
             counted = {key: getattr(used, name) for key, used in self.usage.items()}
-            yield _labelled(CounterMetricFamily(f"wan_key_{name}", "Of jobs that ended.", labels=["key"]), counted)
+            yield _add_samples(CounterMetricFamily(f"wan_key_{name}", "Of jobs that ended.", labels=["key"]), counted)
 
 
-def _gauge(name: str, about: str, label: str, values: Mapping[Any, float]) -> Metric:
-    return _labelled(GaugeMetricFamily(name, about, labels=[label]), values)
+def _make_gauge(name: str, documentation: str, label: str, values: Mapping[Any, float]) -> Metric:
+    return _add_samples(GaugeMetricFamily(name, documentation, labels=[label]), values)
 
 
-def _labelled(family: Any, values: Mapping[Any, float]) -> Metric:
+def _add_samples(family: Any, values: Mapping[Any, float]) -> Metric:
     for key, value in values.items():
         family.add_metric([key], value)
     return family

@@ -1,7 +1,7 @@
 """The service's processes as Serve deployments: ingresses that answer HTTP, and a worker that has videos made.
 
-The worker is an application of its own. An ingress that dies, or is replaced by a newer one, takes no job with it, and
-a worker that dies takes no connection; each is upgraded alone. Between them is only the database.
+The worker is a separate application. An ingress that dies, or is replaced by a newer one, loses no job, and a worker
+that dies loses no connection. Each is upgraded on its own, and only the database connects them.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ from wan_tpu.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
-REQUESTS = 2000  # at an ingress at a time: most of them follow the events of a job, and cost nothing
-DRAIN_S = 30.0  # that an ingress which is replaced may go on answering, and a worker may take to give its jobs back
-_PARTING_S = 2.0  # between the end of a worker's jobs and its own: its slices are asked to stop meanwhile
-_THREADS = 32  # of Serve's five, slow reads of storage could keep all
-# Of Serve itself: two lines a request, of its proxy and of the replica, cost more than the answer to a poll.
+REQUESTS = 2000  # Concurrent requests of an ingress. Most of them follow the events of a job, and cost nothing.
+DRAIN_S = 30.0  # How long a replaced ingress may go on answering, and a worker may take to give its jobs back.
+_PARTING_S = 2.0  # Pause between the end of a worker's jobs and its own, in which its slices are told to stop.
+_THREADS = 32  # Serve's default of five could all be blocked by slow reads of storage.
+# Serve would log two lines per request, in its proxy and in the replica, which cost more than the answer to a poll.
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
-# An ingress waits for nothing but in threads, so that it needs none of its own: a poll changes threads four times less.
+# An ingress blocks only in threads, so its event loop needs none of its own, which saves a poll four thread switches.
 _ONE_THREAD = {"env_vars": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1"}}
-HEAD = "node:__internal_head__"  # a resource that Ray gives the head node alone
+HEAD = "node:__internal_head__"  # A resource that Ray gives to the head node only.
 
 
 @serve.ingress()
@@ -47,7 +47,7 @@ class Ingress:
 
     async def __init__(self, settings: ServiceSettings, spec: ModelSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         """Open the database and the storage."""
-        os.umask(0o077)  # prompts and videos are for no other user of the machine
+        os.umask(0o077)  # Keeps prompts and videos from other users of the machine.
         log_as_json()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
         self._service = await asyncio.to_thread(Service, settings, spec)
@@ -61,7 +61,7 @@ class ServiceWorker:
     """Has videos made."""
 
     async def __init__(self, settings: ServiceSettings, spec: PipelineSpec) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Open the database and the storage, and begin to work."""
+        """Open the database and the storage, and start working."""
         os.umask(0o077)
         log_as_json()
         self._name, self._pipeline = process_name("worker"), PipelineClient(spec)
@@ -74,7 +74,7 @@ class ServiceWorker:
         log_event(log, "worker", worker=self._name)
 
     async def check_health(self) -> None:
-        """Raise when the work has ended, which it never should: Serve then starts another worker."""
+        """Raise if the work has ended, which it never should. Serve then starts another worker."""
         if self._work.done():
             self._work.result()
             raise RuntimeError("the worker has stopped working")
@@ -89,31 +89,31 @@ class ServiceWorker:
             self._traces.close()
 
 
-def ingress_application(settings: ServiceSettings, spec: PipelineSpec, *, replicas: int = 1) -> Any:
+def make_ingress(settings: ServiceSettings, spec: PipelineSpec, *, replicas: int = 1) -> Any:
     """Return the application that answers HTTP."""
-    made = serve.deployment(
+    deployment = serve.deployment(
         num_replicas=replicas,
         max_ongoing_requests=REQUESTS,
-        max_surge_percent=100,  # the next version answers before this one goes
-        **_options(settings, _ONE_THREAD),
+        max_surge_percent=100,  # The next version answers before this one ends.
+        **_make_options(settings, _ONE_THREAD),
     )
-    return made(Ingress).bind(settings, spec.model)
+    return deployment(Ingress).bind(settings, spec.model)
 
 
-def worker_application(settings: ServiceSettings, spec: PipelineSpec) -> Any:
-    """Return the application that has videos made: one worker, since what limits it are slices."""
-    return serve.deployment(num_replicas=1, **_options(settings, NO_HTTP))(ServiceWorker).bind(settings, spec)
+def make_worker(settings: ServiceSettings, spec: PipelineSpec) -> Any:
+    """Return the application that has videos made. One worker is enough, since slices are the bottleneck."""
+    return serve.deployment(num_replicas=1, **_make_options(settings, NO_HTTP))(ServiceWorker).bind(settings, spec)
 
 
-def names(pipeline: str) -> tuple[str, str]:
+def application_names(pipeline: str) -> tuple[str, str]:
     """Return the names of the two applications, ingress and worker."""
     return f"{pipeline}-http", f"{pipeline}-worker"
 
 
-def _options(settings: ServiceSettings, runtime_env: dict[str, Any]) -> dict[str, Any]:
+def _make_options(settings: ServiceSettings, runtime_env: dict[str, Any]) -> dict[str, Any]:
     actor: dict[str, Any] = {"num_cpus": 0.1, "label_selector": off_hosts(), "runtime_env": runtime_env}
     if "://" not in settings.database or "://" not in settings.storage or settings.webhook_secret_file is not None:
-        actor["resources"] = {HEAD: 0.001}  # files are of one machine
+        actor["resources"] = {HEAD: 0.001}  # Files exist on one machine.
     return {
         "ray_actor_options": actor,
         "logging_config": QUIET,

@@ -1,4 +1,4 @@
-"""How the service is run: plain values that its processes are given."""
+"""The service's settings, as plain values that are passed to its processes."""
 
 import dataclasses
 
@@ -13,24 +13,29 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServiceSettings:
-    """What is the same for all processes of a service.
+    """Settings that all processes of a service share.
 
-    database      path of a SQLite file, or postgresql://...; its API keys are this service's
-    storage       folder or gs:// of input images and results
-    model         the model's name, as clients give it
-    aliases       other names that clients may give it: "sora-2"
-    names         while there are no keys, all jobs belong to everybody, and only requests to one of these hosts are
-                  answered: other pages in a browser of this machine can't ask
-    catalogue     adapters that clients may name
-    largest       sizes that the slices have memory for; anything if empty
-    queue_limit   jobs that may wait; one more is answered with 429
-    concurrency   jobs that one worker has in the pipeline at a time
-    chips         stage -> chips of the slice that runs it, for chip-seconds
-    dollars       stage -> what one of those chips costs an hour, where that is known
-    url_s         for which a result in a bucket can be downloaded there; None: it goes through an ingress
-    sync_s        that a request may wait for its video; one that isn't made by then is polled for
-    webhook_secret_file   what webhooks are signed with, "whsec_" and base64; without it there are no webhooks
-    origins       of web pages that may use the API from a browser (CORS)
+    Attributes:
+        database: Path of a SQLite file, or postgresql://... It also holds the service's API keys.
+        storage: Folder or gs:// address of input images and results.
+        model: The model's name for clients.
+        aliases: Other names that clients may use, such as "sora-2".
+        names: Host names that requests must use as long as there are no keys. All jobs then belong to everybody, and
+            this keeps other sites' pages, open in a browser on this machine, from using the service.
+        catalogue: Adapters that clients may name.
+        largest: Sizes that fit the slices' memory; if empty, any size does.
+        queue_limit: How many jobs may wait. Further ones are answered with 429.
+        concurrency: How many jobs a worker has in the pipeline at a time.
+        chips: Number of chips of the slice that runs a stage, for chip-seconds.
+        dollars: Price per hour of one of those chips, by stage, where known.
+        url_s: How long a signed URL of a result in a bucket is valid; None to send results through an ingress.
+        sync_s: How long a request may wait for its video. After that, its client has to poll.
+        webhook_secret_file: File with the key that signs webhooks, "whsec_" and base64. Without it there are no
+            webhooks.
+        origins: Origins of web pages that may use the API from a browser (CORS).
+        limits: Limits on clients.
+        fetch: Which images may be fetched from other servers.
+        jobs: How long leases last, and jobs are kept.
     """
 
     database: str
@@ -54,5 +59,5 @@ class ServiceSettings:
 
     @property
     def webhooks(self) -> FetchSettings:
-        """What may be called, of what may be fetched."""
-        return dataclasses.replace(self.fetch, what="webhook")
+        """Which webhooks may be called: the same servers that images may be fetched from."""
+        return dataclasses.replace(self.fetch, subject="webhook")

@@ -1,6 +1,6 @@
 """The files of a video: its results, and the images of its request."""
 
-VARIANTS = {  # by the API's name: media type and ending
+VARIANTS = {  # Media type and file name extension by the API's name.
     "video": ("video/mp4", "mp4"),
     "thumbnail": ("image/webp", "webp"),
     "spritesheet": ("image/jpeg", "jpg"),

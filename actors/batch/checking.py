@@ -1,8 +1,7 @@
 """Plan a manifest's requests and check their adapters before anything is computed."""
 
-from wan_tpu.lora import Lora
-
 from wan_tpu.adapters.checking import check_visible
+from wan_tpu.lora import Lora
 from wan_tpu.plan import RequestPlan
 from wan_tpu.request import GenerationRequest
 from wan_tpu.spec import ModelSpec

@@ -56,7 +56,7 @@ def _up(args: argparse.Namespace) -> str:
         layout, settings = read_settings(args, find_gcs_address(args))
         service = read_service_settings(args, layout, settings)  # Before a checkpoint is read, to report errors early.
         spec = build_spec(layout, settings)
-        service = dataclasses.replace(service, catalogue=service.catalogue.for_model(spec.model))
+        service = dataclasses.replace(service, catalogue=service.catalogue.complete_for(spec.model))
         if service.catalogue.adapters:
             live.tell("reading the adapters")
             check(settings.checkpoint, service.catalogue.files)

@@ -9,7 +9,7 @@ import ray
 import yaml
 
 from actors.api.deploy import prepare_on_head
-from actors.api.processes import QUIET, ingress_application, names, worker_application
+from actors.api.processes import QUIET, application_names, make_ingress, make_worker
 from actors.api.settings import ServiceSettings
 from actors.commands.arguments import build_spec, read_settings
 from actors.commands.serve_arguments import build_serve_parser, read_service_settings
@@ -29,7 +29,7 @@ def build_config(arguments: Mapping[str, Any], name: str, layout: Layout) -> str
         name: The pipeline's name.
         layout: The pipeline's layout.
     """
-    ingress_name, worker_name = names(name)
+    ingress_name, worker_name = application_names(name)
     builders = [(application_name(name, pool.name), "pool", {"pool": pool.name}) for pool in layout.pools]
     builders += [(worker_name, "worker", {}), (ingress_name, "ingress", {})]
     applications = [
@@ -68,14 +68,14 @@ def worker(args: dict[str, Any]) -> Any:
     settings, spec = _read_args(args)
     check_visible(spec.settings.checkpoint, settings.catalogue.files)
     prepare_on_head(settings, args["arguments"]["host"])
-    return worker_application(settings, spec)
+    return make_worker(settings, spec)
 
 
 def ingress(args: dict[str, Any]) -> Any:
     """Build the ingress's application on the cluster."""
     settings, spec = _read_args(args)
     prepare_on_head(settings, args["arguments"]["host"])
-    return ingress_application(settings, spec, replicas=int(args["arguments"].get("ingresses", 1)))
+    return make_ingress(settings, spec, replicas=int(args["arguments"].get("ingresses", 1)))
 
 
 def read_service(arguments: Mapping[str, Any], address: str) -> tuple[ServiceSettings, PipelineSpec]:
@@ -83,7 +83,7 @@ def read_service(arguments: Mapping[str, Any], address: str) -> tuple[ServiceSet
     args = build_serve_parser().parse_args(as_words(arguments))
     spec = build_spec(*read_settings(args, address))
     service = read_service_settings(args, spec.layout, spec.settings)
-    return dataclasses.replace(service, catalogue=service.catalogue.for_model(spec.model)), spec
+    return dataclasses.replace(service, catalogue=service.catalogue.complete_for(spec.model)), spec
 
 
 def _read_args(args: dict[str, Any]) -> tuple[ServiceSettings, PipelineSpec]:

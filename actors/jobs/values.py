@@ -73,10 +73,10 @@ class Room:
             owners: How many owners have jobs waiting, this one included.
         """
         if self.owner is not None and own >= self.owner:
-            return f"{own} jobs of this key wait, which is all that it may have; try again later"
+            return f"this key has {own} jobs waiting, the most it may have; try again later"
         if self.queue is None or waiting < self.queue or own < self.queue // (2 * owners):
             return None
-        return f"{waiting} jobs wait, which is all that are taken; try again later"
+        return f"{waiting} jobs wait, the most that are accepted; try again later"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ def test_layouts_and_the_service_know_its_stages(folder):
     spec = open_spec(folder)
     layout = Layout.parse("pools: {all: {stages: [encoder, rough, fine, decoder], slice: v6e-1}}", "mine")
     layout.check_stages(spec.stages)
-    shown = models.model(ServiceSettings(database="", storage="", model="mine"), spec, 0)
+    shown = models.describe_model(ServiceSettings(database="", storage="", model="mine"), spec, 0)
     assert (shown.stages, shown.defaults["size"]) == (["encoder", "rough", "fine", "decoder"], "96x64")
     with pytest.raises(InvalidRequest, match="image was given"):
         spec.plan(GenerationRequest(**REQUEST), image=True)

@@ -1,1 +1,1 @@
-"""HTTP: routes, bodies, answers, and how a request becomes a job."""
+"""HTTP: routes, bodies and answers, and how a request becomes a job."""

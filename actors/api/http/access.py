@@ -1,4 +1,4 @@
-"""Who may ask for what, and how often: the keys of the database, and a rate for each."""
+"""Authentication and rate limits: what each API key may do, and how often."""
 
 import dataclasses
 import math
@@ -13,19 +13,20 @@ from actors.jobs.keys import OPERATE, PRIORITIES, list_keys, match_key
 from actors.jobs.tables import ApiKey
 from actors.jobs.values import Room
 
-REFRESH_S = 0.5  # between two reads of the keys: a revoked one opens nothing a second later
-BURST_S = 10.0  # a key may ask as often as in so many seconds at once
+REFRESH_S = 0.5  # Between two reads of the keys, so that a revoked key stops working within a second.
+BURST_S = 10.0  # A key may send as many requests at once as its rate allows in this time.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Caller:
-    """Whose request it is.
+    """Who sends a request, and what it may do.
 
-    owner     of the jobs that it makes: the key's id, "" where there are no keys
-    sees      whose jobs it may see and cancel; everybody's if None
-    room      how many of its jobs may wait
-    priority  the highest that they may have
-    rate      headers that say how often it may ask
+    Attributes:
+        owner: Owner of the jobs that it makes: the key's id, or "" if there are no keys.
+        sees: Whose jobs it may see and cancel; None for everybody's.
+        room: How many of its jobs may wait.
+        priority: The highest priority that its jobs may have.
+        rate: Headers that report its rate limit.
     """
 
     owner: str
@@ -35,41 +36,49 @@ class Caller:
     rate: dict[str, str]
 
 
-def presented_key(authorization: str | None) -> str | None:
-    """Return what an Authorization header shows as a bearer token, None where it shows none."""
+def read_bearer(authorization: str | None) -> str | None:
+    """Return the bearer token of an Authorization header, or None if it has none."""
     scheme, _, credentials = (authorization or "").partition(" ")
     return credentials.strip() if scheme.lower() == "bearer" else None
 
 
 class Access:
-    """The keys, as they were at the latest `refresh`. Safe between threads.
+    """The keys, as of the latest `refresh`. Safe between threads.
 
-    Rates are counted in this process: with several ingress replicas each lets as much through.
+    Rates are counted per process, so each of several ingress replicas admits the full rate.
     """
 
     def __init__(self, database: Database, queue_limit: int, limits: Limits) -> None:
         """Read the keys; raises `StoreUnavailable`."""
         self._database, self._queue_limit, self._limits = database, queue_limit, limits
         self._lock = threading.Lock()
-        self._spent: dict[str, float] = {}  # key -> until when its rate is used up, of time.monotonic()
+        self._spent: dict[str, float] = {}  # Until when a key's rate is used up, by time.monotonic().
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the keys again; raises `StoreUnavailable`, and then those that were known stay in force."""
+        """Read the keys again. If this raises `StoreUnavailable`, the known keys stay in force."""
         self._keys = {key.id: key for key in list_keys(self._database)}
 
     @property
     def required(self) -> bool:
-        """Whether a request needs a key: once one was ever made, also when all are revoked."""
+        """Whether requests need a key: once a key has been made, even if all are revoked."""
         return bool(self._keys)
 
     def admit(self, presented: str | None, any_of: Sequence[str]) -> Caller:
-        """Return who shows a key with one of some scopes, and count the request; raises `HttpError` 401, 403 or 429."""
+        """Return the caller that presents a key, and count the request.
+
+        Args:
+            presented: The key that was presented, if any.
+            any_of: Scopes of which the key must have one.
+
+        Raises:
+            HttpError: 401, 403 or 429.
+        """
         if not self.required:
             room = Room(queue=self._queue_limit)
             return Caller(owner="", sees="", room=room, priority=PRIORITIES[1], rate={})
         key = match_key(self._keys, presented or "")
-        if key is None or not self.in_force(key.id):
+        if key is None or not self.is_in_force(key.id):
             message = "no valid API key was given; send one as: Authorization: Bearer wan_..."
             if key is not None:
                 message = "this API key has expired; ask the operator of this service for another"
@@ -84,24 +93,24 @@ class Access:
             sees=None if OPERATE in scopes else key.id,
             room=Room(queue=self._queue_limit, owner=share if key.waiting is None else key.waiting),
             priority=key.priority,
-            rate=self._counted(key),
+            rate=self._count_request(key),
         )
 
-    def in_force(self, owner: str) -> bool:
-        """Whether a key opens anything still; who follows something is asked again and again."""
+    def is_in_force(self, owner: str) -> bool:
+        """Return whether a key is still valid. Streams check this repeatedly."""
         if not owner:
             return not self.required
         key = self._keys.get(owner)
         expired = key is None or (key.expires_at is not None and key.expires_at <= time.time())
         return key is not None and key.revoked_at is None and not expired
 
-    def name(self, owner: str) -> str:
-        """Return the name of a key, for people; "" where there is none."""
+    def get_name(self, owner: str) -> str:
+        """Return the name of a key, or "" if there is no such key."""
         key = self._keys.get(owner)
         return "" if key is None else key.name
 
-    def _counted(self, key: ApiKey) -> dict[str, str]:
-        """Count a request and return the headers that say what is left; raises `HttpError`."""
+    def _count_request(self, key: ApiKey) -> dict[str, str]:
+        """Count a request and return headers that report what is left of the rate; raises `HttpError`."""
         own = key.requests_per_minute
         rate = self._limits.requests_per_minute if own is None else own
         every_s = 60 / rate
@@ -111,7 +120,7 @@ class Access:
         headers = {
             "x-ratelimit-limit-requests": f"{rate:g}",
             "x-ratelimit-remaining-requests": str(left),
-            # Rounded up, as Retry-After is: who comes back at that moment is not refused again.
+            # Rounded up like Retry-After, so that a client that returns at that moment isn't rejected again.
             "x-ratelimit-reset-requests": f"{math.ceil(max(wait_s, spent_s) * 1000) / 1000:.3f}s",
         }
         if wait_s > 0:
@@ -121,7 +130,10 @@ class Access:
         return headers
 
     def _take(self, key: str, every_s: float) -> tuple[float, float]:
-        """Count a request; return how long to wait for it, and until all is free (GCRA: a token bucket in a number)."""
+        """Count a request; return how long it must wait, and how long until the full rate is available.
+
+        This is GCRA, a token bucket that is stored as one number.
+        """
         with self._lock:
             now = time.monotonic()
             spent = max(self._spent.get(key, -math.inf), now - max(BURST_S, every_s))

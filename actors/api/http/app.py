@@ -1,4 +1,4 @@
-"""The HTTP application: the `/v1/videos` API, models, health, figures and a page for people."""
+"""The HTTP application: the `/v1/videos` API, models, usage, health, metrics, and a web page."""
 
 import asyncio
 import base64
@@ -15,12 +15,12 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi_offline import FastAPIOffline
 from prometheus_client import generate_latest
 
-from actors.api.http.access import Caller, presented_key
+from actors.api.http.access import Caller, read_bearer
 from actors.api.http.error_answers import HANDLERS, HttpError
 from actors.api.http.middleware import Middleware
-from actors.api.http.models import Model, ModelList, model
+from actors.api.http.models import Model, ModelList, describe_model
 from actors.api.http.objects import UsageList
-from actors.api.http.openapi import DESCRIPTION, TAGS, describe, errors
+from actors.api.http.openapi import DESCRIPTION, TAGS, describe, describe_errors
 from actors.api.http.parameters import Served, Watcher, refuse_body
 from actors.api.http.service import Service
 from actors.api.http.videos import POLL_AFTER, router
@@ -32,11 +32,11 @@ from actors.jobs.usage import read_usage
 _STARTED = int(time.time())
 
 rest = APIRouter()
-NO_BODY = [Depends(refuse_body)]
+_NO_BODY = [Depends(refuse_body)]
 
 
 def make_app(service: Service) -> FastAPI:
-    """Return the application over an opened service, which it closes at its end."""
+    """Return the application for an opened service. It closes the service's database when it ends."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -47,7 +47,7 @@ def make_app(service: Service) -> FastAPI:
             current.cancel()
             service.database.close()
 
-    app = FastAPIOffline(  # its page of the API asks no other server for its script
+    app = FastAPIOffline(  # Its /docs page loads no script from another server.
         title="wan-tpu",
         description=DESCRIPTION,
         openapi_tags=TAGS,
@@ -55,7 +55,7 @@ def make_app(service: Service) -> FastAPI:
         lifespan=lifespan,
         redoc_url=None,
         exception_handlers=HANDLERS,
-        redirect_slashes=False,  # `Middleware` takes them off
+        redirect_slashes=False,  # `Middleware` strips them.
     )
     app.state.service = service
     app.include_router(router)
@@ -66,7 +66,7 @@ def make_app(service: Service) -> FastAPI:
             CORSMiddleware,
             allow_origins=settings.origins,
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],  # OpenAI's Node client sends a dozen of its own from browsers, too.
+            allow_headers=["*"],  # OpenAI's Node client sends a dozen headers of its own, from browsers too.
             expose_headers=[POLL_AFTER, "Retry-After", "x-request-id", "x-video-id"],
         )
     app.add_middleware(Middleware, service=service)
@@ -75,11 +75,15 @@ def make_app(service: Service) -> FastAPI:
 
 
 @rest.get(
-    "/v1/models", tags=["models"], summary="List the models", response_description="The models.", responses=errors()
+    "/v1/models",
+    tags=["models"],
+    summary="List the models",
+    response_description="The models.",
+    responses=describe_errors(),
 )
 async def list_models(service: Served, caller: Watcher) -> ModelList:
     """Return what can be asked for, with its tasks, stages, defaults and limits."""
-    return ModelList(data=[model(service.settings, service.spec, _STARTED)])
+    return ModelList(data=[describe_model(service.settings, service.spec, _STARTED)])
 
 
 _ModelName = Annotated[str, Path(description="The model's `id`, or one of its `aliases`.")]
@@ -90,20 +94,24 @@ _ModelName = Annotated[str, Path(description="The model's `id`, or one of its `a
     tags=["models"],
     summary="Get a model",
     response_description="The model.",
-    responses=errors(404),
+    responses=describe_errors(404),
 )
 async def retrieve_model(service: Served, name: _ModelName, caller: Watcher) -> Model:
     """Return one model, by its name or an alias."""
     if name not in (service.settings.model, *service.settings.aliases):
         raise HttpError(404, f"there is no model {name[:80]!r}; GET /v1/models lists them", code="model_not_found")
-    return model(service.settings, service.spec, _STARTED)
+    return describe_model(service.settings, service.spec, _STARTED)
 
 
 _DAY = r"^\d{4}-\d{2}-\d{2}$"
 
 
 @rest.get(
-    "/v1/usage", tags=["usage"], summary="Get usage by key", response_description="The usage.", responses=errors()
+    "/v1/usage",
+    tags=["usage"],
+    summary="Get usage by key",
+    response_description="The usage.",
+    responses=describe_errors(),
 )
 async def usage(
     service: Served,
@@ -112,7 +120,7 @@ async def usage(
     last: Annotated[str, Query(pattern=_DAY, description="The last day that counts, UTC.")] = "9999-12-31",
 ) -> UsageList:
     """Return what your key has used; with the scope `operate`, what every key has."""
-    data = await asyncio.to_thread(service.usage_now, caller, first, last)
+    data = await asyncio.to_thread(service.read_usage_now, caller, first, last)
     return UsageList(data=data, first=first, last=last)
 
 
@@ -121,8 +129,8 @@ async def usage(
     tags=["service"],
     summary="Check that it answers",
     response_description="It answers.",
-    responses=errors(),
-    dependencies=NO_BODY,
+    responses=describe_errors(),
+    dependencies=_NO_BODY,
 )
 async def health() -> JSONResponse:
     """Say that this process answers, and nothing about database, storage or workers."""
@@ -134,12 +142,12 @@ async def health() -> JSONResponse:
     tags=["service"],
     summary="Check that it takes jobs",
     response_description="It takes jobs.",
-    responses=errors(),
-    dependencies=NO_BODY,
+    responses=describe_errors(),
+    dependencies=_NO_BODY,
 )
 async def ready(service: Served) -> JSONResponse:
     """Say that database and storage can be read and written, and how many workers there are; 503 where they can't."""
-    workers = await asyncio.to_thread(service.ready_now)
+    workers = await asyncio.to_thread(service.count_workers_now)
     return JSONResponse({"status": "ok", "workers": workers})
 
 
@@ -148,8 +156,8 @@ async def ready(service: Served) -> JSONResponse:
     tags=["service"],
     summary="Get figures for Prometheus",
     response_class=Response,
-    responses=errors() | {200: {"description": "The figures.", "content": {CONTENT_TYPE: {}}}},
-    dependencies=NO_BODY,
+    responses=describe_errors() | {200: {"description": "The figures.", "content": {CONTENT_TYPE: {}}}},
+    dependencies=_NO_BODY,
 )
 async def metrics(request: Request, service: Served) -> Response:
     """Return the figures of all processes. They name no job and no prompt.
@@ -158,27 +166,27 @@ async def metrics(request: Request, service: Served) -> Response:
     """
     caller = None
     if not service.access.required or "authorization" in request.headers:
-        caller = service.access.admit(presented_key(request.headers.get("authorization")), (READ, OPERATE))
-    return Response(await asyncio.to_thread(_figures_now, service, caller), media_type=CONTENT_TYPE)
+        caller = service.access.admit(read_bearer(request.headers.get("authorization")), (READ, OPERATE))
+    return Response(await asyncio.to_thread(_read_figures_now, service, caller), media_type=CONTENT_TYPE)
 
 
-def _figures_now(service: Service, caller: Caller | None) -> bytes:
-    figures = service.metrics_now()
+def _read_figures_now(service: Service, caller: Caller | None) -> bytes:
+    figures = service.read_metrics_now()
     if caller is not None:
-        with contextlib.suppress(StoreUnavailable):  # The figures of this process are there all the same.
+        with contextlib.suppress(StoreUnavailable):  # The figures of this process are still available.
             figures += generate_latest(KeyMetrics(read_usage(service.database, caller.sees)))
     return figures
 
 
-@rest.get("/", include_in_schema=False, dependencies=NO_BODY)
+@rest.get("/", include_in_schema=False, dependencies=_NO_BODY)
 async def page() -> HTMLResponse:
     """Return the page for people."""
     text = (files("actors.api.http") / "page.html").read_text()
-    return HTMLResponse(text, headers={"Cache-Control": "no-cache", "Content-Security-Policy": _policy(text)})
+    return HTMLResponse(text, headers={"Cache-Control": "no-cache", "Content-Security-Policy": _make_policy(text)})
 
 
-def _policy(text: str) -> str:
-    """Return a policy under which this page's own script runs, nothing else does, and nothing is asked elsewhere."""
+def _make_policy(text: str) -> str:
+    """Return a Content-Security-Policy that permits only the page's own script, and requests only to this service."""
     script = text.partition("<script>")[2].partition("</script>")[0]
     known = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (

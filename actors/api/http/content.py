@@ -1,4 +1,4 @@
-"""A finished file as an HTTP answer: the whole or a part, and nothing again for those who have it."""
+"""Send a finished file over HTTP, whole or in part, unless the client has it already."""
 
 import asyncio
 import re
@@ -11,12 +11,12 @@ from starlette.types import Message, Send
 
 from wan_tpu.storage.base import OpenFile, Storage, StorageError
 
-CHUNK = 65_536  # Bytes read at a time. A connection holds three of them at most: two that are sent, one to be sent.
+CHUNK = 65_536  # Bytes read at a time. A connection holds at most three chunks: two being sent, and the next one.
 _RANGE = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})", re.ASCII)
 
 
 class DownloadCut(Exception):
-    """Half of a file is sent and the rest can't be: its client takes no more, or the storage gives no more."""
+    """The rest of a file can't be sent: the client has stopped reading, or the storage has failed."""
 
 
 async def send(
@@ -29,11 +29,22 @@ async def send(
     *,
     stall_s: float,
 ) -> Response:
-    """Return what is stored under a name; names are never written twice, so the name is the ETag.
+    """Return the answer that sends a stored file. Names are never reused, so the name serves as the ETag.
 
-    One range is honoured (RFC 9110); several, or none that makes sense, bring the whole. With `url_s` who asks is sent
-    to where it is stored, if there is such an address; not scripts of the page, which may read nothing there. A client
-    that takes nothing for `stall_s` is left. Raises `Missing`.
+    A single range is honoured (RFC 9110). Several ranges, or an invalid one, get the whole file.
+
+    Args:
+        request: The client's request.
+        storage: Where the file is.
+        name: The file's name there.
+        media_type: The file's type.
+        filename: The name that the client may save it under.
+        url_s: If set, clients are redirected to a signed URL of the storage, valid for so many seconds, if it has one.
+            Scripts of the web page aren't, since they can't read from there.
+        stall_s: A client that reads nothing for this long is disconnected.
+
+    Raises:
+        Missing: There is no such file.
     """
     scripted = "x-requested-with" in request.headers
     if url_s is not None and not scripted:
@@ -54,9 +65,9 @@ async def send(
     size = await run_in_threadpool(storage.size, name)
     start, stop, status = 0, size, 200
     if request.headers.get("if-range", etag) == etag:
-        found = _RANGE.fullmatch(request.headers.get("range", "").replace(" ", ""))
-        if found is not None and any(found.groups()):
-            start, stop = _part(*found.groups(), size=size)
+        match = _RANGE.fullmatch(request.headers.get("range", "").replace(" ", ""))
+        if match is not None and any(match.groups()):
+            start, stop = _parse_range(*match.groups(), size=size)
             if start >= stop:
                 return Response(None, 416, headers | {"Content-Range": f"bytes */{size}"})
             status, headers["Content-Range"] = 206, f"bytes {start}-{stop - 1}/{size}"
@@ -67,7 +78,7 @@ async def send(
         return Response(None, status, headers, media_type)
     file = await run_in_threadpool(storage.open, name, start)
     try:
-        first = await run_in_threadpool(file.read, min(CHUNK, stop - start))  # raises before the answer begins
+        first = await run_in_threadpool(file.read, min(CHUNK, stop - start))  # Raises before the answer begins.
     except BaseException:
         file.close()
         raise
@@ -75,7 +86,7 @@ async def send(
 
 
 class _Download(StreamingResponse):
-    """Sends an open file and closes it. A client that stops reading is left, so that it holds no memory for ever."""
+    """Sends an open file and closes it. A client that stops reading is disconnected, so that it can't hold memory."""
 
     def __init__(
         self,
@@ -91,7 +102,7 @@ class _Download(StreamingResponse):
         super().__init__(self._chunks(), status, headers, media_type)
 
     async def stream_response(self, send: Send) -> None:
-        """Send it; raises `DownloadCut`."""
+        """Send the file; raises `DownloadCut`."""
 
         async def send_in_time(message: Message) -> None:
             try:
@@ -115,8 +126,8 @@ class _Download(StreamingResponse):
             chunk = await run_in_threadpool(self._file.read, min(CHUNK, left)) if left else b""
 
 
-def _part(first: str, last: str, *, size: int) -> tuple[int, int]:
-    """Return [start, stop) of a range; empty where there is nothing."""
+def _parse_range(first: str, last: str, *, size: int) -> tuple[int, int]:
+    """Return [start, stop) of a range; empty if the file has no such part."""
     if not first:
         return max(0, size - int(last)), size
     return int(first), min(size, int(last) + 1 if last else size)

@@ -1,4 +1,4 @@
-"""What goes wrong, as answers: OpenAI's error body, and a status by the type of the error."""
+"""Turn errors into answers with OpenAI's error body. The status depends on the type of the error."""
 
 import logging
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from actors.api.http.objects import error_body
+from actors.api.http.objects import make_error_body
 from actors.api.intake.create_video import NAMES
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, StoreUnavailable
 from actors.jobs.values import (
@@ -28,7 +28,7 @@ from wan_tpu.storage.base import StorageError
 
 log = logging.getLogger(__name__)
 
-# What a client that waits for its video is answered when the job failed, by the error's code.
+# Statuses for clients that wait for a video whose job failed, by the job's error code.
 FAILURES = {
     INVALID: 400,
     DEADLINE: 408,
@@ -39,14 +39,11 @@ FAILURES = {
     LOST: 503,
     INPUT_LOST: 503,
 }
-_AGAIN_S = 5  # after which a service that can't answer now may be asked again
+_AGAIN_S = 5  # Retry-After of a service that is unavailable.
 
 
 class HttpError(Exception):
-    """An answer that isn't a success, for what has no exception of its own.
-
-    after_s  after which it is worth to ask again
-    """
+    """An error answer for cases without an exception of their own."""
 
     def __init__(
         self,
@@ -64,7 +61,7 @@ class HttpError(Exception):
 
 
 def answer(error: Exception, request_id: str = "") -> Response:
-    """Return the answer to an error; request_id: under which its reason is found in the log, if nowhere else."""
+    """Return the answer for an error. For unexpected errors it only names the `request_id` of the log's entry."""
     message, headers = str(error), {}
     code: str | None
     status, code, param = 500, "internal_error", None
@@ -80,13 +77,13 @@ def answer(error: Exception, request_id: str = "") -> Response:
         case StoreUnavailable() | StorageError():
             status, code, headers["Retry-After"] = 503, "unavailable", str(_AGAIN_S)
             log_event(log, "unavailable", logging.WARNING, reason=message)
-            message = "the service can't reach its database or storage now; try again"  # addresses are the operator's
+            message = "the service can't reach its database or storage now; try again"  # Addresses are not for clients.
         case JobError():
             status, code = 409, "conflict"
         case InvalidRequest():
             status, code = 400, "invalid_value"
             param = "size" if error.field in ("height", "width") else NAMES.get(error.field or "", error.field)
-            if error.field in NAMES:  # the message has the field's other name
+            if error.field in NAMES:  # The message uses the field's internal name.
                 message = f"{param}: {message}"
         case InvalidInput():
             status, code = 400, "invalid_value"
@@ -102,7 +99,7 @@ def answer(error: Exception, request_id: str = "") -> Response:
         case _:
             message = f"the service failed; its log says why, under {request_id}"
             log.error("failed", exc_info=error, extra={"fields": {"request": request_id}})
-    body = error_body(status, message, code=code, param=param)
+    body = make_error_body(status, message, code=code, param=param)
     return Response(body.model_dump_json(), status, headers, "application/json")
 
 
@@ -110,7 +107,7 @@ async def _handle(_: Request, error: Exception) -> Response:
     return answer(error)
 
 
-# Of the errors that are raised on purpose; `Middleware` sees to all others.
+# For errors that are raised on purpose. `Middleware` handles all others.
 HANDLERS = dict.fromkeys(
     (HttpError, JobError, StorageError, InvalidInput, RequestValidationError, HTTPException), _handle
 )

@@ -1,4 +1,4 @@
-"""The model as the API shows it: what it makes, and what a request may ask of it."""
+"""The API's description of the model: what it makes, and what requests may contain."""
 
 import dataclasses
 from typing import Literal
@@ -81,8 +81,8 @@ class ModelList(Object):
     """The models; a service has one."""
 
 
-def model(settings: ServiceSettings, spec: ModelSpec, created: int) -> Model:
-    """Return a service's model as the API shows it."""
+def describe_model(settings: ServiceSettings, spec: ModelSpec, created: int) -> Model:
+    """Return the API's description of a service's model."""
     defaults = {name: value for name, value in dataclasses.asdict(spec.defaults).items() if name not in spec.unused}
     limits = {name: value for name, value in LIMITS.items() if name not in spec.unused}
     height, width = defaults.pop("height"), defaults.pop("width")
@@ -102,7 +102,7 @@ def model(settings: ServiceSettings, spec: ModelSpec, created: int) -> Model:
         largest=[{"size": f"{w}x{h}", "num_frames": n} for h, w, n in settings.largest] or None,
         aliases=list(settings.aliases),
         cache=next((str(curve.usual) for curve in spec.curves), None),
-        presets=[_preset(name, preset) for name, preset in settings.catalogue.presets(spec).items()],
+        presets=[_preset(name, preset) for name, preset in settings.catalogue.list_presets(spec).items()],
         loras=list(settings.catalogue.adapters),
     )
 

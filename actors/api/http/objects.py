@@ -1,4 +1,4 @@
-"""What the API returns, in the form of the `/v1/videos` API: the video, the list, usage, the error.
+"""The objects that the API returns: videos, lists, usage and errors.
 
 Sizes are "WIDTHxHEIGHT", as OpenAI writes them. Times are Unix seconds.
 """
@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.api.intake.create_video import NAMES, SETTINGS, Adapter, description_of, with_settings
+from actors.api.intake.create_video import NAMES, SETTINGS, Adapter, add_settings, describe_field
 from actors.jobs.tables import Job
 from actors.jobs.values import Status
 from wan_tpu.fields import type_of
 from wan_tpu.request import FIELDS, FILLED
 
 Variant = Literal["video", "thumbnail", "spritesheet", "input_reference", "last_frame"]
-# Fields of a video that a job, and a job's request, have by the same name.
+# Fields of a video that a job, or a job's request, has under the same name.
 _OF_JOB = ("id", "status", "priority", "attempts", "warnings", "stage_seconds", "chip_seconds")
 _OF_REQUEST = ("model", "prompt", "loras", "last_frame_size")
 
@@ -67,14 +67,14 @@ class _Described(Object):
     """Higher ones are made first."""
 
 
-def _setting(name: str) -> tuple[Any, Any]:
-    """Return the type and description of a request's field, which a job has where it can't be left open."""
+def _declare_setting(name: str) -> tuple[Any, Any]:
+    """Return the type and pydantic field of a setting. It is required if every job has it."""
     kind, always = type_of(FIELDS[name]), name in FILLED or FIELDS[name].default is not None
-    description = description_of(name)
+    description = describe_field(name)
     return (kind, Field(description=description)) if always else (kind | None, Field(None, description=description))
 
 
-_WithSettings: Any = with_settings(_Described, _setting)
+_WithSettings: Any = add_settings(_Described, _declare_setting)
 
 
 class Video(_WithSettings):
@@ -183,23 +183,23 @@ class ErrorBody(Object):
 
 
 def video(job: Job, eta_s: float | None = None) -> Video:
-    """Return a job as OpenAI's video object. Its request is resolved, with the model's name."""
-    asked = job.request
+    """Return a job, whose request is resolved, as OpenAI's video object."""
+    request = job.request
     running = job.progress if job.status == "in_progress" else None
     return Video(
         **{name: getattr(job, name) for name in _OF_JOB},
-        **{name: asked[name] for name in _OF_REQUEST if name in asked},
-        **{NAMES.get(name, name): asked[name] for name in SETTINGS if name in asked},
-        skipped_steps=asked.get("skipped", []),
-        progress=_percent(job),
+        **{name: request[name] for name in _OF_REQUEST if name in request},
+        **{NAMES.get(name, name): request[name] for name in SETTINGS if name in request},
+        skipped_steps=request.get("skipped", []),
+        progress=_compute_percent(job),
         created_at=int(job.created_at),
         completed_at=int(job.ended_at) if job.ended_at is not None and job.status == "completed" else None,
         expires_at=int(job.expires_at) if job.expires_at is not None else None,
-        size=f"{asked['width']}x{asked['height']}",
-        seconds=asked.get("seconds") or seconds_text(asked["frames"] / asked["fps"]),
+        size=f"{request['width']}x{request['height']}",
+        seconds=request.get("seconds") or format_seconds(request["frames"] / request["fps"]),
         remixed_from_video_id=job.remixed_from,
         error=VideoError(code=job.error_code, message=job.error_message or "") if job.error_code is not None else None,
-        input_size=asked.get("input_size"),
+        input_size=request.get("input_size"),
         stage=running.stage if running else None,
         step=running.step if running else None,
         queue_position=job.position,
@@ -207,26 +207,26 @@ def video(job: Job, eta_s: float | None = None) -> Video:
     )
 
 
-def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> ErrorBody:
+def make_error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> ErrorBody:
     """Return OpenAI's error body for an HTTP status."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    message, param = _encodable(message), None if param is None else _encodable(param)
+    message, param = _escape(message), None if param is None else _escape(param)
     return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
 
-def _encodable(text: str) -> str:
-    """Return a text with what UTF-8 doesn't have written as an escape: a client may name a field by it."""
+def _escape(text: str) -> str:
+    """Escape lone surrogates, which UTF-8 can't encode but a client may have put in a field's name."""
     return text.encode(errors="backslashreplace").decode()
 
 
-def seconds_text(seconds: float) -> str:
-    """Return a length as OpenAI writes it: "5", or "5.06" where it isn't whole."""
+def format_seconds(seconds: float) -> str:
+    """Format a length as OpenAI does: "5", or "5.06" if it isn't a whole number."""
     return f"{seconds:.2f}".rstrip("0").rstrip(".")
 
 
-def _percent(job: Job) -> int:
-    """Whole percent, 100 only for what has completed."""
+def _compute_percent(job: Job) -> int:
+    """Return whole percent; 100 only if the job has completed."""
     if job.status == "completed":
         return 100
     return min(99, max(0, int(job.progress.percent))) if job.progress is not None else 0

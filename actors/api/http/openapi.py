@@ -1,4 +1,4 @@
-"""What /docs and /openapi.json say beside the routes and the objects: bodies, errors, examples, and the whole."""
+"""Complete /docs and /openapi.json with bodies, errors, examples and a general description."""
 
 from typing import Any
 
@@ -57,12 +57,12 @@ _EXAMPLES = {
 }
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the description of answers that aren't a success, those that any route may give included."""
+def describe_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the description of error answers, including those that any route may give."""
     return {status: {"model": ErrorBody, "description": _ERRORS[status]} for status in sorted({*_ANYWHERE, *statuses})}
 
 
-def create_body() -> dict[str, Any]:
+def describe_create_body() -> dict[str, Any]:
     """Return the description of the body of POST /v1/videos."""
     json_ = {"schema": {"$ref": f"{_SCHEMAS}CreateVideo"}, "examples": _EXAMPLES}
     return {
@@ -75,7 +75,7 @@ def create_body() -> dict[str, Any]:
     }
 
 
-def remix_body() -> dict[str, Any]:
+def describe_remix_body() -> dict[str, Any]:
     """Return the description of the body of a remix."""
     prompt = CreateVideo.model_json_schema()["properties"]["prompt"]
     schema = {"type": "object", "required": ["prompt"], "properties": {"prompt": prompt}}
@@ -94,7 +94,7 @@ CONTENT: dict[int | str, dict[str, Any]] = {
     307: {"description": "The file is at the address in `Location`, which needs no key."},
     416: {"description": "The file has no such part."},
 }
-MADE: dict[int | str, dict[str, Any]] = CONTENT | {
+FINISHED: dict[int | str, dict[str, Any]] = CONTENT | {
     200: {"description": "The mp4; `x-video-id` is the video's id.", "content": {"video/mp4": {}}},
     202: {"model": Video, "description": "The video isn't finished yet: poll for it."},
 }
@@ -105,10 +105,10 @@ def describe(app: FastAPI) -> None:
     described = app.openapi()
     for path in described["paths"].values():
         for operation in path.values():
-            operation["responses"].pop("422", None)  # FastAPI's own; such requests are answered with 400 here.
+            operation["responses"].pop("422", None)  # FastAPI adds it, but here such requests get 400.
             for response in operation["responses"].values():
                 for media in response.get("content", {}).values():
-                    if "itemSchema" in media:  # Of OpenAPI 3.2. In 3.1 a stream's schema is that of its events.
+                    if "itemSchema" in media:  # It is of OpenAPI 3.2. In 3.1 a stream has its events' schema.
                         media["schema"] = media.pop("itemSchema")
     schemas = described["components"]["schemas"]
     for unused in ("HTTPValidationError", "ValidationError"):
@@ -116,7 +116,7 @@ def describe(app: FastAPI) -> None:
     create = CreateVideo.model_json_schema(ref_template=_SCHEMAS + "{model}")
     schemas.update(create.pop("$defs"))
     schemas["CreateVideo"] = create
-    # In a form an image is a file. In JSON it is an object, and may be the URL alone.
+    # In a form an image is a file. In JSON it is an object, or just the URL.
     files, urls = {}, {}
     for name in IMAGES:
         field = create["properties"][name]

@@ -1,4 +1,4 @@
-"""What routes are given, as FastAPI's dependencies: the service, who calls, and what stands in headers and paths."""
+"""FastAPI dependencies of the routes: the service, the caller, and values from headers and paths."""
 
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
@@ -14,28 +14,30 @@ from actors.jobs.keys import MAKE, OPERATE, READ
 from wan_tpu.errors import InvalidRequest
 
 _KEY_LENGTH = 255
-_NO_BODY = 1024  # Bytes of a body that is sent to a route which has none: some clients send {}.
+_NO_BODY = 1024  # Largest body accepted, unread, by routes that take none: some clients send {}.
 
 
-async def service_of(request: Request) -> Service:
-    """Return what the application was made with."""
-    found: Service = request.app.state.service
-    return found
+async def get_service(request: Request) -> Service:
+    """Return the application's service."""
+    service: Service = request.app.state.service
+    return service
 
 
-Served = Annotated[Service, Depends(service_of)]
+Served = Annotated[Service, Depends(get_service)]
 _BEARER = HTTPBearer(
     auto_error=False, description="A key of `wan-tpu keys add`; any text where the service has no keys."
 )
 
 
-def caller_of(*scopes: str, body: bool = False) -> Callable[..., Coroutine[Any, Any, Caller]]:
-    """Return a dependency that lets those through whose key has one of the scopes; it raises `HttpError`.
+def require_scopes(*scopes: str, body: bool = False) -> Callable[..., Coroutine[Any, Any, Caller]]:
+    """Return a dependency that admits callers whose key has one of the scopes; it raises `HttpError`.
 
-    body  whether the route reads a body; where it doesn't, none is taken
+    Args:
+        scopes: The scopes of which a key must have one.
+        body: Whether the route reads a body. If not, requests with a body are rejected.
     """
 
-    async def caller(
+    async def admit(
         request: Request,
         service: Served,
         shown: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
@@ -43,19 +45,19 @@ def caller_of(*scopes: str, body: bool = False) -> Callable[..., Coroutine[Any, 
         if not body:
             refuse_body(request)
         try:
-            found = service.access.admit(None if shown is None else shown.credentials, scopes)
+            known_caller = service.access.admit(None if shown is None else shown.credentials, scopes)
         except HttpError as error:
             if body and error.status == 429 and not service.retries.repeats(request):
                 service.retries.refuse(request)
             raise
-        request.state.owner, request.state.headers = found.owner, found.rate
-        return found
+        request.state.owner, request.state.headers = known_caller.owner, known_caller.rate
+        return known_caller
 
-    return caller
+    return admit
 
 
 def refuse_body(request: Request) -> None:
-    """Raise `HttpError` 413 for a request to a route without a body that comes with one."""
+    """Raise `HttpError` 413 for a request with a body to a route that takes none."""
     length = request.headers.get("content-length", "0")
     small = length.isascii() and length.isdigit() and int(length[:20]) <= _NO_BODY
     if "transfer-encoding" in request.headers or not small:
@@ -63,15 +65,15 @@ def refuse_body(request: Request) -> None:
         raise HttpError(413, message, code="too_large", headers={"Connection": "close"})
 
 
-Maker = Annotated[Caller, Depends(caller_of(MAKE, body=True))]
-Watcher = Annotated[Caller, Depends(caller_of(READ, OPERATE))]
-Ender = Annotated[Caller, Depends(caller_of(MAKE, OPERATE))]
+Maker = Annotated[Caller, Depends(require_scopes(MAKE, body=True))]
+Watcher = Annotated[Caller, Depends(require_scopes(READ, OPERATE))]
+Ender = Annotated[Caller, Depends(require_scopes(MAKE, OPERATE))]
 
 
 _ONCE = "A random text: the same key and body is the same video, however often it is sent; another body is refused."
 
 
-def _key(
+def _check_idempotency_key(
     idempotency_key: Annotated[str | None, Header(max_length=_KEY_LENGTH, description=_ONCE)] = None,
 ) -> str | None:
     if idempotency_key is not None and (not idempotency_key.isprintable() or not idempotency_key):
@@ -79,6 +81,6 @@ def _key(
     return idempotency_key
 
 
-IdempotencyKey = Annotated[str | None, Depends(_key)]
+IdempotencyKey = Annotated[str | None, Depends(_check_idempotency_key)]
 VideoId = Annotated[str, Path(description="The video's `id`.", examples=["video_" + "0" * 48])]
 Which = Annotated[Variant, Query(description="The video, a picture of it, or an image that it was asked for with.")]

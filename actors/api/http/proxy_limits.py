@@ -1,8 +1,8 @@
-"""What stands in Serve's own proxy where there is no HAProxy: the same bounds, as far as it can hold them.
+"""Middleware for Serve's own proxy when there is no HAProxy: the same limits, as far as it can enforce them.
 
-Serve's proxy reads whole bodies into its memory, faster than anybody wants them, and so does a replica behind it. Here
-they are counted, and paced, until their request ends. What it can't do, since it sees requests only: bound connections
-that ask nothing, and headers that take for ever.
+Serve's proxy reads whole bodies into memory as fast as they arrive, and so does the replica behind it. Here they are
+counted and paced until their request ends. Since this sees only complete requests, it can't limit connections that send
+nothing, or headers that take forever.
 """
 
 import asyncio
@@ -18,23 +18,26 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.api.http.error_answers import HttpError, answer
-from actors.api.intake.receiving import Arriving, Bodies
+from actors.api.intake.receiving import Bodies, IncomingRequest
 from actors.api.limits import Limits
 from cluster.provision.haproxy import BOUNDS, KEY, SERVES_HEADERS
 
 _AGAIN_S = 2
-_WINDOW_S = 10.0  # for which `BOUNDS` count requests
-_NAMES = 10_000  # of addresses and keys that are remembered, before those that don't ask any more are forgotten
+_WINDOW_S = 10.0  # The window in which `BOUNDS` count requests.
+_NAMES = 10_000  # Addresses and keys that are remembered before idle ones are forgotten.
 
 
 def middlewares() -> list[Middleware]:
-    """Return what Serve's proxy puts before its applications: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this.
+    """Return the middleware for Serve's proxy: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this function.
 
-    Behind HAProxy, nothing. WAN_TPU_LIMITS are `Limits`, as "name=number" with spaces between; raises `InvalidInput`.
+    Behind HAProxy there is none. WAN_TPU_LIMITS holds `Limits` as "name=number", separated by spaces.
+
+    Raises:
+        InvalidInput: WAN_TPU_LIMITS is invalid.
     """
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
         return []
-    return [Middleware(ProxyLimits, limits=Limits.of(os.environ.get("WAN_TPU_LIMITS", "").split()))]
+    return [Middleware(ProxyLimits, limits=Limits.parse(os.environ.get("WAN_TPU_LIMITS", "").split()))]
 
 
 class ProxyLimits:
@@ -42,46 +45,46 @@ class ProxyLimits:
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app, self._limits, self._bodies = app, limits, Bodies(limits)
-        self._askers = _Askers({name: int(os.environ.get(name, value)) for name, value in BOUNDS.items()})
+        self._clients = _Clients({name: int(os.environ.get(name, value)) for name, value in BOUNDS.items()})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, unless it is refused."""
+        """Pass a request on, unless it is rejected."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = {**scope, "headers": [header for header in scope["headers"] if not _is_serves(header[0])]}
+        scope = {**scope, "headers": [header for header in scope["headers"] if not _is_serve_header(header[0])]}
         headers = Headers(scope=scope)
-        address, key = _network((scope.get("client") or ("",))[0]), _key(headers.get("authorization"))
+        address, key = _group_address((scope.get("client") or ("",))[0]), _normalize_key(headers.get("authorization"))
         exchange = _Exchange(receive, send, self._limits.small_bytes)
         with_body = "content-length" in headers or "transfer-encoding" in headers
         try:
-            with self._askers.one(address, key), exchange.counted:
+            with self._clients.count(address, key), exchange.counted:
                 if with_body:
-                    exchange.body = exchange.counted.enter_context(self._bodies.arriving(headers, key or address))
+                    exchange.body = exchange.counted.enter_context(self._bodies.admit(headers, key or address))
                 await self._app(scope, exchange.receive, exchange.send)
             exchange.check()
         except HttpError as error:
-            if exchange.begun:  # half an answer is out
+            if exchange.begun:  # Part of an answer has been sent.
                 return
             refusal = answer(error)
             if with_body:
-                refusal.headers["connection"] = "close"  # or all of a body that nobody wants would come still
+                refusal.headers["connection"] = "close"  # Otherwise the whole unwanted body would still arrive.
             await refusal(scope, receive, send)
 
 
-def _is_serves(name: bytes) -> bool:
-    """Whether a header would change how Serve treats a request."""
+def _is_serve_header(name: bytes) -> bool:
+    """Return whether a header would change how Serve treats a request."""
     return SERVES_HEADERS.fullmatch(name.decode("latin-1").lower()) is not None
 
 
-def _key(authorization: str | None) -> str | None:
-    """Return the key that is shown, whatever stands around it: spaces make no other key of it."""
-    found = KEY.search(authorization or "")
-    return authorization if found is None else found[0]
+def _normalize_key(authorization: str | None) -> str | None:
+    """Return the key in a header. Text around it, such as spaces, doesn't make it another key."""
+    match = KEY.search(authorization or "")
+    return authorization if match is None else match[0]
 
 
-def _network(address: str) -> str:
-    """Return what counts as one address: of IPv6 a /64, all of whose addresses are one client's."""
+def _group_address(address: str) -> str:
+    """Return what counts as one address: for IPv6 its /64, all of which belongs to one client."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -94,23 +97,26 @@ def _network(address: str) -> str:
 class _Exchange:
     """A request as it is received, and its answer as it is sent.
 
-    body     its body, if it has one, which is counted until `counted` is closed: for a small one when it is there
+    Attributes:
+        begun: Whether the answer has begun.
+        body: The request's share of the memory, if it has a body.
+        counted: Ends the counting of the body when it is closed, for a small body as soon as it has arrived.
     """
 
     def __init__(self, receive: Receive, send: Send, small: int) -> None:
         self._receive, self._send, self._small = receive, send, small
-        self.begun = self._away = False
-        self.body: Arriving | None = None
+        self.begun = self._is_unavailable = False
+        self.body: IncomingRequest | None = None
         self.counted = contextlib.ExitStack()
         self._failure: HttpError | None = None
 
     async def receive(self) -> Message:
-        """Return the next part; to Serve, one whose body may not go on has hung up."""
+        """Return the next part. If the body may not go on, Serve sees a client that has disconnected."""
         body = self.body
         if body is None or body.arrived:
             return await self._receive()
         try:
-            message = await body.part(self._receive, lambda message: len(message.get("body", b"")))
+            message = await body.receive_part(self._receive, lambda message: len(message.get("body", b"")))
         except HttpError as error:
             self._failure = error
             return {"type": "http.disconnect"}
@@ -120,62 +126,64 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """Pass an answer on; what Serve says in an application's place, which isn't JSON, is kept back."""
+        """Pass an answer on, except Serve's own answers in place of an application's, which aren't JSON."""
         if message["type"] == "http.response.start":
             kind = Headers(raw=message.get("headers", [])).get("content-type", "")
-            self._away = kind.startswith("text/plain") and (message["status"] == 404 or message["status"] >= 500)
-        if not self._away and self._failure is None:
+            self._is_unavailable = kind.startswith("text/plain") and (
+                message["status"] == 404 or message["status"] >= 500
+            )
+        if not self._is_unavailable and self._failure is None:
             self.begun = True
             await self._send(message)
 
     def check(self) -> None:
-        """Raise what is to be said in place of an answer."""
+        """Raise the error that replaces an answer that was held back, if any."""
         if self._failure is not None:
             raise self._failure
-        if self._away:
+        if self._is_unavailable:
             message = "the service is starting, or coming back; try again"
             raise HttpError(503, message, code="unavailable", after_s=_AGAIN_S)
 
 
-class _Askers:
-    """Who asks, how often and how much at once: addresses, and keys as they are shown."""
+class _Clients:
+    """The rates and concurrent requests of clients, by address and by presented key."""
 
     def __init__(self, bounds: Mapping[str, int]) -> None:
         self._at_once, self._requests, self._of_a_key, self._of_a_key_at_once = bounds.values()
-        self._asking: dict[str, int] = defaultdict(int)
-        self._used: dict[str, float] = {}  # until when what may be asked is used up
+        self._under_way: dict[str, int] = defaultdict(int)
+        self._used_until: dict[str, float] = {}  # Until when a client's rate is used up.
 
     @contextlib.contextmanager
-    def one(self, address: str, key: str | None) -> Iterator[None]:
-        """Count a request until the block ends; raises `HttpError` 429 for one too many."""
-        asking = {address: (self._requests, self._at_once)}
+    def count(self, address: str, key: str | None) -> Iterator[None]:
+        """Count a request until the block ends; raises `HttpError` 429 if there are too many."""
+        bounds_by_name = {address: (self._requests, self._at_once)}
         if key is not None:
-            asking[f"key {key}"] = (self._of_a_key, self._of_a_key_at_once)
-        for asker, bounds in asking.items():
-            if wait_s := self._wait_s(asker, *bounds):
+            bounds_by_name[f"key {key}"] = (self._of_a_key, self._of_a_key_at_once)
+        for name, bounds in bounds_by_name.items():
+            if wait_s := self._wait_s(name, *bounds):
                 message = "too many requests at once, or lately; send fewer"
                 raise HttpError(429, message, code="rate_limit_exceeded", after_s=math.ceil(wait_s))
-        for name in asking:
-            self._asking[name] += 1
+        for name in bounds_by_name:
+            self._under_way[name] += 1
         try:
             yield
         finally:
-            for name in asking:
-                self._asking[name] -= 1
-                if not self._asking[name]:
-                    del self._asking[name]
+            for name in bounds_by_name:
+                self._under_way[name] -= 1
+                if not self._under_way[name]:
+                    del self._under_way[name]
 
     def _wait_s(self, name: str, requests: int, at_once: int) -> float:
-        """Count a request; return 0, or where it may not pass in how many seconds one may."""
-        if at_once and self._asking.get(name, 0) >= at_once:
+        """Count a request and return 0, or if it may not pass, return in how many seconds one may."""
+        if at_once and self._under_way.get(name, 0) >= at_once:
             return _AGAIN_S
         if not requests:
             return 0
         now = asyncio.get_running_loop().time()
-        if len(self._used) > _NAMES:
-            self._used = {other: then for other, then in self._used.items() if then > now - _WINDOW_S}
-        used = max(self._used.get(name, 0.0), now - _WINDOW_S) + _WINDOW_S / requests
+        if len(self._used_until) > _NAMES:
+            self._used_until = {other: then for other, then in self._used_until.items() if then > now - _WINDOW_S}
+        used = max(self._used_until.get(name, 0.0), now - _WINDOW_S) + _WINDOW_S / requests
         if used > now:
             return used - now
-        self._used[name] = used
+        self._used_until[name] = used
         return 0

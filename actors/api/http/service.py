@@ -1,4 +1,4 @@
-"""What an ingress process holds: the database, the storage, the keys; and how a request becomes a job."""
+"""What an ingress process shares (database, storage, keys), and how it turns a request into a job."""
 
 import asyncio
 import contextlib
@@ -14,12 +14,12 @@ from starlette.requests import Request
 
 from actors.api.estimates import Estimator
 from actors.api.http.access import REFRESH_S, Access, Caller
-from actors.api.http.bodies import asked_for
+from actors.api.http.bodies import parse_body
 from actors.api.http.error_answers import HttpError
 from actors.api.http.following import EstimatedJob, Following
 from actors.api.http.objects import KeyUsage
 from actors.api.intake.acceptance import Acceptance, MaybeAccepted
-from actors.api.intake.drafts import Drafts, image_name
+from actors.api.intake.drafts import Drafts, make_image_name
 from actors.api.intake.fair_semaphore import Work
 from actors.api.intake.reader import Reader
 from actors.api.intake.receiving import Bodies
@@ -31,7 +31,7 @@ from actors.jobs import deliveries
 from actors.jobs.errors import JobNotFound, QueueFull, StoreUnavailable
 from actors.jobs.heartbeats import process_name, read_heartbeats, send_heartbeat
 from actors.jobs.retention import Retention
-from actors.jobs.store import JobStore, open_database, make_private_key
+from actors.jobs.store import JobStore, make_private_key, open_database
 from actors.jobs.tables import Heartbeat, Job
 from actors.jobs.usage import read_usage
 from actors.jobs.values import Room
@@ -43,23 +43,23 @@ from wan_tpu.storage.opening import open_storage
 
 log = logging.getLogger(__name__)
 
-_WORKERS = 2  # threads for what costs processor time, such as planning a request
-_SILENT_S = 4 * HEARTBEAT_S  # without a heartbeat that could be recorded, after which nothing is accepted here
+_WORKERS = 2  # Threads for work that takes processor time, such as planning a request.
+_SILENT_S = 4 * HEARTBEAT_S  # If no heartbeat could be recorded for this long, the ingress reports that it isn't ready.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """A job that was accepted, as it was seen then; `private`: its key, where this request alone waits for it."""
+    """An accepted job as it was then, and its private key, if only this request waits for it."""
 
     seen: EstimatedJob
     private: str | None = None
 
 
 class Service:
-    """Opened once in every ingress process. Methods that end in `_now` wait for the database: call them in threads."""
+    """Opened once in every ingress process. Methods named `..._now` wait for the database, so call them in threads."""
 
     def __init__(self, settings: ServiceSettings, spec: ModelSpec) -> None:
-        """Open everything; raises `InvalidInput` where something can't be used."""
+        """Open everything; raises `InvalidInput` if something can't be used."""
         self.settings, self.spec = settings, spec
         self.database = open_database(settings.database)
         self.store = JobStore(self.database, settings.jobs)
@@ -78,25 +78,25 @@ class Service:
     async def submit(
         self, request: Request, caller: Caller, idempotency_key: str | None, *, alone: bool = False
     ) -> Accepted:
-        """Accept a job, or refuse it with a reason: after an error nothing was accepted, but for `MaybeAccepted`.
+        """Accept a job, or raise the reason why not. After any error but `MaybeAccepted`, nothing was accepted.
 
-        What costs more comes later: the queue is looked at before the body, all fields before the image.
+        Cheap checks come first: the queue before the body, and all fields before the image.
 
         Args:
-            request: with the body, which is read here.
-            caller: whose job it becomes.
-            idempotency_key: under which the same request is the same job.
-            alone: whether the job is to be cancelled once this request's client is gone: it gets a private key.
+            request: The request, whose body is read here.
+            caller: Whose job it becomes.
+            idempotency_key: Repeated requests with this key get the same job.
+            alone: Whether to cancel the job when this request's client is gone. The job then gets a private key.
         """
-        with self._repeating(request) as retried:
+        with self._note_refusals(request) as retried:
             self.bodies.check(request.headers, caller.owner)
             await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
-            with self.bodies.arriving(request.headers, caller.owner) as held:
-                async with asked_for(request, held, self.reader, self.work) as asked:
+            with self.bodies.admit(request.headers, caller.owner) as incoming:
+                async with parse_body(request, incoming, self.reader, self.work) as body:
                     known = functools.partial(self.store.find_repeat, retried=retried)
-                    job = await asyncio.to_thread(known, caller.owner, idempotency_key, asked.digest)
-                    draft = None if job is not None else await self.drafts.draft(asked, held, caller)
-                # No place of the reader is held from here on, and none of its time-outs runs.
+                    job = await asyncio.to_thread(known, caller.owner, idempotency_key, body.digest)
+                    draft = None if job is not None else await self.drafts.draft(body, incoming, caller)
+                # From here on, no reading process is held and none of its time limits applies.
                 new, private = False, make_private_key() if alone and idempotency_key is None else None
                 if draft is not None:
                     draft.job.idempotency_key = private or idempotency_key
@@ -106,27 +106,27 @@ class Service:
         return Accepted(seen=await self._look(job, new), private=private if new else None)
 
     async def remix(self, job: str, request: Request, caller: Caller, idempotency_key: str | None) -> Accepted:
-        """Accept a job with the request of another one, but for its prompt; raises `JobNotFound`."""
-        with self._repeating(request) as retried:
+        """Accept a job that repeats another job's request with a new prompt; raises `JobNotFound`."""
+        with self._note_refusals(request) as retried:
             await asyncio.to_thread(self._refuse_early_now, caller, idempotency_key)
             source = await asyncio.to_thread(self.store.get, job, caller.sees)
             self._check_source(source)
-            with self.bodies.arriving(request.headers, caller.owner) as held:
-                async with asked_for(request, held, self.reader, self.work) as asked:
-                    more = asked.fields.model_fields_set - {"prompt"} | {name for name in IMAGES if asked.has(name)}
+            with self.bodies.admit(request.headers, caller.owner) as incoming:
+                async with parse_body(request, incoming, self.reader, self.work) as body:
+                    more = body.fields.model_fields_set - {"prompt"} | {name for name in IMAGES if body.has(name)}
                     if more:
                         field = min(more)
-                        raise InvalidRequest(f"{field} can't be changed by a remix, the prompt alone can", field)
-                sizes = await asyncio.to_thread(self._input_sizes_now, source)
-                held.add(sum(sizes))
-                prompt = asked.fields.prompt
+                        raise InvalidRequest(f"{field} can't be changed by a remix, only the prompt can", field)
+                sizes = await asyncio.to_thread(self._measure_inputs_now, source)
+                incoming.add(sum(sizes))
+                prompt = body.fields.prompt
                 remix = functools.partial(self._remix_now, retried=retried)
-                made, new = await asyncio.to_thread(remix, source, prompt, caller, idempotency_key)
-        return Accepted(seen=await self._look(made, new))
+                new_job, new = await asyncio.to_thread(remix, source, prompt, caller, idempotency_key)
+        return Accepted(seen=await self._look(new_job, new))
 
     @contextlib.contextmanager
-    def _repeating(self, request: Request) -> Iterator[bool]:
-        """Give whether an earlier try of a request may have been accepted; remember when certainly none was."""
+    def _note_refusals(self, request: Request) -> Iterator[bool]:
+        """Yield whether an earlier try of a request may have been accepted; note it if certainly none was."""
         retried = self.retries.repeats(request)
         try:
             yield retried
@@ -138,7 +138,7 @@ class Service:
             raise
 
     async def _look(self, job: Job, new: bool) -> EstimatedJob:
-        """Return what is answered. This fails no more: the job is there."""
+        """Return an accepted job as it is now. This doesn't fail, since the job has been accepted."""
         size = "{width}x{height}x{frames}".format(**job.request)
         steps, owner = job.request["steps"], job.owner or None
         log_event(log, "accepted" if new else "known", job=job.id, owner=owner, size=size, steps=steps)
@@ -149,20 +149,20 @@ class Service:
             return job, None
 
     def look_now(self, job: str, owner: str | None) -> EstimatedJob:
-        """Return a job and in how many seconds it will be done, if that is known; raises `JobNotFound`."""
-        found = self.store.look(job, owner)
-        return found, self.forecast.eta_s(found)
+        """Return a job with an estimate of its end; raises `JobNotFound`."""
+        job_now = self.store.look(job, owner)
+        return job_now, self.forecast.estimate_eta_s(job_now)
 
     def look_at_all_now(self, jobs: Iterable[str]) -> dict[str, EstimatedJob]:
-        """Return those of some jobs that there are."""
-        return {job.id: (job, self.forecast.eta_s(job)) for job in self.store.look_at_all(jobs)}
+        """Return those of the given ids that exist as jobs, by id."""
+        return {job.id: (job, self.forecast.estimate_eta_s(job)) for job in self.store.look_at_all(jobs)}
 
-    def usage_now(self, caller: Caller, first: str, last: str) -> list[KeyUsage]:
-        """Return the usage of the keys that a caller sees and that have any."""
+    def read_usage_now(self, caller: Caller, first: str, last: str) -> list[KeyUsage]:
+        """Return the usage of all keys that a caller may see."""
         return [
             KeyUsage(
                 key=key,
-                name=self.access.name(key),
+                name=self.access.get_name(key),
                 videos=used.videos,
                 failed=used.failed,
                 chip_seconds=round(used.chip_seconds, 3),
@@ -171,20 +171,20 @@ class Service:
             for key, used in read_usage(self.database, caller.sees, first=first, last=last).items()
         ]
 
-    def metrics_now(self) -> bytes:
-        """Return the figures of all processes, as Prometheus reads them."""
-        mine = self._heartbeat()
+    def read_metrics_now(self) -> bytes:
+        """Return the metrics of all processes in Prometheus's text format."""
+        mine = self._make_heartbeat()
         try:
             others = [other for other in read_heartbeats(self.database, FRESH_S) if other.name != mine.name]
             counts, waiting = self.store.count_jobs(), deliveries.count_waiting(self.database)
-        except StoreUnavailable as error:  # this process has figures still
+        except StoreUnavailable as error:  # This process still has its own metrics.
             log_event(log, "database", logging.WARNING, reason=str(error))
             return generate_latest(self.meters.registry)
         return generate_latest(ServiceMetrics([*others, mine], counts, waiting))
 
-    def ready_now(self) -> int:
-        """Return how many workers there are; raises when database or storage can't be read, or not be written."""
-        with contextlib.suppress(Missing):  # it answers
+    def count_workers_now(self) -> int:
+        """Return the number of workers; raises if database or storage can't be read or written."""
+        with contextlib.suppress(Missing):  # This also shows that the storage answers.
             self.storage.size("ready")
         self._check_disk()
         if time.monotonic() - self._recorded > _SILENT_S:
@@ -192,7 +192,7 @@ class Service:
         return [process.kind for process in read_heartbeats(self.database, FRESH_S)].count("worker")
 
     async def stay_current(self) -> None:
-        """Send heartbeats with this process's figures, and follow which keys there are, until this is cancelled."""
+        """Send heartbeats with this process's metrics, and keep the keys up to date, until this is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for work, every_s in ((self._send_heartbeat, HEARTBEAT_S), (self.access.refresh, REFRESH_S)):
                 in_thread = functools.partial(asyncio.to_thread, work)
@@ -200,25 +200,25 @@ class Service:
 
     def _refuse_early_now(self, caller: Caller, idempotency_key: str | None) -> None:
         self._check_disk()
-        with self._queue_full():
+        with self._translate_queue_full():
             self.store.check_room(caller.owner, idempotency_key, caller.room)
 
     def _accept_now(
         self, job: Job, pngs: Sequence[bytes], room: Room, *, webhook_url: str | None = None
     ) -> tuple[Job, bool]:
-        with self._queue_full():
+        with self._translate_queue_full():
             return self.acceptance.accept(job, pngs, webhook_url=webhook_url, room=room)
 
     def _check_source(self, source: Job) -> None:
-        """Raise `HttpError` where a job's model isn't this service's any more: no worker would make its remix."""
+        """Raise `HttpError` if a job's model is no longer this service's, since no worker would make its remix."""
         model = source.model or source.request["model"]
         if model != self.settings.model:
-            message = f"{source.id} was made by {model!r}, which isn't here; there is {self.settings.model!r}"
+            message = f"{source.id} was made by {model!r}, which isn't offered; the model is {self.settings.model!r}"
             message += ": send its request as a new one"
             raise HttpError(400, message, code="model_not_found", param="model")
 
-    def _input_sizes_now(self, source: Job) -> list[int]:
-        with _inputs_of(source):
+    def _measure_inputs_now(self, source: Job) -> list[int]:
+        with _translate_missing(source):
             return [self.storage.size(name) for name in source.inputs]
 
     def _remix_now(
@@ -228,27 +228,27 @@ class Service:
         known = self.store.find_repeat(caller.owner, idempotency_key, digest, retried=retried)
         if known is not None:
             return known, False
-        with _inputs_of(source):
+        with _translate_missing(source):
             pngs = [self.storage.read(name) for name in source.inputs]
-        made = Job(
+        new_job = Job(
             owner=caller.owner,
             model=self.settings.model,
             request=source.request | {"prompt": prompt},
-            input_image=None if source.input_image is None else image_name(),
-            input_last_image=None if source.input_last_image is None else image_name(),
+            input_image=None if source.input_image is None else make_image_name(),
+            input_last_image=None if source.input_last_image is None else make_image_name(),
             priority=min(source.priority, caller.priority),
             idempotency_key=idempotency_key,
             body_digest=digest,
             remixed_from=source.id,
         )
-        return self._accept_now(made, pngs, caller.room)
+        return self._accept_now(new_job, pngs, caller.room)
 
     @contextlib.contextmanager
-    def _queue_full(self) -> Iterator[None]:
+    def _translate_queue_full(self) -> Iterator[None]:
         try:
             yield
         except QueueFull as full:
-            raise HttpError(429, str(full), code="queue_full", after_s=self.forecast.next_free_s()) from None
+            raise HttpError(429, str(full), code="queue_full", after_s=self.forecast.estimate_next_free_s()) from None
 
     def _check_disk(self) -> None:
         free, kept = self.storage.free(), self.settings.limits.free_bytes
@@ -256,15 +256,15 @@ class Service:
             raise StorageError(f"{self.storage.location()} has {free} bytes left, {kept} are kept free; make room")
 
     def _send_heartbeat(self) -> None:
-        send_heartbeat(self.database, self._heartbeat())
+        send_heartbeat(self.database, self._make_heartbeat())
         self._recorded = time.monotonic()
 
-    def _heartbeat(self) -> Heartbeat:
+    def _make_heartbeat(self) -> Heartbeat:
         return Heartbeat(name=self._name, kind="ingress", metrics=self.meters.text())
 
 
 @contextlib.contextmanager
-def _inputs_of(source: Job) -> Iterator[None]:
+def _translate_missing(source: Job) -> Iterator[None]:
     try:
         yield
     except Missing:

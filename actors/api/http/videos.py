@@ -1,4 +1,4 @@
-"""The routes of the `/v1/videos` API, and ours beside them."""
+"""The routes of the `/v1/videos` API, including our own extensions."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from actors.api.estimates import poll_after_ms
+from actors.api.estimates import choose_poll_ms
 from actors.api.http.access import Caller
 from actors.api.http.content import send
 from actors.api.http.error_answers import FAILURES, HttpError, answer
 from actors.api.http.following import EstimatedJob
 from actors.api.http.objects import Variant, Video, VideoDeleted, VideoList, video
-from actors.api.http.openapi import CONTENT, MADE, create_body, errors, remix_body
+from actors.api.http.openapi import CONTENT, FINISHED, describe_create_body, describe_errors, describe_remix_body
 from actors.api.http.parameters import Ender, IdempotencyKey, Maker, Served, VideoId, Watcher, Which
 from actors.api.http.service import Accepted, Service
 from actors.api.variants import VARIANTS
@@ -27,7 +27,7 @@ POLL_AFTER = "openai-poll-after-ms"
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
-_REFUSED = errors(408, 409, 415)
+_REFUSED = describe_errors(408, 409, 415)
 
 
 @router.post(
@@ -36,7 +36,7 @@ _REFUSED = errors(408, 409, 415)
     response_description="The video, queued.",
     response_model=Video,
     responses=_REFUSED,
-    openapi_extra={"requestBody": create_body()},
+    openapi_extra={"requestBody": describe_create_body()},
 )
 async def create(request: Request, service: Served, caller: Maker, key: IdempotencyKey) -> Response:
     """Accept a video to be made, and return it at once. It is then finished, or failed with a reason.
@@ -44,15 +44,15 @@ async def create(request: Request, service: Served, caller: Maker, key: Idempote
     Poll it, follow its events, or give a `webhook_url`.
     """
     accepted = await service.submit(request, caller, key)
-    return await _seen(request, accepted.seen)
+    return await _answer_seen(request, accepted.seen)
 
 
 @router.post(
     "/sync",
     summary="Ask for a video and wait for it",
     response_class=Response,
-    responses=_REFUSED | MADE,
-    openapi_extra={"requestBody": create_body()},
+    responses=_REFUSED | FINISHED,
+    openapi_extra={"requestBody": describe_create_body()},
 )
 async def create_and_wait(request: Request, service: Served, caller: Maker, key: IdempotencyKey) -> Response:
     """Have a short video made, and return its mp4, with its id in the header `x-video-id`.
@@ -60,12 +60,12 @@ async def create_and_wait(request: Request, service: Served, caller: Maker, key:
     A video that isn't there in time is made on, and the answer is 202 with the video object: poll for it. One whose
     client hangs up is cancelled.
     """
-    with service.following.place(caller.owner):  # before anything is accepted that couldn't be waited for then
+    with service.following.hold_stream(caller.owner):  # First, so that nothing is accepted that couldn't be waited for.
         accepted = await service.submit(request, caller, key, alone=True)
-        seen = await _end_or_time(request, service, caller, accepted)
+        seen = await _wait_for_end(request, service, caller, accepted)
     job = seen[0]
     if not job.ended:
-        waiting = await _seen(request, seen)
+        waiting = await _answer_seen(request, seen)
         waiting.status_code = 202
         return waiting
     request.state.job = job.id
@@ -74,25 +74,25 @@ async def create_and_wait(request: Request, service: Served, caller: Maker, key:
         # OpenAI's clients repeat 408, 409 and all from 500 on, which would have the same video computed again.
         headers = {} if status == 503 else {"x-should-retry": "false"}
         raise HttpError(status, f"{job.id} failed: {job.error_message}", code=job.error_code, headers=headers)
-    made = await _content(request, service, job, "video")
-    made.headers["x-video-id"] = job.id
-    return made
+    response = await _send_content(request, service, job, "video")
+    response.headers["x-video-id"] = job.id
+    return response
 
 
-async def _end_or_time(request: Request, service: Service, caller: Caller, accepted: Accepted) -> EstimatedJob:
-    """Return what has become of a job at its end, or when its client has waited long enough.
+async def _wait_for_end(request: Request, service: Service, caller: Caller, accepted: Accepted) -> EstimatedJob:
+    """Return a job when it has ended, or when its client has waited long enough.
 
-    When the client hangs up, a job that this request has made is cancelled, unless others wait for it: under an
-    idempotency key, or since they have repeated the request or follow it.
+    If the client disconnects, a job that this request has created is cancelled, unless others may wait for it: it has
+    an idempotency key, the request was repeated, or others follow the job.
     """
     job, ends = accepted.seen[0].id, service.settings.sync_s
-    gone = asyncio.create_task(_hung_up(request))
-    ending = asyncio.create_task(_end_of(service, accepted.seen, caller))
+    gone = asyncio.create_task(_wait_for_disconnect(request))
+    ending = asyncio.create_task(_follow_to_end(service, accepted.seen, caller))
     try:
         await asyncio.wait([gone, ending], timeout=ends, return_when=asyncio.FIRST_COMPLETED)
         if ending.done():
             return ending.result()
-        if gone.done() and accepted.private is not None and service.following.followers(job) == 1:
+        if gone.done() and accepted.private is not None and service.following.count_followers(job) == 1:
             await asyncio.to_thread(service.store.cancel_private, job, accepted.private)
         return await asyncio.to_thread(service.look_now, job, None)
     except StoreUnavailable:
@@ -108,17 +108,21 @@ async def _end_or_time(request: Request, service: Service, caller: Caller, accep
 @router.get("/characters/{name}", include_in_schema=False)
 async def unsupported(request: Request, caller: Watcher) -> Response:
     """Say what this service doesn't do, and what does something like it."""
-    what = request.url.path.split("/")[3]
+    feature = request.url.path.split("/")[3]
     raise HttpError(
         400,
-        f"no model of this service has {what}; POST /v1/videos/{{id}}/remix makes a video again with another prompt, "
-        "and input_reference starts one from an image, such as the last frame of another",
+        f"no model of this service has {feature}; POST /v1/videos/{{id}}/remix makes a video again with another "
+        "prompt, and input_reference starts one from an image, such as the last frame of another",
         code="unsupported",
     )
 
 
 @router.get(
-    "", summary="List videos", response_description="The page.", response_model=VideoList, responses=errors(404)
+    "",
+    summary="List videos",
+    response_description="The page.",
+    response_model=VideoList,
+    responses=describe_errors(404),
 )
 async def list_(
     service: Served,
@@ -131,10 +135,10 @@ async def list_(
     """Return a page of your videos. One of long requests ends at about 1 MB, before `limit`: `has_more` says so."""
 
     def page() -> Response:
-        found = service.store.list(caller.sees, after=after, limit=limit, order=order, status=status)
-        videos = [video(job, service.forecast.eta_s(job)) for job in found.jobs]
+        page_now = service.store.list(caller.sees, after=after, limit=limit, order=order, status=status)
+        videos = [video(job, service.forecast.estimate_eta_s(job)) for job in page_now.jobs]
         first, last = (videos[0].id, videos[-1].id) if videos else (None, None)
-        return _answer(VideoList(data=videos, first_id=first, last_id=last, has_more=found.more))
+        return _answer(VideoList(data=videos, first_id=first, last_id=last, has_more=page_now.more))
 
     return await service.work.run(caller.owner, page)
 
@@ -144,18 +148,21 @@ async def list_(
     summary="Get a video's state",
     response_description="The video.",
     response_model=Video,
-    responses=errors(404),
+    responses=describe_errors(404),
 )
 async def retrieve(service: Served, video_id: VideoId, caller: Watcher) -> Response:
     """Return one video: its status, how far it is, and in how many seconds it will be finished.
 
     The header `openai-poll-after-ms` says when to ask again.
     """
-    return await asyncio.to_thread(lambda: _of_video(service.look_now(video_id, caller.sees)))
+    return await asyncio.to_thread(lambda: _answer_video(service.look_now(video_id, caller.sees)))
 
 
 @router.get(
-    "/{video_id}/content", summary="Download a video's file", response_class=Response, responses=errors(404) | CONTENT
+    "/{video_id}/content",
+    summary="Download a video's file",
+    response_class=Response,
+    responses=describe_errors(404) | CONTENT,
 )
 async def content(
     request: Request, service: Served, video_id: VideoId, caller: Watcher, variant: Which = "video"
@@ -165,7 +172,7 @@ async def content(
     The images that a video begins and ends with are there from its start, as PNG in the video's size.
     """
     job = await asyncio.to_thread(service.store.get, video_id, caller.sees)
-    return await _content(request, service, job, variant)
+    return await _send_content(request, service, job, variant)
 
 
 @router.delete(
@@ -173,7 +180,7 @@ async def content(
     summary="Delete a video",
     response_description="The video is deleted.",
     response_model=VideoDeleted,
-    responses=errors(404, 409),
+    responses=describe_errors(404, 409),
 )
 async def delete(service: Served, video_id: VideoId, caller: Ender) -> Response:
     """Delete a video and its files. One that waits is cancelled; one in progress has to be cancelled first."""
@@ -186,7 +193,7 @@ async def delete(service: Served, video_id: VideoId, caller: Ender) -> Response:
     summary="Cancel a video",
     response_description="The video, stopped or about to be.",
     response_model=Video,
-    responses=errors(404),
+    responses=describe_errors(404),
 )
 async def cancel(service: Served, video_id: VideoId, caller: Ender) -> Response:
     """Stop a video: it becomes `failed` with code `cancelled`. One that has ended stays as it is.
@@ -194,11 +201,11 @@ async def cancel(service: Served, video_id: VideoId, caller: Ender) -> Response:
     The step that computes is finished first: `eta_seconds` of a video in progress says how long steps take.
     """
 
-    def cancelled() -> Response:
+    def cancel_now() -> Response:
         job = service.store.cancel(video_id, caller.sees)
-        return _answer(video(job, service.forecast.eta_s(job)))
+        return _answer(video(job, service.forecast.estimate_eta_s(job)))
 
-    return await asyncio.to_thread(cancelled)
+    return await asyncio.to_thread(cancel_now)
 
 
 @router.post(
@@ -206,13 +213,13 @@ async def cancel(service: Served, video_id: VideoId, caller: Ender) -> Response:
     summary="Make a video again with another prompt",
     response_description="The new video, queued.",
     response_model=Video,
-    responses=_REFUSED | errors(404),
-    openapi_extra={"requestBody": remix_body()},
+    responses=_REFUSED | describe_errors(404),
+    openapi_extra={"requestBody": describe_remix_body()},
 )
 async def remix(request: Request, service: Served, video_id: VideoId, caller: Maker, key: IdempotencyKey) -> Response:
     """Accept a video with the request of another one, its images and seed included, and a new prompt."""
     accepted = await service.remix(video_id, request, caller, key)
-    return await _seen(request, accepted.seen)
+    return await _answer_seen(request, accepted.seen)
 
 
 class Events(EventSourceResponse):
@@ -221,12 +228,14 @@ class Events(EventSourceResponse):
     media_type = None  # type: ignore[assignment]
 
 
-async def _followed(service: Served, video_id: VideoId, caller: Watcher) -> AsyncIterator[AsyncIterator[EstimatedJob]]:
-    # Looked for before an answer begins, so that a 404 is an answer.
-    with service.following.place(caller.owner):
-        found = await asyncio.to_thread(service.look_now, video_id, caller.sees)
-        async with service.following.follow(found, caller.owner) as seen:
-            yield seen
+async def _follow_video(
+    service: Served, video_id: VideoId, caller: Watcher
+) -> AsyncIterator[AsyncIterator[EstimatedJob]]:
+    # Read the job before the answer begins, so that the status can still be 404.
+    with service.following.hold_stream(caller.owner):
+        seen = await asyncio.to_thread(service.look_now, video_id, caller.sees)
+        async with service.following.follow(seen, caller.owner) as news:
+            yield news
 
 
 @router.get(
@@ -234,9 +243,11 @@ async def _followed(service: Served, video_id: VideoId, caller: Watcher) -> Asyn
     summary="Follow a video",
     response_description="The stream of events.",
     response_class=Events,
-    responses=errors(404),
+    responses=describe_errors(404),
 )
-async def follow(seen: Annotated[AsyncIterator[EstimatedJob], Depends(_followed)]) -> AsyncIterator[ServerSentEvent]:
+async def follow(
+    seen: Annotated[AsyncIterator[EstimatedJob], Depends(_follow_video)],
+) -> AsyncIterator[ServerSentEvent]:
     """Stream server-sent events: `progress` with the video object, then `completed` or `failed`, and the stream ends.
 
     A job that is deleted meanwhile ends with "error", as does a stream whose key is revoked.
@@ -249,7 +260,7 @@ async def follow(seen: Annotated[AsyncIterator[EstimatedJob], Depends(_followed)
         yield ServerSentEvent(event="error", raw_data=bytes(answer(error).body).decode())
 
 
-async def _content(request: Request, service: Service, job: Job, variant: Variant) -> Response:
+async def _send_content(request: Request, service: Service, job: Job, variant: Variant) -> Response:
     inputs = {"input_reference": job.input_image, "last_frame": job.input_last_image}
     if variant not in inputs and job.status != "completed":
         raise HttpError(404, f"{job.id} is {job.status}; only completed videos have content", code="video_not_ready")
@@ -265,28 +276,28 @@ async def _content(request: Request, service: Service, job: Job, variant: Varian
         raise HttpError(404, f"{job.id} is gone: it was deleted, or has expired", code="video_not_found") from None
 
 
-async def _end_of(service: Service, seen: EstimatedJob, caller: Caller) -> EstimatedJob:
+async def _follow_to_end(service: Service, seen: EstimatedJob, caller: Caller) -> EstimatedJob:
     async with service.following.follow(seen, caller.owner) as stream:
         async for last in stream:
             seen = last
     return seen
 
 
-async def _hung_up(request: Request) -> None:
-    """Return when the client does; its body has been read."""
+async def _wait_for_disconnect(request: Request) -> None:
+    """Return when the client disconnects. Its body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-async def _seen(request: Request, seen: EstimatedJob) -> Response:
-    """Return a video as an answer, made in a thread: it has texts of its client's."""
+async def _answer_seen(request: Request, seen: EstimatedJob) -> Response:
+    """Return a video as an answer, encoded in a thread, since it holds long texts."""
     request.state.job = seen[0].id
-    return await asyncio.to_thread(_of_video, seen)
+    return await asyncio.to_thread(_answer_video, seen)
 
 
-def _of_video(seen: EstimatedJob) -> Response:
+def _answer_video(seen: EstimatedJob) -> Response:
     job, eta_s = seen
-    return _answer(video(job, eta_s), None if job.ended else poll_after_ms(eta_s))
+    return _answer(video(job, eta_s), None if job.ended else choose_poll_ms(eta_s))
 
 
 def _answer(value: Video | VideoList | VideoDeleted, poll_after_ms: int | None = None) -> Response:

@@ -1,1 +1,1 @@
-"""What clients send: received within bounds, and taken apart in processes that have little else."""
+"""What clients send: received within limits, and parsed in processes that can reach nothing else."""

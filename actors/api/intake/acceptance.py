@@ -1,4 +1,4 @@
-"""How a job is accepted: its images are stored first, then the job is committed, and nothing is undone on a guess."""
+"""Accept jobs: store their images first, then commit the job, and undo nothing while the outcome is uncertain."""
 
 import contextlib
 import time
@@ -12,13 +12,13 @@ from actors.jobs.tables import Job
 from actors.jobs.values import Room
 from wan_tpu.storage.base import Storage
 
-_LOOK_S = 5.0  # for a job whose commit's answer was lost, before its client is told that nobody knows
-_AGAIN_S = 0.25  # between two looks
-_REPEAT_S = 5  # after which its client may ask again
+_LOOK_S = 5.0  # How long to look for a job after the answer to its commit was lost, before its client is told.
+_AGAIN_S = 0.25  # Between two looks.
+_REPEAT_S = 5  # When the client may repeat its request.
 
 
 class MaybeAccepted(HttpError):
-    """The database went away as a job was committed, and doesn't say whether it has it."""
+    """The database went away while a job was committed, and whether it has the job is unknown."""
 
     def __init__(self) -> None:
         message = (
@@ -29,7 +29,7 @@ class MaybeAccepted(HttpError):
 
 
 class Acceptance:
-    """Accepts jobs. Its methods wait for the storage and the database: call them in threads."""
+    """Accepts jobs. Its methods wait for storage and database, so call them in threads."""
 
     def __init__(self, store: JobStore, storage: Storage, retention: Retention) -> None:
         self._store, self._storage, self._retention = store, storage, retention
@@ -37,9 +37,13 @@ class Acceptance:
     def accept(
         self, job: Job, pngs: Sequence[bytes], *, webhook_url: str | None = None, room: Room
     ) -> tuple[Job, bool]:
-        """Accept a job and its input images; return it, and whether it is new, as `JobStore.submit` does.
+        """Store a job's input images and accept the job; return what `JobStore.submit` returns.
 
-        Raises what that raises, `StorageError`, and `MaybeAccepted`; after any other error nothing was accepted.
+        It also raises what that raises. After any error but `MaybeAccepted`, nothing was accepted.
+
+        Raises:
+            StorageError: An image can't be stored.
+            MaybeAccepted: Whether the job was accepted is unknown.
         """
         try:
             for name, png in zip(job.inputs, pngs, strict=True):
@@ -47,8 +51,8 @@ class Acceptance:
                 self._storage.write(name, png)
             accepted, new = self._store.submit(job, webhook_url=webhook_url, room=room)
         except CommitUncertain:
-            if (found := self._find_committed(job)) is not None:
-                return found, True
+            if (committed := self._find_committed(job)) is not None:
+                return committed, True
             self._release(job)
             raise
         except BaseException:
@@ -59,7 +63,7 @@ class Acceptance:
         return accepted, new
 
     def _find_committed(self, job: Job) -> Job | None:
-        """Return the job if the lost commit was made, None if it wasn't; raises `MaybeAccepted` if nobody says."""
+        """Return the job if the commit succeeded, None if it failed; raises `MaybeAccepted` if that stays unknown."""
         give_up = time.monotonic() + _LOOK_S
         while True:
             try:
@@ -71,5 +75,5 @@ class Acceptance:
 
     def _release(self, job: Job) -> None:
         for name in job.inputs:
-            with contextlib.suppress(StoreUnavailable, StoreFailed):  # it is removed in an hour
+            with contextlib.suppress(StoreUnavailable, StoreFailed):  # Retention removes it in an hour.
                 self._retention.release(name)

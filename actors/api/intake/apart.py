@@ -1,4 +1,4 @@
-"""Bodies taken apart: the fields of JSON or a form, as JSON in this service's own terms, and the images among them."""
+"""Split bodies into their fields, as JSON with this service's own names, and the images among them."""
 
 import dataclasses
 import json
@@ -11,34 +11,39 @@ from actors.api.intake.references import IMAGE, IMAGES, read_reference
 from wan_tpu.errors import InvalidRequest
 
 JSON, FORM, PICTURE = "application/json", "multipart/form-data", "image"
-_TEXT_BYTES = 500_000  # Of all fields as JSON.
+_MAX_TEXT = 500_000  # Characters of all fields as JSON.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What is in a body: `text`, its fields as JSON without images, and the images' files by the field's name."""
+    """The parts of a body.
+
+    Attributes:
+        text: The fields except images, as JSON.
+        uploads: The images' files, by the name of the field.
+    """
 
     text: str = "{}"
     uploads: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
 
-def media_type(content_type: str) -> str:
-    """Return the type of a Content-Type header, without its parameters."""
+def parse_media_type(content_type: str) -> str:
+    """Return the media type of a Content-Type header, without parameters."""
     return content_type.partition(";")[0].strip().lower()
 
 
-def apart(content_type: str, body: bytes) -> Parts:
-    """Return the parts of a body, or an image's file as its own; raises `InvalidRequest`."""
-    kind = media_type(content_type)
+def take_apart(content_type: str, body: bytes) -> Parts:
+    """Split a body, or wrap an image's file as the only part; raises `InvalidRequest`."""
+    kind = parse_media_type(content_type)
     if kind == PICTURE:
         return Parts(uploads={IMAGE: body})
     try:
-        return _parts(loads(body) if kind == JSON else nest(read_form(content_type, body, IMAGES)))
+        return _split(loads(body) if kind == JSON else nest(read_form(content_type, body, IMAGES)))
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply; send the fields as /docs describes them") from None
 
 
-def _parts(body: Any) -> Parts:
+def _split(body: Any) -> Parts:
     uploads: dict[str, bytes] = {}
     if isinstance(body, dict):
         for inner in (body, *body.values()):
@@ -54,6 +59,6 @@ def _parts(body: Any) -> Parts:
             else:
                 body[name] = {"image_url": reference}
     text = json.dumps(body, ensure_ascii=False)
-    if len(text) > _TEXT_BYTES:
-        raise InvalidRequest(f"the fields have {len(text)} characters; {_TEXT_BYTES} are taken, an image not counted")
+    if len(text) > _MAX_TEXT:
+        raise InvalidRequest(f"the fields have {len(text)} characters; {_MAX_TEXT} are taken, an image not counted")
     return Parts(text=text, uploads=uploads)

@@ -1,4 +1,4 @@
-"""What a client may ask for, checked field by field, and the pipeline's request that it becomes.
+"""The fields of a client's request, their validation, and the pipeline's request that they become.
 
 Sizes are "WIDTHxHEIGHT", as OpenAI writes them. Times are Unix seconds.
 """
@@ -19,22 +19,22 @@ from wan_tpu.lora import MOST, SCALES
 from wan_tpu.request import FIELDS, MAX_STEPS, SIZE_MULTIPLE, GenerationRequest, nearest_multiple, parse_size
 from wan_tpu.spec import ModelSpec
 
-# Fields of a request that have another name here: OpenAI's, and other servers'.
+# Fields of a request that have another name in the API: that of OpenAI or of other servers.
 NAMES = {"frames": "num_frames", "steps": "num_inference_steps", "image": IMAGE, "last_image": LAST}
-# Fields that are written in another way here, and those that name a file of the machine, which no client may.
+# Fields that have another form in the API, or that name a file on this machine, which clients may not.
 _OTHERWISE = ("prompt", "image", "last_image", "height", "width", "loras", "video", "strength")
-# All other fields of a request: a body has them, and an answer shows them, as `GenerationRequest` declares them.
+# All other fields: bodies and answers have them as `GenerationRequest` declares them.
 SETTINGS = tuple(name for name in FIELDS if name not in _OTHERWISE)
 _OMITTED = {"seed": " Random if omitted."}
 _SECONDS = re.compile(r"[0-9]{1,4}(\.[0-9]{1,6})?", re.ASCII)
 _EMPTY = Catalogue()
-_MAX_URL = 8192  # characters
-_MAX_PROMPT = 32_000  # characters, as OpenAI's
-_MAX_NAME = 80  # characters
+_MAX_URL = 8192  # Characters.
+_MAX_PROMPT = 32_000  # Characters, as in OpenAI's API.
+_MAX_NAME = 80  # Characters.
 
 
-def text_problem(text: str) -> str | None:
-    """Return what keeps a text from being stored, None where nothing does."""
+def find_text_problem(text: str) -> str | None:
+    """Return why a text can't be stored, or None if it can."""
     if "\0" in text:
         return "the text has a NUL character; leave it out"
     try:
@@ -44,13 +44,13 @@ def text_problem(text: str) -> str | None:
     return None
 
 
-def description_of(name: str) -> str:
-    """Return the description of a request's field, with the names that other fields have here."""
+def describe_field(name: str) -> str:
+    """Return the description of a request's field, with the API's names of other fields."""
     return re.sub("`(\\w+)`", lambda field: f"`{NAMES.get(field[1], field[1])}`", describe(FIELDS[name]))
 
 
-def with_settings(base: type[BaseModel], setting: Callable[[str], tuple[Any, Any]]) -> Any:
-    """Return a subclass of a model that has a field for each of `SETTINGS`, too.
+def add_settings(base: type[BaseModel], setting: Callable[[str], tuple[Any, Any]]) -> Any:
+    """Return a subclass of a model with an additional field for each of `SETTINGS`.
 
     Args:
         base: The model.
@@ -61,7 +61,7 @@ def with_settings(base: type[BaseModel], setting: Callable[[str], tuple[Any, Any
 
 
 class _Sent(BaseModel):
-    """What a client sends. PostgreSQL stores no NUL and UTF-8 has no half of a surrogate pair: no text has either."""
+    """Something a client sends. Texts with NUL (for PostgreSQL) or a lone surrogate (for UTF-8) are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -69,9 +69,9 @@ class _Sent(BaseModel):
     @classmethod
     def _check_value(cls, value: Any) -> Any:
         for inner in value if isinstance(value, list) else (value,):
-            if isinstance(inner, bool):  # Python would take it for 0 or 1.
+            if isinstance(inner, bool):  # In Python it would pass as 0 or 1.
                 raise PydanticCustomError("boolean", "no field is true or false; give a number or a text")
-            if isinstance(inner, str) and (problem := text_problem(inner)) is not None:
+            if isinstance(inner, str) and (problem := find_text_problem(inner)) is not None:
                 raise PydanticCustomError("text", "{problem}", {"problem": problem})
         return value
 
@@ -88,7 +88,7 @@ class ImageReference(_Sent):
     @field_validator("image_url")
     @classmethod
     def _check_length(cls, url: str) -> str:
-        if len(url) > _MAX_URL:  # what is in a data: URL has become a file by now
+        if len(url) > _MAX_URL:  # By now, the content of data: URLs has become files.
             raise PydanticCustomError("url", "the URL has more than {most} characters", {"most": _MAX_URL})
         return url
 
@@ -104,7 +104,7 @@ class Adapter(_Sent):
     @model_validator(mode="before")
     @classmethod
     def _take_name(cls, value: Any) -> Any:
-        """Take a name alone, as forms send it."""
+        """Accept a plain name, as forms send it."""
         return {"name": value} if isinstance(value, str) else value
 
 
@@ -139,20 +139,20 @@ class _Described(_Sent):
     )
 
 
-def _setting(name: str) -> tuple[Any, Any]:
-    """Return the type of a request's field, with its limits, and what else a body's has."""
+def _declare_setting(name: str) -> tuple[Any, Any]:
+    """Return the type and limits of a body's field for a setting, and its default."""
     field, kind = FIELDS[name], type_of(FIELDS[name])
     shortest, longest = {str: (None, _MAX_NAME), list[float]: (1, MAX_STEPS)}.get(kind, (None, None))
     more = Field(
         min_length=shortest,
         max_length=_MAX_PROMPT if name == "negative_prompt" else longest,
-        description=description_of(name) + _OMITTED.get(name, ""),
+        description=describe_field(name) + _OMITTED.get(name, ""),
         examples=field.examples,
     )
     return Annotated[kind | None, more, *field.metadata], None
 
 
-_WithSettings: Any = with_settings(_Described, _setting)
+_WithSettings: Any = add_settings(_Described, _declare_setting)
 
 
 class CreateVideo(_WithSettings):
@@ -183,33 +183,41 @@ class CreateVideo(_WithSettings):
     @field_validator("seconds", mode="before")
     @classmethod
     def _as_text(cls, seconds: Any) -> Any:
-        """OpenAI's clients write "4", SGLang's and OpenRouter's 4."""
+        """Accept 4 as well as "4": OpenAI's clients send a text, SGLang's and OpenRouter's a number."""
         return str(seconds).removesuffix(".0") if isinstance(seconds, int | float) else seconds
 
 
-def adapters_of(asked: CreateVideo, spec: ModelSpec, catalogue: Catalogue) -> list[dict[str, Any]]:
-    """Return the adapters of a request, by name: its own, or those that its preset wants; raises `InvalidRequest`."""
-    wanted = [] if asked.preset is None else catalogue.of_preset(asked.preset, spec)
-    return wanted if asked.loras is None else [one.model_dump() for one in asked.loras]
+def choose_adapters(body: CreateVideo, spec: ModelSpec, catalogue: Catalogue) -> list[dict[str, Any]]:
+    """Return a request's adapters by name: its own, or else those of its preset; raises `InvalidRequest`."""
+    wanted = [] if body.preset is None else catalogue.get_preset_adapters(body.preset, spec)
+    return wanted if body.loras is None else [adapter.model_dump() for adapter in body.loras]
 
 
-def generation_request(
-    asked: CreateVideo, spec: ModelSpec, catalogue: Catalogue = _EMPTY, *, seed: int
-) -> GenerationRequest:
-    """Return what the pipeline of a model takes; raises `InvalidRequest`. seed: where the request names none."""
-    height, width = _size(asked.size) if asked.size is not None else (None, None)
-    settings = {name: getattr(asked, NAMES.get(name, name)) for name in SETTINGS}
-    if asked.seconds is not None:
+def make_request(body: CreateVideo, spec: ModelSpec, catalogue: Catalogue = _EMPTY, *, seed: int) -> GenerationRequest:
+    """Return the pipeline's request.
+
+    Args:
+        body: The fields that the client sent.
+        spec: The model.
+        catalogue: The adapters that the service offers.
+        seed: Used if the client sent none.
+
+    Raises:
+        InvalidRequest: A field doesn't suit the model, or the service doesn't offer an adapter or preset.
+    """
+    height, width = _parse_size(body.size) if body.size is not None else (None, None)
+    settings = {name: getattr(body, NAMES.get(name, name)) for name in SETTINGS}
+    if body.seconds is not None:
         if settings["frames"] is not None:
             raise InvalidRequest("seconds and num_frames were both given; give one of them", "seconds")
-        settings["frames"] = frames_for(asked.seconds, settings["fps"] or spec.defaults.fps, spec)
+        settings["frames"] = count_frames(body.seconds, settings["fps"] or spec.defaults.fps, spec)
     if settings["seed"] is None:
         settings["seed"] = seed
-    loras = catalogue.loras(adapters_of(asked, spec, catalogue))
-    return GenerationRequest(prompt=asked.prompt, height=height, width=width, loras=loras, **settings)
+    loras = catalogue.resolve(choose_adapters(body, spec, catalogue))
+    return GenerationRequest(prompt=body.prompt, height=height, width=width, loras=loras, **settings)
 
 
-def _size(text: str) -> tuple[int, int]:
+def _parse_size(text: str) -> tuple[int, int]:
     """Return (height, width) in pixels; raises `InvalidRequest` with the nearest size that works."""
     height, width = parse_size(text)
     near = [nearest_multiple(side, SIZE_MULTIPLE) for side in (width, height)]
@@ -220,8 +228,8 @@ def _size(text: str) -> tuple[int, int]:
     return height, width
 
 
-def frames_for(seconds: str, fps: float, spec: ModelSpec) -> int:
-    """Return the number of frames that a model makes whose length is nearest to `seconds`; raises `InvalidRequest`."""
+def count_frames(seconds: str, fps: float, spec: ModelSpec) -> int:
+    """Return the number of frames, of those that a model can make, nearest to `seconds`; raises `InvalidRequest`."""
     value = float(seconds) if _SECONDS.fullmatch(seconds) else math.nan
     if not 0 < value <= 600:
         raise InvalidRequest(f"seconds is {seconds[:20]!r}; give a number of seconds such as '5'", "seconds")

@@ -1,7 +1,8 @@
-"""What clients of other servers with `/v1/videos` write, in this service's own fields.
+"""Translate the fields of other servers with `/v1/videos` into this service's own.
 
-OpenAI, LiteLLM, OpenRouter, vLLM-Omni and SGLang name the same things differently. What means the same is taken under
-either name; what can't be done is refused with what to send instead. docs/serving.md compares all fields.
+OpenAI, LiteLLM, OpenRouter, vLLM-Omni and SGLang name the same things differently. Fields with the same meaning are
+accepted under either name; for what can't be done, the error says what to send instead. docs/serving.md compares all
+fields.
 """
 
 from typing import Any
@@ -9,16 +10,16 @@ from typing import Any
 from actors.api.intake.references import IMAGE, LAST
 from wan_tpu.errors import InvalidRequest
 
-# Another server's field: ours with the same meaning.
+# Our field with the same meaning, by another server's.
 _SAME = {
     "flow_shift": "shift",  # vLLM-Omni, SGLang
     "duration": "seconds",  # OpenRouter
     "image_reference": IMAGE,  # vLLM-Omni
     "reference_url": IMAGE,  # SGLang
 }
-# Fields that may be sent as long as they ask for nothing: with one of these values.
+# Fields that are accepted as long as they have no effect, that is, with one of these values.
 _NOTHING = {
-    "user": None,  # OpenAI, LiteLLM, vLLM-Omni: for the caller's own books. Any value.
+    "user": None,  # OpenAI, LiteLLM, vLLM-Omni: for the caller's own records. Any value.
     "n": ("1",),
     "num_outputs_per_prompt": ("1",),
     "generate_audio": ("false", "0"),
@@ -27,7 +28,7 @@ _NOTHING = {
     "enable_frame_interpolation": ("false", "0"),
     "enable_upscaling": ("false", "0"),
 }
-# Another server's field: what to do instead.
+# What to do instead, by another server's field.
 _INSTEAD = {
     "n": "each request makes one video; send it n times, with seeds of your own",
     "num_outputs_per_prompt": "each request makes one video; send it several times, with seeds of your own",
@@ -54,9 +55,9 @@ _FRAME_TYPES = {"first_frame": IMAGE, "last_frame": LAST}
 
 
 def translate(sent: dict[str, Any]) -> dict[str, Any]:
-    """Return a body in this service's fields, without nulls; raises `InvalidRequest`."""
+    """Return a body with this service's fields, without nulls; raises `InvalidRequest`."""
     body = _without_nulls(sent)
-    if "extra_body" in body:  # What OpenAI's clients merge by themselves, SGLang's examples send as it is.
+    if "extra_body" in body:  # OpenAI's clients merge it themselves, but SGLang's examples send it as it is.
         extra = body.pop("extra_body")
         if not isinstance(extra, dict):
             raise InvalidRequest("extra_body is no object; send its fields beside the others", "extra_body")
@@ -73,8 +74,8 @@ def translate(sent: dict[str, Any]) -> dict[str, Any]:
     if "frame_images" in body:
         _set_frames(body, body.pop("frame_images"))
     for name in [name for name in body if name in _NOTHING or name in _INSTEAD]:
-        usual = _NOTHING.get(name, ())
-        if usual is not None and str(body[name]).lower() not in usual:
+        harmless = _NOTHING.get(name, ())
+        if harmless is not None and str(body[name]).lower() not in harmless:
             raise InvalidRequest(f"there is no field {name!r}: {_INSTEAD[name]}", name)
         del body[name]
     return body
@@ -100,7 +101,7 @@ def _set(body: dict[str, Any], name: str, value: Any, source: str) -> None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value whose objects have no null: a field that is null is left out."""
+    """Return a value without the fields of objects that are null."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

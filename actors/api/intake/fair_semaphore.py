@@ -1,4 +1,4 @@
-"""Places that are taken in turn by key: who has used them least goes first."""
+"""A semaphore that serves keys fairly: whoever has used it least goes first."""
 
 import asyncio
 import contextlib
@@ -9,35 +9,35 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
-_HALF_LIFE_S = 60.0  # of what a key has used
-_HEAVY_S = 2.0  # what a key has used that leaves one place to others
+_HALF_LIFE_S = 60.0  # Half of a key's use is forgotten in this time.
+_HEAVY_S = 2.0  # Keys that have used more than this must leave one place free for others.
 
 
 class FairSemaphore:
-    """So many places, of a key so many. Those that have taken them long come last, and leave one free.
+    """A number of places in total and per key. Heavy users come last, and leave one place free.
 
-    What is under way isn't interrupted: the place that is left is where others don't wait for its end.
+    Work under way isn't interrupted, so the free place is what keeps others from waiting for its end.
     """
 
     def __init__(self, places: int, of_a_key: int) -> None:
         self._free, self._of_a_key, self._of_the_heavy = places, of_a_key, max(1, places - 1)
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         self._in_place: dict[str, int] = defaultdict(int)
-        self._used: dict[str, tuple[float, float]] = {}  # key -> seconds, as of when
+        self._used: dict[str, tuple[float, float]] = {}  # Seconds, and when they were counted, by key.
 
     @contextlib.asynccontextmanager
-    async def turn(self, key: str) -> AsyncIterator[None]:
-        """Wait for a place, and have it."""
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, []).append(mine)
+    async def take_turn(self, key: str) -> AsyncIterator[None]:
+        """Wait for a place, and keep it until the block ends."""
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, []).append(place)
         self._fill()
         try:
-            await mine
+            await place
         except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled():  # the place was given at that moment
+            if place.done() and not place.cancelled():  # The place was assigned at the same moment.
                 self._leave(key, 0.0)
             else:
-                self._no_longer(key, mine)
+                self._stop_waiting(key, place)
             raise
         start = time.monotonic()
         try:
@@ -48,54 +48,54 @@ class FairSemaphore:
     def _leave(self, key: str, seconds: float) -> None:
         self._free += 1
         self._in_place[key] -= 1
-        self._used[key] = self._spent(key) + seconds, time.monotonic()
+        self._used[key] = self._measure_use(key) + seconds, time.monotonic()
         if not self._in_place[key]:
             del self._in_place[key]
-        for idle in [other for other in self._used if self._spent(other) < 0.01 and other not in self._in_place]:
+        for idle in [other for other in self._used if self._measure_use(other) < 0.01 and other not in self._in_place]:
             del self._used[idle]
         self._fill()
 
     def _fill(self) -> None:
-        """Give the free places away."""
+        """Assign the free places."""
         while self._free:
-            heavy = sum(count for key, count in self._in_place.items() if self._spent(key) > _HEAVY_S)
+            heavy = sum(count for key, count in self._in_place.items() if self._measure_use(key) > _HEAVY_S)
             able = [
                 key
                 for key in self._waiting
                 if self._in_place.get(key, 0) < self._of_a_key
-                and (heavy < self._of_the_heavy or self._spent(key) <= _HEAVY_S)
+                and (heavy < self._of_the_heavy or self._measure_use(key) <= _HEAVY_S)
             ]
             if not able:
                 return
-            key = min(able, key=lambda one: (self._in_place.get(one, 0), self._spent(one)))
+            key = min(able, key=lambda candidate: (self._in_place.get(candidate, 0), self._measure_use(candidate)))
             first = self._waiting[key][0]
-            self._no_longer(key, first)
-            if first.done():  # who waited was cancelled, and hasn't noticed yet
+            self._stop_waiting(key, first)
+            if first.done():  # Its task was cancelled, and hasn't noticed yet.
                 continue
             self._free -= 1
             self._in_place[key] += 1
             first.set_result(None)
 
-    def _no_longer(self, key: str, one: asyncio.Future[None]) -> None:
+    def _stop_waiting(self, key: str, place: asyncio.Future[None]) -> None:
         waiting = self._waiting.get(key, [])
-        if one in waiting:
-            waiting.remove(one)
+        if place in waiting:
+            waiting.remove(place)
         if not waiting:
             self._waiting.pop(key, None)
 
-    def _spent(self, key: str) -> float:
-        """Return the seconds that a key has used, of which half is forgotten every minute."""
+    def _measure_use(self, key: str) -> float:
+        """Return the seconds that a key has used, half of which are forgotten every minute."""
         seconds, moment = self._used.get(key, (0.0, 0.0))
         return seconds * 0.5 ** ((time.monotonic() - moment) / _HALF_LIFE_S)
 
 
 class Work:
-    """Few threads, for work of the processor whose size a client chooses: an event loop answers others meanwhile."""
+    """A few threads for computation whose amount clients control, so that the event loop stays responsive."""
 
     def __init__(self, threads: int) -> None:
         self._threads, self._turns = ThreadPoolExecutor(threads, "work"), FairSemaphore(threads, max(1, threads - 1))
 
     async def run(self, key: str, work: Callable[..., T], *args: object) -> T:
-        """Return what a function returns, called in the key's turn."""
-        async with self._turns.turn(key):
+        """Call a function in a thread when it is the key's turn, and return its result."""
+        async with self._turns.take_turn(key):
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)

@@ -1,12 +1,12 @@
-"""Forms (multipart/form-data) read as JSON would say the same: names with brackets become objects and lists.
+"""Read forms (multipart/form-data) as the equivalent JSON: names with brackets become objects and lists.
 
-Clients write a list of objects in one of these ways, and all of them are read:
+Clients write lists in these ways, all of which are supported:
 
     loras=[{"name": "a", "scale": 0.5}]             JSON in a field: curl, vLLM-Omni
     loras[0][name]=a  loras[0][scale]=0.5           indices
     loras[][name]=a   loras[][scale]=0.5            OpenAI's clients
     sigmas[]=1        sigmas[]=0.5                  OpenAI's clients
-    sigmas=1          sigmas=0.5                    a name again and again: requests, curl
+    sigmas=1          sigmas=0.5                    repeated names: requests, curl
 """
 
 import re
@@ -16,11 +16,11 @@ from typing import Any
 from actors.api.intake.json_text import loads
 from wan_tpu.errors import InvalidRequest
 
-LISTS = ("loras", "sigmas")  # Fields that are lists although they may have been sent once.
-TEXTS = ("prompt", "negative_prompt")  # Fields in which any text means itself, "" and "null" too.
+LISTS = ("loras", "sigmas")  # Fields that are lists even if they were sent only once.
+TEXTS = ("prompt", "negative_prompt")  # Fields whose text is taken literally, even "" and "null".
 MAX_FIELDS = 40
-_FIELD_BYTES = 200_000  # A prompt of 32,000 characters in UTF-8, and some more.
-_ABSENT = ("", "null")  # What a browser sends for an empty field, and what OpenAI's Node client has people write.
+_FIELD_BYTES = 200_000  # Enough for a prompt of 32,000 characters in UTF-8.
+_ABSENT = ("", "null")  # Browsers send "" for an empty field, and users of OpenAI's Node client write "null".
 _URLS = (b"https://", b"http://", b"data:")
 _NAME = re.compile(r"([^\[\]]*)((?:\[[^\[\]]*\]){1,3})")
 
@@ -28,15 +28,18 @@ Value = str | bytes
 
 
 def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tuple[str, Value]]:
-    """Return a form's fields in order: texts, and files as bytes; raises `InvalidRequest`.
+    """Return a form's fields in order, texts as strings and files as bytes.
 
-    A file field that a browser's user left empty is left out. A part without a plain filename (urllib3 1.x writes
-    `filename*` alone, which RFC 7578 forbids) is a file where it isn't text.
+    File fields that a browser's user left empty are omitted. A part without a plain filename (urllib3 1.x writes only
+    `filename*`, which RFC 7578 forbids) is a file if it isn't text.
 
     Args:
-        content_type: The header, which says what stands between the parts.
+        content_type: The header, which names the boundary between the parts.
         body: The whole form.
         files: The fields that may be files, by their names without brackets.
+
+    Raises:
+        InvalidRequest: The form can't be read.
     """
     from python_multipart.exceptions import FormParserError
     from python_multipart.multipart import Field, File, FormParser, parse_options_header
@@ -47,14 +50,14 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
 
     def add(name: str, value: Value) -> None:
         if len(fields) == MAX_FIELDS:
-            raise InvalidRequest(f"the form has more than {MAX_FIELDS} fields, which is all that are taken")
+            raise InvalidRequest(f"the form has more than {MAX_FIELDS} fields, the most that are accepted; send fewer")
         fields.append((name, value))
 
     def on_field(field: Field) -> None:
-        name, value = _name(field.field_name), field.value or b""
-        may_be_file = _path(name)[0] in files
+        name, value = _decode_name(field.field_name), field.value or b""
+        may_be_file = _split_name(name)[0] in files
         try:
-            text = value.decode(errors="surrogatepass")  # Half of a pair is refused later, with the field's name.
+            text = value.decode(errors="surrogatepass")  # A lone surrogate is rejected later, with the field's name.
         except UnicodeDecodeError:
             if may_be_file:
                 add(name, value)
@@ -65,17 +68,17 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
         add(name, text)
 
     def on_file(file: File) -> None:
-        name = _name(file.field_name)
+        name = _decode_name(file.field_name)
         file.file_object.seek(0)
         content = file.file_object.read()
         if not content and not file.file_name:
             return
-        if _path(name)[0] not in files:
+        if _split_name(name)[0] not in files:
             raise InvalidRequest(
                 f"the field {name[:80]!r} is a file; only {' and '.join(files)} may be; send others without a filename",
                 name,
             )
-        is_url = content[:8].lower().startswith(_URLS)  # As LiteLLM sends one: in place of the file's content.
+        is_url = content[:8].lower().startswith(_URLS)  # LiteLLM sends a URL as a file's content.
         add(name, content.decode(errors="replace") if is_url else content)
 
     try:
@@ -90,16 +93,16 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
         parser.write(body)
         parser.finalize()
     except FormParserError as error:
-        raise _unreadable(str(error)[:120]) from None
+        raise _unreadable_error(str(error)[:120]) from None
     if not ended:
-        raise _unreadable("it is cut off before its end")
+        raise _unreadable_error("it is cut off before its end")
     return fields
 
 
 def nest(fields: Iterable[tuple[str, Value]]) -> dict[str, Any]:
-    """Return a form's fields as the object that JSON would have; raises `InvalidRequest`.
+    """Return a form's fields as the equivalent JSON object; raises `InvalidRequest`.
 
-    Empty fields are left out, and so are those that say "null". What begins with a brace or a bracket is JSON.
+    Fields that are empty or "null" are omitted. A value that begins with a brace or a bracket is parsed as JSON.
     """
     columns: dict[str, list[Any]] = {}
     for name, value in fields:
@@ -111,7 +114,7 @@ def nest(fields: Iterable[tuple[str, Value]]) -> dict[str, Any]:
         columns[name].append(value)
     body: dict[str, Any] = {}
     for name, values in columns.items():
-        path = _path(name)
+        path = _split_name(name)
         if len(path) > 1 and path[1] == "":
             _check_lengths(path[0], columns)
             for number, value in enumerate(values):
@@ -119,14 +122,14 @@ def nest(fields: Iterable[tuple[str, Value]]) -> dict[str, Any]:
         elif path[0] in LISTS and len(path) == 1 and values:
             _put(body, path, [inner for value in values for inner in (value if isinstance(value, list) else [value])])
         elif len(values) > 1:
-            raise _twice(name)
+            raise _repeated_error(name)
         elif values:
             _put(body, path, values[0])
     return {name: _as_lists(value) for name, value in body.items()}
 
 
-def _path(name: str) -> list[str]:
-    """Return ["loras", "0", "name"] of "loras[0][name]"; any other name is one step."""
+def _split_name(name: str) -> list[str]:
+    """Return ["loras", "0", "name"] for "loras[0][name]". Any other name is a single step."""
     parts = _NAME.fullmatch(name)
     return [name] if parts is None else [parts[1], *parts[2][1:-1].split("][")]
 
@@ -136,21 +139,21 @@ def _put(body: dict[str, Any], path: list[str], value: Any) -> None:
     for step in outer:
         body = body.setdefault(step, {})
         if not isinstance(body, dict):
-            raise _twice(path[0])
+            raise _repeated_error(path[0])
     if last in body:
-        raise _twice(path[0])
+        raise _repeated_error(path[0])
     body[last] = value
 
 
 def _check_lengths(outer: str, columns: dict[str, list[Any]]) -> None:
-    """Raise `InvalidRequest` where it isn't certain which object of a list has a value that others lack.
+    """Raise `InvalidRequest` if the objects of a list may have different keys, since values can't be matched up then.
 
     OpenAI's Python client sends all values of one key, then all of the next.
     """
     lengths = {
         path[2]: len(values)
         for name, values in columns.items()
-        if (path := _path(name))[:2] == [outer, ""] and len(path) > 2
+        if (path := _split_name(name))[:2] == [outer, ""] and len(path) > 2
     }
     if len(set(lengths.values())) > 1:
         counted = ", ".join(f"{count} x {key}" for key, count in lengths.items())[:80]
@@ -162,7 +165,7 @@ def _check_lengths(outer: str, columns: dict[str, list[Any]]) -> None:
 
 
 def _as_lists(value: Any) -> Any:
-    """Return objects whose keys are all numbers as lists."""
+    """Return a value in which objects whose keys are all numbers have become lists."""
     if not isinstance(value, dict) or not value:
         return value
     inner = {key: _as_lists(item) for key, item in value.items()}
@@ -171,16 +174,16 @@ def _as_lists(value: Any) -> Any:
     return inner
 
 
-def _name(name: bytes | None) -> str:
+def _decode_name(name: bytes | None) -> str:
     try:
         return (name or b"").decode()
     except UnicodeDecodeError:
-        raise _unreadable("a field's name isn't UTF-8") from None
+        raise _unreadable_error("a field's name isn't UTF-8") from None
 
 
-def _twice(name: str) -> InvalidRequest:
+def _repeated_error(name: str) -> InvalidRequest:
     return InvalidRequest(f"the field {name[:80]!r} was sent more than once; send it once", name.partition("[")[0][:80])
 
 
-def _unreadable(reason: str) -> InvalidRequest:
+def _unreadable_error(reason: str) -> InvalidRequest:
     return InvalidRequest(f"the form can't be read ({reason}); send multipart/form-data")

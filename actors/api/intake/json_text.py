@@ -1,4 +1,4 @@
-"""JSON from a client, read strictly: RFC 8259 has no NaN."""
+"""Parse JSON from clients strictly: RFC 8259 has no NaN."""
 
 import json
 from typing import Any, NoReturn
@@ -6,18 +6,18 @@ from typing import Any, NoReturn
 from wan_tpu.errors import InvalidRequest
 
 
-def loads(text: str | bytes, what: str = "the body", field: str | None = None) -> Any:
-    """Return what JSON says; raises `InvalidRequest`, which names `what` was read, and its field.
+def loads(text: str | bytes, source: str = "the body", field: str | None = None) -> Any:
+    """Parse JSON; raises `InvalidRequest`, whose message names the `source`.
 
-    A lone half of a surrogate pair is read: who stores the text refuses it with the field's name.
+    Lone surrogates are accepted here. They are rejected later, with the name of their field.
     """
     try:
         return json.loads(text, parse_constant=_refuse)
     except UnicodeDecodeError:
-        raise InvalidRequest(f"{what}: invalid JSON (it isn't UTF-8)", field) from None
+        raise InvalidRequest(f"{source}: invalid JSON (it isn't UTF-8)", field) from None
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", None) or type(error).__name__
-        raise InvalidRequest(f"{what}: invalid JSON ({reason[:80]})", field) from None
+        raise InvalidRequest(f"{source}: invalid JSON ({reason[:80]})", field) from None
 
 
 def _refuse(name: str) -> NoReturn:

@@ -1,8 +1,8 @@
-"""What requests hold in memory: bodies as they arrive, images that are fetched, pictures that are made of them.
+"""The memory of incoming requests: bodies as they arrive, images that are fetched, and pictures made from them.
 
-So many requests of a key at a time, so many bytes in all, and not for ever. Bodies and images are files without a name,
-which the processes that read them are given: in memory, since a disk that is written to all the time holds up the
-database's commits.
+The number of requests per key, the bytes in total and the time of a request are limited. Bodies and images are files
+without a name, which can be passed to the processes that read them. They are in memory, since constant writes to a disk
+would delay the database's commits.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from actors.api.limits import Limits
 
 _AGAIN_S = 2
 _BURST_S = 2.0
-_NO_TIME = 0.0  # of a loop's clock: long ago
-_KEYS = 1000  # of which is remembered what they have sent, before those that don't send any more are forgotten
+_LONG_AGO = 0.0  # By an event loop's clock.
+_KEYS = 1000  # Keys whose rates are remembered before idle ones are forgotten.
 
 
 @contextlib.contextmanager
-def as_file(content: bytes = b"", count: Callable[[int], None] = lambda size: None) -> Iterator[IO[bytes]]:
-    """Give a file without a name that has a content; count: called with the size of what is written, and may raise."""
+def open_memory_file(content: bytes = b"", count: Callable[[int], None] = lambda size: None) -> Iterator[IO[bytes]]:
+    """Open a nameless file in memory with a content. `count` is called with the size of each write, and may raise."""
     linux = hasattr(os, "memfd_create")
     descriptor = os.memfd_create("body") if linux else os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR)
     with _Counted(descriptor, count) as file:
@@ -37,7 +37,7 @@ def as_file(content: bytes = b"", count: Callable[[int], None] = lambda size: No
 
 
 class _Counted(io.BufferedRandom):
-    """A file that says how much is about to be written."""
+    """A file that reports the size of each write before it happens."""
 
     def __init__(self, descriptor: int, count: Callable[[int], None]) -> None:
         super().__init__(io.FileIO(descriptor, "r+b"))
@@ -52,11 +52,17 @@ Part = TypeVar("Part")
 
 
 @dataclasses.dataclass(eq=False)
-class Arriving:
-    """What one request holds in memory: of whom it is, how many bytes, and until when the rest of its body must come.
+class IncomingRequest:
+    """One request's share of the memory.
 
-    arrived  whether nothing more is on its way, neither of its body nor of an image that it names: while something is,
-             it can be given up for others
+    Attributes:
+        bodies: All requests of this process.
+        key: The key that sends the request.
+        deadline: When the next part of the body must have arrived, by the event loop's clock.
+        size: Bytes that the request holds.
+        arrived: Whether nothing more is on its way, neither of the body nor of an image that it names. While something
+            is, the request can be abandoned to make room for others.
+        abandoned: Whether that has happened.
     """
 
     bodies: "Bodies"
@@ -64,19 +70,20 @@ class Arriving:
     deadline: float
     size: int = 0
     arrived: bool = False
-    given_up: bool = False
+    abandoned: bool = False
     _scope: asyncio.Timeout | None = None
 
     @contextlib.asynccontextmanager
-    async def body(self, request: Request) -> AsyncIterator[IO[bytes]]:
-        """Give the whole body of a request as a file, whose bytes count until the block ends.
+    async def receive_body(self, request: Request) -> AsyncIterator[IO[bytes]]:
+        """Receive a request's body into a file, whose bytes count until the block ends.
 
-        Raises `HttpError`: 413 for a long one, 408 for a slow one, 503 for want of room.
+        Raises:
+            HttpError: 413 for a long body, 408 for a slow one, 503 if there is no room.
         """
         stream = request.stream()
-        with as_file() as body:
+        with open_memory_file() as body:
             try:
-                while part := await self.part(lambda: anext(stream, b""), len):
+                while part := await self.receive_part(lambda: anext(stream, b""), len):
                     body.write(part)
                 self.arrived = True
                 body.seek(0)
@@ -85,8 +92,8 @@ class Arriving:
                 self.size = 0
 
     @contextlib.contextmanager
-    def file(self) -> Iterator[IO[bytes]]:
-        """Give a file for an image, whose bytes count from when they are written to when the block ends."""
+    def open_file(self) -> Iterator[IO[bytes]]:
+        """Open a file for an image. Its bytes count from when they are written until the block ends."""
         written = 0
 
         def count(size: int) -> None:
@@ -95,143 +102,143 @@ class Arriving:
             self.add(size)
 
         try:
-            with as_file(count=count) as file:
+            with open_memory_file(count=count) as file:
                 yield file
         finally:
             self.size -= written
 
     def add(self, size: int) -> None:
-        """Count bytes that are about to be held, and make room for them; raises `HttpError` 413, 503."""
+        """Count bytes that are about to be allocated, and make room for them; raises `HttpError` 413, 503."""
         self.bodies.add(self, size)
 
     @contextlib.asynccontextmanager
-    async def fetching(self) -> AsyncIterator[None]:
-        """Fetch something in the block; raises `HttpError` 503 where it is given up since others need the room."""
+    async def guard_fetch(self) -> AsyncIterator[None]:
+        """Guard a fetch in the block; raises `HttpError` 503 if it is abandoned because others need the room."""
         self.arrived = False
         try:
             async with asyncio.timeout(None) as self._scope:
                 yield
         except TimeoutError:
-            if not self.given_up:
+            if not self.abandoned:
                 raise
-            raise _no_room() from None
+            raise _no_room_error() from None
         finally:
             self._scope, self.arrived = None, True
 
-    async def part(self, receive: Callable[[], Awaitable[Part]], size_of: Callable[[Part], int]) -> Part:
-        """Wait for its next part, and count it; raises `HttpError` 408, 413, 503."""
-        if self.given_up:
-            raise self.bodies.too_slow(self)
+    async def receive_part(self, receive: Callable[[], Awaitable[Part]], size_of: Callable[[Part], int]) -> Part:
+        """Wait for the next part of the body, and count it; raises `HttpError` 408, 413, 503."""
+        if self.abandoned:
+            raise self.bodies.too_slow_error(self)
         try:
             async with asyncio.timeout_at(self.deadline) as self._scope:
                 part = await receive()
                 await self.bodies.count(self, size_of(part))
         except TimeoutError:
-            raise self.bodies.too_slow(self) from None
+            raise self.bodies.too_slow_error(self) from None
         finally:
             self._scope = None
         return part
 
-    def give_up(self) -> None:
-        """Have what waits for its next part fail."""
-        self.given_up = True
+    def abandon(self) -> None:
+        """Abandon the request: whatever waits for its next part fails."""
+        self.abandoned = True
         if self._scope is not None:
-            self._scope.reschedule(_NO_TIME)
+            self._scope.reschedule(_LONG_AGO)
 
 
 class Bodies:
-    """The requests that this process holds in memory, by the keys that send them."""
+    """All requests that this process holds in memory."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._held: list[Arriving] = []
-        self._paced: dict[str, float] = {}  # until when a key has used what it may send
+        self._incoming: list[IncomingRequest] = []
+        self._paced_until: dict[str, float] = {}  # Until when a key has used up its rate.
 
     @contextlib.contextmanager
-    def arriving(self, headers: Headers, key: str) -> Iterator[Arriving]:
-        """Give a body that begins to arrive, which counts until the block ends; raises as `check`."""
+    def admit(self, headers: Headers, key: str) -> Iterator[IncomingRequest]:
+        """Admit a request whose body begins to arrive. It counts until the block ends. Raises what `check` raises."""
         self.check(headers, key)
-        held = Arriving(self, key, asyncio.get_running_loop().time() + self._limits.body_s)
-        self._held.append(held)
+        incoming = IncomingRequest(self, key, asyncio.get_running_loop().time() + self._limits.body_s)
+        self._incoming.append(incoming)
         try:
-            yield held
+            yield incoming
         finally:
-            self._held.remove(held)
+            self._incoming.remove(incoming)
 
     async def _pace(self, key: str, size: int) -> None:
-        """Wait where a key sends faster than it may: nothing more is read of its connections then."""
+        """Wait if a key sends faster than it may, so that nothing more is read from its connections."""
         now, rate = asyncio.get_running_loop().time(), self._limits.key_rate
-        until = max(self._paced.get(key, 0.0), now - _BURST_S) + size / rate
-        self._paced[key] = until
+        until = max(self._paced_until.get(key, 0.0), now - _BURST_S) + size / rate
+        self._paced_until[key] = until
         if until > now:
             await asyncio.sleep(until - now)
-        elif len(self._paced) > _KEYS:
-            self._paced = {other: then for other, then in self._paced.items() if then > now - _BURST_S}
+        elif len(self._paced_until) > _KEYS:
+            self._paced_until = {other: then for other, then in self._paced_until.items() if then > now - _BURST_S}
 
     def check(self, headers: Headers, key: str) -> None:
-        """Raise what is known before anything of a body is there: `HttpError` 413 or 429."""
+        """Raise `HttpError` 413 or 429 for a body that can be rejected before any of it has arrived."""
         length = headers.get("content-length", "")
         if length.isascii() and length.isdigit() and int(length[:20]) > self._limits.body_bytes:
-            raise self._too_long()
-        if sum(held.key == key for held in self._held) >= self._limits.bodies:
+            raise self._too_long_error()
+        if sum(incoming.key == key for incoming in self._incoming) >= self._limits.bodies:
             raise HttpError(
                 429,
-                f"{self._limits.bodies} requests of this key are arriving or being read, which is all that are taken "
+                f"{self._limits.bodies} requests of this key are arriving or being read, the most that are accepted "
                 "at a time; send their bodies to the end, or fewer at once",
                 code="too_many_bodies",
                 after_s=_AGAIN_S,
             )
 
-    async def count(self, held: Arriving, size: int) -> None:
-        """Count what has arrived of a body, and make room for it; wait where its key sends too fast."""
-        held.size += size
-        held.deadline += size / self._limits.body_rate
-        if held.size > self._limits.body_bytes:
-            raise self._too_long()
-        self._make_room(held)
-        await self._pace(held.key, size)
+    async def count(self, incoming: IncomingRequest, size: int) -> None:
+        """Count a part of a body that has arrived, and make room for it. Wait if its key sends too fast."""
+        incoming.size += size
+        incoming.deadline += size / self._limits.body_rate
+        if incoming.size > self._limits.body_bytes:
+            raise self._too_long_error()
+        self._make_room(incoming)
+        await self._pace(incoming.key, size)
 
-    def add(self, held: Arriving, size: int) -> None:
-        """Count what is held beside a body; raises `HttpError` 413, 503."""
-        held.size += size
-        if held.size > self._limits.bodies_bytes:
+    def add(self, incoming: IncomingRequest, size: int) -> None:
+        """Count memory beside the body; raises `HttpError` 413, 503."""
+        incoming.size += size
+        if incoming.size > self._limits.bodies_bytes:
             raise HttpError(
                 413, "the request takes more memory than there is; ask for a smaller size", code="too_large"
             )
-        self._make_room(held)
+        self._make_room(incoming)
 
-    def _make_room(self, held: Arriving) -> None:
-        """Have the key that holds most lose its oldest one that still arrives; raises `HttpError` 503."""
-        while sum(other.size for other in self._held if not other.given_up) > self._limits.bodies_bytes:
-            if (other := self._most_greedy()) is None or other.key == held.key:
-                raise _no_room()
-            other.give_up()
+    def _make_room(self, incoming: IncomingRequest) -> None:
+        """Abandon the oldest arriving request of the greediest key until there is room; raises `HttpError` 503."""
+        while sum(other.size for other in self._incoming if not other.abandoned) > self._limits.bodies_bytes:
+            if (other := self._find_greediest()) is None or other.key == incoming.key:
+                raise _no_room_error()
+            other.abandon()
 
-    def _most_greedy(self) -> Arriving | None:
-        """Return the oldest body that still arrives, of the key that holds most bytes."""
-        arriving = [held for held in self._held if not held.arrived and not held.given_up]
+    def _find_greediest(self) -> IncomingRequest | None:
+        """Return the oldest request that is still arriving, of the key that holds most bytes."""
+        arriving = [incoming for incoming in self._incoming if not incoming.arrived and not incoming.abandoned]
         return max(
             arriving,
-            key=lambda one: sum(held.size for held in self._held if held.key == one.key),
+            key=lambda candidate: sum(incoming.size for incoming in self._incoming if incoming.key == candidate.key),
             default=None,
         )
 
-    def _too_long(self) -> HttpError:
+    def _too_long_error(self) -> HttpError:
         return HttpError(
             413, f"the body has more than {self._limits.body_bytes} bytes; send a smaller image", code="too_large"
         )
 
-    def too_slow(self, held: Arriving) -> HttpError:
-        """Return what is said of a body that hasn't arrived."""
+    def too_slow_error(self, incoming: IncomingRequest) -> HttpError:
+        """Return the error for a body that hasn't arrived in time."""
         limits = self._limits
         message = (
             "the body was given up, since others need the room and this key has most of it; send fewer at once"
-            if held.given_up
+            if incoming.abandoned
             else f"the body did not arrive within {limits.body_s:g} s and one more for every {limits.body_rate:g} bytes"
         )
         return HttpError(408, message, code="too_slow", headers={"Connection": "close"})
 
 
-def _no_room() -> HttpError:
+def _no_room_error() -> HttpError:
     message = "the requests that are being received take all the room that there is for them; try again"
     return HttpError(503, message, code="unavailable", after_s=_AGAIN_S)

@@ -1,4 +1,4 @@
-"""The images of a request, in every form in which clients send or name one."""
+"""Read an image in all forms in which clients send one or refer to one."""
 
 import base64
 import binascii
@@ -8,19 +8,19 @@ from urllib.parse import unquote_to_bytes
 from wan_tpu.errors import InvalidRequest
 
 IMAGE, LAST = "input_reference", "last_frame"
-IMAGES = (IMAGE, LAST)  # The fields that are images.
-_HEAD = 200  # Characters of a data URL before its content.
-# Keys of the objects that OpenAI's and OpenRouter's APIs have for an image.
+IMAGES = (IMAGE, LAST)
+_HEAD = 200  # Maximum characters of a data URL before its content.
+# Keys of the objects for images in OpenAI's and OpenRouter's APIs.
 _KEYS = {"image_url", "url", "type", "detail", "file_id"}
 
 
 def read_reference(value: Any, name: str) -> bytes | str:
-    """Return the file that a field holds, or the URL that it names; raises `InvalidRequest`.
+    """Return the content of a field's file, or its URL; raises `InvalidRequest`.
 
     Args:
         value: A file's bytes; a URL; {"image_url": URL}; {"type": "image_url", "image_url": {"url": URL}}; or a list of
             one of these.
-        name: The field, for what is raised.
+        name: The field, for error messages.
     """
     if isinstance(value, list):
         if len(value) != 1:
@@ -28,22 +28,24 @@ def read_reference(value: Any, name: str) -> bytes | str:
         value = value[0]
     if isinstance(value, dict) and value.keys() <= _KEYS:
         if "file_id" in value:
-            raise InvalidRequest(f"{name} names a file by its id, and this service keeps no files; {_form(name)}", name)
+            raise InvalidRequest(
+                f"{name} names a file by its id, and this service keeps no files; {_describe_forms(name)}", name
+            )
         value = value.get("image_url", value.get("url"))
         if isinstance(value, dict) and value.keys() <= _KEYS:
             value = value.get("url")
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
-        raise InvalidRequest(f"{name} is no image; {_form(name)}", name)
+        raise InvalidRequest(f"{name} is no image; {_describe_forms(name)}", name)
     if _is_data(value):
-        return data_url_content(value, name)
+        return decode_data_url(value, name)
     if value.partition("://")[0].lower() not in ("http", "https"):
-        raise InvalidRequest(f"{name} is neither a file nor a URL; {_form(name)}", name)
+        raise InvalidRequest(f"{name} is neither a file nor a URL; {_describe_forms(name)}", name)
     return value
 
 
-def data_url_content(url: str, name: str = IMAGE) -> bytes:
+def decode_data_url(url: str, name: str = IMAGE) -> bytes:
     """Return the content of a data: URL (RFC 2397); raises `InvalidRequest`."""
     head, comma, encoded = url.partition(",")
     if not comma or len(head) > _HEAD or not _is_data(head):
@@ -62,7 +64,7 @@ def _is_data(url: str) -> bool:
     return url[:5].lower() == "data:"
 
 
-def _form(name: str) -> str:
+def _describe_forms(name: str) -> str:
     return (
         f'send a file in a form, or in JSON "{name}": {{"image_url": "https://..."}}, or in its place '
         '"data:image/png;base64,..."'

@@ -1,4 +1,4 @@
-"""Requests that clients repeat by themselves after an error, as OpenAI's does, and what is known of their first try."""
+"""Recognize requests that clients repeat by themselves after an error, as OpenAI's does."""
 
 import hashlib
 import time
@@ -6,35 +6,35 @@ from collections import deque
 
 from starlette.requests import Request
 
-_COUNT = "x-stainless-retry-count"  # in which OpenAI's client says how often it has repeated a request
+_COUNT = "x-stainless-retry-count"  # OpenAI's client sends how often it has repeated a request.
 _REMEMBERED_S = 120.0
 _MOST = 10_000
 
 
 class Retries:
-    """The requests that this process has refused: their repetition looks for no job that an earlier try has made.
+    """The requests that this process has rejected. When they are repeated, no job of an earlier try is looked for.
 
-    Who sends the same request twice wants two videos. If the second is refused and repeated by its client, the first
-    one's job isn't its.
+    A user who sends the same request twice wants two videos. If the second request is rejected and its client repeats
+    it, it must not be matched with the job of the first.
     """
 
     def __init__(self) -> None:
-        self._refused: dict[bytes, deque[float]] = {}  # try -> when it was refused
+        self._refused: dict[bytes, deque[float]] = {}  # When a try was rejected, by its key.
         self._order: deque[tuple[float, bytes]] = deque()
 
     def refuse(self, request: Request) -> None:
-        """Note that neither this try of a request nor an earlier one was accepted, and that its client is told so."""
-        now, key = time.monotonic(), _key(request, _count(request))
+        """Note that neither this try of a request nor an earlier one was accepted, and that the client knows."""
+        now, key = time.monotonic(), _make_key(request, _read_count(request))
         self._forget(now)
         self._refused.setdefault(key, deque()).append(now)
         self._order.append((now, key))
 
     def repeats(self, request: Request) -> bool:
-        """Return whether an earlier try of a request may have been accepted: it is a repetition of one not refused."""
+        """Return whether an earlier try of a request may have been accepted: a try that wasn't rejected is repeated."""
         self._forget(time.monotonic())
-        if (count := _count(request)) == 0:
+        if (count := _read_count(request)) == 0:
             return False
-        refused = self._refused.get(_key(request, count - 1))
+        refused = self._refused.get(_make_key(request, count - 1))
         if not refused:
             return True
         refused.popleft()
@@ -50,13 +50,13 @@ class Retries:
                 self._refused.pop(key, None)
 
 
-def _count(request: Request) -> int:
+def _read_count(request: Request) -> int:
     text = request.headers.get(_COUNT, "0")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 4 else 0
 
 
-def _key(request: Request, count: int) -> bytes:
-    """Return what tells a try from others before its body is read."""
+def _make_key(request: Request, count: int) -> bytes:
+    """Return a key that identifies a try before its body is read."""
     headers = request.headers
     facts = request.url.path, headers.get("authorization", ""), headers.get("content-length", ""), str(count)
     return hashlib.sha256("\0".join(facts).encode()).digest()

@@ -1,1 +1,1 @@
-"""What the service sends to other servers on behalf of clients: images fetched, webhooks."""
+"""Requests to other servers on behalf of clients: fetching images, calling webhooks."""

@@ -1,22 +1,22 @@
-"""Which internet addresses a service may connect to on behalf of a client: public ones only."""
+"""Decide which addresses the service may connect to on behalf of clients: only public ones."""
 
 import ipaddress
 from collections.abc import Sequence
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# Global unicast, all that IANA has given out of IPv6. What lies outside is no public host, or an IPv4 address in one of
-# a dozen disguises (mapped, translated, NAT64).
+# Global unicast, all of IPv6 that IANA has allocated. Anything else is no public host, or an IPv4 address in one of a
+# dozen disguises (mapped, translated, NAT64).
 _IPV6 = ipaddress.ip_network("2000::/3")
-# Of the rest what is no public host, from IANA's registries of special-purpose addresses (2025), beyond what
-# `Address.is_global` knows in every patch release of Python (CVE-2024-4032).
+# Addresses in IANA's registries of special-purpose addresses (2025) that aren't public hosts, as far as
+# `Address.is_global` doesn't know them in every patch release of Python (CVE-2024-4032).
 _REFUSED: tuple[Network, ...] = tuple(
     ipaddress.ip_network(network)
     for network in (
         "192.0.0.0/24",
         "192.88.99.0/24",  # 6to4 relays
         "224.0.0.0/4",  # multicast
-        "168.63.129.16/32",  # a public address that inside Azure is its control channel
+        "168.63.129.16/32",  # A public address that is the control channel inside Azure.
         "2001::/23",  # Teredo, ORCHID, benchmarking
         "2002::/16",  # 6to4
         "3fff::/20",
@@ -25,7 +25,7 @@ _REFUSED: tuple[Network, ...] = tuple(
 
 
 def is_address(text: str) -> bool:
-    """Whether a host is given by its address instead of a name."""
+    """Return whether a host is an address and not a name."""
     try:
         ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -33,13 +33,15 @@ def is_address(text: str) -> bool:
     return True
 
 
-def refusal(text: str, allowed: Sequence[Network] = ()) -> str | None:
-    """Return why an address may not be connected to, or None when it may.
+def explain_refusal(text: str, allowed: Sequence[Network] = ()) -> str | None:
+    """Return why the service may not connect to an address, or None if it may.
 
-    allowed  networks that are fine whatever they are: an operator's own image servers
+    Args:
+        text: The address.
+        allowed: Networks that are permitted in any case, such as those of an operator's own image servers.
     """
     try:
-        address = ipaddress.ip_address(text.partition("%")[0])  # without an interface (fe80::1%eth0)
+        address = ipaddress.ip_address(text.partition("%")[0])  # Without an interface (fe80::1%eth0).
     except ValueError:
         return "is no address"
     if any(address in network for network in allowed):

@@ -1,7 +1,7 @@
-"""HTTPS requests to URLs that clients name, without letting them reach where only this machine can.
+"""HTTPS requests to URLs that clients name. They can't reach hosts that are accessible only from this machine.
 
-https only; every address that a name resolves to is checked, and the connection goes to a checked address itself, so
-that a second look-up can't lead elsewhere.
+Only https is used. Every address that a name resolves to is checked, and the connection goes to a checked address
+itself, so that a second look-up can't lead elsewhere.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from urllib.parse import urljoin, urlsplit
 
 import httpcore
 
-from actors.api.outbound.addresses import Network, is_address, refusal
-from actors.api.outbound.resolver import process_resolver
+from actors.api.outbound.addresses import Network, explain_refusal, is_address
+from actors.api.outbound.resolver import get_resolver
 from wan_tpu.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -28,29 +28,31 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 3
 _MAX_URL = 8192  # Characters. Signed URLs of object stores have up to some 3,000.
 _MAX_HOST = 253  # Characters of a DNS name in its text form (RFC 1035, section 2.3.4).
-_ONE_AT_A_TIME = threading.Lock()  # Callers that come before the context is made wait for the same one.
+_TRUST_LOCK = threading.Lock()  # Lets callers wait for the one context while it is being created.
 _SIZE = re.compile(r"[0-9]{1,15}", re.ASCII)
 _IMAGE = {"Accept": "image/*", "Accept-Encoding": "identity"}
 
 
 class FetchError(InvalidRequest):
-    """The server that a client named may not be asked, can't be reached, or doesn't answer as it should."""
+    """A server that a client named may not be contacted, can't be reached, or doesn't answer properly."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FetchSettings:
     """What may be fetched.
 
-    what        is behind a URL, for messages
-    max_bytes   of the content
-    timeout_s   for all of it: names, connections, redirects, content
-    ports       that a URL may name
-    allowed     networks that may be reached although they aren't public: an operator's own image servers
-    resolver    returns the addresses of a host's name; the system's, in turn by owner, when left out
-    trust       certificates that servers are checked against; the system's when left out
+    Attributes:
+        subject: What a URL refers to, for messages.
+        max_bytes: The largest content.
+        timeout_s: Limit on the whole request: names, connections, redirects and content.
+        ports: Ports that a URL may name.
+        allowed: Networks that may be reached although they aren't public, such as an operator's own image servers.
+        resolver: Returns the addresses of a host's name. By default the system's resolver is used, which owners of
+            requests get in turn.
+        trust: Certificates that servers are checked against; by default the system's.
     """
 
-    what: str = "image"
+    subject: str = "image"
     max_bytes: int = 20_000_000
     timeout_s: float = 20.0
     ports: frozenset[int] = frozenset({443})
@@ -62,52 +64,54 @@ class FetchSettings:
 def default_trust() -> ssl.SSLContext:
     """Return the context with the system's certificates, which the whole process shares.
 
-    Reading the certificates takes 40 ms, so that the first call belongs in a thread.
+    Reading the certificates takes 40 ms, so the first call belongs in a thread.
     """
-    with _ONE_AT_A_TIME:
-        return _made_trust()
+    with _TRUST_LOCK:
+        return _load_trust()
 
 
 @functools.cache
-def _made_trust() -> ssl.SSLContext:
+def _load_trust() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
 def check_url(url: str, settings: FetchSettings) -> httpcore.URL:
-    """Return a URL that may be asked, its addresses not looked up yet; raises `FetchError`.
+    """Parse and check a URL, without looking up its host yet; raises `FetchError`.
 
-    Lengths are checked before anything else: encoding a host of 480 kB took five seconds.
+    Lengths are checked first, since encoding a host of 480 kB took five seconds.
     """
-    what = settings.what
+    subject = settings.subject
     if len(url) > _MAX_URL:
-        raise FetchError(f"the {what}'s URL has {len(url)} characters; at most {_MAX_URL} are taken")
+        raise FetchError(f"the {subject}'s URL has {len(url)} characters; at most {_MAX_URL} are taken")
     try:
         parts = urlsplit(url)
         if len(parts.hostname or "") > _MAX_HOST:
-            raise FetchError(f"the {what}'s URL has a host of more than {_MAX_HOST} characters; no name is that long")
+            raise FetchError(
+                f"the {subject}'s URL has a host of more than {_MAX_HOST} characters; no name is that long"
+            )
         host, port = (parts.hostname or "").encode("idna").decode(), parts.port or 443
-    except ValueError as error:  # UnicodeError is one
-        raise FetchError(f"the {what}'s URL can't be read ({error}); give one such as https://host/path") from None
+    except ValueError as error:  # UnicodeError is a subclass.
+        raise FetchError(f"the {subject}'s URL can't be read ({error}); give one such as https://host/path") from None
     if parts.scheme != "https":
-        raise FetchError(f"the {what}'s URL begins with {parts.scheme[:20]!r}; only https:// URLs are used")
+        raise FetchError(f"the {subject}'s URL begins with {parts.scheme[:20]!r}; only https:// URLs are used")
     if not host:
-        raise FetchError(f"the {what}'s URL names no host; give one such as https://host/path")
+        raise FetchError(f"the {subject}'s URL names no host; give one such as https://host/path")
     if parts.username is not None or parts.password is not None:
-        raise FetchError(f"the {what}'s URL has a user or password in it; give one without")
+        raise FetchError(f"the {subject}'s URL has a user or password in it; give one without")
     if port not in settings.ports:
-        raise FetchError(f"the {what}'s URL has port {port}; allowed: {', '.join(map(str, sorted(settings.ports)))}")
-    if is_address(host) and (problem := refusal(host, settings.allowed)):
+        raise FetchError(f"the {subject}'s URL has port {port}; allowed: {', '.join(map(str, sorted(settings.ports)))}")
+    if is_address(host) and (problem := explain_refusal(host, settings.allowed)):
         raise FetchError(f"{host} {problem}; only the public internet is reached")
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     if not (host + target).isascii() or not (host + target).isprintable():
-        raise FetchError(f"the {what}'s URL has characters that must be percent-encoded; encode them")
+        raise FetchError(f"the {subject}'s URL has characters that must be percent-encoded; encode them")
     return httpcore.URL(scheme="https", host=host, port=port, target=target)
 
 
 class Answer:
-    """The answer of a server that a client named: its status and headers, and its content as it comes.
+    """A server's answer: its status and headers, and its content as it arrives.
 
-    The last value counts of a header that comes more than once.
+    If a header is repeated, its last value counts.
     """
 
     def __init__(self, host: str, response: httpcore.Response) -> None:
@@ -136,19 +140,22 @@ async def request(
     *,
     owner: str = "",
 ) -> AsyncIterator[Answer]:
-    """Send a request and give the answer, its content not read yet.
+    """Send a request and yield the answer, before its content is read.
 
     Args:
-        method: such as "GET"
-        url: an https URL
-        settings: what may be asked; its time limit is the caller's to hold
-        headers: of the request, beside those that every request has
-        content: of the request
-        owner: for whom it is sent; names are looked up in turn by owner
+        method: The method, such as "GET".
+        url: An https URL.
+        settings: What may be fetched. The caller applies its time limit.
+        headers: Headers in addition to those that every request has.
+        content: The request's content.
+        owner: Who the request is for. Owners get the resolver in turn.
+
+    Yields:
+        The answer.
 
     Raises:
-        FetchError: whatever goes wrong with the URL or the server behind it. What the caller raises while it uses the
-            answer passes unchanged.
+        FetchError: Anything went wrong with the URL or the server behind it. Exceptions that the caller raises while
+            using the answer pass through unchanged.
     """
     checked = check_url(url, settings)
     host, port = checked.host.decode(), checked.port
@@ -170,7 +177,7 @@ async def request(
 
 
 async def _close(close: Callable[[], Awaitable[None]]) -> None:
-    """Close what was opened. The answer is known by then, and no server can change it by how it ends a connection."""
+    """Close a connection. Errors are only logged: the answer is known, however the server ends the connection."""
     try:
         await close()
     except Exception as error:
@@ -179,7 +186,7 @@ async def _close(close: Callable[[], Awaitable[None]]) -> None:
 
 @contextlib.contextmanager
 def _fetch_errors(host: str) -> Iterator[None]:
-    """Raise whatever goes wrong while a server is asked as `FetchError`: nothing of it is this service's fault."""
+    """Turn anything that goes wrong with a server into `FetchError`, since none of it is this service's fault."""
     try:
         yield
     except FetchError:
@@ -197,22 +204,22 @@ def _fetch_errors(host: str) -> Iterator[None]:
         raise FetchError(f"{host} broke TLS ({error.reason or 'unknown reason'})") from error
     except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, OSError) as error:
         raise FetchError(f"{host} did not answer as it should ({type(error).__name__}: {error})") from error
-    except Exception as error:  # what a server can do isn't known in full: the libraries below raise more than they say
+    except Exception as error:  # The libraries below raise more than they document, depending on what a server does.
         log.warning("a server was asked in vain", exc_info=error, extra={"fields": {"host": host}})
         raise FetchError(f"{host} did not answer as it should ({type(error).__name__})") from error
 
 
 async def fetch(url: str, settings: FetchSettings, into: IO[bytes], *, owner: str = "") -> None:
-    """Write the image at an https URL into a file; each redirect is checked anew.
+    """Fetch the image at an https URL into a file. Each redirect is checked anew.
 
     Args:
-        url: of the image
-        settings: what may be fetched
-        into: a file in memory, or of a fast disk: it is written to in the event loop
-        owner: for whom it is fetched; names are looked up in turn by owner
+        url: The image's URL.
+        settings: What may be fetched.
+        into: A file in memory or on a fast disk, since it is written to in the event loop.
+        owner: Who the image is for. Owners get the resolver in turn.
 
     Raises:
-        FetchError: saying why the image can't be had
+        FetchError: The image can't be fetched, for the reason in the message.
     """
     try:
         async with asyncio.timeout(settings.timeout_s):
@@ -220,10 +227,10 @@ async def fetch(url: str, settings: FetchSettings, into: IO[bytes], *, owner: st
                 async with request("GET", url, settings, _IMAGE, owner=owner) as answer:
                     location = answer.headers.get("location")
                     if answer.status not in _REDIRECTS or location is None:
-                        return await _content(answer, settings, into)
+                        return await _copy_content(answer, settings, into)
                 try:
                     url = urljoin(url, location)
-                except ValueError:  # what is no URL is refused as what it is
+                except ValueError:  # The next request rejects it with the proper message.
                     url = location
     except TimeoutError:
         raise FetchError(
@@ -232,7 +239,7 @@ async def fetch(url: str, settings: FetchSettings, into: IO[bytes], *, owner: st
     raise FetchError(f"the image's URL redirects more than {_MOST_REDIRECTS} times; give its last address")
 
 
-async def _content(answer: Answer, settings: FetchSettings, into: IO[bytes]) -> None:
+async def _copy_content(answer: Answer, settings: FetchSettings, into: IO[bytes]) -> None:
     if answer.status != 200:
         raise FetchError(f"the image's server answered with status {answer.status}; check the image's URL")
     encoding = answer.headers.get("content-encoding", "identity").lower()
@@ -240,47 +247,45 @@ async def _content(answer: Answer, settings: FetchSettings, into: IO[bytes]) -> 
         raise FetchError(f"the image came in encoding {encoding[:20]!r}, which wasn't asked for")
     announced, size = answer.headers.get("content-length", ""), 0
     if _SIZE.fullmatch(announced) and int(announced) > settings.max_bytes:
-        raise _too_large(settings)
+        raise _too_large_error(settings)
     async with contextlib.aclosing(answer.chunks()) as chunks:
         async for chunk in chunks:
             size += len(chunk)
             if size > settings.max_bytes:
-                raise _too_large(settings)
+                raise _too_large_error(settings)
             into.write(chunk)
 
 
-def _too_large(settings: FetchSettings) -> FetchError:
-    return FetchError(
-        f"the image has more than {settings.max_bytes} bytes, which is all that is taken; shrink it first"
-    )
+def _too_large_error(settings: FetchSettings) -> FetchError:
+    return FetchError(f"the image has more than {settings.max_bytes} bytes, the most that is accepted; shrink it first")
 
 
 class CheckedNetwork(httpcore.AnyIOBackend):
-    """The network, of which only public addresses are reached: names are resolved and checked here, and only here."""
+    """A network backend that reaches only public addresses. Names are resolved and checked here, and nowhere else."""
 
     def __init__(self, settings: FetchSettings, owner: str) -> None:
         self._settings, self._owner = settings, owner
 
     async def connect_tcp(self, host: str, port: int, *options: Any, **named: Any) -> httpcore.AsyncNetworkStream:
-        """Connect to a checked address of a host; raises `FetchError` unless all of them may be connected to."""
-        return await super().connect_tcp(await self._checked_address(host, port), port, *options, **named)
+        """Connect to a checked address of a host; raises `FetchError` unless all its addresses are permitted."""
+        return await super().connect_tcp(await self._resolve_checked(host, port), port, *options, **named)
 
-    async def _checked_address(self, host: str, port: int) -> str:
+    async def _resolve_checked(self, host: str, port: int) -> str:
         resolver = self._settings.resolver
         try:
             if resolver is not None:
-                found = await resolver(host, port)
+                addresses = await resolver(host, port)
             else:
-                found = await process_resolver().resolve(host, port, self._owner)
-        except (OSError, UnicodeError) as error:  # the latter for a name that can't be written in DNS
+                addresses = await get_resolver().resolve(host, port, self._owner)
+        except (OSError, UnicodeError) as error:  # UnicodeError: the name can't be written in DNS.
             reason = getattr(error, "strerror", None) or error
             raise FetchError(
-                f"the name {host} has no address ({reason}); check the {self._settings.what}'s URL"
+                f"the name {host} has no address ({reason}); check the {self._settings.subject}'s URL"
             ) from None
-        for address in found:
-            # Which one isn't said: it would reveal what this network's names resolve to.
-            if problem := refusal(address, self._settings.allowed):
+        for address in addresses:
+            # The address isn't quoted, since it would reveal what names of this network resolve to.
+            if problem := explain_refusal(address, self._settings.allowed):
                 raise FetchError(f"{host} {problem}; only the public internet is reached")
-        if not found:
-            raise FetchError(f"the name {host} has no address; check the {self._settings.what}'s URL")
-        return next((address for address in found if ":" not in address), found[0])  # IPv4, if there is
+        if not addresses:
+            raise FetchError(f"the name {host} has no address; check the {self._settings.subject}'s URL")
+        return next((address for address in addresses if ":" not in address), addresses[0])  # IPv4, if there is

@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-_THREADS = 32  # Look-ups at a time in this process.
-_THREADS_OF_AN_OWNER = 8  # A name server that never answers holds each of them for some ten seconds.
+_THREADS = 32  # Concurrent look-ups in this process.
+_THREADS_OF_AN_OWNER = 8  # Of these, one owner's. A name server that never answers blocks each for some ten seconds.
 
 
-def system_addresses(host: str, port: int) -> list[str]:
-    """Return all addresses of a name by the system's resolver, which may take many seconds; raises `OSError`."""
+def look_up_with_system(host: str, port: int) -> list[str]:
+    """Return all addresses of a name from the system's resolver, which may take many seconds; raises `OSError`."""
     entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
@@ -21,15 +21,15 @@ def system_addresses(host: str, port: int) -> list[str]:
 class Resolver:
     """Looks names up in a bounded number of threads, which owners get in turn. It may be used from any event loop.
 
-    The system's look-up can't be interrupted. A thread therefore counts until it has ended, also where nobody waits
-    for it any more. Threads are daemons: a slow name doesn't hold up the end of the process.
+    The system's look-up can't be interrupted, so a thread counts until it has ended, even if nobody waits for it any
+    more. Threads are daemons, so that a slow name doesn't delay the end of the process.
     """
 
     def __init__(
         self,
         threads: int = _THREADS,
         threads_of_an_owner: int = _THREADS_OF_AN_OWNER,
-        look_up: Callable[[str, int], list[str]] = system_addresses,
+        look_up: Callable[[str, int], list[str]] = look_up_with_system,
     ) -> None:
         self._free, self._of_an_owner, self._look_up = threads, threads_of_an_owner, look_up
         self._lock = threading.Lock()
@@ -37,12 +37,12 @@ class Resolver:
         self._running: dict[str, int] = {}
 
     async def resolve(self, host: str, port: int, owner: str) -> list[str]:
-        """Return all addresses of a name; raises `OSError` where it has none.
+        """Return all addresses of a name; raises `OSError` if it has none.
 
         Args:
-            host: the name
-            port: the port that is to be connected to
-            owner: for whom the name is looked up, such as the id of an API key
+            host: The name.
+            port: The port to connect to.
+            owner: Who the name is looked up for, such as the id of an API key.
         """
         lookup = _Lookup(owner, host, port)
         with self._lock:
@@ -55,7 +55,7 @@ class Resolver:
             threading.Thread(target=self._run, args=(lookup,), name="resolver", daemon=True).start()
 
     def _take_next(self) -> "_Lookup | None":
-        """Return the look-up to start now: of the owner with the fewest threads, of those the one longest unserved."""
+        """Return the next look-up: of the owner with the fewest threads; among equals, of that served longest ago."""
         with self._lock:
             while self._free:
                 owners = [owner for owner in self._waiting if self._running.get(owner, 0) < self._of_an_owner]
@@ -65,8 +65,8 @@ class Resolver:
                 queue = self._waiting.pop(owner)
                 lookup = queue.popleft()
                 if queue:
-                    self._waiting[owner] = queue  # behind all other owners
-                if lookup.addresses.set_running_or_notify_cancel():  # false where nobody waits for it any more
+                    self._waiting[owner] = queue  # Behind all other owners.
+                if lookup.addresses.set_running_or_notify_cancel():  # False if nobody waits for it any more.
                     self._free -= 1
                     self._running[owner] = self._running.get(owner, 0) + 1
                     return lookup
@@ -75,7 +75,7 @@ class Resolver:
     def _run(self, lookup: "_Lookup") -> None:
         try:
             addresses, failure = self._look_up(lookup.host, lookup.port), None
-        except Exception as error:  # it is raised where the addresses are awaited
+        except Exception as error:  # Raised where the addresses are awaited.
             addresses, failure = [], error
         with self._lock:
             self._free += 1
@@ -96,6 +96,6 @@ class _Lookup:
 
 
 @functools.cache
-def process_resolver() -> Resolver:
-    """Return the resolver that this whole process shares, since its threads are bounded together."""
+def get_resolver() -> Resolver:
+    """Return the resolver that the whole process shares, so that its threads are limited together."""
     return Resolver()

@@ -1,6 +1,6 @@
-"""Webhooks: call a client's server when a video has ended, signed as OpenAI's are, at least once.
+"""Call clients' webhooks when videos have ended, at least once each, signed like OpenAI's.
 
-The signature is that of https://www.standardwebhooks.com: OpenAI's client checks it with `webhooks.unwrap`.
+The signature follows https://www.standardwebhooks.com. OpenAI's client checks it with `webhooks.unwrap`.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 _JSON = {"Content-Type": "application/json"}
 _PREFIX = "whsec_"
-_LOOK_S = 1.0  # for more that are due, while some are called
-_LEAST_BYTES = 16  # of a secret
-# Seconds until the next attempt; after the last one nobody tries any more. A day and a half in all.
+_LOOK_S = 1.0  # Between two looks for deliveries that are due, while others are under way.
+_MIN_SECRET_BYTES = 16
+# Seconds until the next attempt. After the last one a delivery is given up, a day and a half after the first attempt.
 _PAUSES_S = (5, 30, 120, 600, 1800, 7200, 21600, 43200, 43200)
 
 
@@ -46,10 +46,10 @@ class Webhooks:
         self._limits = limits
 
     async def call_due(self) -> int:
-        """Call all that are due, some of each owner at a time; return how many those were.
+        """Call all webhooks that are due, a few of each owner at a time, and return their number.
 
-        Calls settle their own exceptions, and one that can't be claimed leaves those under way alone: no client's
-        server, and no failure of the database, ends the calls of others.
+        Calls handle their own exceptions, and a failed claim doesn't affect calls under way. So neither a client's
+        server nor a failure of the database ends other calls.
         """
         count, owners = 0, dict[asyncio.Task[None], str]()
         async with asyncio.TaskGroup() as group:
@@ -58,7 +58,7 @@ class Webhooks:
                 if due is not None:
                     owners[group.create_task(self._call(due))] = due.job.owner
                     count += 1
-                elif owners:  # Those that never answer hold up no others, which come meanwhile.
+                elif owners:  # Look for more meanwhile, so that servers that never answer delay no others.
                     done, _ = await asyncio.wait(owners, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
                         del owners[task]
@@ -66,7 +66,7 @@ class Webhooks:
                     return count
 
     async def _claim(self, calls: Mapping[asyncio.Task[None], str]) -> Delivery | None:
-        """Take a delivery of an owner that has room; None where none is due, or none can be claimed now."""
+        """Claim a delivery of an owner below its limit; None if none is due, or if the claim fails."""
         busy = [
             owner for owner, calling in Counter(calls.values()).items() if calling >= self._limits.webhooks_of_a_key
         ]
@@ -80,7 +80,7 @@ class Webhooks:
             return None
 
     async def _call(self, delivery: Delivery) -> None:
-        """Call a webhook and record how that went; whatever is raised is settled here."""
+        """Call a webhook and record the outcome. This handles all exceptions."""
         problem = await self._post(delivery)
         last = delivery.attempts > len(_PAUSES_S)
         outcome = "delivered" if problem is None else "given_up" if last else "failed"
@@ -98,10 +98,10 @@ class Webhooks:
             _log_unforeseen("webhook not noted", delivery, error)
 
     async def _post(self, delivery: Delivery) -> str | None:
-        """Send what a job has become; return what is wrong with how that was answered, None where nothing is."""
+        """Send a job's end to its webhook; return what went wrong, or None."""
         job = delivery.job
         try:
-            status = await post(delivery.url, signed(job, self._secret), self._fetching, owner=job.owner)
+            status = await post(delivery.url, sign(job, self._secret), self._fetching, owner=job.owner)
         except FetchError as error:
             return str(error)
         except Exception as error:
@@ -114,8 +114,8 @@ def _log_unforeseen(event: str, delivery: Delivery, error: Exception) -> None:
     log.error(event, exc_info=error, extra={"fields": {"job": delivery.job.id, "attempt": delivery.attempts}})
 
 
-def signed(job: Job, secret: bytes) -> tuple[bytes, dict[str, str]]:
-    """Return the body and headers of a job's end. The id is the same in every attempt."""
+def sign(job: Job, secret: bytes) -> tuple[bytes, dict[str, str]]:
+    """Return the body and signed headers that report a job's end. Their id is the same in every attempt."""
     event, moment = f"evt_{job.id}", int(time.time())
     body = {
         "id": event,
@@ -135,16 +135,16 @@ def signed(job: Job, secret: bytes) -> tuple[bytes, dict[str, str]]:
 
 
 async def post(url: str, message: tuple[bytes, dict[str, str]], fetching: FetchSettings, *, owner: str = "") -> int:
-    """Send a message to a public https URL and return the status; redirects aren't followed.
+    """Send a message to a public https URL and return the status. Redirects aren't followed.
 
     Args:
-        url: an https URL
-        message: content, and the headers that sign it
-        fetching: which URLs may be asked, and for how long
-        owner: of the job; names are looked up in turn by owner
+        url: An https URL.
+        message: The content, and the headers that sign it.
+        fetching: Which URLs may be called, and for how long.
+        owner: The job's owner. Owners get the resolver in turn.
 
     Raises:
-        FetchError: whatever goes wrong with the URL or the server behind it
+        FetchError: Anything went wrong with the URL or the server behind it.
     """
     content, headers = message
     try:
@@ -158,9 +158,14 @@ async def post(url: str, message: tuple[bytes, dict[str, str]], fetching: FetchS
 
 
 def read_secret(file: Path, *, make: bool = False) -> bytes:
-    """Return the secret of a file, "whsec_" and base64; raises `InvalidInput`.
+    """Read the secret of a file that contains "whsec_" and base64.
 
-    make  write one where there is none
+    Args:
+        file: The file.
+        make: Whether to create the file with a new secret if it doesn't exist.
+
+    Raises:
+        InvalidInput: The file can't be read or holds no such secret.
     """
     try:
         if make and not file.exists():
@@ -173,8 +178,8 @@ def read_secret(file: Path, *, make: bool = False) -> bytes:
         raise InvalidInput(f"can't read {file} ({error.strerror}), the secret that webhooks are signed with") from None
     except (binascii.Error, UnicodeDecodeError):
         raise InvalidInput(f"{file} holds no secret of the form whsec_BASE64; remove it, and one is made") from None
-    if len(secret) < _LEAST_BYTES:  # a crash may have left it empty, and an empty key signs, too
+    if len(secret) < _MIN_SECRET_BYTES:  # A crash may have left the file empty, and even an empty key could sign.
         raise InvalidInput(
-            f"{file} holds a secret of {len(secret)} bytes, at least {_LEAST_BYTES} are needed; remove it"
+            f"{file} holds a secret of {len(secret)} bytes, at least {_MIN_SECRET_BYTES} are needed; remove it"
         )
     return secret

@@ -1,1 +1,1 @@
-"""The worker: claims jobs, has their videos made, and keeps queue and storage in order."""
+"""The worker: claims jobs, has their videos made, and maintains the queue and the storage."""

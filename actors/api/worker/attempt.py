@@ -1,4 +1,4 @@
-"""One attempt of a worker at a job: have it made, renew its lease, and end it exactly once."""
+"""One attempt at a job: make its video, renew its lease, and end it exactly once."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from PIL import Image
 from actors.api.catalogue import Catalogue
 from actors.api.variants import VARIANTS
 from actors.api.worker.context import WorkerContext
-from actors.api.worker.previews import BrokenVideo, previews
+from actors.api.worker.previews import BrokenVideo, make_previews
 from actors.api.worker.progress import Tracker
 from actors.errors import PipelineError, RequestFailed
 from actors.jobs.errors import CommitUncertain, LeaseLost, StoreUnavailable
@@ -30,39 +30,45 @@ from wan_tpu.storage.base import Missing, Storage, StorageError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_HEARTBEAT_S = 1.0  # how late a person sees a step, and a worker that it is to stop
-_PAUSE_S = 5.0  # before the next claim, when the pipeline as a whole can't be used
-_ATTEMPTS = 20  # of a job, while it is the pipeline or the database that fails, not the job
-_READS = 8  # attempts to read an input, with growing pauses
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0  # between two attempts to store a result
+_HEARTBEAT_S = 1.0  # Delay until a client sees a step, and until the worker learns that it must stop.
+_PAUSE_S = 5.0  # Pause before the next claim when the pipeline as a whole can't be used.
+_ATTEMPTS = 20  # Attempts at a job while the pipeline or the database fails, not the job.
+_READS = 8  # Attempts to read an input, with growing pauses.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0  # Pauses between two attempts to store a result.
 
 
 class InputGone(Exception):
-    """Storage answers, and doesn't have what the job was accepted with: no other attempt would find it."""
+    """Storage works, but doesn't have an input of the job, so that another attempt wouldn't find it either."""
 
 
 class Attempt:
-    """One job, from its claim until this worker is rid of it."""
+    """One job, from its claim until this worker has ended it or given it back."""
 
-    def __init__(self, tools: WorkerContext, job: Job, pause: Callable[[float], Awaitable[None]]) -> None:
-        """pause: stops claims for so many seconds; returns when none is under way."""
-        self._tools, self._job, self._pause = tools, job, pause
-        self._queue, self._storage = tools.queue, tools.storage
-        self._chips = tools.settings.chips
-        self._tracker = Tracker(self._job, tools.pace.of(self._job.request), self._chips, tools.settings.dollars)
+    def __init__(self, context: WorkerContext, job: Job, pause: Callable[[float], Awaitable[None]]) -> None:
+        """Set up the attempt.
+
+        Args:
+            context: What the worker's process shares.
+            job: The claimed job.
+            pause: Stops claims for so many seconds, and returns when no claim is under way.
+        """
+        self._context, self._job, self._pause = context, job, pause
+        self._queue, self._storage = context.queue, context.storage
+        self._chips = context.settings.chips
+        self._tracker = Tracker(self._job, context.pace.get(self._job.request), self._chips, context.settings.dollars)
         self._start_s, self._start = time.time(), time.monotonic()
-        self._stopped: str | None = None  # why the job is to stop
-        self._lost = False
+        self._stop_code: str | None = None  # Why the job must stop, once it must.
+        self._lease_lost = False
 
     async def run(self) -> None:
-        """Make the video and end the job; when cancelled, give it back."""
+        """Make the video and end the job. When cancelled, give the job back."""
         log_event(log, "begun", job=self._job.id, attempt=self._job.attempts, worker=self._job.worker)
         making = asyncio.create_task(self._make())
         heartbeats = asyncio.create_task(self._send_heartbeats(making))
         try:
             await asyncio.wait([making])
-            await self._end(making)  # the lease is renewed until that is recorded
-        except BaseException as error:  # the worker shuts down, or the end can't be recorded: another has a try
+            await self._record_end(making)  # The lease is renewed until the end is recorded.
+        except BaseException as error:  # The worker shuts down, or can't record the end: another worker will try.
             making.cancel()
             refused = isinstance(error, Exception)
             if refused:
@@ -72,7 +78,8 @@ class Attempt:
             with contextlib.suppress(LeaseLost, StoreUnavailable):
                 if refused and self._job.attempts >= _ATTEMPTS:
                     message = f"given up after {self._job.attempts} attempts; its end could not be recorded"
-                    await self._ended(await asyncio.to_thread(self._queue.fail, self._job, "internal_error", message))
+                    failed = await asyncio.to_thread(self._queue.fail, self._job, "internal_error", message)
+                    await self._clean_up(failed)
                 else:
                     await asyncio.to_thread(self._queue.release, self._job)
                     log_event(log, "released", job=self._job.id, worker=self._job.worker)
@@ -82,45 +89,45 @@ class Attempt:
             await asyncio.wait([heartbeats])
 
     async def _make(self) -> tuple[dict[str, str], tuple[str, ...]]:
-        """Return the results' names in storage, once they are there, and warnings."""
+        """Make and store the results; return their names in storage, and warnings."""
         try:
-            request = await self._insist(_request, self._job, self._storage, self._tools.settings.catalogue)
+            request = await self._insist(_rebuild_request, self._job, self._storage, self._context.settings.catalogue)
         except Missing:
             raise InputGone("an image of it isn't in storage any more; send the request again") from None
-        except StorageError as error:  # told as the pipeline's, or every job that waits would fail
+        except StorageError as error:  # Raised as the pipeline's error, or every waiting job would fail.
             raise PipelineError("its image can't be read now") from error
-        engine = self._tools.engine
-        plan = engine.model.plan(request)  # now: jobs outlive upgrades, and their adapters may have moved
+        engine = self._context.engine
+        plan = engine.model.plan(request)  # Planned now, since jobs outlive upgrades and their adapters may have moved.
         video = await engine.generate(plan, id=self._job.id, on_event=self._note, priority=self._job.priority)
-        made = {"video": video.mp4}
-        if self._tools.previews:
+        results = {"video": video.mp4}
+        if self._context.previews:
             size = {name: int(self._job.request[name]) for name in ("height", "width", "frames")}
-            made |= await asyncio.to_thread(previews, video.mp4, **size)
-        prefix = f"{self._job.id}.{self._job.attempts}"  # a name of this attempt and content, that no other has
+            results |= await asyncio.to_thread(make_previews, video.mp4, **size)
+        prefix = f"{self._job.id}.{self._job.attempts}"  # Names are unique to this attempt and content.
         names = {
             variant: f"{prefix}.{hashlib.sha256(content).hexdigest()[:16]}.{VARIANTS[variant][1]}"
-            for variant, content in made.items()
+            for variant, content in results.items()
         }
         await self._insist(self._queue.announce, self._job, list(names.values()))
-        for variant, content in made.items():
+        for variant, content in results.items():
             await self._store(names[variant], content)
         return names, video.warnings
 
     async def _store(self, name: str, content: bytes) -> None:
-        """Write a result, however long it takes: the video is made, and the next job's would have no place either."""
+        """Write a result, however long it takes: the next job couldn't store its video either."""
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 return await asyncio.to_thread(self._storage.write, name, content)
             except StorageError as error:
                 log_event(log, "not stored yet", logging.WARNING, job=self._job.id, reason=str(error))
-                await self._pause(2 * pause_s)  # so that none is claimed in between
+                await self._pause(2 * pause_s)  # So that no job is claimed in between.
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _note(self, span: Span) -> None:
         self._tracker.note(span)
-        meters = self._tools.meters
+        meters = self._context.meters
         if span.kind == "fetch":
             meters.handoff_s.labels(span.stage).observe(span.seconds)
         elif span.kind == "compile":
@@ -131,32 +138,32 @@ class Attempt:
                 meters.step_s.labels(span.stage).observe(span.seconds)
 
     async def _send_heartbeats(self, making: asyncio.Task[Any]) -> None:
-        """Renew the lease and report progress; stop the work when there is reason to."""
+        """Renew the lease and report progress. Stop the work if the job must stop or the lease is lost."""
         while True:
             try:
-                self._job.progress = self._tracker.progress()
+                self._job.progress = self._tracker.estimate()
                 stop_code = await asyncio.to_thread(self._queue.heartbeat, self._job)
             except LeaseLost:
-                self._lost = True
+                self._lease_lost = True
                 making.cancel()
                 return
             except StoreUnavailable as error:
                 log_event(log, "no heartbeat", logging.WARNING, job=self._job.id, reason=str(error))
-            except Exception:  # the lease runs out if it goes on, and is renewed if it doesn't
+            except Exception:  # If this persists, the lease runs out; if not, the next heartbeat renews it.
                 log.exception("no heartbeat", extra={"fields": {"job": self._job.id}})
             else:
-                if stop_code is not None and self._stopped is None:
-                    self._stopped = stop_code
+                if stop_code is not None and self._stop_code is None:
+                    self._stop_code = stop_code
                     making.cancel()
             await asyncio.sleep(_HEARTBEAT_S)
 
-    async def _end(self, making: asyncio.Task[tuple[dict[str, str], tuple[str, ...]]]) -> None:
+    async def _record_end(self, making: asyncio.Task[tuple[dict[str, str], tuple[str, ...]]]) -> None:
         job: Job | None
         try:
-            if self._lost:
+            if self._lease_lost:
                 raise LeaseLost("seen by a heartbeat")
-            if self._stopped is not None:
-                job = await self._insist(self._queue.fail, self._job, self._stopped, "")
+            if self._stop_code is not None:
+                job = await self._insist(self._queue.fail, self._job, self._stop_code, "")
             elif making.cancelled():
                 job = await self._fail(asyncio.CancelledError("the engine cancelled it, and nobody else did"))
             elif (error := making.exception()) is not None:
@@ -168,10 +175,10 @@ class Attempt:
             log_event(log, "lost", logging.WARNING, job=self._job.id, worker=self._job.worker)
             return
         if job is not None:
-            await self._ended(job)
+            await self._clean_up(job)
 
     async def _fail(self, error: BaseException) -> Job | None:
-        """End the job if it is to blame, else give it back; return it when it has ended."""
+        """Fail the job if the error is its own fault, else give it back. Return the job if it has ended."""
         if isinstance(error, LeaseLost):
             raise error
         code, message = _blame(error)
@@ -187,33 +194,38 @@ class Attempt:
             message = "the pipeline failed; its log says why"
         return await self._insist(self._queue.fail, self._job, code, message)
 
-    async def _ended(self, job: Job) -> None:
-        """Let go of what an ended job is resumed from, and count it."""
-        await self._tools.engine.forget(job.id)
+    async def _clean_up(self, job: Job) -> None:
+        """Drop the snapshots of an ended job, and count it in the metrics."""
+        await self._context.engine.forget(job.id)
         seconds = time.monotonic() - self._start
-        meters = self._tools.meters
+        meters = self._context.meters
         meters.jobs.labels(job.status).inc()
         if job.status == "completed":
-            self._tracker.completed(seconds)
+            self._tracker.learn(seconds)
             meters.job_s.observe(seconds)
             for stage, used in self._tracker.stage_seconds.items():
                 meters.stage_s.labels(stage).observe(used)
         else:
             meters.failures.labels(job.error_code or "").inc()
-        if self._tools.traces is not None:
-            self._tools.traces.export(job, self._tracker.times, self._start_s, time.time())
+        if self._context.traces is not None:
+            self._context.traces.export(job, self._tracker.times, self._start_s, time.time())
         spent = {stage: round(used_s, 3) for stage, used_s in job.stage_seconds.items()}
         log_event(log, job.status, job=job.id, code=job.error_code, seconds=round(seconds, 2), stages=spent)
 
     async def _insist(self, change: Callable[..., T], *args: Any) -> T:
-        """Change the database, when need be once it is back, or try to read from storage; raises `LeaseLost`."""
+        """Call a function that uses the database or storage, again and again while they are unavailable.
+
+        Raises:
+            LeaseLost: The job isn't this worker's any more.
+            StorageError: Storage was unavailable `_READS` times.
+        """
         attempt, uncertain = 0, False
         while True:
             try:
                 return await asyncio.to_thread(change, *args)
             except LeaseLost:
-                if uncertain and (job := await asyncio.to_thread(self._tools.store.get, self._job.id)).ended:
-                    return job  # type: ignore[return-value] # by the change whose answer was lost
+                if uncertain and (job := await asyncio.to_thread(self._context.store.get, self._job.id)).ended:
+                    return job  # type: ignore[return-value] # Ended by the change whose answer was lost.
                 raise
             except (StoreUnavailable, StorageError) as error:
                 uncertain |= isinstance(error, CommitUncertain)
@@ -224,19 +236,19 @@ class Attempt:
                 await asyncio.sleep(min(10.0, 0.25 * 2 ** min(attempt, 6)))
 
 
-def _request(job: Job, storage: Storage, catalogue: Catalogue) -> GenerationRequest:
-    """Return what the pipeline takes, from what was accepted; raises `PipelineError` for what a later version did."""
+def _rebuild_request(job: Job, storage: Storage, catalogue: Catalogue) -> GenerationRequest:
+    """Rebuild an accepted job's request; raises `PipelineError` if a later version accepted it with new fields."""
     fields = {name: value for name, value in job.request.items() if name not in BESIDE}
     if unknown := fields.keys() - FIELDS:
         raise PipelineError(f"a later version has accepted it, with {', '.join(unknown)}; one of its workers makes it")
-    fields["loras"] = catalogue.loras(fields.get("loras", ()))
+    fields["loras"] = catalogue.resolve(fields.get("loras", ()))
     for field, name in (("image", job.input_image), ("last_image", job.input_last_image)):
         fields[field] = None if name is None else Image.open(io.BytesIO(storage.read(name))).convert("RGB")
     return GenerationRequest(**fields)
 
 
 def _blame(error: BaseException) -> tuple[str | None, str]:
-    """Return the code of a failure that is the job's own, None when the pipeline failed; and the reason."""
+    """Return the code of a failure, or None if the job isn't to blame, and the reason."""
     match error:
         case RequestFailed(code="invalid" | "unhealthy"):
             return error.code, str(error)
@@ -250,8 +262,8 @@ def _blame(error: BaseException) -> tuple[str | None, str]:
             return INPUT_LOST, str(error)
         case InvalidRequest():
             return INVALID, str(error)
-        case WanTpuError():  # of what the job shares with others: the pipeline, storage, a hub
+        case WanTpuError():  # Something that jobs share failed: the pipeline, storage, a hub.
             return None, str(error)
-    if type(error).__module__.split(".")[0] == "ray":  # the pipeline's way to its slices is gone, not the job's fault
+    if type(error).__module__.split(".")[0] == "ray":  # The slices can't be reached, which isn't the job's fault.
         return None, f"{type(error).__name__}: {error}"
     return INTERNAL_ERROR, f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What a worker's process holds: the database, the storage, what makes the videos."""
+"""What a worker's process shares: database, storage, metrics, and the engine that makes videos."""
 
 from pathlib import Path
 from typing import Protocol
@@ -15,22 +15,23 @@ from actors.jobs.work import WorkQueue
 from actors.slices.snapshots import Snapshots
 from wan_tpu.storage.opening import open_storage
 
-_RECENT = 20  # jobs that completed before, from which is known what sizes take
+_RECENT = 20  # Completed jobs from which the durations by size are known at the start.
 
 
 class WorkerEngine(Engine, Protocol):
-    """An engine that may be away for a while: `actors.pipeline.client.PipelineClient`."""
+    """An engine that may be unavailable for a while: `actors.pipeline.client.PipelineClient`."""
 
     async def check_ready(self) -> None:
-        """Raise when it can't be used now; asked before the first job, and after it has failed."""
+        """Raise if the engine can't be used now. This is called before the first job, and after a failure."""
 
 
 class WorkerContext:
     """Opened once in a worker's process.
 
-    snapshots  what the engine has stored of unfinished jobs
-    traces     of the jobs that end, if they are wanted
-    previews   whether pictures are made of the videos: of simulated ones, which are no mp4, they can't be
+    Attributes:
+        snapshots: Snapshots that the engine has stored of unfinished jobs.
+        traces: Exports traces of the jobs that end, if wanted.
+        previews: Whether to make pictures of the videos. Simulated videos aren't mp4 files and have none.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class WorkerContext:
         traces: Traces | None = None,
         previews: bool = True,
     ) -> None:
-        """Open everything; raises `InvalidInput` where something can't be used."""
+        """Open everything; raises `InvalidInput` if something can't be used."""
         self.settings, self.engine, self.snapshots = settings, engine, snapshots
         self.traces, self.previews, self.meters = traces, previews, Meters()
         self.database = open_database(settings.database)

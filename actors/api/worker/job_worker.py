@@ -1,4 +1,4 @@
-"""A worker: takes jobs out of the queue, and has each made."""
+"""The worker's main loop: claim jobs from the queue and run an attempt at each."""
 
 import asyncio
 import contextlib
@@ -8,36 +8,36 @@ from concurrent.futures import ThreadPoolExecutor
 
 from actors.api.worker.attempt import Attempt
 from actors.api.worker.context import WorkerContext
-from actors.api.worker.maintenance import maintenance
+from actors.api.worker.maintenance import maintain
 from actors.jobs.tables import Job
 from actors.observe.logs import log_event
 from wan_tpu.errors import WanTpuError
 
 log = logging.getLogger(__name__)
 
-_URGENT = 2  # jobs beyond `concurrency` that are taken when they are more urgent than one that is under way
-_LOOK_S = 0.5  # for a job, when none waited
-_AGAIN_S = 2.0  # when database or pipeline didn't answer
-_THREADS = 32  # beside one for each job: a storage that hangs takes those, and leases are renewed all the same
+_URGENT = 2  # Jobs claimed beyond `concurrency` if they are more urgent than a running one.
+_LOOK_S = 0.5  # Pause between two looks for a job while none waits.
+_AGAIN_S = 2.0  # Pause after database or pipeline didn't answer.
+_THREADS = 32  # Threads beyond one per job, so that leases are renewed even while storage hangs.
 
 
 class JobWorker:
-    """One per process. What it does when the database or the storage can't be reached: try again."""
+    """The worker of a process. When the database or the storage can't be reached, it tries again."""
 
-    def __init__(self, name: str, tools: WorkerContext) -> None:
-        self.name, self._tools = name, tools
-        self._running: dict[str, tuple[asyncio.Task[None], int]] = {}  # job -> attempt, priority
-        self._ended_one = asyncio.Event()
-        self._paused_until = 0.0  # of time.monotonic()
-        self._doubtful = True  # whether engine and storage are to be tried before the next claim: one of them failed
+    def __init__(self, name: str, context: WorkerContext) -> None:
+        self.name, self._context = name, context
+        self._running: dict[str, tuple[asyncio.Task[None], int]] = {}  # Attempt and priority, by job.
+        self._job_ended = asyncio.Event()
+        self._paused_until = 0.0  # On the clock of time.monotonic().
+        self._must_check = True  # Whether to check engine and storage before the next claim, since one of them failed.
         self._claiming = asyncio.Lock()
 
     async def run(self) -> None:
-        """Work until this is cancelled; what is under way is given back then, for another worker to go on with."""
-        threads = _THREADS + self._tools.settings.concurrency + _URGENT
+        """Work until this is cancelled. Unfinished jobs are then given back for another worker to resume."""
+        threads = _THREADS + self._context.settings.concurrency + _URGENT
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads))
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(maintenance(self.name, self._tools))
+            tasks.create_task(maintain(self.name, self._context))
             while True:
                 job = await self._claim()
                 if job is not None:
@@ -45,49 +45,49 @@ class JobWorker:
                     continue
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(_LOOK_S, self._paused_until - time.monotonic())):
-                        await self._ended_one.wait()
-                self._ended_one.clear()
+                        await self._job_ended.wait()
+                self._job_ended.clear()
 
     async def _pause(self, seconds: float) -> None:
         self._paused_until = time.monotonic() + seconds
-        async with self._claiming:  # a claim under way would take the job that is about to be given back
-            self._doubtful = True
+        async with self._claiming:  # A claim under way could take the job that is about to be given back.
+            self._must_check = True
 
     async def _claim(self) -> Job | None:
-        """Claim a job if one more may run; beyond `concurrency` only one of a higher priority than one that runs."""
-        most, running = self._tools.settings.concurrency, [priority for _, priority in self._running.values()]
+        """Claim a job if one more may run. Beyond `concurrency`, it must have a higher priority than a running one."""
+        most, running = self._context.settings.concurrency, [priority for _, priority in self._running.values()]
         if time.monotonic() < self._paused_until or len(running) >= most + _URGENT:
             return None
         above = min(running) if len(running) >= most else None
         try:
             async with self._claiming:
-                if self._doubtful:  # neither a job's attempts nor hours of slices are spent on finding out
-                    await self._tools.engine.check_ready()
-                    await asyncio.to_thread(self._tools.storage.probe)
-                    self._doubtful = False
-                claim, model = self._tools.queue.claim, self._tools.settings.model
+                if self._must_check:  # So that finding out costs neither attempts of jobs nor hours of slices.
+                    await self._context.engine.check_ready()
+                    await asyncio.to_thread(self._context.storage.probe)
+                    self._must_check = False
+                claim, model = self._context.queue.claim, self._context.settings.model
                 return await asyncio.to_thread(claim, self.name, above=above, model=model)
         except WanTpuError as error:
             log_event(log, "no claim", logging.WARNING, reason=str(error))
-        except Exception:  # a worker that ended would leave the queue to others, which would end likewise
+        except Exception:  # If this worker ended, others would take over the queue and end likewise.
             log.exception("no claim")
         self._paused_until = time.monotonic() + _AGAIN_S
         return None
 
     async def _start(self, job: Job, tasks: asyncio.TaskGroup) -> None:
         before = self._running.get(job.id)
-        if before is not None:  # its lease had run out; the engine must be rid of it first
+        if before is not None:  # Its lease had run out. The engine must have dropped it before it starts again.
             before[0].cancel()
             await asyncio.wait([before[0]])
         self._running[job.id] = tasks.create_task(self._attempt(job)), job.priority
-        self._tools.meters.under_way.set(len(self._running))
+        self._context.meters.under_way.set(len(self._running))
 
     async def _attempt(self, job: Job) -> None:
         try:
-            await Attempt(self._tools, job, self._pause).run()
-        except Exception:  # others go on
+            await Attempt(self._context, job, self._pause).run()
+        except Exception:  # Other attempts go on.
             log.exception("attempt")
         finally:
             del self._running[job.id]
-            self._tools.meters.under_way.set(len(self._running))
-            self._ended_one.set()
+            self._context.meters.under_way.set(len(self._running))
+            self._job_ended.set()

@@ -1,4 +1,4 @@
-"""Maintenance, by every worker: all of it is safe to be done by several at once."""
+"""Maintenance that every worker does. Several may do it at once."""
 
 import asyncio
 import functools
@@ -16,34 +16,34 @@ from wan_tpu.errors import WanTpuError
 
 log = logging.getLogger(__name__)
 
-_QUEUE_S = 2.0  # between two looks for deadlines that passed, and for workers that are silent
+_QUEUE_S = 2.0  # Between two checks for passed deadlines and silent workers.
 _SWEEP_S = 30.0
 _WEBHOOKS_S = 1.0
 _ORPHANS_S = 600.0
 
 
-async def maintenance(name: str, tools: WorkerContext) -> None:
-    """Keep queue, storage and figures in order under a worker's name, until this is cancelled."""
+async def maintain(name: str, context: WorkerContext) -> None:
+    """Maintain queue and storage, and send a worker's heartbeats, until this is cancelled."""
 
     def check_queue() -> None:
-        for job in tools.queue.requeue_lost():
+        for job in context.queue.requeue_lost():
             log_event(log, "taken back", logging.WARNING, job=job)
-        for job in tools.queue.stop_overdue():
+        for job in context.queue.stop_overdue():
             log_event(log, "deadline", job=job)
 
     def sweep() -> None:
-        jobs, files = tools.retention.sweep()
+        jobs, files = context.retention.sweep()
         if jobs or files:
             log_event(log, "removed", jobs=jobs, files=files)
 
     def send() -> None:
-        send_heartbeat(tools.database, Heartbeat(name=name, kind="worker", metrics=tools.meters.text()))
+        send_heartbeat(context.database, Heartbeat(name=name, kind="worker", metrics=context.meters.text()))
 
     def clean_up() -> None:
-        if removed := remove_orphans(tools.store, tools.snapshots):
+        if removed := remove_orphans(context.store, context.snapshots):
             log_event(log, "snapshots removed", jobs=removed)
-        tools.snapshots.clean()
-        tools.storage.clean(PARTIAL_S)
+        context.snapshots.clean()
+        context.storage.clean(PARTIAL_S)
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -54,19 +54,19 @@ async def maintenance(name: str, tools: WorkerContext) -> None:
                 (clean_up, _ORPHANS_S),
             ):
                 tasks.create_task(repeat(log, "maintenance", functools.partial(asyncio.to_thread, work), every_s))
-            if tools.webhooks is not None:
-                tasks.create_task(repeat(log, "maintenance", tools.webhooks.call_due, _WEBHOOKS_S))
+            if context.webhooks is not None:
+                tasks.create_task(repeat(log, "maintenance", context.webhooks.call_due, _WEBHOOKS_S))
     finally:
         try:
-            await asyncio.to_thread(remove_heartbeat, tools.database, name)
+            await asyncio.to_thread(remove_heartbeat, context.database, name)
         except WanTpuError as error:
             log_event(log, "heartbeat stays", logging.WARNING, reason=str(error))
 
 
 def remove_orphans(store: JobStore, snapshots: Snapshots) -> int:
-    """Remove snapshots of jobs that ended otherwise than by their video, or were deleted; return of how many jobs.
+    """Remove snapshots of jobs that ended without a video or were deleted; return the number of such jobs.
 
-    Those of batches, which have other ids, stay.
+    Snapshots of batches, which have other ids, stay.
     """
     if not (ids := set(filter(is_id, snapshots.stems()))):
         return 0

@@ -1,4 +1,4 @@
-"""Pictures of a finished video: a thumbnail and a sheet of frames. Making them decodes all of it."""
+"""Make the thumbnail and the sheet of frames of a finished video, which decodes all of it."""
 
 import io
 import subprocess
@@ -17,14 +17,14 @@ class BrokenVideo(WanTpuError):
     """The mp4 can't be decoded."""
 
 
-def previews(mp4: bytes, *, height: int, width: int, frames: int) -> dict[str, bytes]:
-    """Return the thumbnail (WebP) and the sheet (JPEG) of a video by variant; raises `BrokenVideo`."""
-    pictures = _pictures(mp4, height=height, width=width, frames=frames)
-    sheet = _saved(grid(pictures), "JPEG", quality=85)
-    return {"thumbnail": _saved(pictures[0], "WEBP", quality=80), "spritesheet": sheet}
+def make_previews(mp4: bytes, *, height: int, width: int, frames: int) -> dict[str, bytes]:
+    """Return the thumbnail (WebP) and the sheet (JPEG) of a video, by variant; raises `BrokenVideo`."""
+    pictures = _decode_pictures(mp4, height=height, width=width, frames=frames)
+    sheet = _encode(grid(pictures), "JPEG", quality=85)
+    return {"thumbnail": _encode(pictures[0], "WEBP", quality=80), "spritesheet": sheet}
 
 
-def _pictures(mp4: bytes, *, height: int, width: int, frames: int) -> list[Image.Image]:
+def _decode_pictures(mp4: bytes, *, height: int, width: int, frames: int) -> list[Image.Image]:
     wide = min(WIDEST, width)
     tall = max(2, round(height * wide / width))
     chosen = fill_rows(frames, SHEET_FRAMES)
@@ -51,7 +51,7 @@ def _pictures(mp4: bytes, *, height: int, width: int, frames: int) -> list[Image
     ]
 
 
-def _saved(picture: Image.Image, kind: str, *, quality: int) -> bytes:
-    made = io.BytesIO()
-    picture.save(made, kind, quality=quality)
-    return made.getvalue()
+def _encode(picture: Image.Image, kind: str, *, quality: int) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, quality=quality)
+    return file.getvalue()

@@ -1,4 +1,4 @@
-"""How far a job is and what it has cost, from the spans of its slices. Percent are weighted by measured seconds."""
+"""Track a job's progress and cost from the spans of its slices. Percent is weighted by measured seconds."""
 
 from collections.abc import Mapping
 
@@ -8,27 +8,34 @@ from actors.jobs.values import Progress
 from actors.observe.span import Span
 from wan_tpu.plan import DECODER, ENCODER
 
-_NEW = 0.3  # weight of the latest measurement against those before
+_NEW = 0.3  # Weight of the latest measurement against earlier ones.
 _NEVER_COMPLETE = 99.9
 
 
 class Tracker:
-    """Follows one job through one attempt, and notes on it what it costs."""
+    """Follows one job through one attempt, and adds its cost to the job."""
 
     def __init__(
         self, job: Job, pace: Seconds, chips: Mapping[str, int], dollars: Mapping[str, float] | None = None
     ) -> None:
-        """chips: stage -> chips of its slice; dollars: what one of these costs an hour, where that is known."""
+        """Follow a job.
+
+        Args:
+            job: The job, whose costs are updated.
+            pace: The measured seconds of its size, which are updated.
+            chips: Number of chips of a stage's slice, by stage.
+            dollars: Price per hour of one of these chips, by stage, where known.
+        """
         self._job, self._pace, self._chips, self._dollars = job, pace, chips, dollars or {}
         self._steps = int(job.request["steps"])
         before = job.progress or Progress(stage=ENCODER)
         self._stage, self._step, self._percent = ENCODER, 0, before.percent
-        self._decoded, self._first = False, job.attempts <= 1
-        # When each stage of this attempt began and ended, by its slice's clock, and the seconds that it computed.
+        self._decoded, self._is_first_attempt = False, job.attempts <= 1
+        # When each stage of this attempt began and ended by its slice's clock, and for how many seconds it computed.
         self.times: dict[str, tuple[float, float, float]] = {}
 
     def note(self, span: Span) -> None:
-        """Take in what a slice has done."""
+        """Add a slice's span."""
         self._stage = span.stage
         first, last, computed = self.times.get(span.stage, (span.start_s, span.end_s, 0.0))
         computed += span.seconds if span.kind == "compute" else 0.0
@@ -45,12 +52,12 @@ class Tracker:
         elif span.stage == DECODER:
             self._decoded = True
 
-    def progress(self) -> Progress:
-        """Return how far it is; percent never fall, even when something was lost and is done again."""
+    def estimate(self) -> Progress:
+        """Return the progress. Percent never falls, even if lost work is repeated."""
         pace = self._pace
         encoded = self._stage != ENCODER or self._step > 0
         done = pace.encode * encoded + pace.step * self._step + pace.decode * self._decoded
-        whole = pace.alone_s(self._steps)
+        whole = pace.estimate_alone_s(self._steps)
         self._percent = max(self._percent, min(_NEVER_COMPLETE, 100 * done / max(whole, 1e-9)))
         return Progress(
             stage=self._stage,
@@ -60,15 +67,15 @@ class Tracker:
             eta_s=round(max(0.0, whole - done) * pace.wait, 1),
         )
 
-    def completed(self, seconds: float) -> None:
-        """Learn from a job that went through; seconds: from its claim to its end."""
+    def learn(self, seconds: float) -> None:
+        """Learn from the completed job, which took `seconds` from its claim to its end."""
         pace, mine = self._pace, self.stage_seconds
         pace.encode += _NEW * (mine.get(ENCODER, 0.0) - pace.encode)
         pace.decode += _NEW * (mine.get(DECODER, 0.0) - pace.decode)
-        if mine and self._first:
+        if mine and self._is_first_attempt:
             pace.wait += _NEW * (max(1.0, seconds / max(sum(mine.values()), 1e-9)) - pace.wait)
 
     @property
     def stage_seconds(self) -> dict[str, float]:
-        """What this attempt has computed, by stage."""
+        """Seconds that this attempt has computed, by stage."""
         return {stage: computed for stage, (_, _, computed) in self.times.items() if computed}

@@ -1,4 +1,4 @@
-"""A job as an OpenTelemetry trace: one span for the attempt, one for each stage in it. Off unless it is asked for."""
+"""Jobs as OpenTelemetry traces: one span for the attempt, and one for each stage in it. Off by default."""
 
 import os
 from collections.abc import Mapping
@@ -7,20 +7,20 @@ from typing import Any
 from actors.jobs.tables import Job
 from wan_tpu.errors import InvalidInput
 
-ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's own variable: where a collector listens
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's own variable for the address of a collector.
 
 
 class Traces:
     """Exports traces of jobs."""
 
     def __init__(self, provider: Any) -> None:
-        """provider: an `opentelemetry.sdk.trace.TracerProvider`."""
+        """Export through an `opentelemetry.sdk.trace.TracerProvider`."""
         self._provider = provider
         self._tracer = provider.get_tracer("wan-tpu")
 
     @classmethod
     def from_environment(cls) -> "Traces | None":
-        """Return where OTEL_EXPORTER_OTLP_ENDPOINT says, None without it; raises `InvalidInput`."""
+        """Return an exporter to OTEL_EXPORTER_OTLP_ENDPOINT, or None if it isn't set; raises `InvalidInput`."""
         if not os.environ.get(ENDPOINT):
             return None
         try:
@@ -37,11 +37,15 @@ class Traces:
         return cls(provider)
 
     def export(self, job: Job, stages: Mapping[str, tuple[float, float, float]], start_s: float, end_s: float) -> None:
-        """Export an attempt that ended the job; times as `time.time()`.
+        """Export the attempt that ended a job.
 
-        stages  stage -> when it began and ended, and the seconds that it computed
+        Args:
+            job: The job.
+            stages: When each stage began and ended, and the seconds that it computed, by stage.
+            start_s: When the attempt began, as Unix seconds.
+            end_s: When it ended.
         """
-        asked = job.request
+        request = job.request
         root = self._tracer.start_span(
             "video",
             start_time=_ns(start_s),
@@ -50,8 +54,8 @@ class Traces:
                 "status": job.status,
                 "error": job.error_code or "",
                 "attempt": job.attempts,
-                "size": f"{asked['width']}x{asked['height']}x{asked['frames']}",
-                "steps": asked["steps"],
+                "size": f"{request['width']}x{request['height']}x{request['frames']}",
+                "steps": request["steps"],
             },
         )
         from opentelemetry.trace import set_span_in_context
@@ -65,7 +69,7 @@ class Traces:
         root.end(end_time=_ns(end_s))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 

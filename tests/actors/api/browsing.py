@@ -1,4 +1,4 @@
-"""The page in a real browser: how tests open it, ask on it and look at it."""
+"""Helpers for the page in a real browser: open it, submit requests, and inspect it."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ SCHEMES = {"light": "rgb(247, 246, 243)", "dark": "rgb(19, 19, 21)"}
 
 
 def shot(page, name):
-    """Keep a picture where they are wanted, to be looked at."""
+    """Save a screenshot if screenshots are wanted."""
     if folder := os.environ.get("WAN_TPU_SCREENSHOTS"):
         test = os.environ["PYTEST_CURRENT_TEST"].split("::")[1].split(" ")[0]
         page.screenshot(path=Path(folder) / f"{test}-{name}.png", full_page=True)
@@ -28,7 +28,7 @@ def open_page(browser, address):
 
 
 def ask(page, prompt, *, size=None, **fields):
-    """Ask for a video; fields by their labels."""
+    """Request a video, with fields by their labels."""
     page.get_by_label("Prompt", exact=True).fill(prompt)
     page.locator("#ask details").evaluate("fold => { fold.open = true; }")
     if size is not None:
@@ -53,12 +53,12 @@ def error_of(page, field):
 
 
 def plays(page, where="#viewer"):
-    """Wait until a video has pictures. The page lets nobody evaluate strings in a loop of its own."""
+    """Wait until a video has frames, polling from here since the page's policy forbids evaluating strings."""
     wait_for(lambda: page.evaluate(f"(document.querySelector('{where} video') || {{}}).readyState >= 2"))
 
 
 def audit(page, phone=False):
-    """Have axe-core look at the page, in the light and in the dark, and as wide as a phone."""
+    """Check the page with axe-core, in light and dark mode, and at a phone's width."""
     for scheme, ground in SCHEMES.items():
         page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # No colour is half-way to another.
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground

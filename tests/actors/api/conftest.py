@@ -1,4 +1,4 @@
-"""Real HTTPS servers on this machine, with certificates that only these tests trust; the service; its page."""
+"""Fixtures: HTTPS servers with certificates that only these tests trust, the service, and its page."""
 
 import asyncio
 import collections
@@ -39,7 +39,7 @@ def trust(authority):
 
 
 class Server:
-    """An HTTPS server that answers each path with what it was given: bytes, a list of them, or a coroutine function."""
+    """An HTTPS server with an answer for each path: bytes, a list of bytes, or a coroutine function."""
 
     def __init__(self, context):
         self._context = context
@@ -75,19 +75,19 @@ class Server:
 
 @pytest.fixture
 def new_server(authority):
-    """Returns a server that isn't started yet, with a certificate for `name`."""
+    """Return a function that returns a server, not started yet, with a certificate for a name."""
 
-    def made(name=NAME):
+    def make_server(name=NAME):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         authority.issue_cert(name).configure_cert(context)
         return Server(context)
 
-    return made
+    return make_server
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """What workers do every few seconds, they do more often here."""
+    """Shorten the intervals of workers' periodic tasks."""
     monkeypatch.setattr(maintenance, "HEARTBEAT_S", 0.3)
     monkeypatch.setattr(maintenance, "_WEBHOOKS_S", 0.1)
 
@@ -117,61 +117,61 @@ def engine(tmp_path):
 
 @pytest.fixture
 def service(settings):
-    """The address of a service that nobody works for."""
+    """Return the address of a service without a worker."""
     with serving.served(settings) as address:
         yield address
 
 
 @pytest.fixture
 def client(service):
-    with OpenAI(base_url=f"{service}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with OpenAI(base_url=f"{service}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture
 def worker(settings, service, engine):
-    """A worker of the service, at work."""
+    """Run a worker of the service."""
     with serving.working(settings, engine) as tools:
         yield tools
 
 
 @pytest.fixture
 def http(service):
-    with httpx.Client(base_url=service, timeout=30) as made:
-        yield made
+    with httpx.Client(base_url=service, timeout=30) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium, for a module's tests of the page."""
+    """Return a Chromium for a module's tests of the page."""
     playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("there is no Chromium (Debian: apt-get install chromium)")
     with playwright_api.sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        yield made
-        made.close()
+        chromium_browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        yield chromium_browser
+        chromium_browser.close()
 
 
 @pytest.fixture
 def page(browser, service):
-    """The page of a service, open; what it asks elsewhere or complains of fails the test."""
+    """Open the page of a service. Requests to other servers and errors on its console fail the test."""
     from tests.actors.api.browsing import shot  # It needs playwright, which other tests don't.
 
-    made = browser.new_page()
-    made.set_default_timeout(15_000)
+    tab = browser.new_page()
+    tab.set_default_timeout(15_000)
     problems = []
-    made.on("request", lambda asked: asked.url.startswith((service, "data:", "blob:")) or problems.append(asked.url))
-    made.on("pageerror", lambda error: problems.append(str(error)))
-    made.on(
+    tab.on("request", lambda asked: asked.url.startswith((service, "data:", "blob:")) or problems.append(asked.url))
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.on(
         "console",
         lambda said: said.type == "error" and not re.search(EXPECTED, said.text) and problems.append(said.text),
     )
-    made.goto(service)
-    yield made
-    shot(made, "end")
-    made.close()
+    tab.goto(service)
+    yield tab
+    shot(tab, "end")
+    tab.close()
     assert problems == []
 
 
@@ -184,7 +184,7 @@ async def here(host, port):
 
 @pytest.fixture
 def hook(new_server):
-    """A client's HTTPS server, which runs."""
+    """Run a client's HTTPS server."""
     server = new_server()
     server.answers = collections.defaultdict(lambda: OK)
 

@@ -1,4 +1,4 @@
-"""Ray Serve with its own proxy, in a cluster of this machine alone: an application that says how long bodies are."""
+"""Run Ray Serve with its own proxy on this machine, with an application that returns the lengths of bodies."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A way to PostgreSQL that breaks at a moment of the test's choice: as a commit is asked for, or as it is answered."""
+"""A relay to PostgreSQL that breaks when a test wants it to: as a commit is sent, or as it is answered."""
 
 import contextlib
 import socket
@@ -27,7 +27,7 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Stop accepting connections."""
         self._listening.close()
 
     def _accept(self) -> None:
@@ -67,7 +67,7 @@ class Relay:
 
 
 def _shut(*sockets: socket.socket) -> None:
-    for one in sockets:
+    for connection in sockets:
         with contextlib.suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
-        one.close()
+            connection.shutdown(socket.SHUT_RDWR)
+        connection.close()

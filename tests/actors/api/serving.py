@@ -1,4 +1,4 @@
-"""The real application over real HTTP, and a real worker, without Ray: what makes the videos is a small engine here."""
+"""The real application over HTTP and a real worker, without Ray: a small engine makes the videos."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ MODEL = "small-wan"
 
 @contextlib.contextmanager
 def running(work):
-    """Run a coroutine in a thread of its own, and cancel it at the end."""
+    """Run a coroutine in a thread of its own, and cancel it at the end of the block."""
     loop = asyncio.new_event_loop()
     task = loop.create_task(work)
 
@@ -49,14 +49,14 @@ def running(work):
 
 @contextlib.contextmanager
 def served(settings, spec=SPEC):
-    """Give the address of the application, served by uvicorn."""
+    """Serve the application with uvicorn, and yield its address."""
     with listening(make_app(Service(settings, spec))) as address:
         yield address
 
 
 @contextlib.contextmanager
 def listening(app):
-    """Give the address of any application, served by uvicorn."""
+    """Serve any application with uvicorn, and yield its address."""
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
@@ -71,7 +71,7 @@ def listening(app):
 
 
 class Engine:
-    """Makes real, small mp4 files: frames of one colour that changes, by the seed. Steps wait for `go`."""
+    """Makes small but real mp4 files whose frames have one colour, which depends on the seed. Steps wait for `go`."""
 
     model = SPEC
 
@@ -134,7 +134,7 @@ def span(job, stage, step=None, seconds=0.25):
 
 @contextlib.contextmanager
 def working(settings: ServiceSettings, engine, *, name="worker-1", traces=None):
-    """Run a worker, as a process of a service does."""
+    """Run a worker as a service's process does."""
     tools = WorkerContext(settings, engine, Snapshots(f"{settings.storage}-snapshots"), traces=traces)
     with running(JobWorker(name, tools).run()):
         yield tools

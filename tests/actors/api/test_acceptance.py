@@ -1,4 +1,4 @@
-"""An answer says what happened: a success means that a job was accepted, anything else that none was."""
+"""Answers are truthful: success means that a job was accepted, and anything else that none was."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ AGAIN = {"x-stainless-retry-count": "1"}
 
 @pytest.fixture
 def direct(postgres_server, migrated_postgres):  # noqa: F811
-    """The database itself."""
+    """Return the database, reached directly."""
     opened = Database(postgres_server.new_database(like=migrated_postgres))
     yield opened
     opened.close()
@@ -43,14 +43,14 @@ def direct(postgres_server, migrated_postgres):  # noqa: F811
 @pytest.fixture
 def relay(direct, tmp_path_factory):
     url = make_url(direct._address)
-    made = Relay(Path(url.query["host"]), tmp_path_factory.mktemp("r"))
-    yield made
-    made.close()
+    relay_server = Relay(Path(url.query["host"]), tmp_path_factory.mktemp("r"))
+    yield relay_server
+    relay_server.close()
 
 
 @pytest.fixture
 def accept(direct, relay, tmp_path):
-    """Accepts a job with an image, by way of the relay; returns it, and whether it is new."""
+    """Return a function that accepts a job with an image through the relay."""
     folder = Path(relay._listening.getsockname()).parent
     url = make_url(direct._address).update_query_dict({"host": str(folder)})
     database = Database(url.render_as_string(hide_password=False))
@@ -101,16 +101,16 @@ def test_nothing_is_undone_while_nobody_says_whether_a_job_was_accepted(accept, 
     monkeypatch.setattr(JobStore, "find_committed", lambda self, job: leaving.join() or find(self, job))
     leaving.start()
     job = job_with_image()
-    with pytest.raises(MaybeAccepted, match="same Idempotency-Key") as told:
+    with pytest.raises(MaybeAccepted, match="same Idempotency-Key") as uncertain:
         accept(job)
-    assert told.value.status == 503 and "Retry-After" in told.value.headers
+    assert uncertain.value.status == 503 and "Retry-After" in uncertain.value.headers
     assert attached(direct) == {"input-a.png": job.id} and JobStore(direct).get(job.id)
     assert (tmp_path / "results" / "input-a.png").exists()
 
 
 @contextlib.contextmanager
 def locked(settings):
-    """Keep others from writing to the database while the block lasts."""
+    """Keep others from writing to the database until the block ends."""
     with contextlib.closing(sqlite3.connect(settings.database, isolation_level=None)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         yield
@@ -138,26 +138,26 @@ def test_a_database_that_is_locked_for_long_costs_an_upload_only_time(settings):
 def test_an_accepted_job_is_answered_from_what_is_at_hand(http, monkeypatch):
     look = JobStore.look
 
-    def away(self, *given):
+    def away(self, *_):
         raise StoreUnavailable("the database is away")
 
     monkeypatch.setattr(JobStore, "look", away)
-    made = create(http)
+    response = create(http)
     monkeypatch.setattr(JobStore, "look", look)
-    assert made.status_code == 200
-    assert http.get(f"/v1/videos/{made.json()['id']}").json()["status"] == "queued"
+    assert response.status_code == 200
+    assert http.get(f"/v1/videos/{response.json()['id']}").json()["status"] == "queued"
 
 
 @contextlib.contextmanager
 def opened(settings):
-    """A service, and a client of it."""
+    """Serve the application, and yield a client."""
     service = Service(settings, SPEC)
     with listening(make_app(service)) as address, httpx.Client(base_url=address, timeout=60) as http:
         yield service, http
 
 
 class Waiting:
-    """A client that waits for a short video, until it hangs up."""
+    """A client that waits for a short video until it disconnects."""
 
     def __init__(self, http, service, headers=None, **fields):
         self._address, self._service, self.answer = str(http.base_url), service, None
@@ -176,11 +176,11 @@ class Waiting:
                 self.answer = answer.status_code
 
     def hang_up(self, followers=0):
-        """Close the connection, and wait until the service has noticed."""
+        """Close the connection and wait until the service notices."""
         for connection in self._client._transport._pool.connections:
             stream = connection._connection._network_stream
             stream.get_extra_info("socket").shutdown(2)
-        wait_for(lambda: self._service.following.followers(self.job) == followers)
+        wait_for(lambda: self._service.following.count_followers(self.job) == followers)
 
 
 def status(http, job):
@@ -192,7 +192,7 @@ def test_whoever_may_follow_nothing_more_has_nothing_accepted(settings):
     with opened(few) as (service, http):
         job = create(http).json()["id"]
         with http.stream("GET", f"/v1/videos/{job}/events"):
-            wait_for(lambda: service.following.followers(job))
+            wait_for(lambda: service.following.count_followers(job))
             refused = httpx.post(f"{http.base_url}/v1/videos/sync", json={"prompt": "y"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_streams")
         assert [video["id"] for video in http.get("/v1/videos").json()["data"]] == [job]
@@ -201,7 +201,7 @@ def test_whoever_may_follow_nothing_more_has_nothing_accepted(settings):
 def test_a_job_under_an_idempotency_key_outlives_its_client(settings):
     with opened(settings) as (service, http):
         waiting = Waiting(http, service, {"Idempotency-Key": "k"})
-        wait_for(lambda: service.following.followers(waiting.job) == 1)
+        wait_for(lambda: service.following.count_followers(waiting.job) == 1)
         waiting.hang_up()
         assert status(http, waiting.job)["status"] == "queued"
         again = create(http, {"Idempotency-Key": "k"}, prompt="x")
@@ -210,26 +210,26 @@ def test_a_job_under_an_idempotency_key_outlives_its_client(settings):
 
 def test_a_job_that_was_there_before_outlives_whoever_waits_for_it(settings):
     with opened(settings) as (service, http):
-        made = create(http, {"Idempotency-Key": "k"}, prompt="x").json()["id"]
+        job = create(http, {"Idempotency-Key": "k"}, prompt="x").json()["id"]
         waiting = Waiting(http, service, {"Idempotency-Key": "k"})
-        wait_for(lambda: service.following.followers(made) == 1)
+        wait_for(lambda: service.following.count_followers(job) == 1)
         waiting.hang_up()
-        assert status(http, made)["status"] == "queued"
+        assert status(http, job)["status"] == "queued"
 
 
 def test_a_job_outlives_its_client_where_a_repeated_call_or_a_stream_waits_for_it(settings):
     with opened(settings) as (service, http):
         first = Waiting(http, service)
-        wait_for(lambda: service.following.followers(first.job) == 1)
+        wait_for(lambda: service.following.count_followers(first.job) == 1)
         second = Waiting(http, service, AGAIN)
-        wait_for(lambda: service.following.followers(first.job) == 2)
+        wait_for(lambda: service.following.count_followers(first.job) == 2)
         assert second.job == first.job
         first.hang_up(followers=1)
         second.hang_up()
         assert status(http, first.job)["status"] == "queued"
         third = Waiting(http, service, prompt="z")
         with http.stream("GET", f"/v1/videos/{third.job}/events"):
-            wait_for(lambda: service.following.followers(third.job) == 2)
+            wait_for(lambda: service.following.count_followers(third.job) == 2)
             third.hang_up(followers=1)
         assert status(http, third.job)["status"] == "queued"
 
@@ -237,7 +237,7 @@ def test_a_job_outlives_its_client_where_a_repeated_call_or_a_stream_waits_for_i
 def test_a_call_that_is_repeated_after_its_job_was_cancelled_gets_a_video(settings, engine):
     with opened(settings) as (service, http):
         first = Waiting(http, service)
-        wait_for(lambda: service.following.followers(first.job) == 1)
+        wait_for(lambda: service.following.count_followers(first.job) == 1)
         first.hang_up()
         wait_for(lambda: status(http, first.job)["status"] == "failed")
         with working(settings, engine):
@@ -256,7 +256,7 @@ def test_a_repeated_request_never_gets_a_job_that_was_cancelled_or_deleted(http)
 
 
 def test_a_request_that_was_refused_and_is_repeated_gets_a_job_of_its_own(settings, database):
-    """Two videos of one prompt were asked for: not the first one's job for both."""
+    """Two videos of one prompt were requested, so the second request mustn't get the first one's job."""
     with served(dataclasses.replace(settings, queue_limit=1)) as address, httpx.Client(base_url=address) as http:
         first = create(http).json()["id"]
         assert create(http).status_code == 429
@@ -274,9 +274,9 @@ def test_a_remix_that_is_repeated_is_one_job(http):
 
 
 def test_a_video_of_another_model_is_not_remixed(http, database):
-    made = create(http).json()["id"]
+    job = create(http).json()["id"]
     store = JobStore(database)
-    accepted = store.get(made)
+    accepted = store.get(job)
     assert accepted.model == MODEL
     for model in ("model-before", None):  # None: accepted by an earlier version
         request = accepted.request | {"model": "model-before"}
@@ -284,4 +284,4 @@ def test_a_video_of_another_model_is_not_remixed(http, database):
         refused = http.post(f"/v1/videos/{old.id}/remix", json={"prompt": "y"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "model_not_found")
         assert "model-before" in refused.json()["error"]["message"] and MODEL in refused.json()["error"]["message"]
-    assert http.post(f"/v1/videos/{made}/remix", json={"prompt": "y"}).status_code == 200
+    assert http.post(f"/v1/videos/{job}/remix", json={"prompt": "y"}).status_code == 200

@@ -1,4 +1,4 @@
-"""Adapters and presets behind the API: clients give names, the worker's request has the files."""
+"""Adapters and presets in the API: clients send names, and the worker's request has the files."""
 
 import dataclasses
 
@@ -29,16 +29,20 @@ def spec():
 
 @pytest.fixture
 def offering(settings):
-    given = ["style=/adapters/style.safetensors:0.5", "fast=/a/high.safetensors@high", "fast=/a/low.safetensors@low"]
-    return dataclasses.replace(settings, catalogue=Catalogue.of(given))
+    values = [
+        "style=/adapters/style.safetensors:0.5",
+        "fast=/a/high.safetensors@high",
+        "fast=/a/low.safetensors@low",
+    ]
+    return dataclasses.replace(settings, catalogue=Catalogue.parse(values))
 
 
 @pytest.fixture
 def http(offering, spec, engine):
     engine.model = spec
     with serving.working(offering, engine), served(offering, spec) as address:
-        with httpx.Client(base_url=address, timeout=30) as made:
-            yield made
+        with httpx.Client(base_url=address, timeout=30) as client:
+            yield client
 
 
 def test_a_job_has_the_adapters_files_and_its_client_their_names(http, engine):
@@ -71,11 +75,11 @@ def test_a_preset_sets_what_is_left_open_and_brings_its_adapters(http, engine):
 
 
 def test_a_model_says_what_there_is(http):
-    """A preset whose adapters the operator doesn't offer isn't one of this service."""
-    found = http.get("/v1/models").json()["data"][0]
-    assert found["loras"] == ["style", "fast"]
-    assert [preset["name"] for preset in found["presets"]] == ["original", "fast", "plain"]
-    assert found["presets"][1] == {
+    """A preset whose adapters the operator doesn't offer isn't listed."""
+    model = http.get("/v1/models").json()["data"][0]
+    assert model["loras"] == ["style", "fast"]
+    assert [preset["name"] for preset in model["presets"]] == ["original", "fast", "plain"]
+    assert model["presets"][1] == {
         "name": "fast",
         "about": "in two steps",
         "source": "https://here",
@@ -108,8 +112,8 @@ def test_what_there_isnt_is_refused(fields, param, said, http):
 
 def test_a_cache_is_an_option_and_says_which_steps_it_skips(settings, engine):
     curve = Curve(((1, 1), (0.99, 0.99), (0.99, 0.99), (0.99, 0.99)), None, 5.0, None, MagCache(0.1, 1, 0.0))
-    one = preset_spec("wan2.1-t2v-1.3b").config
-    spec = engine.model = dataclasses.replace(SmallSpec(one), own=CheckpointOverrides(curves=(curve,)))
+    checkpoint = preset_spec("wan2.1-t2v-1.3b").config
+    spec = engine.model = dataclasses.replace(SmallSpec(checkpoint), own=CheckpointOverrides(curves=(curve,)))
     with serving.working(settings, engine), served(settings, spec) as address, httpx.Client(base_url=address) as http:
         assert http.get("/v1/models").json()["data"][0]["cache"] == "magcache:0.1,1,0"
         job = create(http, cache="magcache").json()
@@ -133,22 +137,22 @@ def test_an_adapter_that_is_taken_from_the_catalogue_fails_its_jobs_by_name(offe
         job = create(http, loras=[{"name": "style"}]).json()["id"]
         without = dataclasses.replace(offering, catalogue=Catalogue())
         with serving.working(without, engine):
-            found = done(http, job)
-        assert found["status"] == "failed" and "no adapter 'style' here" in found["error"]["message"]
+            ended = done(http, job)
+        assert ended["status"] == "failed" and "no adapter 'style' here" in ended["error"]["message"]
 
 
 def test_a_catalogue_is_read_from_what_an_operator_gives():
-    found = Catalogue.of(["a=x.safetensors@low", "lightning"]).for_model(A14B)
-    assert found.adapters["a"] == (Lora("x.safetensors", expert="low"),)
-    assert [lora.expert for lora in found.adapters["lightning"]] == ["high", "low"]
-    assert list(found.presets(A14B)) == ["original", "lightning"]
-    assert list(Catalogue().presets(A14B)) == ["original"]  # which has no adapters
-    for given, said in (
+    catalogue = Catalogue.parse(["a=x.safetensors@low", "lightning"]).complete_for(A14B)
+    assert catalogue.adapters["a"] == (Lora("x.safetensors", expert="low"),)
+    assert [lora.expert for lora in catalogue.adapters["lightning"]] == ["high", "low"]
+    assert list(catalogue.list_presets(A14B)) == ["original", "lightning"]
+    assert list(Catalogue().list_presets(A14B)) == ["original"]  # which has no adapters
+    for arguments, said in (
         (["=x"], "no name"),
         (["a=x:200"], "nearest 10"),
         (["style"], "whose adapters are published are lightning"),
     ):
         with pytest.raises(InvalidInput, match=said):
-            Catalogue.of(given).for_model(A14B)
+            Catalogue.parse(arguments).complete_for(A14B)
     with pytest.raises(InvalidInput, match="leave @high out"):
-        Catalogue.of(["a=x@high"]).for_model(preset_spec("wan2.1-t2v-14b"))
+        Catalogue.parse(["a=x@high"]).complete_for(preset_spec("wan2.1-t2v-14b"))

@@ -1,4 +1,4 @@
-"""Names and addresses that a client's URL leads to: which are public, and slow names that delay nobody else."""
+"""Which addresses are public, and that slow names delay nobody else."""
 
 import asyncio
 import socket
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from actors.api.outbound.addresses import refusal
+from actors.api.outbound.addresses import explain_refusal
 from actors.api.outbound.resolver import Resolver
 
 HERE = "127.0.0.1"
@@ -24,18 +24,18 @@ INSIDE = [
 
 @pytest.mark.parametrize("address", INSIDE)
 def test_addresses_that_aren_t_public_are_refused(address):
-    assert refusal(address)
+    assert explain_refusal(address)
 
 
 @pytest.mark.parametrize(
     "address", ["8.8.8.8", "1.1.1.1", "100.128.0.1", "172.32.0.1", "2606:4700::1111", "2a00:1450::1"]
 )
 def test_public_addresses_are_fine(address):
-    assert refusal(address) is None
+    assert explain_refusal(address) is None
 
 
 class SlowNames:
-    """A look-up whose names of one kind take until they are released, as with a name server that is silent."""
+    """A look-up that blocks for some names until released, like a name server that doesn't answer."""
 
     def __init__(self):
         self.released, self.started = threading.Event(), []

@@ -1,4 +1,4 @@
-"""Requests of every kind, made up from the service's own description: no answer is a 5xx, and all are as described."""
+"""Requests generated from the service's own description: no answer is a 5xx, and all match the description."""
 
 import collections
 import dataclasses
@@ -14,7 +14,7 @@ import httpx
 import openapi_spec_validator
 import pytest
 
-from actors.api.http.bodies import from_json
+from actors.api.http.bodies import parse_json
 from tests.actors.api.serving import served, working
 from tests.actors.jobs import postgres
 from tests.waiting import wait_for
@@ -42,12 +42,12 @@ def test_the_description_is_valid_and_says_what_everything_is(http):
             assert description.get("description") or "const" in description, f"{name}.{field}"
     body = described["paths"]["/v1/videos"]["post"]["requestBody"]["content"]["application/json"]
     for example in body["examples"].values():
-        assert from_json(json.dumps(example["value"]))
+        assert parse_json(json.dumps(example["value"]))
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.soak)])
 def database(request, settings):
-    """The address of a service's database: texts and numbers that one takes the other may refuse."""
+    """Return the address of a service's database. Either kind may reject texts and numbers that the other accepts."""
     if request.param == "sqlite":
         yield settings.database
         return

@@ -1,4 +1,4 @@
-"""Downloads: what a client that reads slowly, or not at all, costs; and that a deletion cuts none."""
+"""Downloads: the cost of clients that read slowly or not at all, and that a deletion cuts none off."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ SIZE = 24_000_000  # More than the kernel's buffers of a connection hold.
 
 @contextlib.contextmanager
 def serving_a_video(settings, database, **limits):
-    """A service with one completed video; gives its client, the video's id and its bytes."""
+    """Serve one completed video; yield a client, the video's id and its bytes."""
     limited = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, **limits))
     with served(limited) as address, httpx.Client(base_url=address, timeout=20) as http:
         job, queue = create(http).json()["id"], WorkQueue(database)
@@ -35,7 +35,7 @@ def serving_a_video(settings, database, **limits):
 
 
 def unread(http, job):
-    """A connection on which a video was asked for, of which nothing is read."""
+    """A connection that requests a video and reads nothing."""
     opened = socket.create_connection((http.base_url.host, http.base_url.port), timeout=20)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
     opened.sendall(f"GET /v1/videos/{job}/content HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
@@ -43,7 +43,7 @@ def unread(http, job):
 
 
 def test_downloads_that_nobody_reads_hold_little_memory(settings, database):
-    """200 of them took 600 MiB."""
+    """Before, 200 of them took 600 MiB."""
     with serving_a_video(settings, database) as (http, job, _), contextlib.ExitStack() as stack:
         memory = psutil.Process().memory_info
         for _ in range(3):
@@ -77,7 +77,7 @@ def test_slow_client_that_goes_on_reading_gets_everything(settings, database):
 
 @pytest.mark.parametrize("part", [None, "bytes=1000-23000000"])
 def test_deletion_during_a_download_does_not_cut_it(settings, database, part):
-    """5 of 40 MB arrived."""
+    """Before, only 5 of 40 MB arrived."""
     headers = {} if part is None else {"Range": part}
     with serving_a_video(settings, database) as (http, job, video):
         with http.stream("GET", f"/v1/videos/{job}/content", headers=headers) as answer:

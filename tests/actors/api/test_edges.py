@@ -1,4 +1,4 @@
-"""What is the same for every route: counted, guarded, and refused before any of them is asked."""
+"""What all routes have in common: counting, protection, and rejection before a route is called."""
 
 import asyncio
 
@@ -80,7 +80,7 @@ def test_metrics_without_keys_have_all_figures(http, database):
 
 
 def test_second_authorization_header_is_refused(settings, database):
-    """A proxy counts the requests of one of them, this service would take the other."""
+    """A proxy could count the requests for one of the keys, while this service used the other."""
     ann, bob = make_key(database, "ann"), make_key(database, "bob")
     with served(settings) as address, httpx.Client(base_url=address) as http:
         both = [("Authorization", f"Bearer {ann}"), ("authorization", f"Bearer {bob}")]
@@ -99,7 +99,7 @@ def test_retry_after_is_never_too_early(database, rate):
     owner = list_keys(database)[0]
     with pytest.raises(HttpError) as refused:
         for _ in range(100):
-            access._counted(owner)
+            access._count_request(owner)
     after_s, exact_s = int(refused.value.headers["Retry-After"]), access._take(owner.id, 60 / rate)[0]
     assert exact_s <= after_s < exact_s + 1.1
     assert float(refused.value.headers["x-ratelimit-reset-requests"].rstrip("s")) >= exact_s
@@ -127,7 +127,7 @@ def test_head_of_events_opens_no_stream(http, end):
 
 
 def test_body_that_nobody_wants_ends_the_connection(http):
-    """Gigabytes of it were taken, to keep the connection."""
+    """Before, gigabytes were read to keep the connection."""
     job = create(http).json()["id"]
     lines = [f"POST /v1/videos/{job}/cancel HTTP/1.1", "Content-Length: 9000000000"]
     sent = Sent(http, lines, bytes(100_000))

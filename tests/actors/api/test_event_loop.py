@@ -1,4 +1,4 @@
-"""However large what a client asks for is: no callback of the ingress's event loop takes more than 20 ms."""
+"""No callback of the ingress's event loop takes more than 20 ms, however large a client's request is."""
 
 import asyncio.events
 import gc
@@ -76,24 +76,24 @@ def http(hooked, loop):
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     wait_for(lambda: server.started)
-    with httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=60) as made:
-        assert create(made, seed=1).status_code == 200  # what is imported and built once is there
-        assert made.get("/v1/videos").status_code == 200
-        yield made
+    with httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=60) as client:
+        assert create(client, seed=1).status_code == 200  # what is imported and built once is there
+        assert client.get("/v1/videos").status_code == 200
+        yield client
     server.should_exit = True
     thread.join(20)
     listening.close()
 
 
 def plans(http, hook):
-    """Long schedules, each another one."""
+    """Return requests with long schedules, all different."""
     return [
         lambda: create(http, num_inference_steps=1000, shift=1 + random.random(), guidance_scale=4) for _ in range(10)
     ]
 
 
 def bodies(http, hook):
-    """As much as is taken apart in this process, of what takes longest; and the longest texts in a large one."""
+    """Return the slowest bodies that are still parsed in this process, and a large one with the longest texts."""
 
     def form(content):
         return lambda: http.post("/v1/videos", content=content, headers={"Content-Type": f"{FORM}; boundary=x"})
@@ -114,7 +114,7 @@ def bodies(http, hook):
 
 
 def addresses(http, hook):
-    """Names that are hard to read, and an image that is fetched by name."""
+    """Return requests with URLs whose hosts are hard to parse, and one whose image is fetched by name."""
     image = PHOTO.read_bytes()
     hook.answers["/a.png"] = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(image) + image
     hard = "https://" + ".".join(["ä" * 20] * 90) + "/a.png"
@@ -126,14 +126,14 @@ def addresses(http, hook):
 
 
 def pages(http, hook):
-    """Lists and single ones of the longest prompts, and a stream of events."""
-    made = create(http, prompt=LONG, negative_prompt=LONG).json()["id"]
+    """Return requests for lists of jobs and single jobs with the longest prompts, and for a stream of events."""
+    job = create(http, prompt=LONG, negative_prompt=LONG).json()["id"]
 
     def first_event():
-        with http.stream("GET", f"/v1/videos/{made}/events") as answer:
+        with http.stream("GET", f"/v1/videos/{job}/events") as answer:
             next(answer.iter_lines())
 
-    paths = ["/v1/videos?limit=100", f"/v1/videos/{made}", "/v1/videos?limit=100&order=asc", "/metrics", "/v1/models"]
+    paths = ["/v1/videos?limit=100", f"/v1/videos/{job}", "/v1/videos?limit=100&order=asc", "/metrics", "/v1/models"]
     return [*(lambda path=path: http.get(path) for path in paths), first_event]
 
 
@@ -146,19 +146,19 @@ def test_no_callback_of_an_ingress_takes_long(http, hook, loop, database, reques
     with ThreadPoolExecutor(10) as threads:
         for answer in threads.map(lambda ask: ask(), asked):
             assert answer is None or answer.status_code < 500, answer.text
-    took, what = loop.longest
-    assert 0 < took < MOST_S, what
+    took, handle = loop.longest
+    assert 0 < took < MOST_S, handle
 
 
 def long_jobs(http, database, count):
-    """Jobs with the longest prompts that are taken."""
+    """Submit jobs with the longest prompts that are accepted."""
     store = JobStore(database)
     request = store.list(limit=1).jobs[0].request | {"prompt": LONG, "negative_prompt": LONG}
     return [store.submit(Job(owner="", request=request))[0].id for _ in range(count)]
 
 
 def test_a_page_ends_where_it_gets_long_and_the_next_goes_on(http, database):
-    made = long_jobs(http, database, 12)
+    created = long_jobs(http, database, 12)
     ids, after, pages = [], None, 0
     while True:
         answer = http.get("/v1/videos", params={"limit": 100, "order": "asc"} | ({"after": after} if after else {}))
@@ -168,4 +168,4 @@ def test_a_page_ends_where_it_gets_long_and_the_next_goes_on(http, database):
         after, pages = page["last_id"], pages + 1
         if not page["has_more"]:
             break
-    assert ids[1:] == made and pages > 3
+    assert ids[1:] == created and pages > 3

@@ -1,4 +1,4 @@
-"""Fetching by URL from real HTTPS servers: what is allowed arrives, and nothing else is even connected to."""
+"""Fetching by URL from real HTTPS servers: permitted content arrives, and nothing else is even connected to."""
 
 import asyncio
 import contextlib
@@ -32,8 +32,8 @@ def resolver(**names):
 
     async def resolve(host, port):
         asked.append(host)
-        found = names[host.replace(".", "_")]
-        return found.pop(0) if found and isinstance(found[0], list) else found
+        addresses = names[host.replace(".", "_")]
+        return addresses.pop(0) if addresses and isinstance(addresses[0], list) else addresses
 
     return resolve, asked
 
@@ -58,7 +58,7 @@ async def fetched(url, settings):
 
 
 def got(server, settings, path="/cat.png", **changes):
-    """Fetch a path from a server that runs meanwhile."""
+    """Run a server and fetch a path from it."""
 
     async def do():
         async with running(server, settings) as (ready, base):
@@ -116,14 +116,14 @@ def test_other_urls_are_refused(settings, url):
         asyncio.run(fetched(url, closed))
 
 
-@pytest.mark.parametrize("found", [[ELSEWHERE], [HERE, ELSEWHERE], ["::ffff:127.0.0.1"], ["169.254.169.254"], []])
-def test_a_name_that_leads_inside_is_not_connected_to(new_server, settings, found):
+@pytest.mark.parametrize("addresses", [[ELSEWHERE], [HERE, ELSEWHERE], ["::ffff:127.0.0.1"], ["169.254.169.254"], []])
+def test_a_name_that_leads_inside_is_not_connected_to(new_server, settings, addresses):
     server = new_server()
     server.answers = {"/cat.png": answer(b"secret")}
 
     async def do():
         async with running(server, settings, address=ELSEWHERE) as (ready, base):
-            find, _ = resolver(pictures_test=found)
+            find, _ = resolver(pictures_test=addresses)
             await fetched(base + "/cat.png", dataclasses.replace(ready, resolver=find))
 
     with pytest.raises(FetchError, match=r"public|no address"):
@@ -216,7 +216,7 @@ async def dripping(writer):
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("response", "reason"),
     [
         (answer(b"x" * 1001), "more than 1000 bytes"),
         (endless, "more than 1000 bytes"),
@@ -229,15 +229,15 @@ async def dripping(writer):
         (b"", "did not answer|closed the connection"),
     ],
 )
-def test_what_is_no_image_of_the_right_size_is_refused(new_server, settings, given, reason):
+def test_what_is_no_image_of_the_right_size_is_refused(new_server, settings, response, reason):
     server = new_server()
-    server.answers = {"/cat.png": given}
+    server.answers = {"/cat.png": response}
     with pytest.raises(FetchError, match=reason):
         got(server, settings)
 
 
 async def broken_record(writer):
-    """Answers half, then sends bytes that are no TLS, as no client's library can foresee."""
+    """Send half an answer, then bytes that aren't TLS, which no client library expects."""
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\nhalf")
     await writer.drain()
     await asyncio.sleep(0.05)
@@ -312,7 +312,7 @@ def test_a_full_disk_here_is_not_blamed_on_the_server(new_server, settings):
 
 
 def test_a_long_host_costs_no_time(settings):
-    """480 kB of it took 4.6 s in the event loop."""
+    """Before, 480 kB of it took 4.6 s in the event loop."""
     start = time.process_time()
     for host in ("é." * 240_000, "é" * 8000, "." * 8000):
         with pytest.raises(FetchError):
@@ -330,7 +330,7 @@ def test_the_tls_context_is_not_made_in_the_event_loop(settings, monkeypatch):
     threads = []
     make = ssl.create_default_context
     monkeypatch.setattr(ssl, "create_default_context", lambda: threads.append(threading.current_thread()) or make())
-    client._made_trust.cache_clear()
+    client._load_trust.cache_clear()
 
     async def do():
         closed = dataclasses.replace(settings, trust=None, ports=frozenset({1}))

@@ -1,4 +1,4 @@
-"""Bodies as clients write them: whatever the form, the same job results; what can't be is refused by its field."""
+"""Bodies as clients write them: every form gives the same job, and errors name the field."""
 
 import base64
 import contextlib
@@ -11,9 +11,9 @@ import pytest
 import requests
 from openai import OpenAI
 
-from actors.api.http.bodies import from_json
+from actors.api.http.bodies import parse_json
 from actors.api.intake import dialects, forms
-from actors.api.intake.apart import FORM, JSON, apart
+from actors.api.intake.apart import FORM, JSON, take_apart
 from actors.api.intake.create_video import CreateVideo
 from tests.conftest import ROOT
 from wan_tpu.errors import InvalidRequest
@@ -29,8 +29,8 @@ IMAGE = {"image_url": DATA}
 
 def understood(content_type, body):
     """Return what a service takes a body for: the fields, and the images' files."""
-    parts = apart(content_type, body)
-    return from_json(parts.text), parts.uploads
+    parts = take_apart(content_type, body)
+    return parse_json(parts.text), parts.uploads
 
 
 def in_json(**body):
@@ -54,18 +54,18 @@ def openai_python(**body):
     return seen[0]
 
 
-def in_requests(**given):
-    sent = requests.Request("POST", URL, **given).prepare()
+def in_requests(**body):
+    sent = requests.Request("POST", URL, **body).prepare()
     return sent.headers["content-type"], sent.body
 
 
-def in_httpx(**given):
-    sent = httpx.Request("POST", URL, **given)
+def in_httpx(**body):
+    sent = httpx.Request("POST", URL, **body)
     return sent.headers["content-type"], sent.read()
 
 
 def in_form(*parts):
-    """Parts: what follows a field's name, and content."""
+    """Return a form. Each part has the text after a field's name, and the content."""
     lines = [f"--x\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode() + text + b"\r\n" for head, text in parts]
     return f"{FORM}; boundary=x", b"".join(lines) + b"--x--\r\n"
 
@@ -161,7 +161,7 @@ def test_lists_are_the_same_in_every_client_s_form(client):
 @pytest.mark.parametrize("client", WITH_IMAGE)
 def test_an_image_is_the_same_in_every_client_s_form(client):
     asked, uploads = understood(*WITH_IMAGE[client]())
-    assert (asked, uploads) == (from_json(json.dumps(ASKED)), {"input_reference": PNG})
+    assert (asked, uploads) == (parse_json(json.dumps(ASKED)), {"input_reference": PNG})
 
 
 def test_an_image_elsewhere_is_the_same_in_every_form():
@@ -174,14 +174,14 @@ def test_an_image_elsewhere_is_the_same_in_every_form():
 
 
 def test_what_openai_s_client_sends_is_the_same_in_json(client, http):
-    """The same idempotency key with any other field would be refused."""
+    """The same idempotency key with any different field would be rejected."""
     asked, key = {"prompt": "a cat", "size": "96x64", "seconds": "1"}, {"Idempotency-Key": "the same"}
     extras = {"guidance_scale": 3.5, "sigmas": [1.0, 0.75, 0.25], "input_reference": IMAGE}
-    made = client.videos.create(**asked, extra_body=extras, extra_headers=key)
-    assert (made.prompt, made.size, made.num_frames) == ("a cat", "96x64", 17)
-    assert (made.num_inference_steps, made.guidance_scale, made.input_size) == (3, 3.5, "64x64")
+    video = client.videos.create(**asked, extra_body=extras, extra_headers=key)
+    assert (video.prompt, video.size, video.num_frames) == ("a cat", "96x64", 17)
+    assert (video.num_inference_steps, video.guidance_scale, video.input_size) == (3, 3.5, "64x64")
     again = http.post("/v1/videos", json=asked | extras | {"priority": None}, headers=key)
-    assert (again.status_code, again.json()["id"]) == (200, made.id)
+    assert (again.status_code, again.json()["id"]) == (200, video.id)
 
 
 @pytest.mark.parametrize(
@@ -227,9 +227,9 @@ def test_wrong_json_is_refused(body):
 
 @pytest.mark.parametrize("depth", [10, 300, 600, 900, 990])
 def test_nested_bodies_are_refused_however_deep(depth):
-    for opened, closed in (("[", "]"), ('{"a":', "}")):
+    for opening, closed in (("[", "]"), ('{"a":', "}")):
         for name in ("loras", "input_reference", "extra_body"):
-            body = f'{{"prompt": "x", "{name}": {opened * depth}1{closed * depth}}}'
+            body = f'{{"prompt": "x", "{name}": {opening * depth}1{closed * depth}}}'
             with pytest.raises(InvalidRequest):
                 understood(JSON, body.encode())
 
@@ -248,7 +248,7 @@ def test_a_prompt_means_itself_whatever_it_is():
 
 
 def test_forms_know_which_fields_are_lists():
-    """They are read by processes that import no model of the body."""
+    """The processes that read them don't import the body's model."""
     assert set(forms.LISTS) == {
         name for name, field in CreateVideo.model_fields.items() if "list" in str(field.annotation)
     }

@@ -1,4 +1,4 @@
-"""What stands in Serve's own proxy: bounds on bodies, and on how often one asks; before who reads all that comes."""
+"""The middleware in Serve's own proxy limits bodies and rates, in front of code that reads everything."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ LIMITS = Limits(image_bytes=750_000, bodies_bytes=4_000_000, bodies=3, body_s=2.
 
 
 async def serve_like(scope, receive, send):
-    """Reads all that comes, as fast as it comes, and answers meanwhile, as Serve's proxy and its replicas do."""
+    """Read everything as fast as it arrives, and answer meanwhile, as Serve's proxy and its replicas do."""
     if scope["type"] != "http":
         return
     sizes, whole = [], asyncio.Event()
@@ -106,15 +106,15 @@ def test_bodies_that_never_end_are_given_up_and_the_most_greedy_first(http):
     lines = ["POST / HTTP/1.1", "Content-Length: 1990000"]
     held = [Sent(http, [*lines, "Authorization: Bearer mallory"], bytes(1_500_000)) for _ in range(2)]
     joe = Sent(http, [*lines, "Authorization: Bearer joe"], bytes(1_500_000))  # then there is no room for all three
-    wait_for(lambda: any(b"was given up" in one.answered for one in held))
-    wait_for(lambda: [one.status for one in (*held, joe)] == [408] * 3)
+    wait_for(lambda: any(b"was given up" in sent.answered for sent in held))
+    wait_for(lambda: [sent.status for sent in (*held, joe)] == [408] * 3)
     assert b"did not arrive" in joe.answered
     slow = [Sent(http, [*lines, "Authorization: Bearer mallory"], b"x") for _ in range(4)]
-    wait_for(lambda: sorted(str(one.status) for one in slow) == ["408", "408", "408", "429"])
+    wait_for(lambda: sorted(str(sent.status) for sent in slow) == ["408", "408", "408", "429"])
 
 
 def test_many_that_are_small_or_only_ask_are_no_bodies(http):
-    """Streams and answers that take long: of one address more than may send bodies."""
+    """One address may have more streams and slow answers than bodies under way."""
     with contextlib.ExitStack() as stack:
         for method in ("GET", "POST") * 3:
             content = b"{}" if method == "POST" else None
@@ -165,12 +165,12 @@ def test_a_key_is_one_key_however_it_is_written():
 def test_addresses_of_an_ipv6_network_are_one():
     async def statuses(*addresses):
         app = ProxyLimits(serve_like, LIMITS)
-        found = []
+        codes = []
         for address in addresses:
             transport = httpx.ASGITransport(app, client=(address, 1))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                found.append((await http.get("/missing")).status_code)
-        return found
+                codes.append((await http.get("/missing")).status_code)
+        return codes
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WAN_TPU_REQUESTS_OF_AN_ADDRESS", "2")
@@ -213,7 +213,7 @@ def test_behind_haproxy_it_does_nothing(monkeypatch):
 
 @pytest.mark.long
 def test_serves_own_proxy_holds_no_more_of_bodies_than_its_limits(tmp_path):
-    """Its memory and a replica's, while attackers send ten times as much."""
+    """Measure the memory of the proxy and a replica while attackers send ten times as much."""
     environment = os.environ | {
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": haproxy.INSTEAD,
         "WAN_TPU_LIMITS": "bodies_bytes=60000000",
@@ -231,18 +231,18 @@ def test_serves_own_proxy_holds_no_more_of_bodies_than_its_limits(tmp_path):
             wait_for(lambda: http.post("/", content=image).text == "20000000")
             assert code(http.post("/", content=bytes(28_000_000))) == (413, "too_large")
             children = psutil.Process(serving.pid).children(recursive=True)
-            two = [one for one in children if re.match("ray::(ProxyActor|ServeReplica:sizes)", title(one))]
-            assert len(two) == 2
-            before, most = sum(one.memory_info().rss for one in two), 0
+            processes = [child for child in children if re.match("ray::(ProxyActor|ServeReplica:sizes)", title(child))]
+            assert len(processes) == 2
+            before, most = sum(process.memory_info().rss for process in processes), 0
             lines = ["POST / HTTP/1.1", "Content-Length: 27000000"]
             held = [Sent(http, [*lines, f"Authorization: Bearer {i % 4}"], image) for i in range(30)]
             for _ in range(20):
                 assert http.post("/", content=b"small").text == "5"
-                most = max(most, sum(one.memory_info().rss for one in two) - before)
+                most = max(most, sum(process.memory_info().rss for process in processes) - before)
             assert most < 400e6  # 250 were seen; 600 MB were sent, which both would hold
-            assert {one.status for one in held} <= {None, 408, 429, 503}
-            for one in held:
-                one.close()
+            assert {sent.status for sent in held} <= {None, 408, 429, 503}
+            for sent in held:
+                sent.close()
     finally:
         serving.stdin.close()
         serving.wait(60)

@@ -1,4 +1,4 @@
-"""Clients that attack the service: each harms only itself. (What was found, and what it cost before: the changelog.)"""
+"""Clients that attack the service harm only themselves."""
 
 import asyncio
 import base64
@@ -32,20 +32,20 @@ from tests.waiting import wait_for
 
 @pytest.fixture
 def keys(database):
-    """Headers of two clients with a key each."""
+    """Return the headers of two clients with a key each."""
     return tuple({"Authorization": f"Bearer {make_key(database, name)}"} for name in ("ann", "mallory"))
 
 
 @contextlib.contextmanager
 def asked(settings, **limits):
-    """A service with such limits, and a client of it."""
+    """Serve the application with some limits, and yield a client."""
     limited = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, **limits))
     with served(limited) as address, httpx.Client(base_url=address, timeout=60) as http:
         yield http
 
 
 class Sent:
-    """A connection on which the head of a request was sent, and some of its body."""
+    """A connection on which a request's head and part of its body were sent."""
 
     def __init__(self, http, lines, body=b""):
         parts = urlsplit(str(http.base_url))
@@ -58,14 +58,14 @@ class Sent:
 
     @property
     def answered(self):
-        """What was answered so far, bytes."""
+        """The answer so far."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             self._answered += self._opened.recv(65536)
         return self._answered
 
     @property
     def status(self):
-        """What was answered, None while nothing is."""
+        """The answer's status; None until there is an answer."""
         return int(answered.split()[1]) if (answered := self.answered) else None
 
     def close(self):
@@ -91,7 +91,7 @@ LARGE = {
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_body_costs_the_service_neither_memory_nor_time(settings, name):
-    """27 MB of JSON took 4.6 GB, and froze all others for seconds; a third of it does as well to see that."""
+    """Before, 27 MB of JSON took 4.6 GB and blocked everybody for seconds. A third of it is enough to see that."""
     waits, ended = [], threading.Event()
     with asked(settings) as http:
 
@@ -116,13 +116,15 @@ def test_a_large_body_costs_the_service_neither_memory_nor_time(settings, name):
 
 
 def test_images_are_stored_in_the_size_of_their_video(settings, database):
-    """Ten JPEGs of 8000 x 8000 took 5 GB in the worker, for videos of 64 x 64."""
+    """Before, ten JPEGs of 8000 x 8000 took 5 GB in the worker, for videos of 64 x 64."""
     big = io.BytesIO()
     Image.effect_noise((3000, 3000), 80).convert("RGB").save(big, "JPEG", quality=90)
     with asked(settings) as http:
-        made = http.post("/v1/videos", data={"prompt": "x", "size": "64x64"}, files={"input_reference": big.getvalue()})
-        assert (made.status_code, made.json()["input_size"]) == (200, "3000x3000")
-    stored = Path(settings.storage) / JobStore(database).get(made.json()["id"]).input_image
+        answer = http.post(
+            "/v1/videos", data={"prompt": "x", "size": "64x64"}, files={"input_reference": big.getvalue()}
+        )
+        assert (answer.status_code, answer.json()["input_size"]) == (200, "3000x3000")
+    stored = Path(settings.storage) / JobStore(database).get(answer.json()["id"]).input_image
     assert Image.open(stored).size == (64, 64) and stored.stat().st_size < 20_000
 
 
@@ -130,12 +132,12 @@ def test_bodies_that_never_end_are_counted_by_key_and_given_up(settings, keys):
     ann, mallory = keys
     with asked(settings, bodies=4, body_s=2.0) as http:
         started = [half_a_body(http, mallory) for _ in range(6)]
-        wait_for(lambda: [one.status for one in started].count(429) == 2)
+        wait_for(lambda: [sent.status for sent in started].count(429) == 2)
         assert create(http, ann).status_code == 200
-        wait_for(lambda: [one.status for one in started].count(408) == 4)
+        wait_for(lambda: [sent.status for sent in started].count(408) == 4)
         wait_for(lambda: create(http, mallory).status_code == 200)
-        for one in started:
-            one.close()
+        for sent in started:
+            sent.close()
 
 
 def test_who_holds_most_memory_gives_it_back_first(settings, keys):
@@ -145,9 +147,9 @@ def test_who_holds_most_memory_gives_it_back_first(settings, keys):
         time.sleep(0.3)
         answer = http.post("/v1/videos", headers=ann, data={"prompt": "x"}, files={"input_reference": b"x" * 450_000})
         assert answer.status_code == 400  # it was read to its end, and is no image
-        assert [one.status for one in held].count(408) == 1
-        for one in held:
-            one.close()
+        assert [sent.status for sent in held].count(408) == 1
+        for sent in held:
+            sent.close()
 
 
 def test_one_key_takes_neither_the_whole_queue_nor_the_front_of_it(settings, keys, database):
@@ -162,7 +164,7 @@ def test_one_key_takes_neither_the_whole_queue_nor_the_front_of_it(settings, key
         other = {"Authorization": f"Bearer {make_key(database, 'bob', KeyLimits(waiting=1, priority=5))}"}
         wait_for(lambda: http.get("/v1/videos", headers=other).status_code == 200)
         assert create(http, other, priority=5).status_code == 200  # the queue is full, but it has less than its part
-        assert create(http, other).json()["error"]["message"].startswith("1 jobs of this key wait")
+        assert create(http, other).json()["error"]["message"].startswith("this key has 1 jobs waiting")
     assert WorkQueue(database).claim("w").priority == 5
 
 
@@ -190,15 +192,15 @@ def test_a_full_queue_is_seen_before_a_body_is_read_and_leaves_nothing(settings)
 
 
 def test_a_repeated_request_needs_its_image_no_more(hooked, hook):
-    """A retry, the image's server gone since, was answered with 400 instead of the job."""
+    """Before, a retry got 400 instead of the job if the image's server was gone by then."""
     image = PHOTO.read_bytes()
     hook.answers["/a.png"] = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(image) + image]
     with served(hooked) as address, httpx.Client(base_url=address) as http:
         body = {"input_reference": {"image_url": f"https://{NAME}:{hook.port}/a.png"}}
-        made = create(http, {"Idempotency-Key": "one"}, **body)
-        assert made.status_code == 200, made.text
+        response = create(http, {"Idempotency-Key": "one"}, **body)
+        assert response.status_code == 200, response.text
         assert create(http, **body).status_code == 400  # it is there no more
-        assert create(http, {"Idempotency-Key": "one"}, **body).json()["id"] == made.json()["id"]
+        assert create(http, {"Idempotency-Key": "one"}, **body).json()["id"] == response.json()["id"]
     assert len(list(Path(hooked.storage).rglob("*.png"))) == 1
 
 
@@ -229,11 +231,11 @@ def test_a_stream_ends_with_its_key(settings, keys, database):
     with asked(settings, followers=2) as http:
         job = create(http, ann).json()["id"]
         path = f"/v1/videos/{job}/events"
-        with http.stream("GET", path, headers=ann) as one, http.stream("GET", path, headers=ann):
+        with http.stream("GET", path, headers=ann) as stream, http.stream("GET", path, headers=ann):
             third = http.get(path, headers=ann)
             assert (third.status_code, third.json()["error"]["code"]) == (429, "too_many_streams")
             revoke_key(database, "ann")
-            text = "".join(one.iter_text())
+            text = "".join(stream.iter_text())
         assert text.startswith("event: progress") and "event: error" in text and "invalid_api_key" in text
 
 
@@ -248,19 +250,19 @@ def test_however_many_follow_a_job_it_is_looked_at_once(settings, monkeypatch, e
             httpx.AsyncClient(base_url=address, timeout=30, limits=httpx.Limits(max_connections=60)) as http,
             asyncio.TaskGroup() as group,
         ):
-            told = [group.create_task(http.get(f"/v1/videos/{job}/events")) for _ in range(50)]
+            texts = [group.create_task(http.get(f"/v1/videos/{job}/events")) for _ in range(50)]
             while len(looks) <= 5:  # as long as that takes on a slow machine
                 await asyncio.sleep(0.05)
             engine.go.set()
-        return [answer.result().text for answer in told]
+        return [answer.result().text for answer in texts]
 
     engine.go.clear()
     with served(settings) as address, working(settings, engine), httpx.Client(base_url=address) as http:
         job = create(http).json()["id"]
         start = time.monotonic()
-        told = asyncio.run(follow(address, job))
-    assert all(text.rstrip().split("\n\n")[-1].startswith("event: completed") for text in told)
-    assert len(looks) <= (time.monotonic() - start) / 0.1 + 1 and all(one == [job] for one in looks)
+        texts = asyncio.run(follow(address, job))
+    assert all(text.rstrip().split("\n\n")[-1].startswith("event: completed") for text in texts)
+    assert len(looks) <= (time.monotonic() - start) / 0.1 + 1 and all(ids == [job] for ids in looks)
 
 
 def test_a_page_goes_on_after_its_last_video_was_deleted(http):
@@ -291,9 +293,9 @@ def test_an_image_in_a_form_s_url_may_be_as_large_as_a_file(http):
 def test_whatever_is_wrong_the_log_says_under_which_request(http, worker, engine):
     answer = http.get("/v1/videos/none", headers={"x-request-id": "mine-1"})
     assert (answer.status_code, answer.headers["x-request-id"]) == (404, "mine-1")
-    made = create(http, {"x-request-id": "no\tid"})
-    assert made.headers["x-request-id"].startswith("req_")
-    assert done(http, made.json()["id"])["status"] == "completed"
+    response = create(http, {"x-request-id": "no\tid"})
+    assert response.headers["x-request-id"].startswith("req_")
+    assert done(http, response.json()["id"])["status"] == "completed"
     assert json.loads(http.get("/v1/models").text)["object"] == "list"
 
 
@@ -304,15 +306,15 @@ def test_a_job_that_is_followed_while_others_are_looked_at_is_not_taken_for_dele
     looks, go_on = threading.Event(), threading.Event()
 
     def look(jobs):
-        found = {job.id: (job, None) for job in store.look_at_all(jobs)}
+        seen = {job.id: (job, None) for job in store.look_at_all(jobs)}
         looks.set()
         assert go_on.wait(10)
-        return found
+        return seen
 
     async def both():
         streams = following.Following(look, Access(database, 10, Limits()), 5)
-        async with streams.follow((first, None), "") as one:
-            await anext(one)
+        async with streams.follow((first, None), "") as stream:
+            await anext(stream)
             await asyncio.to_thread(looks.wait, 10)
             async with streams.follow((second, None), "") as other:
                 await anext(other)

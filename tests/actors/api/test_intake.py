@@ -1,4 +1,4 @@
-"""What is sent, taken apart: good images come back as plain PNGs, broken and hostile ones and bodies as reasons."""
+"""Parsing of bodies and images: good images become plain PNGs, and broken or hostile input an error."""
 
 import asyncio
 import base64
@@ -15,11 +15,11 @@ import pytest
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, PngImagePlugin
 
-from actors.api.intake.apart import FORM, JSON, PICTURE, apart
+from actors.api.intake.apart import FORM, JSON, PICTURE, take_apart
 from actors.api.intake.reader import Reader
-from actors.api.intake.reader_process import REFUSED, opened, png
-from actors.api.intake.receiving import as_file
-from actors.api.intake.references import IMAGE, LAST, data_url_content
+from actors.api.intake.reader_process import REFUSED, encode_png, open_image
+from actors.api.intake.receiving import open_memory_file
+from actors.api.intake.references import IMAGE, LAST, decode_data_url
 from actors.api.limits import Limits
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.image import FORMATS
@@ -28,8 +28,8 @@ LIMITS = Limits(image_bytes=2_000_000)
 
 
 def picture(width=40, height=30, mode="RGB"):
-    made = Image.frombytes("RGB", (width, height), random.Random(0).randbytes(width * height * 3))
-    return made.convert(mode)
+    image = Image.frombytes("RGB", (width, height), random.Random(0).randbytes(width * height * 3))
+    return image.convert(mode)
 
 
 def saved(image, kind="PNG", **options):
@@ -39,29 +39,29 @@ def saved(image, kind="PNG", **options):
 
 
 def decoded(content, limits=LIMITS, *, size=None, slack=16):
-    """The picture that a process has made of an image, in its own size if no other is given."""
+    """Return the PNG that a process makes of an image, by default in the image's own size."""
 
-    async def made():
-        with as_file(content) as file:
+    async def make():
+        with open_memory_file(content) as file:
             async with Reader(limits).read(PICTURE, file, "ann") as reading:
-                return await reading.picture(*(size or reading.sizes[IMAGE]), slack=slack)
+                return await reading.make_picture(*(size or reading.sizes[IMAGE]), slack=slack)
 
-    return asyncio.run(made())
+    return asyncio.run(make())
 
 
 def test_two_images_come_out_one_by_one_each_with_its_own_size():
     first, second = (Image.effect_noise(size, 50).convert("RGB") for size in ((30, 20), (64, 48)))
     body = form((IMAGE, NAMED, saved(first)), (LAST, NAMED, saved(second)), ("prompt", "", b"x"))
 
-    async def made():
-        with as_file(body) as file:
+    async def read_both():
+        with open_memory_file(body) as file:
             async with Reader(LIMITS).read(FORM_X, file, "ann") as reading:
                 assert reading.sizes == {IMAGE: (20, 30), LAST: (48, 64)} and set(reading.uploads) == {IMAGE, LAST}
-                return [await reading.picture(16, 32, slack=32, name=name) for name in (LAST, IMAGE)]
+                return [await reading.make_picture(16, 32, slack=32, name=name) for name in (LAST, IMAGE)]
 
-    found = asyncio.run(made())
-    for one, source in zip(found, (second, first), strict=True):
-        got = Image.open(io.BytesIO(one))
+    pngs = asyncio.run(read_both())
+    for content, source in zip(pngs, (second, first), strict=True):
+        got = Image.open(io.BytesIO(content))
         assert np.array_equal(np.asarray(got), np.asarray(source.resize((32, 16), Image.Resampling.LANCZOS)))
 
 
@@ -73,16 +73,16 @@ def test_a_bad_last_frame_is_said_to_be_that():
 
 
 def clean(content):
-    return png(opened(content))
+    return encode_png(open_image(content))
 
 
 def read(content_type, content, limits=LIMITS):
-    async def found():
-        with as_file(content) as file:
+    async def start():
+        with open_memory_file(content) as file:
             async with Reader(limits).read(content_type, file, "ann") as reading:
                 return reading
 
-    return asyncio.run(found())
+    return asyncio.run(start())
 
 
 def chunk(kind, content):
@@ -102,11 +102,11 @@ def a_png(width, height, *chunks, depth=8, colours=2):
     ],
 )
 def test_images_come_back_as_plain_rgb(kind, mode):
-    given = picture(mode=mode)
-    content = saved(given, kind, **({"lossless": True} if kind == "WEBP" else {}))
-    made = decoded(content)
-    assert Image.open(io.BytesIO(made)).size == (40, 30)
-    again = Image.open(io.BytesIO(made))
+    source = picture(mode=mode)
+    content = saved(source, kind, **({"lossless": True} if kind == "WEBP" else {}))
+    result = decoded(content)
+    assert Image.open(io.BytesIO(result)).size == (40, 30)
+    again = Image.open(io.BytesIO(result))
     assert (again.format, again.mode) == ("PNG", "RGB")
     assert again.tobytes() == Image.open(io.BytesIO(content)).convert("RGB").tobytes()
 
@@ -118,15 +118,15 @@ def test_it_is_upright_and_says_nothing_about_its_maker():
     notes = PngImagePlugin.PngInfo()
     notes.add_text("Comment", "SECRET-NOTE")
     for content in (saved(picture(), "JPEG", exif=exif), saved(picture(), exif=exif, pnginfo=notes)):
-        made = decoded(content + b"<script>TRAILING</script>")
-        assert Image.open(io.BytesIO(made)).size == (30, 40)
-        assert Image.open(io.BytesIO(made)).info == {}
-        for told in (b"CAMERA", b"SECRET", b"TRAILING"):
-            assert told not in made
+        result = decoded(content + b"<script>TRAILING</script>")
+        assert Image.open(io.BytesIO(result)).size == (30, 40)
+        assert Image.open(io.BytesIO(result)).info == {}
+        for secret in (b"CAMERA", b"SECRET", b"TRAILING"):
+            assert secret not in result
 
 
 def broken():
-    """Name -> what makes the content of no image, or of none that is taken."""
+    """Return functions that make hostile or unsupported content, by name."""
     good = saved(picture())
     jpeg = saved(picture(), "JPEG")
     rows = zlib.compress(b"".join(b"\0" + bytes(90) for _ in range(30)))
@@ -170,7 +170,7 @@ def broken():
 
 
 def _resized(jpeg, side):
-    """A JPEG whose frame header claims another size."""
+    """Return a JPEG whose frame header claims another size."""
     start = jpeg.index(b"\xff\xc0") + 5
     return jpeg[:start] + struct.pack(">HH", side, side) + jpeg[start + 4 :]
 
@@ -197,16 +197,16 @@ def test_hostile_images_are_refused_by_the_process(name):
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # such sizes are refused
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
 def test_a_corrupted_file_is_an_image_or_refused():
-    """Every kind of damage: bits flipped, parts doubled or missing."""
+    """All kinds of damage occur: flipped bits, repeated and missing parts."""
     source, rng = [saved(picture(), kind) for kind in FORMATS], random.Random(2)
     outcomes = {True: 0, False: 0}
     for _ in range(1000):
         try:
-            made = clean(_damaged(rng, source))
+            result = clean(_damaged(rng, source))
         except InvalidRequest:
             outcomes[False] += 1
         else:
-            assert made.startswith(b"\x89PNG")
+            assert result.startswith(b"\x89PNG")
             outcomes[True] += 1
     assert min(outcomes.values()) > 50
 
@@ -221,8 +221,8 @@ def _damaged(rng, source):
 
 @pytest.mark.long
 def test_the_largest_image_that_is_taken_fits_into_the_memory_of_the_process():
-    made = decoded(saved(Image.new("RGB", (8000, 8000), "teal"), compress_level=1))
-    assert Image.open(io.BytesIO(made)).size == (8000, 8000)
+    result = decoded(saved(Image.new("RGB", (8000, 8000), "teal"), compress_level=1))
+    assert Image.open(io.BytesIO(result)).size == (8000, 8000)
 
 
 def test_time_is_limited_and_nothing_is_left_running():
@@ -234,7 +234,7 @@ def test_time_is_limited_and_nothing_is_left_running():
 
 
 def test_the_process_that_decodes_knows_no_secrets(monkeypatch):
-    """Seen from outside: an environment with a poisoned interpreter setting doesn't reach it."""
+    """A poisoned interpreter setting in the environment doesn't reach the process."""
     monkeypatch.setenv("PYTHONHOME", "/nonexistent")  # a Python that sees this can't start
     assert Image.open(io.BytesIO(decoded(saved(picture())))).width == 40
     assert REFUSED not in (0, 1, 2)  # what Python itself ends with
@@ -248,9 +248,9 @@ def test_too_many_bytes_are_not_even_decoded():
 def test_data_urls():
     content = saved(picture())
     encoded = base64.b64encode(content).decode()
-    assert data_url_content(f"data:image/png;base64,{encoded}") == content
-    assert data_url_content(f"data:image/png;name=a.png;base64,{encoded.replace('+', '%2B')}") == content
-    assert data_url_content("data:,a%20b") == b"a b"
+    assert decode_data_url(f"data:image/png;base64,{encoded}") == content
+    assert decode_data_url(f"data:image/png;name=a.png;base64,{encoded.replace('+', '%2B')}") == content
+    assert decode_data_url("data:,a%20b") == b"a b"
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_data_urls():
 )
 def test_what_is_no_data_url_of_an_image_is_refused(url):
     with pytest.raises(InvalidRequest):
-        data_url_content(url)
+        decode_data_url(url)
 
 
 @pytest.mark.parametrize(
@@ -278,21 +278,21 @@ def test_what_is_no_data_url_of_an_image_is_refused(url):
     [((48, 80), 16, False), ((48, 80), 8, True), ((80, 48), 16, True), ((64, 64), 16, True), ((30, 40), 0, True)],
 )
 def test_an_image_is_brought_to_the_size_of_its_video_as_diffusers_does(size, slack, crop):
-    given, (height, width) = picture(123, 91), size
-    ours = Image.open(io.BytesIO(decoded(saved(given), size=size, slack=slack)))
+    source, (height, width) = picture(123, 91), size
+    ours = Image.open(io.BytesIO(decoded(saved(source), size=size, slack=slack)))
     processor = VaeImageProcessor(vae_scale_factor=8)
-    theirs = processor.resize(given, height, width, resize_mode="crop" if crop else "default")
+    theirs = processor.resize(source, height, width, resize_mode="crop" if crop else "default")
     assert ours.tobytes() == theirs.tobytes()
     assert processor.resize(ours, height, width, resize_mode="crop").tobytes() == ours.tobytes()  # once is enough
 
 
 def form(*parts, end="--x--\r\n"):
-    """Parts: headers behind the name, and content."""
-    made = b"".join(
+    """Return a form. Each part has a name, further headers, and the content."""
+    lines = b"".join(
         f'--x\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + content + b"\r\n"
         for name, more, content in parts
     )
-    return made + end.encode()
+    return lines + end.encode()
 
 
 NAMED = '; filename="a.png"'
@@ -301,12 +301,12 @@ FORM_X = f"{FORM}; boundary=x"
 
 
 def test_forms_and_json_give_their_texts_and_their_image():
-    found = apart(FORM_X, form(("prompt", "", "a cät".encode()), FILE))
-    assert (json.loads(found.text), found.uploads) == ({"prompt": "a cät"}, {IMAGE: FILE[2]})
+    parts = take_apart(FORM_X, form(("prompt", "", "a cät".encode()), FILE))
+    assert (json.loads(parts.text), parts.uploads) == ({"prompt": "a cät"}, {IMAGE: FILE[2]})
     url = f"data:image/png;base64,{base64.b64encode(FILE[2]).decode()}"
-    in_json = apart(JSON, json.dumps({"prompt": "x", "input_reference": {"image_url": url}}).encode())
+    in_json = take_apart(JSON, json.dumps({"prompt": "x", "input_reference": {"image_url": url}}).encode())
     assert (json.loads(in_json.text), in_json.uploads) == ({"prompt": "x"}, {IMAGE: FILE[2]})
-    in_form = apart(FORM_X, form(("input_reference[image_url]", "", url.encode())))
+    in_form = take_apart(FORM_X, form(("input_reference[image_url]", "", url.encode())))
     assert (in_form.text, in_form.uploads) == ("{}", {IMAGE: FILE[2]})
 
 

@@ -1,4 +1,4 @@
-"""A first and a last frame through the API: files, data URLs, and what the worker's request has of them."""
+"""First and last frames in the API: files, data URLs, and the worker's request."""
 
 import io
 
@@ -31,8 +31,8 @@ class LastFrames(SmallSpec):
 def http(settings, engine):
     spec = engine.model = LastFrames(serving.SPEC.config)
     with serving.working(settings, engine), served(settings, spec) as address:
-        with httpx.Client(base_url=address, timeout=30) as made:
-            yield made
+        with httpx.Client(base_url=address, timeout=30) as client:
+            yield client
 
 
 @pytest.mark.parametrize("form", [True, False])
@@ -41,8 +41,8 @@ def test_both_frames_reach_the_pipeline_in_the_videos_size(form, http, engine, s
         files = {"input_reference": ("a.png", png(FIRST)), "last_frame": ("b.png", png(LAST)), "prompt": (None, "x")}
         job = http.post("/v1/videos", files=files).json()
     else:
-        given = {"input_reference": FIRST, "last_frame": LAST}
-        job = create(http, **{name: {"image_url": as_data_url(image)} for name, image in given.items()}).json()
+        images = {"input_reference": FIRST, "last_frame": LAST}
+        job = create(http, **{name: {"image_url": as_data_url(image)} for name, image in images.items()}).json()
     assert (job["input_size"], job["last_frame_size"]) == ("96x64", "48x32")
     assert done(http, job["id"])["status"] == "completed"
     asked = engine.asked[-1]
@@ -68,5 +68,5 @@ def test_what_cant_be_is_refused(http, settings):
 
 @pytest.mark.parametrize("frames", [1])
 def test_one_frame_cant_be_first_and_last(frames, http):
-    given = {name: {"image_url": as_data_url(FIRST)} for name in ("input_reference", "last_frame")}
-    assert create(http, num_frames=frames, **given).json()["error"]["param"] == "num_frames"
+    images = {name: {"image_url": as_data_url(FIRST)} for name in ("input_reference", "last_frame")}
+    assert create(http, num_frames=frames, **images).json()["error"]["param"] == "num_frames"

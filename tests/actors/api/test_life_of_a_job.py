@@ -1,4 +1,4 @@
-"""A job's way: events, cancelling, deadlines, workers that come and go, and what is counted and told of it."""
+"""The life of a job: events, cancellation, deadlines, workers that come and go, metrics and logs."""
 
 import contextlib
 import dataclasses
@@ -147,15 +147,15 @@ def test_a_pipeline_that_is_away_costs_no_job(http, settings, engine, monkeypatc
 def test_an_image_that_can_t_be_read_for_a_while_costs_no_job(http, settings, engine, monkeypatch):
     monkeypatch.setattr(attempt, "_PAUSE_S", 0.1)
     monkeypatch.setattr(attempt, "_READS", 1)
-    made = http.post("/v1/videos", data={"prompt": "a cat"}, files={"input_reference": PHOTO.read_bytes()}).json()
+    video = http.post("/v1/videos", data={"prompt": "a cat"}, files={"input_reference": PHOTO.read_bytes()}).json()
     [image] = Path(settings.storage).rglob("*.png")
     away = image.rename(f"{settings.storage}-away")
     image.mkdir()  # it isn't missing, which would be the job's end, but can't be read
     with working(settings, engine):
-        wait_for(lambda: http.get(f"/v1/videos/{made['id']}").json()["attempts"] > 1)
+        wait_for(lambda: http.get(f"/v1/videos/{video['id']}").json()["attempts"] > 1)
         image.rmdir()
         away.rename(image)
-        assert done(http, made["id"])["status"] == "completed"
+        assert done(http, video["id"])["status"] == "completed"
 
 
 def test_figures_and_readiness(http, worker):
@@ -167,12 +167,12 @@ def test_figures_and_readiness(http, worker):
             'wan_jobs_ended_total{process="worker-1",status="completed"} 2.0' in (t := http.get("/metrics").text) and t
         )
     )
-    found = {family.name: family for family in text_string_to_metric_families(text)}
-    steps = sum(s.value for s in found["wan_step_seconds"].samples if s.name.endswith("_count"))
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    steps = sum(s.value for s in families["wan_step_seconds"].samples if s.name.endswith("_count"))
     assert steps == 2 * 4
-    jobs = {s.labels["status"]: s.value for s in found["wan_jobs"].samples}
+    jobs = {s.labels["status"]: s.value for s in families["wan_jobs"].samples}
     assert jobs == {"queued": 0, "in_progress": 0, "completed": 2, "failed": 0}
-    assert found["wan_chip_seconds"].samples and found["wan_http_seconds"].samples
+    assert families["wan_chip_seconds"].samples and families["wan_http_seconds"].samples
     assert http.get("/ready").json() == {"status": "ok", "workers": 1}
     assert http.get("/health").json() == {"status": "ok"}
 
@@ -213,7 +213,7 @@ def test_jobs_that_wait_for_a_compiler_are_counted(http, worker, engine):
 
 
 def test_the_dashboard_asks_for_figures_that_there_are(http, worker, engine):
-    """Grafana's queries, against the real /metrics: every name and label in them is served."""
+    """Every name and label in Grafana's queries is in the real /metrics."""
     engine.compile_s = 90.0
     done(http, create(http).json()["id"])
     there = ("wan_jobs_ended_total{", "wan_compile_seconds_count{")
@@ -241,7 +241,7 @@ def test_the_dashboard_asks_for_figures_that_there_are(http, worker, engine):
                 assert f'"{name.removeprefix("ray_").removesuffix("_total")}"' in of_ray, query
                 continue
             assert name in labels, query
-            asked = [word for found in re.findall(r"by \(([^)]*)\)", query) for word in found.split(", ")]
+            asked = [word for match in re.findall(r"by \(([^)]*)\)", query) for word in match.split(", ")]
             asked += re.findall(r"(\w+)=~", query)
             assert set(asked) <= labels[name] | {"le"}, query
 
@@ -268,7 +268,7 @@ def test_a_job_is_a_trace_when_that_is_wanted(http, settings, engine):
     with working(settings, engine, traces=Traces(provider)):
         job = create(http).json()["id"]
         done(http, job)
-        spans = wait_for(lambda: len(found := kept.get_finished_spans()) == 5 and found)
+        spans = wait_for(lambda: len(finished := kept.get_finished_spans()) == 5 and finished)
     *stages, root = spans
     assert (root.name, root.attributes["job"], root.attributes["status"]) == ("video", job, "completed")
     assert [span.name for span in stages] == ["encoder", "denoise_high", "denoise_low", "decoder"]
@@ -278,7 +278,7 @@ def test_a_job_is_a_trace_when_that_is_wanted(http, settings, engine):
 
 @contextlib.contextmanager
 def unwritable(settings):
-    """A place for results that can't be written to, while the block lasts."""
+    """Make the results' folder read-only until the block ends."""
     place = Path(settings.storage)
     aside = place.rename(place.with_name("aside")) if place.exists() else None
     place.write_text("no folder")
@@ -289,7 +289,7 @@ def unwritable(settings):
 
 
 def test_a_result_that_can_t_be_stored_for_a_while_costs_no_job(http, settings, engine, monkeypatch, caplog):
-    """What is made isn't made again, and nothing is begun that couldn't be stored either."""
+    """A finished video isn't made again, and nothing else is begun that couldn't be stored either."""
     for name in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):
         monkeypatch.setattr(attempt, name, 0.1)
     engine.go.clear()
@@ -300,8 +300,8 @@ def test_a_result_that_can_t_be_stored_for_a_while_costs_no_job(http, settings, 
             engine.go.set()
             jobs += [create(http, prompt=str(i)).json()["id"] for i in range(2)]
             wait_for(lambda: caplog.text.count("not stored yet") > 12)  # more than a read is tried
-            found = [http.get(f"/v1/videos/{job}").json()["status"] for job in jobs]
-            assert (found, len(engine.asked)) == (["in_progress", "queued", "queued"], 1)
+            statuses = [http.get(f"/v1/videos/{job}").json()["status"] for job in jobs]
+            assert (statuses, len(engine.asked)) == (["in_progress", "queued", "queued"], 1)
         for job in jobs:
             assert done(http, job)["status"] == "completed"
     assert len(engine.asked) == 3
@@ -328,7 +328,7 @@ def test_a_job_waits_for_a_worker_of_the_model_that_it_was_accepted_for(http, se
 
 
 def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
-    """As many results as there are threads wait for a disk that hangs, for longer than a lease lasts."""
+    """As many results as there are threads wait for a disk that hangs for longer than a lease lasts."""
     quick = dataclasses.replace(settings, concurrency=40, jobs=dataclasses.replace(settings.jobs, lease_s=5.0))
     jobs = [create(http).json()["id"] for _ in range(40)]
     engine.go.clear()
@@ -344,7 +344,7 @@ def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
 
 @contextlib.contextmanager
 def refusing(database, change, when):
-    """Have the database refuse a change with an error that nobody expects, while the block lasts."""
+    """Make the database reject a change with an unexpected error until the block ends."""
     trigger = f"CREATE TRIGGER odd BEFORE UPDATE OF {change} ON jobs WHEN {when} BEGIN SELECT RAISE(ABORT, 'odd'); END"
     with database.write() as session:
         session.execute(text(trigger))

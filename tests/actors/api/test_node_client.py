@@ -1,4 +1,4 @@
-"""OpenAI's own Node client against the service, where Node and npm are there."""
+"""OpenAI's own Node client against the service, if Node and npm are installed."""
 
 import dataclasses
 import json
@@ -48,19 +48,19 @@ def test_node_s_client_has_a_video_made(settings, engine, tmp_path):
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
         pytest.skip(f"npm could not install {CLIENT}")
     (tmp_path / "client.mjs").write_text(SCRIPT)
-    offering = dataclasses.replace(settings, catalogue=Catalogue.of(["style=/a/style.safetensors", "other=/a/x"]))
+    offering = dataclasses.replace(settings, catalogue=Catalogue.parse(["style=/a/style.safetensors", "other=/a/x"]))
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     with served(offering) as address, working(offering, engine):
         command = [node, "client.mjs", f"{address}/v1", str(ROOT / "examples" / "ball.png")]
         ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
-    made = json.loads(ran.stdout)
-    video = made["video"]
+    videos = json.loads(ran.stdout)
+    video = videos["video"]
     assert (video["status"], video["prompt"], video["size"], video["seed"]) == ("completed", "a cät", "96x64", 7)
     assert (video["sigmas"], video["input_size"], video["priority"]) == ([1.0, 0.5], "64x64", 0)
     assert video["loras"] == [{"name": "style", "scale": 0.5}, {"name": "other", "scale": 1.5}]
-    assert made["mp4"] == "ZnR5cA=="  # "ftyp", with which mp4 files begin
-    assert (made["other"]["input_size"], made["ids"]) == ("64x64", [made["other"]["id"], video["id"]])
-    assert (made["remixed"]["prompt"], made["remixed"]["loras"]) == ("a dog", video["loras"])
-    assert (made["deleted"]["id"], made["deleted"]["deleted"]) == (video["id"], True)
-    assert made["error"] == {"status": 400, "param": "size"}
+    assert videos["mp4"] == "ZnR5cA=="  # "ftyp", with which mp4 files begin
+    assert (videos["other"]["input_size"], videos["ids"]) == ("64x64", [videos["other"]["id"], video["id"]])
+    assert (videos["remixed"]["prompt"], videos["remixed"]["loras"]) == ("a dog", video["loras"])
+    assert (videos["deleted"]["id"], videos["deleted"]["deleted"]) == (video["id"], True)
+    assert videos["error"] == {"status": 400, "param": "size"}

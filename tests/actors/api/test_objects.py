@@ -1,4 +1,4 @@
-"""The API's objects, against the types of OpenAI's own client."""
+"""The API's objects match the types of OpenAI's own client."""
 
 import json
 import math
@@ -8,9 +8,9 @@ import pytest
 from openai.types import Video as OpenAIVideo
 from pydantic import BaseModel, ValidationError
 
-from actors.api.http.bodies import from_json
-from actors.api.http.objects import error_body, seconds_text, video
-from actors.api.intake.create_video import CreateVideo, frames_for, generation_request
+from actors.api.http.bodies import parse_json
+from actors.api.http.objects import format_seconds, make_error_body, video
+from actors.api.intake.create_video import CreateVideo, count_frames, make_request
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from actors.jobs.values import Progress
@@ -22,13 +22,13 @@ SPEC = preset_spec("wan2.2-i2v-a14b")
 
 
 def submit(database, **asked):
-    request = generation_request(CreateVideo(prompt="a cat", **asked), SPEC, seed=7).resolve(SPEC.defaults)
+    request = make_request(CreateVideo(prompt="a cat", **asked), SPEC, seed=7).resolve(SPEC.defaults)
     return JobStore(database).submit(Job(owner="ann", request=request.to_json() | {"model": "wan2.2-i2v-a14b"}))[0]
 
 
-def as_openai(made):
-    """What OpenAI's client reads of an object, strictly: every required field there, every type right."""
-    return OpenAIVideo.model_validate_json(made.model_dump_json(), strict=True)
+def as_openai(shown):
+    """Parse an object strictly with OpenAI's client: all required fields exist, and all types are right."""
+    return OpenAIVideo.model_validate_json(shown.model_dump_json(), strict=True)
 
 
 def test_a_video_in_every_state_is_one_to_openai_s_client(database):
@@ -64,54 +64,54 @@ def test_a_cancelled_video_failed_with_that_code(database):
      (409, "invalid_request_error"), (429, "rate_limit_error"), (503, "server_error")],
 )  # fmt: skip
 def test_errors_have_openai_s_form(status, kind):
-    body = error_body(status, "no", code="c", param="size").model_dump()
+    body = make_error_body(status, "no", code="c", param="size").model_dump()
     assert body == {"error": {"message": "no", "type": kind, "param": "size", "code": "c"}}
 
 
 def test_a_size_is_width_by_height():
-    """With an asterisk nobody can tell: programs read it in either order."""
-    request = generation_request(CreateVideo(prompt="x", size="1280x720"), SPEC, seed=0)
+    """An asterisk would be ambiguous, since programs read it in either order."""
+    request = make_request(CreateVideo(prompt="x", size="1280x720"), SPEC, seed=0)
     assert (request.width, request.height) == (1280, 720)
     with pytest.raises(InvalidRequest, match="WIDTHxHEIGHT: 1280x720 or 720x1280") as refused:
-        generation_request(CreateVideo(prompt="x", size="1280*720"), SPEC, seed=0)
+        make_request(CreateVideo(prompt="x", size="1280*720"), SPEC, seed=0)
     assert refused.value.field == "size"
 
 
 @pytest.mark.parametrize("size", ["", "720", "0x720", "720X1280", "-1x720", "1x2x3", "٧٢٠x١٢٨٠", "9" * 99])
 def test_what_is_no_size_is_refused(size):
     with pytest.raises(InvalidRequest, match="WIDTHxHEIGHT"):
-        generation_request(CreateVideo(prompt="x", size=size), SPEC, seed=0)
+        make_request(CreateVideo(prompt="x", size=size), SPEC, seed=0)
 
 
 def test_the_nearest_size_is_named():
     with pytest.raises(InvalidRequest, match="1088x1920"):
-        generation_request(CreateVideo(prompt="x", size="1080x1920"), SPEC, seed=0)
+        make_request(CreateVideo(prompt="x", size="1080x1920"), SPEC, seed=0)
 
 
 @pytest.mark.parametrize(
     ("seconds", "fps", "frames"), [("5", 16, 81), ("4", 16, 65), ("5", 24, 121), ("0.01", 16, 1), ("5.06", 16, 81)]
 )
 def test_seconds_become_whole_latent_frames(seconds, fps, frames):
-    assert frames_for(seconds, fps, SPEC) == frames
+    assert count_frames(seconds, fps, SPEC) == frames
     assert frames % 4 == 1
 
 
 @pytest.mark.parametrize("seconds", ["", "0", "-1", "nan", "inf", "1e3", "9999", "five", "٥"])
 def test_what_is_no_length_is_refused(seconds):
     with pytest.raises(InvalidRequest, match="seconds is"):
-        frames_for(seconds, 16, SPEC)
+        count_frames(seconds, 16, SPEC)
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(5.0, "5"), (5.0625, "5.06"), (0.5, "0.5"), (10.0, "10"), (0.0625, "0.06")]
 )
 def test_lengths_are_written_short(seconds, text):
-    assert seconds_text(seconds) == text
+    assert format_seconds(seconds) == text
 
 
 def test_length_and_frames_exclude_each_other():
     with pytest.raises(InvalidRequest, match="give one of them"):
-        generation_request(CreateVideo(prompt="x", seconds="5", num_frames=81), SPEC, seed=0)
+        make_request(CreateVideo(prompt="x", seconds="5", num_frames=81), SPEC, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_fields_have_limits(field):
 
 
 def texts_of(model, prefix=()):
-    """Paths of the text fields of a request's model, nested ones included."""
+    """Return the paths of the text fields of a request's model, including nested ones."""
     for name, field in model.model_fields.items():
         for kind in (field.annotation, *get_args(field.annotation)):
             for inner in (kind, *get_args(kind)):
@@ -147,14 +147,14 @@ def test_no_text_of_a_request_has_what_a_database_may_not_store(path, character)
     else:
         body[outer] = {inner[0]: wrong}
     with pytest.raises(InvalidRequest, match="NUL" if character == "\0" else "surrogate") as refused:
-        from_json(json.dumps(body))
+        parse_json(json.dumps(body))
     assert refused.value.field.split(".")[0] == outer and refused.value.field.endswith(path[-1])
 
 
 def test_an_error_that_names_an_odd_field_is_still_an_answer():
     with pytest.raises(InvalidRequest) as refused:
-        from_json(json.dumps({"prompt": "x", "\ud800\0": 1}))
-    assert error_body(400, str(refused.value), param=refused.value.field).model_dump_json()
+        parse_json(json.dumps({"prompt": "x", "\ud800\0": 1}))
+    assert make_error_body(400, str(refused.value), param=refused.value.field).model_dump_json()
 
 
 def test_what_is_asked_for_reaches_the_pipeline():
@@ -162,8 +162,8 @@ def test_what_is_asked_for_reaches_the_pipeline():
         prompt="a cat", negative_prompt="dogs", size="832x480", num_frames=49, fps=12, num_inference_steps=8,
         guidance_scale=4, guidance_scale_2=3, shift=2, seed=11, solver="euler",
     )  # fmt: skip
-    made = generation_request(asked, SPEC, seed=0)
-    assert made.to_json() == {
+    request = make_request(asked, SPEC, seed=0)
+    assert request.to_json() == {
         "prompt": "a cat", "negative_prompt": "dogs", "image": None, "height": 480, "width": 832, "frames": 49,
         "fps": 12, "steps": 8, "guidance_scale": 4, "guidance_scale_2": 3, "shift": 2, "seed": 11, "solver": "euler",
         "last_image": None, "loras": [], "sigmas": None, "switch_step": None, "preset": None, "cache": None,

@@ -28,40 +28,41 @@ def frames_of(mp4):
 
 
 def test_a_video_from_nothing_to_the_end(client, worker, engine):
-    made = client.videos.create_and_poll(
+    video = client.videos.create_and_poll(
         prompt="A cat", size="96x64", seconds="1", model=MODEL, extra_body={"num_inference_steps": "3", "seed": "7"}
     )
-    assert (made.status, made.progress, made.error) == ("completed", 100, None)
-    assert (made.object, made.size, made.seconds, made.prompt, made.model) == ("video", "96x64", "1", "A cat", MODEL)
-    assert made.completed_at >= made.created_at and made.expires_at > made.completed_at
-    assert made.num_inference_steps == 3 and made.seed == 7 and made.num_frames == 17
-    assert made.stage_seconds["denoise_high"] == pytest.approx(0.5, abs=0.01)
-    assert made.chip_seconds == pytest.approx(0.25 + 2 * 0.25 * 4 + 0.25 * 8 + 0.25, abs=0.05)
-    video = client.videos.download_content(made.id)
-    assert video.content == engine.video(engine.asked[0])
-    assert len(frames_of(video.content)) == 17 * 64 * 96
-    assert client.videos.download_content(made.id, variant="video").content == video.content
-    thumbnail = Image.open(io.BytesIO(client.videos.download_content(made.id, variant="thumbnail").content))
+    assert (video.status, video.progress, video.error) == ("completed", 100, None)
+    assert (video.object, video.size, video.seconds) == ("video", "96x64", "1")
+    assert (video.prompt, video.model) == ("A cat", MODEL)
+    assert video.completed_at >= video.created_at and video.expires_at > video.completed_at
+    assert video.num_inference_steps == 3 and video.seed == 7 and video.num_frames == 17
+    assert video.stage_seconds["denoise_high"] == pytest.approx(0.5, abs=0.01)
+    assert video.chip_seconds == pytest.approx(0.25 + 2 * 0.25 * 4 + 0.25 * 8 + 0.25, abs=0.05)
+    downloaded = client.videos.download_content(video.id)
+    assert downloaded.content == engine.video(engine.asked[0])
+    assert len(frames_of(downloaded.content)) == 17 * 64 * 96
+    assert client.videos.download_content(video.id, variant="video").content == downloaded.content
+    thumbnail = Image.open(io.BytesIO(client.videos.download_content(video.id, variant="thumbnail").content))
     assert (thumbnail.format, thumbnail.size) == ("WEBP", (96, 64))
-    sheet = Image.open(io.BytesIO(client.videos.download_content(made.id, variant="spritesheet").content))
+    sheet = Image.open(io.BytesIO(client.videos.download_content(video.id, variant="spritesheet").content))
     assert (sheet.format, sheet.size) == ("JPEG", (4 * 96, 3 * 64))
 
 
 def test_an_image_goes_with_the_form(client, worker, engine):
-    made = client.videos.create_and_poll(prompt="It moves", input_reference=PHOTO)
-    assert made.status == "completed"
+    video = client.videos.create_and_poll(prompt="It moves", input_reference=PHOTO)
+    assert video.status == "completed"
     assert engine.asked[0].image.size == (96, 64)  # brought to the video's size at the door
 
 
 def test_progress_is_told_and_never_falls(client, worker, engine):
     engine.go.clear()
-    made = client.videos.create(prompt="slowly")
-    assert (made.status, made.progress) == ("queued", 0)
-    seen = wait_for(lambda: (v := client.videos.retrieve(made.id)).progress > 0 and v)
+    video = client.videos.create(prompt="slowly")
+    assert (video.status, video.progress) == ("queued", 0)
+    seen = wait_for(lambda: (v := client.videos.retrieve(video.id)).progress > 0 and v)
     assert (seen.status, seen.stage, seen.step) == ("in_progress", "denoise_high", 1)
     assert 0 < seen.progress < 100 and seen.eta_seconds > 0
     engine.go.set()
-    assert client.videos.poll(made.id).progress == 100
+    assert client.videos.poll(video.id).progress == 100
 
 
 def test_pages_of_a_list(client):
@@ -81,18 +82,18 @@ def test_pages_of_a_list(client):
 
 
 def test_delete(client, worker):
-    made = client.videos.create_and_poll(prompt="soon gone")
-    assert len(worker.store.get(made.id).results) == 3
-    gone = client.videos.delete(made.id)
-    assert (gone.id, gone.deleted, gone.object) == (made.id, True, "video.deleted")
+    video = client.videos.create_and_poll(prompt="soon gone")
+    assert len(worker.store.get(video.id).results) == 3
+    gone = client.videos.delete(video.id)
+    assert (gone.id, gone.deleted, gone.object) == (video.id, True, "video.deleted")
     for ask in (client.videos.retrieve, client.videos.delete, client.videos.download_content):
         with pytest.raises(openai.NotFoundError) as refused:
-            ask(made.id)
+            ask(video.id)
         assert refused.value.code == "video_not_found"
 
 
 def test_errors_have_openai_s_form(client, service):
-    for given, param in (
+    for fields, param in (
         ({"prompt": ""}, "prompt"),
         ({"prompt": "x", "size": "100x64"}, "size"),
         ({"prompt": "x", "seconds": "never"}, "seconds"),
@@ -100,7 +101,7 @@ def test_errors_have_openai_s_form(client, service):
         ({"prompt": "x", "extra_body": {"surprise": "1"}}, "surprise"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
-            client.videos.create(**given)
+            client.videos.create(**fields)
         assert (refused.value.type, refused.value.param) == ("invalid_request_error", param)
         assert "error" in refused.value.response.json()
     with pytest.raises(openai.BadRequestError, match="96x64"):
@@ -114,8 +115,8 @@ def test_errors_have_openai_s_form(client, service):
 def test_a_size_that_the_slices_refuse_fails_alone_and_names_the_nearest_that_fits(client, worker, engine):
     said = "1280x720 with 81 frames doesn't fit the memory of the slice; the nearest known to fit is 832x480 with 81"
     engine.failure = RequestFailed(said, "invalid")
-    made = client.videos.create_and_poll(prompt="too large")
-    assert (made.status, made.error.code, made.error.message, made.attempts) == ("failed", "invalid", said, 1)
+    video = client.videos.create_and_poll(prompt="too large")
+    assert (video.status, video.error.code, video.error.message, video.attempts) == ("failed", "invalid", said, 1)
     engine.failure, engine.warnings = None, ("the prompt was cut",)
     other = client.videos.create_and_poll(prompt="small")
     assert (other.status, other.warnings) == ("completed", ["the prompt was cut"])
@@ -123,11 +124,11 @@ def test_a_size_that_the_slices_refuse_fails_alone_and_names_the_nearest_that_fi
 
 def test_failed_work_is_a_failed_video(client, worker, engine):
     engine.failure = RequestFailed("the decoder gave NaN", "unhealthy")
-    made = client.videos.create_and_poll(prompt="bad")
-    assert (made.status, made.error.code) == ("failed", "unhealthy")
-    assert "NaN" in made.error.message
+    video = client.videos.create_and_poll(prompt="bad")
+    assert (video.status, video.error.code) == ("failed", "unhealthy")
+    assert "NaN" in video.error.message
     with pytest.raises(openai.NotFoundError, match="failed"):
-        client.videos.download_content(made.id)
+        client.videos.download_content(video.id)
 
 
 def test_a_remix_is_the_same_request_with_another_prompt(client, worker, engine):
@@ -167,16 +168,16 @@ def test_an_alias_is_the_model(settings):
 
 
 def test_a_short_video_in_one_call(http, worker, engine):
-    made = http.post("/v1/videos/sync", json={"prompt": "x"})
-    assert (made.status_code, made.headers["content-type"]) == (200, "video/mp4")
-    assert made.content == http.get(f"/v1/videos/{made.headers['x-video-id']}/content").content
+    answer = http.post("/v1/videos/sync", json={"prompt": "x"})
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "video/mp4")
+    assert answer.content == http.get(f"/v1/videos/{answer.headers['x-video-id']}/content").content
     engine.failure = RequestFailed("the decoder gave NaN", "unhealthy")
     failed = http.post("/v1/videos/sync", json={"prompt": "x"})
     assert (failed.status_code, failed.json()["error"]["code"]) == (500, "unhealthy")
 
 
 def test_every_reason_of_a_failure_has_a_status_of_its_own(http, database):
-    """503 alone is to be repeated: the others would be computed again for nothing."""
+    """Only 503 should be repeated. For others, the same video would be computed again in vain."""
     statuses = {"invalid": 400, "deadline_exceeded": 408, "cancelled": 409, "lost": 503, "input_lost": 503}
     work = WorkQueue(database)
 
@@ -227,7 +228,7 @@ def test_heads_slashes_and_statuses(http, worker):
     assert http.get("/v1/videos/").json() == http.get("/v1/videos").json()
     assert http.post("/v1/videos/", json={"prompt": "x"}).status_code == 200
     ids = [video["id"] for video in http.get("/v1/videos", params={"status": "completed"}).json()["data"]]
-    assert ids[-1] == job and all(http.get(f"/v1/videos/{one}").json()["status"] == "completed" for one in ids)
+    assert ids[-1] == job and all(http.get(f"/v1/videos/{id_}").json()["status"] == "completed" for id_ in ids)
     assert http.get("/v1/videos", params={"status": "lost"}).status_code == 400
 
 

@@ -150,10 +150,10 @@ def test_mistakes_are_said_at_their_field_until_it_changes(page):
 
 @pytest.mark.long
 def test_a_preset_and_an_adapter_are_chosen(browser, settings, engine):
-    """What a preset sets is left to it, and comes back with Reuse."""
+    """The page doesn't send fields that a preset sets, and Reuse restores the preset."""
     preset = Preset("in two steps", "https://here", (("sigmas", (1.0, 0.5)), ("loras", (Lora("x"),))))
     spec = engine.model = dataclasses.replace(SPEC, own=CheckpointOverrides(presets=(("fast", preset),)))
-    offering = dataclasses.replace(settings, catalogue=Catalogue.of(["fast=/a/fast", "style=/a/style"]))
+    offering = dataclasses.replace(settings, catalogue=Catalogue.parse(["fast=/a/fast", "style=/a/style"]))
     with served(offering, spec) as address, working(offering, engine):
         page = open_page(browser, address)
         page.get_by_text("Fine-tuning").click()

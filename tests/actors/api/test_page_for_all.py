@@ -43,20 +43,20 @@ def test_the_focus_stays_when_cards_change(page, worker, engine):
     sync_api.expect(cancelled).to_contain_text("step 1")
     page.get_by_label("Prompt", exact=True).fill("Made")
     make.press("Enter")
-    made = page.locator("article").filter(has_text="Made")
-    made.wait_for()
+    article = page.locator("article").filter(has_text="Made")
+    article.wait_for()
     sync_api.expect(make).to_be_enabled()
     sync_api.expect(make).to_be_focused()
     cancelled.get_by_role("button", name="Cancel:").press("Enter")
     sync_api.expect(cancelled).to_contain_text("Cancelled.")
     sync_api.expect(page.get_by_text("1 cancelled")).to_be_focused()
-    made.get_by_role("button", name="Reuse").focus()
+    article.get_by_role("button", name="Reuse").focus()
     engine.go.set()
-    made.get_by_role("button", name="Play:").wait_for()
-    sync_api.expect(made.get_by_role("button", name="Reuse")).to_be_focused()
+    article.get_by_role("button", name="Play:").wait_for()
+    sync_api.expect(article.get_by_role("button", name="Reuse")).to_be_focused()
     for name in ("Delete:", "Delete for good:"):
-        made.get_by_role("button", name=name).press("Enter")
-    sync_api.expect(made).to_have_count(0)
+        article.get_by_role("button", name=name).press("Enter")
+    sync_api.expect(article).to_have_count(0)
     sync_api.expect(page.get_by_role("heading", name="Videos")).to_be_focused()
 
 
@@ -80,7 +80,7 @@ def test_names_say_of_which_video(page):
 @pytest.mark.long
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_controls_stand_out(page, scheme):
-    """What axe-core doesn't measure: the edges of controls."""
+    """axe-core doesn't measure the edges of controls."""
     page.emulate_media(color_scheme=scheme)
     grounds = [colour(page, "form", "backgroundColor"), colour(page, "input[name=num_frames]", "backgroundColor")]
     for control in ("textarea", "input[name=num_frames]", "select", ".drop", "#find"):
@@ -95,9 +95,9 @@ def colour(page, selector, name, part=None):
     return [int(number) / 255 for number in re.findall(r"\d+", page.evaluate(f"{style}.{name}"))[:3]]
 
 
-def contrast(one, other):
+def contrast(colour_a, colour_b):
     """Return the contrast as WCAG reckons it."""
-    linear = [[v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in c] for c in (one, other)]
+    linear = [[v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in c] for c in (colour_a, colour_b)]
     low, high = sorted(0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in linear)
     return (high + 0.05) / (low + 0.05)
 

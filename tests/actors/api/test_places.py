@@ -1,4 +1,4 @@
-"""What one request may hold: one place of a pool at a time, bytes of one budget, and no body where a route has none."""
+"""Limits on what a request may hold: one reading process at a time, bytes within a budget, and no unexpected body."""
 
 import asyncio
 import base64
@@ -36,7 +36,7 @@ def limited(settings, **limits):
 
 
 def test_a_long_request_that_names_an_image_has_it_fetched(hooked, hook):
-    """It kept the only process of its key while it waited for another one."""
+    """Before, a request kept the only process of its key while it waited for another."""
     hook.answers["/a.png"] = answer_of(PHOTO.read_bytes())
     texts = {"prompt": "x" * 30_000, "negative_prompt": "y" * 10_000}
     image = {"image_url": f"https://{NAME}:{hook.port}/a.png"}
@@ -64,7 +64,7 @@ def test_images_that_are_fetched_count_with_the_bodies(hooked, hook):
         first.start()
         wait_for(lambda: hook.requests)
         other = {"input_reference": {"image_url": f"https://{NAME}:{hook.port}/a.png"}}
-        refused = wait_for(lambda: (made := create(http, **other)).status_code != 200 and made)
+        refused = wait_for(lambda: (response := create(http, **other)).status_code != 200 and response)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
         go_on.set()
         first.join()
@@ -75,19 +75,19 @@ def test_images_that_are_fetched_count_with_the_bodies(hooked, hook):
 def test_an_image_that_is_fetched_makes_room_for_those_who_hold_less():
     async def both():
         bodies = Bodies(Limits(bodies_bytes=100))
-        with bodies.arriving(Headers({}), "mallory") as large, bodies.arriving(Headers({}), "ann") as small:
+        with bodies.admit(Headers({}), "mallory") as large, bodies.admit(Headers({}), "ann") as small:
 
             async def fetch():
-                async with large.fetching():
+                async with large.guard_fetch():
                     large.add(80)
                     await asyncio.sleep(60)
 
             fetching = asyncio.create_task(fetch())
             await asyncio.sleep(0)
             small.add(50)
-            with pytest.raises(HttpError) as given_up:
+            with pytest.raises(HttpError) as refused:
                 await fetching
-            return given_up.value.status, small.given_up
+            return refused.value.status, small.abandoned
 
     assert asyncio.run(both()) == (503, False)
 

@@ -1,4 +1,4 @@
-"""Percent and ETA, from the spans that slices tell and from jobs that have completed."""
+"""Percent and ETA from slices' spans and from completed jobs."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def job(database):
 
 
 def ended(job, took, attempts=1, **changed):
-    """A job that computed for `SECONDS`, and ended `took` seconds after it was claimed."""
+    """Return a job that computed for `SECONDS` and ended `took` seconds after it was claimed."""
     times = {"started_at": 1000.0, "ended_at": 1000.0 + took}
     return dataclasses.replace(job, stage_seconds=SECONDS, attempts=attempts, **times, **changed)
 
@@ -31,17 +31,17 @@ def span(stage, seconds, step=None, kind="compute"):
 
 
 def test_percent_and_eta_are_weighted_by_measured_seconds(job):
-    tracker = Tracker(job, Pace([ended(job, 25.0)]).of(REQUEST), CHIPS)
-    seen = [tracker.progress()]
+    tracker = Tracker(job, Pace([ended(job, 25.0)]).get(REQUEST), CHIPS)
+    seen = [tracker.estimate()]
     tracker.note(span("encoder", 1.0))
     for step in range(1, 11):
         tracker.note(span("denoise_high", 2.0, step))
-        seen.append(tracker.progress())
+        seen.append(tracker.estimate())
     tracker.note(span("decoder", 4.0))
-    seen.append(tracker.progress())
+    seen.append(tracker.estimate())
     assert (seen[0].percent, seen[0].eta_s) == (0, 25.0)
     assert seen[1].percent == pytest.approx(100 * 3 / 25)
-    assert [one.eta_s for one in seen[1:-1]] == pytest.approx([22.0 - 2.0 * step for step in range(10)])
+    assert [progress.eta_s for progress in seen[1:-1]] == pytest.approx([22.0 - 2.0 * step for step in range(10)])
     assert (seen[5].stage, seen[5].step, seen[5].steps) == ("denoise_high", 5, 10)
     assert seen[-2].stage == "decoder"
     assert (seen[-1].percent, seen[-1].eta_s) == (99.9, 0.0)
@@ -49,28 +49,28 @@ def test_percent_and_eta_are_weighted_by_measured_seconds(job):
 
 
 def test_percent_never_falls_when_steps_are_done_again(job):
-    tracker = Tracker(job, Pace([ended(job, 25.0)]).of(REQUEST), CHIPS)
+    tracker = Tracker(job, Pace([ended(job, 25.0)]).get(REQUEST), CHIPS)
     tracker.note(span("denoise_high", 2.0, 6))
-    before = tracker.progress()
-    again = Tracker(dataclasses.replace(job, progress=before, attempts=2), Pace().of(REQUEST), CHIPS)
-    assert again.progress().percent == before.percent
+    before = tracker.estimate()
+    again = Tracker(dataclasses.replace(job, progress=before, attempts=2), Pace().get(REQUEST), CHIPS)
+    assert again.estimate().percent == before.percent
     again.note(span("denoise_high", 2.0, 2))
-    assert again.progress().percent == before.percent
+    assert again.estimate().percent == before.percent
 
 
 def test_waiting_for_others_on_the_slices_counts_but_not_what_a_lost_job_stood_still(job):
     crowded, lost = ended(job, 50.0), ended(job, 5000.0, attempts=2)
-    assert Tracker(job, Pace([crowded]).of(REQUEST), CHIPS).progress().eta_s == 50.0
-    assert Tracker(job, Pace([lost]).of(REQUEST), CHIPS).progress().eta_s == 25.0
-    pace = Pace([crowded]).of(REQUEST)
+    assert Tracker(job, Pace([crowded]).get(REQUEST), CHIPS).estimate().eta_s == 50.0
+    assert Tracker(job, Pace([lost]).get(REQUEST), CHIPS).estimate().eta_s == 25.0
+    pace = Pace([crowded]).get(REQUEST)
     for attempts, wait in ((2, 2.0), (1, 2.0 + 0.3 * (4.0 - 2.0))):
         tracker = Tracker(dataclasses.replace(job, attempts=attempts), pace, CHIPS)
         tracker.note(span("denoise_high", 25.0, 1))
-        tracker.completed(100.0)
+        tracker.learn(100.0)
         assert pace.wait == pytest.approx(wait)
 
 
 def test_an_unknown_size_is_guessed_by_its_tokens(job):
-    found = Pace([ended(job, 25.0)]).of(REQUEST | {"height": 128})
-    assert (found.encode, found.step, found.decode) == (2.0, 4.0, 8.0)
-    assert Pace().of(REQUEST).step > 0  # of published figures, until the first job has ended
+    seconds = Pace([ended(job, 25.0)]).get(REQUEST | {"height": 128})
+    assert (seconds.encode, seconds.step, seconds.decode) == (2.0, 4.0, 8.0)
+    assert Pace().get(REQUEST).step > 0  # of published figures, until the first job has ended

@@ -1,4 +1,4 @@
-"""What OpenAI's client doesn't ask for: idempotency, admission, ranges, keys, other sites, bodies of nonsense."""
+"""What OpenAI's client doesn't cover: idempotency, admission, ranges, keys, other sites, invalid bodies."""
 
 import asyncio
 import base64
@@ -39,10 +39,10 @@ def test_the_same_key_and_body_is_the_same_job(http):
     assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_conflict")
     assert create(http, {"Idempotency-Key": "k2"}, seed=1).json()["id"] != first.json()["id"]
     image = {"input_reference": ("cat.png", PHOTO.read_bytes())}
-    one, two = (
+    first, second = (
         http.post("/v1/videos", data={"prompt": "x"}, files=image, headers={"Idempotency-Key": "k3"}) for _ in "ab"
     )
-    assert one.json()["id"] == two.json()["id"]
+    assert first.json()["id"] == second.json()["id"]
     conflict = http.post("/v1/videos", files={"prompt": (None, "x")}, headers={"Idempotency-Key": "k3"})
     assert conflict.status_code == 409
 
@@ -94,7 +94,7 @@ def test_ranges_and_etags(http, worker):
 
 
 def test_who_downloads_is_sent_to_where_it_is_stored(tmp_path):
-    """Where the storage has an address of its own; one that has none is read through the service."""
+    """A storage with URLs of its own is read there, any other through the service."""
 
     class Bucket(LocalStorage):
         def url(self, name, seconds, filename):
@@ -224,8 +224,8 @@ def test_a_video_has_the_shape_of_its_image_where_no_size_is_said(settings, name
         assert (model["follows_image"], model["defaults"]["size"]) == (True, default)
         for (width, height), expected in zip([(300, 300), (90, 160), (4000, 400)], sizes, strict=True):
             image = {"image_url": as_data_url(Image.new("RGB", (width, height)))}
-            made = create(http, input_reference=image).json()
-            assert (made["size"], made["input_size"]) == (expected, f"{width}x{height}")
+            response = create(http, input_reference=image).json()
+            assert (response["size"], response["input_size"]) == (expected, f"{width}x{height}")
         assert create(http, input_reference=image, size="640x352").json()["size"] == "640x352"
 
 
@@ -263,7 +263,7 @@ def test_a_page_elsewhere_may_ask_where_it_was_allowed_to(settings):
 
 
 @pytest.mark.parametrize(
-    ("given", "status"),
+    ("arguments", "status"),
     [
         ({"content": b"{", "headers": {"content-type": "application/json"}}, 400),
         ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400),
@@ -290,8 +290,8 @@ def test_a_page_elsewhere_may_ask_where_it_was_allowed_to(settings):
         ({"content": b'{"\\u0000": 1}', "headers": {"content-type": "application/json"}}, 400),
     ],
 )
-def test_what_can_t_be_used_is_refused_and_nothing_breaks(http, given, status):
-    answer = http.post("/v1/videos", **given)
+def test_what_can_t_be_used_is_refused_and_nothing_breaks(http, arguments, status):
+    answer = http.post("/v1/videos", **arguments)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
     assert http.get("/v1/videos").json()["data"] == []
@@ -310,8 +310,8 @@ def test_bodies_end_where_they_must(settings, tmp_path):
             for _ in range(200):
                 yield b"x" * 65536
 
-        for given in ({"content": endless()}, {"content": b"x" * 2_000_000}):
-            answer = http.post("/v1/videos", headers={"content-type": "application/json"}, **given)
+        for arguments in ({"content": endless()}, {"content": b"x" * 2_000_000}):
+            answer = http.post("/v1/videos", headers={"content-type": "application/json"}, **arguments)
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
         big = {"input_reference": ("a.png", b"x" * 200_000)}
         assert http.post("/v1/videos", data={"prompt": "x"}, files=big).status_code == 400
@@ -319,12 +319,12 @@ def test_bodies_end_where_they_must(settings, tmp_path):
 
 def test_an_image_in_the_json(http, settings, database):
     url = "data:image/png;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
-    made = create(http, input_reference={"image_url": url})
-    assert made.status_code == 200
-    job = JobStore(database).get(made.json()["id"])
+    response = create(http, input_reference={"image_url": url})
+    assert response.status_code == 200
+    job = JobStore(database).get(response.json()["id"])
     kept = Image.open(f"{settings.storage}/{job.input_image}")
     assert (kept.format, kept.size) == ("PNG", (96, 64))  # the video's
-    assert made.json()["input_size"] == "{}x{}".format(*Image.open(PHOTO).size)
+    assert response.json()["input_size"] == "{}x{}".format(*Image.open(PHOTO).size)
 
 
 def test_many_jobs_are_listed_page_by_page(http, database):

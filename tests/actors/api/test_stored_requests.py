@@ -1,4 +1,4 @@
-"""Jobs that earlier versions have stored are shown, planned as they were, and made again with another prompt."""
+"""Jobs stored by earlier versions are shown, planned as before, and remixed."""
 
 import dataclasses
 import io
@@ -78,7 +78,7 @@ def submit(settings, database):
 
 @pytest.mark.parametrize("stored", [OF_A_TEXT, OF_AN_IMAGE, OF_TWO_IMAGES, EARLIER])
 def test_jobs_of_earlier_versions_are_shown_and_planned_as_they_were_stored(stored, submit, settings, engine):
-    """Also where a model's published settings have changed since."""
+    """This holds even if a model's published settings have changed since."""
     wanted = json.loads(stored)
     spec = engine.model = preset_spec(wanted["model"])
     engine.failure = RequestFailed("it is planned, and not made here", "invalid")
@@ -117,7 +117,7 @@ def test_a_job_is_stored_with_the_version_of_its_form(http, database):
 
 
 def test_a_job_of_a_later_version_is_left_to_a_worker_of_that_version(http, database, settings, engine):
-    """While the service is upgraded, workers of both versions run."""
+    """During an upgrade, workers of both versions run."""
     job = create(http).json()["id"]
     with database.write() as session:
         change = text('UPDATE jobs SET request = replace(request, \'"seed"\', \'"invented": 1, "seed"\')')

@@ -1,4 +1,4 @@
-"""Clients take turns at the processes that read what they send."""
+"""Clients take turns using the processes that read their bodies."""
 
 import asyncio
 
@@ -6,11 +6,11 @@ from actors.api.intake.fair_semaphore import FairSemaphore
 
 
 def test_who_has_taken_much_waits_for_those_who_have_not():
-    """Ann's eight come first; Bob's one, which comes last, has only to wait for a place."""
+    """Ann sends eight requests first. Bob's only one, sent last, just waits for a place."""
     order = []
 
     async def take(turns, key, seconds):
-        async with turns.turn(key):
+        async with turns.take_turn(key):
             await asyncio.sleep(seconds)
             order.append(key)
 
@@ -34,10 +34,10 @@ def test_who_is_cancelled_while_a_place_gets_free_takes_none():
         turns, order = FairSemaphore(1, 1), []
 
         async def take(key):
-            async with turns.turn(key):
+            async with turns.take_turn(key):
                 order.append(key)
 
-        async with turns.turn("ann"):
+        async with turns.take_turn("ann"):
             gone = asyncio.create_task(take("bob"))
             await asyncio.sleep(0)
             gone.cancel()  # and the place is free before Bob's task runs again

@@ -1,4 +1,4 @@
-"""Webhooks reach a real HTTPS server, which checks them with OpenAI's client; and nothing that isn't public."""
+"""Webhooks reach a real HTTPS server, which checks them with OpenAI's client, and no private addresses."""
 
 import asyncio
 import base64
@@ -89,7 +89,7 @@ def test_an_address_that_can_t_be_right_is_refused_at_once(hooked, url):
 
 
 def test_what_is_not_public_is_never_connected_to(hooked, hook):
-    closed = dataclasses.replace(hooked.fetch, allowed=(), what="webhook")
+    closed = dataclasses.replace(hooked.fetch, allowed=(), subject="webhook")
     with pytest.raises(FetchError, match="not a public address"):
         asyncio.run(webhook.post(f"https://{NAME}:{hook.port}/", (b"{}", {}), closed))
     assert hook.connections == 0
@@ -99,10 +99,10 @@ def test_the_secret_is_made_once_and_for_its_owner_only(tmp_path):
     file = tmp_path / "new" / "secret"
     with pytest.raises(InvalidInput, match="can't read"):
         read_secret(file)
-    made = read_secret(file, make=True)
-    assert len(made) == 32 and read_secret(file, make=True) == read_secret(file) == made
+    secret = read_secret(file, make=True)
+    assert len(secret) == 32 and read_secret(file, make=True) == read_secret(file) == secret
     assert file.stat().st_mode & 0o077 == 0
-    assert base64.b64decode(file.read_text().strip().removeprefix("whsec_")) == made
+    assert base64.b64decode(file.read_text().strip().removeprefix("whsec_")) == secret
     for text, problem in {"nonsense!": "whsec_", "": "0 bytes"}.items():
         file.write_text(text)
         with pytest.raises(InvalidInput, match=problem):
@@ -110,7 +110,7 @@ def test_the_secret_is_made_once_and_for_its_owner_only(tmp_path):
 
 
 def test_receivers_that_never_answer_hold_up_those_of_their_key_alone(hooked, hook, database, engine):
-    """Four that didn't made another client's webhook 77 s late."""
+    """Before, four that didn't answer made another client's webhook 77 s late."""
 
     async def silent(writer):
         await asyncio.sleep(60)
@@ -128,7 +128,7 @@ def test_receivers_that_never_answer_hold_up_those_of_their_key_alone(hooked, ho
 
 
 async def break_tls(writer):
-    """Send bytes that are no TLS, once hands were shaken."""
+    """Send bytes that aren't TLS after the handshake."""
     os.write(writer.get_extra_info("socket").fileno(), b"\x17\x03\x03\x00\x20" + bytes(32))
     await asyncio.sleep(1)
 
@@ -158,7 +158,7 @@ def test_webhook_of_a_broken_server_cuts_off_no_other_and_is_counted(hooked, hoo
 
 
 def test_delivery_that_fails_in_an_unknown_way_is_counted_and_tried_again(hooked, hook, database, engine, caplog):
-    """A resolver stands for all that raises what nobody has foreseen."""
+    """A resolver stands in for anything that raises an unexpected exception."""
     failures = [RuntimeError("unforeseen")]
 
     async def resolve(host, port):

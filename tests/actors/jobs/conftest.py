@@ -22,7 +22,7 @@ def postgres_server():
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def empty_address(request, tmp_path):
-    """The address of an empty database."""
+    """Return the address of an empty database."""
     if request.param == "sqlite":
         return str(tmp_path / "empty.sqlite")
     return request.getfixturevalue("postgres_server").new_database()
@@ -30,7 +30,7 @@ def empty_address(request, tmp_path):
 
 @pytest.fixture(scope="session")
 def migrated_postgres(postgres_server):
-    """The name of a database with the schema and nothing in it, to be copied: migrating each takes longer."""
+    """Return the name of an empty database with the schema. Copying it is faster than migrating each database."""
     address = postgres_server.new_database()
     open_database(address).close()
     return make_url(address).database
@@ -45,7 +45,7 @@ def migrated_sqlite(tmp_path_factory):
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def address(request, tmp_path):
-    """The address of a database with the schema and nothing in it."""
+    """Return the address of an empty database with the schema."""
     if request.param == "sqlite":
         return str(shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "jobs.sqlite"))
     server = request.getfixturevalue("postgres_server")

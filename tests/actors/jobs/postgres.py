@@ -1,4 +1,4 @@
-"""A private PostgreSQL server for the tests: real, on a Unix socket in a temporary folder, gone afterwards."""
+"""A private, real PostgreSQL server for the tests, on a Unix socket in a temporary folder."""
 
 import contextlib
 import itertools
@@ -33,7 +33,7 @@ def unprivileged() -> str | None:
 
 
 class Server:
-    """A running server, and databases in it."""
+    """A running server and its databases."""
 
     def __init__(self, folder: Path, user: str) -> None:
         self._folder, self._user = folder, user
@@ -54,7 +54,7 @@ class Server:
 
 @contextlib.contextmanager
 def server(programs: Path) -> Iterator[Server]:
-    """Run a server while the block lasts."""
+    """Run a server until the block ends."""
     user = unprivileged()
     folder = Path(tempfile.mkdtemp(prefix="wan-tpu-postgres-"))
     if user is not None:

@@ -1,4 +1,4 @@
-"""Webhooks that are to be called, and what is asked of many jobs at once."""
+"""Deliveries of webhooks, and queries over many jobs."""
 
 from sqlalchemy import select, update
 

@@ -1,4 +1,4 @@
-"""Heartbeats of processes: the latest of each counts, and none that is old."""
+"""The latest heartbeat of each process counts, unless it is too old."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""API keys: made, stored as hashes, compared, revoked; on both databases."""
+"""API keys are made, stored as hashes, compared and revoked, on both databases."""
 
 import math
 import threading

@@ -17,14 +17,14 @@ ROOT = Path(__file__).parents[3]
 
 
 class Crew:
-    """Worker processes with a folder for their notes."""
+    """Worker processes with a folder for their records."""
 
     def __init__(self, address, folder):
         self._address, self._folder = address, folder
         self._running = []
 
     def hire(self, count=1, lease_s=600.0):
-        """Start workers; by default none is slow enough to lose its lease."""
+        """Start workers. By default none is slow enough to lose its lease."""
         hired = []
         for _ in range(count):
             arguments = [self._address, f"w{len(self._running)}", str(self._folder), str(lease_s)]

@@ -1,4 +1,4 @@
-"""Rows and files are removed together, also around crashes."""
+"""Rows and files are removed together, even around crashes."""
 
 import dataclasses
 import time
@@ -31,7 +31,7 @@ def recorded(database):
 
 
 def finished(database, storage, retention=ALWAYS):
-    """A completed job with an input, a video, and a file that was announced and isn't a result."""
+    """Return a completed job with an input, a video, and an announced file that isn't a result."""
     Retention(database, storage, ALWAYS).reserve("inputs/a.png")
     storage.write("inputs/a.png", b"image")
     JobStore(database).submit(Job(owner="ann", request={}, input_image="inputs/a.png"))

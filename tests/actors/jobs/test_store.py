@@ -1,4 +1,4 @@
-"""Jobs as clients see them, on both databases."""
+"""The clients' view of jobs, on both databases."""
 
 import contextlib
 import pickle
@@ -116,7 +116,7 @@ def test_a_full_queue_takes_no_more_but_knows_what_it_took(store):
 
 
 def test_a_key_that_may_have_nothing_wait_has_nothing_wait(store):
-    with pytest.raises(QueueFull, match="0 jobs of this key wait"):
+    with pytest.raises(QueueFull, match="this key has 0 jobs waiting"):
         store.submit(ask(), room=Room(queue=10, owner=0))
 
 
@@ -289,7 +289,7 @@ def on_postgres(postgres_server, migrated_postgres):
 
 
 def test_a_database_that_takes_no_changes_for_now_is_away(on_postgres):
-    """As the old primary is after a failover."""
+    """The old primary is read-only after a failover."""
     store, url = JobStore(on_postgres), make_url(on_postgres._address)
     change = f"SET default_transaction_read_only = off; ALTER DATABASE {url.database} "
     psycopg = pytest.importorskip("psycopg")
@@ -303,7 +303,7 @@ def test_a_database_that_takes_no_changes_for_now_is_away(on_postgres):
 
 
 def test_who_stands_still_in_a_transaction_holds_up_nobody_for_long(on_postgres):
-    """A node that has lost its power while it submitted a job: its connection is open, and says nothing."""
+    """A node lost power while it submitted a job: its connection stays open and silent."""
     code = "import sys, time; from actors.jobs.database import Database; database = Database(sys.argv[1])\n"
     code += (
         "with database.write() as session:\n database.serialize(session); print('locked', flush=True); time.sleep(99)"

@@ -1,4 +1,4 @@
-"""Jobs as workers see them, on both databases."""
+"""The workers' view of jobs, on both databases."""
 
 import threading
 import time
@@ -35,7 +35,7 @@ def ask(store, owner="ann", name="", **options):
 
 
 def claimed(work):
-    """The names of all waiting jobs in the order in which they are claimed."""
+    """Return the names of all waiting jobs in the order in which they are claimed."""
     names = []
     while leased := work.claim("w"):
         names.append(leased.request["prompt"])
@@ -79,7 +79,7 @@ def test_a_job_that_fails_says_why(store, work):
 
 
 def test_what_is_announced_again_is_announced_once(store, work):
-    """As after a commit whose answer was lost: it failed a finished job."""
+    """This happens after a commit whose answer was lost, and used to fail a finished job."""
     ask(store)
     leased = work.claim("w")
     for _ in range(2):
@@ -232,7 +232,7 @@ def test_a_job_that_is_past_its_deadline_is_not_begun(store, work):
 
 
 def test_who_follows_a_job_that_came_back_passes_nobody(store, work):
-    """Bob's first job is claimed and given back while Ann's wait: his next ones come after hers, one for one."""
+    """Bob's first job is claimed and given back while Ann's wait. His next ones alternate with hers."""
     ask(store, "bob", "b0")
     back = work.claim("w")
     for i in range(13):
@@ -267,7 +267,7 @@ NUL = "a cat\0, a pie"
 
 
 def test_text_that_postgresql_cannot_look_into_does_not_stop_the_queue(store, work):
-    """PostgreSQL stores such JSON, and fails every query that reads a field of it, whichever job the query is about."""
+    """PostgreSQL stores such JSON, but then every query that reads a field of requests fails, for any job."""
     store.submit(Job(owner="ann", request={"prompt": NUL, "model": "m"}, model="m"))
     ask(store, name="next", model="m")
     assert work.claim("w", model="m").request["prompt"] == NUL
@@ -297,7 +297,7 @@ def test_refused_statement_is_told_without_what_was_to_be_stored(database, store
 
 
 def test_lost_answer_to_a_commit_is_told_apart_from_a_change_that_was_never_made(database, store, monkeypatch):
-    """Nothing that may be committed must be undone: a reader of the error has to know."""
+    """Nothing that may be committed must be undone, so the error has to say so."""
     failing = OperationalError("COMMIT", {}, Exception("server closed the connection"))
 
     def commit_and_lose_the_answer(engine, connection):
