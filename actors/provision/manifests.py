@@ -14,6 +14,7 @@ from cluster.layout import Layout, shipped
 from cluster.provision import kubernetes
 from cluster.provision.exposure import Exposure, exposing
 from cluster.provision.kubernetes import Target
+from cluster.provision.kustomize import write_kustomization
 from wan_tpu.commands.parser import Parser, as_words, flag_of
 from wan_tpu.errors import InvalidInput
 from wan_tpu.storage.addresses import is_bucket
@@ -21,7 +22,7 @@ from wan_tpu.storage.addresses import is_bucket
 # What is about Kubernetes, and not about the pipeline or the service.
 _HERE = (
     "address", "folder", "service", "job", "output", "in_flight", "namespace", "image", "account", "secret", "capacity",
-    "queue", "monitor", "idle_s", "hostname", "certificate_map", "address_name", "armor",
+    "queue", "monitor", "idle_s", "hostname", "certificate_map", "address_name", "armor", "kustomize",
 )  # fmt: skip
 _POSTGRES = "postgresql://"
 
@@ -50,11 +51,19 @@ def manifests(argv: Sequence[str]) -> int:
         from_hub=args.model_id is not None and not is_bucket(args.model_id),
         public=args.hostname is not None,
     )
-    objects = kubernetes.supporting(target, http=args.service)
-    objects |= _exposing(args, target)
-    objects |= _main(args, parser, layout, target)
+    files = {
+        "access.yaml": kubernetes.supporting(target, http=args.service),
+        "exposure.yaml": _exposing(args, target),
+        "pipeline.yaml": _main(args, parser, layout, target),
+    }
+    files = {name: objects for name, objects in files.items() if objects}
+    if args.kustomize is not None:
+        for path in write_kustomization(args.kustomize, target, files):
+            print(f"wrote {path}")
+        return 0
     sys.stdout.write(f"# Written by: wan-tpu manifests {shlex.join(argv)}\n")
-    sys.stdout.write(kubernetes.as_yaml(objects))
+    every = {comment: item for objects in files.values() for comment, item in objects.items()}
+    sys.stdout.write(kubernetes.as_yaml(every))
     return 0
 
 
@@ -64,6 +73,9 @@ def _add_arguments(parser: Parser) -> None:
     what.add_argument("--service", action="store_true", help="a RayService, with the arguments of wan-tpu serve")
     what.add_argument("--job", metavar="MANIFEST", help="a RayJob that makes every video of a manifest in gs://")
     group.add_argument("--output", help="gs:// of a job's videos")
+    group.add_argument(
+        "--kustomize", type=Path, metavar="FOLDER", help="write a Kustomize base and an overlay there instead"
+    )
     group.add_argument("--in_flight", type=int, help="requests of a job at a time")
     group.add_argument("--image", required=True, help="of all containers: this package, with Python and Ray as here")
     group.add_argument("--namespace", default="default", help="of all objects; it is %(default)s where left out")

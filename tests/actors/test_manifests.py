@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -82,6 +83,35 @@ def test_service_behind_a_load_balancer_has_its_name_and_certificate(capsys):
     assert environment["WAN_TPU_TRUSTED_PROXIES"] == "35.191.0.0/16 130.211.0.0/22"
     config = yaml.safe_load(objects["RayService"]["spec"]["serveConfigV2"])
     assert not {"hostname", "certificate_map"} & set(config["applications"][0]["args"]["arguments"])
+
+
+def test_kustomize_renders_what_is_printed_and_an_overlay_that_stays(tmp_path, capsys):
+    service = ["--service", "--layout", "four-pools", *OF_THE_HUB, *DATABASE, "--results", "gs://b/r"]
+    public = ["--snapshots", "gs://b/s", "--hostname", "videos.example.com", "--certificate_map", "certificates"]
+    assert main(["manifests", *IMAGE, *service, *public]) == 0
+    expected = identified(capsys.readouterr().out)
+    assert main(["manifests", *IMAGE, *service, *public, "--kustomize", str(tmp_path)]) == 0
+    assert "access.yaml" in capsys.readouterr().out
+    assert identified(rendered(tmp_path / "base")) == expected
+    production = tmp_path / "overlays" / "production"
+    assert identified(rendered(production)) == expected
+    file = production / "kustomization.yaml"
+    file.write_text(file.read_text().replace("newTag: '1'", "newTag: '2'"))
+    assert main(["manifests", *IMAGE, *service, *public, "--kustomize", str(tmp_path)]) == 0
+    overlaid = identified(rendered(production))
+    assert overlaid != expected
+    spec = overlaid["RayService", "wan-tpu"]["spec"]["rayClusterConfig"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        assert group["template"]["spec"]["containers"][0]["image"] == "registry/wan-tpu:2"
+
+
+def identified(text):
+    return {(item["kind"], item["metadata"]["name"]): item for item in yaml.safe_load_all(text)}
+
+
+def rendered(folder):
+    kubectl = Path(sys.executable).with_name("kubectl")
+    return subprocess.run([kubectl, "kustomize", folder], check=True, capture_output=True, text=True).stdout
 
 
 def test_a_job_drives_its_manifest(capsys):
